@@ -37,7 +37,15 @@ BESIDE = {
     "metrics": ["kernels"],
 }
 # Files at the top that every room may import.
-TOOLS = {"checksums": ["kernels"], "contact": [], "lazy": [], "streamable": [], "tracing": []}
+TOOLS = {
+    "checksums": ["kernels"],
+    "contact": [],
+    "lazy": [],
+    "logs": [],
+    "step_stages": [],
+    "streamable": [],
+    "tracing": [],
+}
 # Files at the top that look into rooms. The package itself imports nothing when imported.
 TOP = {
     "__init__": [],

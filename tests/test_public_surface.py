@@ -6,8 +6,6 @@ import ast
 import enum
 import importlib
 import inspect
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -110,20 +108,11 @@ def test_promised_names_are_there() -> None:
             continue
         path, _, name = line.partition(" ")
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of modules that have moved
-                module = importlib.import_module(path)
-                assert not name or hasattr(module, name)
+            module = importlib.import_module(path)
+            assert not name or hasattr(module, name)
         except (ImportError, AssertionError) as error:
             gone[line] = repr(error)
     assert gone == {}
-
-
-def test_a_module_that_moved_says_where_to() -> None:
-    with pytest.warns(DeprecationWarning, match=r"import Layout from recsys.distributed.placement"):
-        from recsys.distributed.layout import Layout
-    assert Layout is importlib.import_module("recsys.distributed.placement.layout").Layout
-    sys.modules.pop("recsys.distributed.layout")
 
 
 def test_enums_are_not_final() -> None:

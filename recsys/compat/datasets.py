@@ -146,7 +146,7 @@ class LoadFiles(IterDataPipe[tuple[str, Any]]):
         datapipe: paths.
         mode: of `open`.
         length: what `len` says; -1 if unknown.
-        path_manager_key: means nothing: files are local.
+        path_manager_key: Ignored; files are local.
         **open_kw: of `open`.
     """
 

@@ -296,7 +296,7 @@ class DataLoadingThread(threading.Thread, Generic[T]):
         device: where batches go.
         dataloader_iter: of batches that have `to`.
         to_device_non_blocking: whether copies from page-locked memory overlap with what follows.
-        memcpy_stream_priority: means nothing: batches are copied on the current stream.
+        memcpy_stream_priority: Ignored; batches are copied on the current stream.
         memcpy_stream: a stream to copy on; the current one if None.
     """
 

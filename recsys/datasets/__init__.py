@@ -4,7 +4,6 @@
 reads real ones and `rows` single lines. Nothing needs a process group: a reader is told its rank.
 """
 
-from recsys.lazy import lazy_names, moved_modules
+from recsys.lazy import lazy_names
 
 __getattr__ = lazy_names(__name__, {})
-moved_modules(__name__, {"movielens_files": "rows"}, "0.3")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recsys.lazy import lazy_names, moved_modules
+from recsys.lazy import lazy_names
 
 if TYPE_CHECKING:  # what editors and type checkers see of _HOMES
     from recsys.distributed.model_parallel import DistributedModelParallel
@@ -63,26 +63,6 @@ _HOMES = {
 }
 
 __getattr__ = lazy_names(__name__, _HOMES)
-
-moved_modules(
-    __name__,
-    {
-        "comm": "ranks.comm",
-        "even_batches": "train_pipeline.even_batches",
-        "fused_optimizer": "state.fused_optimizer",
-        "fused_params": "placement.fused_params",
-        "layout": "placement.layout",
-        "layout_plot": "placement.layout_plot",
-        "node": "ranks.node",
-        "plan_layout": "placement.plan_layout",
-        "planner.shard_estimators": "planner.option_lister",
-        "sharded_table": "state.sharded_table",
-        "strategies": "placement.strategies",
-        "traffic": "placement.traffic",
-        "wire": "ranks.wire",
-    },
-    removed_in="0.3",
-)
 
 
 def __dir__() -> list[str]:

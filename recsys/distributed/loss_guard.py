@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from recsys.kernels.arguments import finite, whole, writable_folder
 from recsys.kernels.checked import checked, checked_late
+from recsys.logs import logger
 
 __all__ = ["BadLossError", "LossGuard"]
 
@@ -182,7 +183,7 @@ class LossGuard:
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(is_bad, dist.ReduceOp.MAX)
         if wrong:
-            print(f"{self._say(self._step, value.item(), batch, wrong)} It is skipped.", flush=True)
+            logger.warning("%s It is skipped.", self._say(self._step, value.item(), batch, wrong))
         self._skipped = self._skipped + 1 if is_bad.item() else 0
         if self._skipped > self._most:
             raise BadLossError(

@@ -391,7 +391,7 @@ class _PoolSharder(ModuleSharder[P], Generic[P, S]):
             plan: how its rows are divided.
             env: the ranks.
             device: where this rank's rows go; None: a GPU under NCCL, else the CPU.
-            module_fqn: means nothing.
+            module_fqn: Ignored; accepted for TorchRec scripts.
         """
         instance(f"{type(self).__name__}.shard.module", module, self.replaces)
         sharded: S = object.__new__(self.makes)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain, islice
-from time import monotonic
 from typing import Any, ClassVar, NoReturn, Self, final
 
 import torch
@@ -29,7 +28,6 @@ from recsys.distributed.placement.plan import (
 )
 from recsys.distributed.placement.plan_layout import place_tables
 from recsys.distributed.placement.strategies import check_plan_covers, pooling_of_parts
-from recsys.distributed.ranks import where
 from recsys.distributed.ranks.agreement import in_words, stable
 from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable, together
 from recsys.distributed.ranks.construction import constructing
@@ -56,6 +54,7 @@ from recsys.optim.apply_optimizer_in_backward import (
 )
 from recsys.optim.keyed import CombinedOptimizer
 from recsys.sparse import KeyedJaggedTensor
+from recsys.step_stages import look_up
 
 started_ahead: ContextVar[Callable[[ShardedCollection, KeyedJaggedTensor], Any] | None] = (
     ContextVar("started_ahead", default=None)
@@ -442,9 +441,9 @@ class ShardedCollection(ShardedModule):
 
         Args:
             dist_input: what its `input_dist` gave in the end.
-            forward_stream: means nothing: call it on the stream of the lookups, after the update of
+            forward_stream: Ignored: call it on the stream of the lookups, after the update of
                 the batch before.
-            ctx: means nothing.
+            ctx: Ignored.
         """
         for lookup, bags in zip(self._lookups, dist_input.lookups, strict=True):
             lookup.kernel.prefetch(bags.indices, bags.offsets, bags.of_features)
@@ -459,16 +458,17 @@ class ShardedCollection(ShardedModule):
                     "waited for twice; received another batch's, or what is under way. Call "
                     "compute(context, input_dist(context, features).wait().wait())."
                 )
-        where.now = "lookup", self._path, monotonic()
         if self._finisher.under_way:
             self._finisher.forget_failed_backward()
         lookups = (
-            lookup.kernel.forward(*bags[:3], lookup.parameters, *bags[3:])
+            look_up(self._path, lookup.kernel.forward, *bags[:3], lookup.parameters, *bags[3:])
             for lookup, bags in zip(self._lookups, ctx.lookups, strict=True)
         )
         replicas = []
         for lookup, bags in zip(self._replicas, ctx.replicas, strict=True):
-            replicas.append(lookup.kernel.forward(*bags[:3], lookup.parameters))
+            replicas.append(
+                look_up(self._path, lookup.kernel.forward, *bags[:3], lookup.parameters)
+            )
         return chain(replicas, lookups)
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Any]:

@@ -6,40 +6,38 @@
             report.step(samples=len(batch.labels))
     print(report)
 
-While a report is open, the engine's stages are wrapped and tell it when they begin and end; before
-and after, they cost nothing. A profiler of your own that runs meanwhile shows them as ranges named
-`recsys lookup` and so on. Times are the host's. On a CPU they are what was computed and waited
-for; on a GPU the host launches work, and the trace shows the device beside the same names.
+A report observes the engine's stages (`recsys.step_stages`). A profiler that runs meanwhile shows
+them as ranges named `recsys lookup` and so on. Times are the host's: on a CPU they include
+computing and waiting; on a GPU the host launches work, and the trace shows the device's time.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar, final
-from unittest import mock
 
 import torch
-from torch import Tensor
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from recsys.distributed.ranks import comm
-from recsys.distributed.ranks.exchanges import ExchangeName
-from recsys.distributed.stages.input_dist import InputDist, Trip
-from recsys.distributed.stages.output_dist import Exchange
-from recsys.distributed.state.row_updates import BackwardFinisher
+from recsys.distributed.ranks.comm import Pending
 from recsys.kernels.arguments import whole, wrong_type
 from recsys.kernels.checked import checked
-from recsys.kernels.tbe import TableBatchedEmbedding
+from recsys.step_stages import Stage, observe, running
 
 B = TypeVar("B")
 STAGES = ("data", "input dist", "lookup", "output dist", "dense", "optimizer")
+_NAMES = {
+    Stage.DATA: "data",
+    Stage.INPUT_DIST: "input dist",
+    Stage.LOOKUP: "lookup",
+    Stage.TABLE_UPDATE: "lookup",
+    Stage.OUTPUT_DIST: "output dist",
+    Stage.GRADIENT_DIST: "output dist",
+    Stage.OPTIMIZER: "optimizer",
+}
+"""The stages of `STAGES`; the time outside of them is "dense"."""
 
 
 class ScalarWriter(Protocol):
@@ -91,17 +89,17 @@ class StepReport:
         self._trace = trace
         self._traced_steps = whole("StepReport.traced_steps", traced_steps)
         self._profiler: Any = None
-        self._patches = ExitStack()
-        self._stages: list[str] = []  # that are running, the innermost last
+        self._closing = ExitStack()
+        self._stages: list[tuple[str, AbstractContextManager[Any] | None]] = []
         self._at = 0.0  # until when the time is counted
         self._seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
         self._arrivals: dict[int, Callable[[Any], None]] = {}
-        self._under_way = self._waited = 0.0
+        self._under_way = self._waited = self._wait_began = 0.0
         self.steps = self.samples = 0
         self._last_write = self.numbers()
 
     def __enter__(self) -> Self:
-        self._wrap_stages()
+        self._closing.enter_context(observe(self))
         if self._trace is not None:
             # one cycle; without this, torch 2.11 warns that only the last is kept
             self._profiler = torch.profiler.profile(acc_events=True)
@@ -110,7 +108,7 @@ class StepReport:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._patches.close()
+        self._closing.close()
         self._end_trace()
 
     def data(self, batches: Iterable[B]) -> Iterator[B]:
@@ -119,7 +117,7 @@ class StepReport:
             wrong_type("StepReport.data: batches", "an iterable of batches", batches)
         source = iter(batches)
         while True:
-            with self._stage("data"):
+            with running(Stage.DATA):
                 try:
                     batch = next(source)
                 except StopIteration:
@@ -147,7 +145,7 @@ class StepReport:
     def shares(self) -> dict[str, float]:
         """Return what share of the time each of `STAGES` took, by name; all add up to 1."""
         total = sum(self._seconds.values()) or 1.0
-        return {stage: seconds / total for stage, seconds in self._seconds.items()}
+        return {name: seconds / total for name, seconds in self._seconds.items()}
 
     @property
     def overlap(self) -> float:
@@ -165,10 +163,10 @@ class StepReport:
 
     def _since(self, before: dict[str, float]) -> dict[str, float]:
         more = {name: value - before[name] for name, value in self.numbers().items()}
-        seconds = sum(more[stage] for stage in STAGES) or 1.0
+        seconds = sum(more[name] for name in STAGES) or 1.0
         found = {"samples per second": more["samples"] / seconds}
         found["milliseconds"] = seconds / (more["steps"] or 1) * 1e3
-        found |= {f"share of {stage}": more[stage] / seconds for stage in STAGES}
+        found |= {f"share of {name}": more[name] / seconds for name in STAGES}
         if more["under way"]:
             found["overlap"] = max(0.0, 1 - more["waited"] / more["under way"])
         return found
@@ -181,8 +179,8 @@ class StepReport:
             f"{self.steps} steps, {seconds / self.steps * 1e3:.2f} ms each, "
             f"{self.samples / seconds:,.0f} samples/s on this rank"
         ]
-        for stage, share in self.shares().items():
-            lines.append(f"  {stage:<12}{share:>7.1%}  {'#' * round(40 * share)}")
+        for name, share in self.shares().items():
+            lines.append(f"  {name:<12}{share:>7.1%}  {'#' * round(40 * share)}")
         if self._under_way:
             lines.append(
                 f"  exchanges were under way for {self._under_way / self.steps * 1e3:.2f} ms of a "
@@ -190,123 +188,58 @@ class StepReport:
             )
         return "\n".join(lines)
 
-    def _count(self) -> None:
-        """Add the time since the last call to the stage that runs."""
-        now = time.perf_counter()
-        self._seconds[self._stages[-1] if self._stages else "dense"] += now - self._at
-        self._at = now
-
-    def _enter(self, stage: str) -> None:
+    def enter(self, stage: Stage, subject: str) -> None:
+        """Record the begin of a stage."""
+        if stage is Stage.WAIT:
+            self._wait_began = time.perf_counter()
+        if stage not in _NAMES:
+            return
         self._count()
-        self._stages.append(stage)
-
-    def _leave(self) -> None:
-        self._count()
-        if self._stages:
-            self._stages.pop()
-
-    @contextmanager
-    def _stage(self, stage: str) -> Iterator[None]:
         profiled = torch.autograd.profiler._is_profiler_enabled  # the report's, or a user's own
-        with torch.profiler.record_function(f"recsys {stage}") if profiled else nullcontext():
-            self._enter(stage)
-            try:
-                yield
-            finally:
-                self._leave()
+        name = _NAMES[stage]
+        span = torch.profiler.record_function(f"recsys {name}") if profiled else None
+        if span is not None:
+            span.__enter__()
+        self._stages.append((name, span))
+
+    def leave(self, stage: Stage, subject: str, *, failed: bool) -> None:
+        """Record the end of a stage."""
+        if stage not in _NAMES:
+            return
+        self._count()
+        if self._stages:  # not if it began before a step that raised
+            _, span = self._stages.pop()
+            if span is not None:
+                span.__exit__(None, None, None)
+
+    def exchange_started(self, pending: Pending) -> None:
+        """Measure an exchange on a CPU until its result arrives."""
+        if pending.work is None or not pending.tensor.is_cpu:
+            return
+        began = [time.perf_counter()]
+
+        def arrived(_: Any) -> None:
+            if began:  # called twice: by the future, and at the end of the wait
+                self._under_way += time.perf_counter() - began.pop()
+
+        pending.work.get_future().add_done_callback(arrived)
+        self._arrivals[id(pending)] = arrived
+
+    def exchange_finished(self, pending: Pending) -> None:
+        """Add the time of a wait."""
+        self._waited += time.perf_counter() - self._wait_began
+        arrived = self._arrivals.pop(id(pending), None)
+        if arrived is not None:
+            arrived(None)
+
+    def _count(self) -> None:
+        """Add the time since the last call to the innermost stage."""
+        now = time.perf_counter()
+        self._seconds[self._stages[-1][0] if self._stages else "dense"] += now - self._at
+        self._at = now
 
     def _end_trace(self) -> None:
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler.export_chrome_trace(str(self._trace))
             self._profiler = None
-
-    # -- what tells of stages ---------------------------------------------------------------------
-
-    def _wrap_stages(self) -> None:
-        ways = [
-            (owner, name, "output dist")
-            for owner in _subclasses(Exchange)
-            for name in ("send", "place", "spread", "send_back")
-            if name in vars(owner)
-        ]
-        for owner, name, stage in [
-            (InputDist, "prepare", "input dist"),
-            (InputDist, "header_of", "input dist"),
-            (InputDist, "skip_header", "input dist"),
-            (Trip, "send", "input dist"),
-            (Trip, "ids", "input dist"),
-            (BackwardFinisher, "_finish", "lookup"),
-            *ways,
-        ]:
-            self._replace(owner, name, self._timed(getattr(owner, name), stage))
-        self._replace(TableBatchedEmbedding, "forward", self._lookup(TableBatchedEmbedding.forward))
-        for name in ("all_to_all", "reduce_scatter", "all_gather"):
-            self._replace(comm, name, self._exchange(getattr(comm, name)))
-        self._replace(comm.Pending, "wait", self._wait(comm.Pending.wait))
-        for register, tell in [
-            (register_optimizer_step_pre_hook, self._enter),
-            (register_optimizer_step_post_hook, lambda _: self._leave()),
-        ]:
-            handle = register(lambda *_, tell=tell: tell("optimizer"))
-            self._patches.callback(handle.remove)
-
-    def _replace(self, owner: object, name: str, function: Callable[..., Any]) -> None:
-        self._patches.enter_context(mock.patch.object(owner, name, function))
-
-    def _timed(self, function: Callable[..., Any], stage: str) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self._stage(stage):
-                return function(*args, **kwargs)
-
-        return call
-
-    def _lookup(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        timed = self._timed(function, "lookup")
-
-        def call(*args: Any, **kwargs: Any) -> Tensor:
-            out: Tensor = timed(*args, **kwargs)
-            node = out.grad_fn
-            if node is not None:  # its backward is the tables' update
-                node.register_prehook(lambda _: self._enter("lookup"))
-                node.register_hook(lambda *_: self._leave())
-            return out
-
-        return call
-
-    def _exchange(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(env: Any, what: ExchangeName, *args: Any, **kwargs: Any) -> comm.Pending:
-            with self._stage("input dist" if what.is_of_ids else "output dist"):
-                pending: comm.Pending = function(env, what, *args, **kwargs)
-            if pending.work is not None and pending.tensor.is_cpu:
-                began = [time.perf_counter()]
-
-                def arrived(_: Any) -> None:
-                    if began:  # whoever sees it first: who waits is told before this is called
-                        self._under_way += time.perf_counter() - began.pop()
-
-                pending.work.get_future().add_done_callback(arrived)
-                self._arrivals[id(pending)] = arrived
-            return pending
-
-        return call
-
-    def _wait(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(pending: comm.Pending, *args: Any, **kwargs: Any) -> Tensor:
-            is_exchange = pending.work is not None
-            began = time.perf_counter()
-            tensor: Tensor = function(pending, *args, **kwargs)
-            if is_exchange:
-                self._waited += time.perf_counter() - began
-                arrived = self._arrivals.pop(id(pending), None)
-                if arrived is not None:
-                    arrived(None)
-            return tensor
-
-        return call
-
-
-def _subclasses(kind: type[Any]) -> list[type[Any]]:
-    direct: list[type[Any]] = kind.__subclasses__()
-    return [*direct, *(further for derived in direct for further in _subclasses(derived))]

@@ -13,7 +13,6 @@ import threading
 import traceback
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, NoReturn, Self, final
@@ -26,13 +25,8 @@ from torch.distributed.distributed_c10d import (
     _get_default_group,
     default_pg_timeout,
 )
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from recsys import contact
-from recsys.distributed.ranks import where
 from recsys.distributed.ranks.heartbeats import (
     MISSED,
     Beat,
@@ -41,7 +35,10 @@ from recsys.distributed.ranks.heartbeats import (
     in_words,
     late_ranks,
 )
+from recsys.distributed.ranks.position import Position
 from recsys.kernels.checked import checked
+from recsys.logs import logger
+from recsys.step_stages import long_section, observe
 
 __all__ = ["Watchdog", "end_with_launcher"]
 
@@ -135,16 +132,13 @@ class Watchdog:
         self._interval = min(1.0, self._abort_after / 16, self._warn_after / 10)
         self._next_warning = self._warn_after
         self._ends = self._stopped = False
-        where.exchanges = 0  # before, some ranks may have done more among themselves than others
-        self._beats = Heartbeats(_store(), self._rank, dist.get_world_size(), self._interval)
+        self._position = Position()
+        self._beats = Heartbeats(
+            _store(), self._rank, dist.get_world_size(), self._interval, self._position
+        )
         _open = self
-        where.now = "the time before its first step", "", monotonic()
+        self._closing.enter_context(observe(self._position))
         contact.ask_watchdog = self._ask
-        for register, place in [
-            (register_optimizer_step_pre_hook, "the optimizer's step"),
-            (register_optimizer_step_post_hook, "the loop between two steps (data, logs)"),
-        ]:
-            self._closing.callback(register(partial(_now_in, place)).remove)
         self._signals, self._waker = socket.socketpair()
         self._closing.callback(self._waker.close)
         self._closing.callback(self._signals.close)
@@ -180,13 +174,13 @@ class Watchdog:
         Args:
             name: what it does, such as "evaluation" or "compile".
         """
-        return where.long_section(name)
+        return long_section(name)
 
     # -- an error of this rank --------------------------------------------------------------------
 
     def _tell_of(self, error: BaseException, beats: Heartbeats) -> None:
         """Print an error once in the job, and tell the other ranks."""
-        place, rank = Beat.of_this_process(0).place, self._rank
+        place, rank = Beat.of(self._position, 0).place, self._rank
         if isinstance(error, SystemExit):
             self._say(beats.announce(End(text=f"rank {rank} exited by {error!r}, in {place}")).text)
             return
@@ -218,12 +212,12 @@ class Watchdog:
     def _say_why(self, end: End) -> None:
         with self._saying:
             if not self._has_said:
-                place = Beat.of_this_process(0).place
+                place = Beat.of(self._position, 0).place
                 self._say(f"{end.text}. This rank was in {place}, and ends.")
             self._has_said = True
 
     def _say(self, text: str) -> None:
-        print(f"[rank {self._rank}] Watchdog: {text}", file=sys.stderr, flush=True)
+        logger.warning("Watchdog: %s", text)
 
     # -- the watching thread ----------------------------------------------------------------------
 
@@ -242,9 +236,9 @@ class Watchdog:
         assert beats is not None
         if beats.end is not None:
             self._end(beats.end)
-        stays = monotonic() - where.now[2]
+        stays = monotonic() - self._position.place[2]
         beats.look = stays > 3 * self._interval
-        if where.declared:
+        if self._position.declared:
             faulthandler.cancel_dump_traceback_later()
         else:  # for a call that holds Python's lock: then nobody comes here any more
             _dump_and_end_after(self._abort_after + _MARGIN)
@@ -253,7 +247,7 @@ class Watchdog:
         if stays < min(self._next_warning, self._abort_after):
             return
         known, silent = dict(beats.beats), beats.silent()
-        known[self._rank] = Beat.of_this_process(0)
+        known[self._rank] = Beat.of(self._position, 0)
         if any(beat is not None and beat.declared for beat in known.values()):
             return
         late = late_ranks(known, silent)
@@ -321,10 +315,6 @@ def _restore_sigterm() -> None:
 # A process that is forked off, such as a data loader's, has no watching thread, and would tell its
 # parent's of signals.
 os.register_at_fork(after_in_child=_restore_sigterm)
-
-
-def _now_in(place: str, *_: object) -> None:
-    where.now = place, "", monotonic()
 
 
 def _store() -> Store:

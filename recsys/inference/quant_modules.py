@@ -146,7 +146,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
             module: The collection; its `qconfig`, if it has one, says how: a `QuantConfig` or
                 torch's own QConfig. Without, rows are int8 and outputs float32. Every rank of a
                 sharded collection must call this, and receives all tables.
-            use_precomputed_fake_quant: Has no effect: tables have no fake quantization.
+            use_precomputed_fake_quant: Ignored; tables have no fake quantization.
 
         Raises:
             ValueError: A dtype cannot be served, or a table cannot be quantized.

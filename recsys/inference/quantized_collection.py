@@ -379,27 +379,6 @@ class QuantizedCollection(nn.Module):
     def _tables(self) -> list[Table]:
         return list(getattr(self, self._tables_name).values())
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        old = f"{prefix}bags.lookups."
-        if any(name.startswith(old) for name in state_dict):
-            error_msgs.append(
-                f"{type(self).__name__} has its rows under {prefix}{self._tables_name}.<table>."
-                f"weight; received {old}..., of a model that was quantized before tables had "
-                "names. Quantize the trained model again."
-            )
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-
     # -- what breaks aliasing -----------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

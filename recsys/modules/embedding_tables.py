@@ -56,6 +56,7 @@ from recsys.optim.apply_optimizer_in_backward import (
 )
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import check_features
+from recsys.step_stages import look_up
 
 __all__ = ["QUANTIZATION_NOTES", "EmbeddingTable", "LookupGroup", "TableCollection"]
 
@@ -190,7 +191,7 @@ class LookupGroup:
             self._follow_owners()
         if not are_safe:
             indices = self.guard(indices, offsets)
-        return self.tbe.forward(indices, offsets, weights, self.parameters)
+        return look_up("", self.tbe.forward, indices, offsets, weights, self.parameters)
 
     def _follow_owners(self) -> None:
         """Take over learning rates that were changed."""

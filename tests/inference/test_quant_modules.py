@@ -597,10 +597,3 @@ def test_names_that_a_dict_has_for_itself() -> None:
     assert list(quantized.state_dict()) == ["embedding_bags.items.weight"]
     assert quantized.device == CPU
     assert copy.deepcopy(quantized).embedding_bags["items"].weight.shape == (9, 16)
-
-
-def test_a_state_dict_from_before_tables_had_names() -> None:
-    quantized = nn.ModuleDict({"tables": quantize_embeddings(_pooled())})
-    old = {"tables.bags.lookups.0.weights": torch.zeros(64, dtype=torch.uint8)}
-    with pytest.raises(RuntimeError, match=r"tables\.embedding_bags\.<table>\.weight; received"):
-        quantized.load_state_dict(old, strict=False)

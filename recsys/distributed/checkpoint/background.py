@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from recsys.distributed.state.sharded_table import ShardedTable
+from recsys.logs import logger
 
 _pending: WeakKeyDictionary[nn.Module, PendingSave] = WeakKeyDictionary()
 _buffers: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
@@ -64,7 +64,7 @@ class PendingSave:
             self._folder = self._work()
         except Exception as error:
             self._error = error
-            print(f"An asynchronous save failed: {error}", file=sys.stderr, flush=True)
+            logger.error("An asynchronous save failed: %s", error)
         del self._work  # and with it the values
 
 

@@ -32,13 +32,13 @@ from recsys.distributed.checkpoint.state import (
 )
 from recsys.distributed.checkpoint.torchrec_names import own_names
 from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_manifest
-from recsys.distributed.ranks import where
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.kernels.checked import checked_but
 from recsys.optim.keyed import KeyedOptimizer
+from recsys.step_stages import long_section
 
 
-@where.long_section("load_checkpoint")
+@long_section("load_checkpoint")
 @checked_but("path", "model", "optimizer", "progress")
 def load_checkpoint(
     path: str | Path,

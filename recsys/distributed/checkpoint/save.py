@@ -34,15 +34,15 @@ from recsys.distributed.checkpoint.state import (
 )
 from recsys.distributed.checkpoint.versions import keep_newest, new_version
 from recsys.distributed.dmp_collection import DMPCollection
-from recsys.distributed.ranks import where
 from recsys.distributed.ranks.agreement import in_words_by_name, raise_if_facts_differ
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked_but
 from recsys.optim.keyed import KeyedOptimizer
+from recsys.step_stages import long_section
 
 
-@where.long_section("save_checkpoint")
+@long_section("save_checkpoint")
 @checked_but("path", "model", "optimizer", "extra", "step", "keep", "progress")
 def save_checkpoint(
     path: str | Path,
@@ -115,7 +115,7 @@ def save_checkpoint(
     _remove_old(env, path, folder, keep)
 
 
-@where.long_section("save_checkpoint_async")
+@long_section("save_checkpoint_async")
 @checked_but("path", "model", "optimizer", "extra", "step", "keep", "progress")
 def save_checkpoint_async(
     path: str | Path,

@@ -187,41 +187,38 @@ class EnumerableShardingSpec:
         check_fields(self)
 
 
-_warned_of: set[str] = set()  # settings that mean nothing, in this process
+_warned_of: set[str] = set()  # ignored settings, in this process
 
 
 def warn_once(setting: str, value: object, advice: str) -> None:
-    """Warn, once per process, that a setting means nothing here.
+    """Warn, once per process, that a setting is ignored.
 
     Args:
-        setting: such as `"CacheParams.algorithm"`.
-        value: what was received.
-        advice: what to do, or what holds instead.
+        setting: Name of the setting, such as `"CacheParams.algorithm"`.
+        value: The received value.
+        advice: What to do instead.
     """
     if setting not in _warned_of:
         _warned_of.add(setting)
-        warnings.warn(f"{setting} means nothing here; received {value!r}. {advice}", stacklevel=4)
+        warnings.warn(f"{setting} is ignored; received {value!r}. {advice}", stacklevel=4)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class CacheParams:
-    """The device cache of a `fused_uvm_caching` table; arguments are TorchRec's.
+    """Device cache of a `fused_uvm_caching` table, with TorchRec's arguments.
+
+    The cache evicts the least recently used rows. Cached rows have the dtype of the table.
 
     Args:
-        algorithm: means nothing: the least recently used rows leave the cache.
-        load_factor: share of the table's rows that the cache holds, above 0 up to 1 (FBGEMM's
-            default, 0.2).
-        reserved_memory: means nothing.
-        precision: means nothing: a cached row has the dtype of its table.
-        prefetch_pipeline: means nothing.
-        stats: means nothing; the planner takes `pooling_stats`.
-        multipass_prefetch_config: means nothing.
-
-    A value for what means nothing warns, once per process.
+        load_factor: Share of the table's rows in the cache, in (0, 1]; None for FBGEMM's default,
+            0.2.
+        algorithm, reserved_memory, precision, prefetch_pipeline, stats, multipass_prefetch_config:
+            Accepted for TorchRec scripts; ignored with one warning per process. For statistics
+            pass `pooling_stats` to the planner.
 
     Raises:
-        ValueError: if `load_factor` is out of its range.
+        ValueError: If `load_factor` is out of its range.
 
     Example:
         >>> CacheParams(load_factor=0.1).load_factor
@@ -260,18 +257,15 @@ class ParameterSharding:
         sharding_spec: the rectangles. `None` for data-parallel tables, or to let them follow from
             `sharding_type` and `ranks`.
         cache_params: of `fused_uvm_caching`; FBGEMM's defaults if None.
-        enforce_hbm: means nothing: a cached table's states are where its kernel puts them.
         stochastic_rounding: whether the optimizer of a table of fp16 or bf16 rounds at random, as
-            in `OptimizerSpec`; None: as the optimizer says. For other
-            tables it means nothing.
+            in `OptimizerSpec`; None: the optimizer's setting. Ignored for other dtypes.
         bounds_check_mode: what to do with an id outside the table.
         output_dtype: dtype of the looked-up embeddings, one for all tables of a module: float32
             (None), float16 or bfloat16, also as a
             `DataType`. Sums are made in float32 and
             converted at the end; what travels is chosen by `qcomm_codecs_registry`.
-        key_value_params: means nothing: no table is in a key-value store.
-
-    True or a value for what means nothing warns, once per process.
+        enforce_hbm, key_value_params: Accepted for TorchRec scripts; ignored with one warning per
+            process.
 
     Raises:
         TypeError: if ranks are no list of whole numbers.
@@ -373,7 +367,7 @@ class ObjectPoolShardingPlan:
     Args:
         sharding_type: how rows are divided among ranks.
         inference: True is refused: serve the unsharded pool.
-        memory_capacity_per_rank: means nothing: ranks hold equally many rows.
+        memory_capacity_per_rank: Ignored; every rank has the same number of rows.
 
     Raises:
         NotImplementedError: if `inference` is True.

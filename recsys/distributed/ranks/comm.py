@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recsys.contact import LostContactError, raise_explained
-from recsys.distributed.ranks import where
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.ranks.wire import WireFormat
 from recsys.kernels.arguments import wrong_type
+from recsys.step_stages import Stage, exchange_finished, exchange_started, running, waiting
 
 T = TypeVar("T")
 
@@ -61,13 +61,13 @@ class Pending:
             LostContactError: if contact with another rank is lost.
         """
         if self.work is not None:
-            where.waits_to = self.what
             try:
-                self.work.wait()
+                with running(Stage.WAIT, self.what):
+                    self.work.wait()
             except RuntimeError as error:
                 assert self.env is not None
                 raise_explained(error, self.env.process_group, self.what)
-            where.waits_to = ""
+            exchange_finished(self)
             self.work = self.keep = None
         if decode and self.decode is not None:
             self.tensor = self.decode(self.tensor)
@@ -123,18 +123,19 @@ def all_to_all(
         into = slice(own, None) if rank == 0 else slice(0, out.numel() - own)
         sent, received = send[kept], out[into]
         send_sizes[rank] = recv_sizes[rank] = 0
-    where.exchanges += 1
     try:
         work = dist.all_to_all_single(
             received, sent, recv_sizes, send_sizes, group=env.process_group, async_op=True
         )
     except RuntimeError as error:
         raise_explained(error, env.process_group, what)
+    pending = Pending(out, work, send, decode, env, what)
+    exchange_started(pending)
     if received is not out:  # while the others' stretches are under way
         own_to = slice(0, own) if rank == 0 else slice(out.numel() - own, None)
         own_from = slice(0, own) if rank == 0 else slice(send.numel() - own, None)
         out[own_to].copy_(send[own_from])
-    return Pending(out, work, send, decode, env, what)
+    return pending
 
 
 def all_reduce(
@@ -146,8 +147,7 @@ def all_reduce(
     """Start an in-place sum over ranks, or another reduction; `what` as for `all_to_all`."""
     if env.world_size == 1:
         return Pending(tensor)
-    work = _start(env, what, partial(dist.all_reduce, op=op), tensor)
-    return Pending(tensor, work, env=env, what=what)
+    return _start(env, what, partial(dist.all_reduce, op=op), tensor)
 
 
 def reduce_scatter(env: ShardingEnv, what: ExchangeName, send: Tensor, out: Tensor) -> Pending:
@@ -159,15 +159,13 @@ def reduce_scatter(env: ShardingEnv, what: ExchangeName, send: Tensor, out: Tens
         send: `[R * N]`, the stretch for rank 0 first. Do not change it before the wait.
         out: `[N]`, to receive into.
     """
-    work = _start(env, what, _reduce_scatter, out, send)
-    return Pending(out, work, send, env=env, what=what)
+    return _start(env, what, _reduce_scatter, out, send)
 
 
 def all_gather(env: ShardingEnv, what: ExchangeName, send: Tensor) -> Pending:
     """Start to gather what all ranks have: `[N]` each, `[R * N]` on all; else as before."""
     out = send.new_empty(env.world_size * send.numel())
-    work = _start(env, what, _all_gather, out, send)
-    return Pending(out, work, send, env=env, what=what)
+    return _start(env, what, _all_gather, out, send)
 
 
 # of newer PyTorch, and of older
@@ -176,14 +174,20 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def _start(
-    env: ShardingEnv, what: ExchangeName, exchange: Callable[..., Any], *tensors: Tensor
-) -> dist.Work:
-    where.exchanges += 1
+    env: ShardingEnv,
+    what: ExchangeName,
+    exchange: Callable[..., Any],
+    out: Tensor,
+    send: Tensor | None = None,
+) -> Pending:
+    tensors = (out,) if send is None else (out, send)
     try:
         work: dist.Work = exchange(*tensors, group=env.process_group, async_op=True)
     except RuntimeError as error:
         raise_explained(error, env.process_group, what)
-    return work
+    pending = Pending(out, work, send, env=env, what=what)
+    exchange_started(pending)
+    return pending
 
 
 def gather_objects(group: dist.ProcessGroup | None, what: str, own: T) -> list[T]:
@@ -201,7 +205,7 @@ def gather_objects(group: dist.ProcessGroup | None, what: str, own: T) -> list[T
         return [own]
     gathered = [own] * group.size()
     try:
-        with where.waiting(what):
+        with waiting(what):
             dist.all_gather_object(gathered, own, group=group)
     except RuntimeError as error:
         raise_explained(error, group, what)
@@ -212,7 +216,7 @@ def broadcast_object(group: dist.ProcessGroup, what: str, own: T, source: int = 
     """Return what rank `source` of the group has; else as `gather_objects`."""
     box = [own]
     try:
-        with where.waiting(what):
+        with waiting(what):
             dist.broadcast_object_list(box, group=group, group_src=source)
     except RuntimeError as error:
         raise_explained(error, group, what)
@@ -224,7 +228,7 @@ def broadcast(env: ShardingEnv, what: ExchangeName, tensor: Tensor) -> None:
     if env.world_size == 1:
         return
     try:
-        with where.waiting(what):
+        with waiting(what):
             dist.broadcast(tensor, group=env.process_group, group_src=0)
     except RuntimeError as error:
         raise_explained(error, env.process_group, what)

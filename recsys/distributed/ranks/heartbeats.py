@@ -20,7 +20,7 @@ from typing import final
 
 from torch.distributed.distributed_c10d import Store
 
-from recsys.distributed.ranks import where
+from recsys.distributed.ranks.position import Position
 
 MISSED = 5
 """Beats after which a rank is silent."""
@@ -57,17 +57,17 @@ class Beat:
     machine: str
 
     @classmethod
-    def of_this_process(cls, number: int, *, left: bool = False) -> Beat:
-        """Make one."""
-        stage, module, since = where.now
+    def of(cls, position: Position, number: int, *, left: bool = False) -> Beat:
+        """Make the heartbeat of this process."""
+        stage, module, since = position.place
         return cls(
             number=number,
             stage=stage,
             module=module,
             seconds=monotonic() - since,
-            waits_to=where.waits_to,
-            exchanges=where.exchanges,
-            declared=where.declared,
+            waits_to=position.waits_to,
+            exchanges=position.exchanges,
+            declared=position.declared,
             left=left,
             process=os.getpid(),
             machine=_machine(),
@@ -129,6 +129,7 @@ class Heartbeats:
         rank: this one.
         world_size: number of ranks.
         interval: seconds between two beats.
+        position: of this process.
 
     Attributes:
         look: whether other ranks' beats are read; set by who asks.
@@ -137,9 +138,11 @@ class Heartbeats:
         answered: when the store did last.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, interval: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, interval: float, position: Position
+    ) -> None:
         self._store: Store = store.clone()  # type: ignore[attr-defined]
-        self._rank, self._interval = rank, interval
+        self._rank, self._interval, self._position = rank, interval, position
         self.look = False
         self.beats: dict[int, Beat | None] = dict.fromkeys(range(world_size))
         self._moved = dict.fromkeys(range(world_size), monotonic())  # when a beat was a new one
@@ -223,7 +226,7 @@ class Heartbeats:
 
     def _notice(self, dead: list[int]) -> None:
         """Say that the job ends, if it cannot go on without those that are dead."""
-        stays = monotonic() - where.now[2]
+        stays = monotonic() - self._position.place[2]
         heard = monotonic() - self.answered < 1
         for rank in dead:
             beat = self.beats[rank]
@@ -235,7 +238,7 @@ class Heartbeats:
 
     def _tell(self, *, left: bool) -> None:
         self._number += 1
-        beat = Beat.of_this_process(self._number, left=left)
+        beat = Beat.of(self._position, self._number, left=left)
         with self._lock:
             self._store.set(f"beat/{self._rank}", json.dumps(asdict(beat)))
 

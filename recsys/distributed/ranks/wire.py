@@ -286,7 +286,7 @@ def get_qcomm_codecs_registry(
     Args:
         qcomms_config: the precisions.
         comm_ops: the exchanges that use them; None: all.
-        device: not needed; any device can send any format.
+        device: Ignored; any device can send any format.
 
     Returns:
         By the name of the exchange its formats.

@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from math import inf
-from time import monotonic
 from typing import Any, NamedTuple, TypeAlias, cast, final
 from zlib import crc32
 
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.placement.layout import Layout
-from recsys.distributed.ranks import comm, where
+from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.stages.bags import (
@@ -62,6 +61,7 @@ from recsys.modules.embedding_inputs import (
 )
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import Parts, check_features
+from recsys.step_stages import Stage, in_stage
 from recsys.streamable import Multistreamable
 
 # bits of the header's flag: raise everywhere, warn on the sender, send weight gradients back, the
@@ -226,6 +226,7 @@ class InputDist:
         received = f"{self.num_streams} streams from each of {self.env.world_size} ranks"
         return f"InputDist(sends {len(self.feature_names)} features, receives {received})"
 
+    @in_stage(Stage.INPUT_DIST)
     def prepare(self, features: KeyedJaggedTensor | Exception, trip: Trip | None = None) -> Trip:
         """Check a batch and take it apart.
 
@@ -236,7 +237,6 @@ class InputDist:
             features: the batch; or why there is none.
             trip: a new one, which goes with the batch; made here if None.
         """
-        where.now = "input_dist", self.path, monotonic()
         trip = trip or Trip(self)
         trip.given = trip.safe = cast(KeyedJaggedTensor, features)
         news = trip.last_batches = self.last_batches
@@ -403,6 +403,7 @@ class InputDist:
         trip.add_segments(lengths, values, weights, places_N)
         return lengths
 
+    @in_stage(Stage.INPUT_DIST)
     def skip_header(self, trip: Trip) -> bool:
         """Note what the header would tell where the host knows it, but for bad values.
 
@@ -453,6 +454,7 @@ class InputDist:
         )
         return _FAILED if fails else _WARNED
 
+    @in_stage(Stage.INPUT_DIST)
     def header_of(self, trip: Trip) -> Tensor:
         """Build `[flag, batch size, ids per stream]` per destination; a failure is all flags."""
         flag = self._mark
@@ -834,6 +836,11 @@ class Trip(Multistreamable):
         self._received: comm.Pending | None = None
         self._replica_places: list[Tensor] = []
 
+    @property
+    def path(self) -> str:
+        """The path of the batch's module."""
+        return self.stage.path
+
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory from being used anew until work that is now in a stream is done.
 
@@ -862,6 +869,7 @@ class Trip(Multistreamable):
         """Leave out whole features where none of them travels."""
         return of_segments if self.routes.use_raw else of_segments[self.routes.num_keys :]
 
+    @in_stage(Stage.INPUT_DIST)
     def send(self) -> Trip:
         """Wait for the headers and start sending ids.
 
@@ -869,7 +877,6 @@ class Trip(Multistreamable):
             Exception: the error of the lowest rank that found one in its input, on every rank; or
                 what was wrong with an earlier batch that had no header.
         """
-        where.now = "input_dist", self.stage.path, monotonic()
         if self.headers is not None:
             _bring_headers(*self.headers)
         stage, host_RH = self.stage, self.host_RH
@@ -1011,10 +1018,10 @@ class Trip(Multistreamable):
             tables,
         )
 
+    @in_stage(Stage.INPUT_DIST)
     def ids(self) -> Trip:
         """Wait for the ids, and order them for the lookups."""
         stage = self.stage
-        where.now = "input_dist", stage.path, monotonic()
         if self.routes.replicas:
             self.replicas = self.select(self.routes.replicas)
         if self._received is not None:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from math import inf
-from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar, final
 
 import numpy as np
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.placement.layout import Layout, Stream, merge_ranges
-from recsys.distributed.ranks import comm, where
+from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.ranks.wire import QuantizedCommCodecs, WireFormat
@@ -47,8 +46,7 @@ from recsys.kernels import ops
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates
 from recsys.modules.embedding_inputs import expand_bags
 from recsys.sparse import KeyedTensor
-
-AFTER_OUTPUT = "the forward pass after output_dist"
+from recsys.step_stages import Stage, running
 
 
 @final
@@ -65,7 +63,7 @@ class Backward:
     updates: TableUpdates
 
 
-class Stage(Protocol):
+class ExchangeStage(Protocol):
     """What an exchange needs of the stage it belongs to.
 
     Attributes:
@@ -85,7 +83,7 @@ class Stage(Protocol):
     grad_scale: float
 
 
-class PooledStage(Stage, Protocol):
+class PooledStage(ExchangeStage, Protocol):
     """A stage that exchanges columns of samples, and adds up what arrives.
 
     What a rank sends are the rows of all samples, or blocks of rows, side by side.
@@ -113,7 +111,7 @@ class PooledStage(Stage, Protocol):
     order: np.ndarray | None
 
 
-S = TypeVar("S", bound=Stage)
+S = TypeVar("S", bound=ExchangeStage)
 T = TypeVar("T")
 
 
@@ -188,12 +186,10 @@ class Exchange(abc.ABC, Generic[S]):
         """
         if anchor is None:
             anchor = torch.empty(0, device=self.stage.device, requires_grad=trains)
-        where.now = "output_dist", self.path, monotonic()
         arriving = _Send.apply(  # type: ignore[no-untyped-call]
             self, len(lookups), anchor, *lookups, *replicas
         )
         with_grad = torch.is_grad_enabled()
-        where.now = AFTER_OUTPUT, self.path, monotonic()
 
         def finish() -> Tensor:
             # whoever looks first, say a log under no_grad, must not decide about gradients
@@ -268,12 +264,13 @@ class _Send(torch.autograd.Function):
         ctx: Any, exchange: Exchange[Any], num_lookups: int, anchor: Tensor, *outputs: Tensor
     ) -> Tensor:
         ctx.exchange = exchange
-        return exchange.send(outputs[:num_lookups], outputs[num_lookups:])
+        with running(Stage.OUTPUT_DIST, exchange.path):
+            return exchange.send(outputs[:num_lookups], outputs[num_lookups:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        where.now = "backward", ctx.exchange.path, monotonic()
-        return (None, None, grad.new_empty(0), *ctx.exchange.send_back(grad))
+        with running(Stage.GRADIENT_DIST, ctx.exchange.path):
+            return (None, None, grad.new_empty(0), *ctx.exchange.send_back(grad))
 
 
 class _Place(torch.autograd.Function):
@@ -285,18 +282,16 @@ class _Place(torch.autograd.Function):
         backward = exchange.stage.backward
         if backward is not None:
             ctx.metadata[TABLE_UPDATES] = backward.updates
-        where.now = "output_dist", exchange.path, monotonic()
-        output = exchange.place(buffer)
-        where.now = AFTER_OUTPUT, exchange.path, monotonic()
-        return output
+        with running(Stage.OUTPUT_DIST, exchange.path):
+            return exchange.place(buffer)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         exchange: Exchange[Any] = ctx.exchange
-        where.now = "backward", exchange.path, monotonic()
-        if exchange.stage.backward is not None:
-            exchange.stage.backward.begins()
-        return None, exchange.spread(grad)
+        with running(Stage.GRADIENT_DIST, exchange.path):
+            if exchange.stage.backward is not None:
+                exchange.stage.backward.begins()
+            return None, exchange.spread(grad)
 
 
 def _columns(

@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from time import monotonic
 from typing import final
 
 import torch
@@ -29,13 +28,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.distributed.placement.layout import Layout, LookupGroup
-from recsys.distributed.ranks import comm, where
+from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.stages.lookup import GroupSettings, Lookup
 from recsys.distributed.stages.output_dist import Backward
 from recsys.kernels.scaled_loss import TableUpdates, watch_grad_scaler
 from recsys.optim.clipping import power_sum
+from recsys.step_stages import Stage, running
 
 
 @final
@@ -96,11 +96,11 @@ class BackwardFinisher:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        where.now = "backward", "", monotonic()
-        self.under_way.clear()
-        self._finish_replicas()
-        self._columns.apply()
-        self.deferred.end_backward()
+        with running(Stage.TABLE_UPDATE):
+            self.under_way.clear()
+            self._finish_replicas()
+            self._columns.apply()
+            self.deferred.end_backward()
 
     def _finish_replicas(self) -> None:
         """Add up the dense gradients of all ranks in one all-reduce, and hand out their mean."""

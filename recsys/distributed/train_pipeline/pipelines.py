@@ -1,6 +1,6 @@
-"""Training loops whose communication hides behind their compute.
+"""Training loops that overlap communication with computation.
 
-While a pipeline trains on a batch, the ids of those after it travel:
+While a pipeline trains on a batch, it exchanges the ids of the next batches:
 
     batch i          batch i+1        batch i+2
                      ids are sent     is read, copied to the device; its header is sent
@@ -8,13 +8,13 @@ While a pipeline trains on a batch, the ids of those after it travel:
     backward
     optimizer's step
 
-So the header of a batch is read a whole step after it was sent, and waits for nothing; its ids
-travel behind the forward and backward pass of the batch before. Tables are read when the model is
-called, as in a plain loop, so that training is that of a plain loop, bit for bit. All that belongs
-to a batch is in its `Trip`; the model is not changed.
+The header of a batch is read a whole step after it was sent, so reading does not wait. The ids are
+exchanged during the forward and backward pass of the previous batch. Tables are read when the model
+is called, as in a plain loop, so the results equal those of a plain loop bit for bit. The state of
+a batch is in its `Trip`; the model is not changed.
 
-On a GPU, copies and input stages have streams of their own; on a CPU the process group's threads
-move the data meanwhile.
+On a GPU, copies and input stages run on their own streams. On a CPU the threads of the process
+group move the data.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
 
-from recsys.distributed.ranks import where
 from recsys.distributed.train_pipeline.ahead import InputsAhead, Maker, Started
 from recsys.distributed.train_pipeline.batches import record_stream, to_device
 from recsys.kernels.arguments import shown, whole, wrong_type
 from recsys.kernels.checked import checked, checked_but
+from recsys.step_stages import Stage, running
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -43,44 +42,44 @@ ModelForward = Callable[[Any], tuple[Tensor, Any]]
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """Return the model in a DistributedModelParallel, or the model itself."""
+    """Return the model inside a DistributedModelParallel, or the model itself."""
     inner = model.module if hasattr(model, "_dmp_wrapped_module") else model
     assert isinstance(inner, nn.Module)
     return inner
 
 
 class TrainPipeline(abc.ABC, Generic[In, Out]):
-    """A loop over batches, one step at a time."""
+    """Training loop that runs one step per call."""
 
     @abc.abstractmethod
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Make one training step.
 
         Args:
-            dataloader_iter: where batches come from; the same object at every call of an epoch.
+            dataloader_iter: Iterator of batches. Pass the same object at every call of an epoch.
 
         Returns:
-            What the model returns beside the loss.
+            The model's second output, beside the loss.
 
         Raises:
-            StopIteration: when all batches were trained on.
+            StopIteration: After the last batch.
         """
 
     def reset(self) -> None:
-        """Forget batches that were read and not trained on."""
+        """Drop batches that were read but not trained on."""
 
 
 @final
 @dataclasses.dataclass(slots=True)
 class TrainPipelineContext:
-    """A batch under way in a pipeline.
+    """State of one batch in a pipeline.
 
     Attributes:
-        batch: on the device.
-        copied: the event after which it is there; None on a CPU.
-        started: its input stages, if they have started.
-        stream: of those; None on a CPU.
-        sent: the event after which its ids are sent; None on a CPU.
+        batch: The batch on the device.
+        copied: CUDA event after the copy to the device; None on a CPU.
+        started: Input stages of the batch; None before they start.
+        stream: CUDA stream of the input stages; None on a CPU.
+        sent: CUDA event after sending the ids; None on a CPU.
     """
 
     batch: Any
@@ -90,14 +89,14 @@ class TrainPipelineContext:
     sent: Any = None
 
     def send(self) -> None:
-        """Start sending its ids, if its header is on its way."""
+        """Start sending the ids if the header was sent."""
         if self.started is not None:
             with _on(self.stream):
                 self.started.send()
             self.sent = None if self.stream is None else _event(self.stream)
 
     def join(self) -> None:
-        """Let the current stream go on where the input stages' stream ended."""
+        """Make the current stream wait for the stream of the input stages."""
         if self.stream is not None and self.started is not None:
             if self.sent is None:
                 self.send()
@@ -106,34 +105,34 @@ class TrainPipelineContext:
             self.started.record_stream(now)
 
     def look_up(self) -> None:
-        """Look its ids up."""
+        """Look up the ids."""
         if self.started is not None:
             self.join()
             self.started.look_up()
 
     def prefetch(self) -> None:
-        """Bring its rows into caches."""
+        """Fetch the rows of the batch into caches."""
         if self.started is not None:
             self.join()
             self.started.prefetch()
 
     def drop(self) -> None:
-        """Let what is under way arrive, and forget it."""
+        """Wait for pending exchanges and drop their results."""
         if self.started is not None:
             self.started.drop()
 
 
 class TrainPipelineBase(TrainPipeline[In, Out]):
-    """Trains on one batch after the other; on a GPU the next is copied meanwhile.
+    """Pipeline that trains on one batch at a time; on a GPU it copies the next batch meanwhile.
 
-    The model is called with a batch and returns a loss and something else; in `eval()` mode there
-    is no backward pass. A loss that is no scalar is summed.
+    The model is called with a batch and returns a loss and an output. In `eval()` mode there is no
+    backward pass. A loss that is not a scalar is summed.
 
     Args:
-        model: usually a `DistributedModelParallel`.
-        optimizer: of what does not update itself in backward.
-        device: where batches go.
-        custom_model_fwd: called with a batch in place of the model.
+        model: The model, usually a `DistributedModelParallel`.
+        optimizer: Optimizer of the parameters that are not updated in backward.
+        device: Device of the batches.
+        custom_model_fwd: Function to call with a batch instead of the model.
 
     Raises:
         TypeError: if `model` is not an nn.Module, or `optimizer` has no `step`.
@@ -193,13 +192,13 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
         return self._step(flight)
 
     def reset(self) -> None:
-        """Forget batches that were read and not trained on; every rank must."""
+        """Drop batches that were read but not trained on; call it on every rank."""
         while self._flying:
             self._flying.popleft().drop()
         self._source, self._is_exhausted = None, False
 
     def _fill(self, source: Iterator[In]) -> None:
-        """Read batches until as many are under way as may be."""
+        """Read batches until `_num_ahead` batches are in the pipeline."""
         if source is not self._source or self._source is None:
             if not isinstance(cast(object, source), Iterator):
                 not_an_iterator(type(self).__name__, source)
@@ -207,16 +206,15 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
         while len(self._flying) <= self._num_ahead() and not self._is_exhausted:
             if self._flying:
                 self._flying[-1].send()
-            where.now = "data", "", monotonic()
-            batch = next(source, _NONE)
-            where.now = "the pipeline after data", "", monotonic()
+            with running(Stage.DATA):
+                batch = next(source, _NONE)
             if batch is _NONE:
                 self._is_exhausted = True
             else:
                 self._flying.append(self._start(batch))
 
     def _num_ahead(self) -> int:
-        """Return how many batches are read before the one that trains is done."""
+        """Return the number of batches to read before training on the first of them."""
         return 0 if self._copies is None else 1
 
     def _start(self, batch: Any) -> TrainPipelineContext:
@@ -243,42 +241,41 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
         return loss, output
 
     def _before_backward(self) -> None:
-        """Do what comes between forward and backward."""
+        """Run code between forward and backward."""
 
     def _after_step(self) -> None:
-        """Do what comes after the optimizer's step."""
+        """Run code after the optimizer's step."""
 
 
 class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
-    """Trains while the ids of the batches to come travel to the ranks that own their rows.
+    """Pipeline that exchanges the ids of the next batches while it trains.
 
-    The results are those of a plain loop, bit for bit. The first batch is trained on as in a plain
-    loop, and shows which of the model's inputs each sharded module reads. A module that reads what
-    the model makes itself, such as features that its `forward` permutes, sends when it is called,
-    and one warning says so; `features` lets it start ahead, too. What is wrong with a batch is
-    raised, on every rank, when its turn to be trained on comes; on a GPU without other ranks bad
-    ids and lengths may be raised in place of a later batch, see `ShardedCollection.check_ids`.
+    Its results equal those of a plain loop bit for bit. The first batch runs as in a plain loop and
+    shows which inputs of the model each sharded module reads. A module whose features the model
+    computes (for example by a permutation in `forward`) sends its ids when it is called, and a
+    warning names it; `features` lets it start early too. An error in a batch is raised on every
+    rank when that batch is trained on. On a GPU without other ranks, bad ids and lengths may be
+    raised with a later batch, see `ShardedCollection.check_ids`.
 
-    Batches of `iter(EvenBatches(...))` end on all ranks at once; its `is_filler` is then that of
-    the batch read last, two ahead of the one that trains.
+    Batches of `iter(EvenBatches(...))` end on all ranks at the same step. `EvenBatches.is_filler`
+    is that of the batch read last, two ahead of the batch that trains.
 
     Args:
-        model: contains sharded modules; usually a `DistributedModelParallel`.
-        optimizer: of what does not update itself in backward.
-        device: where batches go.
-        execute_all_batches: whether the batches under way are trained on when the data end.
-        apply_jit: means nothing.
-        context_type: means nothing.
-        pipeline_postproc: means nothing; see `features`.
-        custom_model_fwd: called with a batch in place of the model.
-        dmp_collection_sync_interval_batches: steps between two calls of the model's `sync`, if it
-            has one; None: never.
-        features: by the path of a sharded module, what makes its features of a batch; `forward`
-            should call it, too. It must read the batch alone, not what trains.
+        model: A model with sharded modules, usually a `DistributedModelParallel`.
+        optimizer: Optimizer of the parameters that are not updated in backward.
+        device: Device of the batches.
+        execute_all_batches: Whether to train on the remaining batches when the data end.
+        apply_jit, context_type, pipeline_postproc: Accepted for TorchRec scripts; ignored. See
+            `features`.
+        custom_model_fwd: Function to call with a batch instead of the model.
+        dmp_collection_sync_interval_batches: Steps between two calls of the model's `sync`, if it
+            has one; None for never.
+        features: Path of a sharded module -> function from a batch to its features, which
+            `forward` should call too. It may read the batch only, no parameters.
 
     Raises:
-        KeyError: if `features` names no sharded module.
-        ValueError: on the first batch, if `features` makes others than the model.
+        KeyError: If a path of `features` is not a sharded module.
+        ValueError: On the first batch, if `features` and the model compute different features.
 
     Example:
         >>> from recsys import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
@@ -337,18 +334,19 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
 
     @checked
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
-        """Train this model from now on.
+        """Attach a model for the next steps.
 
         Args:
-            model: another one, or the same if None.
-            sparse_dist: whether ids travel ahead; else every module sends when it is called.
+            model: The model; None for the current one.
+            sparse_dist: Whether to exchange ids early. If False, each module sends its ids when it
+                is called.
         """
         self._model = model or self._model
         bare = bare_model(self._model)
         self._ahead = InputsAhead.of_model(bare, self._features) if sparse_dist else None
 
     def detach(self) -> nn.Module:
-        """Return the model, which is as it was given; batches under way stay with the pipeline."""
+        """Return the model, which is unchanged; its batches stay in the pipeline."""
         return self._model
 
     def _num_ahead(self) -> int:
@@ -379,8 +377,8 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         for path, reason in ahead.reasons.items():
             warnings.warn(
                 f"{type(self).__name__} sends the ids of module {path!r} when it is called, not "
-                f"while the batch before trains: it {reason}. If it reads what is made of the "
-                "batch alone, pass features={path: function of the batch}.",
+                f"while the previous batch trains: the module {reason}. If its features depend on "
+                "the batch alone, pass features={path: function of the batch}.",
                 UserWarning,
                 stacklevel=4,
             )
@@ -393,23 +391,8 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
             sync()
 
 
-class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
-    """As `TrainPipelineSparseDist`; rows of the next batch are brought into caches, too.
-
-    Tables in `fused_uvm_caching` have a cache on the GPU. The rows that the next batch reads are
-    fetched once the optimizer's step is queued, while the host prepares the batch after it. The
-    results are those of a plain loop, bit for bit.
-
-    Args:
-        model: as for `TrainPipelineSparseDist`, and so on.
-        optimizer: of what does not update itself in backward.
-        device: where batches go.
-        execute_all_batches: whether the batches under way are trained on when the data end.
-        apply_jit: means nothing.
-        pipeline_postproc: means nothing.
-        custom_model_fwd: called with a batch in place of the model.
-        features: what makes features that the model makes itself.
-    """
+class _StartsNextBatch(TrainPipelineSparseDist[In, Out]):
+    """Pipeline that works on the next batch after each step."""
 
     @checked_but("optimizer")
     def __init__(
@@ -436,73 +419,59 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     def _after_step(self) -> None:
         super()._after_step()
         if self._flying:
-            self._flying[0].prefetch()
+            self._start_next(self._flying[0])
+
+    @abc.abstractmethod
+    def _start_next(self, flight: TrainPipelineContext) -> None:
+        """Start work on the next batch, whose ids are on their way."""
 
 
-class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
-    """As `TrainPipelineSparseDist`; the next batch is looked up at the end of a step.
+class PrefetchTrainPipelineSparseDist(_StartsNextBatch[In, Out]):
+    """`TrainPipelineSparseDist` that also fetches the rows of the next batch into caches.
 
-    Its embeddings travel while data are read and the model's dense layers begin. The results are
-    those of a plain loop, bit for bit.
+    Tables in `fused_uvm_caching` have a cache on the GPU. The rows of the next batch are fetched
+    after the optimizer's step is queued, while the host prepares the following batch. The results
+    equal those of a plain loop bit for bit.
 
     Args:
-        model: as for `TrainPipelineSparseDist`, and so on.
-        optimizer: of what does not update itself in backward.
-        device: where batches go.
-        execute_all_batches: whether the batches under way are trained on when the data end.
-        apply_jit: means nothing.
-        pipeline_postproc: means nothing.
-        custom_model_fwd: called with a batch in place of the model.
-        features: what makes features that the model makes itself.
+        model, optimizer, device, execute_all_batches, custom_model_fwd, features: As for
+            `TrainPipelineSparseDist`.
+        apply_jit, pipeline_postproc: Accepted for TorchRec scripts; ignored.
     """
 
-    @checked_but("optimizer")
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        execute_all_batches: bool = True,
-        apply_jit: bool = False,
-        pipeline_postproc: bool = True,
-        custom_model_fwd: ModelForward | None = None,
-        *,
-        features: Mapping[str, Maker] | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            device,
-            execute_all_batches,
-            custom_model_fwd=custom_model_fwd,
-            features=features,
-        )
+    def _start_next(self, flight: TrainPipelineContext) -> None:
+        flight.prefetch()
 
-    def _after_step(self) -> None:
-        super()._after_step()
-        if self._flying:
-            self._flying[0].look_up()
+
+class TrainPipelineFusedSparseDist(_StartsNextBatch[In, Out]):
+    """`TrainPipelineSparseDist` that looks up the next batch at the end of a step.
+
+    The embeddings are exchanged while the next data are read and the dense layers start. The
+    results equal those of a plain loop bit for bit.
+
+    Args:
+        model, optimizer, device, execute_all_batches, custom_model_fwd, features: As for
+            `TrainPipelineSparseDist`.
+        apply_jit, pipeline_postproc: Accepted for TorchRec scripts; ignored.
+    """
+
+    def _start_next(self, flight: TrainPipelineContext) -> None:
+        flight.look_up()
 
 
 class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
-    """As `TrainPipelineSparseDist`; the next batch is looked up before backward.
+    """`TrainPipelineSparseDist` that looks up the next batch before backward.
 
-    Its embeddings travel behind the backward pass of the batch that trains, so they lack that
-    batch's update: embeddings are one step old. Dense layers are up to date.
+    The embeddings of the next batch are exchanged during the backward pass of the current batch.
+    They lack the update of the current batch: embeddings are one step old, dense layers are not.
 
     Args:
-        model: as for `TrainPipelineSparseDist`, and so on.
-        optimizer: of what does not update itself in backward.
-        device: where batches go.
-        execute_all_batches: whether the batches under way are trained on when the data end.
-        apply_jit: means nothing.
-        start_batch: the step from which on it does so, counted from 0: training begins in step.
-        stash_gradients: means nothing.
-        pipeline_postproc: means nothing.
-        custom_model_fwd: called with a batch in place of the model.
-        strict: means nothing.
-        dmp_collection_sync_interval_batches: steps between two calls of the model's `sync`.
-        features: what makes features that the model makes itself.
+        model, optimizer, device, execute_all_batches, custom_model_fwd, features: As for
+            `TrainPipelineSparseDist`.
+        start_batch: The first step that looks up early, counted from 0.
+        dmp_collection_sync_interval_batches: Steps between two calls of the model's `sync`.
+        apply_jit, stash_gradients, pipeline_postproc, strict: Accepted for TorchRec scripts;
+            ignored.
     """
 
     @checked_but("optimizer")
@@ -534,7 +503,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         self.start_batch = whole("TrainPipelineSemiSync.start_batch", start_batch, least=0)
 
     def is_semi_sync(self) -> bool:
-        """Return whether the next step looks up early."""
+        """Return whether the next step looks up before backward."""
         return self._steps >= self.start_batch
 
     def _before_backward(self) -> None:
@@ -543,18 +512,14 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
 
 
 class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
-    """As `TrainPipelineSparseDist`, without training: no gradients, no updates.
+    """`TrainPipelineSparseDist` for evaluation, without gradients and updates.
 
-    It may run in the middle of training, with a training pipeline that has batches under way for
-    the same model: no state of a batch is in the model.
+    It may run between the steps of a training pipeline for the same model, because the model holds
+    no state of a batch.
 
     Args:
-        model: as for `TrainPipelineSparseDist`; call its `eval()`.
-        optimizer: means nothing.
-        device: where batches go.
-        apply_jit: means nothing.
-        pipeline_postproc: means nothing.
-        features: what makes features that the model makes itself.
+        model, device, features: As for `TrainPipelineSparseDist`; call `model.eval()` first.
+        optimizer, apply_jit, pipeline_postproc: Accepted for TorchRec scripts; ignored.
     """
 
     _needs_optimizer = False
@@ -585,11 +550,11 @@ _NONE: Any = object()
 
 
 def not_an_iterator(name: str, source: object) -> NoReturn:
-    """Raise TypeError: `progress` of a pipeline was given something else.
+    """Raise a TypeError for a `dataloader_iter` that is not an iterator.
 
     Args:
-        name: of the pipeline's class.
-        source: what was given.
+        name: Class name of the pipeline.
+        source: The received value.
     """
     raise TypeError(
         f"{name}.progress: dataloader_iter must be an iterator; received {shown(source)}. Make one "

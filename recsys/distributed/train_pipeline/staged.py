@@ -172,18 +172,17 @@ def _on(stream: torch.Stream | None) -> Any:
 
 @final
 class SparseDataDistUtil(Generic[In]):
-    """Sends the ids of a sharded model's batches from a stage, for `StagedTrainPipeline`.
+    """Exchange of a batch's ids as a stage of a `StagedTrainPipeline`.
 
-    The first batch shows which of the model's inputs each sharded module reads; from then on a call
-    of the model with a batch that `start_sparse_data_dist` was given looks up what was sent.
+    The first batch shows which inputs of the model each sharded module reads. After that, pass each
+    batch to `start_sparse_data_dist`, then call the model with the batch: it looks up the received
+    ids.
 
     Args:
-        model: contains sharded modules; called with one argument, the batch.
-        data_dist_stream: of a GPU, on which ids are sent.
-        apply_jit: means nothing.
-        prefetch_stream: means nothing.
-        pipeline_postproc: means nothing.
-        embedding_lookup_stream: means nothing.
+        model: A model with sharded modules; called with one argument, the batch.
+        data_dist_stream: CUDA stream of the exchange; None on a CPU.
+        apply_jit, prefetch_stream, pipeline_postproc, embedding_lookup_stream: Accepted for
+            TorchRec scripts; ignored.
 
     Example:
         >>> from recsys import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor

@@ -144,7 +144,7 @@ def test_a_plan_turns_stochastic_rounding_on_and_off() -> None:
 
 def test_rounding_that_means_nothing_warns_once() -> None:
     sgd = {"optimizer": "EXACT_SGD", "learning_rate": 0.5}
-    with pytest.warns(UserWarning, match="stochastic_rounding means nothing here"):
+    with pytest.warns(UserWarning, match="stochastic_rounding is ignored"):
         sharded(sgd, stochastic_rounding=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -153,7 +153,7 @@ def test_rounding_that_means_nothing_warns_once() -> None:
 
 @pytest.mark.parametrize("field", ["enforce_hbm", "key_value_params"])
 def test_settings_without_meaning_warn_once(field: str) -> None:
-    with pytest.warns(UserWarning, match=f"{field} means nothing here; received True"):
+    with pytest.warns(UserWarning, match=f"{field} is ignored; received True"):
         entry(**{field: True})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from recsys.distributed.ranks import where
 from recsys.distributed.ranks.heartbeats import (
     Beat,
     End,
@@ -21,6 +20,8 @@ from recsys.distributed.ranks.heartbeats import (
     late_ranks,
     lives,
 )
+from recsys.distributed.ranks.position import Position
+from recsys.step_stages import Stage
 
 WAITS = Beat(
     number=1,
@@ -73,7 +74,12 @@ def test_places_are_said_together() -> None:
 
 def _pair(folder: Path) -> tuple[Heartbeats, Heartbeats]:
     stores = [dist.FileStore(str(folder / "store"), 2) for _ in range(2)]
-    return Heartbeats(stores[0], 0, 2, 0.02), Heartbeats(stores[1], 1, 2, 0.02)
+    position = Position()
+    position.enter(Stage.LOOKUP, "ebc")
+    return (
+        Heartbeats(stores[0], 0, 2, 0.02, Position()),
+        Heartbeats(stores[1], 1, 2, 0.02, position),
+    )
 
 
 def _wait_until(condition: object) -> None:
@@ -85,7 +91,6 @@ def _wait_until(condition: object) -> None:
 
 def test_ranks_hear_each_other(tmp_path: Path) -> None:
     first, second = _pair(tmp_path)
-    where.now = "lookup", "ebc", time.monotonic()
     first.look = True
     _wait_until(lambda: first.beats[1] is not None and first.beats[1].place == "lookup of ebc")
     assert not first.silent()

@@ -1,0 +1,35 @@
+"""The logger `recsys`, whose messages begin with the rank.
+
+Messages go to stderr while the root logger has no handlers; configure `logging` to send them
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import torch.distributed as dist
+
+
+class _Formatter(logging.Formatter):
+    """Begins a message with the rank, in jobs of several processes."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return f"[rank {dist.get_rank()}] {text}" if dist.is_initialized() else text
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to stderr as it is at the time of the message."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            self.stream = sys.stderr
+            super().emit(record)
+
+
+logger = logging.getLogger("recsys")
+_handler = _Handler()
+_handler.setFormatter(_Formatter())
+logger.addHandler(_handler)
