@@ -21,7 +21,7 @@ from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import ModuleSharder, ShardedModule
-from recsys.distributed.stages.input_dist import Trip
+from recsys.distributed.stages.batch import BatchContext
 from recsys.kernels.checked import checked
 from recsys.modules.feature_processor import FeatureProcessorsCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -103,11 +103,13 @@ class ShardedFeatureProcessedEmbeddingBagCollection(ShardedModule):
         except Exception as error:  # the input stage raises it on every rank
             return error
 
-    def create_context(self) -> Trip:
+    def create_context(self) -> BatchContext:
         """Return what goes with one batch through the stages; see `ShardedCollection`."""
         return self._embedding_bag_collection.create_context()
 
-    def input_dist(self, ctx: Trip, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Trip]]:
+    def input_dist(
+        self, ctx: BatchContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[BatchContext]]:
         """Weigh this rank's batch now, and start to tell the ranks how many ids come.
 
         A batch whose input stage runs before the step of another has the weights of before that
@@ -122,15 +124,19 @@ class ShardedFeatureProcessedEmbeddingBagCollection(ShardedModule):
         """
         return self._embedding_bag_collection.input_dist(ctx, self._weigh(features))
 
-    def compute(self, ctx: Trip, dist_input: Trip) -> list[Tensor]:
+    def compute(self, ctx: BatchContext, dist_input: BatchContext) -> list[Tensor]:
         """Look up what this rank has of a batch; see `ShardedCollection`."""
         return self._embedding_bag_collection.compute(ctx, dist_input)
 
-    def output_dist(self, ctx: Trip, output: Iterable[Tensor]) -> LazyAwaitable[KeyedTensor]:
+    def output_dist(
+        self, ctx: BatchContext, output: Iterable[Tensor]
+    ) -> LazyAwaitable[KeyedTensor]:
         """Start sending embeddings to the samples' ranks; see `ShardedCollection`."""
         return self._embedding_bag_collection.output_dist(ctx, output)
 
-    def compute_and_output_dist(self, ctx: Trip, input: Trip) -> LazyAwaitable[KeyedTensor]:
+    def compute_and_output_dist(
+        self, ctx: BatchContext, input: BatchContext
+    ) -> LazyAwaitable[KeyedTensor]:
         """Look up what this rank has, and start sending it; see `ShardedCollection`."""
         return self._embedding_bag_collection.compute_and_output_dist(ctx, input)
 

@@ -15,7 +15,7 @@ from recsys.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import CollectionSharder
-from recsys.distributed.stages.input_dist import Trip
+from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.state.table_shards import TableShards
 from recsys.kernels.checked import checked
 from recsys.modules.eager import run_eagerly
@@ -116,11 +116,11 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
 
     def input_dist(  # type: ignore[override]
         self,
-        ctx: Trip,
+        ctx: BatchContext,
         input: Tensor,
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
-    ) -> Awaitable[Awaitable[Trip]]:
+    ) -> Awaitable[Awaitable[BatchContext]]:
         """Start to tell the ranks that own rows how many ids come; see the base class.
 
         Args:
@@ -131,7 +131,7 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
         """
         return super().input_dist(ctx, self._features_of(input, offsets, per_sample_weights))
 
-    def output_dist(self, ctx: Trip, output: Iterable[Tensor]) -> LazyAwaitable[Tensor]:
+    def output_dist(self, ctx: BatchContext, output: Iterable[Tensor]) -> LazyAwaitable[Tensor]:
         """Start sending embeddings to the samples' ranks; see the base class."""
         pooled = super().output_dist(ctx, output)
         dtype = self._plan[_TABLE].output_dtype or self._table.dtype

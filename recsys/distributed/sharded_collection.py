@@ -35,7 +35,9 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import CommOp, QuantizedCommCodecs, codecs_for
 from recsys.distributed.reshard import check_moves, merged_plan
 from recsys.distributed.sharder import ShardedModule, refuse_to_pickle
-from recsys.distributed.stages.input_dist import InputDist, Trip, start_together
+from recsys.distributed.stages.batch import BatchContext
+from recsys.distributed.stages.header_exchange import start_together
+from recsys.distributed.stages.input_dist import InputDist
 from recsys.distributed.stages.lookup import GroupSettings, Lookup, build_lookups, needs_one_width
 from recsys.distributed.stages.output_dist import OutputStage
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
@@ -334,15 +336,17 @@ class ShardedCollection(ShardedModule):
         """The stage that sends ids to the ranks that own their rows."""
         return self._input_dist
 
-    def create_context(self) -> Trip:
+    def create_context(self) -> BatchContext:
         """Return what goes with one batch through `input_dist`, `compute` and `output_dist`.
 
         Several batches may be under way at once, each with a context of its own. All ranks call
         the stages in one order. See docs/engine.md for a loop of this kind.
         """
-        return Trip(self._input_dist)
+        return BatchContext(self._input_dist)
 
-    def input_dist(self, ctx: Trip, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Trip]]:
+    def input_dist(
+        self, ctx: BatchContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[BatchContext]]:
         """Start to tell the ranks that own a batch's rows how many ids come.
 
         Args:
@@ -373,16 +377,17 @@ class ShardedCollection(ShardedModule):
             >>> sharded.output_dist(ctx, sharded.compute(ctx, ids)).wait().values().shape
             torch.Size([1, 2])
         """
-        if ctx.stage is not self._input_dist or "given" in vars(ctx):
+        if ctx.stage is not self._input_dist or ctx.given is not None:
             raise ValueError(
                 "input_dist needs a new context of its own module for each batch; received one of "
                 f"{'a batch' if ctx.stage is self._input_dist else 'another module'}. Call "
                 "create_context() for every batch."
             )
         start_together([self._input_dist.prepare(features, ctx)])
-        return LazyAwaitable(lambda: LazyAwaitable(ctx.send().ids))
+        stage = self._input_dist
+        return LazyAwaitable(lambda: LazyAwaitable(partial(stage.ids, stage.send(ctx))))
 
-    def compute(self, ctx: Trip, dist_input: Trip) -> list[Tensor]:
+    def compute(self, ctx: BatchContext, dist_input: BatchContext) -> list[Tensor]:
         """Look up what this rank has of a batch.
 
         Args:
@@ -398,7 +403,7 @@ class ShardedCollection(ShardedModule):
         """
         return list(self._look_up(ctx, dist_input))
 
-    def output_dist(self, ctx: Trip, output: Iterable[Tensor]) -> LazyAwaitable[Any]:
+    def output_dist(self, ctx: BatchContext, output: Iterable[Tensor]) -> LazyAwaitable[Any]:
         """Start sending embeddings to the samples' ranks.
 
         Args:
@@ -413,7 +418,7 @@ class ShardedCollection(ShardedModule):
         trains = self._trains and torch.is_grad_enabled()
         return self.output_type(self._output_dist.start(ctx, lookups, replicas, trains))
 
-    def compute_and_output_dist(self, ctx: Trip, input: Trip) -> LazyAwaitable[Any]:
+    def compute_and_output_dist(self, ctx: BatchContext, input: BatchContext) -> LazyAwaitable[Any]:
         """Look up what this rank has of a batch, and start sending embeddings.
 
         Where tables are added up inside a node, the others are looked up meanwhile, as in
@@ -433,9 +438,9 @@ class ShardedCollection(ShardedModule):
 
     def prefetch(
         self,
-        dist_input: Trip,
+        dist_input: BatchContext,
         forward_stream: torch.Stream | None = None,
-        ctx: Trip | None = None,
+        ctx: BatchContext | None = None,
     ) -> None:
         """Bring the rows that `compute` will read into the caches of tables that have one.
 
@@ -445,10 +450,10 @@ class ShardedCollection(ShardedModule):
                 the batch before.
             ctx: Ignored.
         """
-        for lookup, bags in zip(self._lookups, dist_input.lookups, strict=True):
+        for lookup, bags in zip(self._lookups, dist_input.received.lookups, strict=True):
             lookup.kernel.prefetch(bags.indices, bags.offsets, bags.of_features)
 
-    def _look_up(self, ctx: Trip, dist_input: Trip) -> Iterator[Tensor]:
+    def _look_up(self, ctx: BatchContext, dist_input: BatchContext) -> Iterator[Tensor]:
         """Look up in the replicated tables now, in the others while the result is read."""
         if dist_input is not ctx:
             given: object = dist_input
@@ -462,10 +467,10 @@ class ShardedCollection(ShardedModule):
             self._finisher.forget_failed_backward()
         lookups = (
             look_up(self._path, lookup.kernel.forward, *bags[:3], lookup.parameters, *bags[3:])
-            for lookup, bags in zip(self._lookups, ctx.lookups, strict=True)
+            for lookup, bags in zip(self._lookups, ctx.received.lookups, strict=True)
         )
         replicas = []
-        for lookup, bags in zip(self._replicas, ctx.replicas, strict=True):
+        for lookup, bags in zip(self._replicas, ctx.received.replicas, strict=True):
             replicas.append(
                 look_up(self._path, lookup.kernel.forward, *bags[:3], lookup.parameters)
             )
@@ -500,10 +505,11 @@ class ShardedCollection(ShardedModule):
         output = None if ask is None else ask(self, features)
         if output is not None:
             return output  # type: ignore[no-any-return]
-        trip = self._input_dist.prepare(features)
-        start_together([trip])
-        trip.send()
-        return self.output_dist(trip, self._look_up(trip, trip.ids()))
+        stage = self._input_dist
+        ctx = stage.prepare(features)
+        start_together([ctx])
+        stage.send(ctx)
+        return self.output_dist(ctx, self._look_up(ctx, stage.ids(ctx)))
 
     def check_ids(self) -> None:
         """Raise now what is wrong with the values of an earlier batch, as when unsharded.
@@ -650,7 +656,7 @@ class ShardedCollection(ShardedModule):
 
     def _become(self, other: Self) -> None:
         """Take over what another one was built of; what users hold of this one stays theirs."""
-        other._input_dist.last_batches = self._input_dist.last_batches
+        other._input_dist.end_of_data = self._input_dist.end_of_data
         other._input_dist.late = self._input_dist.late
         tables = TableDict()
         for name, table in other._tables().items():

@@ -35,7 +35,8 @@ from recsys.distributed.ranks.wire import (
 from recsys.distributed.shard import shard
 from recsys.distributed.sharding_plan import data_parallel, row_wise, table_wise
 from recsys.distributed.stages import input_dist
-from recsys.distributed.stages.input_dist import InputDist, start_together
+from recsys.distributed.stages.header_exchange import start_together
+from recsys.distributed.stages.input_dist import InputDist
 from recsys.distributed.train_pipeline.even_batches import EvenBatches
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -329,7 +330,7 @@ BY_TRITON = [*PLANS[:4], *(plan for plan in PLANS if plan.types == ALL), *PLANS[
 def test_a_step_waits_for_the_device_once(ranks: RankPool, plan: Plan, triton: bool) -> None:
     for notes in ranks(2, _read_once, plan, triton):
         assert [kind for kind, _, _ in notes] == ["read"], notes
-        assert "input_dist.py" in notes[0][2]
+        assert "header_exchange.py" in notes[0][2]
 
 
 @pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
@@ -683,12 +684,12 @@ def test_a_bad_batch_of_known_sizes_is_raised_later(
         tables(good.to(CUDA)).wait()
         cuda.forget()
         cuda.is_behind = True
-        trip = tables.create_context()
-        given = tables.input_dist(trip, batch).wait().wait()
-        found = tables.compute_and_output_dist(trip, given).wait()
+        ctx = tables.create_context()
+        given = tables.input_dist(ctx, batch).wait().wait()
+        found = tables.compute_and_output_dist(ctx, given).wait()
         # index tensors of its shape are made
         assert {kind for kind, _, _ in cuda.notes} <= {"upload"}
-        for bags in (*trip.lookups, *trip.replicas):  # the host told them how many ids there are
+        for bags in (*ctx.received.lookups, *ctx.received.replicas):  # sizes known on the host
             assert bags.offsets[0] == 0
             assert bool((bags.offsets.diff() >= 0).all())
             assert bags.offsets[-1] == len(bags.indices)
@@ -1200,10 +1201,10 @@ def _start_a_step_early() -> list[list[str]]:
         batch = features.to(CUDA)
         ebc(batch).values()  # what depends on the layout alone is uploaded once
         cuda.forget()
-        trip = ebc.input_stage.prepare(batch)
-        start_together([trip])
+        ctx = ebc.input_stage.prepare(batch)
+        start_together([ctx])
         started = [kind for kind, _, _ in cuda.notes]
-        trip.send()
+        ctx.stage.send(ctx)
         return [started, [kind for kind, _, _ in cuda.notes]]
 
 

@@ -298,10 +298,13 @@ def _recorded(case: Case) -> None:
 
     with mock.patch.object(torch.Tensor, "record_stream", record):
         ids.record_stream("a stream")
-    read = [batch.values(), context.counts, context.routes.header]
-    read += [tensor for bags in (*ids.lookups, *ids.replicas) for tensor in bags[:2]]
-    read += [w for bags in (*ids.lookups, *ids.replicas) if (w := bags.weights) is not None]
-    read += [] if context.inverse is None else [context.inverse]
+    prepared, received = context.prepared, ids.received
+    read = [batch.values(), prepared.counts_G, context.checked.routes.header]
+    read += [tensor for bags in (*received.lookups, *received.replicas) for tensor in bags[:2]]
+    read += [
+        w for bags in (*received.lookups, *received.replicas) if (w := bags.weights) is not None
+    ]
+    read += [] if prepared.inverse is None else [prepared.inverse]
     assert recorded >= {tensor.untyped_storage().data_ptr() for tensor in read}
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from recsys.distributed.ranks import comm
 from recsys.distributed.stages import input_dist
+from recsys.distributed.stages.batch import BatchContext
+from recsys.distributed.stages.header_exchange import start_together
 from recsys.distributed.types import ShardingEnv, ShardingType
 from recsys.kernels import ops
 from recsys.optim import SGD, Adam, RowWiseAdagrad
@@ -216,18 +218,18 @@ def test_replicas_and_sums_stand_beside_ragged_bags(ranks: RankPool) -> None:
 
 def _train_by_id(case: Case) -> int:
     """With a row for each id of row-split tables; returns how many batches had none for bags."""
-    sends = input_dist.Trip.send
+    sends = input_dist.InputDist.send
     by_id = 0
 
-    def noted(trip: input_dist.Trip) -> input_dist.Trip:
+    def noted(stage: input_dist.InputDist, ctx: BatchContext) -> BatchContext:
         nonlocal by_id
-        sends(trip)
-        by_id += trip.by_id is not None
-        return trip
+        sends(stage, ctx)
+        by_id += ctx.shape.is_by_id
+        return ctx
 
     with (
         mock.patch.multiple(input_dist, _MAX_IDS=1e9, _MIN_VALUES=0),
-        mock.patch.object(input_dist.Trip, "send", noted),
+        mock.patch.object(input_dist.InputDist, "send", noted),
     ):
         _train_both(case)
     return by_id
@@ -309,11 +311,12 @@ def _kept(case_name: str) -> tuple[list[bool], list[torch.Size]]:
         mock.patch.multiple(input_dist, _MAX_IDS=4, _MIN_VALUES=0),
         mock.patch.object(ops, "block_bucketize", noted),
     ):
-        trip = sharded.input_stage.prepare(batch)
-        input_dist.start_together([trip])
-        trip.send()
-    assert trip.lengths == trip.values == []
-    return asked, [places.shape for places in trip.moved_to]
+        ctx = sharded.input_stage.prepare(batch)
+        start_together([ctx])
+        ctx.stage.send(ctx)
+    segments = ctx.prepared.segments
+    assert segments.lengths == segments.values == []
+    return asked, [places.shape for places in segments.moved_to]
 
 
 @pytest.mark.parametrize("longer", ["both", "rank 0", "neither"])

@@ -2,5 +2,5 @@
 
 `input_dist` (over `routes` and `bags`) brings ids to the ranks that own their rows,
 `lookup` looks them up, `output_dist` or `sequence_dist` brings embeddings back. What belongs
-to a batch is its `Trip`, which `input_dist` starts.
+to a batch is its `BatchContext`, which `input_dist` starts.
 """

@@ -1,4 +1,4 @@
-"""The bags of one rank's batch, as the input stage takes them apart.
+"""Operations on the bags of one rank's batch, before they are sent or looked up.
 
 Shape names: `B` samples of this rank, `K` features of the given batch, `N` ids.
 """
@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.placement.layout import Layout
+from recsys.distributed.stages.batch import Bags, PreparedBatch
+from recsys.distributed.stages.header import Header
+from recsys.distributed.stages.routes import Positions, Routes
 from recsys.kernels import ops
 from recsys.sparse.keyed_jagged import Parts
 
@@ -32,6 +35,13 @@ def with_one_batch_size(bags: Parts, strides: Sequence[int]) -> Parts:
         stride=longest,
         stride_per_key_per_rank=None,
     )
+
+
+def ids_per_key(bags: Parts) -> Tensor:
+    """Return `[K]` ids of each feature, for features of one batch size."""
+    if bags.stride == 0:
+        return bags.lengths.new_zeros(len(bags.keys))
+    return bags.lengths if bags.stride == 1 else bags.offsets[:: bags.stride].diff()
 
 
 def one_bag_per_key(bags: Parts, counts_K: Tensor) -> Parts:
@@ -95,6 +105,71 @@ def in_order(blocks: Sequence[Tensor], sizes: Sequence[np.ndarray], order_P: np.
     split = [block.split(of.tolist()) for block, of in zip(blocks, sizes, strict=True)]
     segments = [segment for of_block in split for segment in of_block]
     return torch.cat([segments[i] for i in order_P.tolist()])
+
+
+def select_bags(
+    features: Sequence[Positions],
+    prepared: PreparedBatch,
+    routes: Routes,
+    header: Header,
+    *,
+    is_weighted: bool,
+    is_pooled: bool,
+) -> tuple[list[Bags], list[Tensor]]:
+    """Select bags of this rank's own batch.
+
+    Args:
+        features: Positions of the features of each lookup.
+        prepared: The batch.
+        routes: Its index tensors.
+        header: Its counts.
+        is_weighted: Whether lookups read weights.
+        is_pooled: Whether bags are pooled.
+
+    Returns:
+        The bags of each lookup; and for sequences the positions in the batch of their ids.
+    """
+    bags, found, places = prepared.bags, [], []
+    num_ids, num_keys = bags.values.numel(), routes.num_keys
+    lengths_KB = bags.lengths.view(num_keys, prepared.batch_size)
+    carried = bags.weights if is_weighted else None
+    if not is_pooled:
+        carried = torch.arange(num_ids, device=bags.values.device)
+    on_host = not routes.reads_whole and (carried is None or not carried.requires_grad)
+    for select, positions in features:
+        values, offsets, picked = bags.values, bags.offsets, carried
+        if select is not None and on_host:
+            counts = header.counts_G[:num_keys]
+            values = ops.move_segments(values, positions, counts)
+            picked = None if carried is None else ops.move_segments(carried, positions, counts)
+            offsets = ops.complete_cumsum(lengths_KB.index_select(0, select).flatten())
+        elif select is not None:
+            total = num_ids if routes.reads_whole else int(header.counts_G[positions].sum())
+            lengths, values, picked = ops.permute_2d(select, lengths_KB, values, carried, total)
+            offsets = ops.complete_cumsum(lengths.flatten())
+        found.append(Bags(values, offsets.to(values.dtype), picked if is_weighted else None))
+        if not is_pooled:
+            assert picked is not None
+            places.append(picked)
+    return found, places
+
+
+def sent_places(
+    routes: Routes, prepared: PreparedBatch, header: Header, replica_places: Sequence[Tensor]
+) -> Tensor:
+    """Return the positions in the batch of the ids sent, by rank and stream.
+
+    Args:
+        routes: Index tensors of the batch.
+        prepared: The batch.
+        header: Its counts.
+        replica_places: Positions of the ids of replicated lookups, which come last.
+    """
+    found, places = list(replica_places), prepared.segments.places
+    if places:
+        counts = header.counts_G if routes.use_raw else header.counts_G[routes.num_keys :]
+        found.insert(0, ops.move_segments(joined(places), routes.sent, counts))
+    return joined(found) if found else prepared.counts_G.new_empty(0)
 
 
 def smallest_table(layout: Layout, feature_names: Sequence[str], key: str) -> str:

@@ -34,8 +34,8 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.ranks.wire import QuantizedCommCodecs, WireFormat
 from recsys.distributed.stages.bags import in_order, joined
+from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot, Ranges
-from recsys.distributed.stages.input_dist import Trip
 from recsys.distributed.stages.ragged_gather import (
     NO_SEGMENT,
     RaggedBatch,
@@ -372,12 +372,12 @@ class OutputStage(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def start(
-        self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
+        self, ctx: BatchContext, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
     ) -> Callable[[], T]:
         """Start the exchange.
 
         Args:
-            trip: of the batch.
+            ctx: The batch.
             lookups: looks up, per lookup group of this rank: `[T, C_g]`, or a row per id.
             replicas: per replica group, of this rank's samples.
             trains: whether any table of the module, on any rank, takes gradients.
@@ -462,33 +462,33 @@ class OutputDist(OutputStage[KeyedTensor]):
         return RaggedGather(blocks, self.layout.width, self.device, self.means)
 
     def start(
-        self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
+        self, ctx: BatchContext, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
     ) -> Callable[[], KeyedTensor]:
         """Start the exchange of `[T, C_g]` per lookup; see the base class."""
         if self._is_identity:
             (whole,) = lookups
-            return lambda: self._keyed(whole, trip)
+            return lambda: self._keyed(whole, ctx)
         sums: Callable[[], Tensor] | None = None
         if self.hop is not None:
             node = self.hop.env  # asked for by all ranks, also of nodes that add up nothing
             if self.hop.width:
                 in_node = list(islice(lookups, len(self.hop.group_widths)))
-                sums = self.hop.start(node, trip, in_node, trains)
+                sums = self.hop.start(node, ctx, in_node, trains)
         outputs = list(lookups)  # looked up while the node's parts travel
         if sums is not None:
             outputs.append(sums())
         env = self.env.for_embeddings
         exchange: Exchange[OutputDist] | Exchange[PooledStage]
-        if trip.num_bags is not None:
-            exchange = _RaggedExchange(self, env, trip)
+        if ctx.shape.is_ragged:
+            exchange = _RaggedExchange(self, env, ctx)
         else:
-            exchange = _PooledExchange(self, env, trip, trip.batch_sizes)
-        wait = exchange.start(outputs, replicas, trains, trip.anchor)
-        return lambda: self._keyed(wait(), trip)
+            exchange = _PooledExchange(self, env, ctx, ctx.shape.batch_sizes_R)
+        wait = exchange.start(outputs, replicas, trains, ctx.received.anchor)
+        return lambda: self._keyed(wait(), ctx)
 
-    def _keyed(self, pooled_BD: Tensor, trip: Trip) -> KeyedTensor:
-        if trip.safe.variable_stride_per_key():
-            pooled_BD = expand_bags(pooled_BD, *self._bags, trip.safe)
+    def _keyed(self, pooled_BD: Tensor, ctx: BatchContext) -> KeyedTensor:
+        if ctx.checked.safe.variable_stride_per_key():
+            pooled_BD = expand_bags(pooled_BD, *self._bags, ctx.checked.safe)
         if pooled_BD.dtype is not self.dtype:
             pooled_BD = pooled_BD.to(self.dtype)
         return KeyedTensor.from_parts(self.names, self._dims, pooled_BD)
@@ -501,21 +501,21 @@ class _PooledExchange(Exchange[PooledStage]):
     Args:
         stage: whose batch it is.
         env: the ranks: all, or those of a node.
-        trip: of the batch.
+        ctx: The batch.
         samples: that each of them collects: its own, or in a node those of its peers too.
     """
 
     def __init__(
-        self, stage: PooledStage, env: ShardingEnv, trip: Trip, samples: np.ndarray
+        self, stage: PooledStage, env: ShardingEnv, ctx: BatchContext, samples: np.ndarray
     ) -> None:
-        self.batch_sizes = trip.batch_sizes
+        self.batch_sizes = ctx.shape.batch_sizes_R
         self.num_samples = int(samples[env.rank])
         self.gather, receives = stage.gather, stage.widths * self.num_samples
         if stage.sums is not None and self.num_samples and np.ptp(samples) == 0:
             self.adds_up, self.gather, receives = True, stage.sums, receives[:1]
         sends = samples * stage.sent_widths
-        super().__init__(stage, env, sends.tolist(), receives.tolist(), trip.stage.path)
-        self._bag_counts = trip.bag_counts
+        super().__init__(stage, env, sends.tolist(), receives.tolist(), ctx.stage.path)
+        self._bag_counts = ctx.prepared.bag_counts
         # a narrow format takes gradients as they are: smaller ones may be lost in it
         self.scales_early = stage.codecs[1] is None
 
@@ -572,32 +572,36 @@ class _RaggedExchange(Exchange["OutputDist"]):
     Args:
         stage: whose batch it is.
         env: the ranks.
-        trip: of the batch.
+        ctx: The batch.
     """
 
-    def __init__(self, stage: OutputDist, env: ShardingEnv, trip: Trip) -> None:
-        assert trip.num_bags is not None
-        given, (received_RS, own_S) = trip.stage, trip.num_bags
+    def __init__(self, stage: OutputDist, env: ShardingEnv, ctx: BatchContext) -> None:
+        given, shape = ctx.stage, ctx.shape
+        received_RS, own_S = shape.bags_received_RS, shape.bags_sent_D
         firsts = [group.streams.start for group in stage.layout.groups[env.rank]]
         looked_up_RS = received_RS * given.own_dims
         self._looked_up_RL = np.add.reduceat(looked_up_RS, firsts, 1) if firsts else looked_up_RS
-        rows_K = np.concatenate([own_S, np.full(len(stage.replica_blocks), trip.batch_size)])
-        ids = None if trip.by_id is None else self._split_ids(trip, trip.by_id[1], len(rows_K))
-        self._arriving = RaggedBatch(stage.ragged, rows_K, trip.batch_size, ids)
+        batch_size = ctx.prepared.batch_size
+        rows_K = np.concatenate([own_S, np.full(len(stage.replica_blocks), batch_size)])
+        ids = self._split_ids(ctx, len(rows_K)) if shape.is_by_id else None
+        self._arriving = RaggedBatch(stage.ragged, rows_K, batch_size, ids)
         sends = self._looked_up_RL.sum(1).tolist()
         receives = given.per_rank(own_S * given.sent_dims)
-        super().__init__(stage, env, sends, receives, trip.stage.path)
-        self._bag_counts = trip.bag_counts
+        super().__init__(stage, env, sends, receives, ctx.stage.path)
+        self._bag_counts = ctx.prepared.bag_counts
 
     @staticmethod
-    def _split_ids(trip: Trip, by_id_S: np.ndarray, num_blocks: int) -> SplitIds:
+    def _split_ids(ctx: BatchContext, num_blocks: int) -> SplitIds:
         """Return where the ids of bags went, some of which return as rows."""
-        routes, segment_K = trip.routes, np.full(num_blocks, NO_SEGMENT)
+        routes, segment_K = ctx.checked.routes, np.full(num_blocks, NO_SEGMENT)
+        by_id_S, prepared = ctx.shape.by_id_D, ctx.prepared
         of_streams = routes.segments - routes.num_keys  # whole features are before the others
         segment_K[: len(by_id_S)] = np.where(by_id_S, of_streams, NO_SEGMENT)
-        shape = len(routes.rounds), trip.stage.layout.num_buckets, -1
-        counts_XWF = trip.counts_G[routes.num_keys :].reshape(shape)
-        return SplitIds(segment_K, counts_XWF, joined(trip.moved_to), trip.split_offsets)
+        shape = len(routes.rounds), ctx.stage.layout.num_buckets, -1
+        counts_XWF = ctx.header.counts_G[routes.num_keys :].reshape(shape)
+        return SplitIds(
+            segment_K, counts_XWF, joined(prepared.segments.moved_to), prepared.split_offsets
+        )
 
     def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Start the exchange into one buffer; the replicas' output is behind what arrives."""
@@ -705,21 +709,21 @@ class NodeHop:
         return self._whole_env.for_embeddings.of_node(self.size)
 
     def start(
-        self, env: ShardingEnv, trip: Trip, lookups: Sequence[Tensor], trains: bool
+        self, env: ShardingEnv, ctx: BatchContext, lookups: Sequence[Tensor], trains: bool
     ) -> Callable[[], Tensor]:
         """Start to turn this rank's parts into the node's sums.
 
         Args:
             env: the ranks of the node.
-            trip: of the batch.
+            ctx: The batch.
             lookups: per lookup `[T, C_g]`, this rank's sums for the samples of all ranks.
             trains: as for `start`.
 
         Returns:
             What waits for `[samples of the ranks this one stands for, width]`, in rank order.
         """
-        samples = trip.batch_sizes.reshape(-1, self.size).sum(0)
-        return _PooledExchange(self, env, trip, samples).start(lookups, (), trains)
+        samples = ctx.shape.batch_sizes_R.reshape(-1, self.size).sum(0)
+        return _PooledExchange(self, env, ctx, samples).start(lookups, (), trains)
 
 
 def _within(outer: Ranges, inner: Ranges) -> Ranges:

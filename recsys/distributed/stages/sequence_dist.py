@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
-from recsys.distributed.stages.bags import joined
-from recsys.distributed.stages.input_dist import Trip
+from recsys.distributed.stages.bags import joined, sent_places
+from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.output_dist import Exchange, OutputStage
 from recsys.distributed.stages.routes import lookup_order
 from recsys.distributed.stages.row_gather import RowGather
@@ -70,27 +70,28 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
         self.slot_order = self.sent_slots.tolist() if self.is_whole else None
 
     def start(
-        self, trip: Trip, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
+        self, ctx: BatchContext, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
     ) -> Callable[[], dict[str, JaggedTensor]]:
         """Start the exchange of `[ids, width]` per lookup; see the base class."""
-        exchange = _SequenceExchange(self, trip)
+        exchange = _SequenceExchange(self, ctx)
         wait = exchange.start(list(lookups), replicas, trains)
-        return lambda: self._views(wait(), exchange, trip)
+        return lambda: self._views(wait(), exchange, ctx)
 
     def _views(
-        self, rows: Tensor, exchange: _SequenceExchange, trip: Trip
+        self, rows: Tensor, exchange: _SequenceExchange, ctx: BatchContext
     ) -> dict[str, JaggedTensor]:
-        slots, strides = trip.routes.slot_keys, trip.given.stride_per_key()
+        given, inverse = ctx.checked.given, ctx.prepared.inverse
+        slots, strides = ctx.checked.routes.slot_keys, given.stride_per_key()
         counts_K, order = exchange.counts_K, self.slot_order
-        if trip.inverse is not None:
-            counts_K, order = trip.given_counts, None
-            rows = rows.index_select(0, exchange.repeats(trip.inverse.split(counts_K.tolist())))
+        if inverse is not None:
+            counts_K, order = ctx.header.given_counts_K, None
+            rows = rows.index_select(0, exchange.repeats(inverse.split(counts_K.tolist())))
         if rows.dtype is not self.dtype:
             rows = rows.to(self.dtype)
-        lengths = trip.safe.lengths().split_with_sizes(strides)
+        lengths = ctx.checked.safe.lengths().split_with_sizes(strides)
         indices = None
         if self._need_indices:
-            parts = trip.given.values().split(counts_K.tolist())
+            parts = given.values().split(counts_K.tolist())
             indices = torch.cat([parts[k] for k in slots])
         views = FeatureViews(
             rows,
@@ -107,33 +108,32 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
 class _SequenceExchange(Exchange[SequenceDist]):
     """One batch's way through the stage, forward and backward."""
 
-    def __init__(self, stage: SequenceDist, trip: Trip) -> None:
-        routes = trip.routes
+    def __init__(self, stage: SequenceDist, ctx: BatchContext) -> None:
+        routes, header = ctx.checked.routes, ctx.header
         self.slot_keys = routes.slot_keys
-        self.counts_K = counts_K = trip.counts_G[: routes.num_keys]
+        self.counts_K = counts_K = header.counts_G[: routes.num_keys]
         # ids of each slot, and places in the batch at which they begin
         self.slot_counts = counts_K[self.slot_keys]
         self.slot_starts = (np.cumsum(counts_K) - counts_K)[self.slot_keys]
         of_replicas = [counts_K[positions] for _, positions in routes.replicas]
-        sent_counts = np.concatenate([trip.counts_G[routes.segments], *of_replicas])
+        sent_counts = np.concatenate([header.counts_G[routes.segments], *of_replicas])
         edges = np.concatenate([[0], np.cumsum(sent_counts * stage.sent_chunks)])
         # [R, S] chunks received from each rank in each stream
-        self.received_chunks = trip.received_counts * stage.own_chunks
+        self.received_chunks = ctx.shape.ids_received_RS * stage.own_chunks
         super().__init__(
             stage,
             stage.env.for_embeddings,
             (self.received_chunks.sum(1) * stage.chunk).tolist(),
             (np.diff(edges[stage.sent_edges]) * stage.chunk).tolist(),
-            trip.stage.path,
+            ctx.stage.path,
         )
         self.widths: list[int] = []
         if not stage.is_whole:
             slot_bases = np.cumsum(self.slot_counts) - self.slot_counts
             shifts = (slot_bases - self.slot_starts)[stage.sent_slots]
             columns = stage.sent_first_chunks, stage.sent_chunks
-            self.gather = RowGather(
-                stage.dim, stage.chunk, *columns, sent_counts, shifts, trip.sent_places()
-            )
+            places = sent_places(routes, ctx.prepared, header, ctx.received.replica_places)
+            self.gather = RowGather(stage.dim, stage.chunk, *columns, sent_counts, shifts, places)
 
     def repeats(self, inverse_of_keys: Sequence[Tensor]) -> Tensor:
         """Return the place in the output of the row of each id as given, slot by slot in order.

@@ -26,7 +26,9 @@ from torch import nn
 from recsys.distributed.ranks.agreement import agree
 from recsys.distributed.ranks.comm import LazyAwaitable, holding
 from recsys.distributed.sharded_collection import ShardedCollection, started_ahead
-from recsys.distributed.stages.input_dist import FeaturesAbsentError, Trip, start_together
+from recsys.distributed.stages.batch import BatchContext
+from recsys.distributed.stages.header import FeaturesAbsentError
+from recsys.distributed.stages.header_exchange import start_together
 from recsys.sparse import KeyedJaggedTensor
 
 _Path: TypeAlias = tuple[object, ...]
@@ -164,17 +166,17 @@ class InputsAhead:
         assert self._paths is not None
         inputs = dict(_features_in((args, kwargs))) if self._paths else {}
         given = {module: inputs[path] for module, path in self._paths.items() if path in inputs}
-        trips = {
+        contexts = {
             module: module.input_stage.prepare(
                 given[module] if module in given else self._absent(module, args, kwargs)
             )
             for module in self._paths
         }
         for module, make in self._made.items():
-            trips[module] = module.input_stage.prepare(_made_by(make, args, kwargs))
-        if trips:
-            start_together(list(trips.values()))
-        return Started(self, trips, given)
+            contexts[module] = module.input_stage.prepare(_made_by(make, args, kwargs))
+        if contexts:
+            start_together(list(contexts.values()))
+        return Started(self, contexts, given)
 
     def _absent(
         self, module: ShardedCollection, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -203,18 +205,18 @@ class Started:
 
     Args:
         ahead: what started them.
-        trips: of each module.
+        contexts: of each module.
         given: the features of those that are among the model's inputs.
     """
 
     def __init__(
         self,
         ahead: InputsAhead,
-        trips: dict[ShardedCollection, Trip],
+        contexts: dict[ShardedCollection, BatchContext],
         given: Mapping[ShardedCollection, KeyedJaggedTensor],
     ) -> None:
-        self._ahead, self.trips, self._given = ahead, trips, given
-        self._outputs: dict[ShardedCollection, tuple[Trip, LazyAwaitable[Any]]] = {}
+        self._ahead, self.contexts, self._given = ahead, contexts, given
+        self._outputs: dict[ShardedCollection, tuple[BatchContext, LazyAwaitable[Any]]] = {}
         self._is_sent = self._has_ids = False
         self._error: Exception | None = None
 
@@ -227,30 +229,30 @@ class Started:
             return
         self._is_sent = True
         try:
-            for trip in self.trips.values():
-                trip.send()
+            for ctx in self.contexts.values():
+                ctx.stage.send(ctx)
         except Exception as error:
             self._error = error
-        self.trips = {module: trip for module, trip in self.trips.items() if not trip.is_absent}
+        self.contexts = {module: ctx for module, ctx in self.contexts.items() if not ctx.is_absent}
 
     def look_up(self) -> None:
         """Look up and start sending embeddings, with the tables as they are now."""
         self._follow_tables()
         if self._error is None:
-            for module, trip in self.trips.items():
-                self._outputs[module] = trip, self._output_of(module, trip)
-            self.trips.clear()
+            for module, ctx in self.contexts.items():
+                self._outputs[module] = ctx, self._output_of(module, ctx)
+            self.contexts.clear()
 
-    def _output_of(self, module: ShardedCollection, trip: Trip) -> LazyAwaitable[Any]:
-        return module.compute_and_output_dist(trip, trip if self._has_ids else trip.ids())
+    def _output_of(self, module: ShardedCollection, ctx: BatchContext) -> LazyAwaitable[Any]:
+        return module.compute_and_output_dist(ctx, ctx if self._has_ids else ctx.stage.ids(ctx))
 
     def prefetch(self) -> None:
         """Bring the rows that are looked up into caches."""
         self._follow_tables()
         if self._error is None and not self._has_ids:
             self._has_ids = True
-            for module, trip in self.trips.items():
-                module.prefetch(trip.ids())
+            for module, ctx in self.contexts.items():
+                module.prefetch(ctx.stage.ids(ctx))
 
     def _follow_tables(self) -> None:
         """Send, and send anew what went to ranks whose tables have moved since.
@@ -261,29 +263,29 @@ class Started:
         if self._error is not None:
             return
         moved = {}
-        for module, trip in self.trips.items():
-            if trip.stage is not module.input_stage:
+        for module, ctx in self.contexts.items():
+            if ctx.stage is not module.input_stage:
                 if not self._has_ids:
-                    trip.ids()  # let them arrive
-                moved[module] = _prepared_again(module, trip)
-        for module, (trip, output) in self._outputs.items():
-            if trip.stage is not module.input_stage:
+                    ctx.stage.ids(ctx)  # let them arrive
+                moved[module] = _prepared_again(module, ctx)
+        for module, (ctx, output) in self._outputs.items():
+            if ctx.stage is not module.input_stage:
                 output.wait()
-                moved[module] = _prepared_again(module, trip)
+                moved[module] = _prepared_again(module, ctx)
         if not moved:
             return
         start_together(list(moved.values()))
-        for module, trip in moved.items():
-            trip.send()
+        for module, ctx in moved.items():
+            ctx.stage.send(ctx)
             if self._has_ids:
-                trip.ids()
+                ctx.stage.ids(ctx)
             self._outputs.pop(module, None)
-            self.trips[module] = trip
+            self.contexts[module] = ctx
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep what is under way in memory until work that is now in a stream is done."""
-        for trip in self.trips.values():
-            trip.record_stream(stream)
+        for ctx in self.contexts.values():
+            ctx.record_stream(stream)
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -295,19 +297,19 @@ class Started:
         self._follow_tables()
         if self._error is not None:
             raise self._error
-        trips, outputs, given = self.trips, self._outputs, self._given
+        contexts, outputs, given = self.contexts, self._outputs, self._given
 
         def take(module: ShardedCollection, features: KeyedJaggedTensor) -> object:
             if module in given and given[module] is not features:
                 return None
-            trip = trips.pop(module, None)
-            if trip is None:
+            ctx = contexts.pop(module, None)
+            if ctx is None:
                 return outputs.pop(module, (None, None))[1]
-            return self._output_of(module, trip)
+            return self._output_of(module, ctx)
 
         with holding(started_ahead, take):
             yield
-        for module in (*trips, *outputs):
+        for module in (*contexts, *outputs):
             self._ahead._leave_out(module)
         self.drop()
 
@@ -315,20 +317,21 @@ class Started:
         """Let what is under way arrive, for a batch that nobody looks up."""
         self.send()
         if self._error is None and not self._has_ids:
-            for trip in self.trips.values():
-                trip.ids()
-        self.trips.clear()
+            for ctx in self.contexts.values():
+                ctx.stage.ids(ctx)
+        self.contexts.clear()
         self._outputs.clear()
 
 
-def _prepared_again(module: ShardedCollection, trip: Trip) -> Trip:
-    """Return the batch of a trip, prepared for where its tables are now."""
+def _prepared_again(module: ShardedCollection, ctx: BatchContext) -> BatchContext:
+    """Return the batch of a ctx, prepared for where its tables are now."""
     stage = module.input_stage
-    told, stage.last_batches = stage.last_batches, None  # the first trip has told of the epoch
+    told, stage.end_of_data = stage.end_of_data, None  # the first ctx has told of the epoch
     try:
-        return stage.prepare(trip.given)
+        assert ctx.given is not None
+        return stage.prepare(ctx.given)
     finally:
-        stage.last_batches = told
+        stage.end_of_data = told
 
 
 def _made_by(

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from recsys.distributed.ranks.agreement import agree
 from recsys.distributed.ranks.comm import broadcast_object, together
 from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.stages.input_dist import InputDist, LastBatches
+from recsys.distributed.stages.header import EndOfData
+from recsys.distributed.stages.input_dist import InputDist
 from recsys.distributed.train_pipeline.batches import map_batch
 from recsys.kernels.arguments import choice
 from recsys.kernels.checked import checked
@@ -114,11 +115,11 @@ class EvenBatches(Generic[B]):
         batches = iter(self._batches)
         missing: Any = object()
         batch: Any = self._first(batches, missing)
-        news = LastBatches()
-        before = [stage.last_batches for stage in self._stages]  # of a loop around this one
+        news = EndOfData()
+        before = [stage.end_of_data for stage in self._stages]  # of a loop around this one
         try:
             for stage in self._stages:
-                stage.last_batches = news
+                stage.end_of_data = news
             while True:
                 late: Exception | None = None
                 try:
@@ -127,7 +128,7 @@ class EvenBatches(Generic[B]):
                     late, following = raised, batch
                 news.is_last = following is missing
                 yield batch
-                said = news.heard()
+                said = news.pop()
                 if said is None:
                     raise ValueError(
                         "EvenBatches needs the model to be called with each batch, or the ranks "
@@ -146,7 +147,7 @@ class EvenBatches(Generic[B]):
         finally:
             self.is_filler = False
             for stage, outer in zip(self._stages, before, strict=True):
-                stage.last_batches = outer
+                stage.end_of_data = outer
 
     def _first(self, batches: Iterator[B], missing: Any) -> Any:  # B
         """Return this rank's first batch, an empty one if it has none and others have."""

@@ -11,7 +11,7 @@ While a pipeline trains on a batch, it exchanges the ids of the next batches:
 The header of a batch is read a whole step after it was sent, so reading does not wait. The ids are
 exchanged during the forward and backward pass of the previous batch. Tables are read when the model
 is called, as in a plain loop, so the results equal those of a plain loop bit for bit. The state of
-a batch is in its `Trip`; the model is not changed.
+a batch is in its `BatchContext`; the model is not changed.
 
 On a GPU, copies and input stages run on their own streams. On a CPU the threads of the process
 group move the data.

@@ -18,6 +18,8 @@ from recsys.distributed.placement.layout import Layout, PlacedTable, Rect, Strea
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import CommType, QuantizedCommCodecs, WireFormat
 from recsys.distributed.stages import bags
+from recsys.distributed.stages.batch import ReceivedBatch, Segments
+from recsys.distributed.stages.header import Header
 from recsys.distributed.stages.output_dist import Backward, OutputDist, _PooledExchange
 from recsys.distributed.stages.sequence_dist import SequenceDist
 from recsys.kernels.scaled_loss import TableUpdates
@@ -127,15 +129,14 @@ def _pooled(node_size: int, combine: PoolingType, seed: int, device: torch.devic
         torch.zeros(0, dtype=torch.int64),
         lengths=torch.zeros(5 * len(own), dtype=torch.int64),
     )
-    trip: Any = SimpleNamespace(
+    ctx: Any = SimpleNamespace(
         stage=STAGE,
-        batch_sizes=sizes,
-        num_bags=None,
-        bag_counts=counts.to(device),
-        anchor=None,
-        safe=given,
+        shape=SimpleNamespace(batch_sizes_R=sizes, is_ragged=False),
+        prepared=SimpleNamespace(bag_counts=counts.to(device)),
+        received=SimpleNamespace(anchor=None),
+        checked=SimpleNamespace(safe=given),
     )
-    found = stage.start(trip, iter(lookups), replicas, True)().values()
+    found = stage.start(ctx, iter(lookups), replicas, True)().values()
 
     scale = torch.ones(len(own), layout.width)
     for place in layout.averaged_slots:
@@ -221,16 +222,15 @@ def _tiny_gradient(backward: CommType, gradient: float, device: torch.device) ->
     given = KeyedJaggedTensor(
         names, torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(5, dtype=torch.int64)
     )
-    trip: Any = SimpleNamespace(
+    ctx: Any = SimpleNamespace(
         stage=STAGE,
-        batch_sizes=sizes,
-        num_bags=None,
-        bag_counts=None,
-        anchor=None,
-        safe=given,
+        shape=SimpleNamespace(batch_sizes_R=sizes, is_ragged=False),
+        prepared=SimpleNamespace(bag_counts=None),
+        received=SimpleNamespace(anchor=None),
+        checked=SimpleNamespace(safe=given),
     )
     replicas = _outputs(layout, layout.replica_groups, layout.replica_streams, range(1), device)
-    found = stage.start(trip, iter(lookups), replicas, True)().values()
+    found = stage.start(ctx, iter(lookups), replicas, True)().values()
     found.backward(torch.full_like(found, gradient))
     return {
         x for lookup in lookups if lookup.grad is not None for x in lookup.grad.view(-1).tolist()
@@ -320,25 +320,26 @@ def _sequence(seed: int) -> None:
         torch.zeros(int(own.sum()), dtype=torch.int64),
         lengths=torch.tensor(own),
     )
-    trip: Any = SimpleNamespace(
-        stage=STAGE,
-        routes=SimpleNamespace(
-            num_keys=num_features,
-            slot_keys=np.arange(num_features),
-            segments=np.array([f for features in streams_of for f in features], dtype=np.int64),
-            replicas=[
-                (None, [layout.slots[layout.replica_streams[s].slot].feature for s in g.streams])
-                for g in layout.replica_groups
-            ],
-        ),
-        counts_G=own,
-        received_counts=np.array(received, dtype=np.int64).reshape(env.world_size, -1),
-        inverse=None,
-        sent_places=lambda: torch.cat(places),
-        given=batch,
-        safe=batch,
+    routes = SimpleNamespace(
+        num_keys=num_features,
+        slot_keys=np.arange(num_features),
+        segments=np.array([f for features in streams_of for f in features], dtype=np.int64),
+        replicas=[
+            (None, [layout.slots[layout.replica_streams[s].slot].feature for s in g.streams])
+            for g in layout.replica_groups
+        ],
     )
-    found = stage.start(trip, iter(lookups), replicas, True)()
+    ctx: Any = SimpleNamespace(
+        stage=STAGE,
+        checked=SimpleNamespace(given=batch, safe=batch, routes=routes),
+        prepared=SimpleNamespace(inverse=None, segments=Segments()),
+        header=Header(np.zeros((env.world_size, 2), dtype=np.int64), own, own[:0]),
+        shape=SimpleNamespace(
+            ids_received_RS=np.array(received, dtype=np.int64).reshape(env.world_size, -1)
+        ),
+        received=ReceivedBatch((), (), places, None),
+    )
+    found = stage.start(ctx, iter(lookups), replicas, True)()
     for feature, table in enumerate(tables):
         expected = [row(env.rank, feature, n) for n in range(own[feature])]
         values = found[table.name].values()
@@ -404,17 +405,17 @@ def test_what_is_sent_stands_in_the_order_of_the_ranks_it_goes_to(
     whole = _stage_of_nodes(others=True)
     assert whole.hop is not None
     in_node: Any = SimpleNamespace(rank=1)
-    trip: Any = SimpleNamespace(batch_sizes=sizes, stage=STAGE, bag_counts=None)
+    ctx: Any = _sized(sizes)
     rows, sums = torch.rand(int(sizes.sum()), 4), torch.rand(int(sizes[[1, 4]].sum()), 4)
     of_ranks, of_peers = rows.split(sizes.tolist()), sums.split(sizes[[1, 4]].tolist())
     if stands_in == "node":
         stage: Any = whole.hop
         lookups, expected = [rows], [of_ranks[rank] for rank in (0, 3, 1, 4, 2, 5)]
-        exchange = _PooledExchange(stage, in_node, trip, sizes.reshape(2, 3).sum(0))
+        exchange = _PooledExchange(stage, in_node, ctx, sizes.reshape(2, 3).sum(0))
     else:
         stage, lookups, r = whole, [rows, sums], of_ranks
         expected = [r[0], r[1], of_peers[0], r[2], r[3], r[4], of_peers[1], r[5]]
-        exchange = _PooledExchange(stage, stage.env, trip, sizes)
+        exchange = _PooledExchange(stage, stage.env, ctx, sizes)
     with mock.patch.object(exchange, "start_sending") as sent:
         exchange.send(lookups, ())
     values = sent.call_args.args[0]
@@ -425,10 +426,19 @@ def test_what_is_sent_stands_in_the_order_of_the_ranks_it_goes_to(
     assert all(map(torch.equal, back, lookups))
 
 
+def _sized(sizes: np.ndarray) -> Any:
+    """A batch of which the sizes matter alone."""
+    return SimpleNamespace(
+        stage=STAGE,
+        shape=SimpleNamespace(batch_sizes_R=sizes),
+        prepared=SimpleNamespace(bag_counts=None),
+    )
+
+
 def test_sums_of_a_node_alone_are_sent_as_they_are() -> None:
     stage, sizes = _stage_of_nodes(others=False), np.array([1, 2, 0, 1, 3, 1])
-    trip: Any = SimpleNamespace(batch_sizes=sizes, stage=STAGE, bag_counts=None)
-    exchange = _PooledExchange(stage, stage.env, trip, sizes)
+    ctx: Any = _sized(sizes)
+    exchange = _PooledExchange(stage, stage.env, ctx, sizes)
     sums = torch.rand(int(sizes[[1, 4]].sum()), 4)
     with mock.patch.object(exchange, "start_sending") as sent:
         exchange.send([sums], ())

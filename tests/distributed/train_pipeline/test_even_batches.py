@@ -48,7 +48,7 @@ def _run(case: Case, policy: str) -> tuple[list[bool], int, list[Tensor]]:
             pooled, _ = model(batch)
             _loss(pooled).backward()
             fillers.append(epoch.is_filler)
-    assert model.module.get_submodule("ebc").input_stage.last_batches is None
+    assert model.module.get_submodule("ebc").input_stage.end_of_data is None
     state = whole_state(model)
     tables = [state[name] for name in sorted(state) if name.startswith("ebc")]
     return fillers, calls.total(), tables
@@ -218,7 +218,7 @@ def test_leaving_the_loop_early_leaves_nothing_behind() -> None:
     for features in EvenBatches([batch] * 3, model):
         model(features)
         break
-    assert model.module.get_submodule("ebc").input_stage.last_batches is None
+    assert model.module.get_submodule("ebc").input_stage.end_of_data is None
 
 
 @dataclass

@@ -1,0 +1,248 @@
+"""A batch of one sharded module in its phases: checked, prepared, sent, received.
+
+Each phase is a value whose fields are all set. `BatchContext` has the phases that a batch has
+reached; `InputDist` makes them one after the other.
+
+Shape names: `B` samples of this rank, `F` features of a lookup, `G` segments, `K` features of the
+given batch, `N` ids, `D` streams of all destinations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recsys.distributed.ranks import comm
+from recsys.distributed.stages.header import BatchShape, EndOfData, Header
+from recsys.distributed.stages.routes import Routes
+from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse.keyed_jagged import Parts
+from recsys.streamable import Multistreamable
+
+if TYPE_CHECKING:
+    from recsys.distributed.stages.input_dist import InputDist
+
+
+@final
+class Bags(NamedTuple):
+    """Input of one lookup."""
+
+    indices: Tensor
+    """`[N]`."""
+    offsets: Tensor
+    """`[F*T+1]`."""
+    weights: Tensor | None
+    """`[N]`, or None."""
+    ids_of_tables: list[int] | None = None
+    """Number of ids for each table, on a device and if the host knows them; else None."""
+    of_features: np.ndarray | None = None
+    """`[F, R]` bags of each feature from each rank, if they differ. The offsets then are
+    `[their sum + 1]`, and rows are looked up rank by rank."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Results of checks on the device. None: the check certainly passed, or was not needed.
+
+    Attributes:
+        bags: `[]` bool, whether lengths or inverse indices were bad and replaced.
+        ids: `[]` bool, whether ids were outside their tables.
+        both: `[2]` bool, both, if one Triton kernel checked them.
+    """
+
+    bags: Tensor | None
+    ids: Tensor | None
+    both: Tensor | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CheckedBatch:
+    """A batch that kernels can read: bad ids are 0, bad lengths are replaced.
+
+    Attributes:
+        given: The batch as given.
+        safe: The same with lengths and inverse indices that can be read.
+        routes: Index tensors for the batch's keys.
+        found: The bags with one batch size, before bad ids were replaced; for messages.
+        bags: The bags with one batch size.
+        counts_K: `[K]` ids of each feature.
+        faults: Results of the checks.
+    """
+
+    given: KeyedJaggedTensor
+    safe: KeyedJaggedTensor
+    routes: Routes
+    found: Parts
+    bags: Parts
+    counts_K: Tensor
+    faults: Faults
+
+
+@final
+class Segments:
+    """Segments of a batch in the order in which they are sent: whole features, then row blocks.
+
+    Attributes:
+        lengths: Bag lengths.
+        values: Ids.
+        weights: Weights, if weighted.
+        places: Positions of the ids in the batch, if gradients or embeddings return to them.
+        moved_to: If bags have few ids, per round of row-split tables `[N]`: position of each id
+            among the round's segments.
+    """
+
+    __slots__ = ("lengths", "moved_to", "places", "values", "weights")
+
+    def __init__(self) -> None:
+        self.lengths: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.weights: list[Tensor] = []
+        self.places: list[Tensor] = []
+        self.moved_to: list[Tensor] = []
+
+    def append(
+        self, lengths: Tensor, values: Tensor, weights: Tensor | None, places: Tensor | None
+    ) -> None:
+        """Append segments."""
+        self.lengths.append(lengths)
+        self.values.append(values)
+        if weights is not None:
+            self.weights.append(weights)
+        if places is not None:
+            self.places.append(places)
+
+    def free(self, *, is_by_id: bool) -> None:
+        """Free the tensors that were sent, and `moved_to` unless rows return by id."""
+        self.lengths, self.values, self.weights = [], [], []
+        if not is_by_id:
+            self.moved_to = []
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch as segments that can be sent.
+
+    Attributes:
+        bags: The bags: deduplicated, or one bag per feature, if the module needs it.
+        batch_size: Number of samples.
+        segments: The segments.
+        counts_G: `[G]` ids of each segment, on the device.
+        given_counts_K: `[K]` ids of each feature before deduplication; empty without it.
+        inverse: `[N]` position of each id among the distinct ids; None without deduplication.
+        bags_D: `[D]` bags of each stream if features have batch sizes of their own and it is worth
+            sending them; else empty.
+        bag_counts: `[row-split slots, B]` ids per bag of row-split tables; None without any.
+        split_offsets: `[features * B + 1]` of these bags; the same in each round.
+        is_short: Whether these bags have few ids.
+        weights_need_grad: Whether gradients return to the weights.
+    """
+
+    bags: Parts
+    batch_size: int
+    segments: Segments
+    counts_G: Tensor
+    given_counts_K: Tensor
+    inverse: Tensor | None
+    bags_D: np.ndarray
+    bag_counts: Tensor | None
+    split_offsets: Tensor
+    is_short: bool
+    weights_need_grad: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReceivedBatch:
+    """Inputs of this rank's lookups.
+
+    Attributes:
+        lookups: Bags of each lookup.
+        replicas: Bags of each replicated lookup, from this rank's own batch.
+        replica_places: Positions in the batch of the ids of `replicas`, for sequences.
+        anchor: `[0]`, through which backward reaches the exchange of weight gradients on every
+            rank; None if no rank's weights need gradients.
+    """
+
+    lookups: Sequence[Bags]
+    replicas: Sequence[Bags]
+    replica_places: Sequence[Tensor]
+    anchor: Tensor | None
+
+
+CopiedHeaders: TypeAlias = tuple[list[Tensor], Tensor, torch.cuda.Event | None]
+"""Headers and counts on their device, the copy on the host, and the event after the copy."""
+
+
+@final
+class BatchContext(Multistreamable):
+    """A batch of one module, from `input_dist` to `output_dist`. Each phase is set once.
+
+    Attributes:
+        stage: Input stage of the module.
+        given: The batch as given, or the exception raised instead; None before `prepare`.
+        error: Exception of this rank's batch; None if it is good.
+        end_of_data: End-of-data status of the epoch; None without `EvenBatches`.
+        flag: Flag of this rank's header.
+        is_absent: Whether the batches of all ranks lack the module's features.
+        checked: Set by `prepare`, if the batch is good.
+        prepared: Set by `prepare`, if the batch is good.
+        pending_header: The header exchange, with its contexts and their copy on the way to the
+            host; None after it was read.
+        header: Set by `send`.
+        shape: Set by `send`.
+        pending_ids: The exchange of ids; None if there is none.
+        received: Set by `ids`.
+    """
+
+    checked: CheckedBatch
+    prepared: PreparedBatch
+    header: Header
+    shape: BatchShape
+    received: ReceivedBatch
+
+    def __init__(self, stage: InputDist) -> None:
+        self.stage = stage
+        self.given: KeyedJaggedTensor | Exception | None = None
+        self.error: Exception | None = None
+        self.end_of_data: EndOfData | None = None
+        self.flag = 0
+        self.is_absent = False
+        self.pending_header: (
+            tuple[comm.Pending, Sequence[BatchContext], CopiedHeaders | None] | None
+        ) = None
+        self.pending_ids: comm.Pending | None = None
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the batch's memory until the queued work of a stream is done.
+
+        Args:
+            stream: The stream of the lookups, if the input stage ran on another one.
+        """
+        for value in vars(self).values():
+            _record_stream(value, stream)
+
+
+def _record_stream(value: object, stream: torch.Stream) -> None:
+    """Record a stream for all tensors in a value."""
+    if isinstance(value, Tensor | KeyedJaggedTensor):
+        value.record_stream(stream)  # type: ignore[arg-type]  # of any device
+        return
+    inner: Sequence[object] = ()
+    if isinstance(value, Segments):
+        inner = [getattr(value, name) for name in Segments.__slots__]
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        inner = value
+    elif isinstance(value, Mapping):
+        inner = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, comm.Pending):
+        inner = [getattr(value, field.name) for field in fields(value)]
+    for part in inner:
+        _record_stream(part, stream)

@@ -1,0 +1,179 @@
+"""Checks of a batch before its ids are sent, and the errors for what they find.
+
+On a CPU a bad batch raises. On a device the checks leave flags there, and bad values are replaced,
+so that kernels stay within their tables; the header carries the flags to all ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from recsys.distributed.placement.layout import Layout
+from recsys.distributed.stages.bags import ids_per_key, smallest_table, with_one_batch_size
+from recsys.distributed.stages.batch import CheckedBatch, Faults
+from recsys.distributed.stages.header import Flag
+from recsys.distributed.stages.routes import Routes
+from recsys.kernels.bounds import OVERWRITTEN, bad_id_message, find_bad_ids
+from recsys.kernels.types import BoundsCheckMode
+from recsys.modules.embedding_inputs import (
+    are_checked_by_triton,
+    make_safe,
+    safe_features,
+    safe_inverse_indices,
+)
+from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse.keyed_jagged import Parts
+
+
+def _warnings_raise() -> bool:
+    """Return whether Python is set to raise warnings, such as by `python -W error`."""
+    for action, message, category, module, line in warnings.filters:
+        if message is None and module is None and line == 0 and issubclass(UserWarning, category):
+            return action == "error"
+    return False
+
+
+@final
+class BatchChecker:
+    """Makes batches safe to read, and describes their faults.
+
+    Args:
+        layout: The compiled placement.
+        feature_names: The module's distinct features, in the layout's numbering.
+        device: Device of batches and tables.
+        mode: Handling of ids outside their table.
+        needs_sizes: Whether the host must know the ids of each feature, to send no header.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        feature_names: Sequence[str],
+        device: torch.device,
+        mode: BoundsCheckMode,
+        *,
+        needs_sizes: bool,
+    ) -> None:
+        self._layout, self._feature_names = layout, feature_names
+        self._device, self._mode, self._needs_sizes = device, mode, needs_sizes
+
+    def check(self, features: KeyedJaggedTensor, bags: Parts, routes: Routes) -> CheckedBatch:
+        """Return the batch with one batch size, id 0 instead of bad ones, and its faults.
+
+        Args:
+            features: The batch, whose structure is valid (`check_features`).
+            bags: Its parts.
+            routes: Index tensors for its keys.
+        """
+        is_variable, by_kernels = bags.stride_per_key_per_rank is not None, False
+        safe, bad_bags, pooled = features, None, self._layout.is_pooled
+        if self._device.type != "cpu":  # there check_features has raised
+            if not self._needs_sizes or (pooled and routes.reads_whole):
+                bags = bags._replace(length_per_key=None)  # checking it costs an upload
+            # the output of sequences has the lengths, which are not to be padded
+            by_kernels = (pooled or not is_variable) and are_checked_by_triton(bags, self._mode)
+            if not by_kernels:
+                safe, bad_bags = safe_features(features, bags.length_per_key)
+                bags = safe.parts()
+        given = bags
+        if is_variable:
+            bags = with_one_batch_size(bags, features.stride_per_key())
+        if by_kernels:
+            return self._check_by_kernels(features, bags, given, routes)
+        found, bad_ids = bags, None
+        bad_N = self._find_bad_ids(bags, routes)
+        if bad_N is not None:
+            bad_ids = _without_unread(bad_N, bags, routes).any()
+            bags = bags._replace(values=bags.values.masked_fill(bad_N, 0))
+        faults = Faults(bad_bags, bad_ids, None)
+        return CheckedBatch(features, safe, routes, found, bags, ids_per_key(bags), faults)
+
+    def _check_by_kernels(
+        self, features: KeyedJaggedTensor, bags: Parts, given: Parts, routes: Routes
+    ) -> CheckedBatch:
+        """Check a batch by Triton kernels; `given` are its bags before padding."""
+        both, safe_bags, counts_K = make_safe(
+            bags, routes.check_rows, None if given is bags else given
+        )
+        safe = features
+        inverse, is_foreign = safe_inverse_indices(features)
+        if is_foreign is not None:
+            both[:1].logical_or_(is_foreign)
+            parts = given._replace(inverse_indices=inverse)
+            safe = KeyedJaggedTensor.from_parts(**parts._asdict())
+        if not self._layout.is_pooled:  # whose output has lengths, too
+            lengths, offsets = safe_bags.lengths, safe_bags.offsets
+            safe = KeyedJaggedTensor.from_parts(
+                bags.keys, bags.values, None, lengths, offsets, stride=bags.stride
+            )
+        bad_bags, bad_ids = both.unbind()
+        faults = Faults(bad_bags, bad_ids, both)
+        return CheckedBatch(features, safe, routes, bags, safe_bags, counts_K, faults)
+
+    def _find_bad_ids(self, bags: Parts, routes: Routes) -> Tensor | None:
+        """Return `[N]` bool for ids outside their table; None: certainly none."""
+        if self._mode is BoundsCheckMode.NONE or not bags.values.numel():
+            return None
+        if bags.values.is_cpu:
+            low, high = torch.aminmax(bags.values)
+            if low >= 0 and high < routes.min_rows:
+                return None
+        return find_bad_ids(bags.values, bags.offsets, routes.check_rows)
+
+    def flag_of_bad_ids(self) -> int:
+        """Return the header flag of a batch with bad ids."""
+        # an error here must be one on all ranks
+        fails = self._mode is BoundsCheckMode.FATAL or (
+            self._mode is BoundsCheckMode.WARNING and _warnings_raise()
+        )
+        return Flag.FAILED if fails else Flag.WARNED
+
+    def flags_to_check_late(self, faults: Faults) -> Tensor | None:
+        """Return the fault flags to read after the step if there is no header; None if none."""
+        checks_ids = self._mode is not BoundsCheckMode.IGNORE
+        if faults.both is not None and checks_ids:
+            return faults.both
+        known = [faults.bags, faults.ids if checks_ids else None]
+        flags = [flag for flag in known if flag is not None]
+        return torch.stack(flags) if flags else None
+
+    def describe(self, checked: CheckedBatch, flag: int) -> tuple[Exception | None, str]:
+        """Return the error of a batch, and the warning about its ids; waits for the device.
+
+        Args:
+            checked: The batch.
+            flag: Its header flag, with `FAILED` or `WARNED`.
+        """
+        bad_bags = checked.faults.bags
+        if bad_bags is not None and bool(bad_bags):
+            try:
+                checked.given.validate()
+            except ValueError as error:
+                return error, ""
+            text = "The lengths or inverse indices of the batch do not fit its ids."
+            return ValueError(text), ""
+        message = self._describe_bad_ids(checked)
+        warning = message if self._mode is BoundsCheckMode.WARNING else ""
+        return (IndexError(message) if flag & Flag.FAILED else None), warning
+
+    def _describe_bad_ids(self, checked: CheckedBatch) -> str:
+        """Return the message about the first id outside its table."""
+        keys, bags, routes = checked.given.keys(), checked.found, checked.routes
+        bad_N = find_bad_ids(bags.values, bags.offsets, routes.check_rows)
+        bad_N = _without_unread(bad_N, bags, routes)
+        if not bool(bad_N.any()):
+            return OVERWRITTEN
+        tables = [smallest_table(self._layout, self._feature_names, key) for key in keys]
+        return bad_id_message(bad_N, bags.values, bags.offsets, routes.check_rows, keys, tables)
+
+
+def _without_unread(bad_N: Tensor, bags: Parts, routes: Routes) -> Tensor:
+    """Return which bad ids a table reads; features that no table reads may have any ids."""
+    if routes.unread is None:
+        return bad_N
+    return bad_N & ~routes.unread.repeat_interleave(ids_per_key(bags), output_size=bad_N.numel())

@@ -1,0 +1,243 @@
+"""Header of a batch: flags, batch size and id counts, which ranks exchange before the ids.
+
+The header for one destination is `[flag, batch size, ids per stream]` as int64. The flag has the
+bits of `Flag`; above them it identifies the module, so that ranks that call different modules raise
+an error. If features have their own batch sizes, the word of a stream also has its number of bags.
+
+Shape names: `R` ranks, `S` streams of this rank, `H` words that this rank receives from each rank,
+`G` segments of this rank's batch, `K` features of this rank's batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, final
+from zlib import crc32
+
+import numpy as np
+
+from recsys.distributed.stages.routes import BATCH, COUNTS, FLAG
+
+
+class Flag:
+    """Bits of a header's flag."""
+
+    FAILED = 1 << 0  # the batch has an error: every rank raises it
+    WARNED = 1 << 1  # the batch has bad ids: its rank warns
+    WEIGHTS_NEED_GRAD = 1 << 2  # gradients of the weights return to this rank
+    IS_LAST = 1 << 3  # the rank has no batch after this one
+    TRAINS = 1 << 4  # a backward pass follows
+    VARIABLE = 1 << 5  # features have their own batch sizes
+    SHORT = 1 << 6  # bags of row-split tables have few ids
+    ABSENT = 1 << 7  # the batch lacks the module's features
+    MODULE = ~0xFF  # the bits that identify the module
+
+
+COUNT_BITS = 40
+"""Bits of the id count in the word of a stream. Above them is the number of bags (`VARIABLE`)."""
+_COUNT = (1 << COUNT_BITS) - 1
+_paths: dict[int, str] = {}  # bits that identify a module -> its path
+
+
+def module_bits(path: str) -> int:
+    """Return the flag bits that identify the module of a path."""
+    bits = (crc32(path.encode()) & 0xFFFFFF) << 8
+    _paths[bits] = path
+    return bits
+
+
+@final
+class FeaturesAbsentError(ValueError):
+    """A batch lacks a module's features. It is no error if all batches of a step lack them."""
+
+
+def failure_flag(error: Exception) -> int:
+    """Return the flag of a batch with an error."""
+    return Flag.FAILED | Flag.ABSENT if isinstance(error, FeaturesAbsentError) else Flag.FAILED
+
+
+@final
+class EndOfData:
+    """End-of-data status, exchanged in the headers of an epoch.
+
+    Attributes:
+        is_last: Whether this rank's next batch is its last one.
+        error: Exception that this rank's data raised instead of a batch.
+        last_R: `[R]` bool, `is_last` of each rank in the last header; None before it.
+    """
+
+    def __init__(self) -> None:
+        self.is_last = False
+        self.error: Exception | None = None
+        self.last_R: np.ndarray | None = None
+
+    def pop(self) -> np.ndarray | None:
+        """Return and clear `last_R`."""
+        found, self.last_R = self.last_R, None
+        return found
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Received headers of one module, with the counts of this rank's batch, on the host.
+
+    Attributes:
+        words_RH: `[R, H]` received words.
+        counts_G: `[G]` ids of each segment of this rank's batch; empty if the host does not know
+            them.
+        given_counts_K: `[K]` ids of each feature before deduplication; empty without it.
+    """
+
+    words_RH: np.ndarray
+    counts_G: np.ndarray
+    given_counts_K: np.ndarray
+
+    @property
+    def flags_R(self) -> np.ndarray:
+        """`[R]` flags."""
+        return self.words_RH[:, FLAG]
+
+    @property
+    def batch_sizes_R(self) -> np.ndarray:
+        """`[R]` batch sizes."""
+        return self.words_RH[:, BATCH]
+
+    @property
+    def counts_RS(self) -> np.ndarray:
+        """`[R, S]` words of the streams: ids, and bags if `VARIABLE`."""
+        return self.words_RH[:, COUNTS:]
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether the host knows the counts of this rank's batch."""
+        return self.counts_G.size > 0
+
+    def sent_counts(self, segments: np.ndarray) -> np.ndarray:
+        """`[streams of all destinations]` ids to send; `segments` as in `Routes`."""
+        return self.counts_G[segments] if self.has_counts else self.counts_G
+
+    def has_any(self, flag: int) -> bool:
+        """Return whether any rank has one of the bits."""
+        return bool((self.flags_R & flag).any())
+
+    def has_all(self, flag: int) -> bool:
+        """Return whether every rank has one of the bits."""
+        return bool((self.flags_R & flag).all())
+
+
+def check_same_call(flags_R: np.ndarray) -> None:
+    """Check that all ranks call the same module in the same mode.
+
+    Raises:
+        ValueError: On every rank alike, if they do not.
+    """
+    calls_R = flags_R & (Flag.MODULE | Flag.TRAINS)
+    (others,) = np.nonzero(calls_R != calls_R[0])
+    if not others.size:
+        return
+    calls = [
+        f"rank {rank} calls {_paths.get(int(calls_R[rank] & Flag.MODULE), 'another module')!r} "
+        f"{'with' if calls_R[rank] & Flag.TRAINS else 'without'} gradients"
+        for rank in (0, int(others[0]))
+    ]
+    raise ValueError(
+        "All ranks must call the sharded modules of a model in one order, and all with "
+        f"gradients or all without; {', '.join(calls)}. Look for a call that depends on the "
+        "rank or on its batch, such as an evaluation on rank 0 alone."
+    )
+
+
+class SentStreams(Protocol):
+    """The properties of an input stage that a batch's shape depends on.
+
+    Attributes:
+        num_streams: Streams that this rank looks up.
+        own_is_split: `[S]` whether they are of row-split tables.
+        is_split: `[streams of all destinations]` the same of those that this rank sends.
+    """
+
+    num_streams: int
+    own_is_split: np.ndarray
+    is_split: np.ndarray
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """Sizes of one batch's exchange, on the host. `D` is the streams of all destinations.
+
+    A bag is what a lookup makes one row of. A batch is ragged if streams have different numbers of
+    bags: features with their own batch sizes, or bags of row-split tables with few ids, of which
+    each id becomes a bag of its own (`by_id`).
+
+    Attributes:
+        batch_sizes_R: `[R]` batch size of each rank.
+        ids_received_RS: `[R, S]` ids received from each rank for each stream.
+        bags_received_RS: `[R, S]` bags to look up.
+        lengths_received_RS: `[R, S]` bag lengths received. Bags of one id have none.
+        ids_sent_D: `[D]` ids sent; empty if the host does not know them.
+        bags_sent_D: `[D]` bags sent, which return as rows.
+        lengths_sent_D: `[D]` bag lengths sent.
+        by_id_RS: `[R, S]` whether each received id is a bag.
+        by_id_D: `[D]` whether each sent id is a bag.
+        is_ragged: Whether streams have different numbers of bags.
+        is_by_id: Whether the ids of any rank may be bags.
+    """
+
+    batch_sizes_R: np.ndarray
+    ids_received_RS: np.ndarray
+    bags_received_RS: np.ndarray
+    lengths_received_RS: np.ndarray
+    ids_sent_D: np.ndarray
+    bags_sent_D: np.ndarray
+    lengths_sent_D: np.ndarray
+    by_id_RS: np.ndarray
+    by_id_D: np.ndarray
+    is_ragged: bool
+    is_by_id: bool
+
+
+_NO_BAGS = np.zeros(0, dtype=bool)
+
+
+def shape_of(
+    header: Header, stage: SentStreams, segments: np.ndarray, batch_size: int, bags_D: np.ndarray
+) -> BatchShape:
+    """Return the shape of a batch.
+
+    Args:
+        header: The batch's headers.
+        stage: The batch's input stage.
+        segments: `[D]`, as in `Routes`.
+        batch_size: Batch size of this rank.
+        bags_D: `[D]` bags of each sent stream if this rank sent them in its header; else empty.
+    """
+    ids_D = header.sent_counts(segments)
+    sizes_R, ids_RS = header.batch_sizes_R, header.counts_RS
+    fixed_RS = np.repeat(sizes_R[:, None], stage.num_streams, 1)
+    sent_D = bags_D if bags_D.size else np.full(len(segments), batch_size)
+    is_by_id = header.has_all(Flag.SHORT)
+    if not is_by_id and not header.has_any(Flag.VARIABLE):
+        none = _NO_BAGS
+        return BatchShape(
+            sizes_R, ids_RS, fixed_RS, fixed_RS, ids_D, sent_D, sent_D, none, none, False, False
+        )
+    is_variable_R = (header.flags_R & Flag.VARIABLE) != 0
+    bags_RS = np.where(is_variable_R[:, None], ids_RS >> COUNT_BITS, fixed_RS)
+    ids_RS = ids_RS & _COUNT
+    by_id_RS = is_by_id & stage.own_is_split & (ids_RS < bags_RS)
+    by_id_D = is_by_id & stage.is_split & (ids_D < sent_D)
+    return BatchShape(
+        sizes_R,
+        ids_RS,
+        np.where(by_id_RS, ids_RS, bags_RS),
+        np.where(by_id_RS, 0, bags_RS),
+        ids_D,
+        np.where(by_id_D, ids_D, sent_D),
+        np.where(by_id_D, 0, sent_D),
+        by_id_RS,
+        by_id_D,
+        True,
+        is_by_id,
+    )
