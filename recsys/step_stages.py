@@ -6,22 +6,18 @@ called in the thread that runs the stage, which is autograd's for backward passe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, unique
 from threading import current_thread, main_thread
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, final
+from typing import Any, Protocol, TypeAlias, final
 
 import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @unique
@@ -61,14 +57,40 @@ class Observer(Protocol):
         """Record the end of the wait for an exchange."""
 
 
-_observers: tuple[Observer, ...] = ()
+Place: TypeAlias = tuple[Stage, str]
+"""A stage and its subject."""
+observers: tuple[Observer, ...] = ()
+"""Receivers of the stages. Guard calls that observers alone need: `if step_stages.observers:`."""
+running: Callable[[Place], AbstractContextManager[object]] = nullcontext
+"""Context manager of a block that runs as a stage: `with step_stages.running((stage, subject)):`.
+It is `nullcontext` while nobody observes. Read it from the module at each use."""
+
+
+@final
+class _Running:
+    """Reports the begin and the end of a block."""
+
+    __slots__ = ("_observers", "_place")
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        self._observers = observers  # an observer added meanwhile gets no end without a begin
+        for observer in self._observers:
+            observer.enter(*self._place)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        for observer in self._observers:
+            observer.leave(*self._place, failed=kind is not None)
 
 
 @contextmanager
 def observe(observer: Observer) -> Iterator[None]:
     """Report the stages inside the block, and the steps of all optimizers, to an observer."""
-    global _observers
-    _observers = (*_observers, observer)
+    _set_observers((*observers, observer))
     enter, leave = observer.enter, observer.leave
     handles = [
         register_optimizer_step_pre_hook(lambda *_: enter(Stage.OPTIMIZER, "")),
@@ -77,74 +99,38 @@ def observe(observer: Observer) -> Iterator[None]:
     try:
         yield
     finally:
-        _observers = tuple(other for other in _observers if other is not observer)
+        _set_observers(tuple(other for other in observers if other is not observer))
         for handle in handles:
             handle.remove()
 
 
-@final
-class running:
-    """Context manager: the block runs as a stage."""
-
-    __slots__ = ("_observers", "_stage", "_subject")
-
-    def __init__(self, of: Stage, subject: str = "") -> None:
-        self._stage, self._subject = of, subject
-
-    def __enter__(self) -> None:
-        self._observers = _observers  # one that is added meanwhile sees no end without a begin
-        for observer in self._observers:
-            observer.enter(self._stage, self._subject)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
-        for observer in self._observers:
-            observer.leave(self._stage, self._subject, failed=kind is not None)
+def _set_observers(given: tuple[Observer, ...]) -> None:
+    global observers, running
+    observers, running = given, _Running if given else nullcontext
 
 
-def in_stage(
-    of: Stage,
-) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
-    """Decorate a method to run as a stage; `path` of its object is the subject."""
+def report_update(output: torch.Tensor, path: str) -> None:
+    """Report the backward of a lookup, in which tables are updated, as a stage.
 
-    def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-        @functools.wraps(method)
-        def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            if not _observers:
-                return method(self, *args, **kwargs)
-            with running(of, self.path):
-                return method(self, *args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def look_up(
-    path: str, forward: Callable[P, torch.Tensor], /, *args: P.args, **kwargs: P.kwargs
-) -> torch.Tensor:
-    """Run a lookup as a stage, and its backward, in which tables are updated, as another one."""
-    if not _observers:
-        return forward(*args, **kwargs)
-    with running(Stage.LOOKUP, path):
-        output = forward(*args, **kwargs)
-    node, update = output.grad_fn, running(Stage.TABLE_UPDATE, path)
+    Args:
+        output: The output of the lookup.
+        path: The path of the module.
+    """
+    node, update = output.grad_fn, _Running((Stage.TABLE_UPDATE, path))
     if node is not None:
         node.register_prehook(lambda _: update.__enter__())
         node.register_hook(lambda *_: update.__exit__(None, None, None))
-    return output
 
 
 def exchange_started(pending: Any) -> None:
     """Report the begin of an asynchronous exchange."""
-    for observer in _observers:
+    for observer in observers:
         observer.exchange_started(pending)
 
 
 def exchange_finished(pending: Any) -> None:
     """Report the end of the wait for an exchange."""
-    for observer in _observers:
+    for observer in observers:
         observer.exchange_finished(pending)
 
 
@@ -158,7 +144,7 @@ def waiting(purpose: str) -> Iterator[None]:
     if current_thread() is not main_thread():
         yield
         return
-    with running(Stage.WAIT, purpose):
+    with running((Stage.WAIT, purpose)):
         yield
 
 
@@ -172,5 +158,5 @@ def long_section(name: str) -> Iterator[None]:
     if current_thread() is not main_thread():
         yield
         return
-    with running(Stage.LONG_SECTION, name):
+    with running((Stage.LONG_SECTION, name)):
         yield

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from recsys import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, step_stages
-from recsys.step_stages import Stage, in_stage, long_section, observe, running, waiting
+from recsys.step_stages import Stage, long_section, observe, waiting
 
 
 class Recorder:
@@ -34,34 +34,26 @@ class Recorder:
         self.events.append(("finished", Stage.WAIT, str(pending)))
 
 
-class Module:
-    path = "over.ebc"
-
-    @in_stage(Stage.INPUT_DIST)
-    def read(self, value: int, *, fails: bool = False) -> int:
-        if fails:
-            raise ValueError
-        return value
-
-
-def test_methods_run_in_their_stage() -> None:
+def test_blocks_run_in_their_stage() -> None:
     first, second = Recorder(), Recorder()
+    place = Stage.INPUT_DIST, "over.ebc"
     with observe(first), observe(second):
-        assert Module().read(3) == 3
-        with suppress(ValueError):
-            Module().read(3, fails=True)
-    assert Module().read(4) == 4
-    enter = ("enter", Stage.INPUT_DIST, "over.ebc")
-    leave, fail = ("leave", *enter[1:]), ("fail", *enter[1:])
+        with step_stages.running(place):
+            pass
+        with suppress(ValueError), step_stages.running(place):
+            raise ValueError
+    with step_stages.running(place):
+        pass
+    enter, leave, fail = (("enter", *place), ("leave", *place), ("fail", *place))
     assert first.events == second.events == [enter, leave, enter, fail]
 
 
 def test_who_observes_inside_a_stage_sees_no_end_without_a_begin() -> None:
     recorder = Recorder()
-    with running(Stage.DATA), observe(recorder):
+    with step_stages.running((Stage.DATA, "")), observe(recorder):
         pass
     with observe(recorder):
-        late = running(Stage.DATA)
+        late = step_stages.running((Stage.DATA, ""))
         late.__enter__()
     late.__exit__(None, None, None)
     assert [kind for kind, _, _ in recorder.events] == ["enter", "leave"]

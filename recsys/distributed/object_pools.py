@@ -144,9 +144,11 @@ class ShardedObjectPool(ObjectPool[T], ShardedModule, Generic[T]):
         """
         part = self._part
         _, error = _attempt(lambda: self._check_ids(ids))
-        trip = send_ids(self._holders, ids, self._block_size, 1, self.device, error)
-        finish = start_rows(self._holders, part.read_rows(trip.rows), trip.received, trip.sent)
-        back = trip.order.argsort()
+        exchanged = send_ids(self._holders, ids, self._block_size, 1, self.device, error)
+        finish = start_rows(
+            self._holders, part.read_rows(exchanged.rows), exchanged.received, exchanged.sent
+        )
+        back = exchanged.order.argsort()
         return LazyAwaitable(lambda: part.from_rows([rows[back] for rows in finish()]))
 
     def update(self, ids: Tensor, values: T) -> None:
@@ -171,10 +173,10 @@ class ShardedObjectPool(ObjectPool[T], ShardedModule, Generic[T]):
 
         rows, error = _attempt(check)
         copies = self._env.world_size // self._holders.world_size
-        trip = send_ids(self._env, ids, self._block_size, copies, self.device, error)
-        sent = [row[trip.order] for row in cast(list[Tensor], rows)]
-        arrived = start_rows(self._env, sent, trip.sent, trip.received)()
-        self._part.write_rows(trip.rows, arrived)
+        exchanged = send_ids(self._env, ids, self._block_size, copies, self.device, error)
+        sent = [row[exchanged.order] for row in cast(list[Tensor], rows)]
+        arrived = start_rows(self._env, sent, exchanged.sent, exchanged.received)()
+        self._part.write_rows(exchanged.rows, arrived)
 
     def _check_ids(self, ids: Tensor) -> None:
         check_ids(type(self).__name__, ids, self._pool_size, self.device)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NoReturn, Self, final
 import torch
 from torch import Tensor, nn
 
+from recsys import step_stages
 from recsys.distributed.module_tree import check_untied
 from recsys.distributed.placement.fused_params import settings_of_table, with_table_settings
 from recsys.distributed.placement.layout import Layout, Rect
@@ -35,9 +36,8 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import CommOp, QuantizedCommCodecs, codecs_for
 from recsys.distributed.reshard import check_moves, merged_plan
 from recsys.distributed.sharder import ShardedModule, refuse_to_pickle
-from recsys.distributed.stages.batch import BatchContext
-from recsys.distributed.stages.header_exchange import start_together
-from recsys.distributed.stages.input_dist import InputDist
+from recsys.distributed.stages.batch import Bags, BatchContext
+from recsys.distributed.stages.input_dist import InputDist, start_together
 from recsys.distributed.stages.lookup import GroupSettings, Lookup, build_lookups, needs_one_width
 from recsys.distributed.stages.output_dist import OutputStage
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
@@ -56,7 +56,7 @@ from recsys.optim.apply_optimizer_in_backward import (
 )
 from recsys.optim.keyed import CombinedOptimizer
 from recsys.sparse import KeyedJaggedTensor
-from recsys.step_stages import look_up
+from recsys.step_stages import Stage
 
 started_ahead: ContextVar[Callable[[ShardedCollection, KeyedJaggedTensor], Any] | None] = (
     ContextVar("started_ahead", default=None)
@@ -383,9 +383,20 @@ class ShardedCollection(ShardedModule):
                 f"{'a batch' if ctx.stage is self._input_dist else 'another module'}. Call "
                 "create_context() for every batch."
             )
-        start_together([self._input_dist.prepare(features, ctx)])
-        stage = self._input_dist
-        return LazyAwaitable(lambda: LazyAwaitable(partial(stage.ids, stage.send(ctx))))
+        stage, place = self._input_dist, (Stage.INPUT_DIST, self._path)
+        with step_stages.running(place):
+            start_together([stage.prepare(features, ctx)])
+
+        def send() -> Awaitable[BatchContext]:
+            with step_stages.running(place):
+                stage.send(ctx)
+            return LazyAwaitable(receive)
+
+        def receive() -> BatchContext:
+            with step_stages.running(place):
+                return stage.ids(ctx)
+
+        return LazyAwaitable(send)
 
     def compute(self, ctx: BatchContext, dist_input: BatchContext) -> list[Tensor]:
         """Look up what this rank has of a batch.
@@ -465,16 +476,18 @@ class ShardedCollection(ShardedModule):
                 )
         if self._finisher.under_way:
             self._finisher.forget_failed_backward()
-        lookups = (
-            look_up(self._path, lookup.kernel.forward, *bags[:3], lookup.parameters, *bags[3:])
-            for lookup, bags in zip(self._lookups, ctx.received.lookups, strict=True)
-        )
-        replicas = []
-        for lookup, bags in zip(self._replicas, ctx.received.replicas, strict=True):
-            replicas.append(
-                look_up(self._path, lookup.kernel.forward, *bags[:3], lookup.parameters)
-            )
-        return chain(replicas, lookups)
+        received = ctx.received
+        replicas = list(self._outputs(self._replicas, received.replicas))
+        return chain(replicas, self._outputs(self._lookups, received.lookups))
+
+    def _outputs(self, lookups: Sequence[Lookup], bags: Sequence[Bags]) -> Iterator[Tensor]:
+        """Yield the output of each lookup."""
+        for lookup, given in zip(lookups, bags, strict=True):
+            with step_stages.running((Stage.LOOKUP, self._path)):
+                output = lookup.kernel.forward(*given[:3], lookup.parameters, *given[3:])
+            if step_stages.observers:
+                step_stages.report_update(output, self._path)
+            yield output
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Any]:
         """Look up this rank's batch.
@@ -506,10 +519,12 @@ class ShardedCollection(ShardedModule):
         if output is not None:
             return output  # type: ignore[no-any-return]
         stage = self._input_dist
-        ctx = stage.prepare(features)
-        start_together([ctx])
-        stage.send(ctx)
-        return self.output_dist(ctx, self._look_up(ctx, stage.ids(ctx)))
+        with step_stages.running((Stage.INPUT_DIST, self._path)):
+            ctx = stage.prepare(features)
+            start_together([ctx])
+            stage.send(ctx)
+            stage.ids(ctx)
+        return self.output_dist(ctx, self._look_up(ctx, ctx))
 
     def check_ids(self) -> None:
         """Raise now what is wrong with the values of an earlier batch, as when unsharded.

@@ -21,10 +21,11 @@ from typing import Any, Protocol, Self, TypeVar, final
 
 import torch
 
+from recsys import step_stages
 from recsys.distributed.ranks.comm import Pending
 from recsys.kernels.arguments import whole, wrong_type
 from recsys.kernels.checked import checked
-from recsys.step_stages import Stage, observe, running
+from recsys.step_stages import Stage, observe
 
 B = TypeVar("B")
 STAGES = ("data", "input dist", "lookup", "output dist", "dense", "optimizer")
@@ -117,7 +118,7 @@ class StepReport:
             wrong_type("StepReport.data: batches", "an iterable of batches", batches)
         source = iter(batches)
         while True:
-            with running(Stage.DATA):
+            with step_stages.running((Stage.DATA, "")):
                 try:
                     batch = next(source)
                 except StopIteration:

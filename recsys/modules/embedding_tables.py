@@ -20,6 +20,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 
+from recsys import step_stages
 from recsys.kernels import ops
 from recsys.kernels.bounds import NO_LIMIT, OVERWRITTEN, IdGuard, LateChecks
 from recsys.kernels.support import shared_optimizer
@@ -56,7 +57,7 @@ from recsys.optim.apply_optimizer_in_backward import (
 )
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import check_features
-from recsys.step_stages import look_up
+from recsys.step_stages import Stage
 
 __all__ = ["QUANTIZATION_NOTES", "EmbeddingTable", "LookupGroup", "TableCollection"]
 
@@ -191,7 +192,11 @@ class LookupGroup:
             self._follow_owners()
         if not are_safe:
             indices = self.guard(indices, offsets)
-        return look_up("", self.tbe.forward, indices, offsets, weights, self.parameters)
+        with step_stages.running((Stage.LOOKUP, "")):
+            output = self.tbe.forward(indices, offsets, weights, self.parameters)
+        if step_stages.observers:
+            step_stages.report_update(output, "")
+        return output
 
     def _follow_owners(self) -> None:
         """Take over learning rates that were changed."""

@@ -57,6 +57,12 @@ class Parts(NamedTuple):
     length_per_key: list[int] | None
     inverse_indices: InverseIndices | None
 
+    def ids_per_key(self) -> Tensor:
+        """Return `[F]` ids of each feature; the features have one batch size."""
+        if self.stride == 0:
+            return self.lengths.new_zeros(len(self.keys))
+        return self.lengths if self.stride == 1 else self.offsets[:: self.stride].diff()
+
 
 class KeyedJaggedTensor(Bags):
     """Jagged batches of several features, stored end to end in one buffer.

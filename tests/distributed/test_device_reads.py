@@ -35,8 +35,7 @@ from recsys.distributed.ranks.wire import (
 from recsys.distributed.shard import shard
 from recsys.distributed.sharding_plan import data_parallel, row_wise, table_wise
 from recsys.distributed.stages import input_dist
-from recsys.distributed.stages.header_exchange import start_together
-from recsys.distributed.stages.input_dist import InputDist
+from recsys.distributed.stages.input_dist import InputDist, start_together
 from recsys.distributed.train_pipeline.even_batches import EvenBatches
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -330,7 +329,7 @@ BY_TRITON = [*PLANS[:4], *(plan for plan in PLANS if plan.types == ALL), *PLANS[
 def test_a_step_waits_for_the_device_once(ranks: RankPool, plan: Plan, triton: bool) -> None:
     for notes in ranks(2, _read_once, plan, triton):
         assert [kind for kind, _, _ in notes] == ["read"], notes
-        assert "header_exchange.py" in notes[0][2]
+        assert "input_dist.py" in notes[0][2]
 
 
 @pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])

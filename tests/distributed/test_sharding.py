@@ -18,7 +18,7 @@ from torch import Tensor
 from recsys.distributed.ranks import comm
 from recsys.distributed.stages import input_dist
 from recsys.distributed.stages.batch import BatchContext
-from recsys.distributed.stages.header_exchange import start_together
+from recsys.distributed.stages.input_dist import start_together
 from recsys.distributed.types import ShardingEnv, ShardingType
 from recsys.kernels import ops
 from recsys.optim import SGD, Adam, RowWiseAdagrad

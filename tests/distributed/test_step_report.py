@@ -35,7 +35,7 @@ from tests.ranks import RankPool
 
 PAUSE = 0.03
 SLOWED = {
-    "input dist": [(InputDist, "_take_apart")],
+    "input dist": [(InputDist, "_split")],
     "lookup": [(TableBatchedEmbedding, "forward")],
     "output dist": [(_PooledExchange, "spread"), (_SequenceExchange, "place")],
 }

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import recsys
-from recsys import contact
+from recsys import contact, step_stages
 from recsys.distributed.watchdog import Watchdog, _is_of_library, end_with_launcher
-from recsys.step_stages import Stage, running
+from recsys.step_stages import Stage
 from tests.distributed.train_pipeline.test_pipelines import build, plain, samples
 from tests.examples.kills import lives
 from tests.ranks import RankPool
@@ -127,7 +127,7 @@ def test_nobody_warns_of_a_declared_section(ranks: RankPool) -> None:
 
 
 def _raise_in(stage: Stage, module: str, error: Exception) -> None:
-    with Watchdog(), running(stage, module):
+    with Watchdog(), step_stages.running((stage, module)):
         raise error
 
 

@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recsys import step_stages
 from recsys.contact import LostContactError, raise_explained
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.ranks.wire import WireFormat
 from recsys.kernels.arguments import wrong_type
-from recsys.step_stages import Stage, exchange_finished, exchange_started, running, waiting
+from recsys.step_stages import Stage, exchange_finished, exchange_started, waiting
 
 T = TypeVar("T")
 
@@ -62,12 +63,13 @@ class Pending:
         """
         if self.work is not None:
             try:
-                with running(Stage.WAIT, self.what):
+                with step_stages.running((Stage.WAIT, self.what)):
                     self.work.wait()
             except RuntimeError as error:
                 assert self.env is not None
                 raise_explained(error, self.env.process_group, self.what)
-            exchange_finished(self)
+            if step_stages.observers:
+                exchange_finished(self)
             self.work = self.keep = None
         if decode and self.decode is not None:
             self.tensor = self.decode(self.tensor)
@@ -130,7 +132,8 @@ def all_to_all(
     except RuntimeError as error:
         raise_explained(error, env.process_group, what)
     pending = Pending(out, work, send, decode, env, what)
-    exchange_started(pending)
+    if step_stages.observers:
+        exchange_started(pending)
     if received is not out:  # while the others' stretches are under way
         own_to = slice(0, own) if rank == 0 else slice(out.numel() - own, None)
         own_from = slice(0, own) if rank == 0 else slice(send.numel() - own, None)
@@ -186,7 +189,8 @@ def _start(
     except RuntimeError as error:
         raise_explained(error, env.process_group, what)
     pending = Pending(out, work, send, env=env, what=what)
-    exchange_started(pending)
+    if step_stages.observers:
+        exchange_started(pending)
     return pending
 
 

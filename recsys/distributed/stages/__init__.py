@@ -1,6 +1,5 @@
-"""One batch on its way through sharded tables; each stage reads the layout and knows no strategy.
+"""Stages of a batch in sharded tables. Each stage reads the layout and has no code per strategy.
 
-`input_dist` (over `routes` and `bags`) brings ids to the ranks that own their rows,
-`lookup` looks them up, `output_dist` or `sequence_dist` brings embeddings back. What belongs
-to a batch is its `BatchContext`, which `input_dist` starts.
+`input_dist` sends ids to the ranks that own their rows, `lookup` looks them up, `output_dist` and
+`sequence_dist` send embeddings back. The state of a batch is its `BatchContext` (`batch`).
 """

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.placement.layout import Layout
-from recsys.distributed.stages.batch import Bags, PreparedBatch
-from recsys.distributed.stages.header import Header
+from recsys.distributed.stages.batch import Bags, BatchContext, CheckedBatch, PreparedBatch
+from recsys.distributed.stages.header import COUNT_BITS, Header
 from recsys.distributed.stages.routes import Positions, Routes
+from recsys.distributed.stages.streams import Streams
 from recsys.kernels import ops
 from recsys.sparse.keyed_jagged import Parts
 
+_MAX_KEPT = 0.9  # padding is left out if at most this share of the values would be kept
 _FEW_SEGMENTS = 8  # so few are moved one by one, which saves a copy; more would cost the host time
 
 
@@ -35,13 +37,6 @@ def with_one_batch_size(bags: Parts, strides: Sequence[int]) -> Parts:
         stride=longest,
         stride_per_key_per_rank=None,
     )
-
-
-def ids_per_key(bags: Parts) -> Tensor:
-    """Return `[K]` ids of each feature, for features of one batch size."""
-    if bags.stride == 0:
-        return bags.lengths.new_zeros(len(bags.keys))
-    return bags.lengths if bags.stride == 1 else bags.offsets[:: bags.stride].diff()
 
 
 def one_bag_per_key(bags: Parts, counts_K: Tensor) -> Parts:
@@ -108,32 +103,23 @@ def in_order(blocks: Sequence[Tensor], sizes: Sequence[np.ndarray], order_P: np.
 
 
 def select_bags(
-    features: Sequence[Positions],
-    prepared: PreparedBatch,
-    routes: Routes,
-    header: Header,
-    *,
-    is_weighted: bool,
-    is_pooled: bool,
+    features: Sequence[Positions], ctx: BatchContext
 ) -> tuple[list[Bags], list[Tensor]]:
     """Select bags of this rank's own batch.
 
     Args:
         features: Positions of the features of each lookup.
-        prepared: The batch.
-        routes: Its index tensors.
-        header: Its counts.
-        is_weighted: Whether lookups read weights.
-        is_pooled: Whether bags are pooled.
+        ctx: The batch, whose header was read.
 
     Returns:
         The bags of each lookup; and for sequences the positions in the batch of their ids.
     """
+    stage, prepared, routes, header = ctx.stage, ctx.prepared, ctx.checked.routes, ctx.header
     bags, found, places = prepared.bags, [], []
     num_ids, num_keys = bags.values.numel(), routes.num_keys
     lengths_KB = bags.lengths.view(num_keys, prepared.batch_size)
-    carried = bags.weights if is_weighted else None
-    if not is_pooled:
+    carried = bags.weights if stage.is_weighted else None
+    if not stage.pooled:
         carried = torch.arange(num_ids, device=bags.values.device)
     on_host = not routes.reads_whole and (carried is None or not carried.requires_grad)
     for select, positions in features:
@@ -147,11 +133,26 @@ def select_bags(
             total = num_ids if routes.reads_whole else int(header.counts_G[positions].sum())
             lengths, values, picked = ops.permute_2d(select, lengths_KB, values, carried, total)
             offsets = ops.complete_cumsum(lengths.flatten())
-        found.append(Bags(values, offsets.to(values.dtype), picked if is_weighted else None))
-        if not is_pooled:
+        weights = picked if stage.is_weighted else None
+        found.append(Bags(values, offsets.to(values.dtype), weights))
+        if not stage.pooled:
             assert picked is not None
             places.append(picked)
     return found, places
+
+
+def bags_of_streams(streams: Streams, checked: CheckedBatch) -> np.ndarray:
+    """Return `[D]` bags of each stream if leaving out padding saves enough; else `[0]`.
+
+    Args:
+        streams: The module's streams.
+        checked: The batch, whose features have their own batch sizes.
+    """
+    longest = checked.bags.stride
+    bags_D: np.ndarray = np.array(checked.given.stride_per_key())[checked.routes.stream_keys]
+    kept, padded = int(bags_D @ streams.dims_D), longest * int(streams.dims_D.sum())
+    fits = longest < 1 << (63 - COUNT_BITS)
+    return bags_D if fits and padded and kept <= _MAX_KEPT * padded else bags_D[:0]
 
 
 def sent_places(

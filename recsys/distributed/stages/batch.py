@@ -10,7 +10,7 @@ given batch, `N` ids, `D` streams of all destinations.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.ranks import comm
-from recsys.distributed.stages.header import BatchShape, EndOfData, Header
+from recsys.distributed.stages.header import (
+    BatchShape,
+    EndOfData,
+    Flag,
+    Header,
+    failure_flag,
+)
 from recsys.distributed.stages.routes import Routes
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import Parts
@@ -61,6 +67,9 @@ class Faults:
     both: Tensor | None
 
 
+NO_FAULTS = Faults(None, None, None)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class CheckedBatch:
@@ -74,6 +83,7 @@ class CheckedBatch:
         bags: The bags with one batch size.
         counts_K: `[K]` ids of each feature.
         faults: Results of the checks.
+        is_variable: Whether features have their own batch sizes.
     """
 
     given: KeyedJaggedTensor
@@ -83,11 +93,15 @@ class CheckedBatch:
     bags: Parts
     counts_K: Tensor
     faults: Faults
+    is_variable: bool
 
 
 @final
+@dataclass(slots=True)
 class Segments:
     """Segments of a batch in the order in which they are sent: whole features, then row blocks.
+
+    Lists are emptied once their tensors are sent.
 
     Attributes:
         lengths: Bag lengths.
@@ -98,31 +112,11 @@ class Segments:
             among the round's segments.
     """
 
-    __slots__ = ("lengths", "moved_to", "places", "values", "weights")
-
-    def __init__(self) -> None:
-        self.lengths: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.weights: list[Tensor] = []
-        self.places: list[Tensor] = []
-        self.moved_to: list[Tensor] = []
-
-    def append(
-        self, lengths: Tensor, values: Tensor, weights: Tensor | None, places: Tensor | None
-    ) -> None:
-        """Append segments."""
-        self.lengths.append(lengths)
-        self.values.append(values)
-        if weights is not None:
-            self.weights.append(weights)
-        if places is not None:
-            self.places.append(places)
-
-    def free(self, *, is_by_id: bool) -> None:
-        """Free the tensors that were sent, and `moved_to` unless rows return by id."""
-        self.lengths, self.values, self.weights = [], [], []
-        if not is_by_id:
-            self.moved_to = []
+    lengths: list[Tensor]
+    values: list[Tensor]
+    weights: list[Tensor]
+    places: list[Tensor]
+    moved_to: list[Tensor]
 
 
 @final
@@ -182,6 +176,7 @@ CopiedHeaders: TypeAlias = tuple[list[Tensor], Tensor, torch.cuda.Event | None]
 
 
 @final
+@dataclass(eq=False)
 class BatchContext(Multistreamable):
     """A batch of one module, from `input_dist` to `output_dist`. Each phase is set once.
 
@@ -202,23 +197,19 @@ class BatchContext(Multistreamable):
         received: Set by `ids`.
     """
 
-    checked: CheckedBatch
-    prepared: PreparedBatch
-    header: Header
-    shape: BatchShape
-    received: ReceivedBatch
-
-    def __init__(self, stage: InputDist) -> None:
-        self.stage = stage
-        self.given: KeyedJaggedTensor | Exception | None = None
-        self.error: Exception | None = None
-        self.end_of_data: EndOfData | None = None
-        self.flag = 0
-        self.is_absent = False
-        self.pending_header: (
-            tuple[comm.Pending, Sequence[BatchContext], CopiedHeaders | None] | None
-        ) = None
-        self.pending_ids: comm.Pending | None = None
+    stage: InputDist
+    given: KeyedJaggedTensor | Exception | None = None
+    error: Exception | None = None
+    end_of_data: EndOfData | None = None
+    flag: int = 0
+    is_absent: bool = False
+    checked: CheckedBatch = field(init=False)
+    prepared: PreparedBatch = field(init=False)
+    pending_header: tuple[comm.Pending, Sequence[BatchContext], CopiedHeaders | None] | None = None
+    header: Header = field(init=False)
+    shape: BatchShape = field(init=False)
+    pending_ids: comm.Pending | None = None
+    received: ReceivedBatch = field(init=False)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the batch's memory until the queued work of a stream is done.
@@ -230,19 +221,41 @@ class BatchContext(Multistreamable):
             _record_stream(value, stream)
 
 
+def known_header(ctx: BatchContext) -> Header | None:
+    """Return the header of a batch without other ranks; None if the host lacks sizes.
+
+    The host needs the number of ids of each feature, unless every lookup reads the whole batch.
+    """
+    if ctx.error is not None:  # nothing else will be read
+        flags, none = np.array([failure_flag(ctx.error)]), np.zeros(0, dtype=np.int64)
+        return Header(flags, none, none, none, none)
+    prepared, routes = ctx.prepared, ctx.checked.routes
+    bags = prepared.bags
+    known, num_ids = bags.length_per_key, bags.values.numel()
+    if known is None and (len(bags.keys) == 1 or not num_ids):
+        known = [num_ids] * len(bags.keys)
+    if known is None and not (ctx.stage.pooled and routes.reads_whole):
+        return None
+    flag = Flag.IS_LAST if ctx.end_of_data is not None and ctx.end_of_data.is_last else 0
+    if prepared.weights_need_grad:
+        flag |= Flag.WEIGHTS_NEED_GRAD
+    counts_G = np.array([] if known is None else known, dtype=np.int64)
+    counts_S = counts_G if known is None else counts_G[routes.segments]
+    sizes, none = np.array([prepared.batch_size]), np.zeros(0, dtype=np.int64)
+    return Header(np.array([flag]), sizes, counts_S[None], counts_G, none)
+
+
 def _record_stream(value: object, stream: torch.Stream) -> None:
     """Record a stream for all tensors in a value."""
     if isinstance(value, Tensor | KeyedJaggedTensor):
         value.record_stream(stream)  # type: ignore[arg-type]  # of any device
         return
     inner: Sequence[object] = ()
-    if isinstance(value, Segments):
-        inner = [getattr(value, name) for name in Segments.__slots__]
-    elif isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         inner = value
     elif isinstance(value, Mapping):
         inner = list(value.values())
-    elif is_dataclass(value) and not isinstance(value, comm.Pending):
-        inner = [getattr(value, field.name) for field in fields(value)]
+    elif is_dataclass(value) and not isinstance(value, comm.Pending | BatchContext):
+        inner = [getattr(value, own.name) for own in fields(value)]
     for part in inner:
         _record_stream(part, stream)

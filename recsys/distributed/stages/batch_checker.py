@@ -10,13 +10,16 @@ import warnings
 from collections.abc import Sequence
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from recsys.distributed.placement.layout import Layout
-from recsys.distributed.stages.bags import ids_per_key, smallest_table, with_one_batch_size
-from recsys.distributed.stages.batch import CheckedBatch, Faults
-from recsys.distributed.stages.header import Flag
+from recsys.distributed.ranks import comm
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.stages.bags import smallest_table, with_one_batch_size
+from recsys.distributed.stages.batch import BatchContext, CheckedBatch, Faults
+from recsys.distributed.stages.header import Flag, check_same_call
 from recsys.distributed.stages.routes import Routes
 from recsys.kernels.bounds import OVERWRITTEN, bad_id_message, find_bad_ids
 from recsys.kernels.types import BoundsCheckMode
@@ -45,6 +48,7 @@ class BatchChecker:
     Args:
         layout: The compiled placement.
         feature_names: The module's distinct features, in the layout's numbering.
+        env: The ranks.
         device: Device of batches and tables.
         mode: Handling of ids outside their table.
         needs_sizes: Whether the host must know the ids of each feature, to send no header.
@@ -54,13 +58,14 @@ class BatchChecker:
         self,
         layout: Layout,
         feature_names: Sequence[str],
+        env: ShardingEnv,
         device: torch.device,
         mode: BoundsCheckMode,
         *,
         needs_sizes: bool,
     ) -> None:
-        self._layout, self._feature_names = layout, feature_names
-        self._device, self._mode, self._needs_sizes = device, mode, needs_sizes
+        self._layout, self._feature_names, self._pooled = layout, feature_names, layout.is_pooled
+        self._env, self._device, self._mode, self._needs_sizes = env, device, mode, needs_sizes
 
     def check(self, features: KeyedJaggedTensor, bags: Parts, routes: Routes) -> CheckedBatch:
         """Return the batch with one batch size, id 0 instead of bad ones, and its faults.
@@ -71,7 +76,7 @@ class BatchChecker:
             routes: Index tensors for its keys.
         """
         is_variable, by_kernels = bags.stride_per_key_per_rank is not None, False
-        safe, bad_bags, pooled = features, None, self._layout.is_pooled
+        safe, bad_bags, pooled = features, None, self._pooled
         if self._device.type != "cpu":  # there check_features has raised
             if not self._needs_sizes or (pooled and routes.reads_whole):
                 bags = bags._replace(length_per_key=None)  # checking it costs an upload
@@ -91,7 +96,9 @@ class BatchChecker:
             bad_ids = _without_unread(bad_N, bags, routes).any()
             bags = bags._replace(values=bags.values.masked_fill(bad_N, 0))
         faults = Faults(bad_bags, bad_ids, None)
-        return CheckedBatch(features, safe, routes, found, bags, ids_per_key(bags), faults)
+        return CheckedBatch(
+            features, safe, routes, found, bags, bags.ids_per_key(), faults, is_variable
+        )
 
     def _check_by_kernels(
         self, features: KeyedJaggedTensor, bags: Parts, given: Parts, routes: Routes
@@ -106,14 +113,15 @@ class BatchChecker:
             both[:1].logical_or_(is_foreign)
             parts = given._replace(inverse_indices=inverse)
             safe = KeyedJaggedTensor.from_parts(**parts._asdict())
-        if not self._layout.is_pooled:  # whose output has lengths, too
+        if not self._pooled:  # whose output has lengths, too
             lengths, offsets = safe_bags.lengths, safe_bags.offsets
             safe = KeyedJaggedTensor.from_parts(
                 bags.keys, bags.values, None, lengths, offsets, stride=bags.stride
             )
         bad_bags, bad_ids = both.unbind()
         faults = Faults(bad_bags, bad_ids, both)
-        return CheckedBatch(features, safe, routes, bags, safe_bags, counts_K, faults)
+        is_variable = given is not bags
+        return CheckedBatch(features, safe, routes, bags, safe_bags, counts_K, faults, is_variable)
 
     def _find_bad_ids(self, bags: Parts, routes: Routes) -> Tensor | None:
         """Return `[N]` bool for ids outside their table; None: certainly none."""
@@ -142,13 +150,33 @@ class BatchChecker:
         flags = [flag for flag in known if flag is not None]
         return torch.stack(flags) if flags else None
 
-    def describe(self, checked: CheckedBatch, flag: int) -> tuple[Exception | None, str]:
-        """Return the error of a batch, and the warning about its ids; waits for the device.
+    def raise_faults(self, ctx: BatchContext, flags_R: np.ndarray) -> str:
+        """Raise the error of any rank; return the warning of this rank.
 
         Args:
-            checked: The batch.
-            flag: Its header flag, with `FAILED` or `WARNED`.
+            ctx: The batch.
+            flags_R: `[R]` flags of the headers.
         """
+        error, own_flag, warning = ctx.error, int(flags_R[self._env.rank]), ""
+        check_same_call(flags_R)
+        if error is None and own_flag & (Flag.FAILED | Flag.WARNED):
+            error, warning = self._describe(ctx.checked, own_flag)
+        if (flags_R & Flag.FAILED).any():
+            comm.raise_together(self._env, "tell of a bad batch", error)
+        return warning
+
+    def report_late(self, checked: CheckedBatch) -> None:
+        """Raise or warn of the faults of a batch that had no header."""
+        bad_bags = checked.faults.bags
+        are_bags_bad = bad_bags is not None and bool(bad_bags)
+        flag = Flag.FAILED if are_bags_bad else self.flag_of_bad_ids()
+        error, warning = self._describe(checked, flag)
+        comm.raise_together(self._env, "tell of a bad batch", error)
+        if warning:
+            warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=4)
+
+    def _describe(self, checked: CheckedBatch, flag: int) -> tuple[Exception | None, str]:
+        """Return the error of a batch, and the warning about its ids; waits for the device."""
         bad_bags = checked.faults.bags
         if bad_bags is not None and bool(bad_bags):
             try:
@@ -176,4 +204,4 @@ def _without_unread(bad_N: Tensor, bags: Parts, routes: Routes) -> Tensor:
     """Return which bad ids a table reads; features that no table reads may have any ids."""
     if routes.unread is None:
         return bad_N
-    return bad_N & ~routes.unread.repeat_interleave(ids_per_key(bags), output_size=bad_N.numel())
+    return bad_N & ~routes.unread.repeat_interleave(bags.ids_per_key(), output_size=bad_N.numel())

@@ -11,12 +11,12 @@ Shape names: `R` ranks, `S` streams of this rank, `H` words that this rank recei
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import final
 from zlib import crc32
 
 import numpy as np
 
-from recsys.distributed.stages.routes import BATCH, COUNTS, FLAG
+from recsys.distributed.stages.streams import Streams
 
 
 class Flag:
@@ -80,50 +80,22 @@ class EndOfData:
 @final
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Received headers of one module, with the counts of this rank's batch, on the host.
+    """Received headers of one module, and the counts of this rank's batch, on the host.
 
     Attributes:
-        words_RH: `[R, H]` received words.
+        flags_R: `[R]` flags.
+        batch_sizes_R: `[R]` batch sizes.
+        words_RS: `[R, S]` words of the streams: ids, and bags if `VARIABLE`.
         counts_G: `[G]` ids of each segment of this rank's batch; empty if the host does not know
             them.
         given_counts_K: `[K]` ids of each feature before deduplication; empty without it.
     """
 
-    words_RH: np.ndarray
+    flags_R: np.ndarray
+    batch_sizes_R: np.ndarray
+    words_RS: np.ndarray
     counts_G: np.ndarray
     given_counts_K: np.ndarray
-
-    @property
-    def flags_R(self) -> np.ndarray:
-        """`[R]` flags."""
-        return self.words_RH[:, FLAG]
-
-    @property
-    def batch_sizes_R(self) -> np.ndarray:
-        """`[R]` batch sizes."""
-        return self.words_RH[:, BATCH]
-
-    @property
-    def counts_RS(self) -> np.ndarray:
-        """`[R, S]` words of the streams: ids, and bags if `VARIABLE`."""
-        return self.words_RH[:, COUNTS:]
-
-    @property
-    def has_counts(self) -> bool:
-        """Whether the host knows the counts of this rank's batch."""
-        return self.counts_G.size > 0
-
-    def sent_counts(self, segments: np.ndarray) -> np.ndarray:
-        """`[streams of all destinations]` ids to send; `segments` as in `Routes`."""
-        return self.counts_G[segments] if self.has_counts else self.counts_G
-
-    def has_any(self, flag: int) -> bool:
-        """Return whether any rank has one of the bits."""
-        return bool((self.flags_R & flag).any())
-
-    def has_all(self, flag: int) -> bool:
-        """Return whether every rank has one of the bits."""
-        return bool((self.flags_R & flag).all())
 
 
 def check_same_call(flags_R: np.ndarray) -> None:
@@ -148,20 +120,6 @@ def check_same_call(flags_R: np.ndarray) -> None:
     )
 
 
-class SentStreams(Protocol):
-    """The properties of an input stage that a batch's shape depends on.
-
-    Attributes:
-        num_streams: Streams that this rank looks up.
-        own_is_split: `[S]` whether they are of row-split tables.
-        is_split: `[streams of all destinations]` the same of those that this rank sends.
-    """
-
-    num_streams: int
-    own_is_split: np.ndarray
-    is_split: np.ndarray
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class BatchShape:
@@ -179,8 +137,8 @@ class BatchShape:
         ids_sent_D: `[D]` ids sent; empty if the host does not know them.
         bags_sent_D: `[D]` bags sent, which return as rows.
         lengths_sent_D: `[D]` bag lengths sent.
-        by_id_RS: `[R, S]` whether each received id is a bag.
-        by_id_D: `[D]` whether each sent id is a bag.
+        by_id_RS: `[R, S]` whether each received id is a bag; empty unless `is_by_id`.
+        by_id_D: `[D]` whether each sent id is a bag; empty unless `is_by_id`.
         is_ragged: Whether streams have different numbers of bags.
         is_by_id: Whether the ids of any rank may be bags.
     """
@@ -198,46 +156,31 @@ class BatchShape:
     is_by_id: bool
 
 
-_NO_BAGS = np.zeros(0, dtype=bool)
-
-
-def shape_of(
-    header: Header, stage: SentStreams, segments: np.ndarray, batch_size: int, bags_D: np.ndarray
-) -> BatchShape:
-    """Return the shape of a batch.
+def ragged_shape(fixed: BatchShape, header: Header, streams: Streams) -> BatchShape:
+    """Return the shape of a batch if the flags of any rank are `VARIABLE`, or of all `SHORT`.
 
     Args:
+        fixed: The shape of the batch otherwise, with the bags that this rank sends.
         header: The batch's headers.
-        stage: The batch's input stage.
-        segments: `[D]`, as in `Routes`.
-        batch_size: Batch size of this rank.
-        bags_D: `[D]` bags of each sent stream if this rank sent them in its header; else empty.
+        streams: The module's streams.
     """
-    ids_D = header.sent_counts(segments)
-    sizes_R, ids_RS = header.batch_sizes_R, header.counts_RS
-    fixed_RS = np.repeat(sizes_R[:, None], stage.num_streams, 1)
-    sent_D = bags_D if bags_D.size else np.full(len(segments), batch_size)
-    is_by_id = header.has_all(Flag.SHORT)
-    if not is_by_id and not header.has_any(Flag.VARIABLE):
-        none = _NO_BAGS
-        return BatchShape(
-            sizes_R, ids_RS, fixed_RS, fixed_RS, ids_D, sent_D, sent_D, none, none, False, False
-        )
+    is_by_id = bool((header.flags_R & Flag.SHORT).all())
     is_variable_R = (header.flags_R & Flag.VARIABLE) != 0
-    bags_RS = np.where(is_variable_R[:, None], ids_RS >> COUNT_BITS, fixed_RS)
-    ids_RS = ids_RS & _COUNT
-    by_id_RS = is_by_id & stage.own_is_split & (ids_RS < bags_RS)
-    by_id_D = is_by_id & stage.is_split & (ids_D < sent_D)
+    words_RS, sent_D, ids_D = header.words_RS, fixed.bags_sent_D, fixed.ids_sent_D
+    bags_RS = np.where(is_variable_R[:, None], words_RS >> COUNT_BITS, fixed.bags_received_RS)
+    ids_RS = words_RS & _COUNT
+    by_id_RS = is_by_id & streams.own_is_split & (ids_RS < bags_RS)
+    by_id_D = is_by_id & streams.is_split & (ids_D < sent_D)
     return BatchShape(
-        sizes_R,
-        ids_RS,
-        np.where(by_id_RS, ids_RS, bags_RS),
-        np.where(by_id_RS, 0, bags_RS),
-        ids_D,
-        np.where(by_id_D, ids_D, sent_D),
-        np.where(by_id_D, 0, sent_D),
-        by_id_RS,
-        by_id_D,
-        True,
-        is_by_id,
+        batch_sizes_R=fixed.batch_sizes_R,
+        ids_received_RS=ids_RS,
+        bags_received_RS=np.where(by_id_RS, ids_RS, bags_RS),
+        lengths_received_RS=np.where(by_id_RS, 0, bags_RS),
+        ids_sent_D=ids_D,
+        bags_sent_D=np.where(by_id_D, ids_D, sent_D),
+        lengths_sent_D=np.where(by_id_D, 0, sent_D),
+        by_id_RS=by_id_RS,
+        by_id_D=by_id_D,
+        is_ragged=True,
+        is_by_id=is_by_id,
     )

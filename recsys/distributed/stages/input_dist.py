@@ -1,13 +1,14 @@
 """Input stage: sends the ids of each rank's batch to the ranks that own their rows and columns.
 
-There are two exchanges, whatever the mix of strategies. The *header* contains id counts, batch
-sizes and flags for each destination; the host reads it, which is the only device-to-host read of
-the stage. The *payload* contains lengths, ids and weights. On a GPU without other ranks the host
-reads nothing if it knows the sizes of the batch (`InputDist.skip_header`); faults of a batch are
-then raised with a later one.
+There are two exchanges, whatever the mix of strategies. The *header* contains flags, batch sizes
+and id counts (see `header`); the host reads it, which is the only device-to-host read of the stage.
+The *payload* is one buffer of 32-bit words (64-bit for tables beyond int32 ids): per destination
+the lengths, the ids and the bits of the weights. Both ends pack and unpack it by one permutation of
+segments: whole features, or the ids of a feature in one block of rows of a row-split table (see
+`layout`).
 
-Ids are sent in segments: whole features, or the ids of a feature in one block of rows of a
-row-split table (see `layout`).
+Every batch passes through this file; the special cases are elsewhere: bad values (`batch_checker`),
+ragged batches (`header`), replicated tables (`bags`), gradients of weights (`weight_gradients`).
 
 Shape names: `B` samples of this rank, `K` features of the given batch, `G` segments, `S` streams
 of this rank, `D` streams of all destinations, `R` ranks, `N` ids.
@@ -28,48 +29,54 @@ from recsys.distributed.placement.layout import Layout
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
-from recsys.distributed.stages.bags import keep_distinct, one_bag_per_key, select_bags
+from recsys.distributed.stages.bags import (
+    bags_of_streams,
+    keep_distinct,
+    one_bag_per_key,
+    select_bags,
+)
 from recsys.distributed.stages.batch import (
+    NO_FAULTS,
     Bags,
     BatchContext,
     CheckedBatch,
+    CopiedHeaders,
     PreparedBatch,
     ReceivedBatch,
     Segments,
+    known_header,
 )
 from recsys.distributed.stages.batch_checker import BatchChecker
 from recsys.distributed.stages.header import (
     COUNT_BITS,
+    BatchShape,
     EndOfData,
     Flag,
     Header,
-    check_same_call,
     failure_flag,
     module_bits,
-    shape_of,
+    ragged_shape,
 )
-from recsys.distributed.stages.header_exchange import read_headers
-from recsys.distributed.stages.payload import PayloadFormat
 from recsys.distributed.stages.routes import (
+    BATCH,
     COUNTS,
     FLAG,
-    Positions,
     Routes,
     SplitRound,
     build_routes,
 )
+from recsys.distributed.stages.streams import Streams, streams_of
 from recsys.distributed.stages.weight_gradients import with_weight_gradients
 from recsys.kernels import ops
 from recsys.kernels.bounds import LateChecks
 from recsys.kernels.types import BoundsCheckMode
 from recsys.sparse import KeyedJaggedTensor
-from recsys.sparse.keyed_jagged import check_features
-from recsys.step_stages import Stage, in_stage
+from recsys.sparse.keyed_jagged import Parts, check_features
 
-_MAX_KEPT = 0.9  # padding is left out if at most this share of the values would be kept
 _MAX_IDS = 0.5  # bags are short that have at most this share of ids per bag of a row block,
 _MIN_VALUES = 1 << 16  # if so many values or more would return for them
-_NO_BAGS = np.zeros(0, dtype=np.int64)
+_NONE = np.zeros(0, dtype=np.int64)
+_NO_FLAGS = np.zeros(0, dtype=bool)
 
 
 @final
@@ -90,10 +97,14 @@ class InputDist:
         path: Path of the module in its model, for messages and to identify the module.
 
     Attributes:
+        checker: Checks batches.
+        streams: Constants of the exchanges.
         late: Checks whose results are read after the step, of batches without a header.
         may_skip_header: Whether batches whose sizes the host knows need no header.
         end_of_data: End-of-data status of the current epoch; None without `EvenBatches`.
-        most_ids: Largest share of ids per bag for which the output stage can send a row per id.
+        leaves_out: Whether bags that features do not have are left out.
+        goes_by_id: Whether ids of row-split tables may return a row each.
+        most_ids: Largest share of ids per bag for which the output stage can return a row per id.
     """
 
     def __init__(
@@ -111,51 +122,34 @@ class InputDist:
         path: str = "",
     ) -> None:
         self.layout, self.feature_names, self.env = layout, tuple(feature_names), env
-        self.device, self.owner, self.path, self.trains = device, owner, path, trains
-        self._module_bits = module_bits(path)
+        self.device, self.mode, self.owner, self.path = device, mode, owner, path
         self.is_weighted, self.distinct = is_weighted, distinct and env.world_size > 1
-        self.is_ordered = device.type == "cuda" and env.exchanges_in_streams
         self.pooled = pooled = layout.is_pooled
-        self.late = LateChecks()
-        is_alone = device.type == "cuda" and env.world_size == 1
+        self.late, self.end_of_data = LateChecks(), None
         # only the device knows how many ids are in a block of rows
+        is_alone = device.type == "cuda" and env.world_size == 1
         self.may_skip_header = is_alone and not layout.split_slots
-        self._checker = BatchChecker(
-            layout, self.feature_names, device, mode, needs_sizes=self.may_skip_header
+        self.checker = BatchChecker(
+            layout, self.feature_names, env, device, mode, needs_sizes=self.may_skip_header
         )
-        self.payload = PayloadFormat(
-            layout, env.rank, env.world_size, device, is_weighted=is_weighted
-        )
-        self.end_of_data: EndOfData | None = None
-        self.num_streams = len(layout.send_segments[env.rank])
-        self.header_width = self.num_streams + COUNTS  # words received from each rank
-        self.has_streams = any(layout.send_segments)
-        self.header_sizes = [len(segments) + COUNTS for segments in layout.send_segments]
-        self._routes: dict[tuple[str, ...], Routes] = {}
-        self.sent_edges = np.cumsum([0, *map(len, layout.streams)])  # of D, between destinations
-        streams = [stream for of_rank in layout.streams for stream in of_rank]
-        cols = np.array([stream.cols for stream in streams], dtype=np.int64).reshape(-1, 2)
-        self.sent_dims = cols[:, 1] - cols[:, 0]
-        split_slots = set(layout.split_slots)
-        self.is_split = np.array([stream.slot in split_slots for stream in streams], dtype=bool)
-        self._split_dims = self.sent_dims[self.is_split]
-        ranks = np.repeat(np.arange(env.world_size), np.diff(self.sent_edges))
-        self._count_words = np.arange(len(streams)) + (ranks + 1) * COUNTS
-        own = slice(*self.sent_edges[env.rank : env.rank + 2])
-        self.own_dims, self.own_is_split = self.sent_dims[own], self.is_split[own]
-        # a padded bag is sent back if ranks of a node add up, or without the kernels
+        self.streams = streams_of(layout, env.rank, env.world_size, is_weighted=is_weighted)
+        self._module_bits, self.trains = module_bits(path), trains
+        self._keys: list[str] | None = None
+        self._routes: Routes
+        # padded bags are sent if ranks of a node add up, or without the kernels
         can_leave_out = device.type == "cpu" or (device.type == "cuda" and ops.HAS_TRITON)
         self.leaves_out = pooled and can_leave_out and not layout.is_hierarchical
+        self.goes_by_id = self.leaves_out and env.world_size > 1 and bool(layout.split_slots)
         self.most_ids = inf
-        self.goes_by_id = self.leaves_out and env.world_size > 1 and bool(split_slots)
+
+    end_of_data: EndOfData | None
 
     def __repr__(self) -> str:
-        received = f"{self.num_streams} streams from each of {self.env.world_size} ranks"
+        received = f"{self.streams.num_received} streams from each of {self.env.world_size} ranks"
         return f"InputDist(sends {len(self.feature_names)} features, receives {received})"
 
     # -- prepare ----------------------------------------------------------------------------------
 
-    @in_stage(Stage.INPUT_DIST)
     def prepare(
         self, features: KeyedJaggedTensor | Exception, ctx: BatchContext | None = None
     ) -> BatchContext:
@@ -174,113 +168,118 @@ class InputDist:
                 raise ctx.end_of_data.error
             if isinstance(features, Exception):
                 raise features
-            features, bags = check_features(
-                features,
-                self.owner,
-                self.device,
-                is_pooled=self.pooled,
-                is_weighted=self.is_weighted,
-                names=self.feature_names,
-            )
-            ctx.checked = self._checker.check(features, bags, self._routes_for(bags.keys))
-            ctx.prepared = self._split(ctx.checked)
+            ctx.checked = checked = self._check(features)
+            ctx.prepared = self._split(checked.bags, checked)
         except Exception as error:
             ctx.error = error
         return ctx
 
-    def _routes_for(self, keys: Sequence[str]) -> Routes:
-        """Return the index tensors for batches with these keys; those of the last keys are kept."""
-        known = self._routes.get(tuple(keys))
-        if known is None:
-            padding, names = 1 if self.distinct else 0, self.feature_names
-            known = build_routes(self.layout, names, keys, self.is_weighted, self.device, padding)
-            self._routes = {tuple(keys): known}
-        return known
+    def _check(self, features: KeyedJaggedTensor) -> CheckedBatch:
+        """Return the batch with one batch size and valid ids."""
+        features, bags = check_features(
+            features,
+            self.owner,
+            self.device,
+            is_pooled=self.pooled,
+            is_weighted=self.is_weighted,
+            names=self.feature_names,
+        )
+        if bags.keys != self._keys:
+            num_padding = 1 if self.distinct else 0
+            self._routes = build_routes(
+                self.layout,
+                self.feature_names,
+                bags.keys,
+                self.is_weighted,
+                self.device,
+                num_padding,
+            )
+            self._keys = list(bags.keys)
+        routes, ids_N = self._routes, bags.values
+        if ids_N.is_cpu and bags.stride_per_key_per_rank is None:
+            is_good = self.mode is BoundsCheckMode.NONE or not ids_N.numel()
+            if not is_good:
+                low, high = torch.aminmax(ids_N)
+                is_good = bool(low >= 0 and high < routes.min_rows)
+            if is_good:
+                counts_K = bags.ids_per_key()
+                return CheckedBatch(
+                    features, features, routes, bags, bags, counts_K, NO_FAULTS, False
+                )
+        return self.checker.check(features, bags, routes)
 
-    def _split(self, checked: CheckedBatch) -> PreparedBatch:
+    def _split(self, bags: Parts, checked: CheckedBatch) -> PreparedBatch:
         """Split a batch into segments."""
         routes, counts_K, inverse = checked.routes, checked.counts_K, None
-        bags = checked.bags if self.pooled else one_bag_per_key(checked.bags, counts_K)
-        given_counts_K = counts_K[:0]
+        given_counts_K, bags_D = counts_K[:0], _NONE
+        if not self.pooled:
+            bags = one_bag_per_key(bags, counts_K)
+        elif self.leaves_out and checked.is_variable and self.env.world_size > 1:
+            bags_D = bags_of_streams(self.streams, checked)
         if self.distinct:
-            given_counts_K = bags.lengths
+            given_counts_K = counts_K
             bags, inverse = keep_distinct(bags)
             counts_K = bags.lengths
-        bags_D = self._bags_of_streams(checked)
-        is_short = self.goes_by_id and self._are_bags_short(
-            bags.values.numel(), bags.stride, bags_D
-        )
-        weights_N, needs_grad = None, False
+        is_short = self.goes_by_id and _are_bags_short(self.streams, bags, bags_D, self.most_ids)
+        weights_N, needs_grad, places_N = None, False, None
         if self.is_weighted:
             assert bags.weights is not None
             weights_N = bags.weights.detach()
             needs_grad = torch.is_grad_enabled() and bags.weights.requires_grad
-        places_N = None
         if needs_grad or not self.pooled:
             places_N = torch.arange(bags.values.numel(), device=self.device)
-        segments, counts = Segments(), [counts_K]
+        segments, counts_G = Segments([], [], [], [], []), counts_K.long()
         if routes.use_raw:
-            segments.append(bags.lengths, bags.values, weights_N, places_N)
+            segments.lengths.append(bags.lengths)
+            segments.values.append(bags.values)
+            segments.weights += [] if weights_N is None else [weights_N]
+            segments.places += [] if places_N is None else [places_N]
         bag_counts, offsets = None, bags.offsets
         if routes.split_keys is not None:
             lengths_KB = bags.lengths.view(routes.num_keys, bags.stride)
-            bag_counts = lengths_KB.index_select(0, routes.split_keys)
+            bag_counts, counts = lengths_KB.index_select(0, routes.split_keys), [counts_G]
             for round_ in routes.rounds:
-                lengths_F, values_F, weights_F, places_F = (
-                    lengths_KB.flatten(),
-                    bags.values,
-                    weights_N,
-                    places_N,
-                )
-                if round_.select is not None:
-                    lengths_FB, values_F, weights_F = ops.permute_2d(
-                        round_.select, lengths_KB, values_F, weights_F
-                    )
-                    lengths_F = lengths_FB.flatten()
-                    if is_short:
-                        offsets = ops.complete_cumsum(lengths_F)
-                    if places_N is not None:
-                        _, places_F, _ = ops.permute_2d(round_.select, lengths_KB, places_N)
-                lengths = self._bucketize(
-                    round_, segments, lengths_F, values_F, weights_F, places_F, is_short
-                )
-                counts.append(lengths.view(round_.num_blocks, bags.stride).sum(1))
-        parts = [c.long() for c in counts]
+                ids = lengths_KB, bags.values, weights_N, places_N
+                of_blocks, offsets = self._bucketize(round_, segments, *ids, offsets, is_short)
+                counts.append(of_blocks.view(round_.num_blocks, bags.stride).sum(1).long())
+            counts_G = torch.cat(counts)
         return PreparedBatch(
-            bags=bags,
-            batch_size=bags.stride,
-            segments=segments,
-            counts_G=parts[0] if len(parts) == 1 else torch.cat(parts),
-            given_counts_K=given_counts_K,
-            inverse=inverse,
-            bags_D=bags_D,
-            bag_counts=bag_counts,
-            split_offsets=offsets,
-            is_short=is_short,
-            weights_need_grad=needs_grad,
+            bags,
+            bags.stride,
+            segments,
+            counts_G,
+            given_counts_K,
+            inverse,
+            bags_D,
+            bag_counts,
+            offsets,
+            is_short,
+            needs_grad,
         )
 
     def _bucketize(
         self,
         round_: SplitRound,
         segments: Segments,
-        lengths_F: Tensor,
+        lengths_KB: Tensor,
         values_N: Tensor,
         weights_N: Tensor | None,
         places_N: Tensor | None,
+        offsets: Tensor,
         is_short: bool,
-    ) -> Tensor:
-        """Append the segments of one round; return the bag lengths of its blocks.
-
-        Args:
-            round_: The round.
-            segments: The segments so far.
-            lengths_F: Bag lengths of the round's features.
-            values_N: Their ids.
-            weights_N: Their weights.
-            places_N: Their positions in the batch.
-            is_short: Whether bags have few ids.
-        """
+    ) -> tuple[Tensor, Tensor]:
+        """Append the segments of one round; return bag lengths per block, and bag offsets."""
+        lengths_F = lengths_KB.flatten()
+        if round_.select is not None:
+            given_N = values_N
+            lengths_FB, values_N, weights_N = ops.permute_2d(
+                round_.select, lengths_KB, given_N, weights_N
+            )
+            lengths_F = lengths_FB.flatten()
+            if is_short:
+                offsets = ops.complete_cumsum(lengths_F)
+            if places_N is not None:
+                _, places_N, _ = ops.permute_2d(round_.select, lengths_KB, places_N)
         if values_N.dtype not in round_.blocks:  # int32 ids of a table beyond int32
             values_N = values_N.long()
         block_sizes, boundaries = round_.blocks[values_N.dtype]
@@ -293,94 +292,47 @@ class InputDist:
             boundaries,
             return_positions=is_short or places_N is not None,
         )
-        if places_N is not None:
-            assert moved_to is not None
-            places_N = torch.empty_like(places_N).index_copy_(0, moved_to.long(), places_N)
-        segments.append(lengths, values, weights, places_N)
-        if is_short:
-            assert moved_to is not None
+        segments.lengths.append(lengths)
+        segments.values.append(values)
+        segments.weights += [] if weights is None else [weights]
+        if moved_to is not None and is_short:
             segments.moved_to.append(moved_to)
-        return lengths
-
-    def _bags_of_streams(self, checked: CheckedBatch) -> np.ndarray:
-        """Return `[D]` bags of each stream if they differ and it saves enough; else `[0]`."""
-        features, longest = checked.given, checked.bags.stride
-        is_variable = features.variable_stride_per_key()
-        if not is_variable or not self.leaves_out or self.env.world_size == 1:
-            return _NO_BAGS
-        bags_D = np.array(features.stride_per_key())[checked.routes.stream_keys]
-        kept, padded = int(bags_D @ self.sent_dims), longest * int(self.sent_dims.sum())
-        fits = longest < 1 << (63 - COUNT_BITS)
-        return bags_D if fits and padded and kept <= _MAX_KEPT * padded else _NO_BAGS
-
-    def _are_bags_short(self, num_ids: int, batch_size: int, bags_D: np.ndarray) -> bool:
-        """Return whether a row per id is less than a row per bag of each row block.
-
-        Args:
-            num_ids: Ids of the whole batch, as an estimate of those of row-split tables: the host
-                knows them without waiting.
-            batch_size: Bags of each feature, if `bags_D` is empty.
-            bags_D: `[D]` or `[0]` bags of each stream.
-        """
-        dims = self._split_dims
-        if bags_D.size:
-            bags = bags_D[self.is_split]
-            num_bags, num_values = int(bags.sum()), int(bags @ dims)
-        else:
-            num_bags, num_values = batch_size * len(dims), batch_size * int(dims.sum())
-        most_ids = min(_MAX_IDS, self.most_ids) * num_bags
-        is_worth_it = num_values >= _MIN_VALUES and num_ids <= most_ids
-        return is_worth_it or not num_ids
+        if moved_to is not None and places_N is not None:
+            places = torch.empty_like(places_N).index_copy_(0, moved_to.long(), places_N)
+            segments.places.append(places)
+        return lengths, offsets
 
     # -- header -----------------------------------------------------------------------------------
 
-    @in_stage(Stage.INPUT_DIST)
     def skip_header(self, ctx: BatchContext) -> bool:
         """Set the context's header without an exchange, if the host knows the sizes.
 
-        It does if it knows how many ids each feature has, or if it needs no such number because
-        every lookup reads the whole batch. Faults on the device are read with a later batch.
+        On a GPU without other ranks it does if it knows how many ids each feature has, or if every
+        lookup reads the whole batch. Faults found on the device are raised with a later batch.
 
         Returns:
             Whether it does; else there must be a header.
         """
-        if not self.may_skip_header:
+        header = known_header(ctx) if self.may_skip_header else None
+        if header is None:
             return False
-        if ctx.error is not None:  # nothing else will be read
-            ctx.flag = failure_flag(ctx.error)
-            ctx.header = Header(np.array([[ctx.flag, 0]]), _NO_BAGS, _NO_BAGS)
-            return True
-        prepared, routes = ctx.prepared, ctx.checked.routes
-        bags = prepared.bags
-        known, num_ids = bags.length_per_key, bags.values.numel()
-        if known is None and (len(bags.keys) == 1 or not num_ids):
-            known = [num_ids] * len(bags.keys)
-        if known is None and not (self.pooled and routes.reads_whole):
-            return False
-        counts_G = _NO_BAGS if known is None else np.array(known, dtype=np.int64)
-        is_last = ctx.end_of_data is not None and ctx.end_of_data.is_last
-        ctx.flag = Flag.IS_LAST if is_last else 0
-        if prepared.weights_need_grad:
-            ctx.flag |= Flag.WEIGHTS_NEED_GRAD
-        counts_S = [] if known is None else counts_G[routes.segments].tolist()
-        words = np.array([[ctx.flag, prepared.batch_size, *counts_S]])
-        ctx.header = Header(words, counts_G, _NO_BAGS)
-        late = self._checker.flags_to_check_late(ctx.checked.faults)
-        if late is not None:
-            self.late.add(late, lambda: self._report_late(ctx))
+        ctx.header, ctx.flag = header, int(header.flags_R[0])
+        if ctx.error is None:
+            late = self.checker.flags_to_check_late(ctx.checked.faults)
+            if late is not None:
+                self.late.add(late, lambda: self.checker.report_late(ctx.checked))
         return True
 
-    @in_stage(Stage.INPUT_DIST)
     def header_of(self, ctx: BatchContext) -> Tensor:
         """Build `[flag, batch size, ids per stream]` per destination; an error is all flags."""
-        flag = self._module_bits
+        flag, streams = self._module_bits, self.streams
         if self.trains and torch.is_grad_enabled():
             flag |= Flag.TRAINS
         if ctx.end_of_data is not None and ctx.end_of_data.is_last:
             flag |= Flag.IS_LAST
         if ctx.error is not None:
             ctx.flag = flag | failure_flag(ctx.error)
-            total = sum(self.header_sizes)
+            total = sum(streams.header_sizes)
             return torch.full((total,), ctx.flag, dtype=torch.int64, device=self.device)
         prepared, faults = ctx.prepared, ctx.checked.faults
         if prepared.weights_need_grad:
@@ -390,28 +342,27 @@ class InputDist:
         if prepared.is_short:
             flag |= Flag.SHORT
         ctx.flag = flag
-        of_bad_ids = 0 if faults.ids is None else self._checker.flag_of_bad_ids()
         size, order, counts_G = prepared.batch_size, ctx.checked.routes.header, prepared.counts_G
         if faults.both is not None:
             from recsys.kernels.ops_triton import build_header
 
-            words = build_header(order, counts_G, faults.both, flag, size, Flag.FAILED, of_bad_ids)
+            bad_ids = self.checker.flag_of_bad_ids()
+            words = build_header(order, counts_G, faults.both, flag, size, Flag.FAILED, bad_ids)
         else:
             head = ops.upload([flag, size], self.device)
             if faults.ids is not None:
-                head[FLAG] |= faults.ids * of_bad_ids
+                head[FLAG] |= faults.ids * self.checker.flag_of_bad_ids()
             if faults.bags is not None:
                 head[FLAG] |= faults.bags * Flag.FAILED
             words = torch.cat([head, counts_G])[order]
         if prepared.bags_D.size:
-            bags = np.zeros(sum(self.header_sizes), dtype=np.int64)
-            bags[self._count_words] = prepared.bags_D << COUNT_BITS
+            bags = np.zeros(sum(streams.header_sizes), dtype=np.int64)
+            bags[streams.count_words] = prepared.bags_D << COUNT_BITS
             words += ops.upload(bags, self.device)
         return words
 
-    # -- send and receive -------------------------------------------------------------------------
+    # -- send -------------------------------------------------------------------------------------
 
-    @in_stage(Stage.INPUT_DIST)
     def send(self, ctx: BatchContext) -> BatchContext:
         """Wait for the headers and start sending ids.
 
@@ -420,103 +371,259 @@ class InputDist:
                 the fault of an earlier batch that had no header.
         """
         if ctx.pending_header is not None:
-            read_headers(*ctx.pending_header)
-        header = ctx.header
+            _read_headers(*ctx.pending_header)
+        header, warning = ctx.header, ""
         if self.late.pending:
             self.late.read_arrived()
         flags_R = header.flags_R
         is_usual = ctx.error is None and bool((flags_R == ctx.flag).all())
-        ctx.is_absent = not is_usual and header.has_all(Flag.ABSENT)
-        warning = "" if is_usual or ctx.is_absent else self._raise_faults(ctx, flags_R)
+        if not is_usual:
+            ctx.is_absent = bool((flags_R & Flag.ABSENT).all())
+            if not ctx.is_absent:
+                warning = self.checker.raise_faults(ctx, flags_R)
         if ctx.end_of_data is not None:
             ctx.end_of_data.last_R = (flags_R & Flag.IS_LAST) != 0
         if ctx.is_absent:
             return ctx
-        routes, prepared = ctx.checked.routes, ctx.prepared
-        ctx.shape = shape = shape_of(
-            header, self, routes.segments, prepared.batch_size, prepared.bags_D
+        routes, prepared, streams = ctx.checked.routes, ctx.prepared, self.streams
+        segments, sizes_R = prepared.segments, header.batch_sizes_R
+        bags_RS = np.repeat(sizes_R[:, None], streams.num_received, 1)
+        bags_D, ids_D = prepared.bags_D, header.counts_G
+        if not bags_D.size:
+            bags_D = np.full(len(routes.segments), prepared.batch_size)
+        if ids_D.size:
+            ids_D = ids_D[routes.segments]
+        none = _NO_FLAGS
+        counts_RS = header.words_RS
+        shape = BatchShape(
+            sizes_R, counts_RS, bags_RS, bags_RS, ids_D, bags_D, bags_D, none, none, False, False
         )
-        if self.has_streams and header.has_counts and not routes.is_identity:
-            segments, size = prepared.segments, prepared.batch_size
+        if (flags_R & Flag.VARIABLE).any() or (flags_R & Flag.SHORT).all():
+            shape = ragged_shape(shape, header, streams)
+        ctx.shape = shape
+        if streams.exist and ids_D.size and not routes.is_identity:
+            per_id = streams.num_parts - 1
+            received_RS = shape.lengths_received_RS + per_id * shape.ids_received_RS
             ctx.pending_ids = comm.all_to_all(
                 self.env.for_ids,
                 ExchangeName.IDS,
-                self.payload.pack(segments, routes, header, size, shape),
-                self.per_rank(self.payload.sent_sizes(shape)),
-                self.payload.received_sizes(shape),
+                _pack(self, segments, routes, header.counts_G, prepared.batch_size, shape),
+                self.per_rank(shape.lengths_sent_D + per_id * ids_D),
+                received_RS.sum(1).tolist(),
             )
-        prepared.segments.free(is_by_id=shape.is_by_id)
+        segments.lengths, segments.values, segments.weights = [], [], []  # they are sent
+        if not shape.is_by_id:
+            segments.moved_to = []
         if warning:
-            warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=3)
+            warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=2)
         return ctx
 
     def per_rank(self, values_D: np.ndarray) -> list[int]:
         """Return the sum over the streams of each destination."""
         ends = np.concatenate([[0], values_D.cumsum()])
-        found: list[int] = np.diff(ends[self.sent_edges]).tolist()
+        found: list[int] = np.diff(ends[self.streams.edges]).tolist()
         return found
 
-    def _raise_faults(self, ctx: BatchContext, flags_R: np.ndarray) -> str:
-        """Raise the error of any rank; return the warning of this rank."""
-        error, own_flag, warning = ctx.error, int(flags_R[self.env.rank]), ""
-        check_same_call(flags_R)
-        if error is None and own_flag & (Flag.FAILED | Flag.WARNED):
-            error, warning = self._checker.describe(ctx.checked, own_flag)
-        if (flags_R & Flag.FAILED).any():
-            comm.raise_together(self.env, "tell of a bad batch", error)
-        return warning
+    # -- receive ----------------------------------------------------------------------------------
 
-    def _report_late(self, ctx: BatchContext) -> None:
-        """Raise or warn of the faults of a batch that had no header."""
-        bad_bags = ctx.checked.faults.bags
-        are_bags_bad = bad_bags is not None and bool(bad_bags)
-        flag = Flag.FAILED if are_bags_bad else self._checker.flag_of_bad_ids()
-        warning = self._raise_faults(ctx, np.array([flag]))
-        if warning:
-            warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=4)
-
-    @in_stage(Stage.INPUT_DIST)
     def ids(self, ctx: BatchContext) -> BatchContext:
         """Wait for the ids, and order them for the lookups."""
-        routes, prepared, header, shape = (
-            ctx.checked.routes,
-            ctx.prepared,
-            ctx.header,
-            ctx.shape,
-        )
-        replicas, places = self._select(ctx, routes.replicas)
-        lookups, anchor = list[Bags](), None
+        routes, shape, header = ctx.checked.routes, ctx.shape, ctx.header
+        replicas, places, lookups, anchor = list[Bags](), list[Tensor](), list[Bags](), None
+        if routes.replicas:
+            replicas, places = select_bags(routes.replicas, ctx)
         if ctx.pending_ids is not None:
-            bags = self.payload.unpack(ctx.pending_ids.wait(), shape)
+            bags = _unpack(self, ctx.pending_ids.wait(), shape)
             ctx.pending_ids = None
-            if self.is_weighted and header.has_any(Flag.WEIGHTS_NEED_GRAD):
+            if self.is_weighted and (header.flags_R & Flag.WEIGHTS_NEED_GRAD).any():
                 bags, anchor = with_weight_gradients(ctx, bags)
-            ids_S, bags_RS = shape.ids_received_RS.sum(0), shape.bags_received_RS
-            lookups = self.payload.split_bags(bags, ids_S, bags_RS, is_ragged=shape.is_ragged)
+            lookups = _split_bags(self, bags, shape, shape.ids_received_RS.sum(0))
         elif routes.is_identity:
-            own = prepared.bags
+            own = ctx.prepared.bags
             bags = Bags(own.values, own.offsets.to(own.values.dtype), own.weights)
             if self.may_skip_header and routes.reads_whole:  # one lookup needs no counts
                 lookups = [bags]
             else:
-                bags_RS = np.full((1, len(header.counts_G)), prepared.batch_size)
-                lookups = self.payload.split_bags(bags, header.counts_G, bags_RS, is_ragged=False)
-        elif not header.has_counts:  # each lookup reads every feature of this rank's batch
-            lookups, _ = self._select(ctx, routes.lookups)
+                lookups = _split_bags(self, bags, shape, header.counts_G)
+        elif routes.lookups and not header.counts_G.size:  # all of them read the whole batch
+            lookups, _ = select_bags(routes.lookups, ctx)
         ctx.received = ReceivedBatch(lookups, replicas, places, anchor)
         return ctx
 
-    def _select(
-        self, ctx: BatchContext, features: Sequence[Positions]
-    ) -> tuple[list[Bags], list[Tensor]]:
-        if not features:
-            return [], []
-        routes, prepared, header = ctx.checked.routes, ctx.prepared, ctx.header
-        return select_bags(
-            features,
-            prepared,
-            routes,
-            header,
-            is_weighted=self.is_weighted,
-            is_pooled=self.pooled,
+
+def _pack(
+    stage: InputDist,
+    segments: Segments,
+    routes: Routes,
+    counts_G: np.ndarray,
+    batch_size: int,
+    shape: BatchShape,
+) -> Tensor:
+    """Return the payload: per destination its lengths, ids and weights."""
+    counts = counts_G if routes.use_raw else counts_G[routes.num_keys :]
+    sizes = [np.full_like(counts, batch_size), *[counts] * (stage.streams.num_parts - 1)]
+    order_P, sizes_M = routes.payload, np.concatenate(sizes)
+    if shape.is_ragged:  # of a segment's lengths the first are sent: it counts as two
+        kept_M = sizes_M.copy()
+        kept_M[routes.sent] = shape.lengths_sent_D
+        order_P, sizes_M = 2 * order_P, np.stack([kept_M, sizes_M - kept_M], 1).ravel()
+    word, weight_word = stage.streams.word, stage.streams.weight_word
+    if stage.device.type == "cuda" and ops.HAS_TRITON and len(segments.values) == 1:
+        from recsys.kernels.ops_triton import pack
+
+        plan, total = ops.plan_of_moves(order_P, sizes_M)
+        weights_N = segments.weights[0] if segments.weights else None
+        words = segments.lengths[0], segments.values[0], weights_N
+        return pack(*words, ops.upload(plan, stage.device), total, word)
+    parts = [*segments.lengths, *segments.values]
+    for weights in segments.weights:
+        parts.append(weights.to(weight_word).view(word))
+    source, at = torch.empty(sum(map(torch.numel, parts)), dtype=word, device=stage.device), 0
+    for part in parts:
+        source[at : at + part.numel()].copy_(part)
+        at += part.numel()
+    return ops.move_segments(source, order_P, sizes_M)
+
+
+def _unpack(stage: InputDist, payload: Tensor, shape: BatchShape) -> Bags:
+    """Return the bags of all streams of this rank from a received payload."""
+    streams, counts_RS = stage.streams, shape.ids_received_RS
+    if stage.env.world_size > 1:
+        parts = [shape.lengths_received_RS, *[counts_RS] * (streams.num_parts - 1)]
+        order, sizes = streams.unpack_order, np.stack(parts, 1).ravel()
+        if shape.is_by_id:  # lengths of bags of one id were not sent: they are appended
+            by_id = shape.by_id_RS.ravel()
+            ones = np.where(by_id, counts_RS.ravel(), 0)
+            payload = torch.cat([payload, payload.new_ones(int(ones.sum()))])
+            order, (lengths,) = order.copy(), np.nonzero(by_id[streams.reading])
+            order[lengths] = len(sizes) + streams.reading[lengths]
+            sizes = np.concatenate([sizes, ones])
+        payload = ops.move_segments(payload, order, sizes)
+    num_bags, num_ids = int(shape.bags_received_RS.sum()), int(counts_RS.sum())
+    weights = None
+    if stage.is_weighted:
+        weights = payload[num_bags + num_ids :].view(streams.weight_word).float()
+    indices = payload[num_bags : num_bags + num_ids]
+    return Bags(indices, ops.complete_cumsum(payload[:num_bags]), weights)
+
+
+def _split_bags(stage: InputDist, bags: Bags, shape: BatchShape, ids_S: np.ndarray) -> list[Bags]:
+    """Split the bags of all streams of this rank into those of its lookups."""
+    groups, bags_RS = stage.layout.groups[stage.env.rank], shape.bags_received_RS
+    found = []
+    start = first_bag = 0
+    for group in groups:
+        first, last = group.streams.start, group.streams.stop
+        own = bags
+        if len(groups) > 1:
+            end = start + int(ids_S[first:last].sum())
+            last_bag = first_bag + int(bags_RS[:, first:last].sum())
+            own = Bags(
+                bags.indices[start:end],
+                bags.offsets[first_bag : last_bag + 1] - start,
+                None if bags.weights is None else bags.weights[start:end],
+            )
+            start, first_bag = end, last_bag
+        if shape.is_ragged:
+            own = own._replace(of_features=bags_RS[:, first:last].T)
+        if bags.indices.is_cuda:
+            of_tables = np.bincount(group.feature_table_map, ids_S[first:last], len(group.tables))
+            own = own._replace(ids_of_tables=of_tables.astype(np.int64).tolist())
+        found.append(own)
+    return found
+
+
+def _are_bags_short(streams: Streams, bags: Parts, bags_D: np.ndarray, most_ids: float) -> bool:
+    """Return whether a row per id is less than a row per bag of each row block.
+
+    The ids of the whole batch stand for those of row-split tables: the host knows their number
+    without waiting.
+    """
+    num_ids, dims = bags.values.numel(), streams.split_dims
+    if bags_D.size:
+        split_D = bags_D[streams.is_split]
+        num_bags, num_values = int(split_D.sum()), int(split_D @ dims)
+    else:
+        num_bags, num_values = bags.stride * len(dims), bags.stride * int(dims.sum())
+    is_worth_it = num_values >= _MIN_VALUES and num_ids <= min(_MAX_IDS, most_ids) * num_bags
+    return is_worth_it or not num_ids
+
+
+# -- header exchange ------------------------------------------------------------------------------
+
+
+def start_together(contexts: Sequence[BatchContext]) -> None:
+    """Start the header exchange of prepared batches: one exchange for modules on the same ranks.
+
+    Args:
+        contexts: Prepared batches of different modules, in the same order on every rank.
+    """
+    stage = contexts[0].stage
+    if len({id(ctx.stage.env.process_group) for ctx in contexts}) > 1:
+        of_groups: dict[int, list[BatchContext]] = {}
+        for ctx in contexts:
+            of_groups.setdefault(id(ctx.stage.env.process_group), []).append(ctx)
+        for alike in of_groups.values():
+            start_together(alike)
+        return
+    if stage.env.world_size == 1:
+        contexts = [ctx for ctx in contexts if not ctx.stage.skip_header(ctx)]
+        if not contexts:
+            return
+        stage = contexts[0].stage
+    sent, env, streams = stage.header_of(contexts[0]), stage.env, stage.streams
+    sizes, width = streams.header_sizes, streams.header_width
+    if len(contexts) > 1:
+        headers = [sent, *(ctx.stage.header_of(ctx) for ctx in contexts[1:])]
+        all_sizes = [ctx.stage.streams.header_sizes for ctx in contexts]
+        parts = [h.split(of_stage) for h, of_stage in zip(headers, all_sizes, strict=True)]
+        sent = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
+        sizes = [sum(of_rank) for of_rank in zip(*all_sizes, strict=True)]
+        width = sum(ctx.stage.streams.header_width for ctx in contexts)
+    own = [width] * env.world_size
+    pending = comm.all_to_all(env.for_ids, ExchangeName.ID_COUNTS, sent, sizes, own)
+    copied = None
+    if stage.device.type == "cuda" and env.exchanges_in_streams:
+        # under NCCL the copy is queued behind the exchange: reading it a step later does not wait
+        copied = _copy_headers(pending, contexts)
+    for ctx in contexts:
+        ctx.pending_header = pending, contexts, copied
+
+
+def _copy_headers(pending: comm.Pending, contexts: Sequence[BatchContext]) -> CopiedHeaders:
+    """Start to copy received headers and the batches' counts to the host, in pinned memory."""
+    arrived = pending.wait()
+    parts = [arrived]
+    for ctx in contexts:
+        if ctx.error is None:
+            parts += [ctx.prepared.counts_G, ctx.prepared.given_counts_K.to(arrived.dtype)]
+    host, event = torch.cat(parts), None
+    if host.is_cuda:
+        whole, host = host, torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
+        host.copy_(whole, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return parts, host, event
+
+
+def _read_headers(
+    pending: comm.Pending, contexts: Sequence[BatchContext], copied: CopiedHeaders | None
+) -> None:
+    """Set the headers of batches whose headers were exchanged together."""
+    parts, host, event = copied or _copy_headers(pending, contexts)
+    if event is not None:
+        event.synchronize()  # the only wait of the host
+    edges = np.cumsum(list(map(torch.numel, parts)))
+    headers, *counts = np.split(host.numpy(), edges[:-1])
+    words_RH = headers.reshape(contexts[0].stage.env.world_size, -1)
+    at = 0
+    for ctx in contexts:
+        own_RH = words_RH[:, at : at + ctx.stage.streams.header_width]
+        counts_G, given_counts_K = _NONE, _NONE
+        if ctx.error is None:
+            counts_G, given_counts_K, *counts = counts
+        ctx.header = Header(
+            own_RH[:, FLAG], own_RH[:, BATCH], own_RH[:, COUNTS:], counts_G, given_counts_K
         )
+        ctx.pending_header = None
+        at += ctx.stage.streams.header_width

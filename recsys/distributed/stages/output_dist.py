@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recsys import step_stages
 from recsys.distributed.placement.layout import Layout, Stream, merge_ranges
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
@@ -46,7 +47,7 @@ from recsys.kernels import ops
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates
 from recsys.modules.embedding_inputs import expand_bags
 from recsys.sparse import KeyedTensor
-from recsys.step_stages import Stage, running
+from recsys.step_stages import Stage
 
 
 @final
@@ -264,12 +265,12 @@ class _Send(torch.autograd.Function):
         ctx: Any, exchange: Exchange[Any], num_lookups: int, anchor: Tensor, *outputs: Tensor
     ) -> Tensor:
         ctx.exchange = exchange
-        with running(Stage.OUTPUT_DIST, exchange.path):
+        with step_stages.running((Stage.OUTPUT_DIST, exchange.path)):
             return exchange.send(outputs[:num_lookups], outputs[num_lookups:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with running(Stage.GRADIENT_DIST, ctx.exchange.path):
+        with step_stages.running((Stage.GRADIENT_DIST, ctx.exchange.path)):
             return (None, None, grad.new_empty(0), *ctx.exchange.send_back(grad))
 
 
@@ -282,13 +283,13 @@ class _Place(torch.autograd.Function):
         backward = exchange.stage.backward
         if backward is not None:
             ctx.metadata[TABLE_UPDATES] = backward.updates
-        with running(Stage.OUTPUT_DIST, exchange.path):
+        with step_stages.running((Stage.OUTPUT_DIST, exchange.path)):
             return exchange.place(buffer)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         exchange: Exchange[Any] = ctx.exchange
-        with running(Stage.GRADIENT_DIST, exchange.path):
+        with step_stages.running((Stage.GRADIENT_DIST, exchange.path)):
             if exchange.stage.backward is not None:
                 exchange.stage.backward.begins()
             return None, exchange.spread(grad)
@@ -579,14 +580,14 @@ class _RaggedExchange(Exchange["OutputDist"]):
         given, shape = ctx.stage, ctx.shape
         received_RS, own_S = shape.bags_received_RS, shape.bags_sent_D
         firsts = [group.streams.start for group in stage.layout.groups[env.rank]]
-        looked_up_RS = received_RS * given.own_dims
+        looked_up_RS = received_RS * given.streams.own_dims
         self._looked_up_RL = np.add.reduceat(looked_up_RS, firsts, 1) if firsts else looked_up_RS
         batch_size = ctx.prepared.batch_size
         rows_K = np.concatenate([own_S, np.full(len(stage.replica_blocks), batch_size)])
         ids = self._split_ids(ctx, len(rows_K)) if shape.is_by_id else None
         self._arriving = RaggedBatch(stage.ragged, rows_K, batch_size, ids)
         sends = self._looked_up_RL.sum(1).tolist()
-        receives = given.per_rank(own_S * given.sent_dims)
+        receives = given.per_rank(own_S * given.streams.dims_D)
         super().__init__(stage, env, sends, receives, ctx.stage.path)
         self._bag_counts = ctx.prepared.bag_counts
 

@@ -21,7 +21,7 @@ _FAILED = -1
 
 
 @final
-class PoolTrip(NamedTuple):
+class PoolIds(NamedTuple):
     """The result of an exchange of ids."""
 
     order: Tensor
@@ -41,7 +41,7 @@ def send_ids(
     copies: int,
     device: torch.device,
     error: Exception | None,
-) -> PoolTrip:
+) -> PoolIds:
     """Send ids to the ranks that hold their rows. An error on one rank is raised on all.
 
     Args:
@@ -67,7 +67,7 @@ def send_ids(
     order = torch.arange(len(ids), device=device).repeat(copies)[owner.argsort(stable=True)]
     sent = sizes.tolist()
     arrived = comm.all_to_all(env, what, ids.long()[order] % block_size, sent, received)
-    return PoolTrip(order, sent, received, arrived.wait())
+    return PoolIds(order, sent, received, arrived.wait())
 
 
 def start_rows(

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recsys import step_stages
 from recsys.distributed.placement.layout import Layout, LookupGroup
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
@@ -35,7 +36,7 @@ from recsys.distributed.stages.lookup import GroupSettings, Lookup
 from recsys.distributed.stages.output_dist import Backward
 from recsys.kernels.scaled_loss import TableUpdates, watch_grad_scaler
 from recsys.optim.clipping import power_sum
-from recsys.step_stages import Stage, running
+from recsys.step_stages import Stage
 
 
 @final
@@ -96,7 +97,7 @@ class BackwardFinisher:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        with running(Stage.TABLE_UPDATE):
+        with step_stages.running((Stage.TABLE_UPDATE, "")):
             self.under_way.clear()
             self._finish_replicas()
             self._columns.apply()

@@ -23,13 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from recsys import step_stages
 from recsys.distributed.ranks.agreement import agree
 from recsys.distributed.ranks.comm import LazyAwaitable, holding
 from recsys.distributed.sharded_collection import ShardedCollection, started_ahead
 from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.header import FeaturesAbsentError
-from recsys.distributed.stages.header_exchange import start_together
+from recsys.distributed.stages.input_dist import start_together
 from recsys.sparse import KeyedJaggedTensor
+from recsys.step_stages import Stage
 
 _Path: TypeAlias = tuple[object, ...]
 """How to reach one input: positions, keys and names of attributes."""
@@ -166,16 +168,18 @@ class InputsAhead:
         assert self._paths is not None
         inputs = dict(_features_in((args, kwargs))) if self._paths else {}
         given = {module: inputs[path] for module, path in self._paths.items() if path in inputs}
-        contexts = {
-            module: module.input_stage.prepare(
-                given[module] if module in given else self._absent(module, args, kwargs)
-            )
-            for module in self._paths
-        }
-        for module, make in self._made.items():
-            contexts[module] = module.input_stage.prepare(_made_by(make, args, kwargs))
-        if contexts:
-            start_together(list(contexts.values()))
+        paths = [module.input_stage.path for module in (*self._paths, *self._made)]
+        with step_stages.running((Stage.INPUT_DIST, ", ".join(paths))):
+            contexts = {
+                module: module.input_stage.prepare(
+                    given[module] if module in given else self._absent(module, args, kwargs)
+                )
+                for module in self._paths
+            }
+            for module, make in self._made.items():
+                contexts[module] = module.input_stage.prepare(_made_by(make, args, kwargs))
+            if contexts:
+                start_together(list(contexts.values()))
         return Started(self, contexts, given)
 
     def _absent(
@@ -230,7 +234,7 @@ class Started:
         self._is_sent = True
         try:
             for ctx in self.contexts.values():
-                ctx.stage.send(ctx)
+                _send(ctx)
         except Exception as error:
             self._error = error
         self.contexts = {module: ctx for module, ctx in self.contexts.items() if not ctx.is_absent}
@@ -244,7 +248,7 @@ class Started:
             self.contexts.clear()
 
     def _output_of(self, module: ShardedCollection, ctx: BatchContext) -> LazyAwaitable[Any]:
-        return module.compute_and_output_dist(ctx, ctx if self._has_ids else ctx.stage.ids(ctx))
+        return module.compute_and_output_dist(ctx, ctx if self._has_ids else _receive(ctx))
 
     def prefetch(self) -> None:
         """Bring the rows that are looked up into caches."""
@@ -252,7 +256,7 @@ class Started:
         if self._error is None and not self._has_ids:
             self._has_ids = True
             for module, ctx in self.contexts.items():
-                module.prefetch(ctx.stage.ids(ctx))
+                module.prefetch(_receive(ctx))
 
     def _follow_tables(self) -> None:
         """Send, and send anew what went to ranks whose tables have moved since.
@@ -266,7 +270,7 @@ class Started:
         for module, ctx in self.contexts.items():
             if ctx.stage is not module.input_stage:
                 if not self._has_ids:
-                    ctx.stage.ids(ctx)  # let them arrive
+                    _receive(ctx)  # let them arrive
                 moved[module] = _prepared_again(module, ctx)
         for module, (ctx, output) in self._outputs.items():
             if ctx.stage is not module.input_stage:
@@ -276,9 +280,9 @@ class Started:
             return
         start_together(list(moved.values()))
         for module, ctx in moved.items():
-            ctx.stage.send(ctx)
+            _send(ctx)
             if self._has_ids:
-                ctx.stage.ids(ctx)
+                _receive(ctx)
             self._outputs.pop(module, None)
             self.contexts[module] = ctx
 
@@ -318,9 +322,19 @@ class Started:
         self.send()
         if self._error is None and not self._has_ids:
             for ctx in self.contexts.values():
-                ctx.stage.ids(ctx)
+                _receive(ctx)
         self.contexts.clear()
         self._outputs.clear()
+
+
+def _send(ctx: BatchContext) -> None:
+    with step_stages.running((Stage.INPUT_DIST, ctx.stage.path)):
+        ctx.stage.send(ctx)
+
+
+def _receive(ctx: BatchContext) -> BatchContext:
+    with step_stages.running((Stage.INPUT_DIST, ctx.stage.path)):
+        return ctx.stage.ids(ctx)
 
 
 def _prepared_again(module: ShardedCollection, ctx: BatchContext) -> BatchContext:

@@ -30,11 +30,12 @@ from typing import Any, Generic, NoReturn, TypeVar, cast, final
 import torch
 from torch import Tensor, nn
 
+from recsys import step_stages
 from recsys.distributed.train_pipeline.ahead import InputsAhead, Maker, Started
 from recsys.distributed.train_pipeline.batches import record_stream, to_device
 from recsys.kernels.arguments import shown, whole, wrong_type
 from recsys.kernels.checked import checked, checked_but
-from recsys.step_stages import Stage, running
+from recsys.step_stages import Stage
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -206,7 +207,7 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
         while len(self._flying) <= self._num_ahead() and not self._is_exhausted:
             if self._flying:
                 self._flying[-1].send()
-            with running(Stage.DATA):
+            with step_stages.running((Stage.DATA, "")):
                 batch = next(source, _NONE)
             if batch is _NONE:
                 self._is_exhausted = True

@@ -8,8 +8,9 @@ from contextlib import suppress
 import pytest
 import torch.distributed as dist
 
+from recsys import step_stages
 from recsys.distributed.ranks.position import Position
-from recsys.step_stages import Stage, long_section, observe, running, waiting
+from recsys.step_stages import Stage, long_section, observe, waiting
 from tests.distributed.train_pipeline.test_pipelines import build, plain, samples
 from tests.ranks import RankPool
 
@@ -17,7 +18,7 @@ from tests.ranks import RankPool
 def test_a_long_section_is_declared_inside_its_block() -> None:
     position = Position()
     with observe(position):
-        with running(Stage.LOOKUP, "ebc"):
+        with step_stages.running((Stage.LOOKUP, "ebc")):
             pass
         began = position.place[2]
         with long_section("evaluation"):
@@ -33,8 +34,8 @@ def test_a_long_section_is_declared_inside_its_block() -> None:
 
 def test_after_an_inner_stage_comes_the_outer_one() -> None:
     position = Position()
-    with observe(position), running(Stage.OUTPUT_DIST, "ebc"):
-        with running(Stage.LOOKUP, "ebc"):
+    with observe(position), step_stages.running((Stage.OUTPUT_DIST, "ebc")):
+        with step_stages.running((Stage.LOOKUP, "ebc")):
             pass
         assert position.place[:2] == ("output_dist", "ebc")
     assert position.place[:2] == ("the forward pass after output_dist", "ebc")
@@ -44,7 +45,7 @@ def test_after_an_inner_stage_comes_the_outer_one() -> None:
     ("section", "place"),
     [
         (lambda: long_section("save"), ("save", "")),
-        (lambda: running(Stage.LOOKUP, "ebc"), ("lookup", "ebc")),
+        (lambda: step_stages.running((Stage.LOOKUP, "ebc")), ("lookup", "ebc")),
     ],
 )
 def test_an_error_leaves_the_place_where_it_happened(
@@ -56,7 +57,7 @@ def test_an_error_leaves_the_place_where_it_happened(
             raise ValueError
         assert position.declared == ""
         assert position.place[:2] == place
-        with running(Stage.OUTPUT_DIST, "ebc"):
+        with step_stages.running((Stage.OUTPUT_DIST, "ebc")):
             pass
         assert position.place[:2] == ("the forward pass after output_dist", "ebc")
 

@@ -19,7 +19,6 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import CommType, QuantizedCommCodecs, WireFormat
 from recsys.distributed.stages import bags
 from recsys.distributed.stages.batch import ReceivedBatch, Segments
-from recsys.distributed.stages.header import Header
 from recsys.distributed.stages.output_dist import Backward, OutputDist, _PooledExchange
 from recsys.distributed.stages.sequence_dist import SequenceDist
 from recsys.kernels.scaled_loss import TableUpdates
@@ -332,8 +331,8 @@ def _sequence(seed: int) -> None:
     ctx: Any = SimpleNamespace(
         stage=STAGE,
         checked=SimpleNamespace(given=batch, safe=batch, routes=routes),
-        prepared=SimpleNamespace(inverse=None, segments=Segments()),
-        header=Header(np.zeros((env.world_size, 2), dtype=np.int64), own, own[:0]),
+        prepared=SimpleNamespace(inverse=None, segments=Segments([], [], [], [], [])),
+        header=SimpleNamespace(counts_G=own, given_counts_K=own[:0]),
         shape=SimpleNamespace(
             ids_received_RS=np.array(received, dtype=np.int64).reshape(env.world_size, -1)
         ),
