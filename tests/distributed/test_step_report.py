@@ -37,7 +37,7 @@ PAUSE = 0.03
 SLOWED = {
     "input dist": [(InputDist, "_split")],
     "lookup": [(TableBatchedEmbedding, "forward")],
-    "output dist": [(_PooledExchange, "spread"), (_SequenceExchange, "place")],
+    "output dist": [(_PooledExchange, "start_backward"), (_SequenceExchange, "finish_forward")],
 }
 
 

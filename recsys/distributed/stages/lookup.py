@@ -1,7 +1,7 @@
-"""Second stage: one fused lookup per group of tables.
+"""Lookup stage: one fused lookup per group of tables.
 
-A table that this rank owns alone updates itself in backward. The others leave row gradients there,
-which `row_updates` exchanges and applies.
+Rows that one rank owns are updated in backward. Gradients of replicated rows and of rows split by
+columns are kept until the end of backward, when `row_updates` exchanges and applies them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from recsys.kernels.types import (
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSettings:
-    """What tables must have in common to be served by one lookup.
+    """Settings that all tables of one lookup share.
 
     Attributes:
-        pooling: as the shards do it; a row-split table sums, and is divided at the end.
-        weights_dtype: of the tables.
-        optimizer: the tables' own optimizer, or None if they are plain parameters; without its
-            learning rate where tables of one lookup may differ in it.
-        requires_grad: whether the tables train.
-        location: where the weights live.
-        deferred: whether backward only adds up gradients, which `step()` applies.
-        exchanges_row_statistics: whether row statistics are added up over column owners.
-        splits_row_state: whether column owners keep row states of their own instead.
-        cache_load_factor: share of the rows that a device cache holds; None: FBGEMM's default.
+        pooling: Pooling of the shards. Shards of a row-split table sum; means divide the total.
+        weights_dtype: dtype of the tables.
+        optimizer: Optimizer of the tables; None for plain parameters. Its learning rate is left out
+            if tables of one lookup may have different ones.
+        requires_grad: Whether the tables train.
+        location: Memory of the weights.
+        deferred: Whether backward accumulates gradients for `step()`.
+        exchanges_row_statistics: Whether row statistics are added up over column owners.
+        splits_row_state: Whether column owners keep their own row states instead.
+        cache_load_factor: Share of the rows in a device cache; None for FBGEMM's default.
     """
 
     pooling: PoolingType

@@ -1,14 +1,13 @@
-"""Third stage, pooled: looked-up embeddings go back to their samples, into their final columns.
+"""Output stage for pooled embeddings: sends them to the ranks of their samples.
 
-One exchange forward and one backward, whatever the mix of strategies. Each rank sends to rank `q`
-the rows of `q`'s samples as they are in its lookups' output. What arrives is one buffer; one
-gather lays it out as the unsharded module would have it, adding up the parts of row-split tables on
-the way. Backward is the transposed gather, which starts the reverse exchange, and later its end.
-What a model computes between the call and the first use of the output runs meanwhile, both ways.
+There is one exchange forward and one backward, whatever the mix of strategies. Each rank sends to
+rank `q` the rows of `q`'s samples from its lookups' output. The received buffer has one gather,
+which produces the columns of the unsharded module and adds up the partial sums of row-split tables.
+Backward is the transposed gather and the reverse exchange. Both exchanges overlap with the model's
+computation between the call and the first use of the output.
 
-Where a table's rows are on the ranks of one node among several, there is a hop before: the ranks
-of a node add up their parts for the samples of the ranks with one place in their nodes, and the
-rank with that place sends the sums on (see `NodeHop`).
+If the rows of a table are on the ranks of one of several nodes, its partial sums are added up
+within the node first (see `NodeHop`).
 
 Shape names: `B` samples of this rank, `T` samples of all ranks, `D` output columns, `C`
 columns of one rank's lookups.
@@ -53,11 +52,11 @@ from recsys.step_stages import Stage
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backward:
-    """What an output stage tells of a backward pass.
+    """Callbacks and facts for the backward pass of an output stage.
 
     Attributes:
-        begins: called in every backward pass, on every rank in the same order.
-        updates: the tables that take gradients, on any rank.
+        begins: Called in every backward pass, on every rank in the same order.
+        updates: Tables that take gradients on any rank.
     """
 
     begins: Callable[[], None]
@@ -65,15 +64,15 @@ class Backward:
 
 
 class ExchangeStage(Protocol):
-    """What an exchange needs of the stage it belongs to.
+    """Properties of a stage that its exchanges use.
 
     Attributes:
-        device: where the embeddings are.
-        codecs: what embeddings and gradients look like while they travel.
-        tasks: the exchange of embeddings, and that of their gradients.
-        has_exchange: whether any rank sends anything.
-        backward: what is told of backward passes, or None.
-        grad_scale: multiplies the gradients that reach the lookups.
+        device: Device of the embeddings.
+        codecs: Wire formats of embeddings and of gradients; None for as they are.
+        tasks: Names of the exchanges of embeddings and of gradients.
+        has_exchange: Whether any rank sends anything.
+        backward: Callbacks for backward passes; None for none.
+        grad_scale: Factor for the gradients of the lookups.
     """
 
     device: torch.device
@@ -85,21 +84,21 @@ class ExchangeStage(Protocol):
 
 
 class PooledStage(ExchangeStage, Protocol):
-    """A stage that exchanges columns of samples, and adds up what arrives.
+    """A stage that exchanges columns of samples and adds up partial sums.
 
-    What a rank sends are the rows of all samples, or blocks of rows, side by side.
+    A rank sends the rows of all samples, or several blocks of rows.
 
     Attributes:
-        group_widths: columns of each lookup of this rank that takes part.
-        sent_widths: `[R]` elements for each rank, a sample of it.
-        widths: `[R]` elements from each rank, a sample.
-        gather: lays out what arrives.
-        read_codecs: those of `codecs` that the gathers themselves read, or write.
-        sums: lays out what arrives where the ranks' parts are added up on the way, as may be done
-            for equal batch sizes; None: it may not.
-        blocks: per block the ranks whose samples it has rows of, and its columns.
-        order: int32, the parts of the blocks, one for each rank, in the order they are sent; None:
-            a single block is sent as it is.
+        group_widths: Columns of each lookup of this rank.
+        sent_widths: `[R]` elements per sample for each rank.
+        widths: `[R]` elements per sample from each rank.
+        gather: Computes the output from the received buffer.
+        read_codecs: The codecs that the gathers apply themselves.
+        sums: The gather for a reduce-scatter, which needs equal batch sizes; None if there is no
+            reduce-scatter.
+        blocks: Per block the ranks whose samples it has, and its columns.
+        order: int32, the parts of the blocks (one per rank) in the order of sending; None for a
+            single block.
     """
 
     group_widths: list[int]
@@ -117,23 +116,23 @@ T = TypeVar("T")
 
 
 class Exchange(abc.ABC, Generic[S]):
-    """One batch's way through an output stage, and back: an exchange that autograd can follow.
+    """Differentiable exchange of one batch's embeddings.
 
-    It has four steps. `send` starts it and returns the buffer that things will arrive in;
-    `place` waits and lays the buffer out; in backward `spread` (transposed `place`) starts
-    the reverse exchange, and `send_back` (transposed `send`) ends it. Between the two steps of
-    a direction the model computes what does not need the result.
+    It has four steps. `start_forward` starts the exchange and returns the receive buffer.
+    `finish_forward` waits and computes the output. In backward, `start_backward` computes the
+    buffer's gradient and starts the reverse exchange, and `finish_backward` waits for it. Between
+    the two steps of a direction the model computes what does not need the result.
 
     Args:
-        stage: whose batch it is.
-        env: the ranks.
-        sends: elements for each rank, in the forward pass.
-        receives: elements from each rank; or of their sum.
-        path: of the module, for messages.
+        stage: The output stage.
+        env: The ranks.
+        sends: Elements for each rank in the forward pass.
+        receives: Elements from each rank, or of their sum.
+        path: Path of the module, for messages.
 
     Attributes:
-        adds_up: whether what the ranks send is added up on the way.
-        scales_early: whether `spread` multiplies gradients by their scale, before they travel.
+        adds_up: Whether the exchange is a reduce-scatter.
+        scales_early: Whether gradients are multiplied by their scale before they are sent.
     """
 
     adds_up = False
@@ -151,20 +150,20 @@ class Exchange(abc.ABC, Generic[S]):
         self._replica_shapes: list[torch.Size] = []
 
     @abc.abstractmethod
-    def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Start the exchange; return the buffer that is complete after `place`."""
+    def start_forward(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
+        """Start the exchange; return the buffer, which `finish_forward` completes."""
 
     @abc.abstractmethod
-    def place(self, buffer: Tensor) -> Tensor:
-        """Wait, and return the output."""
+    def finish_forward(self, buffer: Tensor) -> Tensor:
+        """Wait for the exchange and return the output."""
 
     @abc.abstractmethod
-    def spread(self, grad: Tensor) -> Tensor:
-        """Turn the output's gradient into the buffer's, and start sending it back."""
+    def start_backward(self, grad: Tensor) -> Tensor:
+        """Return the gradient of the buffer from that of the output; start the reverse exchange."""
 
     @abc.abstractmethod
-    def send_back(self, grad: Tensor) -> list[Tensor]:
-        """Wait, and return the gradients of the lookups, then of the replicas."""
+    def finish_backward(self, grad: Tensor) -> list[Tensor]:
+        """Wait for the reverse exchange; return the gradients of the lookups, then of replicas."""
 
     def start(
         self,
@@ -176,14 +175,14 @@ class Exchange(abc.ABC, Generic[S]):
         """Start the exchange.
 
         Args:
-            lookups: outputs of this rank's lookups.
-            replicas: outputs of the replicated tables' lookups.
-            trains: whether any table of the module, on any rank, takes gradients: a backward pass
-                must reach every rank, also one whose own tables are frozen or that owns none.
-            anchor: `[0]`, what else every backward pass must reach.
+            lookups: Outputs of this rank's lookups.
+            replicas: Outputs of the lookups in replicated tables.
+            trains: Whether any table of the module, on any rank, takes gradients. If so, backward
+                must reach every rank, even one without trained tables.
+            anchor: `[0]`, a further tensor that every backward pass must reach.
 
         Returns:
-            What waits for the output; call it once.
+            Function that waits for the output; call it once.
         """
         if anchor is None:
             anchor = torch.empty(0, device=self.stage.device, requires_grad=trains)
@@ -193,7 +192,7 @@ class Exchange(abc.ABC, Generic[S]):
         with_grad = torch.is_grad_enabled()
 
         def finish() -> Tensor:
-            # whoever looks first, say a log under no_grad, must not decide about gradients
+            # the first reader, such as a log under no_grad, must not decide about gradients
             with torch.inference_mode(False), torch.set_grad_enabled(with_grad):
                 output: Tensor = _Place.apply(self, arriving)  # type: ignore[no-untyped-call]
             return output
@@ -201,7 +200,7 @@ class Exchange(abc.ABC, Generic[S]):
         return finish
 
     def start_sending(self, sent: Tensor, replicas: Sequence[Tensor] = ()) -> Tensor:
-        """Send into one buffer; the replicas' outputs are behind what arrives."""
+        """Start the exchange into one buffer; outputs of replicas follow the received elements."""
         stage, at = self.stage, self.num_received
         size = at
         for replica in replicas:
@@ -226,14 +225,14 @@ class Exchange(abc.ABC, Generic[S]):
         return buffer
 
     def wait(self, decode: bool = True) -> Tensor | None:
-        """End the exchange that is under way, if any, and return what arrived."""
+        """Wait for the pending exchange, if any, and return the received tensor."""
         if self.pending is None:
             return None
         arrived, self.pending = self.pending.wait(decode), None
         return arrived
 
     def start_sending_back(self, grad: Tensor, sent: Tensor) -> Tensor:
-        """Send back the gradient of what had arrived in the buffer; return the buffer's."""
+        """Start to send the gradient of the received elements; return the buffer's gradient."""
         stage = self.stage
         if stage.has_exchange and self.adds_up:
             self.pending = comm.all_gather(self.env, stage.tasks[1], sent)
@@ -244,21 +243,21 @@ class Exchange(abc.ABC, Generic[S]):
         return grad
 
     def wait_for_grads(self) -> Tensor | None:
-        """End what `start_sending_back` started, if anything, and return what arrived."""
+        """Wait for the reverse exchange, if any, and return the received gradients."""
         arrived, scale = self.wait(), self.stage.grad_scale
         if arrived is None or self.scales_early or scale == 1.0:
             return arrived
         return arrived.mul_(scale)
 
     def replica_grads(self, grad: Tensor) -> list[Tensor]:
-        """Take the gradients of the replicas' outputs out of the buffer's."""
+        """Return the gradients of the replicas' outputs from that of the buffer."""
         sizes = [shape.numel() for shape in self._replica_shapes]
         parts = grad[self.num_received :].split(sizes) if sizes else ()
         return [part.view(s) for part, s in zip(parts, self._replica_shapes, strict=True)]
 
 
 class _Send(torch.autograd.Function):
-    """Local embeddings to the buffer they arrive in; the buffer is complete after `_Place`."""
+    """Autograd edge from lookups' outputs to the receive buffer, which `_Place` completes."""
 
     @staticmethod
     def forward(
@@ -266,16 +265,16 @@ class _Send(torch.autograd.Function):
     ) -> Tensor:
         ctx.exchange = exchange
         with step_stages.running((Stage.OUTPUT_DIST, exchange.path)):
-            return exchange.send(outputs[:num_lookups], outputs[num_lookups:])
+            return exchange.start_forward(outputs[:num_lookups], outputs[num_lookups:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with step_stages.running((Stage.GRADIENT_DIST, ctx.exchange.path)):
-            return (None, None, grad.new_empty(0), *ctx.exchange.send_back(grad))
+            return (None, None, grad.new_empty(0), *ctx.exchange.finish_backward(grad))
 
 
 class _Place(torch.autograd.Function):
-    """The arriving buffer to the output."""
+    """Autograd edge from the receive buffer to the output."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange[Any], buffer: Tensor) -> Tensor:
@@ -284,7 +283,7 @@ class _Place(torch.autograd.Function):
         if backward is not None:
             ctx.metadata[TABLE_UPDATES] = backward.updates
         with step_stages.running((Stage.OUTPUT_DIST, exchange.path)):
-            return exchange.place(buffer)
+            return exchange.finish_forward(buffer)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
@@ -292,7 +291,7 @@ class _Place(torch.autograd.Function):
         with step_stages.running((Stage.GRADIENT_DIST, exchange.path)):
             if exchange.stage.backward is not None:
                 exchange.stage.backward.begins()
-            return None, exchange.spread(grad)
+            return None, exchange.start_backward(grad)
 
 
 def _columns(
@@ -322,23 +321,23 @@ def _join(outputs: Sequence[Tensor], batch_sizes: np.ndarray, device: torch.devi
 
 
 class OutputStage(abc.ABC, Generic[T]):
-    """What the pooled and the sequence output share.
+    """Base class of the output stages for pooled embeddings and for sequences.
 
     Args:
-        layout: the compiled placement.
-        env: the ranks.
-        device: where the embeddings are.
-        backward: what is told of backward passes.
-        codecs: what embeddings and gradients look like while they travel.
-        feature_names: the module's distinct features, in the layout's numbering.
-        names: of the output's parts.
-        dtype: of the output.
+        layout: The compiled placement.
+        env: The ranks.
+        device: Device of the embeddings.
+        backward: Callbacks for backward passes.
+        codecs: Wire formats of embeddings and of gradients.
+        feature_names: The module's distinct features, in the layout's numbering.
+        names: Names of the output's features.
+        dtype: dtype of the output.
     """
 
     tasks = ExchangeName.EMBEDDINGS, ExchangeName.GRADIENTS
     codecs: tuple[WireFormat | None, WireFormat | None]
     most_ids: float = inf
-    """Ids for each bag of each row part, above which rows of ids are more than sums are."""
+    """Ids per bag and row block above which a row per id is more than partial sums."""
 
     def __init__(
         self,
@@ -365,10 +364,10 @@ class OutputStage(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def _prepare(self, codecs: QuantizedCommCodecs) -> None:
-        """Work out what does not depend on a batch, and set `codecs`."""
+        """Compute the constants of the stage and set `codecs`."""
 
     def connect(self) -> None:
-        """Make the process groups of the module's exchanges; every rank must."""
+        """Create the process groups of the module's exchanges; a collective call."""
         _ = self.env.for_ids, self.env.for_embeddings
 
     @abc.abstractmethod
@@ -379,18 +378,18 @@ class OutputStage(abc.ABC, Generic[T]):
 
         Args:
             ctx: The batch.
-            lookups: looks up, per lookup group of this rank: `[T, C_g]`, or a row per id.
-            replicas: per replica group, of this rank's samples.
-            trains: whether any table of the module, on any rank, takes gradients.
+            lookups: Iterator that looks up, per lookup of this rank: `[T, C_g]`, or a row per id.
+            replicas: Outputs of replicated tables for this rank's samples.
+            trains: Whether any table of the module, on any rank, takes gradients.
 
         Returns:
-            What waits for the output; call it once.
+            Function that waits for the output; call it once.
         """
 
 
 @final
 class OutputDist(OutputStage[KeyedTensor]):
-    """Sends pooled embeddings to the samples' ranks and lays them out."""
+    """Output stage for pooled embeddings."""
 
     def _prepare(self, codecs: QuantizedCommCodecs) -> None:
         layout, env, device = self.layout, self.env, self.device
@@ -402,13 +401,12 @@ class OutputDist(OutputStage[KeyedTensor]):
             for slot in [layout.slots[layout.split_slots[place]]]
         ]
         self.hop = NodeHop(layout, env, device, codecs) if layout.is_hierarchical else None
-        # the columns of the received buffer, block by block: what each rank sends, then the
-        # replicas'
+        # columns of the receive buffer by block: one per rank, then one per replicated lookup
         blocks: list[Ranges] = []
-        self.widths = np.zeros(env.world_size, dtype=np.int64)  # received from each rank, a sample
+        self.widths = np.zeros(env.world_size, dtype=np.int64)  # per sample, from each rank
         for rank, streams in enumerate(layout.streams):
             sent = [_ranges(layout, streams, in_node=False)]
-            if self.hop is not None and rank in self.hop.stands_for:
+            if self.hop is not None and rank in self.hop.sample_ranks:
                 sent.append(node_columns(layout, rank // layout.node_size))
             blocks += sent
             self.widths[rank] = sum(map(_width, sent))
@@ -425,7 +423,7 @@ class OutputDist(OutputStage[KeyedTensor]):
         if self.hop is None and _may_add_up(of_ranks, env, device, self.codecs):
             summed = [blocks[0], *self.replica_blocks]
             self.sums = ColumnGather(summed, layout.width, device, self.means)
-            if env.node_size < env.world_size:  # what crosses is added up in each node before
+            if env.node_size < env.world_size:  # sums are made in each node first
                 self.most_ids = 1 / env.node_size
         self.group_widths = [g.width for g in layout.groups[env.rank] if not g.in_node]
         ranks, flat_width = np.arange(env.world_size), sum(self.group_widths)
@@ -433,15 +431,15 @@ class OutputDist(OutputStage[KeyedTensor]):
         self.blocks = [(ranks, flat_width)]
         self.order: np.ndarray | None = None
         if self.hop is not None and self.hop.width:
-            stands_for = np.array(self.hop.stands_for)
-            self.sent_widths[stands_for] += self.hop.width
+            sample_ranks = np.array(self.hop.sample_ranks)
+            self.sent_widths[sample_ranks] += self.hop.width
             if flat_width:
-                self.blocks.append((stands_for, self.hop.width))
-                order = np.argsort(np.concatenate([ranks, stands_for]), kind="stable")
+                self.blocks.append((sample_ranks, self.hop.width))
+                order = np.argsort(np.concatenate([ranks, sample_ranks]), kind="stable")
                 self.order = order.astype(np.int32)
-            else:  # the node's sums are all that this rank sends
+            else:  # this rank sends the node's sums only
                 self.group_widths = [self.hop.width]
-                self.blocks = [(stands_for, self.hop.width)]
+                self.blocks = [(sample_ranks, self.hop.width)]
         self._is_identity = (
             env.world_size == 1
             and not self.means
@@ -450,14 +448,14 @@ class OutputDist(OutputStage[KeyedTensor]):
         )
 
     def connect(self) -> None:
-        """Make the process groups of the module's exchanges; every rank must."""
+        """Create the process groups of the module's exchanges; a collective call."""
         super().connect()
         if self.hop is not None:
             _ = self.hop.env
 
     @cached_property
     def ragged(self) -> RaggedGather:
-        """Lays out what this rank gets where blocks, one of each stream, have their own rows."""
+        """The gather for ragged batches: each stream is a block with its own number of rows."""
         arriving: list[Ranges] = [[s.cols] for streams in self.layout.streams for s in streams]
         blocks = [*arriving, *self.replica_blocks]
         return RaggedGather(blocks, self.layout.width, self.device, self.means)
@@ -471,11 +469,11 @@ class OutputDist(OutputStage[KeyedTensor]):
             return lambda: self._keyed(whole, ctx)
         sums: Callable[[], Tensor] | None = None
         if self.hop is not None:
-            node = self.hop.env  # asked for by all ranks, also of nodes that add up nothing
+            node = self.hop.env  # created by all ranks, also of nodes without sums
             if self.hop.width:
                 in_node = list(islice(lookups, len(self.hop.group_widths)))
                 sums = self.hop.start(node, ctx, in_node, trains)
-        outputs = list(lookups)  # looked up while the node's parts travel
+        outputs = list(lookups)  # looked up during the node's exchange
         if sums is not None:
             outputs.append(sums())
         env = self.env.for_embeddings
@@ -497,13 +495,13 @@ class OutputDist(OutputStage[KeyedTensor]):
 
 @final
 class _PooledExchange(Exchange[PooledStage]):
-    """One batch's way through the stage, or through a hop before it, forward and backward.
+    """Exchange of a batch with one row per sample, among all ranks or within a node.
 
     Args:
-        stage: whose batch it is.
-        env: the ranks: all, or those of a node.
+        stage: The stage or hop.
+        env: The ranks: all, or those of a node.
         ctx: The batch.
-        samples: that each of them collects: its own, or in a node those of its peers too.
+        samples: Samples of each rank: its own, or in a node also those of its peers.
     """
 
     def __init__(
@@ -517,11 +515,11 @@ class _PooledExchange(Exchange[PooledStage]):
         sends = samples * stage.sent_widths
         super().__init__(stage, env, sends.tolist(), receives.tolist(), ctx.stage.path)
         self._bag_counts = ctx.prepared.bag_counts
-        # a narrow format takes gradients as they are: smaller ones may be lost in it
+        # in a narrow format scaled gradients may underflow: they are scaled after the exchange
         self.scales_early = stage.codecs[1] is None
 
-    def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Start the exchange into one buffer; the replicas' output is behind what arrives."""
+    def start_forward(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
+        """Start the exchange."""
         stage, num_groups = self.stage, len(self.stage.group_widths)
         sent = _join(lookups[:num_groups], self.batch_sizes, stage.device).reshape(-1)
         if stage.order is not None:
@@ -530,24 +528,24 @@ class _PooledExchange(Exchange[PooledStage]):
         return self.start_sending(sent, replicas)
 
     def _block_sizes(self) -> list[np.ndarray]:
-        """Return for each block how many values go to each of its ranks."""
+        """Return per block the number of values for each of its ranks."""
         return [self.batch_sizes[ranks] * width for ranks, width in self.stage.blocks]
 
-    def place(self, buffer: Tensor) -> Tensor:
-        """Wait and lay the buffer out: `[B, D]`."""
+    def finish_forward(self, buffer: Tensor) -> Tensor:
+        """Wait and gather the output `[B, D]`."""
         wire = self.stage.read_codecs[0]
         arrived = self.wait(decode=wire is None)
         rest = (arrived, wire) if wire is not None else ()
         return self.gather.collect(buffer, self.num_samples, self._bag_counts, *rest)
 
-    def spread(self, grad_BD: Tensor) -> Tensor:
-        """Transposed `place`: the gradient of the buffer; starts sending it back."""
+    def start_backward(self, grad_BD: Tensor) -> Tensor:
+        """Compute the gradient of the buffer and start the reverse exchange."""
         scale = self.stage.grad_scale if self.scales_early else 1.0
         sent = self._bag_counts, scale, self.num_received, self.stage.read_codecs[1]
         return self.start_sending_back(*self.gather.spread(grad_BD, *sent))
 
-    def send_back(self, grad: Tensor) -> list[Tensor]:
-        """Transposed `send`: the gradients of the lookups' and replicas' outputs."""
+    def finish_backward(self, grad: Tensor) -> list[Tensor]:
+        """Wait and return the gradients of the lookups' and replicas' outputs."""
         stage, arrived, sums = self.stage, self.wait_for_grads(), []
         if arrived is None:
             return self.replica_grads(grad)
@@ -564,15 +562,15 @@ class _PooledExchange(Exchange[PooledStage]):
 
 @final
 class _RaggedExchange(Exchange["OutputDist"]):
-    """One batch's way through the stage where streams do not have a row for each sample.
+    """Exchange of a ragged batch, in which streams have their own numbers of rows.
 
-    Of features with batch sizes of their own the bags travel that there are; of row-split tables
-    whose bags are short, the rows of the ids that there are. Lookups read no others, and give them
-    rank by rank: those of one lookup are sent as they are.
+    A stream has a row per bag of a feature with its own batch size, or a row per id if bags of a
+    row-split table have few ids. Lookups produce these rows rank by rank, so the output of a single
+    lookup is sent without a copy.
 
     Args:
-        stage: whose batch it is.
-        env: the ranks.
+        stage: The stage.
+        env: The ranks.
         ctx: The batch.
     """
 
@@ -593,7 +591,7 @@ class _RaggedExchange(Exchange["OutputDist"]):
 
     @staticmethod
     def _split_ids(ctx: BatchContext, num_blocks: int) -> SplitIds:
-        """Return where the ids of bags went, some of which return as rows."""
+        """Return the segments of ids that return as rows."""
         routes, segment_K = ctx.checked.routes, np.full(num_blocks, NO_SEGMENT)
         by_id_S, prepared = ctx.shape.by_id_D, ctx.prepared
         of_streams = routes.segments - routes.num_keys  # whole features are before the others
@@ -604,26 +602,26 @@ class _RaggedExchange(Exchange["OutputDist"]):
             segment_K, counts_XWF, joined(prepared.segments.moved_to), prepared.split_offsets
         )
 
-    def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Start the exchange into one buffer; the replicas' output is behind what arrives."""
+    def start_forward(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
+        """Start the exchange."""
         stage = self.stage
         sent = joined(lookups) if lookups else torch.empty(0, device=stage.device)
         if len(lookups) > 1:
             sent = ops.swap_segments(sent, self._looked_up_RL.T)
         return self.start_sending(sent, replicas)
 
-    def place(self, buffer: Tensor) -> Tensor:
-        """Wait and lay the buffer out: `[B, D]`."""
+    def finish_forward(self, buffer: Tensor) -> Tensor:
+        """Wait and gather the output `[B, D]`."""
         self.wait()
         return self._arriving.collect(buffer, self._bag_counts)
 
-    def spread(self, grad_BD: Tensor) -> Tensor:
-        """Transposed `place`: the gradient of the buffer; starts sending it back."""
+    def start_backward(self, grad_BD: Tensor) -> Tensor:
+        """Compute the gradient of the buffer and start the reverse exchange."""
         grad = self._arriving.spread(grad_BD, self._bag_counts)
         return self.start_sending_back(grad, grad[: self.num_received])
 
-    def send_back(self, grad: Tensor) -> list[Tensor]:
-        """Transposed `send`: the gradients of the lookups' and replicas' outputs."""
+    def finish_backward(self, grad: Tensor) -> list[Tensor]:
+        """Wait and return the gradients of the lookups' and replicas' outputs."""
         arrived = self.wait_for_grads()
         if arrived is None:
             return self.replica_grads(grad)
@@ -639,13 +637,15 @@ def _may_add_up(
     device: torch.device,
     codecs: tuple[WireFormat | None, WireFormat | None],
 ) -> bool:
-    """Return whether ranks all send the same columns, and better as sums; narrow ones would lose.
+    """Return whether a reduce-scatter replaces the all-to-all and the sums.
+
+    All ranks must send the same columns, in fp32: sums of narrow formats would lose precision.
 
     Args:
-        blocks: the columns that each rank sends.
-        env: the ranks.
-        device: where they are.
-        codecs: what embeddings and gradients look like while they travel.
+        blocks: Columns that each rank sends.
+        env: The ranks.
+        device: Device of the embeddings.
+        codecs: Wire formats of embeddings and of gradients.
     """
     is_exact = codecs == (None, None)
     is_uniform = len(blocks) > 1 and blocks[0] and all(block == blocks[0] for block in blocks)
@@ -653,7 +653,7 @@ def _may_add_up(
 
 
 def node_columns(layout: Layout, node: int) -> Ranges:
-    """Output columns, ascending, that a node's ranks add up among themselves."""
+    """Return the output columns, ascending, whose partial sums are added up within a node."""
     members = range(node * layout.node_size, (node + 1) * layout.node_size)
     streams = (stream for rank in members for stream in layout.streams[rank])
     return merge_ranges(sorted(set(_columns(layout, streams, in_node=True))))
@@ -661,17 +661,17 @@ def node_columns(layout: Layout, node: int) -> Ranges:
 
 @final
 class NodeHop:
-    """Adds up the row parts of tables that are within one node, before they leave it.
+    """Sum of partial sums within a node, for tables whose rows are on the ranks of one node.
 
-    Each rank stands for the samples of the ranks that have its own place in their nodes: for those
-    it collects the node's parts, sums them, and sends the sums on. What takes no hop is looked up,
-    and updated in backward, while the parts travel.
+    Each rank receives the node's partial sums for the samples of the ranks with the same local rank
+    (`sample_ranks`), adds them up and sends the sums on. Other tables are looked up, and updated in
+    backward, during this exchange.
 
     Args:
-        layout: the compiled placement.
-        env: the ranks.
-        device: where the embeddings are.
-        codecs: what they look like while they travel.
+        layout: The compiled placement.
+        env: The ranks.
+        device: Device of the embeddings.
+        codecs: Wire formats of embeddings and of gradients.
     """
 
     tasks = ExchangeName.EMBEDDINGS_IN_NODE, ExchangeName.GRADIENTS_IN_NODE
@@ -685,7 +685,7 @@ class NodeHop:
         self.device = device
         self._whole_env, self.size = env, layout.node_size
         node, place = divmod(env.rank, self.size)
-        self.stands_for = range(place, env.world_size, self.size)
+        self.sample_ranks = range(place, env.world_size, self.size)
         self.group_widths = [g.width for g in layout.groups[env.rank] if g.in_node]
         ranks, width = np.arange(env.world_size), sum(self.group_widths)
         self.sent_widths, self.blocks = np.full(self.size, width), [(ranks, width)]
@@ -706,29 +706,29 @@ class NodeHop:
 
     @cached_property
     def env(self) -> ShardingEnv:
-        """The ranks of the node. Every rank asks first while the model is built."""
+        """Process group of this node. The first access is a collective call."""
         return self._whole_env.for_embeddings.of_node(self.size)
 
     def start(
         self, env: ShardingEnv, ctx: BatchContext, lookups: Sequence[Tensor], trains: bool
     ) -> Callable[[], Tensor]:
-        """Start to turn this rank's parts into the node's sums.
+        """Start the exchange of partial sums within the node.
 
         Args:
-            env: the ranks of the node.
+            env: The ranks of the node.
             ctx: The batch.
-            lookups: per lookup `[T, C_g]`, this rank's sums for the samples of all ranks.
-            trains: as for `start`.
+            lookups: Per lookup `[T, C_g]`, partial sums for the samples of all ranks.
+            trains: Whether any table of the module, on any rank, takes gradients.
 
         Returns:
-            What waits for `[samples of the ranks this one stands for, width]`, in rank order.
+            Function that waits for `[samples of sample_ranks, width]`, in rank order.
         """
         samples = ctx.shape.batch_sizes_R.reshape(-1, self.size).sum(0)
         return _PooledExchange(self, env, ctx, samples).start(lookups, (), trains)
 
 
 def _within(outer: Ranges, inner: Ranges) -> Ranges:
-    """Range of output columns, counted within the columns that `outer` lists."""
+    """Return the positions of columns `inner` within the columns `outer`."""
     starts = np.cumsum([0] + [end - start for start, end in outer])
     found = []
     for start, end in inner:

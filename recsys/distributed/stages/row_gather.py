@@ -1,7 +1,7 @@
-"""Lays out what arrived of sequences: each row where its id is, and back.
+"""Gather of received rows for sequences.
 
-What arrives is one buffer, stream by stream, with a row for each id, as wide as the columns of the
-stream. Columns of an id from several streams come side by side.
+The receive buffer has, stream by stream, a row per id with the columns of the stream. The output
+has a row per id with the columns of all its streams.
 
 Shape names: `S` streams, `N` their ids, `R` rows of the output, `D` its columns.
 """
@@ -19,16 +19,16 @@ from recsys.kernels import ops
 
 @final
 class RowGather:
-    """One batch's rows, in a buffer and as a rectangle; each value of either is one of the other.
+    """Bijection between the values of a batch's receive buffer and of its `[R, D]` output.
 
     Args:
-        dim: D.
-        chunk: columns that rows are moved by; divides `dim` and the columns of every stream.
-        first_S: `[S]` chunk of the output at which rows of each stream begin.
-        chunks_S: `[S]` chunks of such a row.
-        counts_S: `[S]` ids.
-        shifts_S: `[S]` rows of the output between an id's place and its row.
-        places_N: `[N]` int64 places of the ids in the batch, stream by stream.
+        dim: Embedding dimension, D.
+        chunk: Columns that are moved together; divides `dim` and the columns of every stream.
+        first_S: `[S]` first chunk of each stream's columns in the output.
+        chunks_S: `[S]` chunks of a row of each stream.
+        counts_S: `[S]` ids of each stream.
+        shifts_S: `[S]` output row of an id minus its position in the batch.
+        places_N: `[N]` int64 positions of the ids in the batch, stream by stream.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class RowGather:
             self._target = self._chunk_of_each(streams, places_N)
 
     def _streams(self, streams_4S: np.ndarray, places_N: Tensor) -> tuple[Tensor, Tensor, int, int]:
-        """Return what kernels are told."""
+        """Return the arguments of the Triton kernels."""
         counts_S, chunks_S, shifts_S, first_S = streams_4S
         before_S, sizes_S = np.cumsum(counts_S) - counts_S, counts_S * chunks_S
         starts_S = np.cumsum(sizes_S) - sizes_S - before_S * chunks_S
-        told_5S = np.stack([before_S, chunks_S, starts_S, shifts_S, first_S])
-        uploaded = ops.upload(told_5S, places_N.device)
+        streams_5S = np.stack([before_S, chunks_S, starts_S, shifts_S, first_S])
+        uploaded = ops.upload(streams_5S, places_N.device)
         return places_N, uploaded, int(chunks_S.max()), self._chunk
 
     def _chunk_of_each(self, streams_4S: np.ndarray, target: Tensor) -> Tensor:
-        """Return for each chunk of the buffer the chunk of the output it goes to."""
+        """Return the output chunk of each chunk of the buffer."""
         counts_S, chunks_S, shifts_S, first_S = streams_4S
         per_row = self._dim // self._chunk
         num_ids, device = target.numel(), target.device
@@ -87,7 +87,7 @@ class RowGather:
         """Return the output, `[R, D]`.
 
         Args:
-            buffer: flat.
+            buffer: The receive buffer, flat.
         """
         if self._on_device is not None:
             from recsys.kernels.sequence_triton import collect_rows
@@ -99,10 +99,10 @@ class RowGather:
         return output.view(-1, self._dim)
 
     def spread(self, grad_RD: Tensor) -> Tensor:
-        """Return the gradient of the buffer, by the transpose of `collect`.
+        """Return the gradient of the buffer: the transpose of `collect`.
 
         Args:
-            grad_RD: the output's.
+            grad_RD: Gradient of the output.
         """
         if self._on_device is not None:
             from recsys.kernels.sequence_triton import spread_rows

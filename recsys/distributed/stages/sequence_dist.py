@@ -1,9 +1,9 @@
-"""Third stage, sequences: looked-up embeddings go back to the ids they belong to.
+"""Output stage for sequences: sends a row per id to the rank that has the id.
 
-One exchange forward and one backward. Nothing is added up, so the way back is the way of the ids:
-each rank returns a row per id it received, in the order it came, and the sender knows from its
-receipt which place of the batch each of them is for. A row is a number of *chunks*, the largest
-width that divides every stretch of columns, so that tables split by columns need no code.
+There is one exchange forward and one backward, without sums. Each rank returns a row per received
+id in the order of arrival, and the receiver knows the position of each id in its batch. A row
+consists of *chunks*: the chunk is the largest width that divides the columns of every stream, so
+tables split by columns need no special case.
 
 Shape names: `N` ids of this rank's output, slot by slot; `D` columns of every table.
 """
@@ -31,12 +31,11 @@ from recsys.sparse.features import FeatureViews
 
 @final
 class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
-    """Sends one embedding per id back to the rank that has the id.
+    """Output stage for sequences.
 
     Args:
-        args: as for `OutputStage`; the layout is of
-            tables of one dim.
-        need_indices: whether the ids are returned too.
+        args: As for `OutputStage`; the tables have one embedding dimension.
+        need_indices: Whether to return the ids too.
     """
 
     def __init__(self, *args: Any, need_indices: bool) -> None:
@@ -52,7 +51,7 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
         widths = [stream.rect.num_cols for stream in sent]
         self.chunk = gcd(self.dim, *first_cols, *widths)
         self.codecs = codecs.fitted(self.chunk)
-        # of the streams sent to all ranks, then the replicas'
+        # of the streams of all ranks, then of replicated tables
         self.sent_slots = np.array([stream.slot for stream in sent])
         self.sent_first_chunks = np.array(first_cols) // self.chunk
         self.sent_chunks = np.array(widths) // self.chunk
@@ -65,7 +64,7 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
         self.keeps_order = bool((reading[:-1] < reading[1:]).all())
         self.to_lookups = reading.astype(np.int32)
         self.to_ranks = np.argsort(reading).astype(np.int32)
-        # each slot's rows arrive in one stretch: they need not be moved
+        # the rows of each slot are received as one block: they need not be moved
         self.is_whole = len(sent) == len(layout.slots) and self.chunk == self.dim
         self.slot_order = self.sent_slots.tolist() if self.is_whole else None
 
@@ -106,13 +105,13 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
 
 @final
 class _SequenceExchange(Exchange[SequenceDist]):
-    """One batch's way through the stage, forward and backward."""
+    """Exchange of a batch's rows."""
 
     def __init__(self, stage: SequenceDist, ctx: BatchContext) -> None:
         routes, header = ctx.checked.routes, ctx.header
         self.slot_keys = routes.slot_keys
         self.counts_K = counts_K = header.counts_G[: routes.num_keys]
-        # ids of each slot, and places in the batch at which they begin
+        # ids of each slot, and the position in the batch of the first of them
         self.slot_counts = counts_K[self.slot_keys]
         self.slot_starts = (np.cumsum(counts_K) - counts_K)[self.slot_keys]
         of_replicas = [counts_K[positions] for _, positions in routes.replicas]
@@ -136,11 +135,10 @@ class _SequenceExchange(Exchange[SequenceDist]):
             self.gather = RowGather(stage.dim, stage.chunk, *columns, sent_counts, shifts, places)
 
     def repeats(self, inverse_of_keys: Sequence[Tensor]) -> Tensor:
-        """Return the place in the output of the row of each id as given, slot by slot in order.
+        """Return the output row of each id before deduplication, slot by slot.
 
         Args:
-            inverse_of_keys: where ids were made distinct: the places among the batch's distinct ids
-                of each feature's given ids.
+            inverse_of_keys: Per feature the positions of its ids among the batch's distinct ids.
         """
         counts, slots = self.slot_counts, self.stage.slot_order
         order = np.arange(len(counts)) if slots is None else slots
@@ -149,8 +147,8 @@ class _SequenceExchange(Exchange[SequenceDist]):
         pairs = zip(self.slot_keys, shifts, strict=True)
         return torch.cat([inverse_of_keys[k] + int(shift) for k, shift in pairs])
 
-    def send(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Start the exchange into one buffer; the replicas' output is behind what arrives."""
+    def start_forward(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
+        """Start the exchange."""
         stage = self.stage
         self.widths = [x.shape[1] for x in lookups]
         rows = [x.reshape(-1) for x in lookups] or [torch.empty(0, device=stage.device)]
@@ -161,24 +159,24 @@ class _SequenceExchange(Exchange[SequenceDist]):
         return self.start_sending(sent, replicas)
 
     def _reorder(self, rows: Tensor, order: np.ndarray, chunks: np.ndarray) -> Tensor:
-        """Permute the segments of `chunks` chunks each."""
+        """Permute segments; `chunks` are their sizes in chunks."""
         return ops.move_segments(rows, order, chunks * self.stage.chunk)
 
-    def place(self, buffer: Tensor) -> Tensor:
-        """Wait, and put each row where its id is: `[N, D]`."""
+    def finish_forward(self, buffer: Tensor) -> Tensor:
+        """Wait and gather the output `[N, D]`."""
         self.wait()
         stage = self.stage
         if stage.is_whole:
             return buffer.detach().view(-1, stage.dim)
         return self.gather.collect(buffer)
 
-    def spread(self, grad: Tensor) -> Tensor:
-        """Transposed `place`: the gradient of the buffer; starts sending it back."""
+    def start_backward(self, grad: Tensor) -> Tensor:
+        """Compute the gradient of the buffer and start the reverse exchange."""
         grad = grad.reshape(-1) if self.stage.is_whole else self.gather.spread(grad)
         return self.start_sending_back(grad, grad[: self.num_received])
 
-    def send_back(self, grad: Tensor) -> list[Tensor]:
-        """Transposed `send`: the gradients of the lookups' and replicas' outputs."""
+    def finish_backward(self, grad: Tensor) -> list[Tensor]:
+        """Wait and return the gradients of the lookups' and replicas' outputs."""
         arrived = self.wait_for_grads()
         if arrived is None or not self.widths:
             return self.replica_grads(grad)

@@ -416,12 +416,12 @@ def test_what_is_sent_stands_in_the_order_of_the_ranks_it_goes_to(
         expected = [r[0], r[1], of_peers[0], r[2], r[3], r[4], of_peers[1], r[5]]
         exchange = _PooledExchange(stage, stage.env, ctx, sizes)
     with mock.patch.object(exchange, "start_sending") as sent:
-        exchange.send(lookups, ())
+        exchange.start_forward(lookups, ())
     values = sent.call_args.args[0]
     assert torch.equal(values.view(-1, 4), torch.cat(expected))
     assert sum(exchange.sends) == values.numel()
     with mock.patch.object(exchange, "wait_for_grads", return_value=values):
-        back = exchange.send_back(torch.empty(0))
+        back = exchange.finish_backward(torch.empty(0))
     assert all(map(torch.equal, back, lookups))
 
 
@@ -440,10 +440,10 @@ def test_sums_of_a_node_alone_are_sent_as_they_are() -> None:
     exchange = _PooledExchange(stage, stage.env, ctx, sizes)
     sums = torch.rand(int(sizes[[1, 4]].sum()), 4)
     with mock.patch.object(exchange, "start_sending") as sent:
-        exchange.send([sums], ())
+        exchange.start_forward([sums], ())
     values = sent.call_args.args[0]
     assert values.data_ptr() == sums.data_ptr()
     assert exchange.sends == [0, 8, 0, 0, 12, 0]
     with mock.patch.object(exchange, "wait_for_grads", return_value=values):
-        (back,) = exchange.send_back(torch.empty(0))
+        (back,) = exchange.finish_backward(torch.empty(0))
     assert torch.equal(back, sums)
