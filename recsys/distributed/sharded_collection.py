@@ -1,17 +1,16 @@
-"""What sharded collections share: their tables, lookups, optimizer, and copying.
+"""Base class of sharded collections: tables, lookups, optimizer, stages of a batch, resharding.
 
-The pooled and the sequence collection differ in how a table is looked up, in what the input stage
-must remember of a batch, and in the output stage; the rest is here.
+Pooled and sequence collections differ in their lookups and in their output stage.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain, islice
-from typing import Any, ClassVar, NoReturn, Self, final
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +20,12 @@ from recsys.distributed.module_tree import check_untied
 from recsys.distributed.placement.fused_params import settings_of_table, with_table_settings
 from recsys.distributed.placement.layout import Layout, Rect
 from recsys.distributed.placement.plan import (
-    EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     ParameterSharding,
-    compute_kernel_to_embedding_location,
-    warn_once,
 )
 from recsys.distributed.placement.plan_layout import place_tables
-from recsys.distributed.placement.strategies import check_plan_covers, pooling_of_parts
-from recsys.distributed.ranks.agreement import in_words, stable
+from recsys.distributed.placement.strategies import check_plan_covers
+from recsys.distributed.ranks.agreement import stable
 from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable, together
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
@@ -40,18 +36,22 @@ from recsys.distributed.stages.batch import Bags, BatchContext
 from recsys.distributed.stages.input_dist import InputDist, start_together
 from recsys.distributed.stages.lookup import GroupSettings, Lookup, build_lookups, needs_one_width
 from recsys.distributed.stages.output_dist import OutputStage
-from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer, optimizer_of_table
+from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer
 from recsys.distributed.state.moves import move_tables
 from recsys.distributed.state.row_updates import BackwardFinisher
 from recsys.distributed.state.table_shards import TableShards, load_tables
+from recsys.distributed.table_options import (
+    TableOptions,
+    bounds_check_mode_of,
+    facts_of_tables,
+    group_settings,
+    output_dtype_of,
+)
 from recsys.kernels.arguments import setting
-from recsys.kernels.support import shared_optimizer
-from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
 from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_interfaces import get_embedding_names_by_table
 from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection, TableDict
 from recsys.optim.apply_optimizer_in_backward import (
-    attached_optimizer,
     mark_in_backward,
 )
 from recsys.optim.keyed import CombinedOptimizer
@@ -61,41 +61,39 @@ from recsys.step_stages import Stage
 started_ahead: ContextVar[Callable[[ShardedCollection, KeyedJaggedTensor], Any] | None] = (
     ContextVar("started_ahead", default=None)
 )
-"""Asked at each call of a collection for its output of these features, if their trip has started
-already; else returns None."""
+"""Function that returns the output of a collection for a batch that started early; else None."""
 
 
 class ShardedCollection(ShardedModule):
-    """Tables of one unsharded collection, placed on many ranks.
+    """Tables of one collection, sharded over ranks.
 
     Args:
-        module: the collection to place. Its weights are kept, rank 0's where ranks differ; tables
-            on the `meta` device are allocated and initialised shard by shard.
-        table_name_to_parameter_sharding: the plan: one entry per table.
-        env: the ranks.
-        fused_params: optimizer settings for the tables that have no optimizer attached, such as
+        module: The unsharded collection. Its weights are kept (those of rank 0 if ranks differ);
+            tables on the `meta` device are allocated and initialized shard by shard.
+        table_name_to_parameter_sharding: The plan, with one entry per table.
+        env: The ranks.
+        fused_params: Optimizer settings for tables without an attached optimizer, such as
             `{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}`.
-        device: where the tables go.
-        qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
-            `get_qcomm_codecs_registry`; None: as they are.
-        module_fqn: the module's path in the model, by which errors name it.
+        device: Device of the tables.
+        qcomm_codecs_registry: Wire formats of embeddings and gradients, from
+            `get_qcomm_codecs_registry`; None for the dtype of the values.
+        module_fqn: Path of the module in the model, for error messages.
 
     Raises:
-        ValueError: if the plan misses a table, names an unknown one, does not cover a table
-            exactly once, uses a rank that does not exist, or splits the columns of a table whose
-            optimizer needs whole rows.
+        ValueError: If the plan lacks a table, has an unknown table or rank, does not cover a table
+            exactly once, or splits the columns of a table whose optimizer needs whole rows.
     """
 
     unsharded_module_type: ClassVar[type[nn.Module]]
-    """What it takes the place of."""
+    """Type of the unsharded module."""
     tables_name: ClassVar[str]
-    """The attribute that holds the tables, as in the unsharded collection."""
+    """Name of the attribute with the tables, as in the unsharded collection."""
     output_type: ClassVar[type[LazyAwaitable[Any]]]
-    """What `forward` returns."""
+    """Type of the output of `forward`."""
     output_stage: ClassVar[type[OutputStage[Any]]]
-    """What sends embeddings back."""
+    """Type of the output stage."""
     output_ops: ClassVar[Sequence[CommOp]]
-    """The names of its exchange in a registry of codecs."""
+    """Names of its exchanges in a registry of codecs."""
     _is_weighted = False
     _use_index_dedup = False
 
@@ -128,12 +126,12 @@ class ShardedCollection(ShardedModule):
             self._plan = plan
             self._env = env
             self._device = canonical_device(device or default_device(env))
-            self._bounds_check_mode = _bounds_check_mode(plan, module.bounds_check_mode)
-            self._output_dtype = _output_dtype(plan)
+            self._bounds_check_mode = bounds_check_mode_of(plan, module.bounds_check_mode)
+            self._output_dtype = output_dtype_of(plan)
             self._adopt(module)
             self._build(
                 [
-                    _TableOptions(
+                    TableOptions(
                         weight,
                         settings_of_table(fused_params, plan[name]),
                         plan[name].stochastic_rounding,
@@ -151,7 +149,7 @@ class ShardedCollection(ShardedModule):
             )
 
     def _facts(self) -> dict[str, str]:
-        """Return what has to be the same on all ranks, by its name."""
+        """Return the properties that must be the same on all ranks, by name."""
         switches = {name: value for name, value in vars(self).items() if isinstance(value, bool)}
         facts = {
             "the module": "; ".join(
@@ -168,22 +166,22 @@ class ShardedCollection(ShardedModule):
                 )
             )
         }
-        return facts | _facts_of_tables(self._layout, self._configs, self._options)
+        return facts | facts_of_tables(self._layout, self._configs, self._options)
 
     def _adopt(self, module: Any) -> None:
-        """Take over the settings of the given module."""
+        """Copy the settings of the unsharded module."""
 
     def _output_options(self) -> dict[str, bool]:
-        """Return what the output stage is told besides what every collection tells it."""
+        """Return further arguments of the output stage."""
         return {}
 
     def _build(
         self,
-        options: Sequence[_TableOptions],
+        options: Sequence[TableOptions],
         lookups: Sequence[Lookup] = (),
         replicas: Sequence[Lookup] = (),
     ) -> None:
-        """Compile the plan and allocate the tables, but for what given lookups hold already."""
+        """Compile the plan and allocate the tables that no given lookup has."""
         env, device = self._env, self._device
         self._options = list(options)
         features, layout = self._place()
@@ -251,48 +249,9 @@ class ShardedCollection(ShardedModule):
         )
 
     def _group_of(self, number: int, rects: Sequence[Rect]) -> GroupSettings:
-        """Return what a table must have in common with those it shares a lookup with.
-
-        Raises:
-            ValueError: if the plan asks of it what its optimizer or the engine does not do.
-        """
         name = self._configs[number].name
         sharding, option = self._plan[name], self._options[number]
-        if sharding.compute_kernel == EmbeddingComputeKernel.QUANT.value:
-            raise ValueError(
-                f"Table {name!r} has compute_kernel 'quant', which is for inference; shard a "
-                "quantized model by recsys.inference.shard_quant_model."
-            )
-        splits_columns = len({rect.col_start for rect in rects}) > 1
-        owned = option.optimizer
-        if owned is not None and splits_columns and not owned.may_split_columns:
-            raise ValueError(
-                f"Table {name!r} is split by columns, but its optimizer "
-                f"{owned.spec.algorithm.name} takes the norm of whole rows. Place it table_wise, "
-                "row_wise or data_parallel, or ask for row_state='per_shard', which takes each "
-                "part's columns for whole rows."
-            )
-        reads_rows = owned is not None and splits_columns and owned.spec.rule.reduces_rows
-        exchanges = owned is not None and splits_columns and owned.exchanges_row_state
-        if owned is not None and not rects and not owned.may_replicate:
-            raise ValueError(
-                f"Table {name!r} is data_parallel and has stochastic_rounding, with which its "
-                "replicas would drift apart. Place it otherwise, or turn the rounding off."
-            )
-        location = compute_kernel_to_embedding_location(
-            EmbeddingComputeKernel(sharding.compute_kernel)
-        )
-        return GroupSettings(
-            pooling=pooling_of_parts(self._poolings[number], rects),
-            weights_dtype=option.dtype,
-            optimizer=owned and shared_optimizer(owned.spec, self._device, owned.update_mode),
-            requires_grad=option.requires_grad,
-            location=None if location is EmbeddingLocation.DEVICE else location,
-            deferred=owned is not None and owned.is_deferred,
-            exchanges_row_statistics=exchanges,
-            splits_row_state=reads_rows and not exchanges,
-            cache_load_factor=sharding.cache_params and sharding.cache_params.load_factor,
-        )
+        return group_settings(name, sharding, option, rects, self._poolings[number], self._device)
 
     def _needs_one_width(self, number: int, rects: Sequence[Rect]) -> bool:
         if self._device.type != "cuda":
@@ -318,7 +277,7 @@ class ShardedCollection(ShardedModule):
         return list(self._configs)
 
     def table_weights(self) -> dict[str, Tensor]:
-        """Table name to weight, in order: a `ShardedTable`, or whole where it is replicated."""
+        """Table name -> weight, in order: a `ShardedTable`, or a tensor if it is replicated."""
         return {name: table.whole() for name, table in self._tables().items()}
 
     @property
@@ -328,39 +287,39 @@ class ShardedCollection(ShardedModule):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's parts of the tables are."""
+        """Device of this rank's shards."""
         return self._device
 
     @property
     def input_stage(self) -> InputDist:
-        """The stage that sends ids to the ranks that own their rows."""
+        """The input stage."""
         return self._input_dist
 
     def create_context(self) -> BatchContext:
-        """Return what goes with one batch through `input_dist`, `compute` and `output_dist`.
+        """Return a context for one batch, for `input_dist`, `compute` and `output_dist`.
 
-        Several batches may be under way at once, each with a context of its own. All ranks call
-        the stages in one order. See docs/engine.md for a loop of this kind.
+        Several batches may be in progress, each with its own context. All ranks must call the
+        stages in the same order. docs/engine.md has an example of such a loop.
         """
         return BatchContext(self._input_dist)
 
     def input_dist(
         self, ctx: BatchContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[BatchContext]]:
-        """Start to tell the ranks that own a batch's rows how many ids come.
+        """Start the header exchange of a batch.
 
         Args:
-            ctx: a new context.
-            features: as for `forward`.
+            ctx: A new context.
+            features: The batch, as for `forward`.
 
         Returns:
-            Its `wait()` waits on the host for what all ranks told (on a GPU without other ranks
-            it need not where sizes are known, see `forward`), raises what `forward` raises, and
-            starts sending the ids. The `wait()` of what that returns gives what this rank looks up,
-            the `dist_input` of `compute`.
+            An awaitable of an awaitable. The first `wait()` waits on the host for the headers of
+            all ranks (not on a GPU without other ranks if sizes are known, see `forward`), raises
+            the errors of `forward`, and starts sending the ids. The second `wait()` waits for the
+            ids and returns `dist_input` for `compute`.
 
         Raises:
-            ValueError: if the context is another module's, or a batch has it already.
+            ValueError: If the context belongs to another module or batch.
 
         Example:
             >>> from recsys import EmbeddingBagCollection, EmbeddingBagConfig
@@ -399,30 +358,30 @@ class ShardedCollection(ShardedModule):
         return LazyAwaitable(send)
 
     def compute(self, ctx: BatchContext, dist_input: BatchContext) -> list[Tensor]:
-        """Look up what this rank has of a batch.
+        """Look up the received ids of a batch.
 
         Args:
-            ctx: the batch's context.
-            dist_input: what its `input_dist` gave in the end.
+            ctx: The context of the batch.
+            dist_input: The awaited result of `input_dist` for this context.
 
         Returns:
-            The output of each lookup: of replicated tables, `[B, C]`, then of this rank's own,
-            `[samples of all ranks, C]`; of sequences a row for each id.
+            The output of each lookup: `[B, C]` for replicated tables, then
+            `[samples of all ranks, C]` for this rank's shards; for sequences a row per id.
 
         Raises:
-            ValueError: if `dist_input` does not belong to the context.
+            ValueError: If `dist_input` belongs to another context.
         """
         return list(self._look_up(ctx, dist_input))
 
     def output_dist(self, ctx: BatchContext, output: Iterable[Tensor]) -> LazyAwaitable[Any]:
-        """Start sending embeddings to the samples' ranks.
+        """Start sending embeddings to the ranks of their samples.
 
         Args:
-            ctx: the batch's context.
-            output: what `compute` gave.
+            ctx: The context of the batch.
+            output: The result of `compute`.
 
         Returns:
-            What `forward` returns.
+            The output, as from `forward`.
         """
         lookups = iter(output)
         replicas = list(islice(lookups, len(self._replicas)))
@@ -430,20 +389,20 @@ class ShardedCollection(ShardedModule):
         return self.output_type(self._output_dist.start(ctx, lookups, replicas, trains))
 
     def compute_and_output_dist(self, ctx: BatchContext, input: BatchContext) -> LazyAwaitable[Any]:
-        """Look up what this rank has of a batch, and start sending embeddings.
+        """Look up the received ids of a batch and start sending embeddings.
 
-        Where tables are added up inside a node, the others are looked up meanwhile, as in
-        `forward`; `compute` looks all up before.
+        If partial sums are added up within a node, other tables are looked up during that exchange,
+        as in `forward`; `compute` looks up all tables first.
 
         Args:
-            ctx: the batch's context.
-            input: what its `input_dist` gave in the end.
+            ctx: The context of the batch.
+            input: The awaited result of `input_dist` for this context.
 
         Returns:
-            What `forward` returns.
+            The output, as from `forward`.
 
         Raises:
-            ValueError: if `input` does not belong to the context.
+            ValueError: If `input` belongs to another context.
         """
         return self.output_dist(ctx, self._look_up(ctx, input))
 
@@ -453,26 +412,26 @@ class ShardedCollection(ShardedModule):
         forward_stream: torch.Stream | None = None,
         ctx: BatchContext | None = None,
     ) -> None:
-        """Bring the rows that `compute` will read into the caches of tables that have one.
+        """Fetch the rows that `compute` will read into the device caches of tables.
 
         Args:
-            dist_input: what its `input_dist` gave in the end.
-            forward_stream: Ignored: call it on the stream of the lookups, after the update of
-                the batch before.
+            dist_input: The awaited result of `input_dist`.
+            forward_stream: Ignored. Call `prefetch` on the stream of the lookups, after the update
+                of the previous batch.
             ctx: Ignored.
         """
         for lookup, bags in zip(self._lookups, dist_input.received.lookups, strict=True):
             lookup.kernel.prefetch(bags.indices, bags.offsets, bags.of_features)
 
     def _look_up(self, ctx: BatchContext, dist_input: BatchContext) -> Iterator[Tensor]:
-        """Look up in the replicated tables now, in the others while the result is read."""
+        """Look up in replicated tables now; in the others when the result is iterated."""
         if dist_input is not ctx:
             given: object = dist_input
             if not isinstance(given, Awaitable) or given.wait() is not ctx:
                 raise ValueError(
-                    "compute needs a batch's context and what input_dist(context, features) gave, "
-                    "waited for twice; received another batch's, or what is under way. Call "
-                    "compute(context, input_dist(context, features).wait().wait())."
+                    "compute(ctx, dist_input) needs the awaited result of input_dist for the same "
+                    "ctx; received another batch's, or one that is pending. Call "
+                    "compute(ctx, input_dist(ctx, features).wait().wait())."
                 )
         if self._finisher.under_way:
             self._finisher.forget_failed_backward()
@@ -493,24 +452,24 @@ class ShardedCollection(ShardedModule):
         """Look up this rank's batch.
 
         Args:
-            features: int32 or int64 ids of this rank's samples, with every feature the tables read.
+            features: int32 or int64 ids of this rank's samples, with every feature of the tables.
 
         Returns:
-            What the unsharded collection returns, pending.
+            The output of the unsharded collection, as a `LazyAwaitable`.
 
         Raises:
-            IndexError: on every rank, if an id on any rank is outside its table.
-            KeyError: on every rank, if a batch lacks a feature.
-            TypeError: on every rank, if a rank's features are no KeyedJaggedTensor or ids are not
-                integers.
-            ValueError: on every rank, if lengths, offsets, weights or inverse indices of a rank
-                do not fit.
+            IndexError: On every rank, if an id on any rank is outside its table.
+            KeyError: On every rank, if a batch lacks a feature.
+            TypeError: On every rank, if the features of a rank are not a KeyedJaggedTensor or its
+                ids are not integers.
+            ValueError: On every rank, if lengths, offsets, weights or inverse indices of a rank are
+                invalid.
 
-        On a GPU without other ranks the host waits for nothing if it knows how many ids each
-        feature has (`features.length_per_key_or_none()` is not None), or needs no such number
-        (docs/engine.md, "On a GPU the host waits once a step, or never"). Values that are bad (ids
-        out of range, lengths, inverse indices) may then be raised only by a later call, or by
-        `check_ids`. Nothing foreign is read or written meanwhile.
+        On a GPU without other ranks the host does not wait if it knows the number of ids of each
+        feature (`features.length_per_key_or_none()` is not None) or does not need it
+        (docs/engine.md, "On a GPU the host waits once a step, or never"). Invalid values (ids,
+        lengths, inverse indices) are then raised by a later call or by `check_ids`. Lookups stay
+        within their tables meanwhile.
         """
         if torch.compiler.is_dynamo_compiling():
             return run_eagerly(self, features)  # type: ignore[no-any-return]
@@ -527,20 +486,19 @@ class ShardedCollection(ShardedModule):
         return self.output_dist(ctx, self._look_up(ctx, ctx))
 
     def check_ids(self) -> None:
-        """Raise now what is wrong with the values of an earlier batch, as when unsharded.
+        """Raise the pending errors of earlier batches; waits for the GPU.
 
-        There is something to raise only on a GPU without other ranks, and the host waits for the
-        GPU; elsewhere `forward` has raised it.
+        Only batches on a GPU without other ranks have pending errors; `forward` raises all others.
 
         Raises:
-            IndexError: if an id was outside its table.
-            ValueError: if lengths, offsets or inverse indices did not fit.
+            IndexError: If an id was outside its table.
+            ValueError: If lengths, offsets or inverse indices were invalid.
         """
         self._input_dist.late.read_all()
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
-        """The keyed optimizer of the tables that update themselves; names as in the state dict."""
+        """Keyed optimizer of the tables with fused updates; names as in the state dict."""
         return self._fused_optimizer
 
     @property
@@ -550,12 +508,12 @@ class ShardedCollection(ShardedModule):
 
     @property
     def layout(self) -> Layout:
-        """The plan, compiled; the same on every rank. `layout.plot()` draws it."""
+        """The compiled plan, the same on every rank. `layout.plot()` draws it."""
         return self._layout
 
     @property
     def lookups(self) -> tuple[list[Lookup], list[Lookup]]:
-        """The lookups of replicated tables, and those of this rank's parts of the others."""
+        """The lookups of replicated tables, and of this rank's shards."""
         return self._replicas, self._lookups
 
     @property
@@ -567,7 +525,7 @@ class ShardedCollection(ShardedModule):
         return [self._output_dist]
 
     def extra_repr(self) -> str:
-        """Show the lookups of this rank and why each runs on its backend, and the two stages."""
+        """Return the lookups of this rank with the reason for their backends, and the stages."""
         lookups = [lookup.kernel for lookup in (*self._lookups, *self._replicas)]
         return "\n".join(map(repr, [*lookups, self._input_dist, self._output_dist]))
 
@@ -582,7 +540,7 @@ class ShardedCollection(ShardedModule):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As of any module; every rank must call it, and an error on one is raised on all."""
+        """Load a state dict; a collective call. An error of one rank is raised on all."""
         load = partial(super().load_state_dict, state_dict, *args, **kwargs)
         return together(self._env, "load a state dict", load)
 
@@ -593,7 +551,7 @@ class ShardedCollection(ShardedModule):
         return self.copy(self._device)
 
     def copy(self, device: torch.device) -> Self:
-        """Return a copy on another device: same plan, weight, optimizer state, learning rates."""
+        """Return a copy on a device, with the plan, weights, optimizer state and learning rates."""
         other = self._with(self._plan, canonical_device(device))
         other._build(self._options)
         own, others = self._tables(), other._tables()
@@ -609,7 +567,7 @@ class ShardedCollection(ShardedModule):
         return other
 
     def _with(self, plan: EmbeddingModuleShardingPlan, device: torch.device) -> Self:
-        """Return one with these settings, of which nothing is built yet."""
+        """Return a shallow clone with a new plan and device; layout and tables are not built."""
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__getstate__())  # type: ignore[no-untyped-call]
         nn.Module.__init__(other)
@@ -618,36 +576,35 @@ class ShardedCollection(ShardedModule):
         return other
 
     def plan_after(self, plan: Mapping[str, ParameterSharding]) -> EmbeddingModuleShardingPlan:
-        """Return the plan that `reshard(plan)` leads to; nothing moves, and no rank waits.
+        """Return the plan after `reshard(plan)`, without moving tables or waiting for ranks.
 
         Args:
-            plan: as for `reshard`.
+            plan: As for `reshard`.
 
         Raises:
-            ValueError: as `reshard` does of a plan that fits no tables.
+            ValueError: If the plan does not fit the tables.
         """
         whole = merged_plan(self._path, self._plan, plan)
         self._with(whole, self._device)._place()
         return whole
 
     def reshard(self, plan: Mapping[str, ParameterSharding]) -> None:
-        """Move tables to other ranks while training goes on: weights and optimizer state.
+        """Move tables, with weights and optimizer state, to other ranks during training.
 
-        Every rank must call it, between a step and the next forward pass. Until the old parts are
-        given up, a rank holds the old and the new parts of the lookups that change, and up to 64
-        MiB on their way; lookups of which no table moves are left alone. `fused_optimizer` stays
-        the same object, with its learning rates.
+        Call it on every rank between a step and the next forward pass. During the move a rank has
+        the old and the new shards of the lookups that change, and up to 64 MiB of send buffers.
+        Lookups without a moved table are unchanged. `fused_optimizer` stays the same object, with
+        its learning rates.
 
         Args:
-            plan: where tables go, by name; the others stay. What an entry leaves None, but for the
-                shards, stays as it was.
+            plan: New entries by table name; other tables stay. Fields that are None, except the
+                shards, keep their values.
 
         Raises:
-            ValueError: on every rank, with nothing moved: if the plan does not fit the tables or
-                the ranks, or asks for another `bounds_check_mode`, `output_dtype` or
-                `stochastic_rounding`; if a table that moves has no optimizer of its own but trains,
-                or gradients are held for a step to come; if row states of parts of the columns
-                would have to be split or joined.
+            ValueError: On every rank, before anything moves: if the plan does not fit the tables or
+                the ranks, or changes `bounds_check_mode`, `output_dtype` or `stochastic_rounding`;
+                if a moved table trains without a fused optimizer, or gradients wait for a step; if
+                row states of column shards would have to be split or joined.
         """
         try:
             with constructing(self._env) as construction:
@@ -670,7 +627,7 @@ class ShardedCollection(ShardedModule):
                 group["lr"] = group["lr"]
 
     def _become(self, other: Self) -> None:
-        """Take over what another one was built of; what users hold of this one stays theirs."""
+        """Adopt the stages and tables of another instance; the optimizer object is preserved."""
         other._input_dist.end_of_data = self._input_dist.end_of_data
         other._input_dist.late = self._input_dist.late
         tables = TableDict()
@@ -683,84 +640,6 @@ class ShardedCollection(ShardedModule):
         ):
             setattr(self, name, getattr(other, name))
         self._tables_optimizer.follow(other._tables_optimizer)
-
-
-@final
-class _TableOptions:
-    """What a table brings along: dtype, whether it trains, and its optimizer."""
-
-    def __init__(
-        self, weight: nn.Parameter, fused_params: Mapping[str, Any], rounds: bool | None
-    ) -> None:
-        # carries what was attached, without keeping the whole table alive
-        self.source: nn.Parameter | None = None
-        if attached_optimizer(weight) is not None:
-            self.source = nn.Parameter(torch.empty(0))
-            mark_in_backward(self.source, weight)
-        self.dtype = weight.dtype
-        self.is_meta = weight.is_meta
-        self.requires_grad = weight.requires_grad
-        self.optimizer = optimizer_of_table(weight, fused_params)
-        if self.optimizer is not None and weight.dtype in (torch.float16, torch.bfloat16):
-            self.optimizer = self.optimizer.rounding(rounds)
-        elif rounds:
-            warn_once(
-                "ParameterSharding.stochastic_rounding",
-                rounds,
-                "It is for tables of float16 or bfloat16 that own an optimizer.",
-            )
-
-
-def _facts_of_tables(
-    layout: Layout, configs: Sequence[Any], options: Sequence[_TableOptions]
-) -> dict[str, str]:
-    """Return what of each table has to be the same on all ranks."""
-    facts: dict[str, str] = {}
-    spoken: dict[Hashable, str] = {}  # of what many tables share
-    for placed, config, option in zip(layout.tables, configs, options, strict=True):
-        shared = (placed.group, option.optimizer)
-        alike = spoken.get(shared)
-        if alike is None:
-            alike = spoken[shared] = "; ".join(map(in_words, shared))
-        shards = [
-            f"rows {r.row_start}-{r.row_end} and columns {r.col_start}-{r.col_end} on {r.rank}"
-            for r in placed.rects
-        ]
-        facts[f"table {config.name!r}"] = "; ".join(
-            (
-                in_words(config),
-                "on the meta device" if option.is_meta else "with values",
-                f"trains {option.requires_grad}",
-                alike,
-                f"shards {', '.join(shards) or 'on every rank'}",
-            )
-        )
-    return facts
-
-
-def _bounds_check_mode(
-    plan: EmbeddingModuleShardingPlan, default: BoundsCheckMode
-) -> BoundsCheckMode:
-    """Return the mode the plan asks for, the collection's own if it asks for none."""
-    asked = {s.bounds_check_mode.name for s in plan.values() if s.bounds_check_mode is not None}
-    if len(asked) > 1:
-        raise ValueError(
-            "The tables of one collection share one bounds_check_mode; the plan asks for "
-            f"{sorted(asked)}."
-        )
-    return BoundsCheckMode[asked.pop()] if asked else default
-
-
-def _output_dtype(plan: EmbeddingModuleShardingPlan) -> torch.dtype:
-    """Return the dtype of what the tables of a plan give, float32 if it asks for none."""
-    asked = {sharding.output_dtype or torch.float32 for sharding in plan.values()}
-    served = (torch.float32, torch.float16, torch.bfloat16)
-    if len(asked) > 1 or not asked <= {*served}:
-        raise ValueError(
-            f"The tables of one collection must share one output_dtype of {[*served]}; the plan "
-            f"asks for {sorted(map(str, asked))}."
-        )
-    return asked.pop() if asked else torch.float32
 
 
 def canonical_device(device: torch.device | str) -> torch.device:

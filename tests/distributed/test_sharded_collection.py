@@ -253,11 +253,11 @@ def _mistake() -> None:
     ids = counts.wait()
     assert ids is counts.wait()  # nothing is sent twice
     for given in (counts, counts_of_second):
-        with pytest.raises(ValueError, match="another batch's, or what is under way"):
+        with pytest.raises(ValueError, match="another batch's, or one that is pending"):
             module.compute(first, given)
     expected = module(batches[0]).wait().values()
     assert torch.equal(module.compute_and_output_dist(first, ids).wait().values(), expected)
-    with pytest.raises(ValueError, match="another batch's, or what is under way"):
+    with pytest.raises(ValueError, match="another batch's, or one that is pending"):
         module.compute_and_output_dist(second, ids)
     module.compute_and_output_dist(second, counts_of_second.wait().wait()).wait()
 
