@@ -38,7 +38,7 @@ def explained(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
 
 
 ask_watchdog: Callable[[], str] | None = None
-"""What finds out which rank is gone, while a watchdog is open."""
+"""Function that returns the reason of a lost connection; None without an open watchdog."""
 _WAIT_FOR_SIGNS = 5.0
 """Seconds in which ranks that lost contact say so, to find those that do not."""
 
@@ -82,7 +82,7 @@ def _ask_ranks(group: dist.ProcessGroup | None, own: int) -> str:
         silent = [0] if own else []
     if silent:
         return f"Nothing is heard of {'rank' if len(silent) == 1 else 'ranks'} {_listed(silent)}"
-    return "No rank could be told apart"
+    return "The failed rank could not be identified"
 
 
 def raise_explained(error: RuntimeError, group: dist.ProcessGroup | None, what: str) -> NoReturn:

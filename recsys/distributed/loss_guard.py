@@ -1,4 +1,4 @@
-"""Stops training, or skips a step, when the loss of a batch is not a number or jumps."""
+"""Loss guard: stops training or skips a step if a loss is NaN, infinite or a spike."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from recsys.logs import logger
 __all__ = ["BadLossError", "LossGuard"]
 
 _MOST_UNREAD = 3
-"""Steps that a GPU may be behind before the host waits for it: so many batches are kept."""
+"""Losses that may be pending on a GPU; the host waits for older ones. Their batches are kept."""
 _LEAST_KNOWN = 10
-"""Losses before one is called a spike."""
+"""Losses that are needed to recognize a spike."""
 
 
 class BadLossError(ValueError):
@@ -31,29 +31,29 @@ class BadLossError(ValueError):
 
 @final
 class LossGuard:
-    """Looks at the loss of each step, and saves the batch of one that is bad.
+    """Checks the loss of each step and saves the batch of a bad loss.
 
-    A loss is bad if it is NaN or infinite, or larger than `spike` times the median of the last
-    losses of this rank. The median does not follow the spikes themselves, as a mean would. Large
-    models are known to recover if training goes on from a save before the spike without those
-    batches (PaLM, Chowdhery et al. 2022, section 5.1).
+    A loss is bad if it is NaN, infinite, or larger than `spike` times the median of this rank's
+    last losses. A median is robust against the spikes themselves. Large models recover from a spike if
+    training restarts from a checkpoint before it and leaves out those batches (PaLM, Chowdhery et
+    al. 2022, section 5.1).
 
-    On a CPU a bad loss is raised before backward, so that no table has learned from it. On a GPU
-    the host does not wait: the loss is copied aside, read a step later, and raised then. With
-    `skip` every rank reads it at once, and hears of the others': all skip the step, or none.
+    On a CPU a bad loss is raised before backward, so no table is updated. On a GPU the host does
+    not wait: the loss is copied, and read and raised a step later. With `skip` every rank reads its
+    loss at once, and the ranks agree: all skip the step, or none.
 
     Args:
-        folder: for batches; made when the first is saved.
-        spike: how many times the median is too much, such as 10; None: no loss is a spike. For
-            losses that are positive.
-        window: how many losses the median is of.
-        skip: whether to skip the steps of bad batches in place of raising.
-        most: how many steps may be skipped in a row, and how many batches are saved.
+        folder: Folder for batches, created for the first one.
+        spike: Ratio of a loss to the median that makes it bad, such as 10; None for no limit. For
+            positive losses.
+        window: Number of losses for the median.
+        skip: Whether to skip the steps of bad batches instead of raising.
+        most: Largest number of steps skipped in a row, and of batches saved.
 
     Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if a number is not positive, or `spike` not above 1.
-        OSError: if the folder cannot be written to.
+        TypeError: If an argument has another type.
+        ValueError: If a number is not positive, or `spike` is not above 1.
+        OSError: If the folder is not writable.
 
     Example:
         >>> import tempfile
@@ -91,20 +91,20 @@ class LossGuard:
 
     @checked_late
     def check(self, loss: Tensor, batch: Any, step: int | None = None) -> bool:
-        """Look at a loss before `backward`; on a GPU at one of a step before.
+        """Check a loss; call it before `backward`. On a GPU it checks the loss of an earlier step.
 
         Args:
-            loss: of the batch; what is no scalar is added up.
-            batch: is kept until the loss is read, and saved if it is bad.
-            step: its number; None: one more than the last, from 1 on.
+            loss: Loss of the batch; summed if it is not a scalar.
+            batch: The batch, which is saved if the loss is bad.
+            step: Number of the step; None for the next one, from 1 on.
 
         Returns:
-            Whether to skip backward and the optimizer's step, on every rank alike; False without
+            Whether to skip backward and the optimizer's step, equal on all ranks; False without
             `skip`.
 
         Raises:
-            BadLossError: on the rank of a bad loss, naming step, rank, loss and the file of the
-                batch; with `skip`, on all ranks, if too many steps were skipped in a row.
+            BadLossError: On the rank of a bad loss, with step, rank, loss and the file of the
+                batch. With `skip`, on all ranks, if too many steps were skipped in a row.
         """
         self._step = self._step + 1 if step is None else whole("LossGuard.check: step", step, 0)
         value = loss.detach().sum()
@@ -122,24 +122,23 @@ class LossGuard:
         return False
 
     def finish(self) -> None:
-        """Read the losses that a GPU was behind with; call it after the last step.
+        """Read the pending losses of a GPU; call it after the last step.
 
         Raises:
-            BadLossError: as `check`.
+            BadLossError: As `check`.
         """
         while self._unread:
             self._read_one()
 
     @checked
     def around(self, model: nn.Module) -> Callable[[Any], tuple[Tensor, Any]]:
-        """Return a function that calls the model and checks its loss while it trains.
+        """Return a `custom_model_fwd` for pipelines: it calls a model and checks the loss.
 
         Args:
-            model: is called with a batch and returns a loss and something else, as pipelines want
-                it: pass what is returned as their `custom_model_fwd`.
+            model: Model that is called with a batch and returns a loss and an output.
 
         Raises:
-            ValueError: if the guard skips: a pipeline makes every step.
+            ValueError: If the guard skips: a pipeline makes every step.
         """
         if self._skip:
             raise ValueError(
@@ -160,8 +159,8 @@ class LossGuard:
         copied.synchronize()
         self._raise_if_bad(step, host.item(), batch)
 
-    def _what_is_wrong(self, value: float) -> str:
-        """Return it in words, or "" of a good loss, which is remembered."""
+    def _fault_of(self, value: float) -> str:
+        """Return the fault of a loss; "" for a good one, which is recorded."""
         if not math.isfinite(value):
             return f"is {value}"
         usual = median(self._losses) if self._spike and len(self._losses) >= _LEAST_KNOWN else 0.0
@@ -172,18 +171,20 @@ class LossGuard:
         return ""
 
     def _raise_if_bad(self, step: int, value: float, batch: Any) -> None:
-        wrong = self._what_is_wrong(value)
+        wrong = self._fault_of(value)
         if wrong:
-            raise BadLossError(self._say(step, value, batch, wrong))
+            raise BadLossError(self._describe(step, value, batch, wrong))
 
     def _agree(self, value: Tensor, batch: Any) -> bool:
-        """Return whether the loss of any rank is bad."""
-        wrong = self._what_is_wrong(value.item())
+        """Return whether the loss of any rank is bad; a collective call."""
+        wrong = self._fault_of(value.item())
         is_bad = torch.tensor(float(bool(wrong)), device=value.device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(is_bad, dist.ReduceOp.MAX)
         if wrong:
-            logger.warning("%s It is skipped.", self._say(self._step, value.item(), batch, wrong))
+            logger.warning(
+                "%s It is skipped.", self._describe(self._step, value.item(), batch, wrong)
+            )
         self._skipped = self._skipped + 1 if is_bad.item() else 0
         if self._skipped > self._most:
             raise BadLossError(
@@ -193,8 +194,8 @@ class LossGuard:
             )
         return bool(self._skipped)
 
-    def _say(self, step: int, value: float, batch: Any, wrong: str) -> str:
-        """Save a batch, and return what is to be said of it."""
+    def _describe(self, step: int, value: float, batch: Any, wrong: str) -> str:
+        """Save a batch and return the message."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         subject = f"The loss of step {step} on rank {rank} {wrong}."
         if self._saved >= self._most:
@@ -203,14 +204,14 @@ class LossGuard:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             torch.save({"step": step, "rank": rank, "loss": value, "batch": batch}, path)
-        except Exception as error:  # the loss is what matters
+        except Exception as error:  # the message about the loss is more important
             return f"{subject} Its batch cannot be saved in {path}: {error}."
         self._saved += 1
         return f"{subject} Its batch is in {path}: torch.load(path, weights_only=False)['batch']."
 
 
 def _copy_aside(value: Tensor) -> tuple[Tensor, Any]:
-    """Start copying a value on a GPU to the host; return it, and the event after which it is."""
+    """Start to copy a value to the host; return the copy and the event after it."""
     host = torch.empty((), dtype=value.dtype, pin_memory=True)
     host.copy_(value, non_blocking=True)
     copied = torch.cuda.Event()

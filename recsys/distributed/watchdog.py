@@ -1,4 +1,4 @@
-"""Jobs that say what ails them, and end as a whole: late ranks, errors, processes that are left."""
+"""Watchdog: reports ranks that are late, and ends all ranks when one fails."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_launcher() -> bool:
-    """Let this process be killed when the process that started it ends, whatever ended it.
+    """Make the kernel kill this process when its parent, torchrun's agent, ends.
 
-    torchrun's agent ends its workers, unless it is killed itself: then they would train on without
-    it, beside those of the next try. Call it at the start of a training script, on the main thread.
+    The agent ends its workers unless it is killed itself. Without this call they would then go on
+    training beside the workers of the next attempt. Call it at the start of a training script, on
+    the main thread.
 
     Returns:
-        Whether that is so: on Linux, in a process that torchrun started.
+        Whether the process is set up so: on Linux, in a process that torchrun started.
 
     Example:
         >>> end_with_launcher()  # not started by torchrun
@@ -74,9 +75,9 @@ _open: Watchdog | None = None
 
 @final
 class Watchdog:
-    """Warns when one rank keeps the others waiting, and ends all when one of them fails.
+    """Warns of ranks that keep others waiting, and ends all ranks when one fails.
 
-    Open it once the process group is there, around all that the ranks do together:
+    Open it after the process group is initialized, around the training loop:
 
         with Watchdog(abort_after=600) as watchdog:
             for batch in loader:
@@ -84,24 +85,25 @@ class Watchdog:
             with watchdog.pause("evaluation"):
                 ...
 
-    - A rank that stays at one place longer than `warn_after` is named, with the stage and the
-      module, and so are those that wait for it. After `abort_after` every rank prints that and
-      what its threads do, and ends.
-    - When one rank raises, exits or is killed, the others end within seconds with a line that
-      names it and where it was; its traceback is printed once, by itself.
+    - If a rank stays in one stage longer than `warn_after`, a warning names the rank, the stage,
+      the module and the ranks that wait. After `abort_after` every rank prints the same and the
+      stacks of its threads, and ends.
+    - If a rank raises, exits or is killed, the other ranks end within seconds and print its number
+      and stage. Its traceback is printed once, by that rank.
 
-    A rank that cannot run its threads (stopped, or inside a call that holds Python's lock) is
-    silent to the others, which end; it is ended by torchrun, or by a timer in C after
-    `abort_after`. On SIGTERM, by which torchrun ends ranks, a process first prints why the job
-    ends, unless the script handles that signal. Without a process group nothing is watched.
+    A rank that cannot run its threads (stopped, or in a call that holds the GIL) sends no
+    heartbeats; the other ranks end. That rank is ended by torchrun, or by a timer in C after
+    `abort_after`. On SIGTERM, which torchrun sends, a process first prints why the job ends, unless
+    the script handles the signal. Without other ranks the watchdog does nothing.
 
     Args:
-        warn_after: seconds.
-        abort_after: seconds; None: the timeout of the process group.
+        warn_after: Time in one stage before a warning, in seconds.
+        abort_after: Time in one stage before all ranks end, in seconds; None for the timeout of the
+            process group.
 
     Raises:
-        ValueError: if a number is not positive.
-        RuntimeError: on entering, if one is open in the process.
+        ValueError: If a number is not positive.
+        RuntimeError: On entering, if a watchdog is open in the process.
 
     Example:
         >>> with Watchdog(warn_after=60) as watchdog:
@@ -117,9 +119,9 @@ class Watchdog:
         self._warn_after, self._given_abort_after = warn_after, abort_after
         self._beats: Heartbeats | None = None
         self._closing = ExitStack()
-        self._ends = False  # the main thread deals with an error
+        self._ends = False  # the main thread handles an error
         self._stopped = False
-        self._saying, self._has_said = threading.Lock(), False
+        self._printing, self._has_printed = threading.Lock(), False
 
     def __enter__(self) -> Self:
         global _open
@@ -155,7 +157,7 @@ class Watchdog:
         left = error is None or (isinstance(error, SystemExit) and not error.code)
         if not left:
             assert error is not None
-            self._tell_of(error, beats)
+            self._report_error(error, beats)
         self._stopped = True
         self._waker.send(b"\0")
         self._thread.join(timeout=2)
@@ -167,22 +169,22 @@ class Watchdog:
 
     @checked
     def pause(self, name: str) -> AbstractContextManager[None]:
-        """Declare that what the block does may take long: nobody warns or aborts meanwhile.
+        """Suspend warnings and aborts on all ranks while the block runs.
 
-        Saves and loads of checkpoints declare themselves.
+        Saves and loads of checkpoints do so themselves.
 
         Args:
-            name: what it does, such as "evaluation" or "compile".
+            name: Name of the work, such as "evaluation" or "compile".
         """
         return long_section(name)
 
     # -- an error of this rank --------------------------------------------------------------------
 
-    def _tell_of(self, error: BaseException, beats: Heartbeats) -> None:
-        """Print an error once in the job, and tell the other ranks."""
+    def _report_error(self, error: BaseException, beats: Heartbeats) -> None:
+        """Print an error once in the job, and announce the end to the other ranks."""
         place, rank = Beat.of(self._position, 0).place, self._rank
         if isinstance(error, SystemExit):
-            self._say(beats.announce(End(text=f"rank {rank} exited by {error!r}, in {place}")).text)
+            self._log(beats.announce(End(text=f"rank {rank} exited by {error!r}, in {place}")).text)
             return
         if not isinstance(error, Exception):
             beats.announce(End(text=f"rank {rank} ended by {type(error).__name__}, in {place}"))
@@ -193,30 +195,30 @@ class Watchdog:
         if follows or not beats.claim():
             end = beats.wait_for_end(_PATIENCE)
             if end is not None and (follows or end.error == said):
-                self._say_why(end)
+                self._print_reason(end)
                 _print_no_more_of(error)
                 return
         text = f"rank {rank} raised {_first_line(said)}, in {place}: see its traceback"
-        self._say(f"rank {rank} raised this in {place}:")
+        self._log(f"rank {rank} raised this in {place}:")
         _print_traceback(error)
         sys.stderr.flush()
         _print_no_more_of(error)
         beats.announce(End(text=text, error=said))
 
     def _ask(self) -> str:
-        """Find out why contact was lost; the watching thread ends the process if it does."""
+        """Return the reason of a lost connection, unless the watching thread ends the process."""
         assert self._beats is not None
         end = self._beats.wait_for_end(_PATIENCE)
-        return "No rank could be told apart" if end is None else end.text
+        return "The failed rank could not be identified" if end is None else end.text
 
-    def _say_why(self, end: End) -> None:
-        with self._saying:
-            if not self._has_said:
+    def _print_reason(self, end: End) -> None:
+        with self._printing:
+            if not self._has_printed:
                 place = Beat.of(self._position, 0).place
-                self._say(f"{end.text}. This rank was in {place}, and ends.")
-            self._has_said = True
+                self._log(f"{end.text}. This rank was in {place}, and ends.")
+            self._has_printed = True
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         logger.warning("Watchdog: %s", text)
 
     # -- the watching thread ----------------------------------------------------------------------
@@ -240,7 +242,7 @@ class Watchdog:
         beats.look = stays > 3 * self._interval
         if self._position.declared:
             faulthandler.cancel_dump_traceback_later()
-        else:  # for a call that holds Python's lock: then nobody comes here any more
+        else:  # for a call that holds the GIL: then this thread does not run
             _dump_and_end_after(self._abort_after + _MARGIN)
         if stays < self._warn_after:
             self._next_warning = self._warn_after
@@ -262,11 +264,11 @@ class Watchdog:
             self._end(beats.announce(End(text=f"{text}: {limit}", stacks=True)))
         on_time = [rank for rank in known if rank not in late] or [self._rank]
         if self._rank == on_time[0]:
-            self._say(text)
+            self._log(text)
         self._next_warning = 2 * stays
 
     def _end_by_sigterm(self) -> NoReturn:
-        """Print why the job ends, if a rank is the reason, and end."""
+        """Print the reason if a rank has announced one, and end the process."""
         assert self._beats is not None
         end = self._beats.wait_for_end(2 + 2 * self._interval)
         if end is None:
@@ -274,9 +276,9 @@ class Watchdog:
         self._end(end, 128 + signal.SIGTERM)
 
     def _end(self, end: End, code: int = 1) -> NoReturn:
-        """End this process, whatever its main thread does."""
-        _dump_and_end_after(2 * _MARGIN)  # if even this hangs
-        self._say_why(end)
+        """Print the reason and end the process, whatever its main thread does."""
+        _dump_and_end_after(2 * _MARGIN)  # in case this function hangs
+        self._print_reason(end)
         if end.stacks:
             faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
         elif code == 1:  # torchrun calls the process that ends first the root cause
@@ -298,12 +300,12 @@ class Watchdog:
 
 
 _PATIENCE = 4.0
-"""Seconds in which a rank that fails says why."""
+"""Seconds to wait for the announcement of a failed rank."""
 _MARGIN = 2.0
 
 
 def _leave_it_to_the_thread(*_: object) -> None:
-    """Do nothing: the signal has woken the watching thread, also while the main one is in C."""
+    """Do nothing: the signal wakes the watching thread, even while the main thread is in C."""
 
 
 def _restore_sigterm() -> None:
@@ -312,13 +314,13 @@ def _restore_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-# A process that is forked off, such as a data loader's, has no watching thread, and would tell its
-# parent's of signals.
+# A forked process, such as a data loader's, has no watching thread; its signals would wake that of
+# its parent.
 os.register_at_fork(after_in_child=_restore_sigterm)
 
 
 def _store() -> Store:
-    """Return the store of the job, with keys of its own for each try and each watchdog of it."""
+    """Return the store of the job, with a prefix for each attempt and each watchdog."""
     global _opened
     _opened += 1
     tries = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -347,7 +349,7 @@ def _first_line(text: str) -> str:
 
 
 def _print_traceback(error: BaseException) -> None:
-    """Print an error, without frames of libraries if its message names the rank and the cause."""
+    """Print an error; without frames of libraries if the message has the rank and the cause."""
     is_ours = type(error).__module__.partition(".")[0] == "recsys"
     is_of_input = is_ours or isinstance(error, ValueError | TypeError | KeyError | IndexError)
     if not (is_of_input and hasattr(error, "_of_rank")):
@@ -361,7 +363,7 @@ def _print_traceback(error: BaseException) -> None:
 
 def _is_of_library(file: str) -> bool:
     if file.startswith(_PYTHON):
-        return "site-packages" not in file  # what is installed may be the user's own
+        return "site-packages" not in file  # an installed package may be the user's own
     return file.startswith(_LIBRARIES)
 
 
@@ -370,13 +372,13 @@ _LIBRARIES = f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).par
 
 
 def _print_no_more_of(error: BaseException) -> None:
-    """Let Python end without a second traceback of an error."""
+    """Suppress a second traceback of an error at the end of the process."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], raised: BaseException, trace: Any) -> None:
         if raised is not error:
             before(kind, raised, trace)
             return
-        _dump_and_end_after(10)  # process groups may hang as they are torn down
+        _dump_and_end_after(10)  # destroying process groups may hang
 
     sys.excepthook = hook

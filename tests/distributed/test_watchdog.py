@@ -89,7 +89,7 @@ def _trains_beside_a_late_rank(declares: bool) -> list[str]:
     said: list[str] = []
     before = _hooks()
     with (
-        mock.patch.object(Watchdog, "_say", lambda _, text: said.append(text)),
+        mock.patch.object(Watchdog, "_log", lambda _, text: said.append(text)),
         Watchdog(warn_after=1.5) as watchdog,
     ):
         assert (
@@ -135,14 +135,14 @@ def _raises_alike_and_alone() -> tuple[list[str], list[str]]:
     """What ranks print of an error of both, and of one that follows from another rank's."""
     both: list[str] = []
     one: list[str] = []
-    with mock.patch.object(Watchdog, "_say", lambda _, text: both.append(text)):
+    with mock.patch.object(Watchdog, "_log", lambda _, text: both.append(text)):
         with pytest.raises(ValueError, match="no such label"):
             _raise_in(Stage.LOOKUP, "ebc", ValueError("no such label"))
         dist.barrier()
     lost = contact.LostContactError("a connection was closed")
     error = ValueError("no such table") if dist.get_rank() == 1 else lost
     with (
-        mock.patch.object(Watchdog, "_say", lambda _, text: one.append(text)),
+        mock.patch.object(Watchdog, "_log", lambda _, text: one.append(text)),
         mock.patch.object(Watchdog, "_end"),
     ):
         with pytest.raises(type(error)):

@@ -1,8 +1,8 @@
-"""What ranks tell each other beside their training: where each is, and why the job ends.
+"""Heartbeats: the stage of each rank and the reason why the job ends, in the store of the job.
 
-A thread writes this rank's `Beat` to the store of the job, over a connection of its own: the
-process group's own connection is held by whoever waits in it. Others' beats are read only while
-this rank does not move; then one of them keeps it waiting, or it is the one that does.
+A thread writes this rank's `Beat` over its own connection, because the connection of the process
+group is blocked while the rank waits. The beats of other ranks are read only while this rank stays
+in one stage: then it waits for another rank, or others wait for it.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from torch.distributed.distributed_c10d import Store
 from recsys.distributed.ranks.position import Position
 
 MISSED = 5
-"""Beats after which a rank is silent."""
+"""Missed beats after which a rank counts as silent."""
 _ERRORS = (RuntimeError, OSError, TimeoutError)  # of a store that is gone, or does not answer
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
-    """What a rank says of itself.
+    """Status of a rank.
 
     Attributes:
-        number: of the beat.
-        stage: of its step.
-        module: that the stage is of; "" for none.
-        seconds: since when.
-        waits_to: what it waits to do together with others; "" if it does not wait.
-        exchanges: that it has started.
-        declared: the long section it is in, or "".
-        left: whether it has left its training.
-        process: its id.
-        machine: where the process is.
+        number: Number of the beat.
+        stage: Stage of the training step.
+        module: Path of the stage's module; "" for none.
+        seconds: Time since entering the stage.
+        waits_to: Purpose of the exchange that it waits for; "" if it does not wait.
+        exchanges: Number of exchanges started.
+        declared: Name of its long section, or "".
+        left: Whether it has left the training loop.
+        process: Process id.
+        machine: Name of the machine and the process namespace.
     """
 
     number: int
@@ -75,19 +75,19 @@ class Beat:
 
     @property
     def place(self) -> str:
-        """Where the rank is, in words."""
+        """The stage and the module, for messages."""
         return f"{self.stage} of {self.module}" if self.module else self.stage
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """Why a job ends.
+    """Reason for the end of a job.
 
     Attributes:
-        text: which rank did what, and where.
-        error: its type and text, if it is an exception.
-        stacks: whether each rank shows what its threads do.
+        text: The rank, its failure and its stage.
+        error: Type and text of its exception, if any.
+        stacks: Whether each rank prints the stacks of its threads.
     """
 
     text: str
@@ -96,17 +96,17 @@ class End:
 
 
 def _machine() -> str:
-    """Return a name for where process ids mean the same."""
+    """Return a name for the namespace of process ids."""
     with suppress(OSError):
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
 def lives(process: int) -> bool:
-    """Return whether a process of this machine runs; one that only waits to be asked for does not.
+    """Return whether a process of this machine runs and is no zombie.
 
     Args:
-        process: its id.
+        process: Process id.
     """
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -122,20 +122,20 @@ def lives(process: int) -> bool:
 
 @final
 class Heartbeats:
-    """Tells other ranks where this one is, and hears of them.
+    """Thread that writes this rank's beats and reads those of other ranks.
 
     Args:
-        store: of the job; a connection of its own is made to it.
-        rank: this one.
-        world_size: number of ranks.
-        interval: seconds between two beats.
-        position: of this process.
+        store: Store of the job; the thread opens its own connection to it.
+        rank: This rank.
+        world_size: Number of ranks.
+        interval: Time between two beats, in seconds.
+        position: Position of this process.
 
     Attributes:
-        look: whether other ranks' beats are read; set by who asks.
-        beats: what was read last of each rank; None: nothing yet.
-        end: why the job ends, once a rank has said it.
-        answered: when the store did last.
+        look: Whether to read the beats of other ranks.
+        beats: The last beat of each rank; None before the first.
+        end: The reason for the end of the job, once a rank has announced it.
+        answered: Time of the store's last answer (`monotonic`, in seconds).
     """
 
     def __init__(
@@ -145,33 +145,33 @@ class Heartbeats:
         self._rank, self._interval, self._position = rank, interval, position
         self.look = False
         self.beats: dict[int, Beat | None] = dict.fromkeys(range(world_size))
-        self._moved = dict.fromkeys(range(world_size), monotonic())  # when a beat was a new one
+        self._moved = dict.fromkeys(range(world_size), monotonic())  # time of the last new beat
         self._near: dict[int, int] = {}  # processes of other ranks on this machine
         self.end: End | None = None
         self.answered = monotonic()
         self._number = 0
-        self._lock = threading.Lock()  # one connection, one question at a time
-        self._stopped, self._hurry = False, threading.Event()
-        self._heard_end = threading.Event()
-        self._tell(left=False)
+        self._lock = threading.Lock()  # one request at a time
+        self._stopped, self._wake = False, threading.Event()
+        self._end_announced = threading.Event()
+        self._write(left=False)
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
 
     def stop(self, *, left: bool) -> None:
-        """End the thread.
+        """Stop the thread.
 
         Args:
-            left: whether to tell the others that this rank has left its training.
+            left: Whether to report that this rank has left the training loop.
         """
         self._stopped = True
-        self._hurry.set()
+        self._wake.set()
         self._thread.join(timeout=2)
         if left:
             with suppress(*_ERRORS):
-                self._tell(left=True)
+                self._write(left=True)
 
     def silent(self) -> dict[int, float]:
-        """Return the ranks that send no beats, and the seconds since their last one."""
+        """Return silent ranks -> seconds since their last beat."""
         now = monotonic()
         found = {rank: now - at for rank, at in self._moved.items() if rank != self._rank}
         return {
@@ -181,43 +181,43 @@ class Heartbeats:
         }
 
     def claim(self) -> bool:
-        """Return whether this rank is the first with an error of its own."""
+        """Return whether this rank is the first to claim an error."""
         with suppress(*_ERRORS), self._lock:
             count: int = self._store.add("claims", 1)
             return count == 1
         return True
 
     def announce(self, end: End) -> End:
-        """Tell all ranks why the job ends; return why it does, by whoever was first."""
+        """Announce why the job ends; return the first announcement of any rank."""
         with suppress(*_ERRORS), self._lock:
             end = End(**json.loads(self._store.compare_set("end", "", json.dumps(asdict(end)))))
         self.end = end
-        self._heard_end.set()
+        self._end_announced.set()
         return end
 
     def wait_for_end(self, seconds: float) -> End | None:
-        """Wait until a rank has said why the job ends, not longer than some seconds."""
+        """Wait for an announcement, at most some seconds."""
         until = monotonic() + seconds
         while self.end is None and monotonic() < until and self._thread.is_alive():
-            self._hurry.set()
-            self._heard_end.wait(0.1)
+            self._wake.set()
+            self._end_announced.wait(0.1)
         return self.end
 
     def _run(self) -> None:
         while not self._stopped:
             with suppress(*_ERRORS):
                 self._exchange()
-            self._hurry.wait(self._interval)
-            self._hurry.clear()
+            self._wake.wait(self._interval)
+            self._wake.clear()
 
     def _exchange(self) -> None:
         dead = [rank for rank, process in self._near.items() if not lives(process)]
         try:
-            self._tell(left=False)
+            self._write(left=False)
             with self._lock:
                 if self.end is None and self._store.check(["end"]):
                     self.end = End(**json.loads(self._store.get("end")))
-                    self._heard_end.set()
+                    self._end_announced.set()
             self._read([r for r, b in self.beats.items() if self.look or b is None or r in dead])
             self.answered = monotonic()
         finally:
@@ -225,18 +225,18 @@ class Heartbeats:
                 self._notice(dead)
 
     def _notice(self, dead: list[int]) -> None:
-        """Say that the job ends, if it cannot go on without those that are dead."""
+        """Announce the end of the job if it needs ranks whose processes have ended."""
         stays = monotonic() - self._position.place[2]
         heard = monotonic() - self.answered < 1
         for rank in dead:
             beat = self.beats[rank]
             assert beat is not None
             if (beat.left or not heard) and stays < 3:
-                continue  # its training may be over, and this rank's about to be
+                continue  # the training may be over
             what = "has ended its training" if beat.left else "is gone, its process has ended"
             self.announce(End(text=f"rank {rank} {what}; it was last seen in {beat.place}"))
 
-    def _tell(self, *, left: bool) -> None:
+    def _write(self, *, left: bool) -> None:
         self._number += 1
         beat = Beat.of(self._position, self._number, left=left)
         with self._lock:
@@ -246,9 +246,9 @@ class Heartbeats:
         with self._lock:
             there = [rank for rank in ranks if self._store.check([f"beat/{rank}"])]
             texts = self._store.multi_get([f"beat/{rank}" for rank in there]) if there else []
-        self._take({r: Beat(**json.loads(text)) for r, text in zip(there, texts, strict=True)})
+        self._record({r: Beat(**json.loads(text)) for r, text in zip(there, texts, strict=True)})
 
-    def _take(self, found: Mapping[int, Beat]) -> None:
+    def _record(self, found: Mapping[int, Beat]) -> None:
         for rank, beat in found.items():
             before = self.beats[rank]
             if before is None or before.number != beat.number:
@@ -261,13 +261,13 @@ class Heartbeats:
 def late_ranks(beats: Mapping[int, Beat | None], silent: Mapping[int, float]) -> list[int]:
     """Return the ranks that keep the others waiting.
 
-    These are ranks that have not begun, or are silent, or have left while another waits; else those
-    that have started the fewest exchanges, of them those that do not themselves wait, and if that
-    tells nothing apart, the one that has been at its place longest.
+    These are ranks that have not begun, are silent, or have left while another waits. Otherwise
+    they are the ranks with the fewest exchanges, if possible those that do not wait; if all ranks are
+    equal, the one that has been in its stage longest.
 
     Args:
-        beats: of each rank.
-        silent: those that send none.
+        beats: The beat of each rank.
+        silent: Silent ranks.
     """
     lacking = [rank for rank, beat in beats.items() if beat is None or rank in silent]
     here = {rank: beat for rank, beat in beats.items() if beat is not None and rank not in silent}
@@ -287,12 +287,12 @@ def late_ranks(beats: Mapping[int, Beat | None], silent: Mapping[int, float]) ->
 
 
 def in_words(beats: Mapping[int, Beat | None], silent: Mapping[int, float], late: list[int]) -> str:
-    """Say where ranks are, the late ones first.
+    """Describe the stages of all ranks, late ranks first.
 
     Args:
-        beats: of each rank.
-        silent: those that send none, and for how many seconds.
-        late: those that keep the others waiting.
+        beats: The beat of each rank.
+        silent: Silent ranks -> seconds since their last beat.
+        late: Ranks that keep the others waiting.
     """
     said: dict[str, list[int]] = {}
     for rank in (*late, *(rank for rank in beats if rank not in late)):
