@@ -34,9 +34,9 @@ class LossGuard:
     """Checks the loss of each step and saves the batch of a bad loss.
 
     A loss is bad if it is NaN, infinite, or larger than `spike` times the median of this rank's
-    last losses. A median is robust against the spikes themselves. Large models recover from a spike if
-    training restarts from a checkpoint before it and leaves out those batches (PaLM, Chowdhery et
-    al. 2022, section 5.1).
+    last losses. A median is robust against the spikes themselves. Large models recover from a spike
+    if training restarts from a checkpoint before it and leaves out those batches (PaLM, Chowdhery
+    et al. 2022, section 5.1).
 
     On a CPU a bad loss is raised before backward, so no table is updated. On a GPU the host does
     not wait: the loss is copied, and read and raised a step later. With `skip` every rank reads its

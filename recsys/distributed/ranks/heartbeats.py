@@ -262,8 +262,8 @@ def late_ranks(beats: Mapping[int, Beat | None], silent: Mapping[int, float]) ->
     """Return the ranks that keep the others waiting.
 
     These are ranks that have not begun, are silent, or have left while another waits. Otherwise
-    they are the ranks with the fewest exchanges, if possible those that do not wait; if all ranks are
-    equal, the one that has been in its stage longest.
+    they are the ranks with the fewest exchanges, if possible those that do not wait; if all ranks
+    are equal, the one that has been in its stage longest.
 
     Args:
         beats: The beat of each rank.
