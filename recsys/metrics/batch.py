@@ -7,8 +7,7 @@ from typing import Self, final
 
 import torch
 
-from recsys.kernels.arguments import wrong_type
-from recsys.metrics.checks import check_tensor
+from recsys.kernels.arguments import instance, wrong_type
 from recsys.metrics.entropy import cross_entropy
 from recsys.metrics.metrics_config import RecTaskInfo
 from recsys.metrics.ranking import Groups, Ranked, group_samples, one_group
@@ -156,7 +155,7 @@ class MetricBatch:
                 "Add it to what update() is given."
             )
         values = self._inputs[name]
-        check_tensor(f"the model output '{name}'", values)
+        instance(f"the model output '{name}'", values, torch.Tensor, "a tensor")
         if per_sample and values.numel() != self.rows.size(2):
             raise ValueError(
                 f"the model output '{name}' must have one value per sample, "
@@ -286,8 +285,7 @@ def _of_task(
         raise ValueError(
             f"{kind} must have every task; received {sorted(given)}, and not '{name}'."
         )
-    check_tensor(f"{kind} of the task '{name}'", given[name])
-    return given[name]
+    return instance(f"{kind} of the task '{name}'", given[name], torch.Tensor, "a tensor")
 
 
 def _check_sizes(

@@ -7,7 +7,7 @@ from recsys.kernels.arguments import wrong_type
 
 
 class StrValueMixin:
-    """An enumeration whose members print as their value."""
+    """Enumeration whose members print as their value."""
 
     value: str
 
@@ -16,17 +16,18 @@ class StrValueMixin:
 
 
 class MetricNameBase(StrValueMixin, enum.Enum):
-    """What names of results have in common; derive from it for metrics of your own."""
+    """Base class for names of your own."""
 
 
 class MetricName(MetricNameBase):
-    """What a result says."""
+    """Names of metrics and of their results: the two parts of a key."""
 
     DEFAULT = ""
     ACCURACY = "accuracy"
     ATTEMPT_EXAMPLES = "attempt_examples"
     AUC = "auc"
     AUPRC = "auprc"
+    AVERAGE = "average"
     BATCH_SIZE = "batch_size"
     BINNED_AUC = "binned_auc"
     CALIBRATION = "calibration"
@@ -43,6 +44,7 @@ class MetricName(MetricNameBase):
     LABEL_AVERAGE = "label_average"
     LOG_LOSS = "logloss"
     MAE = "mae"
+    MODEL_CONFIGURATOR = "model_configurator"
     MSE = "mse"
     MULTICLASS_RECALL = "multiclass_recall"
     MULTI_LABEL_PRECISION = "multi_label_precision"
@@ -53,17 +55,23 @@ class MetricName(MetricNameBase):
     NRMSE = "nrmse"
     NUM_MISSING_LABELS = "num_missing_labels"
     NUM_POSITIVE_SAMPLES = "num_positive_samples"
+    OPTIMIZERS = "optimizers"
     PRECISION = "precision"
     PRECISION_SESSION_LEVEL = "precision_session_level"
     PREDICTION_AVERAGE = "prediction_average"
     RAUC = "rauc"
+    RECALIBRATED_CALIBRATION = "recalibrated_calibration"
+    RECALIBRATED_NE = "recalibrated_ne"
     RECALL = "recall"
     RECALL_SESSION_LEVEL = "recall_session_level"
     RMSE = "rmse"
     R_SQUARED = "r_squared"
     SCALAR = "scalar"
     SEGMENTED_NE = "segmented_ne"
+    SERVING_CALIBRATION = "serving_calibration"
+    SERVING_NE = "serving_ne"
     SUM_WEIGHTS = "sum_weights"
+    TENSOR_WEIGHTED_AVG = "tensor_weighted_avg"
     THROUGHPUT = "throughput"
     TOTAL_EXAMPLES = "total_examples"
     TOWER_QPS = "qps"
@@ -73,56 +81,10 @@ class MetricName(MetricNameBase):
     XAUC = "xauc"
 
 
-class MetricNamespaceBase(StrValueMixin, enum.Enum):
-    """What namespaces have in common; derive from it for metrics of your own."""
-
-
-class MetricNamespace(MetricNamespaceBase):
-    """Which metric a result belongs to."""
-
-    DEFAULT = ""
-    ACCURACY = "accuracy"
-    AUC = "auc"
-    AUPRC = "auprc"
-    AVERAGE = "average"
-    BINNED_AUC = "binned_auc"
-    CALIBRATION = "calibration"
-    CALI_FREE_NE = "cali_free_ne"
-    CTR = "ctr"
-    GAUC = "gauc"
-    HINDSIGHT_TARGET_PR = "hindsight_target_pr"
-    LOG_LOSS = "logloss"
-    MAE = "mae"
-    MODEL_CONFIGURATOR = "model_configurator"
-    MSE = "mse"
-    MULTICLASS_RECALL = "multiclass_recall"
-    MULTI_LABEL_PRECISION = "multi_label_precision"
-    NDCG = "ndcg"
-    NE = "ne"
-    NE_POSITIVE = "ne_positive"
-    NMSE = "nmse"
-    NUM_MISSING_LABELS = "num_missing_labels"
-    NUM_POSITIVE_SAMPLES = "num_positive_samples"
-    OPTIMIZERS = "optimizers"
-    PRECISION = "precision"
-    PRECISION_SESSION_LEVEL = "precision_session_level"
-    RAUC = "rauc"
-    RECALIBRATED_CALIBRATION = "recalibrated_calibration"
-    RECALIBRATED_NE = "recalibrated_ne"
-    RECALL = "recall"
-    RECALL_SESSION_LEVEL = "recall_session_level"
-    SCALAR = "scalar"
-    SEGMENTED_NE = "segmented_ne"
-    SERVING_CALIBRATION = "serving_calibration"
-    SERVING_NE = "serving_ne"
-    SUM_WEIGHTS = "sum_weights"
-    TENSOR_WEIGHTED_AVG = "tensor_weighted_avg"
-    THROUGHPUT = "throughput"
-    TOWER_QPS = "qps"
-    UNWEIGHTED_NE = "unweighted_ne"
-    WEIGHTED_AVG = "weighted_avg"
-    WEIGHTED_SUM_PREDICTIONS = "weighted_sum_predictions"
-    XAUC = "xauc"
+MetricNamespaceBase = MetricNameBase
+"""Base class for namespaces of your own."""
+MetricNamespace = MetricName
+"""The same names, as the first part of a key."""
 
 
 class MetricPrefix(StrValueMixin, enum.Enum):

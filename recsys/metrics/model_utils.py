@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from recsys.metrics.checks import check_tensor
+from recsys.kernels.arguments import instance
 from recsys.metrics.metrics_config import RecTaskInfo
 
 ByTask = dict[str, Tensor]
@@ -113,8 +113,7 @@ def parse_required_inputs(
         values = model_out[name]
         if ndcg_transform_input and not isinstance(values, Tensor):
             values = session_ids_to_tensor(values, device)
-        check_tensor(f"model_out[{name!r}]", values)
-        inputs[name] = torch.as_tensor(values).squeeze()
+        inputs[name] = instance(f"model_out[{name!r}]", values, Tensor, "a tensor").squeeze()
     return inputs
 
 
