@@ -1,6 +1,6 @@
 """Checks of the arguments of metrics: each raises an error that names the argument."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -84,12 +84,53 @@ def check_intervals(
         )
 
 
+def check_columns(
+    names: Sequence[str], columns: Sequence[torch.Tensor], num_tasks: int = 1, num_classes: int = 1
+) -> int:
+    """Check the types, sizes and devices of predictions, labels and weights.
+
+    Values are not checked: on a GPU, every step would wait for the device.
+
+    Args:
+        names: Name of each column.
+        columns: Predictions of all tasks, then labels, then weights, if there are weights.
+        num_tasks: Number of tasks.
+        num_classes: Number of predictions per sample.
+
+    Returns:
+        Number of samples.
+
+    Raises:
+        TypeError: A column is not a tensor.
+        ValueError: The columns differ in size or device.
+
+    Example:
+        >>> check_columns(("predictions", "labels"), (torch.rand(3), torch.ones(3)))
+        3
+    """
+    for name, column in zip(names, columns, strict=False):
+        instance(name, column, torch.Tensor, "a tensor")
+    num_samples = columns[num_tasks].numel()
+    for index, column in enumerate(columns):
+        size = num_samples * (num_classes if index < num_tasks else 1)
+        if column.numel() != size:
+            raise ValueError(
+                f"predictions, labels and weights must have equally many values, here {size}; "
+                f"received {names[index]} of shape {list(column.shape)}. Pass one per sample; "
+                "give a sample without a label the weight 0."
+            )
+    if len(devices := sorted({str(column.device) for column in columns})) > 1:
+        raise ValueError(
+            f"predictions, labels and weights must be on one device; received {devices}. "
+            "Move them with .to(device)."
+        )
+    return num_samples
+
+
 def check_predictions(
     predictions_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Convert predictions, labels and weights to one shape and precision.
-
-    Values are not checked: on a GPU, every step would wait for the device.
 
     Args:
         predictions_N: Any shape with `N` values.
@@ -103,24 +144,7 @@ def check_predictions(
         TypeError: An argument is not a tensor.
         ValueError: The tensors differ in size or device.
     """
-    given = {"predictions": predictions_N, "labels": labels_N}
-    if weights_N is not None:
-        given["weights"] = weights_N
-    for name, tensor in given.items():
-        instance(name, tensor, torch.Tensor, "a tensor")
-    if len({tensor.numel() for tensor in given.values()}) > 1:
-        sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in given.items())
-        raise ValueError(
-            f"predictions, labels and weights must have equally many values; received {sizes}. "
-            "Pass one of each per sample."
-        )
-    if len({tensor.device for tensor in given.values()}) > 1:
-        devices = ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items())
-        raise ValueError(
-            f"predictions, labels and weights must be on one device; received {devices}. "
-            "Move them with .to(device)."
-        )
-    rows = [tensor.detach().reshape(-1).double() for tensor in given.values()]
-    if weights_N is None:
-        rows.append(torch.ones_like(rows[0]))
-    return rows[0], rows[1], rows[2]
+    columns = [predictions_N, labels_N, *([] if weights_N is None else [weights_N])]
+    check_columns(("predictions", "labels", "weights"), columns)
+    rows = [column.detach().reshape(-1).double() for column in columns]
+    return rows[0], rows[1], rows[2] if len(rows) == 3 else torch.ones_like(rows[0])

@@ -1,6 +1,7 @@
 """Metrics of tasks over many batches and ranks, each over a window and over the lifetime."""
 
 import abc
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
@@ -19,12 +20,7 @@ from recsys.metrics.metrics_config import (
     RecMetricEnumBase,
     RecTaskInfo,
 )
-from recsys.metrics.metrics_namespace import (
-    MetricName,
-    MetricNameBase,
-    MetricNamespaceBase,
-    MetricPrefix,
-)
+from recsys.metrics.metrics_namespace import MetricName, MetricNameBase, MetricPrefix
 from recsys.metrics.saved_sums import read_saved_sums
 
 METRICS: dict[RecMetricEnumBase, "type[RecMetric]"] = {}
@@ -49,6 +45,18 @@ class Value:
     """Suffix of the name."""
     prefix: MetricPrefix | None = None
     """Prefix instead of the span; such a result is reported over the lifetime alone."""
+
+
+def total_examples(count_T: torch.Tensor) -> Value:
+    """Report a number of samples, over the lifetime alone.
+
+    Args:
+        count_T: `[T]` numbers.
+
+    Returns:
+        Result, int64.
+    """
+    return Value(MetricName.TOTAL_EXAMPLES, count_T.long(), prefix=MetricPrefix.DEFAULT)
 
 
 class _Measured(torch.nn.Module):
@@ -89,7 +97,7 @@ class _Measured(torch.nn.Module):
         """
         if required_inputs is not None:
             kwargs = {**mapping("required_inputs", required_inputs), **kwargs}
-        self._accumulators.update(predictions, labels, weights, kwargs)
+        self._accumulators.update((predictions, labels, weights), kwargs)
 
     def update_from(
         self, model_out: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
@@ -196,17 +204,17 @@ class RecMetric(_Measured, abc.ABC):
         tensor([0.7500], dtype=torch.float64)
     """
 
-    namespace: ClassVar[MetricNamespaceBase]
+    namespace: ClassVar[MetricNameBase]
     """First part of the keys of results."""
-    _namespace: ClassVar[MetricNamespaceBase]
+    _namespace: ClassVar[MetricNameBase]
     """Namespace under the name that TorchRec uses."""
     name: ClassVar[MetricNameBase]
     """Name of the main result; derived metrics inherit it."""
     gives_scalars: ClassVar[bool] = False
     """Whether results are scalars even if tasks are not fused."""
     arguments: ClassVar[Mapping[str, Any]] = {}
-    """Own arguments and their defaults. Where the default is a bool, a float or text, the type of
-    the argument is checked."""
+    """Own arguments and their defaults, besides those of base classes. If the default is a bool, a
+    float or text, the type of the argument is checked."""
     ranks_rows: ClassVar[bool] = False
     """Whether the metric needs the last rows."""
 
@@ -216,6 +224,7 @@ class RecMetric(_Measured, abc.ABC):
             METRICS[metric] = cls
             cls.namespace = vars(cls).get("namespace", MetricName[metric.name])
             cls.name = getattr(cls, "name", cls.namespace)
+        cls.arguments = dict(ChainMap(*(vars(base).get("arguments", {}) for base in cls.__mro__)))
         cls._namespace = getattr(cls, "namespace", MetricName.DEFAULT)
 
     @raises_metric_errors

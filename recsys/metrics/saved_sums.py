@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from recsys.metrics.metrics_namespace import MetricNamespace as Namespace
-from recsys.metrics.metrics_namespace import MetricNamespaceBase
+from recsys.metrics.metrics_namespace import MetricName as Namespace
+from recsys.metrics.metrics_namespace import MetricNameBase
 
 Saved = Mapping[str, torch.Tensor]
 """`[T]` or `[T, ...]` by attribute."""
@@ -73,7 +73,7 @@ _CALIBRATION = "calibration_num calibration_denom"
 _ENTROPY = "cross_entropy_sum pos_labels neg_labels"
 _REST = "weighted_num_samples-weighted_sum_predictions"
 
-FORMULAS: dict[MetricNamespaceBase, tuple[Formula, ...]] = {
+FORMULAS: dict[MetricNameBase, tuple[Formula, ...]] = {
     Namespace.ACCURACY: _parse("accuracy_sum weighted_num_samples"),
     Namespace.AVERAGE: _parse("label_sum prediction_sum weighted_num_samples"),
     Namespace.CALIBRATION: _parse(_CALIBRATION),

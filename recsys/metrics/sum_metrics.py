@@ -4,7 +4,6 @@ A sum is over values times weights, unless it says otherwise. An undefined resul
 division gives, NaN or infinite: a ratio to no positives, an entropy of a single class.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -13,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from recsys.kernels.arguments import instance, names, whole
+from recsys.metrics import option_sums as by_option
 from recsys.metrics.batch import Quantity
 from recsys.metrics.entropy import (
     EPSILON,
@@ -22,54 +22,36 @@ from recsys.metrics.entropy import (
     positive_cross_entropy,
 )
 from recsys.metrics.metrics_config import RecMetricEnum as Metric
-from recsys.metrics.metrics_namespace import MetricName, MetricNameBase, MetricPrefix
-from recsys.metrics.option_sums import (
-    DECIDED,
-    DECIDED_LABELS,
-    HITS,
-    RIGHT,
-    RIGHT_LABELS,
-    TENSOR,
-    TENSOR_WEIGHT,
-    OptionSum,
-    by_segment,
-    recalibrated,
-    within,
-)
-from recsys.metrics.rec_metric import RecMetric, Value
+from recsys.metrics.metrics_namespace import MetricName, MetricNameBase
+from recsys.metrics.option_sums import OptionSum
+from recsys.metrics.rec_metric import RecMetric, Value, total_examples
 
 Sums = Mapping[str, torch.Tensor]
 """`[T]` by name, or `[T, width]` for a quantity of some width."""
 
-WEIGHT = Quantity("weight", lambda batch: batch.weights, is_weighted=False)
-LABEL = Quantity("label", lambda batch: batch.labels)
-NEGATIVE = Quantity("negative", lambda batch: 1.0 - batch.rows[1])
+WEIGHT = Quantity("weight", lambda b: b.weights, is_weighted=False)
+LABEL = Quantity("label", lambda b: b.labels)
+NEGATIVE = Quantity("negative", lambda b: 1.0 - b.rows[1])
 """Weight of the negatives; exactly 0 without any, unlike the rounded `WEIGHT` minus `LABEL`."""
-PREDICTION = Quantity("prediction", lambda batch: batch.rows[0])
-PREDICTED_NEGATIVE = Quantity("predicted_negative", lambda batch: 1.0 - batch.rows[0])
-LOG_LOSS = Quantity("log_loss", lambda batch: batch.log_loss)
+PREDICTION = Quantity("prediction", lambda b: b.rows[0])
+PREDICTED_NEGATIVE = Quantity("predicted_negative", lambda b: 1.0 - b.rows[0])
+LOG_LOSS = Quantity("log_loss", lambda b: b.log_loss)
 LOG_LOSS_POSITIVE = Quantity(
-    "log_loss_positive", lambda batch: positive_cross_entropy(batch.predictions, batch.labels)
+    "log_loss_positive", lambda b: positive_cross_entropy(b.predictions, b.labels)
 )
-SQUARED_ERROR = Quantity("squared_error", lambda batch: batch.errors.square())
-ABSOLUTE_ERROR = Quantity("absolute_error", lambda batch: batch.errors.abs())
-SQUARED_LABEL = Quantity("squared_label", lambda batch: batch.labels.square())
-SQUARED_ERROR_OF_ONES = Quantity(
-    "squared_error_of_ones", lambda batch: (1.0 - batch.labels).square()
-)
-SAMPLES = Quantity("samples", lambda batch: batch.ones, is_weighted=False)
+SQUARED_ERROR = Quantity("squared_error", lambda b: b.errors.square())
+ABSOLUTE_ERROR = Quantity("absolute_error", lambda b: b.errors.abs())
+SQUARED_LABEL = Quantity("squared_label", lambda b: b.labels.square())
+SQUARED_ERROR_OF_ONES = Quantity("squared_error_of_ones", lambda b: (1.0 - b.labels).square())
+SAMPLES = Quantity("samples", lambda b: b.ones, is_weighted=False)
 WEIGHTED_SAMPLES = Quantity(
-    "weighted_samples", lambda batch: (batch.weights != 0).double(), is_weighted=False
+    "weighted_samples", lambda b: (b.weights != 0).double(), is_weighted=False
 )
-LABEL_UNWEIGHTED = Quantity("label_unweighted", lambda batch: batch.labels, is_weighted=False)
-NEGATIVE_UNWEIGHTED = Quantity(
-    "negative_unweighted", lambda batch: 1.0 - batch.labels, is_weighted=False
-)
-LOG_LOSS_UNWEIGHTED = Quantity(
-    "log_loss_unweighted", lambda batch: batch.log_loss, is_weighted=False
-)
-LABEL_PRESENT = Quantity("label_present", lambda batch: batch.labels.nan_to_num(0.0))
-LABEL_MISSING = Quantity("label_missing", lambda batch: batch.labels.isnan().double())
+LABEL_UNWEIGHTED = Quantity("label_unweighted", lambda b: b.labels, is_weighted=False)
+NEGATIVE_UNWEIGHTED = Quantity("negative_unweighted", lambda b: 1.0 - b.labels, is_weighted=False)
+LOG_LOSS_UNWEIGHTED = Quantity("log_loss_unweighted", lambda b: b.log_loss, is_weighted=False)
+LABEL_PRESENT = Quantity("label_present", lambda b: b.labels.nan_to_num(0.0))
+LABEL_MISSING = Quantity("label_missing", lambda b: b.labels.isnan().double())
 
 NOISE = 1e-14
 """Largest difference of two sums, relative to them, that counts as rounding."""
@@ -115,15 +97,15 @@ class SumMetric(RecMetric):
         return self._quantities
 
     def ordered(self, sums: Sums) -> list[torch.Tensor]:
-        """Return the values of the metric's sums in the order of `quantities`.
+        """Return the values of `sums` in their order.
 
         Args:
-            sums: Sums of the metric and of others, by name.
+            sums: Values of these and of other sums, by name.
 
         Returns:
             Values.
         """
-        return [sums[quantity.name] for quantity in self.quantities()]
+        return [sums[quantity.name] for quantity in self._quantities]
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
@@ -131,9 +113,6 @@ class SumMetric(RecMetric):
             yield Value(name, formula(sums))
         if self._formula is not None:
             yield Value(self.name, self._formula(*self.ordered(sums)))
-
-
-# Ratios and totals
 
 
 def _ratio(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -217,9 +196,9 @@ class MSEMetric(SumMetric, metric=Metric.MSE, sums=(SQUARED_ERROR, WEIGHT, LABEL
 
     arguments: ClassVar[Mapping[str, Any]] = {"include_r_squared": False}
 
-    def quantities(self) -> Sequence[Quantity]:
-        """List the sums."""
-        return self._quantities[: None if self.options["include_r_squared"] else 2]
+    @cached_property
+    def _quantities(self) -> Sequence[Quantity]:
+        return super()._quantities[: None if self.options["include_r_squared"] else 2]
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
@@ -237,7 +216,7 @@ class MSEMetric(SumMetric, metric=Metric.MSE, sums=(SQUARED_ERROR, WEIGHT, LABEL
 class TensorWeightedAvgMetric(
     SumMetric,
     metric=Metric.TENSOR_WEIGHTED_AVG,
-    sums=(TENSOR, TENSOR_WEIGHT),
+    sums=(by_option.TENSOR, by_option.TENSOR_WEIGHT),
     formula=lambda tensor, weight: (tensor / weight).squeeze(1),
 ):
     """Mean of the model output `RecTaskInfo.tensor_name`.
@@ -265,14 +244,13 @@ class TensorWeightedAvgMetric(
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the result."""
         for value in super().values(sums):
-            yield dataclasses.replace(value, description=self.options["description"] or "")
-
-
-# Calibration and normalized entropy
+            yield Value(value.name, value.values_T, self.options["description"] or "")
 
 
 class RecalibratedMetric(SumMetric):
     """Base class of metrics of recalibrated predictions."""
+
+    arguments: ClassVar[Mapping[str, Any]] = {"recalibration_coefficient": 1.0}
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -287,10 +265,6 @@ class ServingMetric(SumMetric):
     def quantities(self) -> Sequence[Quantity]:
         """List the sums."""
         return [*self._quantities, WEIGHTED_SAMPLES]
-
-    def ordered(self, sums: Sums) -> list[torch.Tensor]:
-        """Return the values of the sums of the formula."""
-        return super().ordered(sums)[:-1]
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
@@ -310,11 +284,12 @@ class RecalibratedCalibrationMetric(
     RecalibratedMetric,
     CalibrationMetric,
     metric=Metric.RECALIBRATED_CALIBRATION,
-    sums=(partial(recalibrated, "prediction", lambda predictions, _: predictions), LABEL),
+    sums=(
+        partial(by_option.recalibrated, "prediction", lambda predictions, _: predictions),
+        LABEL,
+    ),
 ):
     """Calibration of predictions recalibrated as in `RecalibratedNEMetric`."""
-
-    arguments: ClassVar[Mapping[str, Any]] = {"recalibration_coefficient": 1.0}
 
 
 class EntropyMetric(SumMetric, formula=normalize_entropy):
@@ -331,10 +306,10 @@ class EntropyMetric(SumMetric, formula=normalize_entropy):
         loss, label, negative, *_ = self.ordered(sums)
         weight = label + negative
         for value in super().values(sums):
+            ne_T = value.values_T
             if self.options["allow_missing_label_with_zero_weight"]:
-                filled_T = value.values_T.masked_fill(weight == 0, EPSILON)
-                value = dataclasses.replace(value, values_T=filled_T)
-            yield value
+                ne_T = ne_T.masked_fill(weight == 0, EPSILON)
+            yield Value(value.name, ne_T)
         if self.options.get("include_logloss"):
             yield Value(MetricName.LOG_LOSS, loss / weight / math.log(2.0))
 
@@ -343,12 +318,10 @@ class NEMetric(EntropyMetric, metric=Metric.NE, sums=(LOG_LOSS, LABEL, NEGATIVE)
     """Normalized entropy: log loss divided by the entropy of the base rate of the labels.
 
     Results: `ne`, and with the argument `include_logloss=True` `logloss`, which is in bits
-    (`LogLossMetric` is in nats). With `allow_missing_label_with_zero_weight=True`, `ne` is 1e-12
-    while all weights are zero; otherwise it is NaN. Source: see
-    `recsys.metrics.normalized_entropy`.
+    (`LogLossMetric` is in nats). Source: see `recsys.metrics.normalized_entropy`.
     """
 
-    arguments: ClassVar[Mapping[str, Any]] = {"include_logloss": False, **EntropyMetric.arguments}
+    arguments: ClassVar[Mapping[str, Any]] = {"include_logloss": False}
 
 
 class ServingNEMetric(ServingMetric, NEMetric, metric=Metric.SERVING_NE):
@@ -360,7 +333,7 @@ class RecalibratedNEMetric(
     NEMetric,
     metric=Metric.RECALIBRATED_NE,
     sums=(
-        partial(recalibrated, "log_loss", lambda p, b: cross_entropy(p, b.labels)),
+        partial(by_option.recalibrated, "log_loss", lambda p, b: cross_entropy(p, b.labels)),
         LABEL,
         NEGATIVE,
     ),
@@ -371,16 +344,9 @@ class RecalibratedNEMetric(
     `recalibration_coefficient`; He et al. (2014), section 6.3.
     """
 
-    arguments: ClassVar[Mapping[str, Any]] = {
-        **NEMetric.arguments,
-        "recalibration_coefficient": 1.0,
-    }
-
 
 class NEPositiveMetric(
-    EntropyMetric,
-    metric=Metric.NE_POSITIVE,
-    sums=(LOG_LOSS_POSITIVE, LABEL, NEGATIVE),
+    EntropyMetric, metric=Metric.NE_POSITIVE, sums=(LOG_LOSS_POSITIVE, LABEL, NEGATIVE)
 ):
     """Part of the normalized entropy that the log loss of positives contributes."""
 
@@ -402,15 +368,14 @@ class CaliFreeNEMetric(
     """Log loss divided by that of always predicting the mean of the predictions.
 
     This is the normalized entropy divided by the normalized entropy of the mean prediction. Wrong
-    calibration increases both. Source of normalized entropy: see
-    `recsys.metrics.normalized_entropy`.
+    calibration increases both. Source: see `recsys.metrics.normalized_entropy`.
     """
 
 
 class SegmentedNEMetric(
     SumMetric,
     metric=Metric.SEGMENTED_NE,
-    sums=[partial(by_segment, quantity) for quantity in (LOG_LOSS, LABEL, NEGATIVE)],
+    sums=[partial(by_option.by_segment, quantity) for quantity in (LOG_LOSS, LABEL, NEGATIVE)],
 ):
     """Normalized entropy of each segment of the samples: `segmented_ne_0`, ...
 
@@ -445,9 +410,6 @@ class SegmentedNEMetric(
                 yield Value(MetricName.LOG_LOSS, bits, f"_{segment}")
 
 
-# Decisions
-
-
 def _share(part: torch.Tensor, whole: torch.Tensor, *compared: torch.Tensor) -> torch.Tensor:
     # Comparisons with NaN are false, but the sums of the compared values are NaN.
     return (part / whole).masked_fill(sum(compared).isnan(), torch.nan)  # type: ignore[union-attr]
@@ -460,25 +422,29 @@ class ThresholdMetric(SumMetric, formula=_share):
 
 
 class AccuracyMetric(
-    ThresholdMetric, metric=Metric.ACCURACY, sums=(RIGHT, WEIGHT, PREDICTION, LABEL)
+    ThresholdMetric, metric=Metric.ACCURACY, sums=(by_option.RIGHT, WEIGHT, PREDICTION, LABEL)
 ):
     """Share of samples whose decision equals the label."""
 
 
 class PrecisionMetric(
-    ThresholdMetric, metric=Metric.PRECISION, sums=(HITS, DECIDED, PREDICTION, LABEL)
+    ThresholdMetric,
+    metric=Metric.PRECISION,
+    sums=(by_option.HITS, by_option.DECIDED, PREDICTION, LABEL),
 ):
     """Share of positives among the samples predicted positive."""
 
 
-class RecallMetric(ThresholdMetric, metric=Metric.RECALL, sums=(HITS, LABEL, PREDICTION, LABEL)):
+class RecallMetric(
+    ThresholdMetric, metric=Metric.RECALL, sums=(by_option.HITS, LABEL, PREDICTION, LABEL)
+):
     """Share of the positives that are predicted positive."""
 
 
 class MulticlassRecallMetric(
     SumMetric,
     metric=Metric.MULTICLASS_RECALL,
-    sums=(within, WEIGHT),
+    sums=(by_option.within, WEIGHT),
     formula=lambda hits, weight: hits / weight.unsqueeze(1),
 ):
     """Share of samples whose class is among the k best, for each k.
@@ -505,7 +471,7 @@ class MulticlassRecallMetric(
 class MultiLabelPrecisionMetric(
     SumMetric,
     metric=Metric.MULTI_LABEL_PRECISION,
-    sums=(RIGHT_LABELS, DECIDED_LABELS),
+    sums=(by_option.RIGHT_LABELS, by_option.DECIDED_LABELS),
 ):
     """Precision of each label of samples with several labels.
 
@@ -529,19 +495,6 @@ class MultiLabelPrecisionMetric(
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
         right_TL, decided_TL = self.ordered(sums)
-        numbered = [f"label_{label}" for label in range(self.options["num_labels"])]
-        label_names = self.options["label_names"] or numbered
+        label_names = self.options["label_names"] or [f"label_{i}" for i in range(right_TL.size(1))]
         for name, precision_T in zip(label_names, (right_TL / decided_TL).unbind(1), strict=True):
             yield Value(self.name, precision_T, name)
-
-
-def total_examples(count_T: torch.Tensor) -> Value:
-    """Report a number of samples, over the lifetime alone.
-
-    Args:
-        count_T: `[T]` numbers.
-
-    Returns:
-        Result, int64.
-    """
-    return Value(MetricName.TOTAL_EXAMPLES, count_T.long(), prefix=MetricPrefix.DEFAULT)

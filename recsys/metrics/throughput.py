@@ -21,8 +21,8 @@ from recsys.metrics.metrics_namespace import (
     MetricPrefix,
     compose_metric_key,
 )
-from recsys.metrics.rec_metric import Value
-from recsys.metrics.sum_metrics import SAMPLES, SumMetric, Sums, total_examples
+from recsys.metrics.rec_metric import Value, total_examples
+from recsys.metrics.sum_metrics import SAMPLES, SumMetric, Sums
 
 _COUNTS = ("total_examples", "warmup_examples", "time_lapse_after_warmup", "num_batch")
 
