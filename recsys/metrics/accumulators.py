@@ -176,7 +176,7 @@ class _TaskGroup:
         return found
 
     def named(self, sums_TK: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the columns of sums, by name."""
+        """Return the sums of each quantity, by name."""
         return {name: sums_TK[:, column] for name, column in self.columns.items()}
 
     def entries(self) -> Iterator[tuple[str, int, int | slice]]:
@@ -304,9 +304,9 @@ class Accumulators(torch.nn.Module):
         rows = [window for group in self.groups for window in group.rows.values()]
         # Each rank fills its own column: the number of rows, and whether they are float64.
         sizes = torch.zeros(2, len(rows), num_ranks, dtype=torch.float64)
-        for place, window in enumerate(rows):
-            sizes[0, place, rank] = window.num_rows
-            sizes[1, place, rank] = window.is_double
+        for index, window in enumerate(rows):
+            sizes[0, index, rank] = window.num_rows
+            sizes[1, index, rank] = window.is_double
         parts = [sizes.to(self.groups[0].lifetime.device)]
         for group, totals in zip(self.groups, windows, strict=True):
             parts += [group.lifetime, *totals.values()]

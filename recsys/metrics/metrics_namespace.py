@@ -1,4 +1,4 @@
-"""How a result is called: `namespace-task|prefix_name`, say `ne-click|window_ne`."""
+"""Keys of results: `namespace-task|prefix_name`, such as `ne-click|window_ne`."""
 
 import enum
 import re
@@ -88,7 +88,7 @@ MetricNamespace = MetricName
 
 
 class MetricPrefix(StrValueMixin, enum.Enum):
-    """Over what span a result is."""
+    """Span of a result: the window, the lifetime, or this process (`attempt_`)."""
 
     DEFAULT = ""
     LIFETIME = "lifetime_"
@@ -97,17 +97,17 @@ class MetricPrefix(StrValueMixin, enum.Enum):
 
 
 def compose_metric_namespace(namespace: MetricNamespaceBase, task_name: str) -> str:
-    """Name what comes before the bar.
+    """Compose the first part of a key.
 
     Args:
-        namespace: of the metric.
-        task_name: of the task.
+        namespace: Namespace of the metric.
+        task_name: Name of the task.
 
     Returns:
         `namespace-task`.
 
     Raises:
-        TypeError: one is neither text nor a member of an enumeration.
+        TypeError: An argument is neither text nor a member of an enumeration.
 
     Example:
         >>> compose_metric_namespace(MetricNamespace.NE, "click")
@@ -120,18 +120,18 @@ def compose_metric_namespace(namespace: MetricNamespaceBase, task_name: str) -> 
 def compose_customized_metric_key(
     namespace: str, metric_name: str, description: str | None = None
 ) -> str:
-    """Name a result by plain strings.
+    """Compose the key of a result from strings.
 
     Args:
-        namespace: what comes before the bar.
-        metric_name: what comes after it.
-        description: is appended as it is.
+        namespace: First part of the key.
+        metric_name: Second part of the key.
+        description: Suffix of the key.
 
     Returns:
-        The key.
+        `namespace|metric_name` with the suffix.
 
     Raises:
-        TypeError: one is neither text nor a member of an enumeration.
+        TypeError: An argument is neither text nor a member of an enumeration.
 
     Example:
         >>> compose_customized_metric_key("optimizers-dense", "lr")
@@ -149,20 +149,20 @@ def compose_metric_key(
     metric_prefix: MetricPrefix = MetricPrefix.DEFAULT,
     description: str | None = None,
 ) -> str:
-    """Name a result.
+    """Compose the key of a result.
 
     Args:
-        namespace: of the metric.
-        task_name: of the task.
-        metric_name: what the result says.
-        metric_prefix: over what span.
-        description: is appended as it is.
+        namespace: Namespace of the metric.
+        task_name: Name of the task.
+        metric_name: Name of the result.
+        metric_prefix: Span of the result.
+        description: Suffix of the key.
 
     Returns:
-        The key under which `RecMetricModule.compute` gives it.
+        Key of the result of `RecMetricModule.compute`.
 
     Raises:
-        TypeError: one is neither text nor a member of an enumeration.
+        TypeError: An argument is neither text nor a member of an enumeration.
 
     Example:
         >>> compose_metric_key(MetricNamespace.NE, "click", MetricName.NE, MetricPrefix.WINDOW)
@@ -179,18 +179,18 @@ def task_wildcard_metrics_pattern(
     metric_name: MetricNameBase,
     metric_prefix: MetricPrefix = MetricPrefix.DEFAULT,
 ) -> str:
-    r"""Name a result of any task.
+    r"""Compose a pattern for the keys of a result of any task.
 
     Args:
-        namespace: of the metric.
-        metric_name: what the result says.
-        metric_prefix: over what span.
+        namespace: Namespace of the metric.
+        metric_name: Name of the result.
+        metric_prefix: Span of the result.
 
     Returns:
-        A regular expression.
+        Regular expression.
 
     Raises:
-        TypeError: one is neither text nor a member of an enumeration.
+        TypeError: An argument is neither text nor a member of an enumeration.
 
     Example:
         >>> task_wildcard_metrics_pattern(MetricNamespace.NE, MetricName.NE, MetricPrefix.WINDOW)

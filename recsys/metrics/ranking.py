@@ -182,7 +182,7 @@ def inverted_pairs(
     return inverted_G
 
 
-def places(scores_N: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+def ranks_in_groups(scores_N: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the rank of each sample in its group, by descending score.
 
     Args:
@@ -196,12 +196,12 @@ def places(scores_N: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.
     order_N = scores_N.argsort(descending=True, stable=True)
     order_N = order_N[groups.index_N[order_N].argsort(stable=True)]
     new_group_N = _starts(groups.index_N[order_N])
-    in_group_N = _places_in_runs(new_group_N)
-    in_tie_N = _places_in_runs(new_group_N | _starts(scores_N[order_N]))
-    place_N, shared_N = torch.empty_like(order_N), torch.empty_like(order_N)
-    place_N[order_N] = in_group_N
+    in_group_N = _indices_in_runs(new_group_N)
+    in_tie_N = _indices_in_runs(new_group_N | _starts(scores_N[order_N]))
+    rank_N, shared_N = torch.empty_like(order_N), torch.empty_like(order_N)
+    rank_N[order_N] = in_group_N
     shared_N[order_N] = in_group_N - in_tie_N
-    return place_N, shared_N
+    return rank_N, shared_N
 
 
 def weigh_equal_pairs(keys_N: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
@@ -277,17 +277,17 @@ def _cumsum_of_runs(values_N: torch.Tensor, starts_N: torch.Tensor) -> torch.Ten
     """
     if not len(values_N):
         return values_N
-    place_N = _places_in_runs(starts_N)
-    step, longest = 1, int(place_N.max()) + 1
+    rank_N = _indices_in_runs(starts_N)
+    step, longest = 1, int(rank_N.max()) + 1
     while step < longest:
         # Each value is the sum of up to `step` values; add the sum of those before them.
-        taken_N = values_N[:-step].where(place_N[step:] >= step, 0.0)
+        taken_N = values_N[:-step].where(rank_N[step:] >= step, 0.0)
         values_N = torch.cat([values_N[:step], values_N[step:] + taken_N])
         step *= 2
     return values_N
 
 
-def _places_in_runs(starts_N: torch.Tensor) -> torch.Tensor:
+def _indices_in_runs(starts_N: torch.Tensor) -> torch.Tensor:
     """Return the index of each value in its run, from 0."""
     at_N = torch.arange(len(starts_N), device=starts_N.device)
     return at_N - torch.where(starts_N, at_N, 0).cummax(0).values

@@ -139,8 +139,8 @@ def read_saved_sums(
         for metric in group.metrics:
             formulas, quantities = FORMULAS.get(metric.namespace, ()), metric.quantities()
             zeros |= {quantity.name for quantity in quantities[len(formulas) :]}
-            place = "" if metrics == [module] else f"rec_metrics.{metrics.index(metric)}."
-            saved = _by_attribute(found, f"{prefix}{place}{PART}")
+            path = "" if metrics == [module] else f"rec_metrics.{metrics.index(metric)}."
+            saved = _by_attribute(found, f"{prefix}{path}{PART}")
             with contextlib.suppress(KeyError):
                 sums |= {q.name: of(saved) for q, of in zip(quantities, formulas, strict=False)}
         for key, values in group.entries_of(sums, zeros):

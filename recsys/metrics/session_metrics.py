@@ -21,7 +21,7 @@ from recsys.metrics.ranking import (
     group_samples,
     inverted_pairs,
     one_group,
-    places,
+    ranks_in_groups,
     sum_groups,
     weigh_equal_pairs,
 )
@@ -120,10 +120,10 @@ class NDCGMetric(SessionMetric, metric=RecMetricEnum.NDCG):
     def _discount(
         self, gains_N: torch.Tensor, scores_N: torch.Tensor, sessions: Groups
     ) -> torch.Tensor:
-        place_N, _ = places(scores_N, sessions)
-        gains_N = gains_N / (place_N + 2.0).double().log2()
+        rank_N, _ = ranks_in_groups(scores_N, sessions)
+        gains_N = gains_N / (rank_N + 2.0).double().log2()
         if self.options["k"] >= 0:
-            gains_N = gains_N.where(place_N < self.options["k"], 0.0)
+            gains_N = gains_N.where(rank_N < self.options["k"], 0.0)
         return sum_groups(gains_N, sessions)
 
 
@@ -163,10 +163,10 @@ class TopOfSessionMetric(SessionMetric):
         session = _session_of(batch.tasks[index])
         groups = group_samples(batch.input(session.session_var_name).long())
         limit, weights_N = session.top_threshold or 0, batch.weights_or_nan[index]
-        predicted_N = (places(batch.predictions[index], groups)[1] < limit).double()
+        predicted_N = (ranks_in_groups(batch.predictions[index], groups)[1] < limit).double()
         positive_N = batch.labels[index]
         if session.run_ranking_of_labels:
-            positive_N = (places(positive_N, groups)[1] < limit).double()
+            positive_N = (ranks_in_groups(positive_N, groups)[1] < limit).double()
         return predicted_N * positive_N * weights_N, predicted_N * weights_N, positive_N * weights_N
 
 
