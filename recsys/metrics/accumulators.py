@@ -305,8 +305,7 @@ class Accumulators(torch.nn.Module):
         # Each rank fills its own column: the number of rows, and whether they are float64.
         sizes = torch.zeros(2, len(rows), num_ranks, dtype=torch.float64)
         for index, window in enumerate(rows):
-            sizes[0, index, rank] = window.num_rows
-            sizes[1, index, rank] = window.is_double
+            sizes[:, index, rank] = torch.tensor([window.num_rows, window.is_double])
         parts = [sizes.to(self.groups[0].lifetime.device)]
         for group, totals in zip(self.groups, windows, strict=True):
             parts += [group.lifetime, *totals.values()]

@@ -154,7 +154,7 @@ class RecMetricModule(torch.nn.Module):
                 if self._inputs:
                     inputs = {name: model_out[name] for name in self._inputs if name in model_out}
                     inputs |= {**(required_inputs or {}), **kwargs}
-                metrics.update_from(model_out, inputs)
+                metrics._modules["_accumulators"].update_from(model_out, inputs)
             except (TypeError, IndexError):
                 mapping("model_out", model_out)
                 raise

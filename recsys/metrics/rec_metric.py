@@ -99,20 +99,6 @@ class _Measured(torch.nn.Module):
             kwargs = {**mapping("required_inputs", required_inputs), **kwargs}
         self._accumulators.update((predictions, labels, weights), kwargs)
 
-    def update_from(
-        self, model_out: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Add a batch of `N` samples from the output of a model.
-
-        Args:
-            model_out: `[N]` predictions, labels and weights by the keys of the tasks.
-            inputs: `[N]` required inputs, by key.
-
-        Raises:
-            KeyError: A prediction, label or weight is missing.
-        """
-        self._modules["_accumulators"].update_from(model_out, inputs)  # type: ignore[union-attr,operator]
-
     def compute(self) -> dict[str, torch.Tensor]:
         """Compute the results over all ranks; every rank must call it.
 
