@@ -40,13 +40,14 @@ class WindowMetric(RecMetric):
 
     def __init_subclass__(
         cls,
-        scores: Callable[[Ranked], torch.Tensor],
-        is_defined: Callable[[Ranked], torch.Tensor],
+        scores: Callable[[Ranked], torch.Tensor] | None = None,
+        is_defined: Callable[[Ranked], torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init_subclass__(**kwargs)
-        cls._scores, cls._is_defined = staticmethod(scores), staticmethod(is_defined)
-        cls.arguments = {f"grouped_{cls.name}": False}
+        if scores is not None and is_defined is not None:
+            cls._scores, cls._is_defined = staticmethod(scores), staticmethod(is_defined)
+            cls.arguments = {f"grouped_{cls.name}": False}
 
     def get_required_inputs(self) -> set[str]:
         """List the model outputs that are needed."""

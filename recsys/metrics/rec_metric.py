@@ -154,8 +154,8 @@ class RecMetric(_Measured, abc.ABC):
     float32 for AUC, AUPRC, RAUC and segmented NE; int64 for numbers of samples. These are the
     shapes and dtypes of TorchRec. Sums are always float64.
 
-    A class statement may have the argument `metric`: the class then implements this metric, which
-    gives the default of `namespace` and `name`.
+    A class statement may have the argument `metric`: the class then implements this metric, and
+    `namespace` defaults to its name.
 
     Args:
         world_size: Number of ranks; each holds its share of the window.
@@ -195,7 +195,7 @@ class RecMetric(_Measured, abc.ABC):
     _namespace: ClassVar[MetricNameBase]
     """Namespace under the name that TorchRec uses."""
     name: ClassVar[MetricNameBase]
-    """Name of the main result; derived metrics inherit it."""
+    """Name of the main result; defaults to that of the base class, or to the namespace."""
     gives_scalars: ClassVar[bool] = False
     """Whether results are scalars even if tasks are not fused."""
     arguments: ClassVar[Mapping[str, Any]] = {}
@@ -209,9 +209,10 @@ class RecMetric(_Measured, abc.ABC):
         if metric is not None:
             METRICS[metric] = cls
             cls.namespace = vars(cls).get("namespace", MetricName[metric.name])
+        if hasattr(cls, "namespace"):
+            cls._namespace = cls.namespace
             cls.name = getattr(cls, "name", cls.namespace)
         cls.arguments = dict(ChainMap(*(vars(base).get("arguments", {}) for base in cls.__mro__)))
-        cls._namespace = getattr(cls, "namespace", MetricName.DEFAULT)
 
     @raises_metric_errors
     @checked

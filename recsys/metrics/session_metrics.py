@@ -29,11 +29,12 @@ from recsys.metrics.rec_metric import Value
 from recsys.metrics.sum_metrics import SumMetric, Sums
 
 
-class SessionMetric(
-    SumMetric,
-    sums=[lambda metric: Quantity(metric._sum_name(), metric._measure_all, width=2)],
-    formula=lambda sums: sums[:, 0] / sums[:, 1],
-):
+def _session_sums(metric: Any) -> Quantity:
+    name = "_".join(map(str, (metric.name, *metric.options.values())))
+    return Quantity(name, metric.measure_all, width=2)
+
+
+class SessionMetric(SumMetric, sums=[_session_sums], formula=lambda sums: sums[:, 0] / sums[:, 1]):
     """Base class of metrics that divide the first of two sums over sessions by the second."""
 
     @abc.abstractmethod
@@ -48,14 +49,17 @@ class SessionMetric(
             Two scalars, float64.
         """
 
-    def _measure_all(self, batch: MetricBatch) -> torch.Tensor:
-        """Return `[T, 2]` contributions of a batch."""
+    def measure_all(self, batch: MetricBatch) -> torch.Tensor:
+        """Compute the contribution of a batch for all tasks.
+
+        Args:
+            batch: Batch.
+
+        Returns:
+            `[T, 2]` float64.
+        """
         measured = [self.measure(batch, index) for index in range(len(batch.tasks))]
         return torch.stack([torch.stack(pair) for pair in measured])
-
-    def _sum_name(self) -> str:
-        """Return the name of the two sums, with the options."""
-        return "_".join(map(str, (self.name, *self.options.values())))
 
 
 class NDCGMetric(SessionMetric, metric=RecMetricEnum.NDCG):
@@ -135,6 +139,9 @@ class TopOfSessionMetric(SessionMetric):
     positive; with `run_ranking_of_labels`, the `top_threshold` highest labels are.
     """
 
+    is_recall: ClassVar[bool]
+    """Whether to divide by the positives; otherwise by the predicted positives."""
+
     def _prepare(self) -> None:
         for task in self.tasks:
             if task.session_metric_def is None or task.session_metric_def.top_threshold is None:
@@ -147,19 +154,8 @@ class TopOfSessionMetric(SessionMetric):
         """List the model outputs that are needed."""
         return {_session_of(task).session_var_name for task in self.tasks}
 
-    def decide(
-        self, batch: MetricBatch, index: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Find the samples that are predicted positive, and those that are positive.
-
-        Args:
-            batch: Batch.
-            index: Index of the task.
-
-        Returns:
-            `[N]` weights of true positives, of predicted positives and of positives; 0 for other
-            samples.
-        """
+    def measure(self, batch: MetricBatch, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the contribution of a batch."""
         session = _session_of(batch.tasks[index])
         groups = group_samples(batch.input(session.session_var_name).long())
         limit, weights_N = session.top_threshold or 0, batch.weights_or_nan[index]
@@ -167,25 +163,20 @@ class TopOfSessionMetric(SessionMetric):
         positive_N = batch.labels[index]
         if session.run_ranking_of_labels:
             positive_N = (ranks_in_groups(positive_N, groups)[1] < limit).double()
-        return predicted_N * positive_N * weights_N, predicted_N * weights_N, positive_N * weights_N
+        whole_N = positive_N if self.is_recall else predicted_N
+        return (predicted_N * positive_N * weights_N).sum(), (whole_N * weights_N).sum()
 
 
 class RecallSessionMetric(TopOfSessionMetric, metric=RecMetricEnum.RECALL_SESSION_LEVEL):
     """Share of the positives that are among the best of their session."""
 
-    def measure(self, batch: MetricBatch, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the contribution of a batch."""
-        hits_N, _, positive_N = self.decide(batch, index)
-        return hits_N.sum(), positive_N.sum()
+    is_recall = True
 
 
 class PrecisionSessionMetric(TopOfSessionMetric, metric=RecMetricEnum.PRECISION_SESSION_LEVEL):
     """Share of positives among the best of each session."""
 
-    def measure(self, batch: MetricBatch, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the contribution of a batch."""
-        hits_N, predicted_N, _ = self.decide(batch, index)
-        return hits_N.sum(), predicted_N.sum()
+    is_recall = False
 
 
 class GAUCMetric(SessionMetric, metric=RecMetricEnum.GAUC):

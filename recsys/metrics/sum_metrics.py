@@ -253,7 +253,6 @@ class RecalibratedMetric(SumMetric):
     arguments: ClassVar[Mapping[str, Any]] = {"recalibration_coefficient": 1.0}
 
     def _prepare(self) -> None:
-        super()._prepare()
         rate = self.options["recalibration_coefficient"]
         if rate <= 0.0:
             raise ValueError(f"recalibration_coefficient must be positive; received {rate}.")

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from recsys.metrics.metrics_config import RecComputeMode, RecTaskInfo
+from recsys.metrics.metric_module import REC_METRICS_MAPPING
+from recsys.metrics.metrics_config import RecComputeMode, RecMetricEnum, RecTaskInfo
 from recsys.metrics.metrics_namespace import MetricName, MetricNamespace
 from recsys.metrics.rank_metrics import AUCMetric
 from recsys.metrics.rec_metric import RecMetricList
@@ -99,6 +100,33 @@ def test_a_formula_of_ones_own():
     metric = build(OddsMetric, tasks=("a",))
     metric.update(**batch(a=[1.0, 1.0, 1.0, 0.0]))
     assert metric.compute()["-a|window_"] == 3.0
+
+
+def test_class_statements_define_metrics():
+    class ShareMetric(
+        SumMetric, sums=(LABEL, WEIGHT), formula=lambda label, weight: label / weight
+    ):
+        namespace = MetricName.CTR
+        arguments = {"scale": 1.0}  # noqa: RUF012
+
+    class OtherShareMetric(ShareMetric):
+        namespace = MetricName.MAE
+
+    class UserAUCMetric(AUCMetric):
+        """Metrics of rows can be derived from, too."""
+
+    for kind, key in ((ShareMetric, "ctr-a|window_ctr"), (OtherShareMetric, "mae-a|window_ctr")):
+        metric = build(kind, tasks=("a",), scale=2.0)
+        metric.update(**batch(a=[1.0, 1.0, 1.0, 0.0]))
+        assert metric.compute()[key] == 0.75
+        with pytest.raises(TypeError, match="scale must be a number; received 'x'"):
+            build(kind, scale="x")
+    assert REC_METRICS_MAPPING[RecMetricEnum.CTR] is CTRMetric  # own classes do not replace it
+    assert REC_METRICS_MAPPING[RecMetricEnum.AUC] is AUCMetric
+    assert set(build(UserAUCMetric, grouped_auc=False).compute()) == {
+        "auc-a|window_auc",
+        "auc-b|window_auc",
+    }
 
 
 def test_sync_alone_changes_nothing():
