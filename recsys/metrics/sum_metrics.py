@@ -5,6 +5,7 @@ division gives, NaN or infinite: a ratio to no positives, an entropy of a single
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -115,11 +116,7 @@ class SumMetric(RecMetric):
             yield Value(self.name, self._formula(*self.ordered(sums)))
 
 
-def _ratio(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    return part / whole
-
-
-class RatioMetric(SumMetric, formula=_ratio):
+class RatioMetric(SumMetric, formula=operator.truediv):
     """Base class of metrics that divide the first of two sums by the second."""
 
 
@@ -409,9 +406,11 @@ class SegmentedNEMetric(
                 yield Value(MetricName.LOG_LOSS, bits, f"_{segment}")
 
 
-def _share(part: torch.Tensor, whole: torch.Tensor, *compared: torch.Tensor) -> torch.Tensor:
+def _share(
+    part: torch.Tensor, whole: torch.Tensor, prediction: torch.Tensor, label: torch.Tensor
+) -> torch.Tensor:
     # Comparisons with NaN are false, but the sums of the compared values are NaN.
-    return (part / whole).masked_fill(sum(compared).isnan(), torch.nan)  # type: ignore[union-attr]
+    return (part / whole).masked_fill((prediction + label).isnan(), torch.nan)
 
 
 class ThresholdMetric(SumMetric, formula=_share):
