@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-# The last two add their metrics to METRICS.
 from recsys.contact import explained
 from recsys.kernels.arguments import whole, wrong_type
 from recsys.kernels.checked import checked_but
-from recsys.metrics import rank_metrics, session_metrics  # noqa: F401
+from recsys.metrics import rank_metrics, session_metrics  # noqa: F401  # add their classes to METRICS
 from recsys.metrics.checks import check_intervals, check_ranks, mapping
 from recsys.metrics.errors import raises_metric_errors
 from recsys.metrics.metrics_config import (
