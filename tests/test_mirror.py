@@ -89,6 +89,7 @@ TESTED_THROUGH = {
     "kernels/update_rules.py": "kernels/test_row_update.py",
     "metrics/accumulators.py": "metrics/test_metric_module.py",
     "metrics/batch.py": "metrics/test_rec_metric.py",
+    "metrics/option_sums.py": "metrics/test_sum_metrics.py",
     "metrics/sums.py": "metrics/test_sync.py",
     "modules/activation.py": "modules/test_mlp.py",
     "modules/embedding_inputs.py": "modules/test_embedding_bag_collection.py",

@@ -1,8 +1,9 @@
-"""Functions and constants of TorchRec's metric modules, as data.
+"""Functions and constants of TorchRec's metric modules, as tables.
 
-A row of `FUNCTIONS` is a function with its arguments, and the formula that computes it. Sums are
-over the last dimension, from `[T, N]` to `[T]`. Unlike metrics, these functions return TorchRec's
-values of undefined ratios. Shapes: `T` tasks, `N` samples, `G` groups, `C` classes.
+A row of `FUNCTIONS` has the name and the arguments of a function, and its formula. Sums are over
+the last dimension, from `[T, N]` to `[T]`. Unlike the metrics of this library, these functions
+return TorchRec's values for undefined ratios. Shapes: `T` tasks, `N` samples, `G` groups, `C`
+classes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from recsys.metrics.ranking import (
     group_samples,
     inverted_pairs,
     one_group,
-    places,
+    ranks_in_groups,
 )
 
 Formula = Callable[..., Any]
@@ -89,7 +90,7 @@ def _loss(labels: Tensor, predictions: Tensor, weights: Tensor, eta: float) -> T
 
 
 def _sum(value: Formula) -> Formula:
-    """Sum `value(labels, predictions, ...)` times the weights."""
+    """Return a function that sums `value(labels, predictions, ...)` times the weights."""
     return lambda labels, predictions, weights, *more: (
         value(labels, predictions, *more) * weights
     ).sum(-1)
@@ -104,7 +105,7 @@ def _at_thresholds(value: Formula) -> Formula:
 
 
 def _in_groups(of: Formula) -> Formula:
-    """Sum `of(labels, predictions, weights, eta)`, `[..., N]`, over each group."""
+    """Return a function that sums `of(labels, predictions, weights, eta)` over each group."""
 
     def compute(labels: Tensor, *batch: Any) -> Tensor:
         predictions, weights, keys, eta, num_groups, *_ = batch
@@ -117,7 +118,7 @@ def _in_groups(of: Formula) -> Formula:
 
 
 def _states(row: str) -> Formula:
-    """Compute sums by name; a name may be followed by the name of its formula."""
+    """Return a function that computes sums by name, from `name` or `name=formula` words."""
     pairs = [name.partition("=") for name in row.split()]
     formulas = {name: SUMS[formula or name] for name, _, formula in pairs}
 
@@ -129,7 +130,7 @@ def _states(row: str) -> Formula:
 
 
 def _mean_of_groups(score: Callable[[Ranked], Tensor], undefined: float) -> Formula:
-    """Compute each task's mean of the scores of groups; `undefined` stands for NaN."""
+    """Return a function that averages the scores of the groups of each task, with NaN replaced."""
 
     def compute(_: int, *tensors: Any) -> Tensor:
         rows = [torch.cat(list(t), -1) if isinstance(t, Sequence) else t for t in tensors[:3]]
@@ -318,13 +319,13 @@ FUNCTIONS: dict[str, Formula] = {
     f"get_xauc_states({_ROWS})": _states("error_sum=ordered_pairs_sum weighted_num_pairs"),
     f"ordered_pairs_sum({_ROWS})": _ordered_pairs,
     "ranking_within_session(predictions, session)": (
-        lambda predictions, session: places(-predictions, group_samples(session))[1]
+        lambda predictions, session: ranks_in_groups(-predictions, group_samples(session))[1]
     ),
     f"segmented_ne(ce_sum, {_SUMS}, num_groups, eta)": _segmented_ne,
     f"squared_error_sum({_ROWS})": SUMS["squared_error_sum"],
     f"true_pos_sums({_ROWS})": SUMS["true_pos_sums"],
 }
-"""Formulas of TorchRec's functions; those of one name and several meanings are renamed here."""
+"""Formulas of TorchRec's functions. Functions of one name with several meanings are renamed."""
 
 
 def _function(row: str, formula: Formula) -> Formula:
@@ -343,7 +344,7 @@ def _function(row: str, formula: Formula) -> Formula:
         return formula(*bound.args)
 
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"Compute what TorchRec's function of these arguments does: {arguments}."
+    call.__doc__ = f"Equivalent of TorchRec's function with the arguments {arguments}."
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call
 

@@ -1,9 +1,8 @@
-"""How good the predictions are, how sure, and how fast they came.
+"""Metrics of predictions: quality, calibration and throughput.
 
-Plain functions for arrays at hand; accumulators (`update`, `merge`, `sync`, `compute`) for
-streams over many batches and ranks; `RecMetricModule` for many metrics of many tasks, as a
-configuration asks for them, over windows and over the lifetime. What is kept is tensors, so it
-moves and is summed like any other.
+Functions compute a metric of given tensors. Accumulators (`update`, `merge`, `sync`, `compute`)
+compute it over many batches and ranks. `RecMetricModule` computes many metrics of many tasks from a
+configuration, over windows and over the lifetime.
 """
 
 from recsys.metrics.auc import AUC, BinnedAUC, auc

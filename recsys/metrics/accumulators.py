@@ -1,12 +1,11 @@
-"""What metrics keep from batch to batch, and how the ranks' shares come together.
+"""State of metrics between batches, and its exchange between ranks.
 
-Metrics of equal tasks are computed together: one tensor of all their sums, one window of rows.
-Shapes: `T` tasks, `K` sums, `N` samples.
+Metrics of the same tasks share one tensor of sums and one window of rows. Shapes: `T` tasks, `K`
+sums, `N` samples, `B` batches, `R` ranks.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 import torch
 
 from recsys.contact import explained
-from recsys.metrics.batch import MetricBatch, TaskTensors, build_batch, stack_plain
+from recsys.metrics.batch import Inputs, MetricBatch, TaskBatch, build_batch, pick_columns
 from recsys.metrics.metrics_namespace import (
     MetricPrefix,
     compose_customized_metric_key,
@@ -28,65 +27,46 @@ if TYPE_CHECKING:
     from recsys.metrics.rec_metric import RecMetric, Value
 
 PENDING_VALUES = 3 * 131_072
-"""Batches wait until they have so many predictions, labels and weights, and are then added up in
-one go: what the step has driven out of the caches is fetched once for all of them."""
+"""Number of pending predictions, labels and weights at which batches are summed together. A step
+evicts the code and the sums from the caches; they are fetched once for all pending batches."""
 SYNCED = "update() must not be called while synced. Call unsync() first."
 CHUNK_VALUES = 3 * 32_768
-"""So many are added up together: in few calls for small batches, on tensors that stay cached."""
+"""Number of values that are summed at once: few calls for small batches, tensors that fit the
+cache for large ones."""
 
 
 class _TaskGroup:
-    """The sums and rows of metrics that have the same tasks."""
+    """Sums and rows of metrics of the same tasks."""
 
     def __init__(self, metrics: Sequence[RecMetric]) -> None:
         self.metrics = metrics
         self.tasks = metrics[0].tasks
         self.num_classes = metrics[0].num_classes
         kinds = ("prediction_name", "label_name", "weight_name")
-        self._keys = [[getattr(task, kind) for task in self.tasks] for kind in kinds]
-        self._take = itemgetter(*itertools.chain(*self._keys))
+        self.columns_from = itemgetter(*(getattr(t, kind) for kind in kinds for t in self.tasks))
         quantities = {q.name: q for metric in metrics for q in metric.quantities()}
-        # In the order in which sums are computed.
+        # Sums in the order of their columns.
         self.narrow = [q for q in quantities.values() if not q.width]
         self.wide = [q for q in quantities.values() if q.width]
         self.quantities = [*self.narrow, *self.wide]
-        num_sums = sum(q.width or 1 for q in self.quantities)
+        self.columns: dict[str, int | slice] = {}
+        num_sums = 0
+        for q in self.quantities:
+            self.columns[q.name] = slice(num_sums, num_sums + q.width) if q.width else num_sums
+            num_sums += q.width or 1
         self.lifetime = torch.zeros(len(self.tasks), num_sums, dtype=torch.float64)
         windows = {metric.local_window for metric in metrics if metric.quantities()}
         self.windows = {size: SumWindow(size) for size in sorted(windows)}
         ranked = [metric for metric in metrics if metric.ranks_rows]
         self.row_inputs = sorted({name for m in ranked for name in m.get_required_inputs()})
         self.rows = {size: RowWindow(size) for size in sorted({m.local_window for m in ranked})}
-        # Rows of batches that are not added up yet, with the sums that need more than rows.
+        # Rows of batches to sum later, with those of their sums that need more than rows.
         self.pending: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.validates = any(metric.should_validate_update for metric in metrics)
 
-    def update(
-        self,
-        predictions: TaskTensors,
-        labels: TaskTensors,
-        weights: TaskTensors | None,
-        inputs: Mapping[str, torch.Tensor],
-    ) -> None:
-        self._take_in(
-            build_batch(self.tasks, predictions, labels, weights, inputs, self.num_classes)
-        )
-
-    def update_from(
-        self, model_out: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
-    ) -> None:
-        flat = self._take(model_out)
-        rows = stack_plain(flat, len(self.tasks)) if self.num_classes == 1 else None
-        if rows is not None:
-            self._take_in(MetricBatch(self.tasks, rows, None, inputs))
-            return
-        predictions, labels, weights = (
-            {task.name: model_out[key] for task, key in zip(self.tasks, keys, strict=True)}
-            for keys in self._keys
-        )
-        self.update(predictions, labels, weights, inputs)
-
-    def _take_in(self, batch: MetricBatch) -> None:
+    def add(self, columns: Sequence[torch.Tensor], inputs: Inputs) -> None:
+        """Add a batch: predictions of all tasks, then labels, then weights."""
+        batch = build_batch(self.tasks, columns, inputs, self.num_classes)
         num_samples = batch.rows.size(2)
         if num_samples == 0 or (self.validates and not batch.rows[2].any()):
             return
@@ -109,7 +89,7 @@ class _TaskGroup:
         return torch.cat([quantity.of(batch) for quantity in self.wide], dim=1)
 
     def flush(self) -> None:
-        """Add up the batches that wait for it; all are of one size."""
+        """Sum the pending batches, which all have the same size."""
         if self.pending:
             each = max(1, CHUNK_VALUES // self.pending[0][0].numel())
             for begin in range(0, len(self.pending), each):
@@ -120,8 +100,7 @@ class _TaskGroup:
         rows, wide = zip(*batches, strict=True)
         sums = []
         if self.narrow:
-            # Shapes have the batch before the sample. Each quantity is summed at once, while the
-            # caches have its values.
+            # Rows are [3, T, B, N]. Each quantity is summed while its values are in the caches.
             batch = MetricBatch(self.tasks, torch.stack(rows, dim=2), None, {})
             sums.append(torch.stack([q.sums(batch) for q in self.narrow], dim=2))
         if self.wide:
@@ -140,8 +119,31 @@ class _TaskGroup:
             for size, window in self.windows.items()
         }
 
+    def values(
+        self, metrics: Sequence[RecMetric]
+    ) -> Iterator[tuple[RecMetric, Sequence[RecTaskInfo], MetricPrefix, Value]]:
+        """Yield the results of metrics, with their tasks and their span."""
+        lifetime = self.named(self.lifetime)
+        windows = {size: self.named(sums) for size, sums in self.window_totals().items()}
+        for metric in metrics:
+            if metric.quantities():
+                for value in metric.values(windows[metric.local_window]):
+                    if value.prefix is None:
+                        yield metric, self.tasks, MetricPrefix.WINDOW, value
+                for value in metric.values(lifetime):
+                    yield metric, self.tasks, MetricPrefix.LIFETIME, value
+        for size in self.rows:
+            ranking = [m for m in metrics if m.ranks_rows and m.local_window == size]
+            rows = self.window_rows(size)
+            # By task: metrics share the sorted rows of a task, which are then freed.
+            for index in range(len(self.tasks) if ranking else 0):
+                of_task = rows.of_task(index)
+                for metric in ranking:
+                    for value in metric.window_values(of_task):
+                        yield metric, of_task.tasks, MetricPrefix.WINDOW, value
+
     def window_rows(self, size: int) -> MetricBatch:
-        """Return the rows of a window, as if they were one batch."""
+        """Return the rows of a window as one batch."""
         rows_3TN, extra_EN = self._rows(size)
         inputs = {} if extra_EN is None else dict(zip(self.row_inputs, extra_EN, strict=True))
         return MetricBatch(self.tasks, rows_3TN, None, inputs)
@@ -174,23 +176,14 @@ class _TaskGroup:
         return found
 
     def named(self, sums_TK: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the columns of sums, by name."""
-        columns = {}
-        place = 0
-        for quantity in self.quantities:
-            end = place + (quantity.width or 1)
-            columns[quantity.name] = sums_TK[:, place:end] if quantity.width else sums_TK[:, place]
-            place = end
-        return columns
+        """Return the sums of each quantity, by name."""
+        return {name: sums_TK[:, column] for name, column in self.columns.items()}
 
     def entries(self) -> Iterator[tuple[str, int, int | slice]]:
-        """Return how the state dict calls each sum, its task's place, and its column."""
-        names = self.named(torch.arange(self.lifetime.size(1)).expand_as(self.lifetime))
-        for place, task in enumerate(self.tasks):
-            for name, columns in names.items():
-                first = columns[0]
-                column = slice(int(first[0]), int(first[-1]) + 1) if first.dim() else int(first)
-                yield f"{task.name}.{name}", place, column
+        """Yield the name of each sum in the state dict, the index of its task, and its column."""
+        for index, task in enumerate(self.tasks):
+            for name, column in self.columns.items():
+                yield f"{task.name}.{name}", index, column
 
     def entries_of(
         self, sums: Mapping[str, torch.Tensor], zeros: set[str]
@@ -205,9 +198,9 @@ class _TaskGroup:
                 )
             if name in sums:
                 columns.copy_(sums[name].reshape(columns.shape))
-        for key, place, column in self.entries():
-            if key[len(self.tasks[place].name) + 1 :] in zeros | sums.keys():
-                yield f"lifetime.{key}", lifetime[place, column]
+        for key, index, column in self.entries():
+            if key[len(self.tasks[index].name) + 1 :] in zeros | sums.keys():
+                yield f"lifetime.{key}", lifetime[index, column]
                 for size in self.windows:
                     yield f"window_{size}.{key}", lifetime[:0, column]
         for size in self.windows:
@@ -223,13 +216,13 @@ class _TaskGroup:
 
 @final
 class Accumulators(torch.nn.Module):
-    """The sums and rows of some metrics.
+    """Sums and rows of metrics.
 
-    The state dict has the sums, of the lifetime and of the windows, by task and name. Rows are not
-    in it: a window of rows may be big, and fills again.
+    The state dict has the sums of the lifetime and of the windows, by task and name. It does not
+    have the rows: a window of rows may be large, and it fills again.
 
     Args:
-        metrics: what is accumulated for.
+        metrics: Metrics that share the accumulators.
     """
 
     def __init__(self, metrics: Sequence[RecMetric]) -> None:
@@ -241,59 +234,49 @@ class Accumulators(torch.nn.Module):
         self._metrics = tuple(metrics)
         self._own: list[tuple[Any, ...]] | None = None
 
-    def update(
-        self,
-        predictions: TaskTensors,
-        labels: TaskTensors,
-        weights: TaskTensors | None,
-        inputs: Mapping[str, torch.Tensor],
-    ) -> None:
+    def update(self, given: TaskBatch, inputs: Inputs) -> None:
         """Add a batch.
 
         Args:
-            predictions: of all tasks.
-            labels: of all tasks.
-            weights: of all tasks; `None` for ones.
-            inputs: other outputs of the model.
+            given: Predictions, labels and weights of all tasks.
+            inputs: Other outputs of the model.
 
         Raises:
-            TypeError: something is no tensor.
-            ValueError: something is missing, or sizes or devices differ.
-            RuntimeError: it is called between `sync` and `unsync`.
+            TypeError: A value is not a tensor.
+            ValueError: A tensor is missing, or sizes or devices differ.
+            RuntimeError: The call is between `sync` and `unsync`.
         """
         if self._own is not None:
             raise RuntimeError(SYNCED)
         for group in self.groups:
-            group.update(predictions, labels, weights, inputs)
+            group.add(pick_columns(group.tasks, given), inputs)
 
-    def update_from(
-        self, model_out: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Add a batch; as `update` does, but by the names that the tasks give to its parts.
+    def update_from(self, model_out: Inputs, inputs: Inputs) -> None:
+        """Add a batch of tensors by the keys of the tasks.
 
         Args:
-            model_out: predictions, labels and weights.
-            inputs: other outputs of the model.
+            model_out: Predictions, labels and weights.
+            inputs: Other outputs of the model.
 
         Raises:
-            KeyError: a part is missing.
+            KeyError: A tensor is missing.
         """
         if self._own is not None:
             raise RuntimeError(SYNCED)
         for group in self.groups:
-            group.update_from(model_out, inputs)
+            group.add(group.columns_from(model_out), inputs)
 
     def sync(self, to_all: bool = True) -> None:
-        """Take in what all ranks have seen; every rank must call it.
+        """Use the sums and rows of all ranks; every rank must call it.
 
-        All sums travel in one all-reduce, and each window of rows in one exchange.
+        One all-reduce exchanges all sums, and one exchange each window of rows.
 
         Args:
-            to_all: or rows to the first rank alone.
+            to_all: Whether all ranks get the rows; otherwise the first rank alone.
 
         Raises:
-            RuntimeError: it is synced already.
-            LostContactError: contact with another rank is lost.
+            RuntimeError: The accumulators are synced already.
+            LostContactError: Contact with another rank is lost.
         """
         import torch.distributed as dist
 
@@ -319,11 +302,10 @@ class Accumulators(torch.nn.Module):
         num_ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         windows = [group.window_totals() for group in self.groups]
         rows = [window for group in self.groups for window in group.rows.values()]
-        # Each rank fills in its own columns: how many rows, and whether they are float64.
+        # Each rank fills its own column: the number of rows, and whether they are float64.
         sizes = torch.zeros(2, len(rows), num_ranks, dtype=torch.float64)
-        for place, window in enumerate(rows):
-            sizes[0, place, rank] = window.num_rows
-            sizes[1, place, rank] = window.is_double
+        for index, window in enumerate(rows):
+            sizes[:, index, rank] = torch.tensor([window.num_rows, window.is_double])
         parts = [sizes.to(self.groups[0].lifetime.device)]
         for group, totals in zip(self.groups, windows, strict=True):
             parts += [group.lifetime, *totals.values()]
@@ -343,10 +325,10 @@ class Accumulators(torch.nn.Module):
             group.rows = synced
 
     def unsync(self) -> None:
-        """Go back to what this rank has seen.
+        """Restore the sums and rows of this rank.
 
         Raises:
-            RuntimeError: it is not synced.
+            RuntimeError: The accumulators are not synced.
         """
         if self._own is None:
             raise RuntimeError("unsync() must come after sync().")
@@ -355,53 +337,28 @@ class Accumulators(torch.nn.Module):
         self._own = None
 
     def compute(self, of: Sequence[RecMetric], prefix: str = "") -> dict[str, torch.Tensor]:
-        """Compute results over what is there, synced or not.
+        """Compute results over the current sums and rows, synced or not.
 
         Args:
-            of: the metrics that are wanted.
-            prefix: is put before the name of each result.
+            of: Metrics to compute.
+            prefix: Prefix of the name of each result.
 
         Returns:
-            Results by key, shaped as each metric says.
+            Results by key, in the shape of each metric.
         """
         self._flush()
         results: dict[str, torch.Tensor] = {}
-
-        def give(
-            metric: RecMetric,
-            tasks: Sequence[RecTaskInfo],
-            span: MetricPrefix,
-            values: Iterator[Value],
-        ) -> None:
-            for value in values:
+        for group in self.groups:
+            wanted = [metric for metric in group.metrics if any(metric is each for each in of)]
+            for metric, tasks, span, value in group.values(wanted):
                 name = f"{prefix}{value.prefix or span}{value.name}"
                 for task, of_task in zip(tasks, metric.shaped(value.values_T), strict=True):
                     key = compose_metric_namespace(metric.namespace, task.name)
                     results[compose_customized_metric_key(key, name, value.description)] = of_task
-
-        for group in self.groups:
-            lifetime = group.named(group.lifetime)
-            windows = {size: group.named(sums) for size, sums in group.window_totals().items()}
-            metrics = [m for m in group.metrics if any(m is wanted for wanted in of)]
-            for metric in metrics:
-                if metric.quantities():
-                    in_window = metric.values(windows[metric.local_window])
-                    of_window = (value for value in in_window if value.prefix is None)
-                    give(metric, group.tasks, MetricPrefix.WINDOW, of_window)
-                    give(metric, group.tasks, MetricPrefix.LIFETIME, metric.values(lifetime))
-            for size in group.rows:
-                ranking = [m for m in metrics if m.ranks_rows and m.local_window == size]
-                rows = group.window_rows(size)
-                # By task: metrics share a task's sorted rows, which are then forgotten.
-                for place in range(len(group.tasks) if ranking else 0):
-                    of_task = rows.of_task(place)
-                    for metric in ranking:
-                        values = metric.window_values(of_task)
-                        give(metric, of_task.tasks, MetricPrefix.WINDOW, values)
         return results
 
     def kept(self) -> Iterator[torch.Tensor]:
-        """Yield all tensors that are kept."""
+        """Yield all tensors of sums and rows."""
         self._flush()
         for group in self.groups:
             if group.quantities:
@@ -418,13 +375,13 @@ class Accumulators(torch.nn.Module):
             group.flush()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear all sums and rows."""
         self._own = None
         for group in self.groups:
             group.reset()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Move to a device; sums stay float64 whatever is asked for."""
+        """Move to a device; sums stay float64 for every requested dtype."""
         self._flush()
         for group in self.groups:
             device = fn(torch.empty(0, device=group.lifetime.device)).device

@@ -1,18 +1,17 @@
-"""Area under the ROC curve: the chance that a positive is scored above a negative.
+"""Area under the ROC curve: the probability that a positive is scored above a negative.
 
-Ties count one half. Shapes: `N` samples, `K` bins, `R` ranks.
+Ties count one half. Shapes: `N` samples, `K` bins.
 """
 
 from typing import final
 
 import torch
 
-from recsys.contact import explained
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
-from recsys.metrics.checks import check_group, check_predictions, instance
+from recsys.metrics.checks import check_predictions
 from recsys.metrics.ranking import Ranked, areas_under_roc, one_group
-from recsys.metrics.sums import Sums
+from recsys.metrics.sums import Accumulator, Sums
 from recsys.metrics.windows import gather_rows
 
 
@@ -22,7 +21,7 @@ def auc(
     """Compute the exact area under the ROC curve.
 
     Args:
-        predictions: `[N]` scores of any scale; only their order matters.
+        predictions: `[N]` scores of any scale; only their order counts.
         labels: `[N]`, 0 or 1.
         weights: `[N]`, not negative; `None` for ones.
 
@@ -30,8 +29,8 @@ def auc(
         Scalar float64; NaN if only one class is present, or a value is NaN.
 
     Raises:
-        TypeError: an input is no tensor.
-        ValueError: the inputs differ in size or device.
+        TypeError: An input is not a tensor.
+        ValueError: The inputs differ in size or device.
 
     Example:
         >>> auc(torch.tensor([0.1, 0.4, 0.4, 0.8]), torch.tensor([0, 0, 1, 1])).item()
@@ -45,37 +44,38 @@ def find_bins(predictions: torch.Tensor, num_bins: int) -> torch.Tensor:
     """Find the bin of each probability.
 
     Args:
-        predictions: any shape; what is below 0 or above 1 is put into the first or last bin.
-        num_bins: equal bins from 0 to 1.
+        predictions: Probabilities, any shape; others go into the first or the last bin.
+        num_bins: Number of equal bins from 0 to 1.
 
     Returns:
-        Alike, int64.
+        Bin numbers, of the same shape, int64.
     """
-    # Large numbers are no int64; a NaN becomes any number.
+    # Clamped twice: large numbers overflow int64, and a NaN becomes an arbitrary number.
     return (predictions.clamp(0.0, 1.0) * num_bins).long().clamp(0, num_bins - 1)
 
 
 def area_under_bins(positive_K: torch.Tensor, negative_K: torch.Tensor) -> torch.Tensor:
-    """Compute the area under the ROC curve if samples of one bin are ties.
+    """Compute the area under the ROC curve where samples of a bin are ties.
 
     Args:
-        positive_K: `[..., K]` the weight of positives in bins of rising score.
-        negative_K: alike, of negatives.
+        positive_K: `[..., K]` weight of the positives in each bin, in ascending order of scores.
+        negative_K: `[..., K]` weight of the negatives.
 
     Returns:
         `[...]`; NaN if only one class is present.
     """
     beaten_K = negative_K.cumsum(-1) - 0.5 * negative_K
-    # Not one division by the product, which small and large weights take out of range.
+    # Two divisions: the product of both sums may underflow or overflow.
     beaten_K /= negative_K.sum(-1, keepdim=True)
     return (positive_K * beaten_K).sum(-1) / positive_K.sum(-1)
 
 
 @final
-class AUC:
+class AUC(Accumulator):
     """Exact area under the ROC curve over many batches and ranks.
 
-    It keeps every sample; `BinnedAUC` does not.
+    Memory grows with the samples, unlike that of `BinnedAUC`. The state is `[3, N]`: predictions,
+    labels and weights.
 
     Example:
         >>> metric = AUC()
@@ -88,92 +88,55 @@ class AUC:
     def __init__(self) -> None:
         self._samples: list[torch.Tensor] = []
 
-    def update(
-        self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
-    ) -> None:
-        """Add a batch.
-
-        Args:
-            predictions: `[N]` scores.
-            labels: `[N]`, 0 or 1.
-            weights: `[N]`; `None` for ones.
-
-        Raises:
-            TypeError: an input is no tensor.
-            ValueError: the inputs differ in size or device.
-        """
-        self._samples.append(torch.stack(check_predictions(predictions, labels, weights)))
-
     def state(self) -> torch.Tensor:
-        """Give everything seen so far.
-
-        Returns:
-            `[3, N]` float64: predictions, labels, weights.
-        """
+        """Return all samples."""
         if not self._samples:
             return torch.zeros(3, 0, dtype=torch.float64)
         if len(self._samples) > 1:
             self._samples = [torch.cat(self._samples, dim=1)]
         return self._samples[0]
 
-    def merge(self, other: "AUC") -> None:
-        """Add what another accumulator has seen.
+    def compute(self) -> torch.Tensor:
+        """Compute the area under the curve of all samples.
 
-        Args:
-            other: is left as it was.
-
-        Raises:
-            TypeError: it is of another class.
+        Returns:
+            Scalar float64; NaN if only one class is present.
         """
-        self._samples.append(instance("other", other, AUC).state())
+        return auc(*self.state())
 
-    def sync(self, group: "torch.distributed.ProcessGroup | None" = None) -> None:
-        """Add what all ranks have seen; every rank must call it, and then holds the same state.
+    def _add(self, *columns_N: torch.Tensor) -> None:
+        self._samples.append(torch.stack(columns_N))
 
-        Args:
-            group: the ranks; `None` for all.
+    def _merge(self, state: torch.Tensor) -> None:
+        self._samples.append(state)
 
-        Raises:
-            TypeError: it is no process group.
-        """
+    def _sync(self, group: "torch.distributed.ProcessGroup | None") -> None:
         import torch.distributed as dist
 
-        check_group("group", group)
         mine = self.state()
         if not self._samples and dist.get_backend(group) == "nccl":
             mine = mine.cuda()  # A rank without samples does not know their device.
         count = torch.tensor([mine.size(1)], device=mine.device)
         counts = [torch.zeros_like(count) for _ in range(dist.get_world_size(group))]
-        with explained(group, "gather samples of a metric"):
-            dist.all_gather(counts, count, group=group)
-            self._samples = [gather_rows(mine, torch.cat(counts).tolist(), group)]
-
-    def compute(self) -> torch.Tensor:
-        """Compute the area over everything seen.
-
-        Returns:
-            Scalar float64; NaN if only one class was seen.
-        """
-        predictions_N, labels_N, weights_N = self.state()
-        return auc(predictions_N, labels_N, weights_N)
+        dist.all_gather(counts, count, group=group)
+        self._samples = [gather_rows(mine, torch.cat(counts).tolist(), group)]
 
 
 @final
 class BinnedAUC(Sums):
-    """Area under the ROC curve of probabilities, in memory that does not grow.
+    """Area under the ROC curve of probabilities, in constant memory.
 
-    Predictions that share a bin count as ties. The error is at most half the chance that a positive
-    and a negative share one.
-
-    The state is `[2, K]`: the weight of negatives and of positives in each bin.
+    Predictions that share a bin count as ties. The error is at most half the probability that a
+    positive and a negative share a bin. The state is `[2, K]`: the weight of negatives and of
+    positives in each bin.
 
     Args:
-        num_bins: equal bins from 0 to 1.
-        device: where the counts are kept: that of the predictions.
+        num_bins: Number of equal bins from 0 to 1.
+        device: Device of the counts and of the predictions.
 
     Raises:
-        TypeError: the number of bins is no whole number.
-        ValueError: fewer than 2 bins.
+        TypeError: `num_bins` is not a whole number.
+        ValueError: `num_bins` is less than 2.
 
     Example:
         >>> metric = BinnedAUC(num_bins=100)
@@ -186,31 +149,18 @@ class BinnedAUC(Sums):
     def __init__(self, num_bins: int = 10_000, device: torch.device | None = None) -> None:
         super().__init__(2, whole("num_bins", num_bins, least=2), device=device)
 
-    def update(
-        self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
-    ) -> None:
-        """Add a batch.
-
-        Args:
-            predictions: `[N]` probabilities.
-            labels: `[N]`, 0 or 1.
-            weights: `[N]`; `None` for ones.
-
-        Raises:
-            TypeError: an input is no tensor.
-            ValueError: the inputs differ in size or device.
-        """
-        scores_N, labels_N, weights_N = check_predictions(predictions, labels, weights)
-        num_bins = self._sums.size(1)
-        bin_N = find_bins(scores_N, num_bins)
-        weights_N = weights_N.masked_fill(scores_N.isnan(), torch.nan)
-        self._sums[1].index_add_(0, bin_N, labels_N * weights_N)
-        self._sums[0].index_add_(0, bin_N, (1.0 - labels_N) * weights_N)
-
     def compute(self) -> torch.Tensor:
-        """Compute the area over everything seen.
+        """Compute the area under the curve of all samples.
 
         Returns:
-            Scalar float64; NaN if only one class was seen.
+            Scalar float64; NaN if only one class is present.
         """
         return area_under_bins(self._sums[1], self._sums[0])
+
+    def _add(
+        self, predictions_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor
+    ) -> None:
+        bin_N = find_bins(predictions_N, self._sums.size(1))
+        weights_N = weights_N.masked_fill(predictions_N.isnan(), torch.nan)
+        self._sums[1].index_add_(0, bin_N, labels_N * weights_N)
+        self._sums[0].index_add_(0, bin_N, (1.0 - labels_N) * weights_N)

@@ -1,4 +1,4 @@
-"""What metrics see of a batch. Shapes: `T` tasks, `N` samples, `C` classes."""
+"""Batches of metrics, and sums over them. Shapes: `T` tasks, `N` samples, `C` classes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,28 +7,33 @@ from typing import Self, final
 
 import torch
 
-from recsys.kernels.arguments import wrong_type
-from recsys.metrics.checks import check_tensor
+from recsys.kernels.arguments import instance, wrong_type
+from recsys.metrics.checks import check_columns
 from recsys.metrics.entropy import cross_entropy
 from recsys.metrics.metrics_config import RecTaskInfo
 from recsys.metrics.ranking import Groups, Ranked, group_samples, one_group
 
 TaskTensors = torch.Tensor | Mapping[str, torch.Tensor]
-"""`[T, N]` in the order of the tasks, or by the tasks' names."""
+"""`[T, N]` in the order of the tasks, or `[N]` by task name."""
+TaskBatch = tuple[TaskTensors, TaskTensors, TaskTensors | None]
+"""Predictions, labels and weights; weights `None` for ones."""
+Inputs = Mapping[str, torch.Tensor]
+"""Other outputs of the model, by name."""
+_KINDS = ("predictions", "labels", "weights")
 
 
 @final
 class MetricBatch:
     """Predictions, labels and weights of tasks in one batch, as one tensor.
 
-    What several metrics are built from is computed once.
+    Values that several metrics use are computed once.
 
     Args:
-        tasks: the tasks.
-        rows_3TN: `[3, T, N]` predictions, labels and weights, float32 or float64. Predictions of
-            classes are apart, and zero here.
-        classes_TNC: `[T, N, C]` predictions of classes, if there are.
-        inputs: other outputs of the model, by name.
+        tasks: `T` tasks.
+        rows_3TN: `[3, T, N]` predictions, labels and weights, float32 or float64. Predictions are
+            zero if there are classes.
+        classes_TNC: `[T, N, C]` predictions of classes; `None` without classes.
+        inputs: Other outputs of the model, by name.
     """
 
     def __init__(
@@ -36,7 +41,7 @@ class MetricBatch:
         tasks: Sequence[RecTaskInfo],
         rows_3TN: torch.Tensor,
         classes_TNC: torch.Tensor | None,
-        inputs: Mapping[str, torch.Tensor],
+        inputs: Inputs,
     ) -> None:
         self.tasks = tasks
         self.rows = rows_3TN
@@ -46,18 +51,17 @@ class MetricBatch:
         self._groups: dict[str | None, Groups] = {}
         self._ranked: dict[str | None, Sequence[Ranked]] = {}
 
-    def of_task(self, place: int) -> Self:
-        """Give one task's part, which shares the groups; what is computed from it goes with it.
+    def of_task(self, index: int) -> Self:
+        """Return the batch of one task, which shares the groups but no computed values.
 
         Args:
-            place: the task's.
+            index: Index of the task.
 
         Returns:
-            A batch of one task, without predictions of classes.
+            Batch of one task, without predictions of classes.
         """
-        part = type(self)(
-            self.tasks[place : place + 1], self.rows[:, place : place + 1], None, self._inputs
-        )
+        of_task = slice(index, index + 1)
+        part = type(self)(self.tasks[of_task], self.rows[:, of_task], None, self._inputs)
         part._groups = self._groups
         return part
 
@@ -78,7 +82,7 @@ class MetricBatch:
 
     @cached_property
     def weights_or_nan(self) -> torch.Tensor:
-        """`[T, N]` float64 weights; NaN where a prediction or label is, so that sums show it."""
+        """`[T, N]` float64 weights; NaN where a prediction or label is NaN."""
         is_nan_TN = self.rows[0].isnan() | self.rows[1].isnan()
         if self.classes is not None:
             is_nan_TN |= self.classes.isnan().any(2)
@@ -96,14 +100,14 @@ class MetricBatch:
 
     @cached_property
     def errors(self) -> torch.Tensor:
-        """`[T, N]` predictions less labels, of the dtype of the rows."""
+        """`[T, N]` predictions minus labels, of the dtype of the rows."""
         return self.rows[0] - self.rows[1]
 
     def decisions(self, threshold: float) -> torch.Tensor:
-        """Tell which predictions are at least a threshold.
+        """Compare the predictions with a threshold.
 
         Args:
-            threshold: the least.
+            threshold: Smallest prediction that counts as positive.
 
         Returns:
             `[T, N]` 0 or 1, of the dtype of the rows; 0 for NaN.
@@ -119,10 +123,11 @@ class MetricBatch:
         """Rank the samples of each task by their predictions.
 
         Args:
-            grouping: the model output whose equal values make a group; `None` for one of all.
+            grouping: Model output with equal values for the samples of a group; `None` for a single
+                group.
 
         Returns:
-            They, by task.
+            Ranked samples of each task.
         """
         if grouping not in self._groups:
             self._groups[grouping] = (
@@ -131,32 +136,32 @@ class MetricBatch:
                 else group_samples(self.input(grouping))
             )
         if grouping not in self._ranked:
-            # Predictions as they came: float32 sorts faster than float64.
+            # Predictions in their own dtype: float32 sorts faster than float64.
             tasks = zip(self.rows[0], self.labels, self.weights, strict=True)
             self._ranked[grouping] = [Ranked(*task, self._groups[grouping]) for task in tasks]
         return self._ranked[grouping]
 
     def input(self, name: str, per_sample: bool = True) -> torch.Tensor:
-        """Look up another output of the model.
+        """Return another output of the model.
 
         Args:
-            name: its key.
-            per_sample: whether it must have one value per sample.
+            name: Key of the output.
+            per_sample: Whether the output must have one value per sample.
 
         Returns:
-            Its values, in one dimension.
+            Values in one dimension.
 
         Raises:
-            TypeError: it is no tensor.
-            ValueError: there is none, or its size is not the batch's.
+            TypeError: The output is not a tensor.
+            ValueError: The output is missing, or its size is not that of the batch.
         """
         if name not in self._inputs:
             raise ValueError(
                 f"a metric needs the model output '{name}'; received {sorted(self._inputs)}. "
-                "Add it to what update() is given."
+                "Pass it to update()."
             )
         values = self._inputs[name]
-        check_tensor(f"the model output '{name}'", values)
+        instance(f"the model output '{name}'", values, torch.Tensor, "a tensor")
         if per_sample and values.numel() != self.rows.size(2):
             raise ValueError(
                 f"the model output '{name}' must have one value per sample, "
@@ -168,26 +173,26 @@ class MetricBatch:
 @final
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """What is summed over samples. Sums are all that metrics of constant memory keep."""
+    """Sum over samples that a metric accumulates."""
 
     name: str
-    """Equal names mean the same sum: metrics share it, and a state dict names it so."""
+    """Name in state dicts. Metrics share sums with equal names."""
     of: Callable[[MetricBatch], torch.Tensor]
-    """Gives `[T, N]` values, float64 or of the dtype of the batch's rows; or sums, as `width`
-    says. Values whose sums a formula subtracts from each other should be float64."""
+    """Function that returns `[T, N]` values, float64 or of the dtype of the batch's rows; or
+    `[T, width]` sums. Values should be float64 if a formula subtracts their sums."""
     is_weighted: bool = True
-    """Whether values are summed times the weights."""
+    """Whether values are multiplied by the weights."""
     width: int = 0
-    """If not 0, `of` gives `[T, width]` sums itself."""
+    """Number of sums that `of` returns; 0 if it returns values."""
 
     def sums(self, batch: MetricBatch) -> torch.Tensor:
-        """Sum the values, if `width` is 0.
+        """Sum the values; for a `width` of 0.
 
         Args:
-            batch: the batch.
+            batch: Batch.
 
         Returns:
-            `[T]`, of the dtype of the values.
+            `[T]` sums, of the dtype of the values.
         """
         values_TN = self.of(batch)
         if not self.is_weighted:
@@ -197,80 +202,86 @@ class Quantity:
         return summed
 
 
-def stack_plain(flat: Sequence[torch.Tensor], num_tasks: int) -> torch.Tensor | None:
-    """Stack what most batches are, in few calls: each counts after a step emptied the caches.
+def pick_columns(tasks: Sequence[RecTaskInfo], given: TaskBatch) -> list[torch.Tensor]:
+    """Collect the tensors of tasks.
 
     Args:
-        flat: `[N]` predictions of all tasks, then labels, then weights.
-        num_tasks: `T`.
+        tasks: `T` tasks.
+        given: Predictions, labels and weights.
 
     Returns:
-        `[3, T, N]` float32; `None` if something is not a float32 tensor of one size and device.
+        Predictions of all tasks, then labels, then weights, if there are weights.
+
+    Raises:
+        TypeError: An element of `given` is neither a tensor nor a mapping.
+        ValueError: A task is missing.
     """
-    try:
-        if {tensor.dtype for tensor in flat} != {torch.float32}:
-            return None
-        rows = torch.stack(flat)  # type: ignore[arg-type]
-    except (AttributeError, TypeError, RuntimeError):
-        return None
-    return rows.detach().view(3, num_tasks, -1) if rows.dim() == 2 else None
+    return [
+        _pick(kind, tensors, index, tasks)
+        for kind, tensors in zip(_KINDS, given[:2] if given[2] is None else given, strict=False)
+        for index in range(len(tasks))
+    ]
 
 
 def build_batch(
     tasks: Sequence[RecTaskInfo],
-    predictions: TaskTensors,
-    labels: TaskTensors,
-    weights: TaskTensors | None,
-    inputs: Mapping[str, torch.Tensor],
+    columns: Sequence[torch.Tensor],
+    inputs: Inputs,
     num_classes: int = 1,
 ) -> MetricBatch:
-    """Put the tensors of tasks together.
+    """Stack the tensors of tasks.
 
     Args:
-        tasks: whose.
-        predictions: `N` values a task, or `N` times `num_classes`.
-        labels: `N` values a task.
-        weights: `N` values a task; `None` for ones.
-        inputs: other outputs of the model.
-        num_classes: predictions per sample.
+        tasks: `T` tasks.
+        columns: Predictions of all tasks, then labels, then weights: `N` values each, or `N` times
+            `num_classes` predictions. Without weights, all are one.
+        inputs: Other outputs of the model.
+        num_classes: Predictions per sample.
 
     Returns:
-        The batch.
+        Batch.
 
     Raises:
-        TypeError: something is no tensor.
-        ValueError: a task is missing, or sizes or devices differ.
+        TypeError: A column is not a tensor.
+        ValueError: Sizes or devices differ.
     """
-    places = range(len(tasks))
-    found = [
-        [_of_task(kind, given, place, tasks) for place in places]
-        for kind, given in (("predictions", predictions), ("labels", labels))
-    ]
-    if weights is None:
-        found.append([torch.ones_like(label) for label in found[1]])
-    else:
-        found.append([_of_task("weights", weights, place, tasks) for place in places])
-    num_samples = found[1][0].numel()
-    classes = None
+    num_tasks = len(tasks)
+    if num_classes == 1 and len(columns) == 3 * num_tasks:
+        rows = _stack_plain(columns)
+        if rows is not None:
+            return MetricBatch(tasks, rows.view(3, num_tasks, -1), None, inputs)
+    names = [f"{kind} of the task '{task.name}'" for kind in _KINDS for task in tasks]
+    num_samples = check_columns(names, columns, num_tasks, num_classes)
+    if len(columns) == 2 * num_tasks:
+        columns = [*columns, *map(torch.ones_like, columns[num_tasks:])]
+    predictions, rest, classes = columns[:num_tasks], columns[num_tasks:], None
     if num_classes > 1:
-        _check_sizes("predictions", found[0], tasks, num_samples * num_classes)
-        classes = torch.stack([t.reshape(num_samples, num_classes) for t in found[0]])
-        found[0] = [torch.zeros_like(label) for label in found[1]]
-    for kind, tensors in zip(("predictions", "labels", "weights"), found, strict=True):
-        _check_sizes(kind, tensors, tasks, num_samples)
-    flat = [_as_row(tensor) for tensors in found for tensor in tensors]
-    if len({tensor.device for tensor in flat}) > 1:
-        devices = sorted({str(tensor.device) for tensor in flat})
-        raise ValueError(
-            f"predictions, labels and weights must be on one device; received {devices}. "
-            "Move them with .to(device)."
-        )
-    rows = torch.cat(flat).detach().view(3, len(tasks), num_samples)
+        classes = torch.stack([t.reshape(num_samples, num_classes) for t in predictions])
+        predictions = [torch.zeros_like(label) for label in rest[:num_tasks]]
+    rows = (
+        torch.cat([_as_row(column) for column in (*predictions, *rest)])
+        .detach()
+        .view(3, num_tasks, num_samples)
+    )
     return MetricBatch(tasks, rows, classes, inputs)
 
 
-def _of_task(
-    kind: str, given: TaskTensors, place: int, tasks: Sequence[RecTaskInfo]
+def _stack_plain(columns: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Stack float32 columns of one size and device, `[N]` each, in few calls; otherwise `None`.
+
+    Each call counts: a training step evicts the code of metrics from the caches.
+    """
+    try:
+        if {column.dtype for column in columns} != {torch.float32}:
+            return None
+        rows = torch.stack(columns)  # type: ignore[arg-type]
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return rows.detach() if rows.dim() == 2 else None
+
+
+def _pick(
+    kind: str, given: TaskTensors | None, index: int, tasks: Sequence[RecTaskInfo]
 ) -> torch.Tensor:
     if isinstance(given, torch.Tensor):
         if given.dim() == 0 or given.size(0) != len(tasks):
@@ -278,33 +289,20 @@ def _of_task(
                 f"{kind} must have a row for each task, {len(tasks)}; received shape "
                 f"{list(given.shape)}. Or pass a dictionary by task name."
             )
-        return given[place]
+        return given[index]
     if not isinstance(given, Mapping):
         wrong_type(kind, "a tensor, or tensors by task name", given)
-    name = tasks[place].name
+    name = tasks[index].name
     if name not in given:
         raise ValueError(
             f"{kind} must have every task; received {sorted(given)}, and not '{name}'."
         )
-    check_tensor(f"{kind} of the task '{name}'", given[name])
     return given[name]
 
 
-def _check_sizes(
-    kind: str, tensors: Sequence[torch.Tensor], tasks: Sequence[RecTaskInfo], size: int
-) -> None:
-    for tensor, task in zip(tensors, tasks, strict=True):
-        if tensor.numel() != size:
-            raise ValueError(
-                f"all tasks of a metric must have equally many predictions, labels and weights, "
-                f"here {size}; received {kind} of shape {list(tensor.shape)} for the task "
-                f"'{task.name}'. Give a sample without a label the weight 0."
-            )
-
-
-def _as_row(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype not in (torch.float32, torch.float64):
-        # Whole numbers may be too big for float32; half precision is not enough to compute in.
-        is_whole = not tensor.dtype.is_floating_point and tensor.dtype != torch.bool
-        tensor = tensor.double() if is_whole else tensor.float()
-    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
+def _as_row(column: torch.Tensor) -> torch.Tensor:
+    if column.dtype not in (torch.float32, torch.float64):
+        # Whole numbers may exceed float32; half precision is too coarse.
+        is_whole = not column.dtype.is_floating_point and column.dtype != torch.bool
+        column = column.double() if is_whole else column.float()
+    return column if column.dim() == 1 else column.reshape(-1)

@@ -1,118 +1,27 @@
 """Checks of the arguments of metrics: each raises an error that names the argument."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-import numpy as np
 import torch
 
-from recsys.kernels.arguments import finite, shown, whole, wrong_type
+from recsys.kernels.arguments import finite, instance, whole, wrong_type
 
 _Value = TypeVar("_Value")
-
-
-def flag(subject: str, value: object) -> bool:
-    """Check that a value is a bool.
-
-    Args:
-        subject: name of the argument.
-        value: the argument.
-
-    Returns:
-        The value.
-
-    Raises:
-        TypeError: it is something else, such as 0 or 1.
-
-    Example:
-        >>> flag("grouped_auc", True)
-        True
-    """
-    if not isinstance(value, bool | np.bool_):
-        wrong_type(subject, "True or False", value)
-    return bool(value)
-
-
-def text(subject: str, value: object) -> str:
-    """Check that a value is a string.
-
-    Args:
-        subject: name of the argument.
-        value: the argument.
-
-    Returns:
-        The value.
-
-    Raises:
-        TypeError: it is something else.
-
-    Example:
-        >>> text("session_key", "session_id")
-        'session_id'
-    """
-    if not isinstance(value, str):
-        wrong_type(subject, "text", value)
-    return value
-
-
-def instance(subject: str, value: _Value, kind: type[object]) -> _Value:
-    """Check that a value is of a class.
-
-    Args:
-        subject: name of the argument.
-        value: the argument.
-        kind: the class.
-
-    Returns:
-        The value.
-
-    Raises:
-        TypeError: it is something else.
-
-    Example:
-        >>> instance("clock", 1.5, float)
-        1.5
-    """
-    if not isinstance(value, kind):
-        wrong_type(subject, f"a {kind.__name__}", value)
-    return value
-
-
-def instances(subject: str, value: Iterable[_Value], kind: type[object]) -> list[_Value]:
-    """Check that all items of an iterable are of a class.
-
-    Args:
-        subject: name of the argument.
-        value: the argument.
-        kind: the class.
-
-    Returns:
-        The items.
-
-    Raises:
-        TypeError: it is no iterable, or an item is something else.
-
-    Example:
-        >>> instances("names", ("a", "b"), str)
-        ['a', 'b']
-    """
-    if isinstance(value, str | bytes | Mapping | torch.Tensor) or not isinstance(value, Iterable):
-        wrong_type(subject, f"a list of {kind.__name__}", value)
-    return [instance(f"{subject}[{place}]", item, kind) for place, item in enumerate(value)]
 
 
 def mapping(subject: str, value: _Value) -> _Value:
     """Check that a value is a dictionary or another mapping.
 
     Args:
-        subject: name of the argument.
-        value: the argument.
+        subject: Name of the argument.
+        value: The argument.
 
     Returns:
         The value.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: The value is not a mapping.
 
     Example:
         >>> mapping("arguments", {"k": 3})
@@ -127,13 +36,13 @@ def check_ranks(world_size: int, my_rank: int, batch_size: int) -> None:
     """Check the sizes of a job.
 
     Args:
-        world_size: number of ranks.
-        my_rank: rank of this process.
-        batch_size: samples per rank and step.
+        world_size: Number of ranks.
+        my_rank: Rank of this process.
+        batch_size: Samples per rank and step.
 
     Raises:
-        TypeError: one is not a whole number.
-        ValueError: a size is not positive, or there is no such rank.
+        TypeError: An argument is not a whole number.
+        ValueError: A size is not positive, or `my_rank` is not below `world_size`.
 
     Example:
         >>> check_ranks(world_size=2, my_rank=1, batch_size=512)
@@ -150,23 +59,23 @@ def check_ranks(world_size: int, my_rank: int, batch_size: int) -> None:
 def check_intervals(
     compute_interval_steps: int, min_compute_interval: float, max_compute_interval: float
 ) -> None:
-    """Check when results are computed.
+    """Check the interval between two computations.
 
     Args:
-        compute_interval_steps: steps between two computations.
-        min_compute_interval: seconds between two at least.
-        max_compute_interval: seconds at most; may be infinite.
+        compute_interval_steps: Steps.
+        min_compute_interval: Minimum in seconds.
+        max_compute_interval: Maximum in seconds; may be infinite.
 
     Raises:
-        TypeError: one is no number.
-        ValueError: an interval is not positive, or the least exceeds the greatest.
+        TypeError: An argument is not a number.
+        ValueError: An interval is not positive, or the minimum exceeds the maximum.
 
     Example:
         >>> check_intervals(100, 0.0, float("inf"))
     """
     whole("compute_interval_steps", compute_interval_steps)
     finite("min_compute_interval", min_compute_interval, least=0.0)
-    if not (isinstance(max_compute_interval, float) and max_compute_interval == float("inf")):
+    if max_compute_interval != float("inf"):
         finite("max_compute_interval", max_compute_interval, least=0.0)
     if min_compute_interval > max_compute_interval:
         raise ValueError(
@@ -175,80 +84,67 @@ def check_intervals(
         )
 
 
-def check_group(subject: str, group: object) -> None:
-    """Check that a value is a process group, or `None`.
+def check_columns(
+    names: Sequence[str], columns: Sequence[torch.Tensor], num_tasks: int = 1, num_classes: int = 1
+) -> int:
+    """Check the types, sizes and devices of predictions, labels and weights.
+
+    Values are not checked: on a GPU, every step would wait for the device.
 
     Args:
-        subject: name of the argument.
-        group: the argument.
+        names: Name of each column.
+        columns: Predictions of all tasks, then labels, then weights, if there are weights.
+        num_tasks: Number of tasks.
+        num_classes: Number of predictions per sample.
+
+    Returns:
+        Number of samples.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: A column is not a tensor.
+        ValueError: The columns differ in size or device.
 
     Example:
-        >>> check_group("process_group", None)
+        >>> check_columns(("predictions", "labels"), (torch.rand(3), torch.ones(3)))
+        3
     """
-    if group is not None:
-        instance(subject, group, torch.distributed.ProcessGroup)
-
-
-def check_tensor(subject: str, value: object) -> None:
-    """Check that a value is a tensor.
-
-    Args:
-        subject: name of the argument.
-        value: the argument.
-
-    Raises:
-        TypeError: it is something else.
-
-    Example:
-        >>> check_tensor("labels", torch.ones(2))
-    """
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"{subject} must be a tensor; received {type(value).__name__} {shown(value)}."
+    for name, column in zip(names, columns, strict=False):
+        instance(name, column, torch.Tensor, "a tensor")
+    num_samples = columns[num_tasks].numel()
+    for index, column in enumerate(columns):
+        size = num_samples * (num_classes if index < num_tasks else 1)
+        if column.numel() != size:
+            raise ValueError(
+                f"predictions, labels and weights must have equally many values, here {size}; "
+                f"received {names[index]} of shape {list(column.shape)}. Pass one per sample; "
+                "give a sample without a label the weight 0."
+            )
+    if len(devices := sorted({str(column.device) for column in columns})) > 1:
+        raise ValueError(
+            f"predictions, labels and weights must be on one device; received {devices}. "
+            "Move them with .to(device)."
         )
+    return num_samples
 
 
 def check_predictions(
     predictions_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bring predictions, labels and weights to one shape and precision.
-
-    Values are not looked at: on a GPU that would wait for the device in every step.
+    """Convert predictions, labels and weights to one shape and precision.
 
     Args:
-        predictions_N: any shape with `N` values.
-        labels_N: as many values, 0 or 1.
-        weights_N: as many values; `None` for ones.
+        predictions_N: Any shape with `N` values.
+        labels_N: `N` values, 0 or 1.
+        weights_N: `N` values; `None` for ones.
 
     Returns:
-        The three, detached, `[N]` float64.
+        The three tensors, detached, `[N]` float64.
 
     Raises:
-        TypeError: one is not a tensor.
-        ValueError: they differ in size or device.
+        TypeError: An argument is not a tensor.
+        ValueError: The tensors differ in size or device.
     """
-    given = {"predictions": predictions_N, "labels": labels_N}
-    if weights_N is not None:
-        given["weights"] = weights_N
-    for name, tensor in given.items():
-        check_tensor(name, tensor)
-    if len({tensor.numel() for tensor in given.values()}) > 1:
-        sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in given.items())
-        raise ValueError(
-            f"predictions, labels and weights must have equally many values; received {sizes}. "
-            "Pass one of each per sample."
-        )
-    if len({tensor.device for tensor in given.values()}) > 1:
-        devices = ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items())
-        raise ValueError(
-            f"predictions, labels and weights must be on one device; received {devices}. "
-            "Move them with .to(device)."
-        )
-    predictions = predictions_N.detach().reshape(-1).double()
-    labels = labels_N.detach().reshape(-1).double()
-    if weights_N is None:
-        return predictions, labels, torch.ones_like(predictions)
-    return predictions, labels, weights_N.detach().reshape(-1).double()
+    columns = [predictions_N, labels_N, *([] if weights_N is None else [weights_N])]
+    check_columns(("predictions", "labels", "weights"), columns)
+    rows = [column.detach().reshape(-1).double() for column in columns]
+    return rows[0], rows[1], rows[2] if len(rows) == 3 else torch.ones_like(rows[0])

@@ -1,8 +1,8 @@
-"""Log loss, and log loss against a model that knows the base rate only.
+"""Log loss, and log loss relative to always predicting the base rate.
 
-Normalized entropy is from He et al., "Practical Lessons from Predicting Clicks on Ads at Facebook"
-(ADKDD 2014): below 1 the predictions say more than the base rate does, and unlike log loss it
-can be compared between data sets of different base rates. Shape: `N` samples.
+Normalized entropy is defined by He et al., "Practical Lessons from Predicting Clicks on Ads at
+Facebook" (ADKDD 2014). Below 1, predictions are better than the base rate alone. Unlike log loss,
+it is comparable between data sets of different base rates. Shape: `N` samples.
 """
 
 import math
@@ -10,13 +10,13 @@ from typing import final
 
 import torch
 
+from recsys.kernels.arguments import instance
 from recsys.kernels.checked import checked
-from recsys.metrics.checks import check_predictions, check_tensor
 from recsys.metrics.sums import Sums
 
 EPSILON = 1e-12
 LOG_EPSILON = math.log(EPSILON)
-"""Predictions are kept this far from 0 and 1, so that one sure mistake does not cost infinity."""
+"""Minimum of the logarithms: one certain mistake does not make the loss infinite."""
 
 
 def log_loss(
@@ -33,8 +33,8 @@ def log_loss(
         Scalar float64, in nats per sample; NaN without samples.
 
     Raises:
-        TypeError: an input is no tensor.
-        ValueError: the inputs differ in size or device.
+        TypeError: An input is not a tensor.
+        ValueError: The inputs differ in size or device.
 
     Example:
         >>> round(log_loss(torch.tensor([0.5, 0.5]), torch.tensor([0, 1])).item(), 4)
@@ -46,7 +46,7 @@ def log_loss(
 def normalized_entropy(
     predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute log loss divided by the entropy of the labels' own base rate.
+    """Compute log loss divided by the entropy of the labels' base rate.
 
     Args:
         predictions: `[N]` probabilities.
@@ -57,8 +57,8 @@ def normalized_entropy(
         Scalar float64. Infinite if only one class is present.
 
     Raises:
-        TypeError: an input is no tensor.
-        ValueError: the inputs differ in size or device.
+        TypeError: An input is not a tensor.
+        ValueError: The inputs differ in size or device.
 
     Example:
         >>> normalized_entropy(torch.tensor([0.5, 0.5]), torch.tensor([0, 1])).item()
@@ -74,7 +74,7 @@ class NormalizedEntropy(Sums):
     The state is `[3]`: summed loss, weight of positives, weight of negatives.
 
     Args:
-        device: where the sums are kept: that of the predictions.
+        device: Device of the sums and of the predictions.
 
     Example:
         >>> metric = NormalizedEntropy()
@@ -87,35 +87,11 @@ class NormalizedEntropy(Sums):
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__(3, device=device)
 
-    def update(
-        self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
-    ) -> None:
-        """Add a batch.
-
-        Args:
-            predictions: `[N]` probabilities.
-            labels: `[N]`, 0 or 1.
-            weights: `[N]`; `None` for ones.
-
-        Raises:
-            TypeError: an input is no tensor.
-            ValueError: the inputs differ in size or device.
-        """
-        probs_N, labels_N, weights_N = check_predictions(predictions, labels, weights)
-        loss_N = cross_entropy(probs_N, labels_N)
-        self._sums += torch.stack(
-            [
-                (loss_N * weights_N).sum(),
-                (labels_N * weights_N).sum(),
-                ((1.0 - labels_N) * weights_N).sum(),
-            ]
-        )
-
     def log_loss(self) -> torch.Tensor:
         """Compute the mean loss.
 
         Returns:
-            Scalar float64, nats per sample; NaN without samples.
+            Scalar float64, in nats per sample; NaN without samples.
         """
         return self._sums[0] / self._sums[1:].sum()
 
@@ -131,16 +107,23 @@ class NormalizedEntropy(Sums):
         """Compute the normalized entropy.
 
         Returns:
-            Scalar float64; infinite if only one class was seen.
+            Scalar float64; infinite if only one class is present.
         """
-        return normalize_entropy(self._sums[0], self._sums[1], self._sums[2])
+        return normalize_entropy(*self._sums)
+
+    def _add(
+        self, predictions_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor
+    ) -> None:
+        values = (cross_entropy(predictions_N, labels_N), labels_N, 1.0 - labels_N)
+        self._sums += torch.stack([(value_N * weights_N).sum() for value_N in values])
 
 
 def _measure(
     predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
 ) -> NormalizedEntropy:
-    check_tensor("predictions", predictions)
-    metric = NormalizedEntropy(predictions.device)
+    metric = NormalizedEntropy(
+        instance("predictions", predictions, torch.Tensor, "a tensor").device
+    )
     metric.update(predictions, labels, weights)
     return metric
 
@@ -150,19 +133,19 @@ def cross_entropy(probs_N: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor
 
     Args:
         probs_N: `[..., N]` probabilities, float32 or float64.
-        labels_N: `[..., N]`, from 0 to 1, alike.
+        labels_N: `[..., N]`, from 0 to 1, of the same dtype.
 
     Returns:
-        `[..., N]`, in nats, alike.
+        `[..., N]`, in nats, of the same dtype.
     """
     positive_N = probs_N.clamp(min=EPSILON).log_()
-    # Not the logarithm of 1 - p, which float32 does not have for a small p.
+    # log1p: float32 rounds 1 - p to 1 for a small p.
     negative_N = probs_N.neg().log1p_().clamp_(min=LOG_EPSILON)
     return torch.lerp(negative_N, positive_N, labels_N, out=positive_N).neg_()
 
 
 def positive_cross_entropy(probs_N: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-    """Compute what labels of 1 add to the cross entropy; arguments as of `cross_entropy`."""
+    """Compute the positive part of the cross entropy; same arguments as `cross_entropy`."""
     return -labels_N * probs_N.clamp(min=EPSILON).log_()
 
 
@@ -172,13 +155,13 @@ def normalize_entropy(
     """Divide a mean log loss by the entropy of the base rate.
 
     Args:
-        log_loss: any shape, summed over samples.
-        positives: alike, the weight of positives.
-        negatives: alike, the weight of negatives. A sum of its own: the weight of all less that of
-            positives is not exactly 0 without negatives.
+        log_loss: Loss summed over samples, any shape.
+        positives: Weight of the positives, same shape.
+        negatives: Weight of the negatives, same shape. Do not subtract the positives from the
+            total weight: without negatives, rounding would make the difference nonzero.
 
     Returns:
-        Alike; infinite for one class only, NaN for no weight.
+        Same shape; infinite for a single class, NaN without weight.
     """
     weight = positives + negatives
     normalized: torch.Tensor = log_loss / weight / _entropy(positives / weight, negatives / weight)
@@ -195,14 +178,14 @@ def normalize_by_mean(
     """Divide a mean log loss by that of always predicting the mean prediction.
 
     Args:
-        log_loss: any shape, summed over samples.
-        positives: alike, the weight of positives.
-        negatives: alike, the weight of negatives.
-        predicted: alike, the summed predictions.
-        predicted_negatives: alike, 1 less the predictions, summed.
+        log_loss: Loss summed over samples, any shape.
+        positives: Weight of the positives, same shape.
+        negatives: Weight of the negatives, same shape.
+        predicted: Sum of the predictions, same shape.
+        predicted_negatives: Sum of one minus the predictions, same shape.
 
     Returns:
-        Alike; infinite if the mean prediction is right for sure, NaN for no weight.
+        Same shape; infinite if the mean prediction is certain and right, NaN without weight.
     """
     weight = predicted + predicted_negatives
     mean, rest = predicted / weight, predicted_negatives / weight
@@ -212,12 +195,12 @@ def normalize_by_mean(
 
 
 def _log_of_share(share: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Return the logarithm of a share, which `rest` makes one; exact if the rest is small."""
+    """Compute `log(share)`, where `share + rest` is 1; exact for a small rest."""
     return torch.where(share > 0.5, torch.log1p(-rest), share.log())
 
 
 def _entropy(share: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Return the entropy of two shares that make one: exactly 0 if one of them is."""
-    of_share = torch.where(share > 0.5, -share * torch.log1p(-rest), torch.special.entr(share))
-    of_rest = torch.where(rest > 0.5, -rest * torch.log1p(-share), torch.special.entr(rest))
-    return of_share + of_rest
+    """Compute the entropy of two shares whose sum is 1; exactly 0 if one of them is 0."""
+    share_part = torch.where(share > 0.5, -share * torch.log1p(-rest), torch.special.entr(share))
+    rest_part = torch.where(rest > 0.5, -rest * torch.log1p(-share), torch.special.entr(rest))
+    return share_part + rest_part

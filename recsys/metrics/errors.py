@@ -1,4 +1,4 @@
-"""Errors of metrics: ValueErrors and TypeErrors with a common base class."""
+"""Errors of metrics: `ValueError` and `TypeError` with a common base class."""
 
 import functools
 from collections.abc import Callable
@@ -25,13 +25,13 @@ class MetricValueError(RecMetricException, ValueError):
 def raises_metric_errors(
     function: Callable[_Arguments, _Result],
 ) -> Callable[_Arguments, _Result]:
-    """Make a function raise metric errors in place of plain ones.
+    """Convert the `TypeError` and `ValueError` of a function to errors of metrics.
 
     Args:
-        function: raises TypeError and ValueError for wrong arguments.
+        function: Function that raises them for wrong arguments.
 
     Returns:
-        A function that raises `MetricTypeError` and `MetricValueError` with the same message.
+        Function that raises `MetricTypeError` and `MetricValueError` with the same messages.
 
     Example:
         >>> try:

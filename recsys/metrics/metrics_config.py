@@ -1,21 +1,22 @@
-"""What is measured: metrics, tasks, windows, and when results are computed."""
+"""Configuration of metrics: tasks, metrics, windows, and the interval between computations."""
 
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recsys.kernels.arguments import choice, finite, whole, whole_list
-from recsys.metrics.checks import check_intervals, flag, instance, instances, mapping, text
+from recsys.kernels.arguments import finite, whole, whole_list
+from recsys.kernels.checked import check_fields, checked
+from recsys.metrics.checks import check_intervals
 from recsys.metrics.metrics_namespace import StrValueMixin
 
 
 class RecMetricEnumBase(StrValueMixin, enum.Enum):
-    """What names of metrics have in common; derive from it for metrics of your own."""
+    """Base class for an enumeration of metrics of your own."""
 
 
 class RecMetricEnum(RecMetricEnumBase):
-    """The metrics that a configuration can ask for."""
+    """Metrics that a configuration can request."""
 
     ACCURACY = "accuracy"
     AUC = "auc"
@@ -60,68 +61,59 @@ class RecMetricEnum(RecMetricEnumBase):
 
 @dataclass(unsafe_hash=True)
 class SessionMetricDef:
-    """How metrics per session rank.
+    """Sessions of a task, for metrics that rank the samples of a session.
 
     Raises:
-        TypeError: a field is of a wrong type.
+        TypeError: A field has a wrong type.
         ValueError: `top_threshold` is not positive.
     """
 
     session_var_name: str
-    """Which model output says what session a sample belongs to."""
+    """Model output with the session of each sample."""
     top_threshold: int | None = None
-    """So many best predictions of a session count as predicted positive."""
+    """Number of best predictions of a session that count as predicted positive."""
     run_ranking_of_labels: bool = False
-    """Whether so many highest labels count as positive, in place of labels that are 1."""
+    """Whether the `top_threshold` highest labels count as positive, instead of labels of 1."""
 
     def __post_init__(self) -> None:
-        text("SessionMetricDef.session_var_name", self.session_var_name)
+        check_fields(self)
         if self.top_threshold is not None:
             whole("SessionMetricDef.top_threshold", self.top_threshold)
-        flag("SessionMetricDef.run_ranking_of_labels", self.run_ranking_of_labels)
 
 
 @dataclass(unsafe_hash=True)
 class RecTaskInfo:
-    """What is predicted, and under which names a model's output has it.
+    """Task: a prediction, and the names of its tensors in the model output.
 
     Raises:
-        TypeError: a field is of a wrong type.
+        TypeError: A field has a wrong type.
     """
 
     name: str = "DefaultTask"
-    """Is part of the results' names."""
+    """Name of the task in the keys of results."""
     label_name: str = "label"
-    """The key of the labels in the model's output."""
+    """Key of the labels in the model output."""
     prediction_name: str = "prediction"
-    """The key of the predictions."""
+    """Key of the predictions."""
     weight_name: str = "weight"
-    """The key of the weights."""
+    """Key of the weights."""
     session_metric_def: SessionMetricDef | None = None
-    """For metrics per session."""
+    """Sessions, for metrics of sessions."""
     is_negative_task: bool = False
-    """Whether low predictions and labels are the good ones, for NDCG."""
+    """Whether low predictions and labels are the good ones; NDCG rejects such tasks."""
     tensor_name: str | None = None
-    """The key of what a tensor's weighted average is of."""
+    """Key of the tensor that `TENSOR_WEIGHTED_AVG` averages."""
     weighted: bool = True
     """Whether that average is weighted."""
 
     def __post_init__(self) -> None:
-        for name in ("name", "label_name", "prediction_name", "weight_name"):
-            text(f"RecTaskInfo.{name}", getattr(self, name))
-        if self.session_metric_def is not None:
-            instance("RecTaskInfo.session_metric_def", self.session_metric_def, SessionMetricDef)
-        flag("RecTaskInfo.is_negative_task", self.is_negative_task)
-        if self.tensor_name is not None:
-            text("RecTaskInfo.tensor_name", self.tensor_name)
-        flag("RecTaskInfo.weighted", self.weighted)
+        check_fields(self)
 
 
 class RecComputeMode(enum.Enum):
-    """Whether the tasks of a metric are fused.
+    """Shape of results: `[1]` if tasks are not fused, otherwise scalars.
 
-    All tasks of a metric are always computed at once. The mode decides the shape of results alone:
-    `[1]` if tasks are not fused, else scalars.
+    All tasks of a metric are computed together in every mode.
     """
 
     FUSED_TASKS_COMPUTATION = 1
@@ -131,32 +123,30 @@ class RecComputeMode(enum.Enum):
 
 @dataclass
 class RecMetricDef:
-    """For which tasks a metric is computed, and over which window.
+    """Tasks, window and arguments of a metric.
 
     Raises:
-        TypeError: a field is of a wrong type.
+        TypeError: A field has a wrong type.
         ValueError: `window_size` is not positive, or an index is negative.
     """
 
     rec_tasks: list[RecTaskInfo] = field(default_factory=list)
-    """The tasks; or else `rec_task_indices`."""
+    """Tasks; give these or `rec_task_indices`."""
     rec_task_indices: list[int] = field(default_factory=list)
-    """Places in `MetricsConfig.rec_tasks`."""
+    """Indices into `MetricsConfig.rec_tasks`."""
     window_size: int = 10_000_000
-    """Samples of all ranks together that the `window_` results are over."""
+    """Number of samples of all ranks that `window_` results cover."""
     arguments: dict[str, Any] | None = None
-    """What the metric takes besides, by name."""
+    """Own arguments of the metric, by name."""
 
     def __post_init__(self) -> None:
-        instances("RecMetricDef.rec_tasks", self.rec_tasks, RecTaskInfo)
+        check_fields(self)
         whole_list("RecMetricDef.rec_task_indices", self.rec_task_indices)
         whole("RecMetricDef.window_size", self.window_size)
-        if self.arguments is not None:
-            mapping("RecMetricDef.arguments", self.arguments)
 
 
 class StateMetricEnum(StrValueMixin, enum.Enum):
-    """Whose own numbers are reported along with the metrics."""
+    """Sources of numbers that are reported with the metrics."""
 
     OPTIMIZERS = "optimizers"
     MODEL_CONFIGURATOR = "model_configurator"
@@ -164,17 +154,17 @@ class StateMetricEnum(StrValueMixin, enum.Enum):
 
 @dataclass
 class ThroughputDef:
-    """How samples per second are counted.
+    """Settings of `ThroughputMetric`.
 
     Raises:
-        TypeError: a field is no number.
+        TypeError: A field is not a number.
         ValueError: `window_size` is not positive, or `warmup_steps` is negative.
     """
 
     window_size: int = 100
-    """Seconds."""
+    """Window, in seconds."""
     warmup_steps: int = 100
-    """Steps that are not timed."""
+    """Number of first steps that are not timed."""
 
     def __post_init__(self) -> None:
         finite("ThroughputDef.window_size", self.window_size, least=1)
@@ -183,11 +173,11 @@ class ThroughputDef:
 
 @dataclass
 class MetricsConfig:
-    """All that a `RecMetricModule` computes.
+    """Configuration of a `RecMetricModule`.
 
     Raises:
-        TypeError: a field is of a wrong type.
-        ValueError: a number is out of range.
+        TypeError: A field has a wrong type.
+        ValueError: A number is out of range.
 
     Example:
         >>> click = RecTaskInfo("click", "click_label", "click_prediction", "click_weight")
@@ -202,73 +192,54 @@ class MetricsConfig:
 
     rec_tasks: list[RecTaskInfo] = field(default_factory=list)
     """All tasks."""
-    rec_metrics: dict[RecMetricEnum, RecMetricDef] = field(default_factory=dict)
-    """All metrics."""
+    rec_metrics: dict[Any, RecMetricDef] = field(default_factory=dict)
+    """Metrics by `RecMetricEnum`, or by a name of your own in `REC_METRICS_MAPPING`."""
     throughput_metric: ThroughputDef | None = None
-    """Whether and how samples per second are counted."""
+    """Settings of the throughput; `None`: not measured."""
     rec_compute_mode: RecComputeMode = RecComputeMode.UNFUSED_TASKS_COMPUTATION
-    """Whether results are of shape `[1]` or scalars."""
+    """Shape of results."""
     fused_update_limit: int = 0
-    """Has no effect: an update is one computation anyway."""
+    """Ignored: an update is always one computation."""
     state_metrics: list[StateMetricEnum] = field(default_factory=list)
-    """Whose own numbers are reported."""
+    """Sources of further numbers to report."""
     compute_interval_steps: int = 100
-    """`RecMetricModule.should_compute` says yes once in so many steps."""
+    """Steps between two computations, for `RecMetricModule.should_compute`."""
     min_compute_interval: float = 0.0
-    """Seconds between two computations at least; steps between them are adjusted."""
+    """Minimum seconds between two computations; the steps are adjusted."""
     max_compute_interval: float = float("inf")
-    """Seconds at most."""
+    """Maximum seconds between two computations."""
     compute_on_all_ranks: bool = False
-    """Whether all ranks get results, not rank 0 alone."""
+    """Whether all ranks get results; otherwise rank 0 alone."""
     should_validate_update: bool = False
-    """Whether a batch whose weights are all zero is left out, windows included."""
+    """Whether to skip batches whose weights are all zero."""
     enable_pt2_compile: bool = False
-    """Has no effect."""
+    """Ignored."""
     should_clone_update_inputs: bool = False
-    """Has no effect: nothing given to an update is kept or changed."""
+    """Ignored: an update neither keeps nor changes its inputs."""
     use_cpu_offloaded_rec_metric_module: bool | None = None
-    """Has no effect."""
+    """Ignored."""
 
     def __post_init__(self) -> None:
-        instances("MetricsConfig.rec_tasks", self.rec_tasks, RecTaskInfo)
-        mapping("MetricsConfig.rec_metrics", self.rec_metrics)
-        for name, definition in self.rec_metrics.items():
-            instance(f"MetricsConfig.rec_metrics[{name}]", definition, RecMetricDef)
-        if self.throughput_metric is not None:
-            instance("MetricsConfig.throughput_metric", self.throughput_metric, ThroughputDef)
-        choice("MetricsConfig.rec_compute_mode", self.rec_compute_mode, RecComputeMode)
+        check_fields(self)
         whole("MetricsConfig.fused_update_limit", self.fused_update_limit, least=0)
-        instances("MetricsConfig.state_metrics", self.state_metrics, StateMetricEnum)
         check_intervals(
             self.compute_interval_steps, self.min_compute_interval, self.max_compute_interval
         )
-        for flagged in (
-            "compute_on_all_ranks",
-            "should_validate_update",
-            "enable_pt2_compile",
-            "should_clone_update_inputs",
-        ):
-            flag(f"MetricsConfig.{flagged}", getattr(self, flagged))
-        if self.use_cpu_offloaded_rec_metric_module is not None:
-            flag(
-                "MetricsConfig.use_cpu_offloaded_rec_metric_module",
-                self.use_cpu_offloaded_rec_metric_module,
-            )
 
 
 @dataclass
 class BatchSizeStage:
-    """A batch size for some steps.
+    """Batch size of a number of steps.
 
     Raises:
-        TypeError: a field is no whole number.
-        ValueError: a field is negative.
+        TypeError: A field is not a whole number.
+        ValueError: A field is negative.
     """
 
     batch_size: int = 0
     """Samples per rank and step."""
     max_iters: int | None = 0
-    """For so many steps; `None` for the rest of the run."""
+    """Number of steps; `None`: the rest of the run."""
 
     def __post_init__(self) -> None:
         whole("BatchSizeStage.batch_size", self.batch_size, least=0)
@@ -277,7 +248,7 @@ class BatchSizeStage:
 
 
 DefaultTaskInfo = RecTaskInfo()
-"""A task with the default names."""
+"""Task with the default names."""
 
 DefaultMetricsConfig = MetricsConfig(
     rec_tasks=[DefaultTaskInfo],
@@ -287,26 +258,24 @@ DefaultMetricsConfig = MetricsConfig(
 """Normalized entropy and throughput of one task."""
 
 EmptyMetricsConfig = MetricsConfig()
-"""Nothing."""
+"""Configuration without metrics."""
 
 
+@checked
 def validate_batch_size_stages(batch_size_stages: Sequence[BatchSizeStage] | None) -> None:
-    """Check that the stages last to the end of a run.
+    """Check that the last stage, and no other, has no end.
 
     Args:
-        batch_size_stages: in order; `None` or empty for none.
+        batch_size_stages: Stages in order; `None` or empty for none.
 
     Raises:
-        TypeError: something else is among them.
-        ValueError: the last stage ends, or an earlier one does not.
+        TypeError: An element is not a `BatchSizeStage`.
+        ValueError: The last stage ends, or an earlier one does not.
 
     Example:
         >>> validate_batch_size_stages([BatchSizeStage(256, 100), BatchSizeStage(512, None)])
     """
-    if batch_size_stages is None:
-        return
-    instances("batch_size_stages", batch_size_stages, BatchSizeStage)
-    ends = [stage.max_iters for stage in batch_size_stages]
+    ends = [stage.max_iters for stage in batch_size_stages or ()]
     if ends and (ends[-1] is not None or None in ends[:-1]):
         raise ValueError(
             "batch_size_stages must end with a stage without end, and only there; received "

@@ -1,4 +1,4 @@
-"""How a result is called: `namespace-task|prefix_name`, say `ne-click|window_ne`."""
+"""Keys of results: `namespace-task|prefix_name`, such as `ne-click|window_ne`."""
 
 import enum
 import re
@@ -7,7 +7,7 @@ from recsys.kernels.arguments import wrong_type
 
 
 class StrValueMixin:
-    """An enumeration whose members print as their value."""
+    """Enumeration whose members print as their value."""
 
     value: str
 
@@ -16,17 +16,18 @@ class StrValueMixin:
 
 
 class MetricNameBase(StrValueMixin, enum.Enum):
-    """What names of results have in common; derive from it for metrics of your own."""
+    """Base class for names of your own."""
 
 
 class MetricName(MetricNameBase):
-    """What a result says."""
+    """Names of metrics and of their results: the two parts of a key."""
 
     DEFAULT = ""
     ACCURACY = "accuracy"
     ATTEMPT_EXAMPLES = "attempt_examples"
     AUC = "auc"
     AUPRC = "auprc"
+    AVERAGE = "average"
     BATCH_SIZE = "batch_size"
     BINNED_AUC = "binned_auc"
     CALIBRATION = "calibration"
@@ -43,6 +44,7 @@ class MetricName(MetricNameBase):
     LABEL_AVERAGE = "label_average"
     LOG_LOSS = "logloss"
     MAE = "mae"
+    MODEL_CONFIGURATOR = "model_configurator"
     MSE = "mse"
     MULTICLASS_RECALL = "multiclass_recall"
     MULTI_LABEL_PRECISION = "multi_label_precision"
@@ -53,17 +55,23 @@ class MetricName(MetricNameBase):
     NRMSE = "nrmse"
     NUM_MISSING_LABELS = "num_missing_labels"
     NUM_POSITIVE_SAMPLES = "num_positive_samples"
+    OPTIMIZERS = "optimizers"
     PRECISION = "precision"
     PRECISION_SESSION_LEVEL = "precision_session_level"
     PREDICTION_AVERAGE = "prediction_average"
     RAUC = "rauc"
+    RECALIBRATED_CALIBRATION = "recalibrated_calibration"
+    RECALIBRATED_NE = "recalibrated_ne"
     RECALL = "recall"
     RECALL_SESSION_LEVEL = "recall_session_level"
     RMSE = "rmse"
     R_SQUARED = "r_squared"
     SCALAR = "scalar"
     SEGMENTED_NE = "segmented_ne"
+    SERVING_CALIBRATION = "serving_calibration"
+    SERVING_NE = "serving_ne"
     SUM_WEIGHTS = "sum_weights"
+    TENSOR_WEIGHTED_AVG = "tensor_weighted_avg"
     THROUGHPUT = "throughput"
     TOTAL_EXAMPLES = "total_examples"
     TOWER_QPS = "qps"
@@ -73,60 +81,14 @@ class MetricName(MetricNameBase):
     XAUC = "xauc"
 
 
-class MetricNamespaceBase(StrValueMixin, enum.Enum):
-    """What namespaces have in common; derive from it for metrics of your own."""
-
-
-class MetricNamespace(MetricNamespaceBase):
-    """Which metric a result belongs to."""
-
-    DEFAULT = ""
-    ACCURACY = "accuracy"
-    AUC = "auc"
-    AUPRC = "auprc"
-    AVERAGE = "average"
-    BINNED_AUC = "binned_auc"
-    CALIBRATION = "calibration"
-    CALI_FREE_NE = "cali_free_ne"
-    CTR = "ctr"
-    GAUC = "gauc"
-    HINDSIGHT_TARGET_PR = "hindsight_target_pr"
-    LOG_LOSS = "logloss"
-    MAE = "mae"
-    MODEL_CONFIGURATOR = "model_configurator"
-    MSE = "mse"
-    MULTICLASS_RECALL = "multiclass_recall"
-    MULTI_LABEL_PRECISION = "multi_label_precision"
-    NDCG = "ndcg"
-    NE = "ne"
-    NE_POSITIVE = "ne_positive"
-    NMSE = "nmse"
-    NUM_MISSING_LABELS = "num_missing_labels"
-    NUM_POSITIVE_SAMPLES = "num_positive_samples"
-    OPTIMIZERS = "optimizers"
-    PRECISION = "precision"
-    PRECISION_SESSION_LEVEL = "precision_session_level"
-    RAUC = "rauc"
-    RECALIBRATED_CALIBRATION = "recalibrated_calibration"
-    RECALIBRATED_NE = "recalibrated_ne"
-    RECALL = "recall"
-    RECALL_SESSION_LEVEL = "recall_session_level"
-    SCALAR = "scalar"
-    SEGMENTED_NE = "segmented_ne"
-    SERVING_CALIBRATION = "serving_calibration"
-    SERVING_NE = "serving_ne"
-    SUM_WEIGHTS = "sum_weights"
-    TENSOR_WEIGHTED_AVG = "tensor_weighted_avg"
-    THROUGHPUT = "throughput"
-    TOWER_QPS = "qps"
-    UNWEIGHTED_NE = "unweighted_ne"
-    WEIGHTED_AVG = "weighted_avg"
-    WEIGHTED_SUM_PREDICTIONS = "weighted_sum_predictions"
-    XAUC = "xauc"
+MetricNamespaceBase = MetricNameBase
+"""Base class for namespaces of your own."""
+MetricNamespace = MetricName
+"""The same names, as the first part of a key."""
 
 
 class MetricPrefix(StrValueMixin, enum.Enum):
-    """Over what span a result is."""
+    """Span of a result: the window, the lifetime, or this process (`attempt_`)."""
 
     DEFAULT = ""
     LIFETIME = "lifetime_"
@@ -135,17 +97,17 @@ class MetricPrefix(StrValueMixin, enum.Enum):
 
 
 def compose_metric_namespace(namespace: MetricNamespaceBase, task_name: str) -> str:
-    """Name what comes before the bar.
+    """Compose the first part of a key.
 
     Args:
-        namespace: of the metric.
-        task_name: of the task.
+        namespace: Namespace of the metric.
+        task_name: Name of the task.
 
     Returns:
         `namespace-task`.
 
     Raises:
-        TypeError: one is neither text nor a member of an enumeration.
+        TypeError: An argument is neither text nor a member of an enumeration.
 
     Example:
         >>> compose_metric_namespace(MetricNamespace.NE, "click")
@@ -158,18 +120,18 @@ def compose_metric_namespace(namespace: MetricNamespaceBase, task_name: str) -> 
 def compose_customized_metric_key(
     namespace: str, metric_name: str, description: str | None = None
 ) -> str:
-    """Name a result by plain strings.
+    """Compose the key of a result from strings.
 
     Args:
-        namespace: what comes before the bar.
-        metric_name: what comes after it.
-        description: is appended as it is.
+        namespace: First part of the key.
+        metric_name: Second part of the key.
+        description: Suffix of the key.
 
     Returns:
-        The key.
+        `namespace|metric_name` with the suffix.
 
     Raises:
-        TypeError: one is neither text nor a member of an enumeration.
+        TypeError: An argument is neither text nor a member of an enumeration.
 
     Example:
         >>> compose_customized_metric_key("optimizers-dense", "lr")
@@ -187,20 +149,20 @@ def compose_metric_key(
     metric_prefix: MetricPrefix = MetricPrefix.DEFAULT,
     description: str | None = None,
 ) -> str:
-    """Name a result.
+    """Compose the key of a result.
 
     Args:
-        namespace: of the metric.
-        task_name: of the task.
-        metric_name: what the result says.
-        metric_prefix: over what span.
-        description: is appended as it is.
+        namespace: Namespace of the metric.
+        task_name: Name of the task.
+        metric_name: Name of the result.
+        metric_prefix: Span of the result.
+        description: Suffix of the key.
 
     Returns:
-        The key under which `RecMetricModule.compute` gives it.
+        Key of the result of `RecMetricModule.compute`.
 
     Raises:
-        TypeError: one is neither text nor a member of an enumeration.
+        TypeError: An argument is neither text nor a member of an enumeration.
 
     Example:
         >>> compose_metric_key(MetricNamespace.NE, "click", MetricName.NE, MetricPrefix.WINDOW)
@@ -217,18 +179,18 @@ def task_wildcard_metrics_pattern(
     metric_name: MetricNameBase,
     metric_prefix: MetricPrefix = MetricPrefix.DEFAULT,
 ) -> str:
-    r"""Name a result of any task.
+    r"""Compose a pattern for the keys of a result of any task.
 
     Args:
-        namespace: of the metric.
-        metric_name: what the result says.
-        metric_prefix: over what span.
+        namespace: Namespace of the metric.
+        metric_name: Name of the result.
+        metric_prefix: Span of the result.
 
     Returns:
-        A regular expression.
+        Regular expression.
 
     Raises:
-        TypeError: one is neither text nor a member of an enumeration.
+        TypeError: An argument is neither text nor a member of an enumeration.
 
     Example:
         >>> task_wildcard_metrics_pattern(MetricNamespace.NE, MetricName.NE, MetricPrefix.WINDOW)

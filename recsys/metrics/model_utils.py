@@ -1,4 +1,4 @@
-"""Functions that pick what metrics need from the outputs of a model. Shape: `N` samples."""
+"""Selection of the tensors of metrics from the output of a model. Shape: `N` samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from recsys.metrics.checks import check_tensor
+from recsys.kernels.arguments import instance
 from recsys.metrics.metrics_config import RecTaskInfo
 
 ByTask = dict[str, Tensor]
@@ -27,8 +27,8 @@ def session_ids_to_tensor(session_ids: Sequence[str], device: torch.device | Non
     """Return the session number of each sample, from 1. A session is a run of equal ids.
 
     Args:
-        session_ids: `N` ids; samples of a session follow one another.
-        device: of the result.
+        session_ids: `N` ids; the samples of a session are consecutive.
+        device: Device of the result.
 
     Returns:
         `[N]` int64.
@@ -37,27 +37,27 @@ def session_ids_to_tensor(session_ids: Sequence[str], device: torch.device | Non
         >>> session_ids_to_tensor(["b", "b", "a"])
         tensor([1, 1, 2])
     """
-    starts = [place > 0 and a != session_ids[place - 1] for place, a in enumerate(session_ids)]
+    starts = [i > 0 and session != session_ids[i - 1] for i, session in enumerate(session_ids)]
     return torch.tensor(starts, device=device).long().cumsum(0) + 1
 
 
 def parse_model_outputs(
     label_name: str, prediction_name: str, weight_name: str, model_out: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Pick labels, predictions and weights, without dimensions of size 1.
+    """Select labels, predictions and weights, without dimensions of size 1.
 
     Args:
-        label_name: key of the labels.
-        prediction_name: key of the predictions; empty for none.
-        weight_name: key of the weights; empty for none.
-        model_out: outputs of the model.
+        label_name: Key of the labels.
+        prediction_name: Key of the predictions; empty for none.
+        weight_name: Key of the weights; empty for none.
+        model_out: Output of the model.
 
     Returns:
         Labels, predictions and weights, at least one-dimensional.
 
     Raises:
-        ValueError: an output is missing.
-        AssertionError: labels, predictions and weights differ in their number of samples.
+        ValueError: An output is missing.
+        AssertionError: Labels, predictions and weights differ in their number of samples.
 
     Example:
         >>> out = {"label": torch.ones(2, 1), "prediction": torch.zeros(2)}
@@ -89,20 +89,20 @@ def parse_required_inputs(
     ndcg_transform_input: bool = False,
     device: torch.device | None = None,
 ) -> dict[str, Tensor]:
-    """Pick the required inputs of metrics.
+    """Select the required inputs of metrics.
 
     Args:
-        model_out: outputs of the model.
-        required_inputs_list: keys.
-        ndcg_transform_input: whether lists of session ids are numbered.
-        device: of numbered session ids.
+        model_out: Output of the model.
+        required_inputs_list: Keys of the inputs.
+        ndcg_transform_input: Whether to convert lists of session ids to numbers.
+        device: Device of these numbers.
 
     Returns:
-        The inputs by key, without dimensions of size 1.
+        Inputs by key, without dimensions of size 1.
 
     Raises:
-        KeyError: an input is missing.
-        TypeError: an input is no tensor.
+        KeyError: An input is missing.
+        TypeError: An input is not a tensor.
 
     Example:
         >>> parse_required_inputs({"session_id": torch.tensor([[3], [4]])}, ["session_id"])
@@ -113,8 +113,7 @@ def parse_required_inputs(
         values = model_out[name]
         if ndcg_transform_input and not isinstance(values, Tensor):
             values = session_ids_to_tensor(values, device)
-        check_tensor(f"model_out[{name!r}]", values)
-        inputs[name] = torch.as_tensor(values).squeeze()
+        inputs[name] = instance(f"model_out[{name!r}]", values, Tensor, "a tensor").squeeze()
     return inputs
 
 
@@ -123,18 +122,18 @@ def parse_task_model_outputs(
     model_out: Mapping[str, Tensor],
     required_inputs_list: Sequence[str] | None = None,
 ) -> tuple[ByTask, ByTask, ByTask, dict[str, Tensor]]:
-    """Pick labels, predictions and weights of tasks, and the required inputs.
+    """Select labels, predictions and weights of tasks, and the required inputs.
 
     Args:
-        tasks: the tasks; those whose outputs are empty are left out.
-        model_out: outputs of the model.
-        required_inputs_list: keys of required inputs.
+        tasks: Tasks; tasks with empty outputs are left out.
+        model_out: Output of the model.
+        required_inputs_list: Keys of the required inputs.
 
     Returns:
         Labels, predictions and weights by task name, and required inputs by key.
 
     Raises:
-        ValueError: an output of a task is missing.
+        ValueError: An output of a task is missing.
 
     Example:
         >>> out = {name: torch.ones(1) for name in ("label", "prediction", "weight")}

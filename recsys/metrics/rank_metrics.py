@@ -1,20 +1,20 @@
-"""Metrics of the order of the window's samples: areas under curves, and pairs in the wrong order.
+"""Metrics of the order of the samples: areas under curves, and pairs in the wrong order.
 
-They keep the last samples themselves, `RecMetricDef.window_size` of them over all ranks: 12 bytes
-each and task, or 24 with float64 or whole numbers, and 8 for a grouping. Results are over these
-alone; there are none over the lifetime. `BinnedAUCMetric` keeps counts instead and has both.
+They keep the last samples, `RecMetricDef.window_size` of all ranks: 12 bytes per sample and task,
+or 24 with float64 or whole numbers, and 8 for a grouping. Results are over the window alone, not
+over the lifetime. `BinnedAUCMetric` keeps counts instead and has both spans.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 
 from recsys.kernels.arguments import finite, whole
 from recsys.metrics.auc import area_under_bins, find_bins
 from recsys.metrics.batch import MetricBatch, Quantity
-from recsys.metrics.checks import flag
-from recsys.metrics.metrics_namespace import MetricName, MetricNamespace
+from recsys.metrics.metrics_config import RecMetricEnum
+from recsys.metrics.metrics_namespace import MetricName
 from recsys.metrics.ranking import (
     Ranked,
     areas_under_roc,
@@ -27,171 +27,149 @@ from recsys.metrics.sum_metrics import SumMetric, Sums
 
 
 class WindowMetric(RecMetric):
-    """What metrics of the window's samples have in common."""
+    """Base class of metrics of the rows of the window.
+
+    The class statement of a metric has the arguments `scores`, the function that computes the
+    value of each group `[G]`, and `is_defined`, the function that finds the groups with a value
+    `[G]`. A group with a NaN counts as defined, so that the NaN shows in the result.
+    """
 
     ranks_rows = True
-    name: ClassVar[MetricName]
-    """Of its result over all samples."""
-    grouped_name: ClassVar[MetricName]
-    """Of the mean over the groups that have a value; the argument of this name asks for it."""
+    _scores: ClassVar[Callable[..., torch.Tensor]]
+    _is_defined: ClassVar[Callable[..., torch.Tensor]]
 
-    def _prepare(self) -> None:
-        flag(self.grouped_name.value, self.options[self.grouped_name.value])
+    def __init_subclass__(
+        cls,
+        scores: Callable[[Ranked], torch.Tensor] | None = None,
+        is_defined: Callable[[Ranked], torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init_subclass__(**kwargs)
+        if scores is not None and is_defined is not None:
+            cls._scores, cls._is_defined = staticmethod(scores), staticmethod(is_defined)
+            cls.arguments = {f"grouped_{cls.name}": False}
 
     def get_required_inputs(self) -> set[str]:
-        """Name the model outputs that are needed."""
-        return {"grouping_keys"} if self.options[self.grouped_name.value] else set()
-
-    def scores(self, ranked: Ranked) -> torch.Tensor:
-        """Compute the value of each group.
-
-        Args:
-            ranked: the samples of a task.
-
-        Returns:
-            `[G]` float64.
-        """
-        raise NotImplementedError
-
-    def is_defined(self, ranked: Ranked) -> torch.Tensor:
-        """Find the groups that have a value.
-
-        Args:
-            ranked: the samples of a task.
-
-        Returns:
-            `[G]` bool; true for a group with a NaN, which then shows.
-        """
-        raise NotImplementedError
+        """List the model outputs that are needed."""
+        return {"grouping_keys"} if self.options[f"grouped_{self.name}"] else set()
 
     def window_values(self, rows: MetricBatch) -> Iterator[Value]:
         """Compute the results."""
-        of_tasks = [self.scores(ranked) for ranked in rows.ranked(None)]
-        yield Value(self.name, torch.cat(of_tasks).float())
+        scores = [self._scores(ranked) for ranked in rows.ranked(None)]
+        yield Value(self.name, torch.cat(scores).float())
         for grouping in self.get_required_inputs():
             means = []
             for ranked in rows.ranked(grouping):
-                counts_G = self.is_defined(ranked)
-                means.append(self.scores(ranked).where(counts_G, 0.0).sum() / counts_G.sum())
-            yield Value(self.grouped_name, torch.stack(means).float())
+                counts_G = self._is_defined(ranked)
+                means.append(self._scores(ranked).where(counts_G, 0.0).sum() / counts_G.sum())
+            yield Value(MetricName(f"grouped_{self.name}"), torch.stack(means).float())
 
 
-@final
-class AUCMetric(WindowMetric):
+class AUCMetric(
+    WindowMetric,
+    metric=RecMetricEnum.AUC,
+    scores=areas_under_roc,
+    is_defined=lambda ranked: ranked.has_both_classes_G,
+):
     """Area under the ROC curve; equal predictions count one half.
 
     The argument `grouped_auc=True` adds the mean over the groups of the model output
-    `grouping_keys`, such as users. Groups of one class are left out, as in Zhou et al., "Deep
-    Interest Network for Click-Through Rate Prediction" (KDD 2018), section 6.2; each of the others
-    counts once. The mean is NaN if no group has both classes.
+    `grouping_keys`, such as users. Groups of a single class are left out, as in Zhou et al., "Deep
+    Interest Network for Click-Through Rate Prediction" (KDD 2018), section 6.2; the other groups
+    have equal weights. The mean is NaN if no group has both classes.
     """
 
-    namespace = MetricNamespace.AUC
-    arguments: ClassVar[Mapping[str, Any]] = {"grouped_auc": False}
-    name = MetricName.AUC
-    grouped_name = MetricName.GROUPED_AUC
-    scores = staticmethod(areas_under_roc)
 
-    def is_defined(self, ranked: Ranked) -> torch.Tensor:
-        """Find the groups that have both classes."""
-        return ranked.has_both_classes_G
-
-
-@final
-class AUPRCMetric(WindowMetric):
-    """Average precision: area under the curve of precision over recall.
+class AUPRCMetric(
+    WindowMetric,
+    metric=RecMetricEnum.AUPRC,
+    scores=average_precisions,
+    is_defined=lambda ranked: ranked.has_positives_G,
+):
+    """Average precision: area under the precision-recall curve.
 
     The argument `grouped_auprc=True` adds the mean over the groups of the model output
-    `grouping_keys`. Groups without positives are left out; the mean is NaN if there are no others.
+    `grouping_keys`. Groups without positives are left out; the mean is NaN if no group is left.
     """
 
-    namespace = MetricNamespace.AUPRC
-    arguments: ClassVar[Mapping[str, Any]] = {"grouped_auprc": False}
-    name = MetricName.AUPRC
-    grouped_name = MetricName.GROUPED_AUPRC
-    scores = staticmethod(average_precisions)
 
-    def is_defined(self, ranked: Ranked) -> torch.Tensor:
-        """Find the groups that have positives."""
-        return ranked.has_positives_G
+def _groups_with_nan(ranked: Ranked) -> torch.Tensor:
+    is_nan_N = ranked.scores.isnan() | ranked.labels.isnan()
+    return sum_groups(is_nan_N.double(), ranked.groups) > 0
 
 
-@final
-class RAUCMetric(WindowMetric):
-    """The share of pairs of samples that are not in the wrong order, for labels of any number.
+def _shares_in_order(ranked: Ranked) -> torch.Tensor:
+    ones = torch.ones_like(ranked.weights)
+    inverted_G = inverted_pairs(ranked.scores, ranked.labels, ones, ranked.groups)
+    size_G = ranked.groups.size_G.double()
+    shares_G = 1.0 - inverted_G / (size_G * (size_G - 1.0) / 2.0)
+    return shares_G.where(~_groups_with_nan(ranked), torch.nan)
 
-    Weights are not looked at. The argument `grouped_rauc=True` adds the mean over the groups of
-    the model output `grouping_keys`. Groups of one sample are left out; the mean is NaN if there
-    are no others.
+
+class RAUCMetric(
+    WindowMetric,
+    metric=RecMetricEnum.RAUC,
+    scores=_shares_in_order,
+    is_defined=lambda ranked: (ranked.groups.size_G > 1) | _groups_with_nan(ranked),
+):
+    """Share of pairs of samples that are not in the wrong order, for labels of any value.
+
+    Weights are ignored. The argument `grouped_rauc=True` adds the mean over the groups of the model
+    output `grouping_keys`. Groups of one sample are left out; the mean is NaN if no group is left.
     """
 
-    namespace = MetricNamespace.RAUC
-    arguments: ClassVar[Mapping[str, Any]] = {"grouped_rauc": False}
-    name = MetricName.RAUC
-    grouped_name = MetricName.GROUPED_RAUC
 
-    def scores(self, ranked: Ranked) -> torch.Tensor:
-        """Compute the share of each group."""
-        ones = torch.ones_like(ranked.weights)
-        inverted_G = inverted_pairs(ranked.scores, ranked.labels, ones, ranked.groups)
-        size_G = ranked.groups.size_G.double()
-        shares_G = 1.0 - inverted_G / (size_G * (size_G - 1.0) / 2.0)
-        return shares_G.where(~self._has_nan(ranked), torch.nan)
+def _bins(metric: RecMetric) -> Quantity:
+    num_bins = metric.options["num_bins"]
 
-    def is_defined(self, ranked: Ranked) -> torch.Tensor:
-        """Find the groups that have pairs."""
-        return (ranked.groups.size_G > 1) | self._has_nan(ranked)
+    def compute(batch: MetricBatch) -> torch.Tensor:
+        return _count(batch, find_bins(batch.predictions, num_bins), num_bins)
 
-    def _has_nan(self, ranked: Ranked) -> torch.Tensor:
-        is_nan_N = ranked.scores.isnan() | ranked.labels.isnan()
-        return sum_groups(is_nan_N.double(), ranked.groups) > 0
+    return Quantity(f"bins_{num_bins}", compute, width=2 * num_bins)
 
 
-@final
-class BinnedAUCMetric(SumMetric):
+class BinnedAUCMetric(
+    SumMetric,
+    metric=RecMetricEnum.BINNED_AUC,
+    sums=[_bins],
+    formula=lambda sums: area_under_bins(*sums.chunk(2, dim=1)[::-1]),
+):
     """Area under the ROC curve of probabilities from counts in bins, in constant memory.
 
-    The error is at most half the chance that a positive and a negative share a bin. The argument
-    `num_bins` says how many there are, equal ones from 0 to 1. A window keeps the counts of its
-    1,000 parts: 16 kB for each part and task with 1,000 bins.
+    The error is at most half the probability that a positive and a negative share a bin. The
+    argument `num_bins` is the number of equal bins from 0 to 1. A window keeps counts of 1,000
+    parts: 16 kB for each part and task with 1,000 bins.
     """
 
-    namespace = MetricNamespace.BINNED_AUC
     arguments: ClassVar[Mapping[str, Any]] = {"num_bins": 1000}
 
     def _prepare(self) -> None:
         whole("num_bins", self.options["num_bins"], least=2)
 
-    def quantities(self) -> Sequence[Quantity]:
-        """Name the sums."""
-        num_bins = self.options["num_bins"]
-
-        def in_bins(batch: MetricBatch) -> torch.Tensor:
-            return _count(batch, find_bins(batch.predictions, num_bins), num_bins)
-
-        return (Quantity(f"bins_{num_bins}", in_bins, width=2 * num_bins),)
-
-    def values(self, sums: Sums) -> Iterator[Value]:
-        """Compute the results."""
-        negative_TK, positive_TK = sums[self.quantities()[0].name].chunk(2, dim=1)
-        yield Value(MetricName.BINNED_AUC, area_under_bins(positive_TK, negative_TK))
-
 
 THRESHOLDS = 1000
-"""Thresholds from 0 to 1, among which `HindsightTargetPRMetric` chooses."""
+"""Number of thresholds from 0 to 1 that `HindsightTargetPRMetric` tries."""
 
 
-@final
-class HindsightTargetPRMetric(SumMetric):
-    """What threshold would have reached a precision, and with what recall.
+def _count_above_thresholds(batch: MetricBatch) -> torch.Tensor:
+    # Bin 0 has the samples below all thresholds.
+    bin_TN = torch.bucketize(batch.predictions, _thresholds(batch.predictions), right=True)
+    return _count(batch, bin_TN, THRESHOLDS + 1)
 
-    Results: `hindsight_target_pr`, the least of 1,000 equally spaced thresholds from 0 to 1 at
-    which the predictions of at least it have the precision of the argument `target_precision`,
-    and there `hindsight_target_precision` and `hindsight_target_recall`. They are NaN if no
-    threshold reaches it. A window keeps counts as `BinnedAUCMetric` does.
+
+class HindsightTargetPRMetric(
+    SumMetric,
+    metric=RecMetricEnum.HINDSIGHT_TARGET_PR,
+    sums=[Quantity("thresholds", _count_above_thresholds, width=2 * (THRESHOLDS + 1))],
+):
+    """Threshold that would have reached a target precision, and its recall.
+
+    Results: `hindsight_target_pr`, the lowest of 1,000 equally spaced thresholds from 0 to 1 whose
+    predictions have at least the precision of the argument `target_precision`, and
+    `hindsight_target_precision` and `hindsight_target_recall` at this threshold. They are NaN if no
+    threshold reaches the target. A window keeps counts as `BinnedAUCMetric` does.
     """
 
-    namespace = MetricNamespace.HINDSIGHT_TARGET_PR
     gives_scalars = True
     arguments: ClassVar[Mapping[str, Any]] = {"target_precision": 0.5}
 
@@ -200,26 +178,15 @@ class HindsightTargetPRMetric(SumMetric):
         if target > 1.0:
             raise ValueError(f"target_precision must be at most 1; received {target}.")
 
-    def quantities(self) -> Sequence[Quantity]:
-        """Name the sums."""
-
-        def in_bins(batch: MetricBatch) -> torch.Tensor:
-            thresholds = _thresholds(batch.predictions)
-            # Bin 0 has what is below all thresholds.
-            bin_TN = torch.bucketize(batch.predictions, thresholds, right=True)
-            return _count(batch, bin_TN, THRESHOLDS + 1)
-
-        return (Quantity("thresholds", in_bins, width=2 * (THRESHOLDS + 1)),)
-
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
-        # [T, 2, K]: negatives and positives at or above each threshold, and below the first.
+        # [T, 2, K + 1]: negatives and positives; all, then those at or above each threshold.
         above = sums["thresholds"].unflatten(1, (2, -1)).flip(2).cumsum(2).flip(2)
         negative_TK, positive_TK = above[:, :, 1:].unbind(1)
         precision_TK = positive_TK / (positive_TK + negative_TK)
         recall_TK = positive_TK / above[:, 1, :1]
         reaches_TK = precision_TK >= self.options["target_precision"]
-        # A NaN below a threshold is part of the search for it.
+        # A NaN hides which threshold is the first.
         reaches_TK &= ~above[:, :, :1].sum(1).isnan()
         first_T1 = reaches_TK.int().argmax(1, keepdim=True)
         for name, values_TK in (
@@ -236,7 +203,7 @@ def _thresholds(like: torch.Tensor) -> torch.Tensor:
 
 
 def _count(batch: MetricBatch, bin_TN: torch.Tensor, num_bins: int) -> torch.Tensor:
-    """Sum the weights of negatives, then of positives, in each bin; a NaN shows in its bin."""
+    """Sum the weights of negatives, then of positives, in each bin; a NaN makes its bin NaN."""
     positive_TN = batch.labels * batch.weights_or_nan
     sums = positive_TN.new_zeros(len(bin_TN), 2 * num_bins)
     sums.scatter_add_(1, bin_TN, batch.weights_or_nan - positive_TN)

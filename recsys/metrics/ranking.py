@@ -1,7 +1,7 @@
-"""How well scores rank samples, as a whole or within groups.
+"""Quality of a ranking of samples by scores, as a whole or within groups.
 
-All work is in sorts and sums, without a loop over groups, and nothing waits for a device. Shapes:
-`N` samples, `G` groups; `G` may be more than there are, and the rest are empty.
+Computed by sorts and sums, without a loop over groups and without waiting for the device. Shapes:
+`N` samples, `G` groups; groups beyond the existing ones are empty.
 """
 
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ import torch
 @final
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Which samples belong together."""
+    """Partition of samples into groups."""
 
     index_N: torch.Tensor
-    """Each sample's group, from 0, int64."""
+    """Group number of each sample, from 0, int64."""
     size_G: torch.Tensor
-    """Samples of each group, int64; if `G` is 1, all are one group."""
+    """Number of samples of each group, int64; if `G` is 1, all samples are one group."""
 
 
 def group_samples(keys_N: torch.Tensor) -> Groups:
-    """Return number groups.
+    """Group samples by their keys.
 
     Args:
-        keys_N: `[N]` equal for samples of one group.
+        keys_N: `[N]` keys, equal for samples of one group.
 
     Returns:
-        The groups, in the order of the keys.
+        Groups in the order of the keys.
     """
     order_N = keys_N.argsort(stable=True)
     index_N = torch.empty_like(order_N)
@@ -42,10 +42,10 @@ def one_group(values_N: torch.Tensor) -> Groups:
     """Put all samples into one group.
 
     Args:
-        values_N: `[N]` anything of the samples.
+        values_N: `[N]` any values of the samples.
 
     Returns:
-        The group.
+        A single group.
     """
     index_N = torch.zeros_like(values_N, dtype=torch.int64)
     return Groups(index_N, torch.full((1,), len(values_N), device=values_N.device))
@@ -55,40 +55,33 @@ def sum_groups(values_N: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Sum over each group.
 
     Args:
-        values_N: `[N]`.
-        groups: the groups.
+        values_N: `[N]` values.
+        groups: Groups.
 
     Returns:
-        `[G]`.
+        `[G]` sums.
     """
     return values_N.new_zeros(len(groups.size_G)).index_add_(0, groups.index_N, values_N)
 
 
 @final
+@dataclass(eq=False)
 class Ranked:
-    """Samples in the order of their scores: sorted once for all that is computed from it.
+    """Samples to rank by their scores; sorted once for all results."""
 
-    Args:
-        scores_N: `[N]` of any float dtype.
-        labels_N: `[N]`, from 0 to 1, float64.
-        weights_N: `[N]` float64.
-        groups: the groups.
-    """
-
-    def __init__(
-        self,
-        scores_N: torch.Tensor,
-        labels_N: torch.Tensor,
-        weights_N: torch.Tensor,
-        groups: Groups,
-    ) -> None:
-        self.scores, self.labels, self.weights = scores_N, labels_N, weights_N
-        self.groups = groups
+    scores: torch.Tensor
+    """`[N]` of any float dtype."""
+    labels: torch.Tensor
+    """`[N]` from 0 to 1, float64."""
+    weights: torch.Tensor
+    """`[N]` float64."""
+    groups: Groups
+    """Groups."""
 
     @cached_property
     def ties(self) -> "_Ties":
         """Weight of both classes in runs of equal scores."""
-        return _Ties(self.scores, self.labels, self.weights, self.groups)
+        return _Ties(self)
 
     @cached_property
     def positive_G(self) -> torch.Tensor:
@@ -112,29 +105,29 @@ class Ranked:
 
 
 def areas_under_roc(ranked: Ranked) -> torch.Tensor:
-    """Compute the chance of each group that a positive is scored above a negative; ties are half.
+    """Compute the area under the ROC curve of each group; ties count one half.
 
     Args:
-        ranked: the samples.
+        ranked: Samples.
 
     Returns:
-        `[G]` float64; NaN for a group of one class, or with a NaN.
+        `[G]` float64; NaN for a group of a single class or with a NaN.
     """
     ties = ranked.ties
     beaten_K = ties.sum_to(ties.negative_K) - 0.5 * ties.negative_K
-    # Not one division by the product, which small and large weights take out of range.
-    beaten_K /= ties.of_runs(ranked.negative_G)
+    # Two divisions: the product of both sums may underflow or overflow.
+    beaten_K /= ties.expand(ranked.negative_G)
     return ties.sum_groups(ties.positive_K * beaten_K) / ranked.positive_G
 
 
 def average_precisions(ranked: Ranked) -> torch.Tensor:
-    """Compute each group's area under the curve of precision over recall, as steps.
+    """Compute the average precision of each group: the area under the precision-recall steps.
 
     Args:
-        ranked: the samples.
+        ranked: Samples.
 
     Returns:
-        `[G]` float64; NaN for a group without positives, or with a NaN.
+        `[G]` float64; NaN for a group without positives or with a NaN.
     """
     ties = ranked.ties
     found_K = ties.sum_from(ties.positive_K)
@@ -146,34 +139,34 @@ def average_precisions(ranked: Ranked) -> torch.Tensor:
 def inverted_pairs(
     scores_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor, groups: Groups
 ) -> torch.Tensor:
-    """Sum over the pairs of each group whose labels are ordered against their scores.
+    """Sum the weights of the pairs of each group whose labels are ordered against their scores.
 
-    Equal scores, or equal labels, are no such pair. Labels may be any numbers. It takes as many
-    rounds as their ranks have bits, which the host reads from the device.
+    Pairs with equal scores or equal labels are not counted. Labels may have any value. The number
+    of rounds is the number of bits of the label ranks, which the host reads from the device.
 
     Args:
         scores_N: `[N]` of any float dtype.
         labels_N: `[N]` float64.
         weights_N: `[N]` float64.
-        groups: the groups.
+        groups: Groups.
 
     Returns:
-        `[G]` the products of the pairs' weights, summed, float64.
+        `[G]` sums of the products of both weights, float64.
     """
     inverted_G = torch.zeros(len(groups.size_G), dtype=torch.float64, device=scores_N.device)
     if not len(scores_N):
         return inverted_G
-    # Labels rise where scores are equal, so that such pairs are never inverted.
+    # Ascending labels where scores are equal, so that such pairs are never inverted.
     order_N = labels_N.argsort(stable=True)
     ranks_N = torch.empty_like(order_N)
     ranks_N[order_N] = _number_runs(labels_N[order_N])
     order_N = order_N[scores_N[order_N].argsort(stable=True)]
     order_N = order_N[groups.index_N[order_N].argsort(stable=True)]
     ranks_N, weights_N, group_N = ranks_N[order_N], weights_N[order_N], groups.index_N[order_N]
-    # From the highest bit of the rank: pairs whose higher bits are equal are inverted if the first
-    # has a one where the second has a zero. A sort by the bits so far brings such pairs together.
-    # Sums within a block are differences of running sums. The rounding is times the weight of the
-    # sample that comes after, so that it stays small beside the sum over all pairs.
+    # From the highest bit of the rank: pairs with equal higher bits are inverted if the first has a
+    # one where the second has a zero. A sort by the higher bits makes such pairs adjacent blocks.
+    # Sums within a block are differences of running sums. Their rounding error is multiplied by the
+    # weight of the later sample, so it is small relative to the sum over all pairs.
     for bit in reversed(range(int(ranks_N.max()).bit_length())):
         block_N = _number_runs(group_N, ranks_N >> (bit + 1))
         is_one_N = (ranks_N >> bit) & 1
@@ -189,39 +182,39 @@ def inverted_pairs(
     return inverted_G
 
 
-def places(scores_N: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find each sample's place in its group, the highest score first.
+def ranks_in_groups(scores_N: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the rank of each sample in its group, by descending score.
 
     Args:
         scores_N: `[N]` of any float dtype.
-        groups: the groups.
+        groups: Groups.
 
     Returns:
-        `[N]` places from 0, int64, in which equal scores keep their order; and `[N]` places in
-        which equal scores share the first of theirs.
+        `[N]` ranks from 0, int64, in which equal scores keep their order; and `[N]` ranks in which
+        equal scores share the lowest rank.
     """
     order_N = scores_N.argsort(descending=True, stable=True)
     order_N = order_N[groups.index_N[order_N].argsort(stable=True)]
     new_group_N = _starts(groups.index_N[order_N])
-    in_group_N = _places_in_runs(new_group_N)
-    in_tie_N = _places_in_runs(new_group_N | _starts(scores_N[order_N]))
-    place_N, shared_N = torch.empty_like(order_N), torch.empty_like(order_N)
-    place_N[order_N] = in_group_N
+    in_group_N = _indices_in_runs(new_group_N)
+    in_tie_N = _indices_in_runs(new_group_N | _starts(scores_N[order_N]))
+    rank_N, shared_N = torch.empty_like(order_N), torch.empty_like(order_N)
+    rank_N[order_N] = in_group_N
     shared_N[order_N] = in_group_N - in_tie_N
-    return place_N, shared_N
+    return rank_N, shared_N
 
 
 def weigh_equal_pairs(keys_N: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
     """Sum the products of the weights of pairs of samples with equal keys.
 
     Args:
-        keys_N: `[N]`.
+        keys_N: `[N]` keys.
         weights_N: `[N]` float64.
 
     Returns:
         Scalar float64; exactly 0 if no two samples with a weight have equal keys.
     """
-    # Not the square of a sum less the sum of squares: one large weight would hide the others.
+    # Not (sum squared minus sum of squares): one large weight would hide the others.
     order_N = keys_N.argsort(stable=True)
     weights_N, starts_N = weights_N[order_N], _starts(keys_N[order_N])
     before_N = torch.zeros_like(weights_N)
@@ -230,15 +223,10 @@ def weigh_equal_pairs(keys_N: torch.Tensor, weights_N: torch.Tensor) -> torch.Te
 
 
 class _Ties:
-    """Weights of both classes by rising score within groups; `K` runs of equal scores."""
+    """Weights of both classes by ascending score within groups; `K` runs of equal scores."""
 
-    def __init__(
-        self,
-        scores_N: torch.Tensor,
-        labels_N: torch.Tensor,
-        weights_N: torch.Tensor,
-        groups: Groups,
-    ) -> None:
+    def __init__(self, ranked: Ranked) -> None:
+        scores_N, weights_N, groups = ranked.scores, ranked.weights, ranked.groups
         self.num_groups = len(groups.size_G)
         order_N = _argsort(scores_N)
         if self.num_groups != 1:
@@ -248,10 +236,10 @@ class _Ties:
             group_N = groups.index_N[order_N]
             starts_N |= _starts(group_N)
         run_N = starts_N.cumsum(0) - 1
-        # At most N runs; the rest stay empty, in the first group.
+        # At most N runs; unused runs are empty and in the first group.
         zeros = torch.zeros_like(weights_N)
         weights_N = weights_N.where(~scores_N.isnan(), torch.nan)
-        positive_N = labels_N * weights_N
+        positive_N = ranked.labels * weights_N
         self.positive_K = zeros.index_add(0, run_N, positive_N[order_N])
         self.negative_K = zeros.index_add(0, run_N, (weights_N - positive_N)[order_N])
         if self.num_groups != 1:
@@ -262,45 +250,45 @@ class _Ties:
             return values_K.sum(0, keepdim=True)
         return values_K.new_zeros(self.num_groups).index_add_(0, self.group_K, values_K)
 
-    def of_runs(self, values_G: torch.Tensor) -> torch.Tensor:
-        """Give each run its group's value."""
+    def expand(self, values_G: torch.Tensor) -> torch.Tensor:
+        """Return the value of each run's group."""
         return values_G if self.num_groups == 1 else values_G[self.group_K]
 
     def sum_to(self, values_K: torch.Tensor) -> torch.Tensor:
-        """Sum of each run and of those before it in its group."""
+        """Sum each run and the earlier runs of its group."""
         if self.num_groups == 1:
             return values_K.cumsum(0)
         return _cumsum_of_runs(values_K, _starts(self.group_K))
 
     def sum_from(self, values_K: torch.Tensor) -> torch.Tensor:
-        """Sum of each run and of those after it in its group."""
-        # Not the whole less `sum_to`, which the rounding of big sums would spoil at the end.
+        """Sum each run and the later runs of its group."""
+        # Not (total minus `sum_to`): rounding of large sums would dominate the last runs.
         if self.num_groups == 1:
             return values_K.flip(0).cumsum(0).flip(0)
         return _cumsum_of_runs(values_K.flip(0), _starts(self.group_K.flip(0))).flip(0)
 
 
 def _cumsum_of_runs(values_N: torch.Tensor, starts_N: torch.Tensor) -> torch.Tensor:
-    """Return running sums that begin anew where a run starts.
+    """Compute running sums that restart at the beginning of each run.
 
-    None is a difference of other sums, so each is as exact as the values of its run, and exactly 0
-    if these are. It takes as many rounds as the longest run's length has bits, which the host reads
-    from the device.
+    No sum is a difference of other sums: each is as exact as the values of its run, and exactly 0
+    if they are. The number of rounds is the number of bits of the longest run's length, which the
+    host reads from the device.
     """
     if not len(values_N):
         return values_N
-    place_N = _places_in_runs(starts_N)
-    step, longest = 1, int(place_N.max()) + 1
+    rank_N = _indices_in_runs(starts_N)
+    step, longest = 1, int(rank_N.max()) + 1
     while step < longest:
-        # Each is the sum of up to `step` values so far, and takes those before them.
-        taken_N = values_N[:-step].where(place_N[step:] >= step, 0.0)
+        # Each value is the sum of up to `step` values; add the sum of those before them.
+        taken_N = values_N[:-step].where(rank_N[step:] >= step, 0.0)
         values_N = torch.cat([values_N[:step], values_N[step:] + taken_N])
         step *= 2
     return values_N
 
 
-def _places_in_runs(starts_N: torch.Tensor) -> torch.Tensor:
-    """Return each value's place in its run, from 0."""
+def _indices_in_runs(starts_N: torch.Tensor) -> torch.Tensor:
+    """Return the index of each value in its run, from 0."""
     at_N = torch.arange(len(starts_N), device=starts_N.device)
     return at_N - torch.where(starts_N, at_N, 0).cummax(0).values
 
@@ -309,24 +297,25 @@ _BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
 
 
 def _argsort(scores_N: torch.Tensor) -> torch.Tensor:
-    """Sort rising, NaN at either end."""
+    """Sort in ascending order, with NaN at either end."""
     if scores_N.dtype not in _BITS:
         scores_N = scores_N.float()
-    # Whole numbers are sorted seven times as fast. The bits of floats that are not negative rise
-    # with them; those of others fall, but for the sign. Adding zero makes -0.0 the 0.0 it equals.
+    # Integers are sorted seven times as fast. The bits of non-negative floats have the order of the
+    # floats; without the sign, those of negative floats have the reverse order. Adding zero
+    # converts -0.0 to 0.0.
     bits_N = (scores_N + 0.0).view(_BITS[scores_N.dtype])
     highest = torch.iinfo(bits_N.dtype).max
     return torch.where(bits_N < 0, bits_N ^ highest, bits_N).argsort()
 
 
 def _starts(values_N: torch.Tensor) -> torch.Tensor:
-    """Return where a run of equal values begins."""
+    """Mark the first value of each run of equal values."""
     starts_N = torch.ones_like(values_N, dtype=torch.bool)
     starts_N[1:] = values_N[1:] != values_N[:-1]
     return starts_N
 
 
 def _number_runs(*rows_N: torch.Tensor) -> torch.Tensor:
-    """Return number runs of values from 0, equal in all rows."""
+    """Return the run number of each value, from 0; values of a run are equal in all rows."""
     starts_N = torch.stack([_starts(row_N) for row_N in rows_N]).any(0)
     return starts_N.long().cumsum(0) - 1

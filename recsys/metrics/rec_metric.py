@@ -1,39 +1,66 @@
 """Metrics of tasks over many batches and ranks, each over a window and over the lifetime."""
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
 
-from recsys.kernels.arguments import choice, whole
+from recsys.kernels.arguments import finite, flag, instance, whole
+from recsys.kernels.checked import checked
 from recsys.metrics.accumulators import Accumulators
 from recsys.metrics.batch import MetricBatch, Quantity, TaskTensors
-from recsys.metrics.checks import check_group, check_ranks, flag, instances, mapping
+from recsys.metrics.checks import check_ranks, mapping
 from recsys.metrics.errors import raises_metric_errors
-from recsys.metrics.metrics_config import RecComputeMode, RecTaskInfo
-from recsys.metrics.metrics_namespace import MetricNameBase, MetricNamespaceBase, MetricPrefix
+from recsys.metrics.metrics_config import (
+    RecComputeMode,
+    RecMetricEnum,
+    RecMetricEnumBase,
+    RecTaskInfo,
+)
+from recsys.metrics.metrics_namespace import MetricName, MetricNameBase, MetricPrefix
 from recsys.metrics.saved_sums import read_saved_sums
+
+METRICS: dict[RecMetricEnumBase, "type[RecMetric]"] = {}
+"""Classes by metric; a class statement with the argument `metric` adds its class."""
+_CHECKS: dict[type, Callable[[str, object], object]] = {
+    bool: flag,
+    float: finite,
+    str: lambda name, value: instance(name, value, str, "text"),
+}
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One result of a metric, for all its tasks."""
+    """Result of a metric for all its tasks."""
 
     name: MetricNameBase
-    """What it says."""
+    """Name of the result."""
     values_T: torch.Tensor
     """`[T]`, or `[T, ...]` if a result is several numbers."""
     description: str = ""
-    """Is appended to the name."""
+    """Suffix of the name."""
     prefix: MetricPrefix | None = None
-    """In place of the span; it is then given over the lifetime only."""
+    """Prefix instead of the span; such a result is reported over the lifetime alone."""
+
+
+def total_examples(count_T: torch.Tensor) -> Value:
+    """Report a number of samples, over the lifetime alone.
+
+    Args:
+        count_T: `[T]` numbers.
+
+    Returns:
+        Result, int64.
+    """
+    return Value(MetricName.TOTAL_EXAMPLES, count_T.long(), prefix=MetricPrefix.DEFAULT)
 
 
 class _Measured(torch.nn.Module):
-    """What is updated and computed: one metric, or several that share their sums."""
+    """Metric, or list of metrics that share accumulators."""
 
     _accumulators: Accumulators
 
@@ -58,65 +85,58 @@ class _Measured(torch.nn.Module):
 
         Args:
             predictions: `[N]` by task name, or `[T, N]`.
-            labels: like them.
-            weights: like them; `None` for ones.
-            required_inputs: `[N]` the required inputs, by key.
-            **kwargs: more required inputs.
+            labels: `[N]` by task name, or `[T, N]`.
+            weights: `[N]` by task name, or `[T, N]`; `None` for ones.
+            required_inputs: `[N]` required inputs, by key.
+            **kwargs: Further required inputs.
 
         Raises:
-            TypeError: something is no tensor.
-            ValueError: something is missing, or sizes or devices differ.
-            RuntimeError: it is called between `sync` and `unsync`.
+            TypeError: A value is not a tensor.
+            ValueError: A tensor is missing, or sizes or devices differ.
+            RuntimeError: The call is between `sync` and `unsync`.
         """
         if required_inputs is not None:
             kwargs = {**mapping("required_inputs", required_inputs), **kwargs}
-        self._accumulators.update(predictions, labels, weights, kwargs)
-
-    def update_from(
-        self, model_out: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Add a batch of `N` samples, as `update` does.
-
-        Args:
-            model_out: `[N]` predictions, labels and weights under the names that the tasks give
-                them.
-            inputs: `[N]` the required inputs, by key.
-
-        Raises:
-            KeyError: a prediction, label or weight is missing.
-        """
-        self._modules["_accumulators"].update_from(model_out, inputs)  # type: ignore[union-attr,operator]
+        self._accumulators.update((predictions, labels, weights), kwargs)
 
     def compute(self) -> dict[str, torch.Tensor]:
         """Compute the results over all ranks; every rank must call it.
 
         Returns:
-            Results by key, as `RecMetric` describes them; nothing on ranks that get none.
+            Results by key, in the shapes that `RecMetric` describes; empty on ranks without
+            results.
         """
-        return compute_synced(self._accumulators, self._members())
+        members, accumulators = self._members(), self._accumulators
+        accumulators.sync(any(metric.compute_on_all_ranks for metric in members))
+        try:
+            return accumulators.compute(
+                [metric for metric in members if metric.my_rank == 0 or metric.compute_on_all_ranks]
+            )
+        finally:
+            accumulators.unsync()
 
     def local_compute(self) -> dict[str, torch.Tensor]:
-        """Compute the results over this rank's samples.
+        """Compute the results over the samples of this rank.
 
         Returns:
-            Results by key, as `compute` does; the names begin with `local_`.
+            Results by key, as of `compute`; the names begin with `local_`.
         """
         return self._accumulators.compute(self._members(), "local_")
 
     def sync(self) -> None:
-        """Take in what all ranks have seen, until `unsync`; every rank must call it."""
+        """Use the sums and rows of all ranks until `unsync`; every rank must call it."""
         self._accumulators.sync()
 
     def unsync(self) -> None:
-        """Go back to what this rank has seen."""
+        """Restore the sums and rows of this rank."""
         self._accumulators.unsync()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear all sums and rows."""
         self._accumulators.reset()
 
     def get_memory_usage(self) -> dict[torch.Tensor, int]:
-        """Return the size of each tensor that is kept; metrics of a list share tensors.
+        """Return the size of each tensor in memory; metrics of a list share tensors.
 
         Returns:
             Bytes by tensor.
@@ -125,32 +145,36 @@ class _Measured(torch.nn.Module):
 
 
 class RecMetric(_Measured, abc.ABC):
-    """A metric of some tasks.
+    """Metric of one or more tasks.
 
-    It keeps sums (`quantities`, `values`), of which it needs constant memory and which are exact
-    over any number of batches and ranks, or the last rows (`ranks_rows`, `window_values`).
+    It accumulates sums (`quantities`, `values`), in constant memory, or keeps the last rows
+    (`ranks_rows`, `window_values`). Sums are exact over any number of batches and ranks.
 
-    A result is a tensor `[1]` per task, or a scalar if tasks are fused. Its dtype is float64, for
-    AUC, AUPRC, RAUC and segmented NE float32, for numbers of samples int64. These are the shapes
-    and dtypes of TorchRec; sums are float64 in any case.
+    A result is a tensor `[1]` per task, or a scalar if tasks are fused. Its dtype is float64;
+    float32 for AUC, AUPRC, RAUC and segmented NE; int64 for numbers of samples. These are the
+    shapes and dtypes of TorchRec. Sums are always float64.
+
+    A class statement may have the argument `metric`: the class then implements this metric, and
+    `namespace` defaults to its name.
 
     Args:
-        world_size: number of ranks, among which the window is divided.
-        my_rank: this one.
-        batch_size: samples per rank and step.
-        tasks: what is measured.
-        compute_mode: whether tasks are fused, on which the shape of results depends.
-        window_size: samples of all ranks together that the `window_` results are over.
-        fused_update_limit: has no effect.
-        compute_on_all_ranks: whether all ranks get results, not rank 0 alone.
-        should_validate_update: whether a batch whose weights are all zero is left out.
-        process_group: the ranks; `None` for all.
-        **kwargs: the metric's own arguments, which its class names.
+        world_size: Number of ranks; each holds its share of the window.
+        my_rank: Rank of this process.
+        batch_size: Samples per rank and step.
+        tasks: Tasks to measure.
+        compute_mode: Shape of results.
+        window_size: Number of samples of all ranks that the `window_` results cover.
+        fused_update_limit: Ignored.
+        compute_on_all_ranks: Whether all ranks get results; otherwise rank 0 alone.
+        should_validate_update: Whether to skip batches whose weights are all zero.
+        process_group: Process group; `None` for all ranks.
+        **kwargs: Own arguments of the metric, described by its class.
 
     Raises:
-        TypeError: an argument is of a wrong type.
-        ValueError: there is no task, two have one name, a size is not positive, `my_rank` is not
-            below `world_size`, the window is smaller than a batch, or an argument is unknown.
+        TypeError: An argument has a wrong type.
+        ValueError: `tasks` is empty or two tasks have the same name, a size is not positive,
+            `my_rank` is not below `world_size`, the window is smaller than a batch, or an argument
+            is unknown.
 
     Example:
         >>> from recsys.metrics.sum_metrics import CalibrationMetric
@@ -166,23 +190,32 @@ class RecMetric(_Measured, abc.ABC):
         tensor([0.7500], dtype=torch.float64)
     """
 
-    namespace: ClassVar[MetricNamespaceBase]
-    """What comes first in the names of its results."""
-    _namespace: ClassVar[MetricNamespaceBase]
-    """The same, under TorchRec's name."""
+    namespace: ClassVar[MetricNameBase]
+    """First part of the keys of results."""
+    _namespace: ClassVar[MetricNameBase]
+    """Namespace under the name that TorchRec uses."""
+    name: ClassVar[MetricNameBase]
+    """Name of the main result; defaults to that of the base class, or to the namespace."""
     gives_scalars: ClassVar[bool] = False
     """Whether results are scalars even if tasks are not fused."""
     arguments: ClassVar[Mapping[str, Any]] = {}
-    """Its own arguments and their defaults."""
+    """Own arguments and their defaults, besides those of base classes. If the default is a bool, a
+    float or text, the type of the argument is checked."""
     ranks_rows: ClassVar[bool] = False
-    """Whether it needs the last rows themselves."""
+    """Whether the metric needs the last rows."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, metric: RecMetricEnum | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "namespace" in vars(cls):
+        if metric is not None:
+            METRICS[metric] = cls
+            cls.namespace = vars(cls).get("namespace", MetricName[metric.name])
+        if hasattr(cls, "namespace"):
             cls._namespace = cls.namespace
+            cls.name = getattr(cls, "name", cls.namespace)
+        cls.arguments = dict(ChainMap(*(vars(base).get("arguments", {}) for base in cls.__mro__)))
 
     @raises_metric_errors
+    @checked
     def __init__(
         self,
         world_size: int,
@@ -201,9 +234,8 @@ class RecMetric(_Measured, abc.ABC):
         check_ranks(world_size, my_rank, batch_size)
         whole("window_size", window_size)
         whole("fused_update_limit", fused_update_limit, least=0)
-        self.compute_mode = choice("compute_mode", compute_mode, RecComputeMode)
-        check_group("process_group", process_group)
-        self.tasks = tuple(instances("tasks", tasks, RecTaskInfo))
+        self.compute_mode = compute_mode
+        self.tasks = tuple(tasks)
         names = [task.name for task in self.tasks]
         if not names or len(set(names)) < len(names):
             raise ValueError(
@@ -222,38 +254,41 @@ class RecMetric(_Measured, abc.ABC):
             )
         self.world_size = world_size
         self.my_rank = my_rank
-        self.compute_on_all_ranks = flag("compute_on_all_ranks", compute_on_all_ranks)
-        self.should_validate_update = flag("should_validate_update", should_validate_update)
+        self.compute_on_all_ranks = compute_on_all_ranks
+        self.should_validate_update = should_validate_update
         self.process_group = process_group
         self.options = {**self.arguments, **kwargs}
+        for name, value in kwargs.items():
+            if type(self.arguments[name]) in _CHECKS:
+                _CHECKS[type(self.arguments[name])](name, value)
         self._prepare()
         self._accumulators = Accumulators([self])
 
     def _prepare(self) -> None:
-        """Check the options."""
+        """Check the options beyond their types."""
 
     def shaped(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Bring results into the shape that `compute` returns.
+        """Reshape results as `compute` returns them.
 
         Args:
             values_T: `[T]` or `[T, ...]`.
 
         Returns:
-            `[T, 1]` or `[T, 1, ...]`, or alike if tasks are fused.
+            `[T, 1]` or `[T, 1, ...]`; the same shape if tasks are fused.
         """
         is_fused = self.compute_mode is not RecComputeMode.UNFUSED_TASKS_COMPUTATION
         return values_T if is_fused or self.gives_scalars else values_T.unsqueeze(1)
 
     @property
     def num_classes(self) -> int:
-        """Prediction per sample."""
+        """Number of predictions per sample."""
         return 1
 
     def quantities(self) -> Sequence[Quantity]:
-        """Name the sums that the metric is made of.
+        """List the sums that the metric accumulates.
 
         Returns:
-            They, or nothing for a metric of rows.
+            The sums; empty for a metric of rows.
         """
         return ()
 
@@ -264,26 +299,26 @@ class RecMetric(_Measured, abc.ABC):
             sums: `[T]` or `[T, width]` of each quantity, by name.
 
         Returns:
-            The results.
+            Results.
         """
         return iter(())
 
     def window_values(self, rows: MetricBatch) -> Iterator[Value]:
-        """Compute results from the window's rows.
+        """Compute results from the rows of the window.
 
         Args:
-            rows: the rows of all tasks.
+            rows: Rows of all tasks.
 
         Returns:
-            The results.
+            Results.
         """
         return iter(())
 
     def get_required_inputs(self) -> set[str]:
-        """Name the model outputs that the metric needs besides the tasks' own.
+        """List the model outputs that the metric needs besides those of the tasks.
 
         Returns:
-            Their keys.
+            Keys.
         """
         return set()
 
@@ -291,44 +326,24 @@ class RecMetric(_Measured, abc.ABC):
         return [self]
 
 
-def compute_synced(
-    accumulators: Accumulators, metrics: Sequence[RecMetric]
-) -> dict[str, torch.Tensor]:
-    """Compute results over all ranks; every rank must call it.
-
-    Args:
-        accumulators: of the metrics.
-        metrics: all of them.
-
-    Returns:
-        The results on ranks that get them; nothing on others.
-    """
-    to_all = any(metric.compute_on_all_ranks for metric in metrics)
-    accumulators.sync(to_all)
-    wanted = [m for m in metrics if m.my_rank == 0 or m.compute_on_all_ranks]
-    try:
-        return accumulators.compute(wanted)
-    finally:
-        accumulators.unsync()
-
-
 @final
 class RecMetricList(_Measured):
     """Metrics that are updated and computed together.
 
-    They share their sums, and their ranks' sums travel together. What the metrics have seen before
-    is forgotten; a metric of the list then computes its own results of what the list has seen.
+    They share sums, and one all-reduce exchanges the sums of all. The list resets the metrics;
+    afterwards each computes its results from the batches of the list.
 
     Args:
-        rec_metrics: the metrics.
+        rec_metrics: Metrics.
 
     Raises:
-        TypeError: something else is among them.
+        TypeError: An element is not a `RecMetric`.
     """
 
+    @checked
     def __init__(self, rec_metrics: Sequence[RecMetric]) -> None:
         super().__init__()
-        self.rec_metrics = instances("rec_metrics", rec_metrics, RecMetric)
+        self.rec_metrics = list(rec_metrics)
         self._accumulators = Accumulators(self.rec_metrics)
         for metric in self.rec_metrics:
             metric._accumulators = self._accumulators
@@ -340,10 +355,10 @@ class RecMetricList(_Measured):
         return self.rec_metrics[idx]
 
     def get_required_inputs(self) -> list[str] | None:
-        """Name the model outputs that metrics need besides the tasks' own.
+        """List the model outputs that the metrics need besides those of the tasks.
 
         Returns:
-            Their keys, sorted; `None` for none.
+            Sorted keys; `None` for none.
         """
         names = {name for metric in self.rec_metrics for name in metric.get_required_inputs()}
         return sorted(names) or None

@@ -1,6 +1,6 @@
-"""Reader of the state dicts that TorchRec's metrics save.
+"""Conversion of the state dicts of TorchRec's metrics.
 
-TorchRec saves the sums of the lifetime, by metric, task and attribute. Windows are not saved, so
+TorchRec saves the sums of the lifetime by metric, task and attribute. It does not save windows;
 they are empty after a load. Shapes: `T` tasks.
 """
 
@@ -13,27 +13,33 @@ from typing import Any
 
 import torch
 
-from recsys.metrics.metrics_namespace import MetricNamespace as Namespace
-from recsys.metrics.metrics_namespace import MetricNamespaceBase
+from recsys.metrics.metrics_namespace import MetricName as Namespace
+from recsys.metrics.metrics_namespace import MetricNameBase
 
 Saved = Mapping[str, torch.Tensor]
 """`[T]` or `[T, ...]` by attribute."""
 Formula = Callable[[Saved], torch.Tensor]
 
 PART = "_metrics_computations."
-"""What a key of TorchRec has before the number of the task."""
+"""Part of a TorchRec key before the number of the task."""
 
 
-def _sum(*names: str) -> Formula:
-    return lambda saved: torch.stack([saved[name] for name in names]).sum(0)
+def _parse(row: str) -> tuple[Formula, ...]:
+    """Parse formulas of attributes: `a+b`, `a-b`, or `a,b` for two columns."""
 
+    def parse_one(text: str) -> Formula:
+        columns = [column.replace("-", "+-").split("+") for column in text.split(",")]
 
-def _nats(name: str) -> Formula:
-    return lambda saved: saved[name] * math.log(2.0)
+        def compute(saved: Saved) -> torch.Tensor:
+            values = [
+                sum(-saved[name[1:]] if name[0] == "-" else saved[name] for name in column)
+                for column in columns
+            ]
+            return torch.stack(values, dim=1) if len(values) > 1 else values[0]  # type: ignore[arg-type,return-value]
 
+        return compute
 
-def _columns(*formulas: Formula) -> Formula:
-    return lambda saved: torch.stack([formula(saved) for formula in formulas], dim=1)
+    return tuple(parse_one(text) for text in row.split())
 
 
 def _labels(*attributes: str) -> Formula:
@@ -52,7 +58,7 @@ def _labels(*attributes: str) -> Formula:
 
 
 def _bins(saved: Saved) -> torch.Tensor:
-    """Return sums between thresholds, from sums at or above each threshold."""
+    """Convert sums at or above each threshold to sums between thresholds."""
     negative_TK, positive_TK, missed_TK = (
         saved[name].reshape(-1, 1000) for name in ("false_pos_sum", "true_pos_sum", "false_neg_sum")
     )
@@ -63,66 +69,48 @@ def _bins(saved: Saved) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
-_POSITIVE, _NEGATIVE = _sum("pos_labels"), _sum("neg_labels")
-_NUM_SAMPLES = _sum("weighted_num_samples")
-_ENTROPY = (_nats("cross_entropy_sum"), _POSITIVE, _NEGATIVE)
-_CALIBRATION = (_sum("calibration_num"), _sum("calibration_denom"))
-_HITS, _TOP_HITS = _sum("true_pos_sum"), _sum("num_true_pos")
+_CALIBRATION = "calibration_num calibration_denom"
+_ENTROPY = "cross_entropy_sum pos_labels neg_labels"
+_REST = "weighted_num_samples-weighted_sum_predictions"
 
-FORMULAS: dict[MetricNamespaceBase, tuple[Formula, ...]] = {
-    Namespace.ACCURACY: (_sum("accuracy_sum"), _NUM_SAMPLES),
-    Namespace.AVERAGE: (_sum("label_sum"), _sum("prediction_sum"), _NUM_SAMPLES),
-    Namespace.CALIBRATION: _CALIBRATION,
-    Namespace.CALI_FREE_NE: (
-        *_ENTROPY,
-        _sum("weighted_sum_predictions"),
-        lambda saved: saved["weighted_num_samples"] - saved["weighted_sum_predictions"],
-    ),
-    Namespace.CTR: (_sum("ctr_num"), _sum("ctr_denom")),
-    Namespace.GAUC: (_columns(_sum("auc_sum"), _sum("num_samples")),),
+FORMULAS: dict[MetricNameBase, tuple[Formula, ...]] = {
+    Namespace.ACCURACY: _parse("accuracy_sum weighted_num_samples"),
+    Namespace.AVERAGE: _parse("label_sum prediction_sum weighted_num_samples"),
+    Namespace.CALIBRATION: _parse(_CALIBRATION),
+    Namespace.CALI_FREE_NE: _parse(f"{_ENTROPY} weighted_sum_predictions {_REST}"),
+    Namespace.CTR: _parse("ctr_num ctr_denom"),
+    Namespace.GAUC: _parse("auc_sum,num_samples"),
     Namespace.HINDSIGHT_TARGET_PR: (_bins,),
-    Namespace.MAE: (_sum("error_sum"), _NUM_SAMPLES),
-    Namespace.MSE: (
-        _sum("error_sum"),
-        _NUM_SAMPLES,
-        _sum("label_sum"),
-        _sum("label_squared_sum"),
-    ),
-    Namespace.MULTICLASS_RECALL: (_sum("tp_at_k"), _sum("total_weights")),
+    Namespace.MAE: _parse("error_sum weighted_num_samples"),
+    Namespace.MSE: _parse("error_sum weighted_num_samples label_sum label_squared_sum"),
+    Namespace.MULTICLASS_RECALL: _parse("tp_at_k total_weights"),
     Namespace.MULTI_LABEL_PRECISION: (
         _labels("true_pos_sum_"),
         _labels("true_pos_sum_", "false_pos_sum_"),
     ),
-    Namespace.NDCG: (_columns(_sum("sum_ndcg"), _sum("num_sessions")),),
-    Namespace.NE: _ENTROPY,
-    Namespace.NE_POSITIVE: (_nats("cross_entropy_positive_sum"), _POSITIVE, _NEGATIVE),
-    Namespace.NMSE: (_sum("error_sum"), _sum("const_pred_error_sum")),
-    Namespace.NUM_MISSING_LABELS: (_sum("missing_label_sum"),),
-    Namespace.NUM_POSITIVE_SAMPLES: (_sum("weighted_pos_sum"),),
-    Namespace.PRECISION: (_HITS, _sum("true_pos_sum", "false_pos_sum")),
-    Namespace.PRECISION_SESSION_LEVEL: (
-        _columns(_TOP_HITS, _sum("num_true_pos", "num_false_pos")),
-    ),
-    Namespace.RECALIBRATED_CALIBRATION: _CALIBRATION,
-    Namespace.RECALIBRATED_NE: _ENTROPY,
-    Namespace.RECALL: (_HITS, _sum("true_pos_sum", "false_neg_sum")),
-    Namespace.RECALL_SESSION_LEVEL: (_columns(_TOP_HITS, _sum("num_true_pos", "num_false_neg")),),
-    Namespace.SEGMENTED_NE: _ENTROPY,
-    Namespace.SERVING_CALIBRATION: (*_CALIBRATION, _sum("num_examples")),
-    Namespace.SERVING_NE: (*_ENTROPY, _sum("num_examples")),
-    Namespace.SUM_WEIGHTS: (_sum("weighted_sum"),),
-    Namespace.TOWER_QPS: (
-        _columns(
-            lambda saved: saved["num_examples"] - saved["warmup_examples"], _sum("time_lapse")
-        ),
-        _sum("num_examples"),
-    ),
-    Namespace.UNWEIGHTED_NE: _ENTROPY,
-    Namespace.WEIGHTED_AVG: (_sum("weighted_sum"), _NUM_SAMPLES),
-    Namespace.WEIGHTED_SUM_PREDICTIONS: (_sum("weighted_predictions_sum"),),
-    Namespace.XAUC: (_columns(_sum("error_sum"), _sum("weighted_num_pairs")),),
+    Namespace.NDCG: _parse("sum_ndcg,num_sessions"),
+    Namespace.NE: _parse(_ENTROPY),
+    Namespace.NE_POSITIVE: _parse("cross_entropy_positive_sum pos_labels neg_labels"),
+    Namespace.NMSE: _parse("error_sum const_pred_error_sum"),
+    Namespace.NUM_MISSING_LABELS: _parse("missing_label_sum"),
+    Namespace.NUM_POSITIVE_SAMPLES: _parse("weighted_pos_sum"),
+    Namespace.PRECISION: _parse("true_pos_sum true_pos_sum+false_pos_sum"),
+    Namespace.PRECISION_SESSION_LEVEL: _parse("num_true_pos,num_true_pos+num_false_pos"),
+    Namespace.RECALIBRATED_CALIBRATION: _parse(_CALIBRATION),
+    Namespace.RECALIBRATED_NE: _parse(_ENTROPY),
+    Namespace.RECALL: _parse("true_pos_sum true_pos_sum+false_neg_sum"),
+    Namespace.RECALL_SESSION_LEVEL: _parse("num_true_pos,num_true_pos+num_false_neg"),
+    Namespace.SEGMENTED_NE: _parse(_ENTROPY),
+    Namespace.SERVING_CALIBRATION: _parse(f"{_CALIBRATION} num_examples"),
+    Namespace.SERVING_NE: _parse(f"{_ENTROPY} num_examples"),
+    Namespace.SUM_WEIGHTS: _parse("weighted_sum"),
+    Namespace.TOWER_QPS: _parse("num_examples-warmup_examples,time_lapse num_examples"),
+    Namespace.UNWEIGHTED_NE: _parse(_ENTROPY),
+    Namespace.WEIGHTED_AVG: _parse("weighted_sum weighted_num_samples"),
+    Namespace.WEIGHTED_SUM_PREDICTIONS: _parse("weighted_predictions_sum"),
+    Namespace.XAUC: _parse("error_sum,weighted_num_pairs"),
 }
-"""What each quantity of a metric is in the attributes of TorchRec, in the order of quantities.
+"""Quantities of each metric, in their order, as formulas of TorchRec's attributes.
 
 Quantities without a formula are zero after a load.
 """
@@ -131,14 +119,14 @@ Quantities without a formula are zero after a load.
 def read_saved_sums(
     module: Any, state_dict: MutableMapping[str, torch.Tensor], prefix: str, *_: object
 ) -> None:
-    """Convert the keys of TorchRec in a state dict to ours, in place; before a load.
+    """Convert TorchRec keys of a state dict to keys of this library, in place, before a load.
 
-    A metric whose keys are incomplete is left out, so its own keys are reported as missing.
+    A metric with incomplete keys is left out, so its own keys are reported as missing.
 
     Args:
-        module: a metric or a list of metrics.
-        state_dict: what is loaded; unchanged if it has no key of TorchRec.
-        prefix: of the keys of the module.
+        module: Metric or list of metrics.
+        state_dict: State dict to load; unchanged if it has no TorchRec key.
+        prefix: Prefix of the keys of the module.
     """
     keys = [key for key in state_dict if key.startswith(prefix) and PART in key]
     if not keys:
@@ -151,8 +139,8 @@ def read_saved_sums(
         for metric in group.metrics:
             formulas, quantities = FORMULAS.get(metric.namespace, ()), metric.quantities()
             zeros |= {quantity.name for quantity in quantities[len(formulas) :]}
-            place = "" if metrics == [module] else f"rec_metrics.{metrics.index(metric)}."
-            saved = _by_attribute(found, f"{prefix}{place}{PART}")
+            path = "" if metrics == [module] else f"rec_metrics.{metrics.index(metric)}."
+            saved = _by_attribute(found, f"{prefix}{path}{PART}")
             with contextlib.suppress(KeyError):
                 sums |= {q.name: of(saved) for q, of in zip(quantities, formulas, strict=False)}
         for key, values in group.entries_of(sums, zeros):
@@ -160,12 +148,14 @@ def read_saved_sums(
 
 
 def _by_attribute(found: Saved, start: str) -> dict[str, torch.Tensor]:
-    """Return `[T, ...]` of each attribute; a key has the number of a task before it."""
+    """Collect `[T, ...]` values of each attribute; a key has the number of a task before it."""
     by_name: dict[str, dict[int, torch.Tensor]] = {}
     for key, values in found.items():
         if key.startswith(start):
             number, _, name = key[len(start) :].partition(".")
-            by_name.setdefault(name, {})[int(number)] = values.double()
+            # TorchRec's entropies are in bits.
+            unit = math.log(2.0) if name.startswith("cross_entropy") else 1.0
+            by_name.setdefault(name, {})[int(number)] = values.double() * unit
     return {
         name: torch.cat([parts[number] for number in sorted(parts)])
         for name, parts in by_name.items()

@@ -1,19 +1,20 @@
-"""Metrics that are a formula of sums over samples: one class each.
+"""Metrics that are formulas of sums over samples, one class statement each.
 
-A result that is not defined is what the division says, NaN or infinite: a ratio to no positives, an
-entropy of one class. A sum is of a sample's value times its weight, unless it says otherwise.
+A sum is over values times weights, unless it says otherwise. An undefined result is what the
+division gives, NaN or infinite: a ratio to no positives, an entropy of a single class.
 """
 
-import abc
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, final
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
 import torch
 
-from recsys.kernels.arguments import finite, names, whole
-from recsys.metrics.batch import MetricBatch, Quantity
-from recsys.metrics.checks import flag, text
+from recsys.kernels.arguments import instance, names, whole
+from recsys.metrics import option_sums as by_option
+from recsys.metrics.batch import Quantity
 from recsys.metrics.entropy import (
     EPSILON,
     cross_entropy,
@@ -21,125 +22,245 @@ from recsys.metrics.entropy import (
     normalize_entropy,
     positive_cross_entropy,
 )
-from recsys.metrics.metrics_namespace import (
-    MetricName,
-    MetricNameBase,
-    MetricNamespace,
-    MetricNamespaceBase,
-    MetricPrefix,
-)
-from recsys.metrics.rec_metric import RecMetric, Value
+from recsys.metrics.metrics_config import RecMetricEnum as Metric
+from recsys.metrics.metrics_namespace import MetricName, MetricNameBase
+from recsys.metrics.option_sums import OptionSum
+from recsys.metrics.rec_metric import RecMetric, Value, total_examples
 
 Sums = Mapping[str, torch.Tensor]
 """`[T]` by name, or `[T, width]` for a quantity of some width."""
 
-WEIGHT = Quantity("weight", lambda batch: batch.weights, is_weighted=False)
-LABEL = Quantity("label", lambda batch: batch.labels)
-NEGATIVE = Quantity("negative", lambda batch: 1.0 - batch.rows[1])
-"""Weight of the negatives; exactly 0 without any, unlike the rounded `WEIGHT` less `LABEL`."""
-PREDICTION = Quantity("prediction", lambda batch: batch.rows[0])
-PREDICTED_NEGATIVE = Quantity("predicted_negative", lambda batch: 1.0 - batch.rows[0])
-LOG_LOSS = Quantity("log_loss", lambda batch: batch.log_loss)
+WEIGHT = Quantity("weight", lambda b: b.weights, is_weighted=False)
+LABEL = Quantity("label", lambda b: b.labels)
+NEGATIVE = Quantity("negative", lambda b: 1.0 - b.rows[1])
+"""Weight of the negatives; exactly 0 without any, unlike the rounded `WEIGHT` minus `LABEL`."""
+PREDICTION = Quantity("prediction", lambda b: b.rows[0])
+PREDICTED_NEGATIVE = Quantity("predicted_negative", lambda b: 1.0 - b.rows[0])
+LOG_LOSS = Quantity("log_loss", lambda b: b.log_loss)
 LOG_LOSS_POSITIVE = Quantity(
-    "log_loss_positive", lambda batch: positive_cross_entropy(batch.predictions, batch.labels)
+    "log_loss_positive", lambda b: positive_cross_entropy(b.predictions, b.labels)
 )
-SQUARED_ERROR = Quantity("squared_error", lambda batch: batch.errors.square())
-ABSOLUTE_ERROR = Quantity("absolute_error", lambda batch: batch.errors.abs())
-SQUARED_LABEL = Quantity("squared_label", lambda batch: batch.labels.square())
-SQUARED_ERROR_OF_ONES = Quantity(
-    "squared_error_of_ones", lambda batch: (1.0 - batch.labels).square()
-)
-SAMPLES = Quantity("samples", lambda batch: batch.ones, is_weighted=False)
+SQUARED_ERROR = Quantity("squared_error", lambda b: b.errors.square())
+ABSOLUTE_ERROR = Quantity("absolute_error", lambda b: b.errors.abs())
+SQUARED_LABEL = Quantity("squared_label", lambda b: b.labels.square())
+SQUARED_ERROR_OF_ONES = Quantity("squared_error_of_ones", lambda b: (1.0 - b.labels).square())
+SAMPLES = Quantity("samples", lambda b: b.ones, is_weighted=False)
 WEIGHTED_SAMPLES = Quantity(
-    "weighted_samples", lambda batch: (batch.weights != 0).double(), is_weighted=False
+    "weighted_samples", lambda b: (b.weights != 0).double(), is_weighted=False
 )
-LABEL_UNWEIGHTED = Quantity("label_unweighted", lambda batch: batch.labels, is_weighted=False)
-NEGATIVE_UNWEIGHTED = Quantity(
-    "negative_unweighted", lambda batch: 1.0 - batch.labels, is_weighted=False
-)
-LOG_LOSS_UNWEIGHTED = Quantity(
-    "log_loss_unweighted", lambda batch: batch.log_loss, is_weighted=False
-)
+LABEL_UNWEIGHTED = Quantity("label_unweighted", lambda b: b.labels, is_weighted=False)
+NEGATIVE_UNWEIGHTED = Quantity("negative_unweighted", lambda b: 1.0 - b.labels, is_weighted=False)
+LOG_LOSS_UNWEIGHTED = Quantity("log_loss_unweighted", lambda b: b.log_loss, is_weighted=False)
+LABEL_PRESENT = Quantity("label_present", lambda b: b.labels.nan_to_num(0.0))
+LABEL_MISSING = Quantity("label_missing", lambda b: b.labels.isnan().double())
 
 NOISE = 1e-14
-"""A difference of two sums is rounding if it is not larger than this share of them."""
+"""Largest difference of two sums, relative to them, that counts as rounding."""
 
 
 class SumMetric(RecMetric):
-    """What metrics of sums have in common; derive from it for formulas of your own.
+    """Base class of metrics that are formulas of sums; derive from it for formulas of your own.
+
+    The class statement of a metric with a single result may have the arguments `sums` and
+    `formula`, which computes the result `name` from these sums in this order.
 
     Example:
         >>> class BaseRateMetric(SumMetric):
-        ...     namespace = MetricNamespace.DEFAULT
+        ...     namespace = MetricName.DEFAULT
         ...     sums = (LABEL, WEIGHT)
         ...     results = {MetricName.DEFAULT: lambda s: s["label"] / s["weight"]}
     """
 
-    sums: ClassVar[Sequence[Quantity]] = ()
-    """What is summed."""
+    sums: ClassVar[Sequence[Quantity | OptionSum]] = ()
+    """Sums, or functions that create a sum for a metric with its options."""
     results: ClassVar[Mapping[MetricNameBase, Callable[[Sums], torch.Tensor]]] = {}
-    """What is computed from the sums."""
+    """Formulas of results, by name."""
+    _formula: ClassVar[Callable[..., torch.Tensor] | None] = None
+
+    def __init_subclass__(
+        cls,
+        sums: Sequence[Quantity | OptionSum] | None = None,
+        formula: Callable[..., torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init_subclass__(**kwargs)
+        if sums is not None:
+            cls.sums = sums
+        if formula is not None:
+            cls._formula = staticmethod(formula)
+
+    @cached_property
+    def _quantities(self) -> Sequence[Quantity]:
+        return [each if isinstance(each, Quantity) else each(self) for each in self.sums]
 
     def quantities(self) -> Sequence[Quantity]:
-        """Name the sums."""
-        return self.sums
+        """List the sums."""
+        return self._quantities
+
+    def ordered(self, sums: Sums) -> list[torch.Tensor]:
+        """Return the values of `sums` in their order.
+
+        Args:
+            sums: Values of these and of other sums, by name.
+
+        Returns:
+            Values.
+        """
+        return [sums[quantity.name] for quantity in self._quantities]
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
         for name, formula in self.results.items():
             yield Value(name, formula(sums))
+        if self._formula is not None:
+            yield Value(self.name, self._formula(*self.ordered(sums)))
 
 
-ALLOW_MISSING: Mapping[str, Any] = {"allow_missing_label_with_zero_weight": False}
-"""Argument of normalized entropies."""
+class RatioMetric(SumMetric, formula=operator.truediv):
+    """Base class of metrics that divide the first of two sums by the second."""
 
 
-def check_missing(options: Mapping[str, Any]) -> None:
-    """Raise unless the options of `ALLOW_MISSING` are booleans."""
-    for name in ALLOW_MISSING:
-        flag(name, options[name])
+class CTRMetric(RatioMetric, metric=Metric.CTR, sums=(LABEL, WEIGHT)):
+    """Share of positives: click-through rate."""
 
 
-def fill_missing(
-    ne_T: torch.Tensor, weight_T: torch.Tensor, options: Mapping[str, Any]
-) -> torch.Tensor:
-    """Replace results of tasks without weights if `ALLOW_MISSING` asks for it."""
-    is_allowed = options["allow_missing_label_with_zero_weight"]
-    return ne_T.masked_fill(weight_T == 0, EPSILON) if is_allowed else ne_T
+class LogLossMetric(RatioMetric, metric=Metric.LOG_LOSS, sums=(LOG_LOSS, WEIGHT)):
+    """Mean binary cross entropy, in nats."""
 
 
-class NEMetric(SumMetric):
-    """Normalized entropy: log loss divided by the entropy of the labels' base rate.
+class MAEMetric(RatioMetric, metric=Metric.MAE, sums=(ABSOLUTE_ERROR, WEIGHT)):
+    """Mean absolute error."""
 
-    Results: `ne`, and with the argument `include_logloss=True` `logloss`, which is in bits
-    (`LogLossMetric` gives nats). With `allow_missing_label_with_zero_weight=True`, `ne` is 1e-12
-    while all weights are zero, otherwise NaN. The source is that of
-    `recsys.metrics.normalized_entropy`.
-    """
 
-    namespace: ClassVar[MetricNamespaceBase] = MetricNamespace.NE
-    arguments: ClassVar[Mapping[str, Any]] = {"include_logloss": False, **ALLOW_MISSING}
-    sums: ClassVar[Sequence[Quantity]] = (LOG_LOSS, LABEL, NEGATIVE)
+class ScalarMetric(RatioMetric, metric=Metric.SCALAR, sums=(LABEL_UNWEIGHTED, SAMPLES)):
+    """Unweighted mean of the labels, for any number that the model returns as a label."""
 
-    def _prepare(self) -> None:
-        flag("include_logloss", self.options["include_logloss"])
-        check_missing(self.options)
+
+class WeightedAvgMetric(RatioMetric, metric=Metric.WEIGHTED_AVG, sums=(PREDICTION, WEIGHT)):
+    """Mean of the predictions."""
+
+
+class TotalMetric(SumMetric, formula=lambda total: total):
+    """Base class of metrics that report a sum itself."""
+
+
+class SumWeightsMetric(TotalMetric, metric=Metric.SUM_WEIGHTS, sums=[WEIGHT]):
+    """Sum of the weights."""
+
+
+class WeightedSumPredictionsMetric(
+    TotalMetric, metric=Metric.WEIGHTED_SUM_PREDICTIONS, sums=[PREDICTION]
+):
+    """Weighted sum of the predictions."""
+
+
+class NumPositiveSamplesMetric(
+    TotalMetric, metric=Metric.NUM_POSITIVE_SAMPLES, sums=[LABEL_PRESENT]
+):
+    """Weight of the positives; NaN labels are skipped."""
+
+
+class NumMissingLabelsMetric(TotalMetric, metric=Metric.NUM_MISSING_LABELS, sums=[LABEL_MISSING]):
+    """Weight of the samples with a NaN label."""
+
+
+class AverageMetric(SumMetric, metric=Metric.AVERAGE, sums=(LABEL, PREDICTION, WEIGHT)):
+    """Means of labels and of predictions: `label_average`, `prediction_average`."""
+
+    results: ClassVar = {
+        MetricName.LABEL_AVERAGE: lambda s: s["label"] / s["weight"],
+        MetricName.PREDICTION_AVERAGE: lambda s: s["prediction"] / s["weight"],
+    }
+
+
+class NMSEMetric(RatioMetric, metric=Metric.NMSE, sums=(SQUARED_ERROR, SQUARED_ERROR_OF_ONES)):
+    """Squared error divided by that of always predicting 1: `nmse`, and its root: `nrmse`."""
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
-        log_loss, label, negative = (sums[quantity.name] for quantity in self.quantities()[:3])
-        ne = normalize_entropy(log_loss, label, negative)
-        yield Value(MetricName.NE, fill_missing(ne, label + negative, self.options))
-        if self.options["include_logloss"]:
-            yield Value(MetricName.LOG_LOSS, log_loss / (label + negative) / math.log(2.0))
+        for value in super().values(sums):
+            yield value
+            yield Value(MetricName.NRMSE, value.values_T.sqrt())
 
 
-@final
-class ServingNEMetric(NEMetric):
-    """Normalized entropy, and the number of samples with a weight: `total_examples`."""
+class MSEMetric(SumMetric, metric=Metric.MSE, sums=(SQUARED_ERROR, WEIGHT, LABEL, SQUARED_LABEL)):
+    """Mean squared error and its root: `mse`, `rmse`.
 
-    namespace = MetricNamespace.SERVING_NE
-    sums = (LOG_LOSS, LABEL, NEGATIVE, WEIGHTED_SAMPLES)
+    The argument `include_r_squared=True` adds `r_squared`: one minus the squared error divided by
+    that of the mean of the labels. It is minus infinity for equal labels. Labels that differ by
+    less than a ten-millionth of their size count as equal.
+    """
+
+    arguments: ClassVar[Mapping[str, Any]] = {"include_r_squared": False}
+
+    @cached_property
+    def _quantities(self) -> Sequence[Quantity]:
+        return super()._quantities[: None if self.options["include_r_squared"] else 2]
+
+    def values(self, sums: Sums) -> Iterator[Value]:
+        """Compute the results."""
+        squared_error, weight, *label_sums = self.ordered(sums)
+        mse = squared_error / weight
+        yield Value(MetricName.MSE, mse)
+        yield Value(MetricName.RMSE, mse.sqrt())
+        if label_sums:
+            label, squared_label = label_sums
+            around_mean = squared_label - label.square() / weight
+            around_mean = around_mean.masked_fill(around_mean <= NOISE * squared_label, 0.0)
+            yield Value(MetricName.R_SQUARED, 1.0 - squared_error / around_mean)
+
+
+class TensorWeightedAvgMetric(
+    SumMetric,
+    metric=Metric.TENSOR_WEIGHTED_AVG,
+    sums=(by_option.TENSOR, by_option.TENSOR_WEIGHT),
+    formula=lambda tensor, weight: (tensor / weight).squeeze(1),
+):
+    """Mean of the model output `RecTaskInfo.tensor_name`.
+
+    The mean is weighted if `RecTaskInfo.weighted` is true. The argument `description` is appended
+    to the name of the result.
+    """
+
+    namespace = MetricName.WEIGHTED_AVG
+    arguments: ClassVar[Mapping[str, Any]] = {"description": None}
+
+    def _prepare(self) -> None:
+        if self.options["description"] is not None:
+            instance("description", self.options["description"], str, "text")
+        if nameless := [task.name for task in self.tasks if task.tensor_name is None]:
+            raise ValueError(
+                f"tasks of {type(self).__name__} must have a tensor_name; received {nameless} "
+                "without one."
+            )
+
+    def get_required_inputs(self) -> set[str]:
+        """List the model outputs that are needed."""
+        return {str(task.tensor_name) for task in self.tasks}
+
+    def values(self, sums: Sums) -> Iterator[Value]:
+        """Compute the result."""
+        for value in super().values(sums):
+            yield Value(value.name, value.values_T, self.options["description"] or "")
+
+
+class RecalibratedMetric(SumMetric):
+    """Base class of metrics of recalibrated predictions."""
+
+    arguments: ClassVar[Mapping[str, Any]] = {"recalibration_coefficient": 1.0}
+
+    def _prepare(self) -> None:
+        rate = self.options["recalibration_coefficient"]
+        if rate <= 0.0:
+            raise ValueError(f"recalibration_coefficient must be positive; received {rate}.")
+
+
+class ServingMetric(SumMetric):
+    """Base class of metrics that report the number of samples with a weight, over the lifetime."""
+
+    def quantities(self) -> Sequence[Quantity]:
+        """List the sums."""
+        return [*self._quantities, WEIGHTED_SAMPLES]
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
@@ -147,111 +268,118 @@ class ServingNEMetric(NEMetric):
         yield total_examples(sums[WEIGHTED_SAMPLES.name])
 
 
-@final
-class RecalibratedNEMetric(NEMetric):
-    """Normalized entropy of predictions whose sampling of negatives is undone.
+class CalibrationMetric(RatioMetric, metric=Metric.CALIBRATION, sums=(PREDICTION, LABEL)):
+    """Sum of the predictions divided by the sum of the labels."""
 
-    A prediction p counts as `c p / (c p + 1 - p)`, where c is the argument
+
+class ServingCalibrationMetric(ServingMetric, CalibrationMetric, metric=Metric.SERVING_CALIBRATION):
+    """Calibration, and the number of samples with a weight: `total_examples`."""
+
+
+class RecalibratedCalibrationMetric(
+    RecalibratedMetric,
+    CalibrationMetric,
+    metric=Metric.RECALIBRATED_CALIBRATION,
+    sums=(
+        partial(by_option.recalibrated, "prediction", lambda predictions, _: predictions),
+        LABEL,
+    ),
+):
+    """Calibration of predictions recalibrated as in `RecalibratedNEMetric`."""
+
+
+class EntropyMetric(SumMetric, formula=normalize_entropy):
+    """Base class of normalized entropies.
+
+    With the argument `allow_missing_label_with_zero_weight=True`, the result is 1e-12 while all
+    weights are zero; otherwise it is NaN.
+    """
+
+    arguments: ClassVar[Mapping[str, Any]] = {"allow_missing_label_with_zero_weight": False}
+
+    def values(self, sums: Sums) -> Iterator[Value]:
+        """Compute the results."""
+        loss, label, negative, *_ = self.ordered(sums)
+        weight = label + negative
+        for value in super().values(sums):
+            ne_T = value.values_T
+            if self.options["allow_missing_label_with_zero_weight"]:
+                ne_T = ne_T.masked_fill(weight == 0, EPSILON)
+            yield Value(value.name, ne_T)
+        if self.options.get("include_logloss"):
+            yield Value(MetricName.LOG_LOSS, loss / weight / math.log(2.0))
+
+
+class NEMetric(EntropyMetric, metric=Metric.NE, sums=(LOG_LOSS, LABEL, NEGATIVE)):
+    """Normalized entropy: log loss divided by the entropy of the base rate of the labels.
+
+    Results: `ne`, and with the argument `include_logloss=True` `logloss`, which is in bits
+    (`LogLossMetric` is in nats). Source: see `recsys.metrics.normalized_entropy`.
+    """
+
+    arguments: ClassVar[Mapping[str, Any]] = {"include_logloss": False}
+
+
+class ServingNEMetric(ServingMetric, NEMetric, metric=Metric.SERVING_NE):
+    """Normalized entropy, and the number of samples with a weight: `total_examples`."""
+
+
+class RecalibratedNEMetric(
+    RecalibratedMetric,
+    NEMetric,
+    metric=Metric.RECALIBRATED_NE,
+    sums=(
+        partial(by_option.recalibrated, "log_loss", lambda p, b: cross_entropy(p, b.labels)),
+        LABEL,
+        NEGATIVE,
+    ),
+):
+    """Normalized entropy of predictions corrected for the sampling of negatives.
+
+    A prediction p becomes `c p / (c p + 1 - p)`, where c is the argument
     `recalibration_coefficient`; He et al. (2014), section 6.3.
     """
 
-    namespace = MetricNamespace.RECALIBRATED_NE
-    arguments: ClassVar[Mapping[str, Any]] = {
-        **NEMetric.arguments,
-        "recalibration_coefficient": 1.0,
-    }
 
-    def _prepare(self) -> None:
-        super()._prepare()
-        _check_rate(self.options)
-
-    def quantities(self) -> Sequence[Quantity]:
-        """Name the sums."""
-        rate = self.options["recalibration_coefficient"]
-        return (
-            Quantity(
-                f"log_loss_recalibrated_{rate}",
-                lambda batch: cross_entropy(_recalibrate(batch, rate), batch.labels),
-            ),
-            LABEL,
-            NEGATIVE,
-        )
+class NEPositiveMetric(
+    EntropyMetric, metric=Metric.NE_POSITIVE, sums=(LOG_LOSS_POSITIVE, LABEL, NEGATIVE)
+):
+    """Part of the normalized entropy that the log loss of positives contributes."""
 
 
-class OtherNEMetric(SumMetric):
-    """What metrics of normalized entropy with one result have in common.
-
-    With the argument `allow_missing_label_with_zero_weight=True`, the result is 1e-12 while all
-    weights are zero, otherwise NaN.
-    """
-
-    arguments: ClassVar[Mapping[str, Any]] = ALLOW_MISSING
-
-    def _prepare(self) -> None:
-        check_missing(self.options)
-
-    def values(self, sums: Sums) -> Iterator[Value]:
-        """Compute the result."""
-        _, label, negative = (sums[quantity.name] for quantity in self.quantities()[:3])
-        for value in super().values(sums):
-            filled = fill_missing(value.values_T, label + negative, self.options)
-            yield Value(value.name, filled)
-
-
-@final
-class NEPositiveMetric(OtherNEMetric):
-    """The positives' share of normalized entropy: their log loss alone, divided as that is."""
-
-    namespace = MetricNamespace.NE_POSITIVE
-    sums = (LOG_LOSS_POSITIVE, LABEL, NEGATIVE)
-    results: ClassVar = {
-        MetricName.NE_POSITIVE: lambda s: normalize_entropy(
-            s["log_loss_positive"], s["label"], s["negative"]
-        )
-    }
-
-
-@final
-class UnweightedNEMetric(OtherNEMetric):
+class UnweightedNEMetric(
+    EntropyMetric,
+    metric=Metric.UNWEIGHTED_NE,
+    sums=(LOG_LOSS_UNWEIGHTED, LABEL_UNWEIGHTED, NEGATIVE_UNWEIGHTED),
+):
     """Normalized entropy with all weights one."""
 
-    namespace = MetricNamespace.UNWEIGHTED_NE
-    sums = (LOG_LOSS_UNWEIGHTED, LABEL_UNWEIGHTED, NEGATIVE_UNWEIGHTED)
-    results: ClassVar = {
-        MetricName.UNWEIGHTED_NE: lambda s: normalize_entropy(
-            s["log_loss_unweighted"], s["label_unweighted"], s["negative_unweighted"]
-        )
-    }
 
-
-@final
-class CaliFreeNEMetric(OtherNEMetric):
+class CaliFreeNEMetric(
+    EntropyMetric,
+    metric=Metric.CALI_FREE_NE,
+    sums=(LOG_LOSS, LABEL, NEGATIVE, PREDICTION, PREDICTED_NEGATIVE),
+    formula=normalize_by_mean,
+):
     """Log loss divided by that of always predicting the mean of the predictions.
 
-    That is the normalized entropy divided by the one that is left if nothing but the calibration is
-    kept: predictions that are too high or too low on the whole make both worse. The source of
-    normalized entropy is that of `recsys.metrics.normalized_entropy`.
+    This is the normalized entropy divided by the normalized entropy of the mean prediction. Wrong
+    calibration increases both. Source: see `recsys.metrics.normalized_entropy`.
     """
 
-    namespace = MetricNamespace.CALI_FREE_NE
-    sums = (LOG_LOSS, LABEL, NEGATIVE, PREDICTION, PREDICTED_NEGATIVE)
-    results: ClassVar = {
-        MetricName.CALI_FREE_NE: lambda s: normalize_by_mean(
-            *(s[quantity.name] for quantity in CaliFreeNEMetric.sums)
-        )
-    }
 
-
-@final
-class SegmentedNEMetric(SumMetric):
+class SegmentedNEMetric(
+    SumMetric,
+    metric=Metric.SEGMENTED_NE,
+    sums=[partial(by_option.by_segment, quantity) for quantity in (LOG_LOSS, LABEL, NEGATIVE)],
+):
     """Normalized entropy of each segment of the samples: `segmented_ne_0`, ...
 
-    Arguments: `num_groups` segments, numbered from 0 by the model output `grouping_keys` (the
-    argument names it), and `include_logloss` for `logloss_0`, ... in bits. A number that is
-    none of a segment leaves its sample out. `cast_keys_to_int` has no effect: fractions are cut.
+    Arguments: `num_groups` is the number of segments; `grouping_keys` names the model output with
+    the segment of each sample, from 0; `include_logloss` adds `logloss_0`, ... in bits. Samples
+    with other numbers are left out. `cast_keys_to_int` is ignored: fractions are truncated.
     """
 
-    namespace = MetricNamespace.SEGMENTED_NE
     gives_scalars = True
     arguments: ClassVar[Mapping[str, Any]] = {
         "include_logloss": False,
@@ -261,322 +389,68 @@ class SegmentedNEMetric(SumMetric):
     }
 
     def _prepare(self) -> None:
-        flag("include_logloss", self.options["include_logloss"])
         whole("num_groups", self.options["num_groups"])
-        text("grouping_keys", self.options["grouping_keys"])
-        flag("cast_keys_to_int", self.options["cast_keys_to_int"])
 
     def get_required_inputs(self) -> set[str]:
-        """Name the model outputs that are needed."""
+        """List the model outputs that are needed."""
         return {self.options["grouping_keys"]}
 
-    def quantities(self) -> Sequence[Quantity]:
-        """Name the sums."""
-        key, num_groups = self.options["grouping_keys"], self.options["num_groups"]
-
-        def by_segment(of: Quantity) -> Quantity:
-            def sum_segments(batch: MetricBatch) -> torch.Tensor:
-                number_N = batch.input(key).long()
-                # Others are summed into a column of their own, which is dropped.
-                number_N = number_N.where((number_N >= 0) & (number_N < num_groups), num_groups)
-                values_TN = of.of(batch) * batch.weights if of.is_weighted else of.of(batch)
-                sums = values_TN.new_zeros(len(values_TN), num_groups + 1)
-                return sums.index_add_(1, number_N, values_TN)[:, :num_groups]
-
-            return Quantity(f"{of.name}_by_{key}_{num_groups}", sum_segments, width=num_groups)
-
-        return [by_segment(quantity) for quantity in (LOG_LOSS, LABEL, NEGATIVE)]
-
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
-        log_loss, label, negative = (sums[quantity.name] for quantity in self.quantities())
+        log_loss, label, negative = self.ordered(sums)
         entropies, weight = normalize_entropy(log_loss, label, negative), label + negative
-        for place in range(self.options["num_groups"]):
-            yield Value(MetricName.SEGMENTED_NE, entropies[:, place].float(), f"_{place}")
+        for segment in range(self.options["num_groups"]):
+            yield Value(self.name, entropies[:, segment].float(), f"_{segment}")
             if self.options["include_logloss"]:
-                bits = log_loss[:, place] / weight[:, place] / math.log(2.0)
-                yield Value(MetricName.LOG_LOSS, bits, f"_{place}")
+                bits = log_loss[:, segment] / weight[:, segment] / math.log(2.0)
+                yield Value(MetricName.LOG_LOSS, bits, f"_{segment}")
 
 
-@final
-class LogLossMetric(SumMetric):
-    """Mean binary cross entropy, in nats."""
-
-    namespace = MetricNamespace.LOG_LOSS
-    sums = (LOG_LOSS, WEIGHT)
-    results: ClassVar = {MetricName.LOG_LOSS: lambda s: s["log_loss"] / s["weight"]}
+def _share(
+    part: torch.Tensor, whole: torch.Tensor, prediction: torch.Tensor, label: torch.Tensor
+) -> torch.Tensor:
+    # Comparisons with NaN are false, but the sums of the compared values are NaN.
+    return (part / whole).masked_fill((prediction + label).isnan(), torch.nan)
 
 
-class CalibrationMetric(SumMetric):
-    """Sum of the predictions divided by that of the labels."""
-
-    namespace: ClassVar[MetricNamespaceBase] = MetricNamespace.CALIBRATION
-    sums: ClassVar[Sequence[Quantity]] = (PREDICTION, LABEL)
-
-    def values(self, sums: Sums) -> Iterator[Value]:
-        """Compute the results."""
-        prediction, label = (sums[quantity.name] for quantity in self.quantities()[:2])
-        yield Value(MetricName.CALIBRATION, prediction / label)
-
-
-@final
-class ServingCalibrationMetric(CalibrationMetric):
-    """Calibration, and the number of samples with a weight: `total_examples`."""
-
-    namespace = MetricNamespace.SERVING_CALIBRATION
-    sums = (PREDICTION, LABEL, WEIGHTED_SAMPLES)
-
-    def values(self, sums: Sums) -> Iterator[Value]:
-        """Compute the results."""
-        yield from super().values(sums)
-        yield total_examples(sums[WEIGHTED_SAMPLES.name])
-
-
-@final
-class RecalibratedCalibrationMetric(CalibrationMetric):
-    """Calibration of predictions recalibrated as `RecalibratedNEMetric` does."""
-
-    namespace = MetricNamespace.RECALIBRATED_CALIBRATION
-    arguments: ClassVar[Mapping[str, Any]] = {"recalibration_coefficient": 1.0}
-
-    def _prepare(self) -> None:
-        _check_rate(self.options)
-
-    def quantities(self) -> Sequence[Quantity]:
-        """Name the sums."""
-        rate = self.options["recalibration_coefficient"]
-        return (
-            Quantity(f"prediction_recalibrated_{rate}", lambda batch: _recalibrate(batch, rate)),
-            LABEL,
-        )
-
-
-@final
-class CTRMetric(SumMetric):
-    """The share of positives: click-through rate."""
-
-    namespace = MetricNamespace.CTR
-    sums = (LABEL, WEIGHT)
-    results: ClassVar = {MetricName.CTR: lambda s: s["label"] / s["weight"]}
-
-
-@final
-class AverageMetric(SumMetric):
-    """Means of labels and of predictions."""
-
-    namespace = MetricNamespace.AVERAGE
-    sums = (LABEL, PREDICTION, WEIGHT)
-    results: ClassVar = {
-        MetricName.LABEL_AVERAGE: lambda s: s["label"] / s["weight"],
-        MetricName.PREDICTION_AVERAGE: lambda s: s["prediction"] / s["weight"],
-    }
-
-
-@final
-class WeightedAvgMetric(SumMetric):
-    """Mean of the predictions."""
-
-    namespace = MetricNamespace.WEIGHTED_AVG
-    sums = (PREDICTION, WEIGHT)
-    results: ClassVar = {MetricName.WEIGHTED_AVG: lambda s: s["prediction"] / s["weight"]}
-
-
-@final
-class ScalarMetric(SumMetric):
-    """Mean of the labels with all weights one: any number that the model gives as a label."""
-
-    namespace = MetricNamespace.SCALAR
-    sums = (LABEL_UNWEIGHTED, SAMPLES)
-    results: ClassVar = {MetricName.SCALAR: lambda s: s["label_unweighted"] / s["samples"]}
-
-
-@final
-class TensorWeightedAvgMetric(SumMetric):
-    """Mean of the model output that `RecTaskInfo.tensor_name` names.
-
-    `RecTaskInfo.weighted` says whether with weights. The argument `description` is appended to
-    the result's name.
-    """
-
-    namespace = MetricNamespace.WEIGHTED_AVG
-    arguments: ClassVar[Mapping[str, Any]] = {"description": None}
-
-    def _prepare(self) -> None:
-        if self.options["description"] is not None:
-            text("description", self.options["description"])
-        nameless = [task.name for task in self.tasks if task.tensor_name is None]
-        if nameless:
-            raise ValueError(
-                f"tasks of {type(self).__name__} must have a tensor_name; received {nameless} "
-                "without one."
-            )
-
-    def get_required_inputs(self) -> set[str]:
-        """Name the model outputs that are needed."""
-        return {str(task.tensor_name) for task in self.tasks}
-
-    def quantities(self) -> Sequence[Quantity]:
-        """Name the sums."""
-
-        def weights(batch: MetricBatch) -> torch.Tensor:
-            places = enumerate(task.weighted for task in batch.tasks)
-            return torch.stack([(batch.weights if w else batch.ones)[i] for i, w in places])
-
-        def tensors(batch: MetricBatch) -> torch.Tensor:
-            return torch.stack([batch.input(str(task.tensor_name)) for task in batch.tasks])
-
-        return (
-            Quantity("tensor", lambda b: (tensors(b) * weights(b)).sum(1, keepdim=True), width=1),
-            Quantity("tensor_weight", lambda b: weights(b).sum(1, keepdim=True), width=1),
-        )
-
-    def values(self, sums: Sums) -> Iterator[Value]:
-        """Compute the results."""
-        mean = sums["tensor"] / sums["tensor_weight"]
-        yield Value(MetricName.WEIGHTED_AVG, mean.squeeze(1), self.options["description"] or "")
-
-
-@final
-class MSEMetric(SumMetric):
-    """Mean squared error and its root.
-
-    The argument `include_r_squared=True` adds `r_squared`: one less the squared error divided
-    by that of the labels' mean. It is minus infinity for labels that are all equal, which labels
-    count as that differ by less than a ten-millionth of their size.
-    """
-
-    namespace = MetricNamespace.MSE
-    arguments: ClassVar[Mapping[str, Any]] = {"include_r_squared": False}
-
-    def _prepare(self) -> None:
-        flag("include_r_squared", self.options["include_r_squared"])
-
-    def quantities(self) -> Sequence[Quantity]:
-        """Name the sums."""
-        needed = (SQUARED_ERROR, WEIGHT)
-        return (*needed, LABEL, SQUARED_LABEL) if self.options["include_r_squared"] else needed
-
-    def values(self, sums: Sums) -> Iterator[Value]:
-        """Compute the results."""
-        mse = sums["squared_error"] / sums["weight"]
-        yield Value(MetricName.MSE, mse)
-        yield Value(MetricName.RMSE, mse.sqrt())
-        if self.options["include_r_squared"]:
-            of_labels = sums["squared_label"]
-            around_mean = of_labels - sums["label"].square() / sums["weight"]
-            around_mean = around_mean.masked_fill(around_mean <= NOISE * of_labels, 0.0)
-            yield Value(MetricName.R_SQUARED, 1.0 - sums["squared_error"] / around_mean)
-
-
-@final
-class NMSEMetric(SumMetric):
-    """Squared error divided by that of always predicting 1, and the root of it."""
-
-    namespace = MetricNamespace.NMSE
-    sums = (SQUARED_ERROR, SQUARED_ERROR_OF_ONES)
-
-    def values(self, sums: Sums) -> Iterator[Value]:
-        """Compute the results."""
-        nmse = sums["squared_error"] / sums["squared_error_of_ones"]
-        yield Value(MetricName.NMSE, nmse)
-        yield Value(MetricName.NRMSE, nmse.sqrt())
-
-
-@final
-class MAEMetric(SumMetric):
-    """Mean absolute error."""
-
-    namespace = MetricNamespace.MAE
-    sums = (ABSOLUTE_ERROR, WEIGHT)
-    results: ClassVar = {MetricName.MAE: lambda s: s["absolute_error"] / s["weight"]}
-
-
-class ThresholdMetric(SumMetric):
-    """What metrics of a decision have in common.
-
-    A prediction of at least the argument `threshold` counts as positive.
-    """
+class ThresholdMetric(SumMetric, formula=_share):
+    """Base class of metrics of decisions: predictions of at least the argument `threshold`."""
 
     arguments: ClassVar[Mapping[str, Any]] = {"threshold": 0.5}
-    name: ClassVar[MetricName]
-    """Of its result."""
-
-    def _prepare(self) -> None:
-        finite("threshold", self.options["threshold"])
-
-    @abc.abstractmethod
-    def decisions(self) -> tuple[Quantity, Quantity]:
-        """Name the two sums whose ratio is the result."""
-
-    def quantities(self) -> Sequence[Quantity]:
-        """Name the sums."""
-        return (*self.decisions(), PREDICTION, LABEL)
-
-    def values(self, sums: Sums) -> Iterator[Value]:
-        """Compute the results."""
-        part, whole = self.decisions()
-        # Comparisons with NaN are false; the sums of what is compared are NaN.
-        has_nan_T = (sums[PREDICTION.name] + sums[LABEL.name]).isnan()
-        share_T = sums[part.name] / sums[whole.name]
-        yield Value(self.name, share_T.masked_fill(has_nan_T, torch.nan))
-
-    def _hits(self) -> Quantity:
-        threshold = self.options["threshold"]
-        return Quantity(f"hit_{threshold}", lambda b: b.rows[1] * b.decisions(threshold))
 
 
-@final
-class AccuracyMetric(ThresholdMetric):
-    """The share of samples whose label is what was decided."""
-
-    namespace = MetricNamespace.ACCURACY
-    name = MetricName.ACCURACY
-
-    def decisions(self) -> tuple[Quantity, Quantity]:
-        """Name the sums."""
-        threshold = self.options["threshold"]
-
-        def is_right(batch: MetricBatch) -> torch.Tensor:
-            decided, labels = batch.decisions(threshold), batch.rows[1]
-            return torch.eq(decided, labels, out=torch.empty_like(labels))  # without a bool between
-
-        return Quantity(f"right_{threshold}", is_right), WEIGHT
+class AccuracyMetric(
+    ThresholdMetric, metric=Metric.ACCURACY, sums=(by_option.RIGHT, WEIGHT, PREDICTION, LABEL)
+):
+    """Share of samples whose decision equals the label."""
 
 
-@final
-class PrecisionMetric(ThresholdMetric):
-    """The share of positives among what was decided to be one."""
-
-    namespace = MetricNamespace.PRECISION
-    name = MetricName.PRECISION
-
-    def decisions(self) -> tuple[Quantity, Quantity]:
-        """Name the sums."""
-        threshold = self.options["threshold"]
-        return self._hits(), Quantity(f"decided_{threshold}", lambda b: b.decisions(threshold))
+class PrecisionMetric(
+    ThresholdMetric,
+    metric=Metric.PRECISION,
+    sums=(by_option.HITS, by_option.DECIDED, PREDICTION, LABEL),
+):
+    """Share of positives among the samples predicted positive."""
 
 
-@final
-class RecallMetric(ThresholdMetric):
-    """The share of positives that were decided to be one."""
-
-    namespace = MetricNamespace.RECALL
-    name = MetricName.RECALL
-
-    def decisions(self) -> tuple[Quantity, Quantity]:
-        """Name the sums."""
-        return self._hits(), LABEL
+class RecallMetric(
+    ThresholdMetric, metric=Metric.RECALL, sums=(by_option.HITS, LABEL, PREDICTION, LABEL)
+):
+    """Share of the positives that are predicted positive."""
 
 
-@final
-class MulticlassRecallMetric(SumMetric):
-    """The share of samples whose class is among the k best, for each k.
+class MulticlassRecallMetric(
+    SumMetric,
+    metric=Metric.MULTICLASS_RECALL,
+    sums=(by_option.within, WEIGHT),
+    formula=lambda hits, weight: hits / weight.unsqueeze(1),
+):
+    """Share of samples whose class is among the k best, for each k.
 
-    The argument `number_of_classes` (required) says how many predictions a sample has; labels are
-    numbers of classes. A result has as many values: k is 1 in the first.
+    The argument `number_of_classes` (required) is the number of predictions per sample; labels are
+    class numbers. A result has one value per k, from k = 1.
     """
 
-    namespace = MetricNamespace.MULTICLASS_RECALL
     arguments: ClassVar[Mapping[str, Any]] = {"number_of_classes": None}
 
     def _prepare(self) -> None:
@@ -588,38 +462,23 @@ class MulticlassRecallMetric(SumMetric):
 
     @property
     def num_classes(self) -> int:
-        """Prediction per sample."""
-        number: int = self.options["number_of_classes"]
-        return number
-
-    def quantities(self) -> Sequence[Quantity]:
-        """Name the sums."""
-
-        def within(batch: MetricBatch) -> torch.Tensor:
-            assert batch.classes is not None
-            places_TNC = batch.classes.argsort(dim=2, descending=True)
-            found_TNC = places_TNC == batch.labels.unsqueeze(2)
-            return torch.einsum("tnc,tn->tc", found_TNC.double(), batch.weights_or_nan).cumsum(1)
-
-        return Quantity(f"within_{self.num_classes}", within, width=self.num_classes), WEIGHT
-
-    def values(self, sums: Sums) -> Iterator[Value]:
-        """Compute the results."""
-        recalls = sums[f"within_{self.num_classes}"] / sums["weight"].unsqueeze(1)
-        yield Value(MetricName.MULTICLASS_RECALL, recalls)
+        """Number of predictions per sample."""
+        return int(self.options["number_of_classes"])
 
 
-@final
-class MultiLabelPrecisionMetric(SumMetric):
-    """The share of right decisions among those for a label, for each label of a sample.
+class MultiLabelPrecisionMetric(
+    SumMetric,
+    metric=Metric.MULTI_LABEL_PRECISION,
+    sums=(by_option.RIGHT_LABELS, by_option.DECIDED_LABELS),
+):
+    """Precision of each label of samples with several labels.
 
-    Predictions and labels are whole numbers, whose bits say which labels a sample was given and
-    which it has: bit 0 is the first. Floats hold them up to 24 labels, whole numbers up to 52.
-    Arguments: `num_labels`, and `label_names`, which are appended to the result's name in place
-    of `label_0`, `label_1`, ...
+    The bits of a prediction are the labels that a sample is assigned, and the bits of its label
+    those that it has; bit 0 is the first label. Floats hold up to 24 labels, whole numbers up to
+    52. Arguments: `num_labels`, and `label_names`, which are appended to the name of the result
+    instead of `label_0`, `label_1`, ...
     """
 
-    namespace = MetricNamespace.MULTI_LABEL_PRECISION
     arguments: ClassVar[Mapping[str, Any]] = {"num_labels": 1, "label_names": None}
 
     def _prepare(self) -> None:
@@ -631,86 +490,9 @@ class MultiLabelPrecisionMetric(SumMetric):
                 f"{label_names}."
             )
 
-    def quantities(self) -> Sequence[Quantity]:
-        """Name the sums."""
-        num_labels = self.options["num_labels"]
-
-        def count(batch: MetricBatch, only_right: bool) -> torch.Tensor:
-            given_TN = batch.predictions.long()
-            given_TN = given_TN & batch.labels.long() if only_right else given_TN
-            bits_L1 = torch.arange(num_labels, device=given_TN.device).unsqueeze(1)
-            given_TLN = (given_TN.unsqueeze(1) >> bits_L1) & 1
-            return torch.einsum("tln,tn->tl", given_TLN.double(), batch.weights_or_nan)
-
-        return (
-            Quantity(f"right_of_{num_labels}", lambda b: count(b, True), width=num_labels),
-            Quantity(f"decided_of_{num_labels}", lambda b: count(b, False), width=num_labels),
-        )
-
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
-        right_TL, decided_TL = (sums[quantity.name] for quantity in self.quantities())
-        numbered = [f"label_{place}" for place in range(self.options["num_labels"])]
-        label_names = self.options["label_names"] or numbered
+        right_TL, decided_TL = self.ordered(sums)
+        label_names = self.options["label_names"] or [f"label_{i}" for i in range(right_TL.size(1))]
         for name, precision_T in zip(label_names, (right_TL / decided_TL).unbind(1), strict=True):
-            yield Value(MetricName.MULTI_LABEL_PRECISION, precision_T, name)
-
-
-@final
-class SumWeightsMetric(SumMetric):
-    """Sum of the weights."""
-
-    namespace = MetricNamespace.SUM_WEIGHTS
-    sums = (WEIGHT,)
-    results: ClassVar = {MetricName.SUM_WEIGHTS: lambda s: s["weight"]}
-
-
-@final
-class WeightedSumPredictionsMetric(SumMetric):
-    """Weighted sum of the predictions."""
-
-    namespace = MetricNamespace.WEIGHTED_SUM_PREDICTIONS
-    sums = (PREDICTION,)
-    results: ClassVar = {MetricName.WEIGHTED_SUM_PREDICTIONS: lambda s: s["prediction"]}
-
-
-@final
-class NumPositiveSamplesMetric(SumMetric):
-    """Weight of the positives; labels that are NaN count as none."""
-
-    namespace = MetricNamespace.NUM_POSITIVE_SAMPLES
-    sums = (Quantity("label_present", lambda batch: batch.labels.nan_to_num(0.0)),)
-    results: ClassVar = {MetricName.NUM_POSITIVE_SAMPLES: lambda s: s["label_present"]}
-
-
-@final
-class NumMissingLabelsMetric(SumMetric):
-    """Weight of the samples whose label is NaN."""
-
-    namespace = MetricNamespace.NUM_MISSING_LABELS
-    sums = (Quantity("label_missing", lambda batch: batch.labels.isnan().double()),)
-    results: ClassVar = {MetricName.NUM_MISSING_LABELS: lambda s: s["label_missing"]}
-
-
-def total_examples(count_T: torch.Tensor) -> Value:
-    """Report a number of samples, over the lifetime alone.
-
-    Args:
-        count_T: `[T]`.
-
-    Returns:
-        The result, int64.
-    """
-    return Value(MetricName.TOTAL_EXAMPLES, count_T.long(), prefix=MetricPrefix.DEFAULT)
-
-
-def _check_rate(options: Mapping[str, Any]) -> None:
-    rate = finite("recalibration_coefficient", options["recalibration_coefficient"], least=0.0)
-    if rate == 0.0:
-        raise ValueError(f"recalibration_coefficient must be positive; received {rate}.")
-
-
-def _recalibrate(batch: MetricBatch, rate: float) -> torch.Tensor:
-    scaled = batch.predictions * rate
-    # `scaled + 1 - p` would round: the result for p = 1 would not be 1.
-    return scaled / (scaled + (1.0 - batch.predictions))
+            yield Value(self.name, precision_T, name)

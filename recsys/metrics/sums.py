@@ -1,61 +1,106 @@
-"""What accumulators of sums have in common: their states add up, over batches as over ranks."""
+"""Stand-alone accumulators of one metric over many batches and ranks."""
 
+import abc
 from typing import Self
 
 import torch
 
 from recsys.contact import explained
-from recsys.metrics.checks import check_group, instance
+from recsys.kernels.arguments import instance
+from recsys.kernels.checked import checked
+from recsys.metrics.checks import check_predictions
 
 
-class Sums:
-    """An accumulator whose whole state is one tensor of sums.
+class Accumulator(abc.ABC):
+    """Base class of accumulators: `update` with batches, `merge` or `sync`, then `compute`."""
+
+    def update(
+        self, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> None:
+        """Add a batch of `N` samples.
+
+        Args:
+            predictions: `[N]` probabilities; any scores for `AUC`.
+            labels: `[N]`, 0 or 1.
+            weights: `[N]`; `None` for ones.
+
+        Raises:
+            TypeError: An input is not a tensor.
+            ValueError: The inputs differ in size or device.
+        """
+        self._add(*check_predictions(predictions, labels, weights))
+
+    def merge(self, other: Self) -> None:
+        """Add the state of another accumulator.
+
+        Args:
+            other: Accumulator with the same arguments; is not changed.
+
+        Raises:
+            TypeError: `other` is of another class.
+            ValueError: Its state has another shape.
+        """
+        self._merge(instance("other", other, type(self)).state())
+
+    @checked
+    def sync(self, group: "torch.distributed.ProcessGroup | None" = None) -> None:
+        """Add the states of all ranks, so that all ranks hold the same state.
+
+        Every rank must call it.
+
+        Args:
+            group: Process group; `None` for all ranks.
+
+        Raises:
+            TypeError: `group` is not a process group.
+        """
+        with explained(group, "synchronize a metric"):
+            self._sync(group)
+
+    @abc.abstractmethod
+    def state(self) -> torch.Tensor:
+        """Return the accumulated state.
+
+        Returns:
+            Float64 values, described by each class.
+        """
+
+    @abc.abstractmethod
+    def _add(
+        self, predictions_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor
+    ) -> None: ...
+
+    @abc.abstractmethod
+    def _merge(self, state: torch.Tensor) -> None: ...
+
+    @abc.abstractmethod
+    def _sync(self, group: "torch.distributed.ProcessGroup | None") -> None: ...
+
+
+class Sums(Accumulator):
+    """Accumulator whose state is one tensor of sums.
 
     Args:
-        shape: of the sums.
-        device: where they are kept: that of the predictions.
+        shape: Shape of the sums.
+        device: Device of the sums and of the predictions.
     """
 
     def __init__(self, *shape: int, device: torch.device | None) -> None:
         self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def state(self) -> torch.Tensor:
-        """Give everything seen so far; states of several ranks may be summed.
-
-        Returns:
-            The float64 sums that the class describes.
-        """
+        """Return the sums; sums of several ranks may be added."""
         return self._sums
 
-    def merge(self, other: Self) -> None:
-        """Add what another accumulator has seen.
-
-        Args:
-            other: is made as this one was; is left as it was.
-
-        Raises:
-            TypeError: it is of another class.
-            ValueError: its sums have another shape.
-        """
-        instance("other", other, type(self))
-        if self._sums.shape != other._sums.shape:
+    def _merge(self, state: torch.Tensor) -> None:
+        if self._sums.shape != state.shape:
             raise ValueError(
                 f"merged accumulators must have sums of one shape; received "
-                f"{list(self._sums.shape)} and {list(other._sums.shape)}. Make both alike."
+                f"{list(self._sums.shape)} and {list(state.shape)}. Give both the same arguments."
             )
-        self._sums += other._sums
+        self._sums += state
 
-    def sync(self, group: "torch.distributed.ProcessGroup | None" = None) -> None:
-        """Add what all ranks have seen; every rank must call it, and then holds the same state.
-
-        Args:
-            group: the ranks; `None` for all.
-
-        Raises:
-            TypeError: it is no process group.
-        """
+    def _sync(self, group: "torch.distributed.ProcessGroup | None") -> None:
         import torch.distributed as dist
 
-        check_group("group", group)
-        with explained(group, "add up a metric"):
-            dist.all_reduce(self._sums, group=group)
+        dist.all_reduce(self._sums, group=group)

@@ -1,4 +1,4 @@
-"""Samples per second, over the whole run and over its last moments."""
+"""Samples per second, over the run and over a recent window."""
 
 import time
 from collections import deque
@@ -7,41 +7,46 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from recsys.kernels.arguments import finite, whole, wrong_type
+from recsys.kernels.arguments import finite, whole
+from recsys.kernels.checked import checked
 from recsys.metrics.batch import MetricBatch, Quantity
-from recsys.metrics.metrics_config import BatchSizeStage, validate_batch_size_stages
+from recsys.metrics.metrics_config import (
+    BatchSizeStage,
+    RecMetricEnum,
+    validate_batch_size_stages,
+)
 from recsys.metrics.metrics_namespace import (
     MetricName,
     MetricNamespace,
     MetricPrefix,
     compose_metric_key,
 )
-from recsys.metrics.rec_metric import Value
-from recsys.metrics.sum_metrics import SAMPLES, SumMetric, Sums, total_examples
+from recsys.metrics.rec_metric import Value, total_examples
+from recsys.metrics.sum_metrics import SAMPLES, SumMetric, Sums
 
 _COUNTS = ("total_examples", "warmup_examples", "time_lapse_after_warmup", "num_batch")
 
 
 @final
 class ThroughputMetric(torch.nn.Module):
-    """Count samples of all ranks per second.
+    """Samples of all ranks per second.
 
-    The first steps are left out: they build caches and compile kernels. Time is the host's; on a
-    GPU it is right once the queue of launched work is full, not for single steps. A state dict has
-    the counts, so that a run that goes on from a checkpoint counts on; the results that begin with
-    `attempt_` are of this process alone.
+    The first steps are not timed: they fill caches and compile kernels. Time is measured on the
+    host; on a GPU, rates are right once the queue of launched kernels is full, not for single
+    steps. The state dict has the counts, so a resumed run continues them. Results that begin with
+    `attempt_` cover this process alone.
 
     Args:
-        batch_size: samples per rank and step.
-        world_size: number of ranks.
-        window_seconds: span of the recent rate.
-        warmup_steps: steps left out at the start.
-        batch_size_stages: batch sizes that change with the steps, in place of `batch_size`.
-        clock: gives seconds.
+        batch_size: Samples per rank and step.
+        world_size: Number of ranks.
+        window_seconds: Window of the recent rate, in seconds.
+        warmup_steps: Number of first steps that are not timed.
+        batch_size_stages: Batch sizes that change with the steps, instead of `batch_size`.
+        clock: Function that returns the time in seconds.
 
     Raises:
-        TypeError: an argument is of a wrong type.
-        ValueError: an argument is not positive (`warmup_steps` may be 0), or the stages end.
+        TypeError: An argument has a wrong type.
+        ValueError: An argument is not positive (`warmup_steps` may be 0), or the last stage ends.
 
     Example:
         >>> ticks = iter([0.0, 1.0, 2.0])
@@ -55,6 +60,7 @@ class ThroughputMetric(torch.nn.Module):
         16.0
     """
 
+    @checked
     def __init__(
         self,
         *,
@@ -71,8 +77,6 @@ class ThroughputMetric(torch.nn.Module):
         finite("window_seconds", window_seconds, least=1)
         whole("warmup_steps", warmup_steps, least=0)
         validate_batch_size_stages(batch_size_stages)
-        if not callable(clock):
-            wrong_type("clock", "a function that gives seconds", clock)
         self._batch_size = batch_size
         self._world_size = world_size
         self._window_seconds = window_seconds
@@ -84,19 +88,19 @@ class ThroughputMetric(torch.nn.Module):
         self._total = self._warmup = self._attempt = self._attempt_warmup = 0
         self._elapsed_s = self._attempt_s = 0.0
         self._last_s = 0.0
-        # When each recent step ended, and its samples.
+        # End of each recent step, and its samples.
         self._recent: deque[tuple[float, int]] = deque()
         self._recent_samples = 0
 
     def set_num_batch(self, num_batch: int) -> None:
-        """Say how many batches earlier processes have seen, for the stages of the batch size.
+        """Set the number of batches of earlier processes, for the stages of the batch size.
 
         Args:
-            num_batch: their number.
+            num_batch: Number of batches.
 
         Raises:
-            TypeError: it is no whole number.
-            ValueError: it is negative.
+            TypeError: `num_batch` is not a whole number.
+            ValueError: `num_batch` is negative.
         """
         self._num_batch = whole("num_batch", num_batch, least=0)
 
@@ -108,7 +112,7 @@ class ThroughputMetric(torch.nn.Module):
         return self._batch_size
 
     def update(self) -> None:
-        """Say that a step has ended."""
+        """Record the end of a step."""
         now_s = self._clock()
         self._steps += 1
         self._num_batch += 1
@@ -128,17 +132,17 @@ class ThroughputMetric(torch.nn.Module):
         self._recent.append((now_s, samples))
         while now_s - self._recent[0][0] > self._window_seconds:
             self._recent.popleft()
-            # The first that is left only says when the window begins.
+            # The first remaining step marks the beginning of the window.
             self._recent_samples -= self._recent[0][1]
 
     def compute(self) -> dict[str, torch.Tensor]:
         """Compute the rates.
 
         Returns:
-            Scalars by key, as of the namespace and task `throughput`: `total_examples` and
-            `attempt_examples` since the start, warm-up included; once something has been timed,
-            `lifetime_throughput` since the warm-up, `window_throughput` and
-            `attempt_throughput` in samples per second; `batch_size` if it has stages.
+            Scalars by key, of the namespace and the task `throughput`. `total_examples` and
+            `attempt_examples` include the warm-up. `lifetime_throughput`, `window_throughput` and
+            `attempt_throughput`, in samples per second, exist after the warm-up, and `batch_size`
+            if there are stages.
         """
         found: dict[tuple[MetricName, MetricPrefix], torch.Tensor] = {
             (MetricName.TOTAL_EXAMPLES, MetricPrefix.DEFAULT): torch.tensor(self._total),
@@ -194,23 +198,26 @@ class ThroughputMetric(torch.nn.Module):
                 self._num_batch = int(state_dict[keys[-1]].item())
 
 
-@final
-class TowerQPSMetric(SumMetric):
-    """Samples of all ranks per second, of each task: those that came divided by the time between.
+class TowerQPSMetric(
+    SumMetric,
+    metric=RecMetricEnum.TOWER_QPS,
+    sums=[lambda metric: Quantity("timed", metric._time, width=2), SAMPLES],
+    formula=lambda timed, _: timed[:, 0] / timed[:, 1],
+):
+    """Samples of all ranks per second, for each task.
 
-    `ThroughputMetric` counts what the batch size says instead, whatever came. The argument
-    `warmup_steps` says how many updates are not timed, one at least; `batch_size_stages` has no
-    effect, since samples are counted. Results: `qps`, NaN until something is timed, and
-    `total_examples`, warm-up included. Seconds are the mean of the ranks'; a `local_` result
-    is what all ranks do if they are as fast as this one.
+    It counts the samples of the updates, unlike `ThroughputMetric`, which counts batch sizes. The
+    argument `warmup_steps` is the number of first updates that are not timed, at least one.
+    `batch_size_stages` is ignored. Results: `qps`, NaN until an update is timed, and
+    `total_examples`, including the warm-up. Seconds are the mean over ranks. A `local_` result is
+    the rate of all ranks if all are as fast as this one.
     """
 
-    namespace = MetricNamespace.TOWER_QPS
     arguments: ClassVar[Mapping[str, Any]] = {"warmup_steps": 100, "batch_size_stages": None}
 
     @staticmethod
     def clock() -> float:
-        """Give the time, in seconds."""
+        """Return the time, in seconds."""
         return time.perf_counter()
 
     def _prepare(self) -> None:
@@ -218,22 +225,18 @@ class TowerQPSMetric(SumMetric):
         self._untimed = max(1, whole("warmup_steps", self.options["warmup_steps"], least=0))
         self._last_s = 0.0
 
-    def quantities(self) -> Sequence[Quantity]:
-        """Name the sums."""
-        return Quantity("timed", self._time, width=2), SAMPLES
-
     def _time(self, batch: MetricBatch) -> torch.Tensor:
+        """Return `[T, 2]`: samples since the last update, and this rank's share of the seconds."""
         now_s, num_samples = self.clock(), batch.rows.size(2)
         seconds, self._last_s = now_s - self._last_s, now_s
         if self._untimed:
             self._untimed -= 1
             seconds = num_samples = 0
-        # A share of the mean, so that the ranks' sum is the mean. Filling waits for no device.
+        # The sum over ranks is the mean of their seconds. Filling does not wait for the device.
         mean_T1 = batch.labels.new_full((len(batch.tasks), 1), seconds / self.world_size)
         return torch.cat([torch.full_like(mean_T1, num_samples), mean_T1], dim=1)
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
-        num_samples_T, seconds_T = sums["timed"].unbind(1)
-        yield Value(MetricName.TOWER_QPS, num_samples_T / seconds_T)
+        yield from super().values(sums)
         yield total_examples(sums[SAMPLES.name])

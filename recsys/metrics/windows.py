@@ -1,4 +1,4 @@
-"""What the last samples were: sums of them, or the samples themselves.
+"""Windows of the last samples: their sums, or their rows.
 
 Shapes: `T` tasks, `K` sums, `N` samples, `E` extra columns, `R` ranks.
 """
@@ -13,18 +13,20 @@ import torch
 from recsys.kernels.arguments import whole
 
 MAX_PARTS = 1000
-"""A window of sums forgets by whole batches, or by a thousandth of it if that is more."""
+"""Maximum number of parts of a window of sums. A part is a batch, or a thousandth of the window if
+that is more."""
 
 
 @final
 class SumWindow:
     """Sums over the last samples, in constant memory.
 
-    It keeps a sum per part of the window. The parts are summed anew each time, so that a NaN leaves
-    with its batch.
+    It stores one sum for each part of the window. Totals are computed from the parts, so a NaN
+    disappears with its batch.
 
     Args:
-        max_samples: parts are forgotten while there are more; the last one stays.
+        max_samples: Size of the window. The oldest parts are removed while it is exceeded, except
+            the last part.
 
     Example:
         >>> window = SumWindow(max_samples=4)
@@ -45,8 +47,8 @@ class SumWindow:
         """Add a batch.
 
         Args:
-            sums_TK: `[T, K]` its sums; are kept and never changed.
-            num_samples: of the batch.
+            sums_TK: `[T, K]` sums of the batch; stored without a copy, never changed.
+            num_samples: Number of samples of the batch.
         """
         if self.counts and self.counts[-1] + num_samples <= self._part_size:
             self.sums[-1] = self.sums[-1] + sums_TK
@@ -62,10 +64,10 @@ class SumWindow:
 
 @final
 class RowWindow:
-    """The last samples themselves.
+    """Rows of the last samples.
 
     Args:
-        max_rows: older ones are forgotten.
+        max_rows: Size of the window. Older rows are removed.
 
     Example:
         >>> window = RowWindow(max_rows=3)
@@ -77,20 +79,20 @@ class RowWindow:
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = whole("max_rows", max_rows)
-        self._num_kept = 0  # The oldest batch stays whole.
+        self._num_kept = 0  # Includes all rows of the oldest batch.
         self._parts: deque[tuple[torch.Tensor, torch.Tensor | None]] = deque()
 
     @property
     def is_double(self) -> bool:
-        """Whether there are rows that are float64."""
+        """Whether any rows are float64."""
         return any(rows.dtype == torch.float64 for rows, _ in self._parts)
 
     def add(self, rows_TN: torch.Tensor, extra_EN: torch.Tensor | None) -> None:
         """Add a batch.
 
         Args:
-            rows_TN: `[..., N]` values; are kept and never changed.
-            extra_EN: `[E, N]` what belongs to them, int64; always or never `None`.
+            rows_TN: `[..., N]` values; stored without a copy, never changed.
+            extra_EN: `[E, N]` further int64 columns; `None` for all batches or for no batch.
         """
         self._parts.append((rows_TN, extra_EN))
         self._num_kept += rows_TN.size(-1)
@@ -99,14 +101,14 @@ class RowWindow:
 
     @property
     def num_rows(self) -> int:
-        """How many there are."""
+        """Number of rows in the window."""
         return min(self._num_kept, self.max_rows)
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Give all, the oldest first.
+        """Return all rows, the oldest first.
 
         Returns:
-            `[..., N]`, and `[E, N]` if there are such; `None` if nothing was added yet.
+            `[..., N]` rows, and `[E, N]` further columns or `None`; `None` if the window is empty.
         """
         if not self._parts:
             return None
@@ -123,7 +125,7 @@ class RowWindow:
         """Move to a device.
 
         Args:
-            device: where to.
+            device: Target device.
         """
         self._parts = deque(
             (rows.to(device), None if extra is None else extra.to(device))
@@ -137,16 +139,17 @@ def gather_rows(
     group: "torch.distributed.ProcessGroup | None",
     to_all: bool = True,
 ) -> torch.Tensor:
-    """Bring the rows of all ranks together; every rank must call it.
+    """Gather the rows of all ranks; every rank must call it.
 
     Args:
-        mine_N: `[..., N]` of this rank.
+        mine_N: `[..., N]` rows of this rank.
         sizes: `N` of each rank.
-        group: the ranks; `None` for all.
-        to_all: or to the first rank alone; the others then keep what is theirs.
+        group: Process group; `None` for all ranks.
+        to_all: Whether all ranks get the rows; otherwise the first rank alone.
 
     Returns:
-        `[..., sum(sizes)]` in the order of ranks.
+        `[..., sum(sizes)]` rows in the order of ranks; `mine_N` on other ranks than the first if
+        `to_all` is false.
     """
     import torch.distributed as dist
 

@@ -96,9 +96,9 @@ def test_weights_of_any_size(size):
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match=r"received predictions \[3\], labels \[2\]"):
+    with pytest.raises(ValueError, match=r"received predictions of shape \[3\]"):
         auc(torch.rand(3), torch.ones(2))
-    with pytest.raises(ValueError, match="predictions on cpu, labels on meta"):
+    with pytest.raises(ValueError, match=r"on one device; received \['cpu', 'meta'\]"):
         auc(torch.rand(3), torch.ones(3, device="meta"))
     with pytest.raises(ValueError, match="num_bins must be at least 2"):
         BinnedAUC(num_bins=1)

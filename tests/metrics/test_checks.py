@@ -20,7 +20,7 @@ from recsys.metrics import (
     log_loss,
     normalized_entropy,
 )
-from recsys.metrics.checks import check_ranks, flag, instance, instances, mapping, text
+from recsys.metrics.checks import check_ranks
 from recsys.metrics.metric_module import REC_METRICS_MAPPING
 from recsys.metrics.metrics_config import (
     BatchSizeStage,
@@ -67,11 +67,15 @@ def number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
+def flag(value: Any) -> bool:
+    return isinstance(value, bool) or (type(value) is int and value in (0, 1))
+
+
 def is_empty(*kinds: type) -> Legal:
     return lambda value: isinstance(value, kinds) and not value
 
 
-SIZE, COUNT, FLAG, TEXT = whole_from(1), whole_from(0), is_a(bool), is_a(str)
+SIZE, COUNT, FLAG, TEXT = whole_from(1), whole_from(0), flag, is_a(str)
 TENSOR, NO_LIST, NO_DICT = is_a(torch.Tensor), is_empty(list), is_empty(dict)
 NOTHING: Legal = lambda value: value is None  # noqa: E731
 TASK = RecTaskInfo("t", session_metric_def=SessionMetricDef("s", 1), tensor_name="x")
@@ -411,7 +415,7 @@ def test_a_rank_that_is_not_there(my_rank: int) -> None:
 @pytest.mark.parametrize("group", ["x", 1, object()])
 def test_what_is_no_group(group: Any) -> None:
     for metric in (AUC(), BinnedAUC(), NormalizedEntropy()):
-        with pytest.raises(TypeError, match="group must be a ProcessGroup; received"):
+        with pytest.raises(TypeError, match=r"group must be .*ProcessGroup.*received"):
             metric.sync(group)
 
 
@@ -430,13 +434,3 @@ def test_tasks_of_a_tensor() -> None:
     for rows in (torch.ones(1, 2), torch.ones(3, 2), torch.tensor(1.0)):
         with pytest.raises(ValueError, match=r"predictions must have a row for each task, 2; rec"):
             metric.update(predictions=rows, labels=rows, weights=rows)
-
-
-def test_checks_return_what_they_check() -> None:
-    assert flag("a", True) is True
-    assert text("a", "b") == "b"
-    assert instance("a", 1, int) == 1
-    assert instances("a", (1, 2), int) == [1, 2]
-    assert mapping("a", {1: 2}) == {1: 2}
-    with pytest.raises(TypeError, match=r"a\[1\] must be a int; received 'x'"):
-        instances("a", [1, "x"], int)

@@ -76,5 +76,5 @@ def test_the_mean_prediction_may_be_one():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match=r"received predictions \[3\], labels \[2\]"):
+    with pytest.raises(ValueError, match=r"received predictions of shape \[3\]"):
         log_loss(torch.rand(3), torch.ones(2))

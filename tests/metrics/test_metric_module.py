@@ -248,14 +248,14 @@ def test_bad_configurations() -> None:
         build({RecMetricEnum.NE: RecMetricDef(rec_tasks=[CLICK], rec_task_indices=[0])})
     with pytest.raises(ValueError, match=r"must be some of \['accuracy', .*; received 'other'"):
         build({"other": RecMetricDef(rec_tasks=[CLICK])})
-    with pytest.raises(ValueError, match=r"must be among .* rec_tasks; received \['x'\]"):
+    with pytest.raises(ValueError, match=r"must be among .* received \['x'\]"):
         build({RecMetricEnum.NE: RecMetricDef(rec_tasks=[RecTaskInfo("x")])})
     with pytest.raises(ValueError, match="compute_interval_steps must be positive; received 0"):
         build({}, compute_interval_steps=0)
     with pytest.raises(ValueError, match=r"in seconds; received 5\.0 and 1\.0"):
         build({}, min_compute_interval=5.0, max_compute_interval=1.0)
     module = build()
-    with pytest.raises(ValueError, match="must have 'buy_label', as a task says; received"):
+    with pytest.raises(ValueError, match=r"must have 'buy_label'.* received"):
         module.update({k: v for k, v in model_out(0, 4).items() if k != "buy_label"})
 
 

@@ -1,6 +1,7 @@
 import enum
 import re
 
+from recsys.metrics.metrics_config import RecMetricEnum
 from recsys.metrics.metrics_namespace import (
     MetricName,
     MetricNameBase,
@@ -26,6 +27,11 @@ def test_pattern_finds_every_task():
     )  # fmt: skip
     assert re.fullmatch(pattern, "ne-click|window_ne")
     assert not re.fullmatch(pattern, "ne-click|lifetime_ne")
+
+
+def test_names_and_namespaces_are_one_enumeration():
+    assert MetricNamespace is MetricName
+    assert {metric.name for metric in RecMetricEnum} <= set(MetricName.__members__)
 
 
 def test_names_of_ones_own():

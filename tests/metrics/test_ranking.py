@@ -20,7 +20,7 @@ from recsys.metrics.ranking import (
     group_samples,
     inverted_pairs,
     one_group,
-    places,
+    ranks_in_groups,
     weigh_equal_pairs,
 )
 
@@ -119,9 +119,9 @@ def test_a_score_that_is_no_number_shows():
 
 @settings(deadline=None, max_examples=50)
 @given(samples=SAMPLES)
-def test_places(samples):
+def test_ranks_in_groups(samples):
     scores, _, _, keys = tensors(samples)
-    found, shared = places(scores, group_samples(keys))
+    found, shared = ranks_in_groups(scores, group_samples(keys))
     for i in range(len(keys)):
         of = [j for j in range(len(keys)) if keys[j] == keys[i]]
         better = sum(bool(scores[j] > scores[i]) for j in of)

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from recsys.metrics.metrics_config import RecComputeMode, RecTaskInfo
+from recsys.metrics.metric_module import REC_METRICS_MAPPING
+from recsys.metrics.metrics_config import RecComputeMode, RecMetricEnum, RecTaskInfo
 from recsys.metrics.metrics_namespace import MetricName, MetricNamespace
 from recsys.metrics.rank_metrics import AUCMetric
 from recsys.metrics.rec_metric import RecMetricList
@@ -101,6 +102,33 @@ def test_a_formula_of_ones_own():
     assert metric.compute()["-a|window_"] == 3.0
 
 
+def test_class_statements_define_metrics():
+    class ShareMetric(
+        SumMetric, sums=(LABEL, WEIGHT), formula=lambda label, weight: label / weight
+    ):
+        namespace = MetricName.CTR
+        arguments = {"scale": 1.0}  # noqa: RUF012
+
+    class OtherShareMetric(ShareMetric):
+        namespace = MetricName.MAE
+
+    class UserAUCMetric(AUCMetric):
+        """Metrics of rows can be derived from, too."""
+
+    for kind, key in ((ShareMetric, "ctr-a|window_ctr"), (OtherShareMetric, "mae-a|window_ctr")):
+        metric = build(kind, tasks=("a",), scale=2.0)
+        metric.update(**batch(a=[1.0, 1.0, 1.0, 0.0]))
+        assert metric.compute()[key] == 0.75
+        with pytest.raises(TypeError, match="scale must be a number; received 'x'"):
+            build(kind, scale="x")
+    assert REC_METRICS_MAPPING[RecMetricEnum.CTR] is CTRMetric  # own classes do not replace it
+    assert REC_METRICS_MAPPING[RecMetricEnum.AUC] is AUCMetric
+    assert set(build(UserAUCMetric, grouped_auc=False).compute()) == {
+        "auc-a|window_auc",
+        "auc-b|window_auc",
+    }
+
+
 def test_sync_alone_changes_nothing():
     metric = build(CTRMetric)
     metric.update(**batch(a=[1.0, 0.0], b=[1.0, 1.0]))
@@ -124,10 +152,10 @@ def test_bad_input():
     metric = build(CTRMetric)
     with pytest.raises(ValueError, match=r"must have every task; received \['a'\], and not 'b'"):
         metric.update(**batch(a=[1.0]))
-    with pytest.raises(ValueError, match=r"here 1; received predictions of shape \[2\].* 'b'"):
+    with pytest.raises(ValueError, match=r"here 1; received predictions .*'b' of shape \[2\]"):
         metric.update(**batch(a=[1.0], b=[1.0, 0.0]))
     given = batch(a=[1.0], b=[0.0])
-    with pytest.raises(TypeError, match="labels of the task 'a' must be a tensor; received list"):
+    with pytest.raises(TypeError, match="labels of the task 'a' must be a tensor; received"):
         metric.update(**given | {"labels": {"a": [1.0], "b": [0.0]}})
     given["weights"] = {"a": torch.ones(1), "b": torch.ones(1, device="meta")}
     with pytest.raises(ValueError, match="must be on one device; received"):
