@@ -1,11 +1,9 @@
-import importlib
 
 import numpy as np
 import pytest
 import torch
 from movielens.data import (
     PARTS,
-    MovieLens,
     MovieLensBatches,
     build_movielens,
     load_movielens,
@@ -123,12 +121,3 @@ def test_popularity_equals_a_loop(data):
         of_film = train[FILES.item_N[train] == FILES.item_N[row]]
         likes = data.label_N[of_film].sum()
         assert found == pytest.approx((likes + 10 * base) / (len(of_film) + 10))
-
-
-def test_the_path_it_had_says_where_it_is(monkeypatch, tmp_path):
-    moved = importlib.import_module("recsys.datasets.movielens")
-    with pytest.warns(DeprecationWarning, match=r"import MovieLens from\s+movielens\.data"):
-        assert moved.MovieLens is MovieLens
-    monkeypatch.setattr(moved, "_EXAMPLES", tmp_path)
-    with pytest.raises(ImportError, match=r"Copy the folder examples/movielens"):
-        _ = moved.MovieLens
