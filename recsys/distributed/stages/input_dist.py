@@ -125,7 +125,8 @@ class InputDist:
         self.device, self.mode, self.owner, self.path = device, mode, owner, path
         self.is_weighted, self.distinct = is_weighted, distinct and env.world_size > 1
         self.pooled = pooled = layout.is_pooled
-        self.late, self.end_of_data = LateChecks(), None
+        self.late = LateChecks()
+        self.end_of_data: EndOfData | None = None
         # only the device knows how many ids are in a block of rows
         is_alone = device.type == "cuda" and env.world_size == 1
         self.may_skip_header = is_alone and not layout.split_slots
@@ -141,8 +142,6 @@ class InputDist:
         self.leaves_out = pooled and can_leave_out and not layout.is_hierarchical
         self.goes_by_id = self.leaves_out and env.world_size > 1 and bool(layout.split_slots)
         self.most_ids = inf
-
-    end_of_data: EndOfData | None
 
     def __repr__(self) -> str:
         received = f"{self.streams.num_received} streams from each of {self.env.world_size} ranks"
@@ -271,9 +270,8 @@ class InputDist:
         """Append the segments of one round; return bag lengths per block, and bag offsets."""
         lengths_F = lengths_KB.flatten()
         if round_.select is not None:
-            given_N = values_N
             lengths_FB, values_N, weights_N = ops.permute_2d(
-                round_.select, lengths_KB, given_N, weights_N
+                round_.select, lengths_KB, values_N, weights_N
             )
             lengths_F = lengths_FB.flatten()
             if is_short:
