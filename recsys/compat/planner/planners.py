@@ -8,7 +8,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -36,10 +36,11 @@ from recsys.compat.planner.types import (
 )
 from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.placement.strategies import placement
-from recsys.distributed.planner import enumerators, partitioners, planners, types
+from recsys.distributed.planner import planners, types
 from recsys.distributed.planner import topology as topologies
 from recsys.distributed.planner.agreement import made_by_rank_0, planning_ranks
 from recsys.distributed.planner.option_lister import ShardEstimator
+from recsys.distributed.planner.plan_cost import Rating
 from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.planner.tables import Bytes, PlannedTable
@@ -57,6 +58,7 @@ from recsys.distributed.types import (
     ShardingType,
     ShardMetadata,
 )
+from recsys.kernels.arguments import instance
 
 _Callback = Callable[[list[ShardingOption]], list[ShardingOption]]
 _T = TypeVar("_T")
@@ -116,10 +118,10 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         self,
         topology: topologies.Topology | None = None,
         batch_size: int | None = None,
-        enumerator: Enumerator | enumerators.Enumerator | None = None,
+        enumerator: Enumerator | None = None,
         storage_reservation: StorageReservation | types.StorageReservation | None = None,
         proposer: Proposer | Sequence[Proposer] | None = None,
-        partitioner: Partitioner | partitioners.Partitioner | None = None,
+        partitioner: Partitioner | None = None,
         performance_model: PerfModel | None = None,
         stats: Stats | Sequence[Stats] | None = None,
         constraints: Mapping[str, ParameterConstraints] | None = None,
@@ -131,21 +133,21 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         batches_in_flight: int = 1,
         estimator: ShardEstimator | None = None,
     ) -> None:
-        own = enumerator if isinstance(enumerator, Enumerator) else None
-        placer = partitioner if isinstance(partitioner, Partitioner) else None
-        lister = None if isinstance(enumerator, Enumerator) else enumerator
-        searcher = None if isinstance(partitioner, Partitioner) else partitioner
-        topology = topology or getattr(own, "_topology", None)
-        batch_size = batch_size or getattr(own, "_batch_size", None)
+        for kind, part in ((Enumerator, enumerator), (Partitioner, partitioner)):
+            if part is not None:
+                name = kind.__name__
+                instance(
+                    f"EmbeddingShardingPlanner.{name.lower()}", part, kind, f"a TorchRec {name}"
+                )
+        topology = topology or getattr(enumerator, "_topology", None)
+        batch_size = batch_size or getattr(enumerator, "_batch_size", None)
         if constraints is None:
-            constraints = getattr(own, "_constraints", None)
-        lists_all = type(own) is EmbeddingEnumerator and own._estimator is None
-        extensions = (None if lists_all else own, placer, proposer, performance_model)
+            constraints = getattr(enumerator, "_constraints", None)
+        lists_all = type(enumerator) is EmbeddingEnumerator and enumerator._estimator is None
+        extensions = (None if lists_all else enumerator, partitioner, proposer, performance_model)
         self._tries_proposals = any(part is not None for part in extensions) or bool(callbacks)
         if self._tries_proposals:
             _check_unused(
-                enumerator=lister,
-                partitioner=searcher,
                 pooling_stats=pooling_stats,
                 batches_in_flight=None if batches_in_flight == 1 else batches_in_flight,
                 estimator=estimator,
@@ -156,9 +158,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         super().__init__(
             topology,
             batch_size,
-            lister,
-            rule,
-            partitioner=searcher,
+            storage_reservation=rule,
             constraints=constraints,
             timeout_seconds=timeout_seconds,
             pooling_stats=pooling_stats,
@@ -174,8 +174,8 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         )
         self._reserved: Topology | None = None
         demands = self._constraints or None
-        self._lists = own or EmbeddingEnumerator(self._machine, self._batch_size, demands)
-        self._places = placer or GreedyPerfPartitioner()
+        self._lists = enumerator or EmbeddingEnumerator(self._machine, self._batch_size, demands)
+        self._places = partitioner or GreedyPerfPartitioner()
         self._rates = performance_model or NoopPerfModel(self._machine)
         self._proposers = _several(proposer) or [
             GridSearchProposer(),
@@ -354,9 +354,11 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         rating = self._rating_of(module, sharders, plan)
         return RatedPlan(plan.plan, rating=rating, made_for=self._made_for)
 
-    @property
-    def _is_custom(self) -> bool:
-        return self._tries_proposals or super()._is_custom
+    def _rating_of(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan
+    ) -> Rating:
+        rating = super()._rating_of(module, sharders, plan)
+        return replace(rating, is_custom=self._tries_proposals)
 
     def _tell_stats(
         self,

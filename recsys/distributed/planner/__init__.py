@@ -11,7 +11,6 @@ To be read in this order:
   is for costs;
 - the search, which of an option reads where its shards may go, their milliseconds and bytes:
   `placement` (what it is asked and answers), `shard_arrays`, `bounds`, `assignment`,
-  `local_search`, `exact` and `search`; `partitioners` is for one of a user's own;
 - the planner: `agreement` (of ranks), `plan_cost` (what it knows of a plan), `planners`;
 - reports: `advice` (why tables do not fit, and what would help), `explanation` (the facts),
   `rating` and `report_html` (as text, as a page), `words`.

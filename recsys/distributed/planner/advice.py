@@ -272,7 +272,6 @@ class Misfit:
         budgets: memory that is free for tables, per rank.
         constraints: the user's, by table name.
         tables_under: lists the tables under other constraints.
-        is_custom: whether the user's own enumerator or partitioner plans: changes are not tried.
     """
 
     lister: OptionLister
@@ -280,12 +279,11 @@ class Misfit:
     budgets: Sequence[Bytes]
     constraints: Constraints
     tables_under: Callable[[Constraints], Sequence[PlannedTable]]
-    is_custom: bool = False
 
     def error(self, error: InfeasibleError) -> PlannerError:
         """Return what to raise: which tables, how many bytes, and what was found to fit."""
         misfit = self._one_too_big(error) if error.too_big else self._all_too_big(error)
-        message = misfit if self.is_custom else f"{misfit}\n{self._remedies(error)}"
+        message = f"{misfit}\n{self._remedies(error)}"
         return PlannerError(message, PlannerErrorType.INSUFFICIENT_STORAGE)
 
     @property

@@ -131,8 +131,7 @@ class Explanation:
         if found is None:
             return f"{text} The plan was given, not searched for."
         ended = ", ended by the time limit" if found.timed_out else ""
-        how = found.method if found.method == "partitioner" else f"{found.method} search"
-        how = f"({how}, {found.seconds:.1f} s{ended})"
+        how = f"({found.method} search, {found.seconds:.1f} s{ended})"
         if found.optimal:
             return f"{text} No plan is faster {how}."
         longer = ""

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias, final
 
 from recsys.distributed.planner.options import Reach, TableOption
 
-Method: TypeAlias = Literal["exact", "heuristic", "partitioner"]
+Method: TypeAlias = Literal["exact", "heuristic"]
 
 
 @final
@@ -131,8 +131,7 @@ class Placement:
         choices: per table.
         load_ms: per rank, base load included.
         bound_ms: no placement has a slowest rank that takes less.
-        method: "exact" if an exact search chose or confirmed the placement, "partitioner" if the
-            user's did, else "heuristic".
+        method: "exact" if an exact search chose or confirmed the placement, else "heuristic".
         seconds: that the search took.
         timed_out: whether the time limit ended the search.
     """

@@ -25,7 +25,6 @@ from recsys.compat.planner.types import (
 from recsys.distributed import planner as ours
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.planner import ParameterConstraints, PlannerError, PlannerErrorType
-from recsys.distributed.planner.search import search
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from tests.compat.planner.scripts import needs_peer, printed
@@ -235,11 +234,6 @@ class TestLoop:
             EmbeddingShardingPlanner(machine(), proposer=UniformProposer(), **{name: value})  # type: ignore[arg-type]
 
 
-class Searches:
-    def partition(self, problem: Any) -> Any:
-        return search(problem).choices
-
-
 class TestOwnSearch:
     @pytest.mark.parametrize(
         "parts",
@@ -247,7 +241,6 @@ class TestOwnSearch:
             {},
             {"enumerator": EmbeddingEnumerator(machine(), 512)},
             {"stats": Hears()},
-            {"partitioner": Searches()},
             {"storage_reservation": ours.HeuristicalStorageReservation()},
         ],
         ids=lambda parts: "".join(parts),

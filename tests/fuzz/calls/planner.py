@@ -216,12 +216,9 @@ CALLS = [
     }),
     Call("EmbeddingShardingPlanner", EmbeddingShardingPlanner, {
         "topology": maybe(TOPOLOGY), "batch_size": maybe(whole(4)),
-        "enumerator": maybe(Kind(
-            lambda: None, lambda value: None if hasattr(value, "enumerate") else False)),
+        "enumerator": NOTHING, "partitioner": NOTHING,
         "storage_reservation": maybe(made(lambda: HeuristicalStorageReservation())),
         "proposer": NOTHING, "performance_model": NOTHING, "stats": NOTHING,
-        "partitioner": maybe(Kind(
-            lambda: None, lambda value: None if hasattr(value, "partition") else False)),
         "constraints": maybe(CONSTRAINTS), "timeout_seconds": maybe(number(1.0, 0)),
         "pooling_stats": maybe(STATS), "batches_in_flight": whole(1),
         "estimator": maybe(Kind(lambda: None, _none)),
