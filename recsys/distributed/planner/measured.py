@@ -148,43 +148,20 @@ class LookupTable:
         return LookupSpeed(*(_Curve(xs, ys).at(dim) for ys in zip(*of_dims, strict=True)))
 
 
-@final
-class CollectiveTable:
-    """Answers for any size from measured points.
-
-    Between measured sizes the logarithm of the time runs straight over the logarithm of the size.
-    Below the smallest the time is that of the smallest, above the largest it grows with the size.
+def largest_collectives(
+    points: Sequence[CollectivePoint],
+) -> dict[tuple[str, int], CollectivePoint]:
+    """Return the measurement with the most bytes, by kind and world size.
 
     Args:
-        points: each kind, world size and number of bytes once.
+        points: Each kind, world size and number of bytes once.
 
     Raises:
-        ValueError: if a kind, world size and number of bytes come twice.
+        ValueError: A kind, world size and number of bytes occur twice.
     """
-
-    def __init__(self, points: Sequence[CollectivePoint]) -> None:
-        names = ("kind", "world_size", "bytes")
-        alike = _sorted(points, "collectives", names, "{} of {} ranks and {} bytes")
-        self._curves = {
-            key: _Curve(tuple(math.log(p.bytes) for p in of), tuple(math.log(p.ms) for p in of))
-            for key, of in alike.items()
-        }
-
-    def nearest_world_size(self, kind: str, num_ranks: int) -> int | None:
-        """Return the measured world size that is nearest by factor, None if there is none."""
-        sizes = [size for measured, size in self._curves if measured == kind]
-        return min(sizes, key=lambda s: (abs(math.log(s / num_ranks)), -s), default=None)
-
-    def at(self, kind: str, world_size: int, num_bytes: float) -> float:
-        """Return the milliseconds of a kind and world size that were measured."""
-        curve = self._curves[kind, world_size]
-        x = math.log(max(num_bytes, 1))
-        return math.exp(curve.at(x) + max(0.0, x - curve.xs[-1]))
-
-    def longest(self, kind: str, world_size: int) -> tuple[float, float]:
-        """Return the bytes and the milliseconds of the largest that was measured."""
-        curve = self._curves[kind, world_size]
-        return math.exp(curve.xs[-1]), math.exp(curve.ys[-1])
+    names = ("kind", "world_size", "bytes")
+    groups = _sorted(points, "collectives", names, "{} of {} ranks and {} bytes")
+    return {(kind, world_size): of[-1] for (kind, world_size), of in groups.items()}
 
 
 def _sorted(
@@ -206,7 +183,24 @@ def _sorted(
 def transfer_ms(
     kind: str, num_bytes: float, num_ranks: int, num_nodes: int, rank: Hardware
 ) -> float:
-    """Return `modelled_ms` without the latency: what each further byte adds to."""
+    """Return the milliseconds that a collective takes to transfer its bytes, without latency.
+
+    Ranks are spread evenly over the nodes. Transfers inside a node and across nodes overlap. The
+    bytes that a rank must send follow the "bus bandwidth" factors of nccl-tests. The ranks of a
+    node share the bytes that a reduction sends to other nodes.
+
+    Args:
+        kind: One of `COLLECTIVES`.
+        num_bytes: As in `CollectivePoint`.
+        num_ranks: Ranks that take part.
+        num_nodes: Their nodes.
+        rank: Hardware of the slowest rank.
+
+    Example:
+        >>> rank = Hardware(compute_device="cuda", hbm_cap=0, ddr_cap=0, intra_host_bw=1e6)
+        >>> transfer_ms("all_to_all", 8e6, num_ranks=4, num_nodes=1, rank=rank)
+        6.0
+    """
     per_node = num_ranks / num_nodes
     if kind == "all_to_all":
         inside = num_bytes * (per_node - 1) / num_ranks
@@ -216,31 +210,3 @@ def transfer_ms(
         inside = sent if per_node > 1 else 0.0
         across = sent / per_node if num_nodes > 1 else 0.0
     return max(inside / rank.intra_host_bw, across / rank.inter_host_bw)
-
-
-def modelled_ms(
-    kind: str, num_bytes: float, num_ranks: int, num_nodes: int, rank: Hardware
-) -> float:
-    """Return the milliseconds of a collective by latency and bandwidth.
-
-    Ranks are spread evenly over the nodes. Transfers inside a node and across nodes run at the same
-    time. What a rank must send at least is known for each kind (the "bus bandwidth" factors of
-    nccl-tests); a reduction crosses between nodes once for all ranks of a node, which share it.
-
-    Args:
-        kind: one of `COLLECTIVES`.
-        num_bytes: as in `CollectivePoint`.
-        num_ranks: ranks that take part.
-        num_nodes: nodes they are on.
-        rank: the hardware of the slowest.
-
-    Example:
-        >>> rank = Hardware(compute_device="cuda", hbm_cap=0, ddr_cap=0, intra_host_bw=1e6,
-        ...     intra_host_latency_ms=0.5)
-        >>> modelled_ms("all_to_all", 8e6, num_ranks=4, num_nodes=1, rank=rank)
-        6.5
-    """
-    if num_ranks == 1:
-        return 0.0
-    latency = rank.inter_host_latency_ms if num_nodes > 1 else rank.intra_host_latency_ms
-    return latency + transfer_ms(kind, num_bytes, num_ranks, num_nodes, rank)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self, final
 
 import torch
 
-from recsys.distributed.placement.file_checks import choice_of, read_source
+from recsys.distributed.placement.file_checks import read_source
 from recsys.distributed.planner import topology_json
 from recsys.distributed.planner.hardware import (
     NUMBERS,
@@ -24,19 +24,16 @@ from recsys.distributed.planner.hardware import (
     per_rank,
 )
 from recsys.distributed.planner.measured import (
-    COLLECTIVES,
-    KIND,
     CollectivePoint,
-    CollectiveTable,
     LookupPoint,
     LookupSpeed,
     LookupTable,
-    modelled_ms,
+    largest_collectives,
     transfer_ms,
 )
 from recsys.distributed.planner.presets import DATASHEETS, PRESETS, check_preset
 from recsys.distributed.ranks.node import get_local_size
-from recsys.kernels.arguments import finite, whole
+from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 
 _CUDA_DEFAULT_BYTES = 32 << 30  # where no GPU is at hand to ask
@@ -148,7 +145,7 @@ class Topology:
     Attributes:
         hardware: the `Hardware` of each rank.
         lookup: measured lookups; see `lookup_speed`.
-        collectives: measured collectives; see `collective_ms`.
+        collectives: measured collectives; see `transfer_ms`.
 
     Raises:
         ValueError: if a number is out of range, a sequence has not one number per rank, nodes would
@@ -393,8 +390,8 @@ class Topology:
         return LookupTable(self.lookup) if self.lookup else None
 
     @cached_property
-    def _collectives(self) -> CollectiveTable:
-        return CollectiveTable(self.collectives)
+    def _collectives(self) -> dict[tuple[str, int], CollectivePoint]:
+        return largest_collectives(self.collectives)
 
     hbm_cap = property(attrgetter("slowest.hbm_cap"), doc="Bytes of device memory, the least.")
     ddr_cap = property(attrgetter("slowest.ddr_cap"), doc="Bytes of host memory, the least.")
@@ -437,84 +434,29 @@ class Topology:
         memory_bw = (rank or self.slowest).memory_bw
         return LookupSpeed(memory_bw, memory_bw, memory_bw)
 
-    @checked
-    def collective_ms(
-        self,
-        kind: str,
-        num_bytes: float,
-        num_ranks: int | None = None,
-        num_nodes: int | None = None,
-    ) -> float:
-        """Return the time of a collective.
-
-        As `modelled_ms` has it. Where consecutive ranks
-        take part and the kind was measured, the time measured at the nearest world size, times the
-        ratio that the model gives for the two world sizes.
-
-        Args:
-            kind: "all_to_all", "reduce_scatter", "all_gather" or "all_reduce".
-            num_bytes: of the larger of a rank's two buffers.
-            num_ranks: ranks that take part; all if None.
-            num_nodes: nodes they are spread over; those of consecutive ranks if None. Give
-                `num_ranks` for one rank of each node.
-
-        Returns:
-            Milliseconds.
-
-        Raises:
-            ValueError: if the kind is unknown, or there are not that many ranks.
-
-        Example:
-            >>> topology = Topology.preset("H100", world_size=16)
-            >>> two_hops = topology.collective_ms("all_to_all", 1e8, num_ranks=2, num_nodes=2)
-            >>> two_hops > topology.collective_ms("all_to_all", 1e8, num_ranks=8)
-            True
-        """
-        choice_of(KIND, kind, COLLECTIVES)
-        finite("Topology.collective_ms: num_bytes", num_bytes, least=0)
-        num_ranks = self.world_size if num_ranks is None else num_ranks
-        consecutive = math.ceil(num_ranks / self.local_world_size)
-        num_nodes = consecutive if num_nodes is None else num_nodes
-        if not 1 <= num_nodes <= num_ranks <= self.world_size:
-            raise ValueError(
-                f"Topology.collective_ms takes some of the {self.world_size} ranks, at least one "
-                f"on each node; received num_ranks={num_ranks}, num_nodes={num_nodes}."
-            )
-        model = modelled_ms(kind, num_bytes, num_ranks, num_nodes, self.slowest)
-        near, near_nodes = self._nearest(kind, num_ranks)
-        if near is None or num_nodes != consecutive or 1 in (near, num_ranks):
-            return model
-        measured = self._collectives.at(kind, near, num_bytes)
-        if near == num_ranks:
-            return measured
-        return measured * model / modelled_ms(kind, num_bytes, near, near_nodes, self.slowest)
-
     def transfer_ms(
         self, kind: str, num_bytes: float, num_ranks: int, num_nodes: int, rank: Hardware
     ) -> float:
-        """Return the time of a collective's bytes, without its latency: what a table adds to it.
+        """Return the milliseconds that a collective takes to transfer its bytes, without latency.
 
-        As `transfer_ms` has it, times the ratio of the
-        longest that was measured at the nearest world size to what the formula says of that.
+        The formula of `measured.transfer_ms`, scaled to the measurement with the most bytes at the
+        nearest world size, if there is one for the same links.
 
         Args:
-            kind: as for `collective_ms`.
-            num_bytes: of the larger of a rank's two buffers.
-            num_ranks: ranks that take part.
-            num_nodes: nodes they are spread over.
-            rank: whose links.
+            kind: "all_to_all", "reduce_scatter", "all_gather" or "all_reduce".
+            num_bytes: Bytes of the larger of a rank's two buffers.
+            num_ranks: Ranks that take part.
+            num_nodes: Their nodes.
+            rank: Hardware whose links are used.
         """
         modelled = transfer_ms(kind, num_bytes, num_ranks, num_nodes, rank)
-        near, near_nodes = self._nearest(kind, num_ranks)
-        if near in (None, 1) or (near_nodes > 1) != (num_nodes > 1):  # none, or other links
+        sizes = [size for measured, size in self._collectives if measured == kind]
+        near = min(sizes, key=lambda s: (abs(math.log(s / num_ranks)), -s), default=1)
+        near_nodes = math.ceil(near / self.local_world_size)
+        if near == 1 or (near_nodes > 1) != (num_nodes > 1):
             return modelled
-        longest, ms = self._collectives.longest(kind, near)
-        return modelled * ms / transfer_ms(kind, longest, near, near_nodes, self.slowest)
-
-    def _nearest(self, kind: str, num_ranks: int) -> tuple[int | None, int]:
-        """Return the world size nearest by factor at which a kind was measured, and its nodes."""
-        near = self._collectives.nearest_world_size(kind, num_ranks)
-        return near, math.ceil((near or 1) / self.local_world_size)
+        point = self._collectives[kind, near]
+        return modelled * point.ms / transfer_ms(kind, point.bytes, near, near_nodes, self.slowest)
 
     def __str__(self) -> str:
         """Return a table with one column for each kind of rank."""
