@@ -40,7 +40,7 @@ from recsys.distributed.planner import planners, types
 from recsys.distributed.planner import topology as topologies
 from recsys.distributed.planner.agreement import made_by_rank_0, planning_ranks
 from recsys.distributed.planner.option_lister import ShardEstimator
-from recsys.distributed.planner.plan_cost import Rating
+from recsys.distributed.planner.plan_cost import PlanCost
 from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.planner.tables import Bytes, PlannedTable
@@ -356,7 +356,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
 
     def _rating_of(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan
-    ) -> Rating:
+    ) -> PlanCost:
         rating = super()._rating_of(module, sharders, plan)
         return replace(rating, is_custom=self._tries_proposals)
 

@@ -6,10 +6,11 @@ import functools
 from dataclasses import dataclass
 
 from recsys.distributed.planner import topology as ours
+from recsys.distributed.planner.tables import Summable
 
 
 @dataclass(order=True, unsafe_hash=True)
-class Storage:
+class Storage(Summable):
     """Bytes of memory. Orders by `hbm`, then `ddr`, then `ssd`.
 
     Args:
@@ -27,9 +28,6 @@ class Storage:
     ddr: int
     ssd: int = 0
 
-    def __add__(self, other: Storage) -> Storage:
-        return Storage(self.hbm + other.hbm, self.ddr + other.ddr, self.ssd + other.ssd)
-
     def __sub__(self, other: Storage) -> Storage:
         return Storage(self.hbm - other.hbm, self.ddr - other.ddr, self.ssd - other.ssd)
 
@@ -39,7 +37,7 @@ class Storage:
 
 
 @dataclass(unsafe_hash=True)
-class Perf:
+class Perf(Summable):
     """Milliseconds of a training step.
 
     Args:
@@ -67,16 +65,6 @@ class Perf:
         """All of it."""
         looked_up = self.fwd_compute + self.bwd_compute + self.prefetch_compute
         return looked_up + self.fwd_comms + self.bwd_comms + self.input_dist_comms
-
-    def __add__(self, other: Perf) -> Perf:
-        return Perf(
-            fwd_compute=self.fwd_compute + other.fwd_compute,
-            fwd_comms=self.fwd_comms + other.fwd_comms,
-            bwd_compute=self.bwd_compute + other.bwd_compute,
-            bwd_comms=self.bwd_comms + other.bwd_comms,
-            input_dist_comms=self.input_dist_comms + other.input_dist_comms,
-            prefetch_compute=self.prefetch_compute + other.prefetch_compute,
-        )
 
 
 @dataclass(unsafe_hash=True)

@@ -16,16 +16,16 @@ import numpy as np
 
 from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType, format_table
 from recsys.distributed.planner.assignment import Assignment
+from recsys.distributed.planner.formatting import mib, shorten
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import Reach, TableOption
 from recsys.distributed.planner.placement import InfeasibleError, Placement, Problem, Ranks
-from recsys.distributed.planner.plan_cost import RatedTable, Rating
+from recsys.distributed.planner.plan_cost import PlanCost, TableCost
 from recsys.distributed.planner.search import search
 from recsys.distributed.planner.shard_arrays import ShardArrays
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
-from recsys.distributed.planner.words import mib, shorten
 
 _ANY_GAP = 1e4  # a tolerance with which the search ends at nearly any placement that fits
 _SECONDS = 3.0  # to look for what would fit
@@ -113,7 +113,7 @@ class Gain(NamedTuple):
     slowest_ms: float
 
 
-def gains_of(rating: Rating, *, left: Callable[[], float], least: float = 0.01) -> Iterator[Gain]:
+def gains_of(rating: PlanCost, *, left: Callable[[], float], least: float = 0.01) -> Iterator[Gain]:
     """Plans again under each change, and yields those that make the slowest rank faster.
 
     None where the user's own enumerator or partitioner plans, which would not plan like this.
@@ -131,7 +131,7 @@ def gains_of(rating: Rating, *, left: Callable[[], float], least: float = 0.01) 
             yield Gain(text=text, slowest_ms=found.slowest_ms)
 
 
-def _changes(rating: Rating) -> Iterator[tuple[str, tuple[PlannedTable, ...], tuple[Bytes, ...]]]:
+def _changes(rating: PlanCost) -> Iterator[tuple[str, tuple[PlannedTable, ...], tuple[Bytes, ...]]]:
     """Yield what a user could change, and the tables and budgets after it."""
     tables = tuple(rated.table for rated in rating.tables)
     budgets = rating.budgets
@@ -149,17 +149,17 @@ def _changes(rating: Rating) -> Iterator[tuple[str, tuple[PlannedTable, ...], tu
     if halves != tables:
         yield "Keep weights in 16 bits (data_type=DataType.FP16)", halves, budgets
     if fullness(rating) > _FULL:
-        more = tuple(budget.plus(budget) for budget in budgets)
+        more = tuple(budget + budget for budget in budgets)
         yield "Have twice the memory free for tables", tables, more
 
 
 def _freed(
-    rating: Rating, tables: tuple[PlannedTable, ...]
+    rating: PlanCost, tables: tuple[PlannedTable, ...]
 ) -> Iterator[tuple[str, tuple[PlannedTable, ...]]]:
     """Yield what it is to lift the constraints on one costly table, and on all."""
     freed = {(table.path, table.name): table for table in rating.unconstrained}
-    longest = sorted(rating.times_on(rating.slowest_rank), key=lambda entry: -entry[0])
-    keys = dict.fromkeys((rated.table.path, rated.table.name) for _, rated in longest)
+    longest = sorted(rating.placed[rating.slowest_rank], key=lambda entry: -entry[1])
+    keys = dict.fromkeys((rated.table.path, rated.table.name) for _, _, rated in longest)
     costly = [key for key in keys if key in freed][:2]
     lifts = [(f"table {key[1]!r}", {key: freed[key]}) for key in costly]
     if set(costly) != freed.keys():
@@ -169,7 +169,7 @@ def _freed(
         yield text, tuple(lifted.get((t.path, t.name), t) for t in tables)
 
 
-def fullness(rating: Rating) -> float:
+def fullness(rating: PlanCost) -> float:
     """Return the share that the fullest rank uses of a memory that is free for tables."""
     return max(
         used / max(free, 1) for both in rating.memory for used, free in zip(*both, strict=True)
@@ -198,7 +198,7 @@ class Alternative(NamedTuple):
 
 
 def alternatives(
-    rating: Rating, table: RatedTable, options: Sequence[TableOption]
+    rating: PlanCost, table: TableCost, options: Sequence[TableOption]
 ) -> list[Alternative]:
     """Return the best option of each sharding type and kernel, without the plan's own.
 
@@ -234,14 +234,13 @@ def alternatives(
     return sorted(found.values(), key=_order)
 
 
-def _ranks_without(rating: Rating, table: RatedTable) -> Ranks:
+def _ranks_without(rating: PlanCost, table: TableCost) -> Ranks:
     """Return the ranks as a plan fills them, without one table."""
     problem = problem_of(rating.topology, rating.budgets, [])
-    kinds = rating.topology.kinds
     loads = [cost.total for cost in rating.costs]
     used = [stored.total for stored in rating.storage]
-    for rank, shard in table.shards():
-        loads[rank] = max(loads[rank] - shard.cost_ms[kinds[rank]], 0.0)
+    for rank, shard, shard_ms in table.shards:
+        loads[rank] = max(loads[rank] - shard_ms, 0.0)
         used[rank] = Bytes(*map(sub, used[rank], shard.memory))
     return replace(problem.ranks, base_ms=loads, base_memory=used)
 
@@ -291,8 +290,8 @@ class Misfit:
         return [table for table, _ in self.listed]
 
     def _one_too_big(self, error: InfeasibleError) -> str:
-        table, options = self.listed[error.too_big[0].table]
-        others = [f"{self._tables[big.table].name!r}" for big in error.too_big[1:]]
+        table, options = self.listed[error.too_big[0]]
+        others = [f"{self._tables[index].name!r}" for index in error.too_big[1:]]
         also = f"\nNor do {shorten(others)}." if others else ""
         return f"{_describe(table)} does not fit on {self._where()} of {self._tried(options)}{also}"
 
@@ -403,7 +402,7 @@ class Misfit:
         return plan_again(self.lister.on(topology), tables, budgets, **limits) is not None
 
 
-def check_fits(rating: Rating) -> None:
+def check_fits(rating: PlanCost) -> None:
     """Raise unless every rank has the memory that a plan takes.
 
     Raises:
@@ -418,7 +417,7 @@ def check_fits(rating: Rating) -> None:
     if not over:
         return
     rank, pool = worst = max(over, key=lambda place: over[place])
-    sizes = [(shard.memory[pool], rated.table) for shard, rated in rating.placed[rank]]
+    sizes = [(shard.memory[pool], rated.table) for shard, _, rated in rating.placed[rank]]
     largest = sorted(sizes, key=lambda entry: -entry[0])
     tables = [f"{table.name!r} of module {table.path!r} ({mib(size)})" for size, table in largest]
     memory = "host" if pool else rating.topology.compute_device

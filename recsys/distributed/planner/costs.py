@@ -29,14 +29,14 @@ performance model for multicore architectures", 2009.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import final
 
 from recsys.distributed.placement.plan import EmbeddingComputeKernel
 from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.measured import LookupSpeed
 from recsys.distributed.planner.part_load import load_of
-from recsys.distributed.planner.tables import Part, PlannedTable
+from recsys.distributed.planner.tables import Part, PlannedTable, Summable
 from recsys.distributed.planner.topology import Topology
 
 _LENGTH_BYTES, _VALUE_BYTES = 4, 4
@@ -48,7 +48,7 @@ REPLICA_PASSES = 1 + 2 + 2 + 1 + 3
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
+class Cost(Summable):
     """Milliseconds of one step.
 
     Attributes:
@@ -77,11 +77,6 @@ class Cost:
         """All of it."""
         looked_up = self.prefetch + self.forward + self.backward
         return looked_up + self.input + self.output + self.update
-
-    def plus(self, other: Cost) -> Cost:
-        """Return the sum of both."""
-        names = [part.name for part in fields(self)]
-        return Cost(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @final

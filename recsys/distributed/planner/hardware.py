@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast, final
 
 from recsys.distributed.placement.plan import format_table
-from recsys.distributed.planner.words import show_ranks
+from recsys.distributed.planner.formatting import show_ranks
 from recsys.kernels.arguments import instance, wrong_type
 
 DEVICES = ("cpu", "cuda")

@@ -41,7 +41,7 @@ from recsys.distributed.planner.model_tables import check_kernels, tables_of
 from recsys.distributed.planner.option_lister import OptionLister, ShardEstimator
 from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.placement import InfeasibleError, Placement
-from recsys.distributed.planner.plan_cost import RatedTable, Rating
+from recsys.distributed.planner.plan_cost import PlanCost, TableCost
 from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.planner.search import search
@@ -240,9 +240,16 @@ class EmbeddingShardingPlanner:
         placement: Placement,
     ) -> RatedPlan:
         """Return the plan that a placement is."""
+        kinds = self._topology.kinds
         placed = [
-            RatedTable(table=table, option=of[by.option], ranks=tuple(by.ranks), options=tuple(of))
-            for (table, of), by in zip(listed, placement.choices, strict=True)
+            TableCost(
+                table=table,
+                option=options[choice.option],
+                ranks=tuple(choice.ranks),
+                kinds=kinds,
+                options=tuple(options),
+            )
+            for (table, options), choice in zip(listed, placement.choices, strict=True)
         ]
         rating = self._rating(module, sharders, placed, budgets, placement)
         plan = RatedPlan(rating=rating, made_for=self._made_for)
@@ -285,7 +292,7 @@ class EmbeddingShardingPlanner:
         check_fits(rating)
         return RatedPlan(plan.plan, rating=rating, made_for=plan.made_for or self._made_for)
 
-    def _rating_of(self, module: nn.Module, sharders: Sharders, plan: ShardingPlan) -> Rating:
+    def _rating_of(self, module: nn.Module, sharders: Sharders, plan: ShardingPlan) -> PlanCost:
         tables = self._tables(module, sharders)
         paths = dict.fromkeys(table.path for table in tables)
         check_plan_paths(plan, paths)
@@ -294,7 +301,9 @@ class EmbeddingShardingPlanner:
         rated = []
         for table in tables:
             option, ranks = self._lister.option_of(table, plan.plan[table.path][table.name])
-            rated.append(RatedTable(table=table, option=option, ranks=ranks))
+            rated.append(
+                TableCost(table=table, option=option, ranks=ranks, kinds=self._topology.kinds)
+            )
         check_kernels(module, sharders, plan, self._topology.compute_device)
         return self._rating(module, sharders, rated, self._budgets(module, tables))
 
@@ -314,16 +323,16 @@ class EmbeddingShardingPlanner:
         self,
         module: nn.Module,
         sharders: Sharders,
-        rated: Sequence[RatedTable],
+        rated: Sequence[TableCost],
         budgets: Sequence[Bytes],
         placement: Placement | None = None,
-    ) -> Rating:
+    ) -> PlanCost:
         lifted = unconstrained(self._constraints)
         under = {**self._constraints, **lifted}
         free = (
             [t for t in self._tables(module, sharders, under) if t.name in lifted] if lifted else ()
         )
-        return Rating(
+        return PlanCost(
             lister=self._lister,
             tables=tuple(rated),
             budgets=tuple(budgets),

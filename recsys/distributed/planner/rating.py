@@ -8,10 +8,10 @@ from pathlib import Path
 
 from recsys.distributed.placement.plan import format_table
 from recsys.distributed.placement.plan_json import ShardingPlan
-from recsys.distributed.planner.explanation import COST_PARTS, Explanation
-from recsys.distributed.planner.plan_cost import Rating
+from recsys.distributed.planner.formatting import ms, size_of
+from recsys.distributed.planner.plan_cost import PlanCost
 from recsys.distributed.planner.report_html import report_html
-from recsys.distributed.planner.words import ms, size_of
+from recsys.distributed.planner.report_rows import COST_PARTS, Explanation
 
 _MOST_RANKS = 16
 _SLOWEST = 3
@@ -27,7 +27,7 @@ class RatedPlan(ShardingPlan):
         rating: milliseconds and memory of each rank and table; None once it is edited or loaded.
     """
 
-    rating: Rating | None = field(default=None, compare=False, repr=False)
+    rating: PlanCost | None = field(default=None, compare=False, repr=False)
     _explanation: Explanation | None = field(default=None, init=False, compare=False, repr=False)
 
     def report(self, *, seconds: float = 5.0) -> str:
@@ -79,7 +79,7 @@ class RatedPlan(ShardingPlan):
         entries = {(path, name): e for path, of in self.plan.items() for name, e in of.items()}
         for path, name in [*entries, *rated]:
             table, entry = rated.get((path, name)), entries.get((path, name))
-            if table is None or entry is None or not table.is_placed_by(entry):
+            if table is None or entry is None or not table.matches(entry):
                 raise ValueError(
                     f"A plan must be rated as it is; received one whose table {name!r} of module "
                     f"{path!r} was edited since. planner.rate(module, sharders, plan) rates it "
@@ -95,7 +95,7 @@ def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _ranks(rating: Rating) -> str:
+def _ranks(rating: PlanCost) -> str:
     labels = _labels(rating)
     rows = []
     for rank, label in labels.items():
@@ -111,7 +111,7 @@ def _ranks(rating: Rating) -> str:
     return f"{text}\n... and {left_out} more" if left_out else text
 
 
-def _labels(rating: Rating) -> dict[int, str]:
+def _labels(rating: PlanCost) -> dict[int, str]:
     """Return the ranks to show, each with what it is among many."""
     totals = [cost.total for cost in rating.costs]
     order = sorted(range(len(totals)), key=lambda rank: (-totals[rank], rank))
@@ -125,12 +125,12 @@ def _labels(rating: Rating) -> dict[int, str]:
 
 
 def _tables(explanation: Explanation) -> Iterator[str]:
-    for facts in explanation.tables[:_MOST_TABLES]:
-        table, time = facts.rated.table, ms(facts.busiest_ms)
-        if facts.rated.option.num_ranks > 1:
-            time = f"at most {time} on one, {ms(facts.work_ms)} on all together"
-        size = f"{table.rows:,} x {table.dim}, {size_of(sum(facts.memory))}"
-        yield f"{facts.name}, {size}: {facts.place}, {time}"
-        yield from (f"    {other}" for other in explanation.others(facts))
+    for rated in explanation.tables[:_MOST_TABLES]:
+        table, time = rated.table, ms(rated.busiest_ms)
+        if rated.option.num_ranks > 1:
+            time = f"at most {time} on one, {ms(rated.work_ms)} on all together"
+        size = f"{table.rows:,} x {table.dim}, {size_of(sum(rated.memory))}"
+        yield f"{table.full_name}, {size}: {explanation.place(rated)}, {time}"
+        yield from (f"    {other}" for other in explanation.others(rated))
     if len(explanation.tables) > _MOST_TABLES:
         yield f"... and {len(explanation.tables) - _MOST_TABLES} more"

@@ -7,9 +7,9 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from recsys.distributed.planner.explanation import COST_PARTS, Explanation, TableFacts
-from recsys.distributed.planner.plan_cost import Rating
-from recsys.distributed.planner.words import ms, size_of
+from recsys.distributed.planner.formatting import ms, size_of
+from recsys.distributed.planner.plan_cost import PlanCost, TableCost
+from recsys.distributed.planner.report_rows import COST_PARTS, Explanation
 
 _MOST_TABLES = 1500
 _MOST_RANKS = 2048
@@ -46,7 +46,7 @@ def _list(title: str, lines: Sequence[str]) -> str:
     return f"<h2>{title}</h2>\n<ul>{items}</ul>" if lines else ""
 
 
-def _times(rating: Rating) -> str:
+def _times(rating: PlanCost) -> str:
     """Return the ranks by parts of their time, as a heat map."""
     most = max((ms for cost in rating.costs for ms in cost.parts), default=0.0) or 1.0
     slowest = rating.slowest_ms or 1.0
@@ -61,7 +61,7 @@ def _times(rating: Rating) -> str:
     return _table(head, rows, caption, left_out=len(rating.costs) - _MOST_RANKS)
 
 
-def _memory(rating: Rating) -> str:
+def _memory(rating: PlanCost) -> str:
     """Return the memory of ranks, as bars."""
     pools = rating.pools
     rows = []
@@ -84,13 +84,13 @@ def _bar(used: int, budget: int) -> str:
     )
 
 
-def _table_row(explanation: Explanation, facts: TableFacts) -> str:
-    table, size = facts.rated.table, sum(facts.memory)
-    others = "<br>".join(map(escape, explanation.others(facts)))
+def _table_row(explanation: Explanation, rated: TableCost) -> str:
+    table, size = rated.table, sum(rated.memory)
+    others = "<br>".join(map(escape, explanation.others(rated)))
     return (
-        f'<tr><td class=t>{escape(facts.name)}<td data-k="{table.rows}">{table.rows:,}'
-        f"<td>{table.dim}<td class=t>{escape(facts.place)}"
-        f"<td>{facts.busiest_ms:.4f}<td>{facts.work_ms:.4f}"
+        f'<tr><td class=t>{escape(table.full_name)}<td data-k="{table.rows}">{table.rows:,}'
+        f"<td>{table.dim}<td class=t>{escape(explanation.place(rated))}"
+        f"<td>{rated.busiest_ms:.4f}<td>{rated.work_ms:.4f}"
         f'<td data-k="{size}">{size_of(size)}<td class=t>{others or "none"}'
     )
 

@@ -56,7 +56,6 @@ def search(
     Raises:
         InfeasibleError: if nothing fits into memory, or, with `proven` false, no placement that
             fits was found.
-        ValueError: if `time_limit` or `tolerance` is negative.
 
     Example:
         >>> from recsys.distributed.planner.costs import Cost
@@ -78,9 +77,6 @@ def search(
         >>> found.slowest_ms, found.optimal
         (1.6, True)
     """
-    for name, value in (("time_limit", time_limit), ("tolerance", tolerance)):
-        if value is not None and not value >= 0:
-            raise ValueError(f"search: {name} must not be negative; received {value}.")
     started = time.monotonic()
     arrays = ShardArrays(problem)
     arrays.check_each_fits()

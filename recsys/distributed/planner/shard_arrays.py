@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys.distributed.planner.options import Reach, Shards, TableOption
-from recsys.distributed.planner.placement import InfeasibleError, Problem, TooBig
+from recsys.distributed.planner.placement import InfeasibleError, Problem
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -128,12 +128,8 @@ class ShardArrays:
         if not self.num_tables:
             return
         misses_T = np.minimum.reduceat(self.misses_O, self.first_T[:-1])
-        too_big = tuple(
-            TooBig(table=int(table), bytes_over=int(misses_T[table]))
-            for table in np.flatnonzero(misses_T)
-        )
-        if too_big:
-            raise InfeasibleError(too_big=too_big)
+        if misses_T.any():
+            raise InfeasibleError(too_big=tuple(np.flatnonzero(misses_T).tolist()))
 
     def both_pools(self, bytes_M: Floats) -> tuple[int, int]:
         """Return bytes on device and host, rounded up."""

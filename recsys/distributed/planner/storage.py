@@ -13,7 +13,7 @@ from typing import final
 
 from recsys.distributed.placement.plan import EmbeddingComputeKernel
 from recsys.distributed.planner.part_load import PartLoad, load_of
-from recsys.distributed.planner.tables import Bytes, Part, PlannedTable, Storage, sum_of
+from recsys.distributed.planner.tables import Bytes, Part, PlannedTable, Storage
 from recsys.distributed.planner.topology import Topology
 
 _VALUE_BYTES, _LENGTH_BYTES, _ROW_ID_BYTES = 4, 4, 8
@@ -85,7 +85,7 @@ class StorageModel:
 
     def of_batch(self, tables: Sequence[PlannedTable]) -> Storage:
         """Return the memory of a rank's own batch and of its embeddings, whatever the plan."""
-        return Storage(buffers=sum_of(Bytes(int(self._own_bytes(table))) for table in tables))
+        return Storage(buffers=Bytes(sum(int(self._own_bytes(table)) for table in tables)))
 
     def _own_bytes(self, table: PlannedTable) -> float:
         ids, bags = table.load(self._batch_size)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast, final
 
 from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
 from recsys.distributed.planner.constants import UVM_CACHING_RATIO
@@ -29,17 +28,26 @@ class Bytes(NamedTuple):
     device: int
     host: int = 0
 
-    def plus(self, other: Bytes) -> Bytes:
-        """Return the sum of both."""
+    def __add__(self, other: Bytes) -> Bytes:  # type: ignore[override]
         return Bytes(self.device + other.device, self.host + other.host)
 
 
 _NOTHING = Bytes(0)
 
 
+class Summable:
+    """Base of dataclasses that are added field by field."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Self) -> Self:
+        names = [part.name for part in fields(cast(Any, self))]
+        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Storage:
+class Storage(Summable):
     """Memory of one rank, by what it is for.
 
     Attributes:
@@ -60,17 +68,7 @@ class Storage:
     @property
     def total(self) -> Bytes:
         """All of it."""
-        return sum_of((self.weights, self.state, self.gradients, self.cache, self.buffers))
-
-    def plus(self, other: Storage) -> Storage:
-        """Return the sum of both."""
-        names = [part.name for part in fields(self)]
-        return Storage(**{name: getattr(self, name).plus(getattr(other, name)) for name in names})
-
-
-def sum_of(sizes: Iterable[Bytes]) -> Bytes:
-    """Return all of them together."""
-    return functools.reduce(Bytes.plus, sizes, _NOTHING)
+        return self.weights + self.state + self.gradients + self.cache + self.buffers
 
 
 Block: TypeAlias = tuple[int, int, int]
@@ -145,6 +143,11 @@ class PlannedTable:
     wire_bytes: tuple[float, float] = (4.0, 4.0)
     constraints: ParameterConstraints
     kernels: Mapping[ShardingType, Sequence[EmbeddingComputeKernel]]
+
+    @property
+    def full_name(self) -> str:
+        """Path of the module, a dot and the name of the table."""
+        return f"{self.path}.{self.name}" if self.path else self.name
 
     def same_options(self) -> Hashable:
         """Return what is the same for tables that may be placed in the same ways at the same cost.

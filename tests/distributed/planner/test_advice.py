@@ -202,7 +202,7 @@ def test_what_has_no_room_comes_last_and_says_by_how_much() -> None:
     assert others[-1].bytes_over > 0
     whole = next(o for o in others if o.option.sharding_type.value == "table_wise")
     free = [budget.device - used.device for used, budget in rating.memory]
-    for rank, shard in table.shards():
+    for rank, shard, _ in table.shards:
         free[rank] += shard.memory.device
     assert whole.bytes_over == whole.option.shards[0].memory.device - max(free)
     fits = [o.bytes_over == 0 for o in others]

@@ -16,9 +16,9 @@ from recsys.distributed.planner import (
     Topology,
 )
 from recsys.distributed.planner.advice import fullness, plan_again, with_half_weights
-from recsys.distributed.planner.explanation import Explanation
+from recsys.distributed.planner.formatting import ms, size_of
 from recsys.distributed.planner.rating import RatedPlan
-from recsys.distributed.planner.words import ms, size_of
+from recsys.distributed.planner.report_rows import Explanation
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from tests.distributed.planner.test_planners import SHARDERS, collection
 

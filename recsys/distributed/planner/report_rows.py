@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import NamedTuple, final
+from typing import final
 
 from recsys.distributed.planner.advice import Alternative, Gain, alternatives, gains_of
 from recsys.distributed.planner.costs import Cost
+from recsys.distributed.planner.formatting import ms, show_ranks, size_of
 from recsys.distributed.planner.options import TableOption
-from recsys.distributed.planner.plan_cost import RatedTable, Rating
-from recsys.distributed.planner.tables import Bytes, sum_of
-from recsys.distributed.planner.words import ms, show_ranks, size_of
+from recsys.distributed.planner.plan_cost import PlanCost, TableCost
 
 COST_PARTS = tuple(part.name for part in fields(Cost))
 """The parts of a rank's time, in order."""
@@ -21,26 +20,6 @@ _NEARLY_FULL = 0.95
 _HOT = 0.9  # share of the slowest rank's time that a table takes which binds all
 _EVEN = 0.02
 _WIDE_GAP = 0.02  # worth a longer search
-
-
-class TableFacts(NamedTuple):
-    """What there is to say about a table.
-
-    Attributes:
-        rated: where it is.
-        name: after its module's path.
-        place: where it is, in words.
-        busiest_ms: on the rank where it takes longest.
-        work_ms: on all ranks together.
-        memory: on all ranks together.
-    """
-
-    rated: RatedTable
-    name: str
-    place: str
-    busiest_ms: float
-    work_ms: float
-    memory: Bytes
 
 
 @final
@@ -52,7 +31,7 @@ class Explanation:
         seconds: how long to try changes for.
     """
 
-    def __init__(self, rating: Rating, seconds: float) -> None:
+    def __init__(self, rating: PlanCost, seconds: float) -> None:
         self.rating = rating
         self.seconds = seconds
         self._unconstrained = {(t.path, t.name): t for t in rating.unconstrained}
@@ -60,44 +39,36 @@ class Explanation:
         self.gains: list[Gain] = sorted(
             gains_of(rating, left=lambda: deadline - time.monotonic()), key=lambda g: g.slowest_ms
         )
-        self.tables = sorted(map(self._facts_of, rating.tables), key=lambda t: -t.busiest_ms)
+        self.tables = sorted(rating.tables, key=lambda table: -table.busiest_ms)
 
-    def _facts_of(self, rated: RatedTable) -> TableFacts:
-        table, topology = rated.table, self.rating.topology
-        times = [shard.cost_ms[topology.kinds[rank]] for rank, shard in rated.shards()]
-        return TableFacts(
-            rated=rated,
-            name=f"{table.path}.{table.name}" if table.path else table.name,
-            place=way(rated.option, rated.ranks, topology.world_size),
-            busiest_ms=max(times),
-            work_ms=sum(times),
-            memory=sum_of(shard.memory for _, shard in rated.shards()),
-        )
+    def place(self, rated: TableCost) -> str:
+        """Return where a table is, in words."""
+        return describe_option(rated.option, rated.ranks, self.rating.topology.world_size)
 
-    def others(self, facts: TableFacts, most: int = 2) -> list[str]:
+    def others(self, rated: TableCost, most: int = 2) -> list[str]:
         """Return the best other ways to place a table, one for each sharding type and kernel.
 
         Where the user's constraints leave no other, those that there would be without them.
         """
-        rated, list_options = facts.rated, self.rating.lister.options_of
+        list_options = self.rating.lister.options_of
         found = alternatives(self.rating, rated, rated.options or list_options(rated.table))
         free = self._unconstrained.get((rated.table.path, rated.table.name))
         if not found and free is not None:
             found = alternatives(self.rating, rated, list_options(free))
-        return [self._sentence(other, facts) for other in found[:most]]
+        return [self._sentence(other, rated) for other in found[:most]]
 
-    def _sentence(self, other: Alternative, facts: TableFacts) -> str:
+    def _sentence(self, other: Alternative, rated: TableCost) -> str:
         """Return what an alternative would cost, and whether constraints rule it out, in words."""
         option, slowest_ms = other.option, self.rating.slowest_ms
-        allowed = option.compute_kernel in facts.rated.table.kernels.get(option.sharding_type, ())
-        name = f"{way(option)}{'' if allowed else ' (if its constraints allowed)'}"
+        allowed = option.compute_kernel in rated.table.kernels.get(option.sharding_type, ())
+        name = f"{describe_option(option)}{'' if allowed else ' (if its constraints allowed)'}"
         if other.bytes_over:
             memory = "host memory" if other.host else "memory"
             return f"{name}: does not fit, {size_of(other.bytes_over)} of {memory} short"
         change = other.slowest_ms / slowest_ms - 1 if slowest_ms else 0.0
         if abs(change) >= 5e-4:
             return f"{name}: slowest rank {ms(other.slowest_ms)} ({change:+.1%})"
-        more = other.work_ms - facts.work_ms
+        more = other.work_ms - rated.work_ms
         sign = "-" if more <= -1e-4 else "+"  # less is shown as 0
         return f"{name}: slowest rank the same, {sign}{ms(abs(more))} on all ranks together"
 
@@ -152,8 +123,8 @@ class Explanation:
         shares = [(time / (total or 1.0), part) for time, part in parts]
         texts = [f"{share:.1%} {part}" for share, part in shares if share >= 5e-4]
         found = [f"Time of rank {slowest}: {', '.join(texts) or 'none'}."]
-        times = rating.times_on(slowest)
-        most_ms, hot = max(times, key=lambda entry: entry[0], default=(0.0, None))
+        shards = rating.placed[slowest]
+        _, most_ms, hot = max(shards, key=lambda entry: entry[1], default=(None, 0.0, None))
         mean = sum(cost.total for cost in rating.costs) / len(rating.costs)
         is_alone = rating.topology.world_size == 1
         if not is_alone and hot is not None and most_ms >= _HOT * total:
@@ -184,7 +155,7 @@ class Explanation:
         return found
 
 
-def way(option: TableOption, ranks: Sequence[int] = (), world_size: int = 0) -> str:
+def describe_option(option: TableOption, ranks: Sequence[int] = (), world_size: int = 0) -> str:
     """Return an option in words, such as "row_wise on all 8 ranks".
 
     Args:
