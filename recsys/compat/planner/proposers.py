@@ -49,15 +49,19 @@ class _Listed(Proposer):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """Go on to the next proposal.
+        """Advance to the next proposal.
 
         Args:
-            partitionable: not needed.
-            plan: not needed.
-            perf_rating: not needed.
-            storage_constraint: not needed.
+            partitionable: Unused.
+            plan: Unused.
+            perf_rating: Rating of the proposal, if the partitioner placed it.
+            storage_constraint: Ranks with their free memory.
         """
+        self._learn(perf_rating, storage_constraint)
         self._current = next(self._left, None)
+
+    def _learn(self, perf_rating: float | None, storage_constraint: Topology | None) -> None:
+        """Process the feedback on a proposal."""
 
     def _groups(self, search_space: list[ShardingOption]) -> list[list[ShardingOption]]:
         """Return the options of each table, the best first."""
@@ -125,42 +129,16 @@ class GreedyProposer(_Listed):
         self._best_rating = math.inf
         self._num_worse = 0
 
-    def load(
-        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
-    ) -> None:
-        """Take the options to propose from.
-
-        Args:
-            search_space: all options of all tables, estimated.
-            enumerator: not needed.
-        """
-        self._best_rating, self._num_worse = math.inf, 0
-        super().load(search_space, enumerator)
-
-    def feedback(
-        self,
-        partitionable: bool,
-        plan: list[ShardingOption] | None = None,
-        perf_rating: float | None = None,
-        storage_constraint: Topology | None = None,
-    ) -> None:
-        """Go on to the next proposal, unless the ratings do not become better.
-
-        Args:
-            partitionable: not needed.
-            plan: not needed.
-            perf_rating: of the proposal, if it could be placed.
-            storage_constraint: not needed.
-        """
+    def _learn(self, perf_rating: float | None, storage_constraint: Topology | None) -> None:
         if perf_rating is not None and self._threshold is not None:
             is_better = perf_rating < self._best_rating
             self._best_rating = min(self._best_rating, perf_rating)
             self._num_worse = 0 if is_better else self._num_worse + 1
             if self._num_worse > self._threshold:
                 self._left = iter(())
-        super().feedback(partitionable, plan, perf_rating, storage_constraint)
 
     def _proposals(self, search_space: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
+        self._best_rating, self._num_worse = math.inf, 0
         groups = self._groups(search_space)
         chosen = [0] * len(groups)
         while groups:
@@ -198,25 +176,10 @@ class DynamicProgrammingProposer(_Listed):
         self._by_table: list[list[ShardingOption]] = []
         self._knows_memory = False
 
-    def feedback(
-        self,
-        partitionable: bool,
-        plan: list[ShardingOption] | None = None,
-        perf_rating: float | None = None,
-        storage_constraint: Topology | None = None,
-    ) -> None:
-        """Go on to the next proposal.
-
-        Args:
-            partitionable: not needed.
-            plan: not needed.
-            perf_rating: not needed.
-            storage_constraint: the ranks, with the memory that is free; needed once.
-        """
+    def _learn(self, perf_rating: float | None, storage_constraint: Topology | None) -> None:
         if storage_constraint is not None and not self._knows_memory:
             self._knows_memory = True
             self._left = self._fastest_by_memory(storage_constraint)
-        super().feedback(partitionable, plan, perf_rating, storage_constraint)
 
     def _proposals(self, search_space: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
         self._by_table, self._knows_memory = self._groups(search_space), False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -40,7 +41,38 @@ KV_CACHING_RATIO = UVM_CACHING_RATIO
 _T = TypeVar("_T")
 
 
-class EmbeddingPerfEstimator(ShardEstimator):
+class _Estimator(ShardEstimator):
+    """Base of estimators that compute with a model of the planner.
+
+    Args:
+        topology: Machine.
+        constraints: Constraints by table name, for traffic that options do not state.
+        is_inference: Whether to leave out everything that only training needs.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: dict[str, ParameterConstraints] | None,
+        is_inference: bool,
+    ) -> None:
+        super().__init__(topology, constraints)
+        self._is_inference = is_inference
+
+    def _tables_of(
+        self, options: Sequence[ShardingOption], data: SharderDataMap, model_of: Callable[[int], _T]
+    ) -> Iterator[tuple[ShardingOption, PlannedTable, _T]]:
+        """Yield options with their tables, and the model for their batch size."""
+        models: dict[int, _T] = {}
+        for option, table in _tables_of(options, data, self._constraints, self._topology):
+            if option.batch_size not in models:
+                models[option.batch_size] = model_of(option.batch_size)
+            if self._is_inference:
+                table = replace(table, optimizer=None, trains=False)
+            yield option, table, models[option.batch_size]
+
+
+class EmbeddingPerfEstimator(_Estimator):
     """Sets the milliseconds of shards by `CostModel`.
 
     Where ranks differ, they are those of a rank as slow as the slowest.
@@ -60,8 +92,7 @@ class EmbeddingPerfEstimator(ShardEstimator):
         config: HardwarePerfConfig | None = None,
     ) -> None:
         self._config = config or HardwarePerfConfig()
-        super().__init__(self._config.applied_to(topology), constraints)
-        self._is_inference = is_inference
+        super().__init__(self._config.applied_to(topology), constraints, is_inference)
 
     @property
     def config(self) -> HardwarePerfConfig:
@@ -85,14 +116,9 @@ class EmbeddingPerfEstimator(ShardEstimator):
         Raises:
             ValueError: if there is neither data nor a default sharder for a module.
         """
-        models: dict[int, CostModel] = {}
-        for option, table in _tables_of(
-            sharding_options, sharder_data_map, self._constraints, self._topology
+        for option, table, model in self._tables_of(
+            sharding_options, sharder_data_map, functools.partial(CostModel, self._topology)
         ):
-            if option.batch_size not in models:
-                models[option.batch_size] = CostModel(self._topology, option.batch_size)
-            model = models[option.batch_size]
-            table = _frozen(table) if self._is_inference else table
             sizes = [shard.size for shard in option.shards]
             kind, kernel = _kind_of(option)
             costs = _each(table, kind, kernel, sizes, model.of_shard, model.of_replica, Cost())
@@ -129,7 +155,7 @@ class EmbeddingPerfEstimator(ShardEstimator):
         )
 
 
-class EmbeddingStorageEstimator(ShardEstimator):
+class EmbeddingStorageEstimator(_Estimator):
     """Sets the bytes of shards by `StorageModel`.
 
     Args:
@@ -147,9 +173,8 @@ class EmbeddingStorageEstimator(ShardEstimator):
         *,
         is_inference: bool = False,
     ) -> None:
-        super().__init__(topology, constraints)
+        super().__init__(topology, constraints, is_inference)
         self._batches_in_flight = pipeline_type.batches_in_flight
-        self._is_inference = is_inference
 
     def estimate(
         self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
@@ -163,18 +188,13 @@ class EmbeddingStorageEstimator(ShardEstimator):
         Raises:
             ValueError: if there is neither data nor a default sharder for a module.
         """
-        models: dict[int, StorageModel] = {}
-        device = self._topology.compute_device
-        for option, table in _tables_of(
-            sharding_options, sharder_data_map, self._constraints, self._topology
-        ):
-            if option.batch_size not in models:
-                models[option.batch_size] = StorageModel(
-                    self._topology, option.batch_size, self._batches_in_flight
-                )
-            table = _frozen(table) if self._is_inference else table
+        make = functools.partial(
+            StorageModel, self._topology, batches_in_flight=self._batches_in_flight
+        )
+        for option, table, model in self._tables_of(sharding_options, sharder_data_map, make):
             sizes = [shard.size for shard in option.shards]
-            found = _storages(table, *_kind_of(option), sizes, models[option.batch_size], device)
+            device = self._topology.compute_device
+            found = _storages(table, *_kind_of(option), sizes, model, device)
             for shard, storage in zip(option.shards, found, strict=True):
                 shard.storage = storage
 
@@ -323,10 +343,6 @@ def _demands_of(
 def _demands(*, cache_params: CacheParams | None, **others: Any) -> ParameterConstraints:
     kernels = None if cache_params is None else [EmbeddingComputeKernel.FUSED_UVM_CACHING.value]
     return ParameterConstraints(compute_kernels=kernels, cache_params=cache_params, **others)
-
-
-def _frozen(table: PlannedTable) -> PlannedTable:
-    return replace(table, optimizer=None, trains=False)
 
 
 def _storages(

@@ -60,24 +60,13 @@ class FeatureStats:
         histogram: pairs of (times seen, how many ids were), ascending.
 
     Example:
+        >>> # three samples with the ids 7, 8, 9, 4, 5 and 5
         >>> stats = FeatureStats(ids_per_sample=2.0, batch_size=3.0, histogram=((1, 4), (2, 1)))
-        >>> stats.num_ids, stats.num_distinct
-        (6, 5)
     """
 
     ids_per_sample: float
     batch_size: float
     histogram: tuple[tuple[int, int], ...]
-
-    @property
-    def num_ids(self) -> int:
-        """Ids that were seen."""
-        return sum(times * count for times, count in self.histogram)
-
-    @property
-    def num_distinct(self) -> int:
-        """Different ids that were seen."""
-        return sum(count for _, count in self.histogram)
 
 
 @final
