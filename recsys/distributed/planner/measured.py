@@ -1,4 +1,4 @@
-"""Measured speeds of lookups and collectives, and what is assumed where nothing was measured."""
+"""Measured speeds of lookups and collectives, and the model for unmeasured ones."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LookupPoint:
-    """The measured speed of lookups of one shape.
+    """Measured speed of lookups of one shape.
 
     Args:
-        dim: columns of the tables.
-        pooling: ids per bag.
-        forward_bw: bytes of rows read per millisecond in forward.
-        backward_bw: bytes of rows read and written per millisecond in backward and update.
-        split_bw: the same where the table is split by columns and its optimizer keeps a value for
-            each row, such as row-wise Adagrad, sorting included.
+        dim: Columns of the tables.
+        pooling: Ids per bag.
+        forward_bw: Bytes of rows read per millisecond in forward.
+        backward_bw: Bytes of rows read and written per millisecond in backward and update.
+        split_bw: As `backward_bw`, for tables split by columns whose optimizer keeps a value for
+            each row, such as row-wise Adagrad; includes sorting.
 
     Raises:
-        ValueError: if a number is not positive.
+        ValueError: A number is not positive.
     """
 
     dim: int
@@ -45,7 +45,7 @@ class LookupPoint:
 
 
 class LookupSpeed(NamedTuple):
-    """Bytes per millisecond, each as in `LookupPoint`."""
+    """Bytes per millisecond, as in `LookupPoint`."""
 
     forward_bw: float
     backward_bw: float
@@ -55,17 +55,17 @@ class LookupSpeed(NamedTuple):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectivePoint:
-    """The measured time of one collective.
+    """Measured time of one collective.
 
     Args:
-        kind: one of `COLLECTIVES`.
-        world_size: ranks that took part, which were consecutive.
-        bytes: of the larger of a rank's two buffers: what an all-to-all or a reduce-scatter is
-            given, what an all-gather returns.
-        ms: milliseconds.
+        kind: One of `COLLECTIVES`.
+        world_size: Number of ranks, which were consecutive.
+        bytes: Bytes of the larger of a rank's two buffers: the input of an all-to-all or a
+            reduce-scatter, the output of an all-gather.
+        ms: Milliseconds.
 
     Raises:
-        ValueError: if a number is not positive or the kind is unknown.
+        ValueError: A number is not positive, or the kind is unknown.
     """
 
     kind: str
@@ -92,7 +92,7 @@ def _check_positive(point: LookupPoint | CollectivePoint, names: Sequence[str]) 
 
 
 class _Curve(NamedTuple):
-    """Straight lines between points with rising `xs`, level outside."""
+    """Linear interpolation between points with increasing `xs`, constant outside."""
 
     xs: tuple[float, ...]
     ys: tuple[float, ...]
@@ -110,16 +110,16 @@ class _Curve(NamedTuple):
 
 @final
 class LookupTable:
-    """Answers for any dim and pooling from measured points.
+    """Interpolates measured points for any dim and pooling.
 
-    Between measured poolings a bandwidth runs straight over the logarithm of the pooling, between
-    measured dims straight over the dim; outside it is that of the nearest.
+    A bandwidth is linear in the logarithm of the pooling and in the dim, and constant outside of
+    the measured range.
 
     Args:
-        points: at least one, each dim and pooling once.
+        points: At least one; each dim and pooling once.
 
     Raises:
-        ValueError: if a dim and pooling come twice.
+        ValueError: A dim and pooling occur twice.
 
     Example:
         >>> fast = LookupPoint(dim=64, pooling=1, forward_bw=2e6, backward_bw=1e6, split_bw=5e5)
@@ -140,7 +140,7 @@ class LookupTable:
 
     def at(self, dim: int, pooling: float) -> LookupSpeed:
         """Return the bandwidths in bytes per millisecond."""
-        x = math.log(max(pooling, 1e-9))  # features that are mostly empty have less than one id
+        x = math.log(max(pooling, 1e-9))  # mostly empty features have less than one id
         right = bisect_left(self._dims, dim)
         near = self._dims[max(right - 1, 0) : right + 1]
         xs = tuple(float(d) for d in near)
@@ -167,8 +167,8 @@ def largest_collectives(
 def _sorted(
     points: Sequence[_Point], table: str, names: tuple[str, ...], words: str
 ) -> dict[tuple[Any, ...], list[_Point]]:
-    """Return the points by all names but the last, in order; raise if one comes twice."""
-    key, alike = attrgetter(*names), dict[tuple[Any, ...], list[_Point]]()
+    """Return the sorted points by all names but the last; raise if a point occurs twice."""
+    key, groups = attrgetter(*names), dict[tuple[Any, ...], list[_Point]]()
     ordered = sorted(points, key=key)
     for one, other in pairwise(map(key, ordered)):
         if one == other:
@@ -176,8 +176,9 @@ def _sorted(
                 f"Topology.{table} must have each point once; received {words.format(*one)} twice."
             )
     for point in ordered:
-        alike.setdefault(key(point)[:-1], []).append(point)
-    return alike
+        groups.setdefault(key(point)[:-1], []).append(point)
+
+    return groups
 
 
 def transfer_ms(

@@ -1,19 +1,19 @@
-"""What reaches a part of a table in one step, and how what it looks up returns.
+"""Traffic of a shard in one step: the ids that it receives, and how its output returns.
 
-Costs and memory both follow from it. Parts of the rows of a pooled table return as the engine's
-output stage sends them:
+Costs and memory are computed from it. The rows of a pooled table that is split by rows return in
+one of these ways, as in the engine's output stage:
 
-- *by bag*: each part sends a sum for every bag, also where it has no ids of it;
-- *by id*: where a step has at most half as many ids as bags of all parts, each id is looked up as a
-  bag of its own, which needs no length, and its row returns to be pooled at home. On several nodes
-  that could add up on the way it has at most as many ids as each bag has nodes, which is what would
-  cross between them. The engine looks at all tables of a module together, and each batch; here each
-  table is taken by itself;
-- *added up on the way*, on a GPU and in fp32, where the ranks have parts of the same columns: a
-  reduce-scatter there and an all-gather back. That all ranks have is only known before a plan is
-  made if nothing else of the module may be sent.
+- *by bag*: each shard sends a sum for every bag, even if none of its ids are in the bag;
+- *by id*: if a step has at most half as many ids as bags of all shards, each id is looked up as a
+  bag of its own, without lengths, and its row is pooled on the rank of the sample. With several
+  nodes and sums on the way, the limit is as many ids as each bag has nodes, which is the traffic
+  between nodes. The engine decides for all tables of a module together and for each batch; this
+  model decides for each table separately;
+- *summed on the way*, on a GPU and in fp32, if all ranks have shards of the same columns: a
+  reduce-scatter, and an all-gather in backward. Before a plan exists this is known only if no other
+  table of the module is sent.
 
-Rows on the ranks of one node among several are added up by bag there, and the sums sent on.
+Rows on the ranks of one node among several are summed by bag there, and the sums forwarded.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from typing import NamedTuple, final
 from recsys.distributed.planner.tables import Part, PlannedTable
 from recsys.distributed.planner.topology import Topology
 
-_MOST_IDS = 0.5  # for each bag of each part, in what returns by id: what the input stage goes by
-_EXACT = (4.0, 4.0)  # bytes of values that travel in fp32, both ways
+_MOST_IDS = 0.5  # ids per bag and shard up to which rows return by id, as in the input stage
+_EXACT = (4.0, 4.0)  # bytes of an fp32 value in both directions
 
 
 @final
 class PartLoad(NamedTuple):
-    """The load of a part, of the samples of all ranks.
+    """Traffic of a shard for the samples of all ranks.
 
     Attributes:
-        ids: that reach it.
-        lengths: of bags, which travel with them.
-        bags: that are looked up.
-        rows: of its columns that return.
-        arriving: rows that ranks receive for them, on all hops.
-        by_id: whether rows of a pooled table return by id.
-        adds_up: whether they are added up on the way, or on the first of two hops.
-        in_two_hops: whether they return in two.
+        ids: Ids that it receives.
+        lengths: Lengths of bags that it receives.
+        bags: Bags that it looks up.
+        rows: Output rows of its columns that it sends.
+        arriving: Rows that ranks receive from it, over all hops.
+        by_id: Whether rows of a pooled table return by id.
+        adds_up: Whether rows are summed on the way, or on the first of two hops.
+        in_two_hops: Whether rows return in two hops.
     """
 
     ids: float
@@ -53,13 +53,13 @@ class PartLoad(NamedTuple):
 
 
 def load_of(table: PlannedTable, part: Part, topology: Topology, batch_size: int) -> PartLoad:
-    """Return the load of a part.
+    """Return the traffic of a shard.
 
     Args:
-        table: it is of.
-        part: of it.
-        topology: the machine.
-        batch_size: samples per rank and step.
+        table: Table of the shard.
+        part: Shard.
+        topology: Machine.
+        batch_size: Samples per rank and step.
     """
     parts = part.row_parts
     all_ids, bags = table.load(topology.world_size * batch_size)

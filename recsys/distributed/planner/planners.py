@@ -1,8 +1,8 @@
-"""The planner: lists the ways to place each table, and searches for the best of all together.
+"""The planner: lists the options for placing each table, and searches for the best combination.
 
-Best is the plan whose slowest rank is done soonest. Memory, of device and host each, counts
-weights, the state of the optimizer that a table has when it is planned or else its gradient, the
-sum of a replica's gradients, and the buffers of batches (see `storage`).
+The objective is the time of the slowest rank. Memory, of device and host each, includes weights,
+optimizer state or else gradients, the summed gradients of replicas, and the buffers of batches (see
+`storage`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _UNUSED = ("enumerator", "proposer", "partitioner", "performance_model", "stats"
 
 Sharders: TypeAlias = Sequence[ModuleSharder[Any]]
 _Listed: TypeAlias = list[tuple[PlannedTable, list[TableOption]]]
-"""Every table with the options to choose from."""
+"""Every table with its options."""
 
 
 class EmbeddingShardingPlanner:
@@ -164,16 +164,16 @@ class EmbeddingShardingPlanner:
         sharders: Sharders | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> RatedPlan:
-        """Plans on rank 0 and gives every rank the same plan, or the same error.
+        """Plan on rank 0, and return the same plan or raise the same error on every rank.
 
         Args:
-            module: the model; may be on the `meta` device.
-            sharders: one per module type to shard; all that there are if None.
-            pg: the ranks; all if None.
+            module: Model; may be on the `meta` device.
+            sharders: One for each module type to shard; the default sharders if None.
+            pg: Process group of the ranks; all ranks if None.
 
         Raises:
-            PlannerError: if the tables do not fit, or a rank was asked for another plan than rank
-                0: other tables, constraints, machine or batch size.
+            PlannerError: The tables do not fit, or a rank received other inputs than rank 0:
+                tables, constraints, machine or batch size.
         """
         if sharders is None:
             sharders = get_default_sharders()
@@ -185,30 +185,30 @@ class EmbeddingShardingPlanner:
         return self._planned(module, sharders, listed, *found)
 
     def _agreed(self, pg: dist.ProcessGroup, make: Callable[[], _Listed]) -> _Listed:
-        """Return what is listed, once all ranks were asked for the same plan of its tables."""
+        """Return the listed tables once all ranks have agreed on the inputs."""
         listed: _Listed = []
         facts: Facts | Exception
         try:
             listed = make()
             facts = facts_of(self._lister, [table for table, _ in listed], self._reservation)
-        except Exception as error:  # raised by check_agreement, on every rank
+        except Exception as error:  # check_agreement raises it on every rank
             facts = error
         check_agreement(pg, facts, self._topology)
         return listed
 
     @checked
     def plan(self, module: nn.Module, sharders: Sharders) -> RatedPlan:
-        """Plans the tables of every module that a sharder can shard.
+        """Plan the tables of every module that a sharder can shard.
 
         Args:
-            module: the model; may be on the `meta` device.
-            sharders: one per module type to shard.
+            module: Model; may be on the `meta` device.
+            sharders: One for each module type to shard.
 
         Returns:
-            The plan, the same for the same inputs.
+            The plan; equal inputs give equal plans.
 
         Raises:
-            PlannerError: if the tables do not fit, or a constraint leaves no choice.
+            PlannerError: The tables do not fit, or constraints leave no option for a table.
         """
         listed = self._listed(module, sharders)
         return self._planned(module, sharders, listed, *self._search(module, sharders, listed))
@@ -239,7 +239,7 @@ class EmbeddingShardingPlanner:
         budgets: Sequence[Bytes],
         placement: Placement,
     ) -> RatedPlan:
-        """Return the plan that a placement is."""
+        """Return the plan of a placement."""
         kinds = self._topology.kinds
         placed = [
             TableCost(
@@ -270,18 +270,18 @@ class EmbeddingShardingPlanner:
 
     @checked_but("plan")
     def rate(self, module: nn.Module, sharders: Sharders, plan: ShardingPlan) -> RatedPlan:
-        """Return a plan with what it costs on this planner's machine.
+        """Return a plan with its costs on this planner's machine.
 
         Args:
-            module: the model; may be on the `meta` device.
-            sharders: one per module type to shard.
-            plan: made by hand, loaded or edited.
+            module: Model; may be on the `meta` device.
+            sharders: One for each module type to shard.
+            plan: Plan that was written by hand, loaded or edited.
 
         Raises:
-            ValueError: if the plan does not name each shardable module, and each of its tables,
-                once, if a table's ranks or shards do not fit it, or its compute kernel is not one
-                of the sharder's.
-            PlannerError: if a rank has not the memory for what the plan gives it.
+            ValueError: The plan does not contain each shardable module and each of its tables
+                exactly once, the ranks or shards of a table do not fit it, or the sharder does not
+                support a compute kernel.
+            PlannerError: The plan exceeds the memory of a rank.
         """
         if not isinstance(plan, ShardingPlan):
             raise TypeError(

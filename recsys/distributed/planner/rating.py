@@ -1,4 +1,4 @@
-"""A plan that knows what it costs, and says it, why it is so, and what would make it faster."""
+"""Sharding plan with its costs, an explanation and suggestions."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _GAINS = "What would gain most, each planned again by itself"
 
 @dataclass
 class RatedPlan(ShardingPlan):
-    """A plan that knows what it costs.
+    """Sharding plan with its costs.
 
     Attributes:
-        rating: milliseconds and memory of each rank and table; None once it is edited or loaded.
+        rating: Milliseconds and bytes of each rank and table; None for a plan that was loaded.
     """
 
     rating: PlanCost | None = field(default=None, compare=False, repr=False)
     _explanation: Explanation | None = field(default=None, init=False, compare=False, repr=False)
 
     def report(self, *, seconds: float = 5.0) -> str:
-        """Return, as text, what the plan costs, why it is so, and what would make it faster.
+        """Return the costs of the plan, their explanation and faster changes as text.
 
         Args:
-            seconds: how long to try changes for (planning again under each); 0 tries none.
+            seconds: Time limit for trying changes, each of which plans again; 0 tries none.
 
         Raises:
-            ValueError: if the plan was edited after it was rated.
+            ValueError: The plan was edited after it was rated.
         """
         explanation = self._explained(seconds)
         gains = explanation.gain_sentences()
@@ -54,14 +54,14 @@ class RatedPlan(ShardingPlan):
         )
 
     def report_html(self, path: str | Path | None = None, *, seconds: float = 5.0) -> str:
-        """Return the report as one HTML page that needs nothing else, and write it to a file.
+        """Return the report as one self-contained HTML page, and write it to a file.
 
         Args:
-            path: of the file; none is written if None.
-            seconds: as for `report`.
+            path: Path of the file; None writes no file.
+            seconds: As for `report`.
 
         Raises:
-            ValueError: if the plan was edited after it was rated.
+            ValueError: The plan was edited after it was rated.
         """
         page = report_html(self._explained(seconds))
         if path is not None:
@@ -69,7 +69,7 @@ class RatedPlan(ShardingPlan):
         return page
 
     def _explained(self, seconds: float) -> Explanation:
-        """Return what text and page say, found once for both."""
+        """Return the content of both reports, computed once."""
         if self.rating is None:
             raise ValueError(
                 "A plan must be rated before it can be reported on; received one that is not. "
@@ -112,7 +112,7 @@ def _ranks(rating: PlanCost) -> str:
 
 
 def _labels(rating: PlanCost) -> dict[int, str]:
-    """Return the ranks to show, each with what it is among many."""
+    """Return the ranks to show, each with a label if there are many."""
     totals = [cost.total for cost in rating.costs]
     order = sorted(range(len(totals)), key=lambda rank: (-totals[rank], rank))
     if len(order) <= _MOST_RANKS:

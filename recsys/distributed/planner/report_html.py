@@ -1,4 +1,4 @@
-"""A plan explained on one HTML page that loads nothing: `report.html` with its facts put in."""
+"""Report on a plan as one self-contained HTML page, from the template `report.html`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TABLE_HEAD = (
 
 
 def report_html(explanation: Explanation) -> str:
-    """Return the page about a plan."""
+    """Return the page."""
     rating = explanation.rating
     tables = [_table_row(explanation, table) for table in explanation.tables[:_MOST_TABLES]]
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def _list(title: str, lines: Sequence[str]) -> str:
 
 
 def _times(rating: PlanCost) -> str:
-    """Return the ranks by parts of their time, as a heat map."""
+    """Return the phases of each rank's time as a heat map."""
     most = max((ms for cost in rating.costs for ms in cost.parts), default=0.0) or 1.0
     slowest = rating.slowest_ms or 1.0
     rows = []
@@ -62,7 +62,7 @@ def _times(rating: PlanCost) -> str:
 
 
 def _memory(rating: PlanCost) -> str:
-    """Return the memory of ranks, as bars."""
+    """Return the memory of each rank as bars."""
     pools = rating.pools
     rows = []
     for rank, (used, budget) in enumerate(rating.memory[:_MOST_RANKS]):

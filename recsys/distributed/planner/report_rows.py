@@ -1,4 +1,4 @@
-"""What there is to say about a plan, found once for text and page."""
+"""Content of plan reports, shared by the text and the HTML page."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from recsys.distributed.planner.options import TableOption
 from recsys.distributed.planner.plan_cost import PlanCost, TableCost
 
 COST_PARTS = tuple(part.name for part in fields(Cost))
-"""The parts of a rank's time, in order."""
+"""Phases of a rank's time, in order."""
 
 _NEARLY_FULL = 0.95
-_HOT = 0.9  # share of the slowest rank's time that a table takes which binds all
+_HOT = 0.9  # share of the slowest rank's time from which a table is reported as hot
 _EVEN = 0.02
-_WIDE_GAP = 0.02  # worth a longer search
+_WIDE_GAP = 0.02  # gap from which a longer search is suggested
 
 
 @final
 class Explanation:
-    """What there is to say about a plan.
+    """Content of the report on a plan.
 
     Args:
-        rating: of the plan.
-        seconds: how long to try changes for.
+        rating: Costs of the plan.
+        seconds: Time limit for trying changes.
     """
 
     def __init__(self, rating: PlanCost, seconds: float) -> None:
@@ -42,13 +42,13 @@ class Explanation:
         self.tables = sorted(rating.tables, key=lambda table: -table.busiest_ms)
 
     def place(self, rated: TableCost) -> str:
-        """Return where a table is, in words."""
+        """Return the option and the ranks of a table as text."""
         return describe_option(rated.option, rated.ranks, self.rating.topology.world_size)
 
     def others(self, rated: TableCost, most: int = 2) -> list[str]:
-        """Return the best other ways to place a table, one for each sharding type and kernel.
+        """Return the best other options for a table as text, one for each sharding type and kernel.
 
-        Where the user's constraints leave no other, those that there would be without them.
+        If the constraints leave no other option, options without the constraints are shown.
         """
         list_options = self.rating.lister.options_of
         found = alternatives(self.rating, rated, rated.options or list_options(rated.table))
@@ -58,7 +58,7 @@ class Explanation:
         return [self._sentence(other, rated) for other in found[:most]]
 
     def _sentence(self, other: Alternative, rated: TableCost) -> str:
-        """Return what an alternative would cost, and whether constraints rule it out, in words."""
+        """Return the costs of an alternative as text, and whether constraints exclude it."""
         option, slowest_ms = other.option, self.rating.slowest_ms
         allowed = option.compute_kernel in rated.table.kernels.get(option.sharding_type, ())
         name = f"{describe_option(option)}{'' if allowed else ' (if its constraints allowed)'}"
@@ -73,7 +73,7 @@ class Explanation:
         return f"{name}: slowest rank the same, {sign}{ms(abs(more))} on all ranks together"
 
     def gain_sentences(self) -> list[str]:
-        """Return what each change that was planned would give."""
+        """Return the result of each change as text."""
         now = self.rating.slowest_ms
         return [
             f"{gain.text}: {ms(gain.slowest_ms)} instead of {ms(now)} "
@@ -82,7 +82,7 @@ class Explanation:
         ]
 
     def scope(self) -> str:
-        """Return what is placed where."""
+        """Return the numbers of tables, ranks and samples as text."""
         rating, topology = self.rating, self.rating.topology
         nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
         return (
@@ -91,7 +91,7 @@ class Explanation:
         )
 
     def headline(self) -> str:
-        """Return the one sentence."""
+        """Return the time of the slowest rank and the quality of the plan as text."""
         rating = self.rating
         ranks = rating.topology.world_size
         slowest = f"The slowest of {ranks} ranks, rank {rating.slowest_rank}, takes"
@@ -117,7 +117,7 @@ class Explanation:
         )
 
     def binding(self) -> list[str]:
-        """Return what the slowest rank's time is bound by, a sentence each."""
+        """Return sentences on the factors that limit the slowest rank."""
         rating, slowest, total = self.rating, self.rating.slowest_rank, self.rating.slowest_ms
         parts = sorted(zip(rating.costs[slowest].parts, COST_PARTS, strict=True), reverse=True)
         shares = [(time / (total or 1.0), part) for time, part in parts]
@@ -156,12 +156,12 @@ class Explanation:
 
 
 def describe_option(option: TableOption, ranks: Sequence[int] = (), world_size: int = 0) -> str:
-    """Return an option in words, such as "row_wise on all 8 ranks".
+    """Return an option as text, such as "row_wise on all 8 ranks".
 
     Args:
-        option: the way.
-        ranks: of its shards, if they are known.
-        world_size: how many ranks there are, if the ranks are known.
+        option: Option.
+        ranks: Ranks of its shards, if they are known.
+        world_size: Number of ranks of the machine, if `ranks` are known.
     """
     kernel = option.compute_kernel.value
     known = "" if kernel in ("fused", "dense") else f" ({kernel})"

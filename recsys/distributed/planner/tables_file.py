@@ -1,4 +1,4 @@
-"""Files that describe tables, to plan without the model: YAML or JSON, checked when read."""
+"""Files that describe tables, for planning without a model: YAML or JSON, checked when read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer] | None] = {
     **{known.__name__: known for known in supported_optimizer_classes()},
     "none": None,
 }
-"""By the name in a file; none leaves a gradient as large as the table."""
+"""Optimizers by their name in a file; with "none" a table has a gradient of its own size."""
 
 _ONE_OF_THE_TYPES = partial(files.choice_of, choices=("FP32", "FP16", "BF16"))
 _OPTIMIZER = partial(files.choice_of, choices=[*OPTIMIZERS])
@@ -54,7 +54,7 @@ _CONSTRAINTS: files.Readers = {
 }
 _TABLE: files.Readers = {
     "features": partial(files.list_of, each=files.text_of),
-    "pooling_factors": lambda subject, value: value,  # their number is that of the features
+    "pooling_factors": lambda subject, value: value,  # checked against the number of features later
     "pooling": partial(files.choice_of, choices=[kind.name for kind in PoolingType]),
     "weighted": files.flag_of,
     "data_type": _ONE_OF_THE_TYPES,
@@ -67,13 +67,13 @@ _TABLE: files.Readers = {
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TablesFile:
-    """What a file of tables says.
+    """Content of a tables file.
 
     Attributes:
-        model: the tables, on the `meta` device.
-        sharders: that place them.
-        constraints: by table name.
-        batch_size: samples per rank and step, if it says so.
+        model: Tables on the `meta` device.
+        sharders: Sharders for the tables.
+        constraints: Constraints by table name.
+        batch_size: Samples per rank and step, if the file contains it.
     """
 
     model: nn.Module
@@ -84,16 +84,16 @@ class TablesFile:
 
 @checked
 def read_tables(path: str | Path) -> TablesFile:
-    """Return what a file says.
+    """Return the content of a file.
 
     Args:
-        path: of YAML, or of JSON if it ends in ".json".
+        path: Path of a YAML file, or of a JSON file if it ends in ".json".
 
     Raises:
-        OSError: if the file cannot be read.
-        ImportError: if PyYAML is missing and the file is no JSON.
-        ValueError: if a key is unknown or missing, or a value is out of its range.
-        TypeError: if a value has the wrong type.
+        OSError: The file cannot be read.
+        ImportError: PyYAML is missing and the file is not JSON.
+        ValueError: A key is unknown or missing, or a value is out of range.
+        TypeError: A value has another type.
     """
     path, subject = Path(path), f"Tables file {path}"
     text = path.read_text(encoding="utf-8")
@@ -188,7 +188,7 @@ def _model(subject: str, modules: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
 def _collection(
     tables: Sequence[Mapping[str, Any]],
 ) -> EmbeddingBagCollection | EmbeddingCollection:
-    """Return the tables of a module, with their optimizers."""
+    """Return the tables of a module with their optimizers."""
     (is_pooled, weighted), meta = _kind(tables[0]), torch.device("meta")
     config: type[Any] = EmbeddingBagConfig if is_pooled else EmbeddingConfig
     configs = [
@@ -216,7 +216,7 @@ def _collection(
 
 
 def _sharders(subject: str, wire: object) -> Sequence[ModuleSharder[Any]]:
-    """Return sharders that send as a file says."""
+    """Return sharders with the precision of exchanges from a file."""
     precision = partial(files.choice_of, choices=[kind.name for kind in CommType])
     directions: files.Readers = {"forward_precision": precision, "backward_precision": precision}
     chosen = files.read_members(subject, wire, {}, directions)
@@ -240,7 +240,7 @@ def _parse_yaml(text: str, subject: str) -> object:
         ) from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Refuses a key that comes twice, of which YAML's own loader takes the last."""
+        """YAML loader that rejects repeated keys, of which YAML's own loader takes the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]

@@ -23,12 +23,12 @@ def write(
     local_world_size: int,
     **tables: Sequence[LookupPoint | CollectivePoint],
 ) -> str:
-    """Return the text of a file: one number for all ranks, or a list where ranks differ.
+    """Return the text of a file: one number for all ranks, or a list if ranks differ.
 
     Args:
-        hardware: of each rank.
-        local_world_size: ranks per node.
-        tables: what was measured, by the name of the table.
+        hardware: Hardware of each rank.
+        local_world_size: Ranks per node.
+        tables: Measurements by the name of their table.
     """
     columns = {name: [getattr(rank, name) for rank in hardware] for name in ("name", *NUMBERS)}
     numbers = [
@@ -50,16 +50,16 @@ def write(
 
 
 def read(text: str, subject: str) -> dict[str, Any]:
-    """Return what a file says, once it is checked: the arguments of `Topology.from_hardware`.
+    """Return the checked content of a file: the arguments of `Topology.from_hardware`.
 
     Args:
         text: JSON.
-        subject: what the text is, for errors.
+        subject: Name of the text in errors.
 
     Raises:
-        ValueError: if the text is no JSON, a key is missing or unknown, a list has not one value
-            per rank, or a number is out of range.
-        TypeError: if a value has the wrong type.
+        ValueError: The text is not JSON, a key is missing or unknown, a list does not have one
+            value for each rank, or a number is out of range.
+        TypeError: A value has another type.
     """
     members = files.read_members(
         subject,
