@@ -1,4 +1,4 @@
-"""How good a placed plan is."""
+"""Ratings of placed plans."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _T = TypeVar("_T")
 
 
 class NoopPerfModel(PerfModel):
-    """A plan is as good as its slowest rank: adds up the milliseconds of each.
+    """Rates a plan by the milliseconds of its slowest rank.
 
     Args:
-        topology: the machine.
+        topology: Machine.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -25,19 +25,19 @@ class NoopPerfModel(PerfModel):
         """Return the milliseconds of the slowest rank.
 
         Args:
-            plan: one option for each table, with the rank of every shard.
+            plan: One option for each table, with the rank of every shard.
 
         Raises:
-            ValueError: if a shard has no rank or no milliseconds.
+            ValueError: A shard has no rank or no milliseconds.
         """
         return max(_sums(plan, self._topology, "perf", 0.0, lambda perf: perf.total))
 
 
 class NoopStorageModel(PerfModel):
-    """A plan is as good as its fullest rank has bytes: of the device, on a CPU of the host.
+    """Rates a plan by the bytes of its fullest rank: of the device, or on a CPU of the host.
 
     Args:
-        topology: the machine.
+        topology: Machine.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -47,10 +47,10 @@ class NoopStorageModel(PerfModel):
         """Return the bytes of the fullest rank.
 
         Args:
-            plan: one option for each table, with the rank of every shard.
+            plan: One option for each table, with the rank of every shard.
 
         Raises:
-            ValueError: if a shard has no rank or no bytes.
+            ValueError: A shard has no rank or no bytes.
         """
         kind = "hbm" if self._topology.compute_device == "cuda" else "ddr"
         sizes = _sums(plan, self._topology, "storage", 0, lambda storage: getattr(storage, kind))

@@ -1,4 +1,4 @@
-"""The planner for scripts that bring parts of their own, written for TorchRec's planner."""
+"""Planner that accepts components written for TorchRec's planner."""
 
 from __future__ import annotations
 
@@ -65,35 +65,35 @@ _T = TypeVar("_T")
 
 
 class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
-    """The planner, which also runs parts that were written for TorchRec's.
+    """Planner that accepts components written for TorchRec.
 
-    Without such parts it is `EmbeddingShardingPlanner`, search
-    and all. An enumerator with an estimator or of a class of the user's own, proposers, a
-    partitioner, a performance model or callbacks make it try proposals one by one instead: the
-    memory that is reserved is taken off, and every proposal of every proposer is placed by the
-    partitioner and rated by the performance model; what came of it goes back to the proposer. The
-    feasible plan with the least rating wins. A proposal that comes again is not tried again.
+    Without such components it is `recsys.distributed.planner.EmbeddingShardingPlanner`. An
+    enumerator of another class or with an estimator, proposers, a partitioner, a performance model
+    or callbacks make it try proposals instead. The reservation reduces the memory of the ranks. The
+    partitioner places every proposal of every proposer, the performance model rates it, and the
+    proposer receives the result. The feasible plan with the lowest rating is returned. Repeated
+    proposals are not tried again.
 
     Args:
-        topology: as there.
-        batch_size: as there.
-        enumerator: lists the options; `EmbeddingEnumerator` if None.
-        storage_reservation: as there, or one that has `reserve` only.
-        proposer: one or several; if None a grid search, two greedy ones and a uniform one.
-        partitioner: places proposals; `GreedyPerfPartitioner` if None.
-        performance_model: rates plans; `NoopPerfModel`, the slowest rank, if None.
-        stats: one or several that are told of every plan that is made, on rank 0 if ranks plan
-            together.
-        constraints: as there.
-        debug: handed to `stats`.
-        callbacks: each may change the options of the best plan before it is used.
-        timeout_seconds: no proposal is tried after that time.
-        pooling_stats: as there; not for proposals.
-        batches_in_flight: as there; not for proposals.
-        estimator: as there; not for proposals, whose enumerator has its own.
+        topology: As in the base class.
+        batch_size: As in the base class.
+        enumerator: Lists the options; `EmbeddingEnumerator` if None.
+        storage_reservation: As in the base class, or an object with `reserve`.
+        proposer: One or several; if None a grid search, two greedy ones and a uniform one.
+        partitioner: Places proposals; `GreedyPerfPartitioner` if None.
+        performance_model: Rates plans; `NoopPerfModel`, the time of the slowest rank, if None.
+        stats: One or several that log every plan, on rank 0 of ranks that plan together.
+        constraints: As in the base class.
+        debug: Passed to `stats`.
+        callbacks: Functions that may change the options of the best plan before it is used.
+        timeout_seconds: Time limit, after which no proposal is tried.
+        pooling_stats: As in the base class; not for proposals.
+        batches_in_flight: As in the base class; not for proposals.
+        estimator: As in the base class; not for proposals, whose enumerator has its own.
 
     Raises:
-        ValueError: if an argument is out of range, or not for proposals.
+        ValueError: An argument is out of range or not for proposals.
+        TypeError: An argument has another type.
 
     Example:
         >>> import torch
@@ -193,15 +193,15 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         sharders: Sequence[ModuleSharder[Any]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> RatedPlan:
-        """Plans on rank 0 and gives every rank the same plan, or the same error.
+        """Plan on rank 0, and return the same plan or raise the same error on every rank.
 
         Args:
-            module: the model; may be on the `meta` device.
-            sharders: one per module type to shard; all that there are if None.
-            pg: the ranks; all if None.
+            module: Model; may be on the `meta` device.
+            sharders: One for each module type to shard; the default sharders if None.
+            pg: Process group of the ranks; all ranks if None.
 
         Raises:
-            PlannerError: if no proposal fits, or as the planner says.
+            PlannerError: No proposal fits, or as in the base class.
         """
         if sharders is None:
             sharders = get_default_sharders()
@@ -210,56 +210,56 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
             return self.plan(module, sharders)
         if not self._tries_proposals:
             started = time.monotonic()
-            self._take_memory(module, sharders)
+            self._reserve_memory(module, sharders)
             plan = super().collective_plan(module, sharders, pg)
             if dist.get_rank(pg) == 0:
-                self._tell_stats(module, sharders, plan, _Tried(started))
+                self._log_stats(module, sharders, plan, _Tried(started))
             return plan
         self._agreed(pg, lambda: [(table, []) for table in self._tables(module, sharders)])
         chosen = made_by_rank_0(pg, lambda: ShardingPlan(self.plan(module, sharders).plan))
-        self._take_memory(module, sharders)
+        self._reserve_memory(module, sharders)
         return self._rated_plan(module, sharders, chosen)
 
     def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> RatedPlan:
-        """Plans the tables of every module that a sharder can shard, and tells `stats`.
+        """Plan the tables of every module that a sharder can shard, and log the plan by `stats`.
 
         Args:
-            module: the model; may be on the `meta` device.
-            sharders: one per module type to shard.
+            module: Model; may be on the `meta` device.
+            sharders: One for each module type to shard.
 
         Raises:
-            PlannerError: if no proposal fits, or as the planner says.
+            PlannerError: No proposal fits, or as in the base class.
         """
         tried = _Tried(time.monotonic())
-        self._take_memory(module, sharders)
+        self._reserve_memory(module, sharders)
         if self._tries_proposals:
             tried.best = self._best_of_proposals(module, list(sharders), tried)
             chosen = to_sharding_plan(tried.best, self._machine)
             plan = self._rated_plan(module, sharders, chosen)
         else:
             plan = super().plan(module, sharders)
-        self._tell_stats(module, sharders, plan, tried)
+        self._log_stats(module, sharders, plan, tried)
         return plan
 
     def rate(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan
     ) -> RatedPlan:
-        """Return a plan with what it costs on this planner's machine.
+        """Return a plan with its costs on this planner's machine.
 
         Args:
-            module: the model; may be on the `meta` device.
-            sharders: one per module type to shard.
-            plan: made by hand, loaded or edited.
+            module: Model; may be on the `meta` device.
+            sharders: One for each module type to shard.
+            plan: Plan that was written by hand, loaded or edited.
 
         Raises:
-            ValueError: if the plan does not fit the model.
-            PlannerError: if a rank has not the memory for what the plan gives it.
+            ValueError: The plan does not fit the model.
+            PlannerError: The plan exceeds the memory of a rank.
         """
-        self._take_memory(module, sharders)
+        self._reserve_memory(module, sharders)
         return super().rate(module, sharders, plan)
 
-    def _take_memory(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
-        """Ask the reservation what is left, unless the planner can do with its rule."""
+    def _reserve_memory(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
+        """Call the reservation, unless the base class can apply its rule."""
         self._reserved = None
         if self._tries_proposals or not self._has_rule:
             self._reserved = self._reserves.reserve(
@@ -281,7 +281,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
     def _best_of_proposals(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]], tried: _Tried
     ) -> list[ShardingOption]:
-        """Return the options of the feasible plan with the least rating, with ranks."""
+        """Return the options of the feasible plan with the lowest rating, with ranks."""
         space = self._lists.enumerate(module=module, sharders=sharders)
         if not space:
             return []
@@ -330,7 +330,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
     def _no_plan(
         self, space: list[ShardingOption], num_proposals: int, refused: PlannerError | None
     ) -> PlannerError:
-        """Say why no proposal became a plan: not all tables fit, or what was tried does not."""
+        """Return the error that no proposal became a plan."""
         assert self._reserved is not None
         least = [
             min((option.total_storage for option in group), key=lambda size: size.hbm + size.ddr)
@@ -360,7 +360,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         rating = super()._rating_of(module, sharders, plan)
         return replace(rating, is_custom=self._tries_proposals)
 
-    def _tell_stats(
+    def _log_stats(
         self,
         module: nn.Module,
         sharders: Sequence[ModuleSharder[Any]],
@@ -392,7 +392,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
     def _options_of(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: RatedPlan
     ) -> list[ShardingOption]:
-        """Return the options that a plan of the planner's own search amounts to."""
+        """Return the plan of the base class's search as options."""
         groups = groups_of(self._lists.enumerate(module=module, sharders=list(sharders)))
         options = []
         for path, entries in plan.plan.items():
@@ -408,14 +408,14 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
 
 
 def to_sharding_plan(sharding_options: list[ShardingOption], topology: Topology) -> ShardingPlan:
-    """Return options whose shards have ranks as a plan.
+    """Return the plan of options whose shards have ranks.
 
     Args:
-        sharding_options: one for each table.
-        topology: the machine.
+        sharding_options: One for each table.
+        topology: Machine.
 
     Raises:
-        PlannerError: if a shard has no rank, or one that does not exist.
+        PlannerError: A shard has no rank, or one that does not exist.
     """
     plan = ShardingPlan({})
     device, world_size = topology.compute_device, topology.world_size
@@ -452,13 +452,13 @@ def to_sharding_plan(sharding_options: list[ShardingOption], topology: Topology)
 
 @dataclass
 class _Tried:
-    """What came of planning.
+    """Result of planning.
 
     Attributes:
-        started: when, in seconds.
-        num_proposals: distinct ones.
-        num_plans: of them, those that fit.
-        best: the options of the plan.
+        started: Start time in seconds.
+        num_proposals: Number of distinct proposals.
+        num_plans: Number of proposals that fit.
+        best: Options of the plan.
     """
 
     started: float
@@ -484,7 +484,7 @@ def _several(given: _T | Sequence[_T] | None) -> list[_T]:
 
 
 def _check_unused(**others: object) -> None:
-    """Raise ValueError if there is an argument that means nothing while proposals are tried."""
+    """Raise ValueError for an argument that has no effect on proposals."""
     for name, value in others.items():
         if value is not None:
             raise ValueError(

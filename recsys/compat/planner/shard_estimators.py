@@ -1,4 +1,4 @@
-"""The planner's costs and memory, said of the shards of options."""
+"""Estimators of shards that use the planner's models of costs and memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from recsys.distributed.types import (
 )
 
 KV_CACHING_RATIO = UVM_CACHING_RATIO
-"""Share of a table's rows that a cache holds: no table is in a key-value store here."""
+"""Share of a table's rows in a cache. There are no key-value stores."""
 _T = TypeVar("_T")
 
 
@@ -75,13 +75,13 @@ class _Estimator(ShardEstimator):
 class EmbeddingPerfEstimator(_Estimator):
     """Sets the milliseconds of shards by `CostModel`.
 
-    Where ranks differ, they are those of a rank as slow as the slowest.
+    If ranks differ, the numbers are those of the slowest rank.
 
     Args:
-        topology: the machine.
-        constraints: demands by table name, for what options do not say of the traffic.
-        is_inference: whether to count forward only.
-        config: speeds that hold in place of the machine's.
+        topology: Machine.
+        constraints: Constraints by table name, for traffic that options do not state.
+        is_inference: Whether to count forward only.
+        config: Speeds that override those of the machine.
     """
 
     def __init__(
@@ -96,25 +96,25 @@ class EmbeddingPerfEstimator(_Estimator):
 
     @property
     def config(self) -> HardwarePerfConfig:
-        """Speed that hold in place of the machine's."""
+        """Speeds that override those of the machine."""
         return self._config
 
     @property
     def is_inference(self) -> bool:
-        """Whether it counts forward only."""
+        """Whether only forward is counted."""
         return self._is_inference
 
     def estimate(
         self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
     ) -> None:
-        """Set `perf` of every shard, in place; an empty shard has none to do.
+        """Set `perf` of every shard, in place; 0 for empty shards.
 
         Args:
-            sharding_options: whose shards.
-            sharder_data_map: of their modules' sharders.
+            sharding_options: Options.
+            sharder_data_map: Data of their modules' sharders.
 
         Raises:
-            ValueError: if there is neither data nor a default sharder for a module.
+            ValueError: A module has neither data nor a default sharder.
         """
         for option, table, model in self._tables_of(
             sharding_options, sharder_data_map, functools.partial(CostModel, self._topology)
@@ -159,10 +159,10 @@ class EmbeddingStorageEstimator(_Estimator):
     """Sets the bytes of shards by `StorageModel`.
 
     Args:
-        topology: the machine.
-        constraints: demands by table name, for what options do not say of the traffic.
-        pipeline_type: says how many batches are on a device at a time.
-        is_inference: whether to leave out optimizer states and gradients.
+        topology: Machine.
+        constraints: Constraints by table name, for traffic that options do not state.
+        pipeline_type: Determines the number of batches on a device at a time.
+        is_inference: Whether to omit optimizer states and gradients.
     """
 
     def __init__(
@@ -179,14 +179,14 @@ class EmbeddingStorageEstimator(_Estimator):
     def estimate(
         self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
     ) -> None:
-        """Set `storage` of every shard, in place; an empty shard takes nothing.
+        """Set `storage` of every shard, in place; 0 for empty shards.
 
         Args:
-            sharding_options: whose shards.
-            sharder_data_map: of their modules' sharders.
+            sharding_options: Options.
+            sharder_data_map: Data of their modules' sharders.
 
         Raises:
-            ValueError: if there is neither data nor a default sharder for a module.
+            ValueError: A module has neither data nor a default sharder.
         """
         make = functools.partial(
             StorageModel, self._topology, batches_in_flight=self._batches_in_flight
@@ -214,22 +214,22 @@ def calculate_shard_storages(
     caching_ratio: float,
     is_pooled: bool,
 ) -> list[Storage]:
-    """Return the bytes of shards, weights, optimizer states and buffers of a batch included.
+    """Return the bytes of shards: weights, optimizer states and the buffers of a batch.
 
     Args:
-        sharder_data: of the sharder of the table's module.
-        sharding_type: a `ShardingType` value.
-        tensor: the weight, `[rows, columns]`.
+        sharder_data: Data of the sharder of the table's module.
+        sharding_type: A `ShardingType` value.
+        tensor: Weight, `[rows, columns]`.
         compute_device: "cpu" or "cuda".
-        compute_kernel: an `EmbeddingComputeKernel` value.
-        shard_sizes: rows and columns of each shard.
-        batch_sizes: samples per rank, for each feature.
-        world_size: ranks there are.
-        local_world_size: ranks of a node.
-        input_lengths: mean ids per bag, for each feature.
-        num_poolings: mean bags per sample, for each feature.
-        caching_ratio: share of the rows that a cache holds.
-        is_pooled: whether bags are pooled.
+        compute_kernel: An `EmbeddingComputeKernel` value.
+        shard_sizes: Rows and columns of each shard.
+        batch_sizes: Samples per rank for each feature.
+        world_size: Number of ranks.
+        local_world_size: Ranks per node.
+        input_lengths: Mean ids per bag for each feature.
+        num_poolings: Mean bags per sample for each feature.
+        caching_ratio: Share of the rows in a cache.
+        is_pooled: Whether bags are pooled.
 
     Example:
         >>> weight = nn.Parameter(torch.empty(1000, 8, device="meta"))
@@ -266,10 +266,10 @@ def calculate_shard_storages(
 
 
 def build_sharder_data_map(sharder_map: Mapping[str, ModuleSharder[Any]]) -> SharderDataMap:
-    """Return what estimators must know of sharders.
+    """Return the data of sharders for estimators.
 
     Args:
-        sharder_map: sharders by where the type of module that each shards lives.
+        sharder_map: Sharders by module and name of the module type that each one shards.
     """
     return {
         key: SharderData(
@@ -294,9 +294,9 @@ def _tables_of(
     constraints: Mapping[str, ParameterConstraints] | None,
     topology: Topology,
 ) -> Iterator[tuple[ShardingOption, PlannedTable]]:
-    """Yield options with their tables, under the traffic that each option says.
+    """Yield options with their tables, with the traffic that each option states.
 
-    A module is read once, or as often as an option of one of its tables says something else.
+    A module is read once for each distinct statement of an option of one of its tables.
     """
     said: dict[tuple[str, int], list[ParameterConstraints]] = {}
     readings: dict[tuple[str, int, int], dict[str, ParameterConstraints]] = {}
@@ -329,7 +329,7 @@ def _tables_of(
 def _demands_of(
     option: ShardingOption, demands: ParameterConstraints | None
 ) -> ParameterConstraints:
-    """Return what an option says of its table's traffic, and for the rest the constraints."""
+    """Return an option's traffic as constraints, completed by the user's constraints."""
     return _demands(
         cache_params=option.cache_params,
         pooling_factors=list(option.input_lengths),
@@ -371,7 +371,7 @@ def _each(
     of_replica: Callable[[PlannedTable, EmbeddingComputeKernel], _T],
     nothing: _T,
 ) -> list[_T]:
-    """Return what each shard of these rows and columns costs."""
+    """Return the cost of each shard with these rows and columns."""
     if kind is ShardingType.DATA_PARALLEL:
         return [of_replica(table, kernel)] * len(sizes)
     in_node = kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
