@@ -70,25 +70,21 @@ def backward_compute(
 
 def fwd_coefficient(sharding_type: _Kinds = None) -> Callable[..., Any]:
     """Decorate a method that returns the `PerfCoefficient` of lookups, for some sharding types."""
-
-    def mark(method: Callable[[Any], PerfCoefficient]) -> Any:
-        def milliseconds(self: Any, ctx: ShardPerfContext) -> float:
-            return method(self).milliseconds(ctx, self.output_bytes(ctx))
-
-        milliseconds.is_linear = True  # type: ignore[attr-defined]
-        return _formula("fwd_compute", milliseconds, sharding_type)
-
-    return mark
+    return _coefficient(True, sharding_type)
 
 
 def bwd_coefficient(sharding_type: _Kinds = None) -> Callable[..., Any]:
     """Decorate a method that returns the `PerfCoefficient` of the backward pass."""
+    return _coefficient(False, sharding_type)
 
+
+def _coefficient(is_fwd: bool, sharding_type: _Kinds) -> Callable[..., Any]:
     def mark(method: Callable[[Any], PerfCoefficient]) -> Any:
         def milliseconds(self: Any, ctx: ShardPerfContext) -> float:
-            return method(self).milliseconds(ctx, self.output_bytes(ctx, is_fwd=False))
+            return method(self).milliseconds(ctx, self.output_bytes(ctx, is_fwd=is_fwd))
 
-        return _formula("bwd_compute", milliseconds, sharding_type)
+        milliseconds.is_linear = is_fwd  # type: ignore[attr-defined]
+        return _formula("fwd_compute" if is_fwd else "bwd_compute", milliseconds, sharding_type)
 
     return mark
 

@@ -34,13 +34,13 @@ from recsys.compat.planner.types import (
     StorageReservation,
     groups_of,
 )
-from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.placement.strategies import placement
 from recsys.distributed.planner import planners, types
 from recsys.distributed.planner import topology as topologies
-from recsys.distributed.planner.agreement import made_by_rank_0, planning_ranks
+from recsys.distributed.planner.agreement import made_by_rank_0
 from recsys.distributed.planner.option_lister import ShardEstimator
 from recsys.distributed.planner.plan_cost import PlanCost
+from recsys.distributed.planner.planners import Sharders
 from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.planner.tables import Bytes, PlannedTable
@@ -187,63 +187,45 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         self._debug = debug
         self._callbacks = list(callbacks or ())
 
-    def collective_plan(
+    def _plan(
         self,
         module: nn.Module,
-        sharders: Sequence[ModuleSharder[Any]] | None = None,
-        pg: dist.ProcessGroup | None = None,
+        sharders: Sharders,
+        pg: dist.ProcessGroup | None,
     ) -> RatedPlan:
-        """Plan on rank 0, and return the same plan or raise the same error on every rank.
-
-        Args:
-            module: Model; may be on the `meta` device.
-            sharders: One for each module type to shard; the default sharders if None.
-            pg: Process group of the ranks; all ranks if None.
-
-        Raises:
-            PlannerError: No proposal fits, or as in the base class.
-        """
-        if sharders is None:
-            sharders = get_default_sharders()
-        pg = planning_ranks(pg)
-        if pg is None:
-            return self.plan(module, sharders)
-        if not self._tries_proposals:
-            started = time.monotonic()
-            self._reserve_memory(module, sharders)
-            plan = super().collective_plan(module, sharders, pg)
-            if dist.get_rank(pg) == 0:
-                self._log_stats(module, sharders, plan, _Tried(started))
-            return plan
-        self._agreed(pg, lambda: [(table, []) for table in self._tables(module, sharders)])
-        chosen = made_by_rank_0(pg, lambda: ShardingPlan(self.plan(module, sharders).plan))
-        self._reserve_memory(module, sharders)
-        return self._rated_plan(module, sharders, chosen)
-
-    def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> RatedPlan:
-        """Plan the tables of every module that a sharder can shard, and log the plan by `stats`.
-
-        Args:
-            module: Model; may be on the `meta` device.
-            sharders: One for each module type to shard.
-
-        Raises:
-            PlannerError: No proposal fits, or as in the base class.
-        """
         tried = _Tried(time.monotonic())
-        self._reserve_memory(module, sharders)
         if self._tries_proposals:
-            tried.best = self._best_of_proposals(module, list(sharders), tried)
-            chosen = to_sharding_plan(tried.best, self._machine)
-            plan = self._rated_plan(module, sharders, chosen)
+            plan = self._best_plan(module, sharders, pg, tried)
         else:
-            plan = super().plan(module, sharders)
-        self._log_stats(module, sharders, plan, tried)
+            self._reserve_memory(module, sharders)
+            plan = super()._plan(module, sharders, pg)
+        if pg is None or dist.get_rank(pg) == 0:
+            self._log_stats(module, sharders, plan, tried)
         return plan
 
-    def rate(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan
+    def _best_plan(
+        self,
+        module: nn.Module,
+        sharders: Sharders,
+        pg: dist.ProcessGroup | None,
+        tried: _Tried,
     ) -> RatedPlan:
+        """Return the feasible plan with the lowest rating, which rank 0 of a group finds."""
+
+        def choose() -> ShardingPlan:
+            self._reserve_memory(module, sharders)
+            tried.best = self._best_of_proposals(module, list(sharders), tried)
+            return to_sharding_plan(tried.best, self._machine)
+
+        if pg is not None:
+            self._agreed(pg, lambda: [(table, []) for table in self._tables(module, sharders)])
+        chosen = made_by_rank_0(pg, choose)
+        if pg is not None:
+            self._reserve_memory(module, sharders)  # on the other ranks, too
+        rating = self._rating_of(module, sharders, chosen)
+        return RatedPlan(chosen.plan, rating=rating, made_for=self._made_for)
+
+    def rate(self, module: nn.Module, sharders: Sharders, plan: ShardingPlan) -> RatedPlan:
         """Return a plan with its costs on this planner's machine.
 
         Args:
@@ -258,7 +240,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         self._reserve_memory(module, sharders)
         return super().rate(module, sharders, plan)
 
-    def _reserve_memory(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
+    def _reserve_memory(self, module: nn.Module, sharders: Sharders) -> None:
         """Call the reservation, unless the base class can apply its rule."""
         self._reserved = None
         if self._tries_proposals or not self._has_rule:
@@ -348,22 +330,14 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
             PlannerErrorType.STRICT_CONSTRAINTS if fits else PlannerErrorType.INSUFFICIENT_STORAGE,
         )
 
-    def _rated_plan(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan
-    ) -> RatedPlan:
-        rating = self._rating_of(module, sharders, plan)
-        return RatedPlan(plan.plan, rating=rating, made_for=self._made_for)
-
-    def _rating_of(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan
-    ) -> PlanCost:
+    def _rating_of(self, module: nn.Module, sharders: Sharders, plan: ShardingPlan) -> PlanCost:
         rating = super()._rating_of(module, sharders, plan)
         return replace(rating, is_custom=self._tries_proposals)
 
     def _log_stats(
         self,
         module: nn.Module,
-        sharders: Sequence[ModuleSharder[Any]],
+        sharders: Sharders,
         plan: RatedPlan,
         tried: _Tried,
     ) -> None:
@@ -390,7 +364,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
             )
 
     def _options_of(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: RatedPlan
+        self, module: nn.Module, sharders: Sharders, plan: RatedPlan
     ) -> list[ShardingOption]:
         """Return the plan of the base class's search as options."""
         groups = groups_of(self._lists.enumerate(module=module, sharders=list(sharders)))

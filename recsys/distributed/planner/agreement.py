@@ -99,13 +99,15 @@ def planning_ranks(pg: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return None if pg is None or dist.get_world_size(pg) == 1 else pg
 
 
-def made_by_rank_0(pg: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
+def made_by_rank_0(pg: dist.ProcessGroup | None, make: Callable[[], _T]) -> _T:
     """Return the result of `make` on rank 0, or raise its error, on every rank.
 
     Args:
-        pg: Process group.
+        pg: Process group; None is this process alone.
         make: Called on rank 0 only.
     """
+    if pg is None:
+        return make()
     answer: _T | Exception | None = None
     if dist.get_rank(pg) == 0:
         try:

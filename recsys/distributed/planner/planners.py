@@ -177,24 +177,7 @@ class EmbeddingShardingPlanner:
         """
         if sharders is None:
             sharders = get_default_sharders()
-        pg = planning_ranks(pg)
-        if pg is None:
-            return self.plan(module, sharders)
-        listed = self._agreed(pg, lambda: self._listed(module, sharders))
-        found = made_by_rank_0(pg, lambda: self._search(module, sharders, listed))
-        return self._planned(module, sharders, listed, *found)
-
-    def _agreed(self, pg: dist.ProcessGroup, make: Callable[[], _Listed]) -> _Listed:
-        """Return the listed tables once all ranks have agreed on the inputs."""
-        listed: _Listed = []
-        facts: Facts | Exception
-        try:
-            listed = make()
-            facts = facts_of(self._lister, [table for table, _ in listed], self._reservation)
-        except Exception as error:  # check_agreement raises it on every rank
-            facts = error
-        check_agreement(pg, facts, self._topology)
-        return listed
+        return self._plan(module, sharders, planning_ranks(pg))
 
     @checked
     def plan(self, module: nn.Module, sharders: Sharders) -> RatedPlan:
@@ -210,8 +193,29 @@ class EmbeddingShardingPlanner:
         Raises:
             PlannerError: The tables do not fit, or constraints leave no option for a table.
         """
-        listed = self._listed(module, sharders)
-        return self._planned(module, sharders, listed, *self._search(module, sharders, listed))
+        return self._plan(module, sharders, None)
+
+    def _plan(
+        self, module: nn.Module, sharders: Sharders, pg: dist.ProcessGroup | None
+    ) -> RatedPlan:
+        """Return the plan of a group of ranks; None is this process alone."""
+        listed = self._agreed(pg, lambda: self._listed(module, sharders))
+        found = made_by_rank_0(pg, lambda: self._search(module, sharders, listed))
+        return self._planned(module, sharders, listed, *found)
+
+    def _agreed(self, pg: dist.ProcessGroup | None, make: Callable[[], _Listed]) -> _Listed:
+        """Return the listed tables once all ranks have agreed on the inputs."""
+        if pg is None:
+            return make()
+        listed: _Listed = []
+        facts: Facts | Exception
+        try:
+            listed = make()
+            facts = facts_of(self._lister, [table for table, _ in listed], self._reservation)
+        except Exception as error:  # check_agreement raises it on every rank
+            facts = error
+        check_agreement(pg, facts, self._topology)
+        return listed
 
     def _search(
         self, module: nn.Module, sharders: Sharders, listed: _Listed
