@@ -189,7 +189,8 @@ class HardwarePerfConfig:
         """
         if self.supported is not None and sharding_type not in self.supported:
             raise ValueError(
-                f"{type(self).__name__} is for {sorted(self.supported)}; received {sharding_type!r}"
+                f"{type(self).__name__} supports {sorted(self.supported)}; received "
+                f"{sharding_type!r}."
             )
         found: dict[str, Callable[[ShardPerfContext], float]] = {}
         given = self.coefficients

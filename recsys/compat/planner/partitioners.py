@@ -249,8 +249,9 @@ def _perf_ms(shard: Shard) -> float:
 def _no_room(option: ShardingOption) -> PlannerError:
     sizes = [_storage(shard) for shard in option.shards]
     return PlannerError(
-        f"Every shard must have a rank with room for it; received table {option.name!r}, "
-        f"{option.sharding_type}, whose {len(sizes)} shards are up to {max(sizes)} and go to "
-        f"{option.partition_by}, after what was placed before. Propose other options.",
+        f"Every shard must fit on a rank; received table {option.name!r}, "
+        f"{option.sharding_type}, with {len(sizes)} shards of up to {max(sizes)} for "
+        f"{option.partition_by}, which exceed the memory left by other tables. Propose other "
+        "options.",
         PlannerErrorType.PARTITION,
     )

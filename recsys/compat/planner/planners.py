@@ -325,8 +325,8 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         return PlannerError(
             f"A proposal must fit on the ranks; received {num_proposals} of {len(least)} tables, "
             f"which take at least {needed} and have {free}. "
-            f"{'Propose others' if fits else 'Take more ranks, or a smaller model'}. The last was "
-            f"refused by: {refused}",
+            f"{'Propose others' if fits else 'Use more ranks, or a smaller model'}. Last error: "
+            f"{refused}",
             PlannerErrorType.STRICT_CONSTRAINTS if fits else PlannerErrorType.INSUFFICIENT_STORAGE,
         )
 
@@ -462,7 +462,7 @@ def _check_unused(**others: object) -> None:
     for name, value in others.items():
         if value is not None:
             raise ValueError(
-                f"EmbeddingShardingPlanner.{name} of a {type(value).__name__} is for the planner's "
-                "own search; received it beside parts that make it try proposals. Leave it out, or "
-                "the enumerator, proposer, partitioner, performance_model and callbacks."
+                f"EmbeddingShardingPlanner.{name} is only for the planner's own search; received a "
+                f"{type(value).__name__} together with components that try proposals. Remove it, "
+                "or the enumerator, proposer, partitioner, performance_model and callbacks."
             )

@@ -271,8 +271,8 @@ def _known(option: ShardingOption, shard: Shard, name: str) -> Any:
     value = getattr(shard, name)
     if value is None:
         raise ValueError(
-            f"Every shard must have a {name} before it is added up; received one of table "
-            f"{option.name!r} without. Estimators do: enumerator.populate_estimates(options)."
+            f"Every shard must have a {name} before it is summed; received a shard of table "
+            f"{option.name!r} without it. Call enumerator.populate_estimates(options)."
         )
     return value
 

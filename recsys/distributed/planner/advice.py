@@ -292,7 +292,7 @@ class Misfit:
     def _one_too_big(self, error: InfeasibleError) -> str:
         table, options = self.listed[error.too_big[0]]
         others = [f"{self._tables[index].name!r}" for index in error.too_big[1:]]
-        also = f"\nNor do {shorten(others)}." if others else ""
+        also = f"\nThe same holds for {shorten(others)}." if others else ""
         return f"{_describe(table)} does not fit on {self._where()} of {self._tried(options)}{also}"
 
     def _all_too_big(self, error: InfeasibleError) -> str:
@@ -353,10 +353,10 @@ class Misfit:
         if world_size is not None:
             found.append(f"{world_size} ranks like these")
         if found:
-            return f"What would fit, each by itself: {'; '.join(found)}."
+            return f"Each of these changes would suffice: {'; '.join(found)}."
         return (
-            "Neither other sharding types, weights of 16 bits, tables in host memory nor more "
-            "ranks were found to help. Make tables smaller, or reserve less storage."
+            "No change was found to suffice: other sharding types, weights of 16 bits, tables in "
+            "host memory, more ranks. Make tables smaller, or reserve less memory."
         )
 
     def _other_tables(self) -> Iterator[tuple[str, Sequence[PlannedTable]]]:

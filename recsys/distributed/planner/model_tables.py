@@ -65,14 +65,14 @@ def tables_of(
     unused = constraints.keys() - {name for name, of in named if of is constraints.get(name)}
     for name in sorted(unused & known):
         raise _refusal(
-            f"ParameterConstraints.feature_names of table {name!r} must be all features of a "
-            f"table of that name; received {constraints[name].feature_names}. Name them all, or "
-            "leave it None."
+            f"ParameterConstraints.feature_names of table {name!r} must contain all features of a "
+            f"table of that name; received {constraints[name].feature_names}. Name all features, "
+            "or use None."
         )
     if unused:
         raise _refusal(
-            f"Constraints are given for the tables {sorted(unused)}, which the model does not "
-            f"have; its tables are {sorted(known)}."
+            f"Constraints must name tables of the model, which are {sorted(known)}; received "
+            f"constraints for the tables {sorted(unused)}."
         )
     return tables
 
@@ -147,8 +147,8 @@ class _ModuleReader:
         modes = {own.bounds_check_mode for own in self.constraints.values()} - {None}
         if len(modes) > 1:
             raise _refusal(
-                f"The tables of one module share one bounds_check_mode; the constraints on those "
-                f"of module {self._path!r} ask for {sorted(m.name for m in modes if m)}."
+                f"All tables of module {self._path!r} must have the same bounds_check_mode; "
+                f"received {sorted(m.name for m in modes if m)} in their constraints."
             )
         longest_seen = max((of.batch_size for of in stats.values()), default=0.0)
         traffic = {name: self._traffic(name, stats, longest_seen) for name in self.weights}
@@ -163,15 +163,15 @@ class _ModuleReader:
             optimizer = optimizer_of_table(weight, self._sharder.fused_params)
             if constraints.stochastic_rounding and not weight.requires_grad:
                 raise _refusal(
-                    f"Table {name!r} is not trained, so that nothing is rounded; constraints ask "
-                    "for stochastic_rounding=True. Leave it out."
+                    f"ParameterConstraints.stochastic_rounding of table {name!r} must not be True, "
+                    "since the table is not trained; received True. Use None."
                 )
             rounds = optimizer is not None and optimizer.spec.stochastic_rounding
             if constraints.stochastic_rounding not in (None, rounds):
                 raise _refusal(
-                    f"Table {name!r} has stochastic_rounding={rounds} by its optimizer; "
-                    f"constraints ask for {constraints.stochastic_rounding}. Set it where the "
-                    "optimizer is set: in fused_params, or in apply_optimizer_in_backward."
+                    f"ParameterConstraints.stochastic_rounding of table {name!r} must be {rounds}, "
+                    f"as in its optimizer; received {constraints.stochastic_rounding}. Set it in "
+                    "fused_params or in apply_optimizer_in_backward."
                 )
             draws = sum(t.draws for t in of_table)
             yield PlannedTable(
@@ -232,9 +232,9 @@ class _ModuleReader:
         others = [name for name, group in groups.items() if group not in (None, self._device)]
         if others and len(others) < len(groups):
             raise _refusal(
-                f"The tables of one module are on one device; of module {self._path!r} "
-                f"device_group puts {others[:5]} elsewhere than on {self._device}, but not all of "
-                f"its {len(groups)} tables. Give all of them one device_group, or split the module."
+                f"All {len(groups)} tables of module {self._path!r} must have the same "
+                f"device_group; received another one than {self._device} for {others[:5]} only. "
+                "Use one device_group, or split the module."
             )
         return bool(others)
 

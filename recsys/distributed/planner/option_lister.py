@@ -122,8 +122,8 @@ class OptionLister:
         same = replace(found, costs=given.costs, storage=given.storage) == given
         if not same or len(found.costs) != kinds:
             raise ValueError(
-                f"{name} must return the shards that it is given with costs for {kinds} kinds of "
-                f"rank and storage; received {found} for {given} of table {table.name!r}. Use "
+                f"{name} must return the given shards with storage and costs for {kinds} kinds of "
+                f"rank; received {found} for {given} of table {table.name!r}. Use "
                 "dataclasses.replace(shards, costs=..., storage=...)."
             )
         return found

@@ -289,8 +289,8 @@ class EmbeddingShardingPlanner:
         """
         if not isinstance(plan, ShardingPlan):
             raise TypeError(
-                "EmbeddingShardingPlanner.rate takes a ShardingPlan; received a "
-                f"{type(plan).__name__}. ShardingPlan.from_json(path) reads a file."
+                "EmbeddingShardingPlanner.rate.plan must be a ShardingPlan; received a "
+                f"{type(plan).__name__}. Read a file by ShardingPlan.from_json(path)."
             )
         rating = self._rating_of(module, sharders, plan)
         check_fits(rating)
@@ -377,5 +377,5 @@ class EmbeddingShardingPlanner:
         return (
             f"Table {table.name!r} may only be sharded {', '.join(asked.sharding_types or types)}"
             f"{which}, which is not supported on {self._topology.compute_device} with {optimizer}"
-            f"{table.rows} x {table.dim} values; sharding types are {', '.join(types)}."
+            f"{table.rows} x {table.dim} values. Allow other sharding types of {', '.join(types)}."
         )

@@ -53,21 +53,27 @@ def uniform_distinct(rows: float, draws: float) -> float:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureStats:
-    """What was seen of one feature.
+    """Statistics of one feature.
 
     Args:
-        ids_per_sample: mean number.
-        batch_size: mean samples per batch.
-        histogram: pairs of (times seen, how many ids were), ascending.
+        ids_per_sample: Mean ids per sample.
+        batch_size: Mean samples per batch.
+        histogram: Pairs of occurrences and the number of ids with so many occurrences, ascending.
 
     Example:
-        >>> # three samples with the ids 7, 8, 9, 4, 5 and 5
         >>> stats = FeatureStats(ids_per_sample=2.0, batch_size=3.0, histogram=((1, 4), (2, 1)))
+        >>> stats.num_ids
+        6
     """
 
     ids_per_sample: float
     batch_size: float
     histogram: tuple[tuple[int, int], ...]
+
+    @property
+    def num_ids(self) -> int:
+        """Number of ids in the batches."""
+        return sum(times * count for times, count in self.histogram)
 
 
 @final
@@ -110,8 +116,8 @@ class PoolingStats:
             wrong_type("PoolingStats.from_batches.batches", "a list of batches", batches)
         if isinstance(batches, KeyedJaggedTensor):
             raise TypeError(
-                "PoolingStats.from_batches takes some batches; received one KeyedJaggedTensor. "
-                "Give a list of it."
+                "PoolingStats.from_batches.batches must be a list of batches; received one "
+                "KeyedJaggedTensor. Pass a list."
             )
         ids: dict[str, list[torch.Tensor]] = {}
         samples: dict[str, list[int]] = {}
@@ -119,8 +125,8 @@ class PoolingStats:
             found = _features_of(batch)
             if not found:
                 raise TypeError(
-                    "PoolingStats.from_batches needs batches that are a KeyedJaggedTensor or hold "
-                    f"one; received {type(batch).__name__}. Give what your model reads."
+                    "PoolingStats.from_batches.batches must be KeyedJaggedTensors or contain some; "
+                    f"received a {type(batch).__name__}. Pass the input of the model."
                 )
             for features in found:
                 for key, size in zip(features.keys(), features.stride_per_key(), strict=True):

@@ -16,7 +16,7 @@ from recsys.distributed.planner.report_rows import COST_PARTS, Explanation
 _MOST_RANKS = 16
 _SLOWEST = 3
 _MOST_TABLES = 20
-_GAINS = "What would gain most, each planned again by itself"
+_GAINS = "Suggested changes, each planned separately"
 
 
 @dataclass
@@ -44,12 +44,12 @@ class RatedPlan(ShardingPlan):
         return "\n\n".join(
             [
                 explanation.headline(),
-                f"What binds\n{_bullets(explanation.binding())}",
+                f"Bottleneck\n{_bullets(explanation.binding())}",
                 *([f"{_GAINS}\n{_bullets(gains)}"] if gains else []),
                 f"Ranks, in ms per step\n{_ranks(explanation.rating)}",
-                "Tables, the longest first; below each, the two next best ways and what the "
-                "slowest rank would take\nif this table alone went there, to the best ranks that "
-                "were found\n" + "\n".join(_tables(explanation)),
+                "Tables, longest time first. Below each: the two next best options, and the time "
+                "of the slowest\nrank if only this table moves, to the best ranks found\n"
+                + "\n".join(_tables(explanation)),
             ]
         )
 
@@ -72,8 +72,8 @@ class RatedPlan(ShardingPlan):
         """Return the content of both reports, computed once."""
         if self.rating is None:
             raise ValueError(
-                "A plan must be rated before it can be reported on; received one that is not. "
-                "planner.rate(module, sharders, plan) rates it."
+                "A plan must be rated before it is reported; received a plan without rating. Call "
+                "planner.rate(module, sharders, plan)."
             )
         rated = {(t.table.path, t.table.name): t for t in self.rating.tables}
         entries = {(path, name): e for path, of in self.plan.items() for name, e in of.items()}
@@ -81,9 +81,9 @@ class RatedPlan(ShardingPlan):
             table, entry = rated.get((path, name)), entries.get((path, name))
             if table is None or entry is None or not table.matches(entry):
                 raise ValueError(
-                    f"A plan must be rated as it is; received one whose table {name!r} of module "
-                    f"{path!r} was edited since. planner.rate(module, sharders, plan) rates it "
-                    "again."
+                    "A plan must not change after it is rated; received a plan whose table "
+                    f"{name!r} of module {path!r} was edited. Call planner.rate(module, sharders, "
+                    "plan) again."
                 )
         known = self._explanation
         if known is None or known.rating is not self.rating or known.seconds != seconds:

@@ -14,7 +14,7 @@ from recsys.distributed.planner.report_rows import COST_PARTS, Explanation
 _MOST_TABLES = 1500
 _MOST_RANKS = 2048
 _TABLE_HEAD = (
-    *(("table", "t"), ("rows", ""), ("columns", ""), ("where", "t")),
+    *(("table", "t"), ("rows", ""), ("columns", ""), ("placement", "t")),
     *(("ms on its busiest rank", ""), ("ms on all ranks", ""), ("memory", ""), ("next best", "t")),
 )
 
@@ -27,15 +27,15 @@ def report_html(explanation: Explanation) -> str:
     return Template(template).substitute(
         scope=explanation.scope(),
         headline=escape(explanation.headline()),
-        binding=_list("What binds", explanation.binding()),
-        gains=_list("What would gain most", explanation.gain_sentences()),
+        binding=_list("Bottleneck", explanation.binding()),
+        gains=_list("Suggested changes", explanation.gain_sentences()),
         times=_times(rating),
         memory=_memory(rating),
         tables=_table(
             _TABLE_HEAD,
             tables,
-            "Next best: what the slowest rank would take if this table alone went there, to the "
-            "best ranks that were found, while all others stay.",
+            "Next best: time of the slowest rank if only this table moves there, to the best ranks "
+            "found.",
             left_out=len(explanation.tables) - _MOST_TABLES,
         ),
     )
@@ -57,7 +57,7 @@ def _times(rating: PlanCost) -> str:
         rows.append(f"<tr><td>{rank}{''.join(cells)}")
     head = [(name, "") for name in ("rank", *COST_PARTS, "total")]
     scale = f"up to {ms(most)} for parts, {ms(slowest)} for totals"
-    caption = f"The stronger the colour, the longer: {scale}."
+    caption = f"Stronger colours are longer times: {scale}."
     return _table(head, rows, caption, left_out=len(rating.costs) - _MOST_RANKS)
 
 
@@ -69,7 +69,7 @@ def _memory(rating: PlanCost) -> str:
         bars = [_bar(used[pool], budget[pool]) for pool in range(len(pools))]
         rows.append(f"<tr><td>{rank}{''.join(bars)}")
     head = [("rank", ""), *((f"{pool} memory", "t") for pool in pools)]
-    caption = "What tables take of the memory that is free for them, the frame."
+    caption = "Memory used by tables; the frame is the memory that is free for them."
     return _table(head, rows, caption, left_out=len(rating.costs) - _MOST_RANKS)
 
 

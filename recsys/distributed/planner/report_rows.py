@@ -100,7 +100,7 @@ class Explanation:
         text = f"{slowest} {ms(rating.slowest_ms)} per step for its tables."
         found = rating.placement
         if found is None:
-            return f"{text} The plan was given, not searched for."
+            return f"{text} The plan was passed in, not searched for."
         ended = ", ended by the time limit" if found.timed_out else ""
         how = f"({found.method} search, {found.seconds:.1f} s{ended})"
         if found.optimal:
@@ -135,7 +135,7 @@ class Explanation:
             found.append(f"Table {hot.table.name!r} {how} {share}.")
         if not is_alone and total <= mean * (1 + _EVEN):
             found.append(
-                f"All ranks are equally busy ({ms(mean)} on average): only less work for all of "
+                f"All ranks are equally busy ({ms(mean)} on average): only less work on all of "
                 "them makes a step faster."
             )
         elif not is_alone:

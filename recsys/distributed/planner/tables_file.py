@@ -114,20 +114,20 @@ def read_tables(path: str | Path) -> TablesFile:
         name = files.members_of(numbered, row, [*_NAMED], [*_TABLE])["name"]
         owner = f"{subject}: table {files.text_of(f'{numbered}.name', name)!r}"
         if name in constraints:
-            raise ValueError(f"{owner} must be there once; received it again as tables[{index}].")
+            raise ValueError(f"{owner} must occur once; received it again as tables[{index}].")
         needed = _NAMED if "optimizer" in members else _WITH_OPTIMIZER
         table = {**_DEFAULTS, **members, **files.read_members(owner, row, needed, _TABLE, _HINT)}
         is_pooled, weighted = kind = _kind(table)
         if weighted and not is_pooled:
-            raise ValueError(f"{owner}: weighted is for pooled tables; received pooling NONE.")
+            raise ValueError(f"{owner}: weighted requires a pooled table; received pooling NONE.")
         usual = ("weighted_ebc" if weighted else "ebc") if is_pooled else "ec"
         of_module = modules.setdefault(path_of := table.get("module", usual), [])
         of_module.append(table)
         if _kind(of_module[0]) != kind:
             raise ValueError(
-                f"{owner} must be pooled and weighted as the other tables of module {path_of!r} "
-                f"are; received pooling {table['pooling']} and weighted {str(weighted).lower()}. "
-                "Give it another module."
+                f"{owner} must have the pooling and weights of the other tables of module "
+                f"{path_of!r}; received pooling {table['pooling']} and weighted "
+                f"{str(weighted).lower()}. Use another module."
             )
         constraints[name] = _constraints(owner, table)
     return TablesFile(
@@ -167,8 +167,8 @@ def _model(subject: str, modules: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
         inside = any(f"{path}.".startswith(f"{other}.") for other in modules if other != path)
         if path and (inside or not all(names := path.split("."))):
             raise ValueError(
-                f"{subject}: module must be a path of names with dots between, none inside "
-                f"another; received {path!r}."
+                f"{subject}: module must be names separated by dots, and not inside "
+                f"another module; received {path!r}."
             )
         try:
             collection = _collection(tables)

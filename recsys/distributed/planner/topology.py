@@ -88,7 +88,7 @@ class CustomTopologyData:
         """
         if key not in self._data:
             raise KeyError(
-                f"key must be one of {list(self._data)}, which were given; received {key!r}."
+                f"key must be one of the given fields {list(self._data)}; received {key!r}."
             )
         return list(self._data[key])
 
@@ -472,8 +472,8 @@ def _local_size(world_size: int, local_world_size: int | None) -> int:
     local_world_size = min(whole("Topology.local_world_size", local_world_size), world_size)
     if world_size % local_world_size:
         raise ValueError(
-            f"Topology.local_world_size must divide world_size: nodes have equally many ranks; "
-            f"received local_world_size={local_world_size}, world_size={world_size}."
+            f"Topology.local_world_size must divide world_size: all nodes have the same number of "
+            f"ranks; received local_world_size={local_world_size}, world_size={world_size}."
         )
     return local_world_size
 

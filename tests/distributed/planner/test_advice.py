@@ -109,12 +109,12 @@ def test_several_tables_that_are_too_big() -> None:
     sizes = {f"t{i}": (3000, 64) for i in range(6)}
     message = refused(sizes, 0.3, **dict.fromkeys(sizes, only("table_wise")))
     assert message.startswith("Table 't0' of module '' (3000 x 64, 0.7 MiB with optimizer state)")
-    assert "\nNor do 't1', 't2', 't3', ... and 2 more.\n" in message
+    assert "'t1', 't2', 't3', ... and 2 more.\n" in message
 
 
 def test_nothing_helps() -> None:
     message = refused({"a": (3000, 64)}, 0.01, a=only("data_parallel"))
-    assert message.endswith("Make tables smaller, or reserve less storage.")
+    assert message.endswith("Make tables smaller, or reserve less memory.")
 
 
 def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

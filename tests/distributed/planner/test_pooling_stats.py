@@ -160,7 +160,7 @@ class TestFromBatches:
         assert PoolingStats.from_batches([{"x": 1, "y": self.FEATURES}]) == plain
 
     def test_batches_without_features_are_refused(self) -> None:
-        with pytest.raises(TypeError, match=r"hold one; received Tensor\."):
+        with pytest.raises(TypeError, match=r"from_batches.*received a Tensor\."):
             PoolingStats.from_batches([torch.zeros(3)])
         with pytest.raises(ValueError, match="at least one batch; received none"):
             PoolingStats.from_batches([])
