@@ -27,7 +27,7 @@ from recsys.distributed.planner.constants import UVM_CACHING_RATIO
 from recsys.distributed.planner.costs import Cost, CostModel
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.storage import StorageModel
-from recsys.distributed.planner.tables import Part, PlannedTable
+from recsys.distributed.planner.tables import PlannedTable, ShardSpec
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import (
     CacheParams,
@@ -121,7 +121,7 @@ class EmbeddingPerfEstimator(_Estimator):
         ):
             sizes = [shard.size for shard in option.shards]
             kind, kernel = _kind_of(option)
-            costs = _each(table, kind, kernel, sizes, model.of_shard, model.of_replica, Cost())
+            costs = _each(table, kind, kernel, sizes, model.shard_cost, model.replica_cost, Cost())
             perfs = [self._perf(table, cost) for cost in costs]
             formulas = self._config.formulas_of(option.sharding_type)
             if formulas:
@@ -353,12 +353,14 @@ def _storages(
     model: StorageModel,
     device: str,
 ) -> list[Storage]:
-    found = _each(table, kind, kernel, sizes, model.of_shard, model.of_replica, tables.Storage())
+    found = _each(
+        table, kind, kernel, sizes, model.shard_storage, model.replica_storage, tables.Storage()
+    )
     return [
         Storage(hbm=size.device, ddr=size.host)
         if device == "cuda"
         else Storage(hbm=0, ddr=size.device + size.host)
-        for size in (of_shard.total for of_shard in found)
+        for size in (storage.total for storage in found)
     ]
 
 
@@ -367,17 +369,17 @@ def _each(
     kind: ShardingType,
     kernel: EmbeddingComputeKernel,
     sizes: Sequence[Sequence[int]],
-    of_shard: Callable[..., _T],
-    of_replica: Callable[[PlannedTable, EmbeddingComputeKernel], _T],
+    shard_cost: Callable[..., _T],
+    replica_cost: Callable[[PlannedTable, EmbeddingComputeKernel], _T],
     nothing: _T,
 ) -> list[_T]:
     """Return the cost of each shard with these rows and columns."""
     if kind is ShardingType.DATA_PARALLEL:
-        return [of_replica(table, kernel)] * len(sizes)
+        return [replica_cost(table, kernel)] * len(sizes)
     in_node = kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
     row_parts = table.row_parts((1, rows, cols) for rows, cols in sizes)
     known = {
-        (rows, cols): of_shard(table, Part(rows, cols, kernel, in_node, row_parts))
+        (rows, cols): shard_cost(table, ShardSpec(rows, cols, kernel, in_node, row_parts))
         if rows and cols
         else nothing
         for rows, cols in {tuple(size) for size in sizes}

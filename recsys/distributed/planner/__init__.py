@@ -6,7 +6,7 @@ Modules, in reading order:
   `topology_json` (files), `topology` (all ranks);
 - tables: `types` (constraints), `pooling_stats` (ids), `tables`, `model_tables` (tables of a
   model), `tables_file` (tables in a file);
-- costs of a placement: `part_load` (traffic), `costs` (time), `storage` (memory), `options`,
+- costs of a placement: `shard_traffic` (traffic), `costs` (time), `storage` (memory), `options`,
   `option_lister` (options for a table), `enumerators` (options of a model, for inspection);
 - search: `placement` (input and output), `shard_arrays`, `bounds`, `assignment`, `local_search`,
   `exact`, `search`;

@@ -262,7 +262,7 @@ def _shape(option: TableOption) -> tuple[object, ...]:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Misfit:
+class InfeasibilityReport:
     """Tables for which no placement was found.
 
     Args:

@@ -13,7 +13,7 @@ Notation: a shard of `r x c` values of `e` bytes each receives `N` ids in `G` ba
   `N` draws from `r` equally likely rows touch `r (1 - (1 - 1/r)^N)`. If ranks that own columns must
   sum one value per row, ids are sorted and gradients read once more;
 - *input*: sorts `N` ids (and weights) by owner; receives them and `G` lengths, no lengths if rows
-  of a pooled table return by id (see `part_load`);
+  of a pooled table return by id (see `shard_traffic`);
 - *output*: sends `G c` values (`N c` if they return by id or are not pooled) and receives as many
   gradients, in the precision of the exchange. The share `(W - L) / W` crosses between nodes of `L`
   ranks among `W`. If the rows of a pooled table are within one node, the sums of the node cross
@@ -35,8 +35,8 @@ from typing import final
 from recsys.distributed.placement.plan import EmbeddingComputeKernel
 from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.measured import LookupSpeed
-from recsys.distributed.planner.part_load import load_of
-from recsys.distributed.planner.tables import Part, PlannedTable, Summable
+from recsys.distributed.planner.shard_traffic import traffic_of_shard
+from recsys.distributed.planner.tables import PlannedTable, ShardSpec, Summable
 from recsys.distributed.planner.topology import Topology
 
 _LENGTH_BYTES, _VALUE_BYTES = 4, 4
@@ -109,12 +109,12 @@ class CostModel:
         self._all_reduce_in_node = ms_per_byte("all_reduce", self._local_size, 1)
         self._copy = 2 / self._hardware.memory_bw  # bytes are read and written
 
-    def of_shard(self, table: PlannedTable, part: Part) -> Cost:
+    def shard_cost(self, table: PlannedTable, shard: ShardSpec) -> Cost:
         """Return the cost of a shard on the rank that owns it."""
-        num_rows, num_cols = part[:2]
-        load = load_of(table, part, self._topology, self._batch_size)
+        num_rows, num_cols = shard[:2]
+        load = traffic_of_shard(table, shard, self._topology, self._batch_size)
         ids, values = load.ids, load.rows * num_cols
-        looked_up = self._lookup(table, part, ids, load.bags)
+        looked_up = self._lookup(table, shard, ids, load.bags)
         if self._world_size == 1:
             return Cost(**looked_up)
         ids_in = ids * (table.id_bytes + 4 * table.is_weighted) + load.lengths * _LENGTH_BYTES
@@ -142,10 +142,10 @@ class CostModel:
             update=sums * self._exchange,
         )
 
-    def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Cost:
+    def replica_cost(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Cost:
         """Return the cost of a replica of a table on each rank."""
         ids, bags = table.load(self._batch_size)
-        whole = Part(table.rows, table.dim, kernel)
+        whole = ShardSpec(table.rows, table.dim, kernel)
         looked_up = self._lookup(table, whole, ids, bags)
         if self._world_size == 1:
             return Cost(**looked_up)
@@ -155,9 +155,11 @@ class CostModel:
         update = table.gradient_bytes * (self._all_reduce + passes) if table.trains else 0.0
         return Cost(**looked_up, output=placed, update=update)
 
-    def _lookup(self, table: PlannedTable, part: Part, ids: float, bags: float) -> dict[str, float]:
+    def _lookup(
+        self, table: PlannedTable, shard: ShardSpec, ids: float, bags: float
+    ) -> dict[str, float]:
         """Return the milliseconds of prefetch, forward and backward."""
-        num_rows, num_cols, kernel = part[:3]
+        num_rows, num_cols, kernel = shard[:3]
         hardware = self._hardware
         pooling = ids / bags if bags else 0.0  # of the shard: with rows on n ranks, 1/n of the ids
         speed = self._topology.lookup_speed(num_cols, pooling, hardware)

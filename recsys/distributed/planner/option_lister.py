@@ -17,7 +17,7 @@ from recsys.distributed.placement.strategies import MIN_COLUMNS, even_block, rec
 from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.options import Reach, Shards, TableOption
 from recsys.distributed.planner.storage import StorageModel
-from recsys.distributed.planner.tables import Block, Part, PlannedTable
+from recsys.distributed.planner.tables import Block, PlannedTable, ShardSpec
 from recsys.distributed.planner.topology import Topology
 
 _MIN_PARTITION = 32
@@ -182,12 +182,12 @@ class OptionLister:
         shards = []
         for count, rows, cols in blocks:
             if replicated:
-                costs = tuple(of_kind.of_replica(table, kernel) for of_kind in self._costs)
-                storage = self.storage.of_replica(table, kernel)
+                costs = tuple(model.replica_cost(table, kernel) for model in self._costs)
+                storage = self.storage.replica_storage(table, kernel)
             else:
-                part = Part(rows, cols, kernel, in_node, row_parts)
-                costs = tuple(of_kind.of_shard(table, part) for of_kind in self._costs)
-                storage = self.storage.of_shard(table, part)
+                shard = ShardSpec(rows, cols, kernel, in_node, row_parts)
+                costs = tuple(model.shard_cost(table, shard) for model in self._costs)
+                storage = self.storage.shard_storage(table, shard)
             shards.append(Shards(count=count, rows=rows, cols=cols, costs=costs, storage=storage))
         return TableOption(
             sharding_type=kind, compute_kernel=kernel, reach=reach, shards=tuple(shards)

@@ -25,7 +25,7 @@ from recsys.distributed.placement.strategies import (
 )
 from recsys.distributed.planner.advice import (
     Constraints,
-    Misfit,
+    InfeasibilityReport,
     check_fits,
     problem_of,
     unconstrained,
@@ -227,7 +227,7 @@ class EmbeddingShardingPlanner:
         try:
             return budgets, search(problem, time_limit=self._timeout_seconds)
         except InfeasibleError as error:
-            raise Misfit(
+            raise InfeasibilityReport(
                 lister=self._lister,
                 listed=listed,
                 budgets=budgets,
@@ -341,13 +341,13 @@ class EmbeddingShardingPlanner:
             tables=tuple(rated),
             budgets=tuple(budgets),
             placement=placement,
-            batch=self._lister.storage.of_batch([table.table for table in rated]),
+            batch=self._lister.storage.batch_storage([table.table for table in rated]),
             unconstrained=tuple(free),
         )
 
     def _budgets(self, module: nn.Module, tables: Sequence[PlannedTable]) -> list[Bytes]:
         """Return the memory of each rank that is free for tables."""
-        batch = self._lister.storage.of_batch(tables).total.device
+        batch = self._lister.storage.batch_storage(tables).total.device
         own = sum(p.numel() * p.element_size() for p in module.parameters())
         dense_bytes = own - sum(
             t.rows * t.dim * t.element_bytes for t in tables if not t.is_quantized

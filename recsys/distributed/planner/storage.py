@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import final
 
 from recsys.distributed.placement.plan import EmbeddingComputeKernel
-from recsys.distributed.planner.part_load import PartLoad, load_of
-from recsys.distributed.planner.tables import Bytes, Part, PlannedTable, Storage
+from recsys.distributed.planner.shard_traffic import ShardTraffic, traffic_of_shard
+from recsys.distributed.planner.tables import Bytes, PlannedTable, ShardSpec, Storage
 from recsys.distributed.planner.topology import Topology
 
 _VALUE_BYTES, _LENGTH_BYTES, _ROW_ID_BYTES = 4, 4, 8
@@ -37,41 +37,41 @@ class StorageModel:
         self._batch_size = batch_size
         self._batches_in_flight = batches_in_flight
 
-    def of_shard(self, table: PlannedTable, part: Part) -> Storage:
+    def shard_storage(self, table: PlannedTable, shard: ShardSpec) -> Storage:
         """Return the memory of a shard."""
-        num_rows, num_cols = part[:2]
-        load = load_of(table, part, self._topology, self._batch_size)
+        num_rows, num_cols = shard[:2]
+        load = traffic_of_shard(table, shard, self._topology, self._batch_size)
         received = load.ids * (table.id_bytes + _VALUE_BYTES * table.is_weighted)
         received += 2 * load.bags * _LENGTH_BYTES  # and offsets
         values = load.rows * num_cols
-        moved = self._moved_values(table, part, load)
+        moved = self._moved_values(table, shard, load)
         gradients, working = self._row_gradients(table, num_rows, num_cols, load.ids)
         # the update starts when the send buffers are no longer needed
         buffers = values * _VALUE_BYTES + max(moved * _VALUE_BYTES, working)
-        return table.storage_of(part, gradients, int(self._batches_in_flight * received + buffers))
+        return table.storage_of(shard, gradients, int(self._batches_in_flight * received + buffers))
 
-    def _moved_values(self, table: PlannedTable, part: Part, load: PartLoad) -> float:
-        """Return the values that a split adds to the buffers of the own samples; see `of_batch`.
+    def _moved_values(self, table: PlannedTable, shard: ShardSpec, load: ShardTraffic) -> float:
+        """Return the values that a split adds to the buffers of `batch_storage`.
 
         A negative number adds nothing. Every rank has these buffers; ranks without a shard are
         assumed to have enough memory left for them.
         """
         ids, bags = table.load(self._batch_size)
         if load.in_two_hops:  # sorted by rank, and received
-            received = load.rows / part.row_parts if load.adds_up else load.rows
-            return (load.rows + received) * part.cols
+            received = load.rows / shard.row_parts if load.adds_up else load.rows
+            return (load.rows + received) * shard.cols
         if not table.is_pooled:  # received rows are copied into the order of the ids
-            is_whole = (part.rows, part.cols) == (table.rows, table.dim)
+            is_whole = (shard.rows, shard.cols) == (table.rows, table.dim)
             return 0.0 if is_whole else ids * table.dim
-        if part.row_parts == 1:
+        if shard.row_parts == 1:
             return 0.0
         # each rank sends its share of every sum; means are divided in a copy of the gradients
-        sent = ids if load.by_id else bags if load.adds_up else bags * part.row_parts
+        sent = ids if load.by_id else bags if load.adds_up else bags * shard.row_parts
         return (sent - bags + bags * table.is_mean) * table.dim
 
-    def of_replica(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Storage:
+    def replica_storage(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Storage:
         """Return the memory of a replica of a table and of the sum of its gradients."""
-        whole = Part(table.rows, table.dim, kernel)
+        whole = ShardSpec(table.rows, table.dim, kernel)
         if not table.trains:
             return table.storage_of(whole)
         summed, working = table.gradient_bytes, 0.0
@@ -83,7 +83,7 @@ class StorageModel:
             working += summed
         return table.storage_of(whole, summed, int(working))
 
-    def of_batch(self, tables: Sequence[PlannedTable]) -> Storage:
+    def batch_storage(self, tables: Sequence[PlannedTable]) -> Storage:
         """Return the memory of a rank's own batch and of its embeddings, under any plan."""
         return Storage(buffers=Bytes(sum(int(self._own_bytes(table)) for table in tables)))
 

@@ -75,7 +75,7 @@ Block: TypeAlias = tuple[int, int, int]
 """Number of identical shards, their rows, and their columns."""
 
 
-class Part(NamedTuple):
+class ShardSpec(NamedTuple):
     """Shape and location of one shard, or of a whole table.
 
     Attributes:
@@ -220,16 +220,16 @@ class PlannedTable:
             for part, skew in self.skews
         )
 
-    def storage_of(self, part: Part, gradients: int = 0, buffers: int = 0) -> Storage:
+    def storage_of(self, shard: ShardSpec, gradients: int = 0, buffers: int = 0) -> Storage:
         """Return the memory of a shard.
 
         Args:
-            part: Shard of this table.
+            shard: Shard of this table.
             gradients: Bytes of gradients in device memory, besides that of a table without an
                 optimizer.
             buffers: Bytes of buffers in device memory.
         """
-        rows, cols, kernel = part[:3]
+        rows, cols, kernel = shard[:3]
         weights = rows * cols * self.element_bytes
         by_element = rows * cols * self._state_bytes("element")
         by_row = rows * self._state_bytes("row") + self._state_bytes("table")
@@ -278,7 +278,7 @@ class PlannedTable:
     def whole(self) -> Bytes:
         """Memory of the whole table on one rank."""
         kernel = next(iter(self.kernels.values()), (EmbeddingComputeKernel.FUSED,))[0]
-        return self.storage_of(Part(self.rows, self.dim, kernel)).total
+        return self.storage_of(ShardSpec(self.rows, self.dim, kernel)).total
 
     def allows(self, sharding_type: ShardingType, kernel: EmbeddingComputeKernel) -> bool:
         """Return whether the table's optimizer supports a sharding type and a kernel."""

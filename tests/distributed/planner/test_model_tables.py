@@ -11,7 +11,7 @@ from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.planner import ParameterConstraints, PlannerError, PoolingStats
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.pooling_stats import FeatureStats, uniform_distinct
-from recsys.distributed.planner.tables import Part, PlannedTable
+from recsys.distributed.planner.tables import PlannedTable, ShardSpec
 from recsys.distributed.types import CacheParams, EmbeddingComputeKernel, ShardingType
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
@@ -168,7 +168,7 @@ class TestKernels:
                 cache_params=None if share is None else CacheParams(load_factor=share),
             )
             (table,) = tables(ebc(t=["f"]), "cuda", t=demand).values()
-            return table.storage_of(Part(1000, 64, CACHED)).cache.device
+            return table.storage_of(ShardSpec(1000, 64, CACHED)).cache.device
 
         row = 64 * 4 + 16
         assert cache(None) == cache(0.2) == 200 * row + 4 * 1000

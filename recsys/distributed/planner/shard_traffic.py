@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, final
 
-from recsys.distributed.planner.tables import Part, PlannedTable
+from recsys.distributed.planner.tables import PlannedTable, ShardSpec
 from recsys.distributed.planner.topology import Topology
 
 _MOST_IDS = 0.5  # ids per bag and shard up to which rows return by id, as in the input stage
@@ -28,7 +28,7 @@ _EXACT = (4.0, 4.0)  # bytes of an fp32 value in both directions
 
 
 @final
-class PartLoad(NamedTuple):
+class ShardTraffic(NamedTuple):
     """Traffic of a shard for the samples of all ranks.
 
     Attributes:
@@ -52,22 +52,24 @@ class PartLoad(NamedTuple):
     in_two_hops: bool = False
 
 
-def load_of(table: PlannedTable, part: Part, topology: Topology, batch_size: int) -> PartLoad:
+def traffic_of_shard(
+    table: PlannedTable, shard: ShardSpec, topology: Topology, batch_size: int
+) -> ShardTraffic:
     """Return the traffic of a shard.
 
     Args:
         table: Table of the shard.
-        part: Shard.
+        shard: Shard.
         topology: Machine.
         batch_size: Samples per rank and step.
     """
-    parts = part.row_parts
+    parts = shard.row_parts
     all_ids, bags = table.load(topology.world_size * batch_size)
-    ids = all_ids * part.rows / max(table.rows, 1)
+    ids = all_ids * shard.rows / max(table.rows, 1)
     if parts == 1 or not table.is_pooled:
         rows = bags if table.is_pooled else ids
-        return PartLoad(ids, bags, bags, rows, rows)
-    two_hops = part.in_node and topology.num_nodes > 1
+        return ShardTraffic(ids, bags, bags, rows, rows)
+    two_hops = shard.in_node and topology.num_nodes > 1
     adds_up = topology.compute_device == "cuda" and table.wire_bytes == _EXACT
     if two_hops:
         adds_up &= parts == topology.local_world_size
@@ -77,8 +79,8 @@ def load_of(table: PlannedTable, part: Part, topology: Topology, batch_size: int
         if adds_up and topology.num_nodes > 1:
             most_ids = min(most_ids, 1 / topology.local_world_size)
         if all_ids <= most_ids * parts * bags:
-            return PartLoad(ids, 0.0, ids, ids, ids, by_id=True)
+            return ShardTraffic(ids, 0.0, ids, ids, ids, by_id=True)
     arriving = bags / parts if adds_up else bags
     if two_hops:
         arriving += bags / topology.local_world_size
-    return PartLoad(ids, bags, bags, bags, arriving, adds_up=adds_up, in_two_hops=two_hops)
+    return ShardTraffic(ids, bags, bags, bags, arriving, adds_up=adds_up, in_two_hops=two_hops)
