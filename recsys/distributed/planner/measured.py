@@ -150,8 +150,8 @@ class LookupTable:
 
 def largest_collectives(
     points: Sequence[CollectivePoint],
-) -> dict[tuple[str, int], CollectivePoint]:
-    """Return the measurement with the most bytes, by kind and world size.
+) -> dict[tuple[str, int], tuple[float, float]]:
+    """Return bytes and milliseconds of the largest measurement, by kind and world size.
 
     Args:
         points: Each kind, world size and number of bytes once.
@@ -161,7 +161,12 @@ def largest_collectives(
     """
     names = ("kind", "world_size", "bytes")
     groups = _sorted(points, "collectives", names, "{} of {} ranks and {} bytes")
-    return {(kind, world_size): of[-1] for (kind, world_size), of in groups.items()}
+    largest = {(kind, world_size): of[-1] for (kind, world_size), of in groups.items()}
+    # the logarithms keep the last bits, on which the choice among equally good plans depends
+    return {
+        key: (math.exp(math.log(point.bytes)), math.exp(math.log(point.ms)))
+        for key, point in largest.items()
+    }
 
 
 def _sorted(

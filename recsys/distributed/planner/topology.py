@@ -392,7 +392,7 @@ class Topology:
         return LookupTable(self.lookup) if self.lookup else None
 
     @cached_property
-    def _collectives(self) -> dict[tuple[str, int], CollectivePoint]:
+    def _collectives(self) -> dict[tuple[str, int], tuple[float, float]]:
         return largest_collectives(self.collectives)
 
     hbm_cap = _least("hbm_cap", "bytes of device memory")
@@ -451,8 +451,8 @@ class Topology:
         near_nodes = math.ceil(near / self.local_world_size)
         if near == 1 or (near_nodes > 1) != (num_nodes > 1):
             return modelled
-        point = self._collectives[kind, near]
-        return modelled * point.ms / transfer_ms(kind, point.bytes, near, near_nodes, self.slowest)
+        most, ms = self._collectives[kind, near]
+        return modelled * ms / transfer_ms(kind, most, near, near_nodes, self.slowest)
 
     def __str__(self) -> str:
         """Return a table with one column for each kind of rank."""

@@ -74,7 +74,9 @@ class TestCollectives:
     def test_the_largest_of_each_kind_and_world_size(self) -> None:
         points = [collective(10_000, 4.0), collective(100, 1.0), collective(9, 2.0, world_size=4)]
         found = largest_collectives(points)
-        assert found == {("all_to_all", 2): points[0], ("all_to_all", 4): points[2]}
+        assert found.keys() == {("all_to_all", 2), ("all_to_all", 4)}
+        assert found["all_to_all", 2] == pytest.approx((10_000, 4.0))
+        assert found["all_to_all", 4] == pytest.approx((9, 2.0))
 
     def test_points_come_once(self) -> None:
         with pytest.raises(ValueError, match="received all_to_all of 2 ranks and 7 bytes twice"):
