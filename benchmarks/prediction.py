@@ -37,8 +37,8 @@ from recsys.distributed.planner import (
     ParameterConstraints,
     Topology,
 )
-from recsys.distributed.planner.explanation import COST_PARTS
 from recsys.distributed.planner.rating import RatedPlan
+from recsys.distributed.planner.report_rows import COST_PARTS
 from recsys.distributed.sharding_plan import (
     ParameterShardingGenerator,
     column_wise,

@@ -188,7 +188,7 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         "Table 'ads' of module '' (1000000 x 64, 488.3 MiB with its gradient) does not fit on "
         "the 2 cpu ranks of 100.0 MiB each, of which 84.6 MiB are free for it. Tried:\n"
         "...row_wise       2      244.3 MiB       159.7 MiB  cpu\n..."
-        "What would fit, each by itself: 6 ranks like these.",
+        "would suffice: 6 ranks like these.",
     ),
     "mismatched devices within a batch": (
         lambda _: KeyedJaggedTensor(

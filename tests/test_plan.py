@@ -92,7 +92,7 @@ def test_rates_an_edited_plan(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert run("--tables", "tables.json", "--topology", "H100:4", "--rate", "plan.json") == 0
     out = capsys.readouterr().out
     assert "rank 3, takes" in out
-    assert "The plan was given, not searched for." in out
+    assert "The plan was passed in, not searched for." in out
     assert re.search("ebc.users, 4,000,000 x 64, .* MiB: table_wise on rank 3, ", out)
     assert "Let the planner place all tables: " in out
 

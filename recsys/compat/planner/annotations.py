@@ -1,4 +1,4 @@
-"""What a user's own `HardwarePerfConfig` says of itself by decorators, and a register of them."""
+"""Decorators for a user's `HardwarePerfConfig`, and a registry of such configs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def forward_compute(
     It is called as `(self, ctx: ShardPerfContext) -> float`.
 
     Args:
-        method_or_sharding_type: the method; or what `sharding_type` is.
-        sharding_type: one or several, of the shards it is for; all if None.
+        method_or_sharding_type: Method, or the value of `sharding_type`.
+        sharding_type: One or several sharding types of the shards; all if None.
 
     Example:
         >>> class Machine(HardwarePerfConfig):
@@ -62,33 +62,29 @@ def backward_compute(
     """Decorate a method that computes the milliseconds of a shard's backward pass.
 
     Args:
-        method_or_sharding_type: as of `forward_compute`.
-        sharding_type: as of `forward_compute`.
+        method_or_sharding_type: As for `forward_compute`.
+        sharding_type: As for `forward_compute`.
     """
     return _formula("bwd_compute", method_or_sharding_type, sharding_type)
 
 
 def fwd_coefficient(sharding_type: _Kinds = None) -> Callable[..., Any]:
     """Decorate a method that returns the `PerfCoefficient` of lookups, for some sharding types."""
-
-    def mark(method: Callable[[Any], PerfCoefficient]) -> Any:
-        def milliseconds(self: Any, ctx: ShardPerfContext) -> float:
-            return method(self).milliseconds(ctx, self.output_bytes(ctx))
-
-        milliseconds.is_linear = True  # type: ignore[attr-defined]
-        return _formula("fwd_compute", milliseconds, sharding_type)
-
-    return mark
+    return _coefficient(True, sharding_type)
 
 
 def bwd_coefficient(sharding_type: _Kinds = None) -> Callable[..., Any]:
     """Decorate a method that returns the `PerfCoefficient` of the backward pass."""
+    return _coefficient(False, sharding_type)
 
+
+def _coefficient(is_fwd: bool, sharding_type: _Kinds) -> Callable[..., Any]:
     def mark(method: Callable[[Any], PerfCoefficient]) -> Any:
         def milliseconds(self: Any, ctx: ShardPerfContext) -> float:
-            return method(self).milliseconds(ctx, self.output_bytes(ctx, is_fwd=False))
+            return method(self).milliseconds(ctx, self.output_bytes(ctx, is_fwd=is_fwd))
 
-        return _formula("bwd_compute", milliseconds, sharding_type)
+        milliseconds.is_linear = is_fwd  # type: ignore[attr-defined]
+        return _formula("fwd_compute" if is_fwd else "bwd_compute", milliseconds, sharding_type)
 
     return mark
 
@@ -119,18 +115,18 @@ def output_write_size(
 ) -> Any:
     """Decorate a method that computes the bytes of embeddings that a lookup writes.
 
-    It is called as `(self, ctx: ShardPerfContext, is_fwd: bool) -> float`, and its result is what
-    coefficients of the output are multiplied by.
+    It is called as `(self, ctx: ShardPerfContext, is_fwd: bool) -> float`. Coefficients of the
+    output are multiplied by its result.
 
     Args:
-        method_or_sharding_type: as of `forward_compute`.
-        sharding_type: as of `forward_compute`.
+        method_or_sharding_type: As for `forward_compute`.
+        sharding_type: As for `forward_compute`.
     """
     return _formula("output", method_or_sharding_type, sharding_type)
 
 
 def supported_sharding_types(*sharding_types: str) -> Callable[[_Config], _Config]:
-    """Decorate a config of a machine for some sharding types only; others are a ValueError."""
+    """Decorate a config that supports some sharding types only; others raise ValueError."""
 
     def decorate(config: _Config) -> _Config:
         config.supported = frozenset(sharding_types)
@@ -140,7 +136,7 @@ def supported_sharding_types(*sharding_types: str) -> Callable[[_Config], _Confi
 
 
 def ssd_mem_bw(value: float) -> Callable[[_Config], _Config]:
-    """Decorate a config with the bytes per millisecond of disks."""
+    """Decorate a config with the disk bandwidth in bytes per millisecond."""
 
     def decorate(config: _Config) -> _Config:
         config.ssd_mem_bw = value
@@ -155,9 +151,9 @@ def device_bw(
     """Decorate a config with the bytes per millisecond at which tables are read.
 
     Args:
-        bandwidth: the speed.
-        device: "cpu" or "cuda", where it holds; with `compute_kernel`.
-        compute_kernel: one or several, for which it holds; all if None.
+        bandwidth: Bandwidth.
+        device: "cpu" or "cuda", the device of the bandwidth; together with `compute_kernel`.
+        compute_kernel: One or several compute kernels of the bandwidth; all if None.
     """
 
     def decorate(config: _Config) -> _Config:
@@ -172,7 +168,7 @@ def device_bw(
 
 
 class EmbeddingPerfEstimatorFactory:
-    """Makes estimators of configs by name.
+    """Creates estimators for registered configs.
 
     Example:
         >>> @EmbeddingPerfEstimatorFactory.register("my_machine")
@@ -189,7 +185,7 @@ class EmbeddingPerfEstimatorFactory:
 
     @classmethod
     def register(cls, name: str) -> Callable[[_Config], _Config]:
-        """Decorate a config that `create` shall know by a name."""
+        """Decorate a config to register it under a name."""
 
         def decorate(config: _Config) -> _Config:
             cls._registry[name] = config
@@ -199,12 +195,12 @@ class EmbeddingPerfEstimatorFactory:
 
     @classmethod
     def list_registered(cls) -> list[str]:
-        """Return the names that `create` knows."""
+        """Return all registered names."""
         return list(cls._registry)
 
     @classmethod
     def is_registered(cls, name: str) -> bool:
-        """Return whether `create` knows a name."""
+        """Return whether a name is registered."""
         return name in cls._registry
 
     @classmethod
@@ -215,15 +211,15 @@ class EmbeddingPerfEstimatorFactory:
         topology: Topology | None = None,
         constraints: dict[str, ParameterConstraints] | None = None,
     ) -> EmbeddingPerfEstimator:
-        """Return an estimator with a config of that name; else as `create_with_config`.
+        """Return an estimator with the config of a name, as by `create_with_config`.
 
         Raises:
-            ValueError: no config has this name.
+            ValueError: No config has this name.
         """
         if hardware_name not in cls._registry:
             raise ValueError(
                 f"A config must be one of {cls.list_registered()}; received {hardware_name!r}. "
-                "EmbeddingPerfEstimatorFactory.register names others."
+                "Register it with EmbeddingPerfEstimatorFactory.register."
             )
         config = cls._registry[hardware_name]()
         return cls.create_with_config(config, is_inference, topology, constraints)
@@ -238,10 +234,10 @@ class EmbeddingPerfEstimatorFactory:
         """Return an estimator.
 
         Args:
-            config: speeds that hold in place of the machine's.
-            is_inference: whether to count forward only.
-            topology: the machine.
-            constraints: demands by table name.
+            config: Speeds that override those of the machine.
+            is_inference: Whether to count forward only.
+            topology: Machine.
+            constraints: Constraints by table name.
         """
         if topology is None:
             raise ValueError("An estimator needs a topology; received None.")

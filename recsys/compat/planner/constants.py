@@ -1,7 +1,7 @@
-"""Numbers that parts of planners written for TorchRec compute with.
+"""Numbers for planner components written for TorchRec, as published by TorchRec 1.8.
 
-Published by TorchRec 1.8. Memory is in bytes, speeds in bytes per millisecond. Our own planner
-takes a machine's numbers from its `Topology`, and costs from measured speeds (docs/planner.md).
+Memory is in bytes, speeds in bytes per millisecond. The planner itself uses the numbers of its
+`Topology` and measured speeds (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -9,43 +9,43 @@ from __future__ import annotations
 _GIB, _PER_MS = 2**30, 1 / 1000
 
 MAX_SIZE = 2**63 - 1
-"""More bytes than there are."""
+"""Upper limit of sizes in bytes."""
 HBM_CAP = 32 * _GIB
 """Memory of a GPU."""
 DDR_CAP = 128 * _GIB
-"""Memory of a host, for each rank."""
+"""Memory of a host, per rank."""
 SSD_CAP = 2048 * _GIB
-"""Of disks, for each rank."""
+"""Disk memory, per rank."""
 HUNDRED_GB = 100 * _GIB
 HBM_MEM_BW = 897 * _GIB * _PER_MS
-"""Of a GPU's memory."""
+"""Bandwidth of a GPU's memory."""
 DDR_MEM_BW = 51 * _GIB * _PER_MS
-"""Of host memory."""
+"""Bandwidth of host memory."""
 SSD_MEM_BW = 100 * 2**20 * _PER_MS
-"""Of disks."""
+"""Bandwidth of disks."""
 HBM_TO_DDR_MEM_BW = 32 * _GIB * _PER_MS
-"""Between a GPU and host memory."""
+"""Bandwidth between a GPU and host memory."""
 INTRA_NODE_BANDWIDTH = 600 * _GIB * _PER_MS
-"""Between ranks of a node."""
+"""Bandwidth between ranks of a node."""
 CROSS_NODE_BANDWIDTH = 12.5 * _GIB * _PER_MS
-"""Between nodes."""
+"""Bandwidth between nodes."""
 MIN_CW_DIM = 128
-"""Columns that a shard of a column-wise table has at least, if nothing is said."""
+"""Default minimum of the columns of a column-wise shard."""
 BWD_COMPUTE_MULTIPLIER = 2
-"""Backward lookups, in forward ones."""
+"""Time of a backward lookup, relative to a forward one."""
 WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER = 1
-"""The same, times that, of ids with weights."""
+"""Additional factor of `BWD_COMPUTE_MULTIPLIER` for ids with weights."""
 WEIGHTED_KERNEL_MULTIPLIER = 1.1
-"""Forward lookups of ids with weights, in those without."""
+"""Time of a forward lookup of ids with weights, relative to ids without."""
 FULL_BLOCK_EMB_DIM = 128
-"""Columns that fill a block of threads."""
+"""Columns that fill a thread block."""
 HALF_BLOCK_PENALTY = 1.15
-"""What fewer than that cost, as a factor."""
+"""Factor for fewer columns than `FULL_BLOCK_EMB_DIM`."""
 QUARTER_BLOCK_PENALTY = 1.75
-"""What fewer than half of that cost."""
+"""Factor for fewer columns than half of `FULL_BLOCK_EMB_DIM`."""
 BATCHED_COPY_PERF_FACTOR = 2.455
 DP_ELEMENTWISE_KERNELS_PERF_FACTOR = 9.22
-"""Passes over the gradients of a data-parallel table."""
+"""Passes over the gradient of a data-parallel table."""
 MAX_PROPOSALS = 10_000
-"""Of a grid search; one with more proposes nothing."""
+"""Limit of a grid search, which proposes nothing above it."""
 DEFAULT_PERF_ESTIMATOR = "default_estimator"

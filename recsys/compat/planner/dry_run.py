@@ -39,15 +39,15 @@ class TrainingFramework(Enum):
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Where a `PlanCache` keeps plans.
+    """Location of the plans of a `PlanCache`.
 
     Args:
-        enabled: whether plans are kept.
-        ttl_seconds: seconds after which a plan is made again; None is never.
-        manifold_bucket: the name of the place, needed if enabled.
+        enabled: Whether plans are cached.
+        ttl_seconds: Seconds after which a plan is computed again; None: never.
+        manifold_bucket: Name of the storage; required if enabled.
 
     Raises:
-        ValueError: for a time that is not positive, or if enabled without a place.
+        ValueError: The time is not positive, or the cache is enabled without a storage.
     """
 
     enabled: bool = False
@@ -62,7 +62,7 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class CacheMetadata:
-    """What a `PlanCache` keeps beside a plan: who made it, and for which machines."""
+    """Metadata of a cached plan: its creator and its machines."""
 
     created_by: str = ""
     sku: str = ""
@@ -211,26 +211,26 @@ class DryRunRequest(ShardingPlanRequest):
 
 @dataclass(frozen=True)
 class ShardingPlanResult:
-    """What an executor found for one machine type.
+    """Result of an executor for one machine type.
 
     Args:
-        sku: the machine type.
-        success: whether there is a plan.
-        sharding_plan: the plan; None without success.
-        planner_failure_reason: why there is none.
-        estimated_max_hbm_bytes, estimated_max_ddr_bytes: bytes on the fullest rank.
-        estimated_qps: samples per second of the job.
-        critical_path_ms, comms_critical_path_ms, comp_critical_path_ms: ms of a step, of its
-            communication and of its computation.
-        max_rank_perf, mean_rank_perf: ms of the slowest and of the mean rank.
-        perf_imbalance_ratio: the first divided by the second.
-        planner_error_type: kind of failure.
-        validation_warnings: what to look at in the plan.
-        sharding_plan_manifold_url: where the plan is kept.
-        request_hash, request_id: those of the request.
-        solve_time_ms: ms that planning took.
-        sharding_options: the options that were compared.
-        is_planning_rank: whether this rank made the plan.
+        sku: Machine type.
+        success: Whether there is a plan.
+        sharding_plan: Plan; None without success.
+        planner_failure_reason: Reason of a failure.
+        estimated_max_hbm_bytes, estimated_max_ddr_bytes: Bytes on the fullest rank.
+        estimated_qps: Samples per second of the job.
+        critical_path_ms, comms_critical_path_ms, comp_critical_path_ms: Milliseconds of a step, of
+            its communication and of its computation.
+        max_rank_perf, mean_rank_perf: Milliseconds of the slowest and of the mean rank.
+        perf_imbalance_ratio: Quotient of these two.
+        planner_error_type: Type of a failure.
+        validation_warnings: Warnings about the plan.
+        sharding_plan_manifold_url: Location of the cached plan.
+        request_hash, request_id: Identifiers of the request.
+        solve_time_ms: Milliseconds that planning took.
+        sharding_options: Options that were compared.
+        is_planning_rank: Whether this rank made the plan.
     """
 
     sku: str
@@ -273,7 +273,7 @@ class DryRunResult(ShardingPlanResult):
 
 @dataclass
 class PlannerSessionContext:
-    """A request, the results that there are so far, and statistics for the next plan."""
+    """A request, the results so far, and the statistics for the next plan."""
 
     request: ShardingPlanRequest
     results: dict[str, ShardingPlanResult]
@@ -282,13 +282,13 @@ class PlannerSessionContext:
 
 @runtime_checkable
 class PlanCache(Protocol):
-    """Plans that were made before, by the fingerprint of their request."""
+    """Cache of plans by the fingerprint of their request."""
 
     def get(self, request_fingerprint: str) -> tuple[ShardingPlan, CacheMetadata] | None:
         """Return a plan; None if there is none."""
 
     def put(self, request_fingerprint: str, plan: ShardingPlan, metadata: CacheMetadata) -> None:
-        """Keep a plan."""
+        """Store a plan."""
 
 
 @runtime_checkable
@@ -298,12 +298,12 @@ class PlannerExecutor(Protocol):
     def run(
         self, sku: str, ctx: PlannerSessionContext, pg: dist.ProcessGroup | None = None
     ) -> ShardingPlanResult:
-        """Return what planning for a machine type found.
+        """Return the result of planning for a machine type.
 
         Args:
-            sku: the machine type.
-            ctx: has the request.
-            pg: ranks that receive the plan; None is this process alone.
+            sku: Machine type.
+            ctx: Context with the request.
+            pg: Process group that receives the plan; None for this process alone.
         """
 
 

@@ -1,4 +1,4 @@
-"""All ways to place each table, as options that are estimated."""
+"""Enumerators: list the options for each table, with estimates."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from recsys.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from recsys.distributed.types import EmbeddingComputeKernel, ModuleSharder, ShardingType
 
 GUARDED_COMPUTE_KERNELS = set(UVM_KERNELS)
-"""Kernels that are listed only where a constraint names them: tables in host memory."""
+"""Kernels of tables in host memory, which are listed only if a constraint names them."""
 GUARDED_SHARDING_TYPES_FOR_FP_MODULES = {
     ShardingType.ROW_WISE.value,
     ShardingType.TABLE_ROW_WISE.value,
     ShardingType.GRID_SHARD.value,
 }
-"""Types that are listed of a feature-processed collection only where a constraint names them."""
+"""Types that are listed for a feature-processed collection only if a constraint names them."""
 
 _PARTITION_BY = {
     ShardingType.DATA_PARALLEL: PartitionByType.UNIFORM,
@@ -55,7 +55,7 @@ def get_partition_by_type(sharding_type: str) -> str:
     """Return the `PartitionByType` value of a sharding type.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: The sharding type is unknown.
 
     Example:
         >>> get_partition_by_type("row_wise")
@@ -68,11 +68,10 @@ class EmbeddingEnumerator(Enumerator):
     """Lists the options that the sharders, the optimizers and the constraints allow.
 
     Args:
-        topology: the machine.
-        batch_size: samples per rank and step (default 512).
-        constraints: demands by table name.
-        estimator: what estimates shards; bytes and milliseconds of the planner's own models if
-            None.
+        topology: Machine.
+        batch_size: Samples per rank and step (default 512).
+        constraints: Constraints by table name.
+        estimator: Estimator of shards; the planner's models of bytes and milliseconds if None.
 
     Example:
         >>> import torch
@@ -102,25 +101,25 @@ class EmbeddingEnumerator(Enumerator):
 
     @property
     def sharder_map(self) -> dict[str, ModuleSharder[Any]]:
-        """Sharder by where the type of module that each shards lives, once there were some."""
+        """Sharders of the last `enumerate`, by module and name of their module type."""
         return self._sharder_map
 
     @property
     def last_stored_search_space(self) -> list[ShardingOption] | None:
-        """What `enumerate` returned last."""
+        """Last result of `enumerate`."""
         return self._last_stored_search_space
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> list[ShardingOption]:
-        """Return all options of all tables, estimated, table by table.
+        """Return all options of all tables with their estimates, table by table.
 
         Args:
-            module: the model; may be on the `meta` device.
-            sharders: one per module type to shard.
+            module: Model; may be on the `meta` device.
+            sharders: One for each module type to shard.
 
         Raises:
-            PlannerError: if a constraint is for no table or does not fit its features, or leaves
+            PlannerError: A constraint names an unknown table, contradicts its features, or leaves
                 no option.
         """
         self._sharder_map = {sharder_name(sharder.module_type): sharder for sharder in sharders}
@@ -151,7 +150,7 @@ class EmbeddingEnumerator(Enumerator):
         """Set milliseconds and bytes of the shards of options, in place.
 
         Args:
-            sharding_options: of tables of the model that was enumerated.
+            sharding_options: Options for tables of the enumerated model.
         """
         estimators = self._estimator
         if estimators is None:
@@ -171,7 +170,7 @@ class EmbeddingEnumerator(Enumerator):
         demands = table.constraints
         for kind, kernels in table.kernels.items():
             if kind is ShardingType.DATA_PARALLEL and demands.compute_kernels is None:
-                kernels = [EmbeddingComputeKernel.DENSE]  # as TorchRec calls it
+                kernels = [EmbeddingComputeKernel.DENSE]  # as in TorchRec
             for kernel in kernels:
                 if not table.allows(kind, kernel):
                     continue

@@ -1,4 +1,4 @@
-"""What estimators of a user's own are told: speeds of a machine, and the traffic of a shard."""
+"""Input of users' estimators: speeds of a machine, and the traffic of a shard."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _BANDWIDTHS = (
 
 @dataclass
 class PerfCoefficient:
-    """What the parts of a lookup cost, over the time to move their bytes.
+    """Costs of the parts of a lookup, relative to the time to move their bytes.
 
     Args:
-        input_read_size_multiplier: of the bytes of ids.
-        lookup_size_multiplier: of the bytes of rows that are read.
-        embedding_output_multiplier: of the bytes of embeddings that are written.
-        hash_size_multiplier: of the number of rows of the shard, as if each were a byte.
+        input_read_size_multiplier: Factor of the bytes of ids.
+        lookup_size_multiplier: Factor of the bytes of rows that are read.
+        embedding_output_multiplier: Factor of the bytes of embeddings that are written.
+        hash_size_multiplier: Factor of the number of rows of the shard, counted as one byte each.
     """
 
     input_read_size_multiplier: float = 1.0
@@ -43,8 +43,8 @@ class PerfCoefficient:
         """Return the time of a shard's lookup.
 
         Args:
-            ctx: the shard.
-            output_bytes: of the embeddings that are written.
+            ctx: Shard.
+            output_bytes: Bytes of the embeddings that are written.
         """
         ids = ctx.batch_inputs * ctx.source_ranks
         total = (
@@ -58,11 +58,11 @@ class PerfCoefficient:
 
 @dataclass
 class EstimatorPerfCoefficients:
-    """Coefficients of the lookup, and of the backward pass if it has its own.
+    """Coefficients of the lookup, and optionally of the backward pass.
 
     Args:
-        fwd: of the lookup.
-        bwd: of the backward pass; a multiple of the lookup's time if None.
+        fwd: Coefficients of the lookup.
+        bwd: Coefficients of the backward pass; None: a multiple of the lookup's time.
     """
 
     fwd: PerfCoefficient = field(default_factory=PerfCoefficient)
@@ -74,11 +74,11 @@ class PrefetchCoefficients:
     """Coefficients of the time to fetch rows into a cache. TorchRec 1.8 accepts and ignores them.
 
     Args:
-        expected_num_lookups_coefficient: milliseconds per id that the shard looks up.
-        expected_num_unique_lookups_coefficient: milliseconds per different row. Ids are assumed to
-            be drawn evenly from all rows.
-        expected_size_cache_fetches_coefficient: milliseconds per byte of the rows that the cache
-            does not hold.
+        expected_num_lookups_coefficient: Milliseconds per id that the shard looks up.
+        expected_num_unique_lookups_coefficient: Milliseconds per distinct row. Ids are assumed to
+            be uniform over all rows.
+        expected_size_cache_fetches_coefficient: Milliseconds per byte of the rows that are not in
+            the cache.
 
     Example:
         >>> of_bytes = PrefetchCoefficients(expected_size_cache_fetches_coefficient=1e-6)
@@ -98,7 +98,7 @@ class PrefetchCoefficients:
         if not ctx.is_uvm_caching or not ctx.hash_size:
             return 0.0
         ids = ctx.batch_inputs * ctx.source_ranks
-        # the expected number of different rows among ids that are drawn evenly
+        # expected number of distinct rows among uniform ids
         rows: float = ctx.hash_size * (1 - (1 - 1 / ctx.hash_size) ** ids)
         held = UVM_CACHING_RATIO if ctx.caching_ratio is None else ctx.caching_ratio
         fetched = rows * max(0.0, 1 - held) * ctx.emb_dim * ctx.table_data_type_size
@@ -114,14 +114,14 @@ class PerfCoefficientConfig:
     """Coefficients by sharding type.
 
     Args:
-        table_wise: of shards of this sharding type, as the next four.
-        row_wise: see there.
-        table_row_wise: see there.
-        data_parallel: see there.
-        column_wise: see there.
-        default: of the types without their own.
-        bwd_compute_multiplier: time of the backward pass over that of the lookup.
-        prefetch: of bringing rows into a cache; the machine's usual cost if None.
+        table_wise: Coefficients of `table_wise` shards.
+        row_wise: Coefficients of `row_wise` shards.
+        table_row_wise: Coefficients of `table_row_wise` shards.
+        data_parallel: Coefficients of `data_parallel` shards.
+        column_wise: Coefficients of `column_wise` shards.
+        default: Coefficients of all other sharding types.
+        bwd_compute_multiplier: Time of the backward pass relative to the lookup.
+        prefetch: Coefficients of fetching rows into a cache; the planner's costs if None.
     """
 
     table_wise: EstimatorPerfCoefficients | None = None
@@ -136,27 +136,27 @@ class PerfCoefficientConfig:
     prefetch: PrefetchCoefficients | None = field(default=None, kw_only=True)
 
     def get_coefficients(self, sharding_type: str) -> EstimatorPerfCoefficients:
-        """Return those of a sharding type."""
+        """Return the coefficients of a sharding type."""
         return getattr(self, sharding_type, None) or self.default
 
 
 class HardwarePerfConfig:
-    """Speeds that hold in place of the machine's. A class made from this one sets those it knows.
+    """Speeds that override those of the machine. Subclasses set the speeds that they know.
 
-    All are in bytes per millisecond; the machine's are taken where they are None.
+    All are in bytes per millisecond; None keeps the machine's speed.
 
     Attributes:
-        name: a label for people.
-        hbm_mem_bw: of device memory.
-        ddr_mem_bw: of host memory.
-        ssd_mem_bw: of disks.
-        hbm_to_ddr_mem_bw: between device and host.
-        intra_host_bw: between ranks of a node.
-        inter_host_bw: between nodes.
-        device_bw: at which tables are read, whatever their kernel.
-        kernel_device_bandwidths: the same by the kind of device and the compute kernel.
-        supported: sharding types that can be estimated; all if None.
-        coefficients: of lookups; the machine's measured or usual costs if None.
+        name: Label for reports.
+        hbm_mem_bw: Device memory bandwidth.
+        ddr_mem_bw: Host memory bandwidth.
+        ssd_mem_bw: Disk bandwidth.
+        hbm_to_ddr_mem_bw: Bandwidth between device and host.
+        intra_host_bw: Bandwidth between ranks of a node.
+        inter_host_bw: Bandwidth between nodes.
+        device_bw: Bandwidth at which tables are read with any kernel.
+        kernel_device_bandwidths: As `device_bw`, by device type and compute kernel.
+        supported: Supported sharding types; all if None.
+        coefficients: Coefficients of lookups; the planner's costs if None.
 
     Example:
         >>> class Slow(HardwarePerfConfig):
@@ -179,17 +179,18 @@ class HardwarePerfConfig:
     coefficients: PerfCoefficientConfig | None = None
 
     def formulas_of(self, sharding_type: str) -> dict[str, Callable[[ShardPerfContext], float]]:
-        """Return the methods of a user's own that compute parts of `Perf`, by part.
+        """Return the user's formulas for parts of `Perf`, by part.
 
         Args:
-            sharding_type: of the shards; methods for it go before those for all.
+            sharding_type: Sharding type. Methods for it take precedence over those for all types.
 
         Raises:
-            ValueError: the type is not supported.
+            ValueError: The sharding type is not supported.
         """
         if self.supported is not None and sharding_type not in self.supported:
             raise ValueError(
-                f"{type(self).__name__} is for {sorted(self.supported)}; received {sharding_type!r}"
+                f"{type(self).__name__} supports {sorted(self.supported)}; received "
+                f"{sharding_type!r}."
             )
         found: dict[str, Callable[[ShardPerfContext], float]] = {}
         given = self.coefficients
@@ -215,8 +216,8 @@ class HardwarePerfConfig:
         """Return the bytes of embeddings that a shard's lookup writes.
 
         Args:
-            ctx: the shard.
-            is_fwd: False for their gradients, which the backward pass reads.
+            ctx: Shard.
+            is_fwd: False for the gradients that the backward pass reads.
         """
         own: Any = self._marked_for(ctx.sharding_type, "output").get("output")
         if own is not None:
@@ -228,7 +229,7 @@ class HardwarePerfConfig:
         return float(ctx.batch_outputs * ranks * ctx.emb_dim * size)
 
     def _marked_for(self, sharding_type: str, *parts: str) -> dict[str, Any]:
-        """Return the decorated methods, by what they compute."""
+        """Return the decorated methods by the part that they compute."""
         found: dict[str, Any] = {}
         methods = [getattr(self, name) for name in dir(type(self)) if not name.startswith("__")]
         marked = [method for method in methods if hasattr(method, "computes")]
@@ -266,13 +267,13 @@ class HardwarePerfConfig:
 
         Args:
             compute_device: "cpu" or "cuda".
-            compute_kernel: an `EmbeddingComputeKernel` value.
-            hbm_mem_bw: of device memory.
-            ddr_mem_bw: of host memory.
-            ssd_mem_bw: means nothing: no table is on a disk.
-            hbm_to_ddr_mem_bw: between device and host.
-            caching_ratio: share of the rows that a cache holds; FBGEMM's default if None.
-            prefetch_pipeline: whether rows that a cache lacks are fetched beforehand.
+            compute_kernel: An `EmbeddingComputeKernel` value.
+            hbm_mem_bw: Device memory bandwidth.
+            ddr_mem_bw: Host memory bandwidth.
+            ssd_mem_bw: Unused: no table is on a disk.
+            hbm_to_ddr_mem_bw: Bandwidth between device and host.
+            caching_ratio: Share of the rows in a cache; FBGEMM's default if None.
+            prefetch_pipeline: Whether missing rows are fetched before the lookup.
         """
         known = self.kernel_device_bandwidths.get((compute_device, compute_kernel), self.device_bw)
         if known is not None:
@@ -295,48 +296,48 @@ class HardwarePerfConfig:
         sharding_type: str,
         uneven_sharding_perf_multiplier: float = 1.0,
     ) -> list[Perf]:
-        """Return what an estimator shall say in place of what it found for an option's shards.
+        """Return the estimates of an option's shards; subclasses may change them.
 
         Args:
-            shard_perfs: milliseconds of each shard.
-            shard_sizes: rows and columns of each shard.
-            sharding_type: of the option.
-            uneven_sharding_perf_multiplier: always 1: each shard is counted as it is.
+            shard_perfs: Milliseconds of each shard.
+            shard_sizes: Rows and columns of each shard.
+            sharding_type: Sharding type of the option.
+            uneven_sharding_perf_multiplier: Always 1: each shard is estimated by its own size.
         """
         return shard_perfs
 
 
 @dataclass(kw_only=True)
 class ShardPerfContext:
-    """A shard, its traffic and the speeds of the machine, for formulas of a user's own.
+    """A shard, its traffic and the speeds of the machine, for users' formulas.
 
     Args:
-        sharding_type: of its option.
-        compute_kernel: of its option.
-        hash_size: rows of the shard.
-        emb_dim: columns of the shard.
-        batch_sizes: samples per rank, for each feature.
-        num_poolings: mean bags per sample, for each feature.
-        input_lengths: mean ids per bag, for each feature.
-        world_size: ranks there are.
-        local_world_size: ranks of a node.
-        input_data_type_size: bytes of an id.
-        table_data_type_size: bytes of a weight.
-        output_data_type_size: bytes of a value of an embedding.
-        fwd_a2a_comm_data_type_size: bytes of such a value on its way, where whole rows are sent.
-        bwd_a2a_comm_data_type_size: of its gradient.
-        fwd_sr_comm_data_type_size: bytes of such a value on its way, where sums are sent.
-        bwd_sr_comm_data_type_size: of its gradient.
-        device_bw: bytes per millisecond at which tables are read.
-        hbm_to_ddr_mem_bw: between device and host.
-        intra_host_bw: between ranks of a node.
-        inter_host_bw: between nodes.
-        is_inference: whether nothing is trained.
-        is_weighted: whether ids have weights.
-        is_pooled: whether bags are pooled.
-        has_feature_processor: whether features are processed before.
-        caching_ratio: share of the rows that a cache holds, if it is chosen.
-        table_name: of the table.
+        sharding_type: Sharding type of its option.
+        compute_kernel: Compute kernel of its option.
+        hash_size: Rows of the shard.
+        emb_dim: Columns of the shard.
+        batch_sizes: Samples per rank for each feature.
+        num_poolings: Mean bags per sample for each feature.
+        input_lengths: Mean ids per bag for each feature.
+        world_size: Number of ranks.
+        local_world_size: Ranks per node.
+        input_data_type_size: Bytes of an id.
+        table_data_type_size: Bytes of a weight.
+        output_data_type_size: Bytes of an embedding value.
+        fwd_a2a_comm_data_type_size: Bytes of an embedding value when rows are sent.
+        bwd_a2a_comm_data_type_size: Bytes of its gradient.
+        fwd_sr_comm_data_type_size: Bytes of an embedding value when sums are sent.
+        bwd_sr_comm_data_type_size: Bytes of its gradient.
+        device_bw: Bytes per millisecond at which tables are read.
+        hbm_to_ddr_mem_bw: Bandwidth between device and host.
+        intra_host_bw: Bandwidth between ranks of a node.
+        inter_host_bw: Bandwidth between nodes.
+        is_inference: Whether nothing is trained.
+        is_weighted: Whether ids have weights.
+        is_pooled: Whether bags are pooled.
+        has_feature_processor: Whether features are processed before the lookup.
+        caching_ratio: Share of the rows in a cache, if it is set.
+        table_name: Name of the table.
     """
 
     sharding_type: str = ""
@@ -380,13 +381,13 @@ class ShardPerfContext:
         """Return a context for each shard of an option.
 
         Args:
-            config: speeds that hold in place of the machine's.
-            shard_sizes: rows and columns of each shard.
-            sharding_option: whose shards.
-            topology: the machine.
-            constraints: demands by table name.
-            sharder_data: of the sharder of the option's module.
-            is_inference: whether nothing is trained.
+            config: Speeds that override those of the machine.
+            shard_sizes: Rows and columns of each shard.
+            sharding_option: Option.
+            topology: Machine.
+            constraints: Constraints by table name.
+            sharder_data: Data of the sharder of the option's module.
+            is_inference: Whether nothing is trained.
         """
         machine = config.applied_to(topology)
         demands = (constraints or {}).get(sharding_option.name)
@@ -439,27 +440,27 @@ class ShardPerfContext:
 
     @property
     def num_hosts(self) -> int:
-        """Node there are: also how many groups of ranks there are for `table_row_wise`."""
+        """Number of nodes, and of groups of ranks for `table_row_wise`."""
         return math.ceil(self.world_size / self.local_world_size)
 
     num_twrw_groups = num_hosts
 
     @property
     def source_ranks(self) -> int:
-        """How many ranks' ids the shard serves, were those of a table spread evenly by row."""
+        """Number of ranks whose ids the shard receives; row shards receive an equal share."""
         whole = self.sharding_type in ("table_wise", "column_wise", "table_column_wise")
         return self.world_size if whole else 1
 
     @property
     def batch_inputs(self) -> float:
-        """Ids of a rank's batch, over all features."""
+        """Ids of a rank's batch over all features."""
         return sum(
             length * bags for length, bags in zip(self.input_lengths, self._bags, strict=True)
         )
 
     @property
     def batch_outputs(self) -> float:
-        """Rows of embeddings of a rank's batch: its bags, or its ids where they are not pooled."""
+        """Rows of embeddings of a rank's batch: its bags, or its ids if they are not pooled."""
         return sum(self._bags) if self.is_pooled else self.batch_inputs
 
     @property

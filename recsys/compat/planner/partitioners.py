@@ -1,4 +1,4 @@
-"""Where the shards of a proposal go."""
+"""Partitioners: place the shards of a proposal on ranks."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from recsys.distributed.types import ShardingType
 
 @unique
 class SortBy(Enum):
-    """What makes an option large."""
+    """Size of an option, by which a partitioner sorts."""
 
     STORAGE = "storage"
-    """Its bytes."""
+    """Bytes."""
     PERF = "perf"
-    """Its milliseconds."""
+    """Milliseconds."""
 
 
 class GreedyPerfPartitioner(Partitioner):
-    """Places one option after the other, the largest first, where there is least to do.
+    """Places one option after the other on the least loaded ranks, largest first.
 
-    Options that go to every rank come first. A shard goes to the rank with the fewest milliseconds
-    that has room for it; of equal ranks to the one with the lowest number in its node, so that
-    shards spread over nodes. Options that go to a node take the one with the fewest milliseconds
-    in all that has room.
+    Options for every rank are placed first. A shard is placed on the rank with the fewest
+    milliseconds and enough memory. Of equal ranks, the one with the lowest number in its node is
+    used, so that shards are spread over nodes. Options for a node use the node with the fewest
+    milliseconds and enough memory.
 
     Args:
-        sort_by: what makes an option large.
-        balance_modules: whether the options of modules with few tables go before all others, so
-            that the tables of each module are spread over the ranks.
+        sort_by: Size of options.
+        balance_modules: Whether to place the options of modules with few tables first, so that the
+            tables of each module are spread over the ranks.
     """
 
     def __init__(self, sort_by: SortBy = SortBy.STORAGE, balance_modules: bool = False) -> None:
@@ -48,12 +48,12 @@ class GreedyPerfPartitioner(Partitioner):
         """Set the rank of every shard, in place, and return the proposal.
 
         Args:
-            proposal: one option for each table, estimated.
-            storage_constraint: the ranks, with the memory that is free; not changed.
+            proposal: One option for each table, with estimates.
+            storage_constraint: Ranks with their free memory; not changed.
 
         Raises:
-            PlannerError: of type `PARTITION`, if an option does not fit.
-            ValueError: if a shard has no bytes or no milliseconds.
+            PlannerError: Of type `PARTITION`, if an option does not fit.
+            ValueError: A shard has no bytes or no milliseconds.
         """
         ranks = _Ranks(storage_constraint)
         for option in proposal:
@@ -83,7 +83,7 @@ class GreedyPerfPartitioner(Partitioner):
         return proposal
 
     def _groups(self, proposal: Sequence[ShardingOption]) -> list[list[ShardingOption]]:
-        """Return the options that do not go to every rank, those that go together as one."""
+        """Return the options that are not for every rank, grouped by their dependency."""
         groups: dict[str, list[ShardingOption]] = {}
         for option in proposal:
             if option.partition_by != PartitionByType.UNIFORM.value:
@@ -101,18 +101,18 @@ class GreedyPerfPartitioner(Partitioner):
 
 
 class MemoryBalancedPartitioner(Partitioner):
-    """Evens out memory among plans that are nearly as fast as `GreedyPerfPartitioner`'s.
+    """Balances memory among plans that are nearly as fast as those of `GreedyPerfPartitioner`.
 
-    It places the proposal by milliseconds, then again with less and less memory on every rank,
-    halving what is between too little and enough each time.
+    It places the proposal by milliseconds, and then repeatedly with less memory on every rank, by
+    bisection.
 
     Args:
-        max_search_count: the most placements after the first.
-        tolerance: share by which the slowest rank may become slower.
-        balance_modules: see `GreedyPerfPartitioner`.
+        max_search_count: Most placements after the first.
+        tolerance: Share by which the slowest rank may become slower.
+        balance_modules: As for `GreedyPerfPartitioner`.
 
     Raises:
-        ValueError: if the count or the share is negative.
+        ValueError: The count or the share is negative.
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class MemoryBalancedPartitioner(Partitioner):
         """Set the rank of every shard, in place, and return the proposal.
 
         Args:
-            proposal: one option for each table, estimated.
-            storage_constraint: the ranks, with the memory that is free; not changed.
+            proposal: One option for each table, with estimates.
+            storage_constraint: Ranks with their free memory; not changed.
 
         Raises:
-            PlannerError: of type `PARTITION`, if an option does not fit.
-            ValueError: if a shard has no bytes or no milliseconds.
+            PlannerError: Of type `PARTITION`, if an option does not fit.
+            ValueError: A shard has no bytes or no milliseconds.
         """
         shards = [shard for option in proposal for shard in option.shards]
         speed, memory = NoopPerfModel(storage_constraint), NoopStorageModel(storage_constraint)
@@ -168,7 +168,7 @@ class MemoryBalancedPartitioner(Partitioner):
 
 
 def _at_most(topology: Topology, kind: str, budget: int) -> Topology:
-    """Return a copy of the machine whose ranks have no more memory than `budget`."""
+    """Return a copy of the machine with at most `budget` bytes of memory per rank."""
     smaller = copy.deepcopy(topology)
     for device in smaller.devices:
         setattr(device.storage, kind, min(getattr(device.storage, kind), budget))
@@ -179,7 +179,7 @@ _How = Callable[["_Ranks", Sequence[Shard], Sequence[int]], Iterator[int | None]
 
 
 class _Ranks:
-    """What is free on ranks, and what they have to do."""
+    """Free memory and load of ranks."""
 
     def __init__(self, topology: Topology) -> None:
         self.free = [device.storage for device in topology.devices]
@@ -187,13 +187,13 @@ class _Ranks:
         self.node_size = topology.local_world_size
 
     def nodes(self) -> list[range]:
-        """Return the ranks of each node, the node with the least to do first."""
+        """Return the ranks of each node, least loaded node first."""
         size = self.node_size
         nodes = [range(first, first + size) for first in range(0, len(self.free), size)]
         return sorted(nodes, key=lambda node: sum(self.load_ms[rank] for rank in node))
 
     def place(self, parts: Sequence[tuple[Sequence[Shard], Sequence[int]]], how: _How) -> bool:
-        """Place shards, each list on some of its ranks, and return whether all had room.
+        """Place shards, each list on some of the given ranks, and return whether all fit.
 
         If not, nothing is placed.
         """
@@ -211,7 +211,7 @@ class _Ranks:
         return True
 
     def place_nodes(self, shards: Sequence[Shard]) -> bool:
-        """Place as many shards as a node has ranks on each of some nodes."""
+        """Place groups of shards, as many as a node has ranks, each group on a node."""
         parts = [shards[i : i + self.node_size] for i in range(0, len(shards), self.node_size)]
         nodes = iter(self.nodes())
         return all(any(self.place([(part, node)], _in_order) for node in nodes) for part in parts)
@@ -249,8 +249,9 @@ def _perf_ms(shard: Shard) -> float:
 def _no_room(option: ShardingOption) -> PlannerError:
     sizes = [_storage(shard) for shard in option.shards]
     return PlannerError(
-        f"Every shard must have a rank with room for it; received table {option.name!r}, "
-        f"{option.sharding_type}, whose {len(sizes)} shards are up to {max(sizes)} and go to "
-        f"{option.partition_by}, after what was placed before. Propose other options.",
+        f"Every shard must fit on a rank; received table {option.name!r}, "
+        f"{option.sharding_type}, with {len(sizes)} shards of up to {max(sizes)} for "
+        f"{option.partition_by}, which exceed the memory left by other tables. Propose other "
+        "options.",
         PlannerErrorType.PARTITION,
     )

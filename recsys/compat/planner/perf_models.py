@@ -1,16 +1,21 @@
-"""How good a placed plan is."""
+"""Ratings of placed plans."""
 
 from __future__ import annotations
 
-from recsys.compat.planner.topology import Storage, Topology
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from recsys.compat.planner.topology import Topology
 from recsys.compat.planner.types import PerfModel, ShardingOption
+
+_T = TypeVar("_T")
 
 
 class NoopPerfModel(PerfModel):
-    """A plan is as good as its slowest rank: adds up the milliseconds of each.
+    """Rates a plan by the milliseconds of its slowest rank.
 
     Args:
-        topology: the machine.
+        topology: Machine.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -20,29 +25,19 @@ class NoopPerfModel(PerfModel):
         """Return the milliseconds of the slowest rank.
 
         Args:
-            plan: one option for each table, with the rank of every shard.
+            plan: One option for each table, with the rank of every shard.
 
         Raises:
-            ValueError: if a shard has no rank or no milliseconds.
+            ValueError: A shard has no rank or no milliseconds.
         """
-        load_ms = [0.0] * self._topology.world_size
-        for option in plan:
-            for shard in option.shards:
-                if shard.rank is None or shard.perf is None:
-                    raise ValueError(
-                        "NoopPerfModel.rate takes a plan whose shards have a rank and a perf; "
-                        f"received {shard} of table {option.name!r}. An estimator sets the perf, a "
-                        "partitioner the rank."
-                    )
-                load_ms[shard.rank] += shard.perf.total
-        return max(load_ms)
+        return max(_sums(plan, self._topology, "perf", 0.0, lambda perf: perf.total))
 
 
 class NoopStorageModel(PerfModel):
-    """A plan is as good as its fullest rank has bytes: of the device, on a CPU of the host.
+    """Rates a plan by the bytes of its fullest rank: of the device, or on a CPU of the host.
 
     Args:
-        topology: the machine.
+        topology: Machine.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -52,25 +47,35 @@ class NoopStorageModel(PerfModel):
         """Return the bytes of the fullest rank.
 
         Args:
-            plan: one option for each table, with the rank of every shard.
+            plan: One option for each table, with the rank of every shard.
 
         Raises:
-            ValueError: if a shard has no rank or no bytes.
+            ValueError: A shard has no rank or no bytes.
         """
         kind = "hbm" if self._topology.compute_device == "cuda" else "ddr"
-        return float(max(getattr(storage, kind) for storage in _storage_of(plan, self._topology)))
+        sizes = _sums(plan, self._topology, "storage", 0, lambda storage: getattr(storage, kind))
+        return float(max(sizes))
 
 
-def _storage_of(plan: list[ShardingOption], topology: Topology) -> list[Storage]:
-    """Return the bytes on each rank."""
-    sizes = [Storage(0, 0) for _ in range(topology.world_size)]
+def _sums(
+    plan: list[ShardingOption], topology: Topology, name: str, zero: _T, value_of: Callable[..., _T]
+) -> list[_T]:
+    """Return the sum of a value of the shards, by rank.
+
+    Args:
+        plan: One option for each table, with the rank of every shard.
+        topology: Machine.
+        name: Attribute of a shard, "perf" or "storage".
+        zero: Sum of an empty rank.
+        value_of: Computes the value from the attribute.
+    """
+    sums: list[Any] = [zero] * topology.world_size
     for option in plan:
         for shard in option.shards:
-            if shard.rank is None or shard.storage is None:
+            if shard.rank is None or getattr(shard, name) is None:
                 raise ValueError(
-                    "NoopStorageModel.rate takes a plan whose shards have a rank and storage; "
-                    f"received {shard} of table {option.name!r}. An estimator sets the storage, a "
-                    "partitioner the rank."
+                    f"Every shard of a plan must have a rank and {name}; received {shard} of table "
+                    f"{option.name!r}. Partitioners set the rank, estimators set {name}."
                 )
-            sizes[shard.rank] += shard.storage
-    return sizes
+            sums[shard.rank] += value_of(getattr(shard, name))
+    return sums

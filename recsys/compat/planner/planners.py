@@ -1,4 +1,4 @@
-"""The planner for scripts that bring parts of their own, written for TorchRec's planner."""
+"""Planner that accepts components written for TorchRec's planner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -34,12 +34,13 @@ from recsys.compat.planner.types import (
     StorageReservation,
     groups_of,
 )
-from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.placement.strategies import placement
-from recsys.distributed.planner import enumerators, partitioners, planners, types
+from recsys.distributed.planner import planners, types
 from recsys.distributed.planner import topology as topologies
-from recsys.distributed.planner.agreement import made_by_rank_0, planning_ranks
+from recsys.distributed.planner.agreement import made_by_rank_0
 from recsys.distributed.planner.option_lister import ShardEstimator
+from recsys.distributed.planner.plan_cost import PlanCost
+from recsys.distributed.planner.planners import Sharders
 from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.planner.tables import Bytes, PlannedTable
@@ -57,41 +58,42 @@ from recsys.distributed.types import (
     ShardingType,
     ShardMetadata,
 )
+from recsys.kernels.arguments import instance
 
 _Callback = Callable[[list[ShardingOption]], list[ShardingOption]]
 _T = TypeVar("_T")
 
 
 class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
-    """The planner, which also runs parts that were written for TorchRec's.
+    """Planner that accepts components written for TorchRec.
 
-    Without such parts it is `EmbeddingShardingPlanner`, search
-    and all. An enumerator with an estimator or of a class of the user's own, proposers, a
-    partitioner, a performance model or callbacks make it try proposals one by one instead: the
-    memory that is reserved is taken off, and every proposal of every proposer is placed by the
-    partitioner and rated by the performance model; what came of it goes back to the proposer. The
-    feasible plan with the least rating wins. A proposal that comes again is not tried again.
+    Without such components it is `recsys.distributed.planner.EmbeddingShardingPlanner`. An
+    enumerator of another class or with an estimator, proposers, a partitioner, a performance model
+    or callbacks make it try proposals instead. The reservation reduces the memory of the ranks. The
+    partitioner places every proposal of every proposer, the performance model rates it, and the
+    proposer receives the result. The feasible plan with the lowest rating is returned. Repeated
+    proposals are not tried again.
 
     Args:
-        topology: as there.
-        batch_size: as there.
-        enumerator: lists the options; `EmbeddingEnumerator` if None.
-        storage_reservation: as there, or one that has `reserve` only.
-        proposer: one or several; if None a grid search, two greedy ones and a uniform one.
-        partitioner: places proposals; `GreedyPerfPartitioner` if None.
-        performance_model: rates plans; `NoopPerfModel`, the slowest rank, if None.
-        stats: one or several that are told of every plan that is made, on rank 0 if ranks plan
-            together.
-        constraints: as there.
-        debug: handed to `stats`.
-        callbacks: each may change the options of the best plan before it is used.
-        timeout_seconds: no proposal is tried after that time.
-        pooling_stats: as there; not for proposals.
-        batches_in_flight: as there; not for proposals.
-        estimator: as there; not for proposals, whose enumerator has its own.
+        topology: As in the base class.
+        batch_size: As in the base class.
+        enumerator: Lists the options; `EmbeddingEnumerator` if None.
+        storage_reservation: As in the base class, or an object with `reserve`.
+        proposer: One or several; if None a grid search, two greedy ones and a uniform one.
+        partitioner: Places proposals; `GreedyPerfPartitioner` if None.
+        performance_model: Rates plans; `NoopPerfModel`, the time of the slowest rank, if None.
+        stats: One or several that log every plan, on rank 0 of ranks that plan together.
+        constraints: As in the base class.
+        debug: Passed to `stats`.
+        callbacks: Functions that may change the options of the best plan before it is used.
+        timeout_seconds: Time limit, after which no proposal is tried.
+        pooling_stats: As in the base class; not for proposals.
+        batches_in_flight: As in the base class; not for proposals.
+        estimator: As in the base class; not for proposals, whose enumerator has its own.
 
     Raises:
-        ValueError: if an argument is out of range, or not for proposals.
+        ValueError: An argument is out of range or not for proposals.
+        TypeError: An argument has another type.
 
     Example:
         >>> import torch
@@ -116,10 +118,10 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         self,
         topology: topologies.Topology | None = None,
         batch_size: int | None = None,
-        enumerator: Enumerator | enumerators.Enumerator | None = None,
+        enumerator: Enumerator | None = None,
         storage_reservation: StorageReservation | types.StorageReservation | None = None,
         proposer: Proposer | Sequence[Proposer] | None = None,
-        partitioner: Partitioner | partitioners.Partitioner | None = None,
+        partitioner: Partitioner | None = None,
         performance_model: PerfModel | None = None,
         stats: Stats | Sequence[Stats] | None = None,
         constraints: Mapping[str, ParameterConstraints] | None = None,
@@ -131,21 +133,21 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         batches_in_flight: int = 1,
         estimator: ShardEstimator | None = None,
     ) -> None:
-        own = enumerator if isinstance(enumerator, Enumerator) else None
-        placer = partitioner if isinstance(partitioner, Partitioner) else None
-        lister = None if isinstance(enumerator, Enumerator) else enumerator
-        searcher = None if isinstance(partitioner, Partitioner) else partitioner
-        topology = topology or getattr(own, "_topology", None)
-        batch_size = batch_size or getattr(own, "_batch_size", None)
+        for kind, part in ((Enumerator, enumerator), (Partitioner, partitioner)):
+            if part is not None:
+                name = kind.__name__
+                instance(
+                    f"EmbeddingShardingPlanner.{name.lower()}", part, kind, f"a TorchRec {name}"
+                )
+        topology = topology or getattr(enumerator, "_topology", None)
+        batch_size = batch_size or getattr(enumerator, "_batch_size", None)
         if constraints is None:
-            constraints = getattr(own, "_constraints", None)
-        lists_all = type(own) is EmbeddingEnumerator and own._estimator is None
-        extensions = (None if lists_all else own, placer, proposer, performance_model)
+            constraints = getattr(enumerator, "_constraints", None)
+        lists_all = type(enumerator) is EmbeddingEnumerator and enumerator._estimator is None
+        extensions = (None if lists_all else enumerator, partitioner, proposer, performance_model)
         self._tries_proposals = any(part is not None for part in extensions) or bool(callbacks)
         if self._tries_proposals:
             _check_unused(
-                enumerator=lister,
-                partitioner=searcher,
                 pooling_stats=pooling_stats,
                 batches_in_flight=None if batches_in_flight == 1 else batches_in_flight,
                 estimator=estimator,
@@ -156,9 +158,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         super().__init__(
             topology,
             batch_size,
-            lister,
-            rule,
-            partitioner=searcher,
+            storage_reservation=rule,
             constraints=constraints,
             timeout_seconds=timeout_seconds,
             pooling_stats=pooling_stats,
@@ -174,8 +174,8 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         )
         self._reserved: Topology | None = None
         demands = self._constraints or None
-        self._lists = own or EmbeddingEnumerator(self._machine, self._batch_size, demands)
-        self._places = placer or GreedyPerfPartitioner()
+        self._lists = enumerator or EmbeddingEnumerator(self._machine, self._batch_size, demands)
+        self._places = partitioner or GreedyPerfPartitioner()
         self._rates = performance_model or NoopPerfModel(self._machine)
         self._proposers = _several(proposer) or [
             GridSearchProposer(),
@@ -187,79 +187,61 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         self._debug = debug
         self._callbacks = list(callbacks or ())
 
-    def collective_plan(
+    def _plan(
         self,
         module: nn.Module,
-        sharders: Sequence[ModuleSharder[Any]] | None = None,
-        pg: dist.ProcessGroup | None = None,
+        sharders: Sharders,
+        pg: dist.ProcessGroup | None,
     ) -> RatedPlan:
-        """Plans on rank 0 and gives every rank the same plan, or the same error.
-
-        Args:
-            module: the model; may be on the `meta` device.
-            sharders: one per module type to shard; all that there are if None.
-            pg: the ranks; all if None.
-
-        Raises:
-            PlannerError: if no proposal fits, or as the planner says.
-        """
-        if sharders is None:
-            sharders = get_default_sharders()
-        pg = planning_ranks(pg)
-        if pg is None:
-            return self.plan(module, sharders)
-        if not self._tries_proposals:
-            started = time.monotonic()
-            self._take_memory(module, sharders)
-            plan = super().collective_plan(module, sharders, pg)
-            if dist.get_rank(pg) == 0:
-                self._tell_stats(module, sharders, plan, _Tried(started))
-            return plan
-        self._agreed(pg, lambda: [(table, []) for table in self._tables(module, sharders)])
-        chosen = made_by_rank_0(pg, lambda: ShardingPlan(self.plan(module, sharders).plan))
-        self._take_memory(module, sharders)
-        return self._rated_plan(module, sharders, chosen)
-
-    def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> RatedPlan:
-        """Plans the tables of every module that a sharder can shard, and tells `stats`.
-
-        Args:
-            module: the model; may be on the `meta` device.
-            sharders: one per module type to shard.
-
-        Raises:
-            PlannerError: if no proposal fits, or as the planner says.
-        """
         tried = _Tried(time.monotonic())
-        self._take_memory(module, sharders)
         if self._tries_proposals:
-            tried.best = self._best_of_proposals(module, list(sharders), tried)
-            chosen = to_sharding_plan(tried.best, self._machine)
-            plan = self._rated_plan(module, sharders, chosen)
+            plan = self._best_plan(module, sharders, pg, tried)
         else:
-            plan = super().plan(module, sharders)
-        self._tell_stats(module, sharders, plan, tried)
+            self._reserve_memory(module, sharders)
+            plan = super()._plan(module, sharders, pg)
+        if pg is None or dist.get_rank(pg) == 0:
+            self._log_stats(module, sharders, plan, tried)
         return plan
 
-    def rate(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan
+    def _best_plan(
+        self,
+        module: nn.Module,
+        sharders: Sharders,
+        pg: dist.ProcessGroup | None,
+        tried: _Tried,
     ) -> RatedPlan:
-        """Return a plan with what it costs on this planner's machine.
+        """Return the feasible plan with the lowest rating, which rank 0 of a group finds."""
+
+        def choose() -> ShardingPlan:
+            self._reserve_memory(module, sharders)
+            tried.best = self._best_of_proposals(module, list(sharders), tried)
+            return to_sharding_plan(tried.best, self._machine)
+
+        if pg is not None:
+            self._agreed(pg, lambda: [(table, []) for table in self._tables(module, sharders)])
+        chosen = made_by_rank_0(pg, choose)
+        if pg is not None:
+            self._reserve_memory(module, sharders)  # on the other ranks, too
+        rating = self._rating_of(module, sharders, chosen)
+        return RatedPlan(chosen.plan, rating=rating, made_for=self._made_for)
+
+    def rate(self, module: nn.Module, sharders: Sharders, plan: ShardingPlan) -> RatedPlan:
+        """Return a plan with its costs on this planner's machine.
 
         Args:
-            module: the model; may be on the `meta` device.
-            sharders: one per module type to shard.
-            plan: made by hand, loaded or edited.
+            module: Model; may be on the `meta` device.
+            sharders: One for each module type to shard.
+            plan: Plan that was written by hand, loaded or edited.
 
         Raises:
-            ValueError: if the plan does not fit the model.
-            PlannerError: if a rank has not the memory for what the plan gives it.
+            ValueError: The plan does not fit the model.
+            PlannerError: The plan exceeds the memory of a rank.
         """
-        self._take_memory(module, sharders)
+        self._reserve_memory(module, sharders)
         return super().rate(module, sharders, plan)
 
-    def _take_memory(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
-        """Ask the reservation what is left, unless the planner can do with its rule."""
+    def _reserve_memory(self, module: nn.Module, sharders: Sharders) -> None:
+        """Call the reservation, unless the base class can apply its rule."""
         self._reserved = None
         if self._tries_proposals or not self._has_rule:
             self._reserved = self._reserves.reserve(
@@ -281,7 +263,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
     def _best_of_proposals(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]], tried: _Tried
     ) -> list[ShardingOption]:
-        """Return the options of the feasible plan with the least rating, with ranks."""
+        """Return the options of the feasible plan with the lowest rating, with ranks."""
         space = self._lists.enumerate(module=module, sharders=sharders)
         if not space:
             return []
@@ -330,7 +312,7 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
     def _no_plan(
         self, space: list[ShardingOption], num_proposals: int, refused: PlannerError | None
     ) -> PlannerError:
-        """Say why no proposal became a plan: not all tables fit, or what was tried does not."""
+        """Return the error that no proposal became a plan."""
         assert self._reserved is not None
         least = [
             min((option.total_storage for option in group), key=lambda size: size.hbm + size.ddr)
@@ -343,25 +325,19 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
         return PlannerError(
             f"A proposal must fit on the ranks; received {num_proposals} of {len(least)} tables, "
             f"which take at least {needed} and have {free}. "
-            f"{'Propose others' if fits else 'Take more ranks, or a smaller model'}. The last was "
-            f"refused by: {refused}",
+            f"{'Propose others' if fits else 'Use more ranks, or a smaller model'}. Last error: "
+            f"{refused}",
             PlannerErrorType.STRICT_CONSTRAINTS if fits else PlannerErrorType.INSUFFICIENT_STORAGE,
         )
 
-    def _rated_plan(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan
-    ) -> RatedPlan:
-        rating = self._rating_of(module, sharders, plan)
-        return RatedPlan(plan.plan, rating=rating, made_for=self._made_for)
+    def _rating_of(self, module: nn.Module, sharders: Sharders, plan: ShardingPlan) -> PlanCost:
+        rating = super()._rating_of(module, sharders, plan)
+        return replace(rating, is_custom=self._tries_proposals)
 
-    @property
-    def _is_custom(self) -> bool:
-        return self._tries_proposals or super()._is_custom
-
-    def _tell_stats(
+    def _log_stats(
         self,
         module: nn.Module,
-        sharders: Sequence[ModuleSharder[Any]],
+        sharders: Sharders,
         plan: RatedPlan,
         tried: _Tried,
     ) -> None:
@@ -388,9 +364,9 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
             )
 
     def _options_of(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: RatedPlan
+        self, module: nn.Module, sharders: Sharders, plan: RatedPlan
     ) -> list[ShardingOption]:
-        """Return the options that a plan of the planner's own search amounts to."""
+        """Return the plan of the base class's search as options."""
         groups = groups_of(self._lists.enumerate(module=module, sharders=list(sharders)))
         options = []
         for path, entries in plan.plan.items():
@@ -406,14 +382,14 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
 
 
 def to_sharding_plan(sharding_options: list[ShardingOption], topology: Topology) -> ShardingPlan:
-    """Return options whose shards have ranks as a plan.
+    """Return the plan of options whose shards have ranks.
 
     Args:
-        sharding_options: one for each table.
-        topology: the machine.
+        sharding_options: One for each table.
+        topology: Machine.
 
     Raises:
-        PlannerError: if a shard has no rank, or one that does not exist.
+        PlannerError: A shard has no rank, or one that does not exist.
     """
     plan = ShardingPlan({})
     device, world_size = topology.compute_device, topology.world_size
@@ -450,13 +426,13 @@ def to_sharding_plan(sharding_options: list[ShardingOption], topology: Topology)
 
 @dataclass
 class _Tried:
-    """What came of planning.
+    """Result of planning.
 
     Attributes:
-        started: when, in seconds.
-        num_proposals: distinct ones.
-        num_plans: of them, those that fit.
-        best: the options of the plan.
+        started: Start time in seconds.
+        num_proposals: Number of distinct proposals.
+        num_plans: Number of proposals that fit.
+        best: Options of the plan.
     """
 
     started: float
@@ -482,11 +458,11 @@ def _several(given: _T | Sequence[_T] | None) -> list[_T]:
 
 
 def _check_unused(**others: object) -> None:
-    """Raise ValueError if there is an argument that means nothing while proposals are tried."""
+    """Raise ValueError for an argument that has no effect on proposals."""
     for name, value in others.items():
         if value is not None:
             raise ValueError(
-                f"EmbeddingShardingPlanner.{name} of a {type(value).__name__} is for the planner's "
-                "own search; received it beside parts that make it try proposals. Leave it out, or "
-                "the enumerator, proposer, partitioner, performance_model and callbacks."
+                f"EmbeddingShardingPlanner.{name} is only for the planner's own search; received a "
+                f"{type(value).__name__} together with components that try proposals. Remove it, "
+                "or the enumerator, proposer, partitioner, performance_model and callbacks."
             )

@@ -1,4 +1,4 @@
-"""Which plans to try: one option for each table at a time."""
+"""Proposers: sequences of plans to try, one option for each table."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from recsys.compat.planner.types import Enumerator, Proposer, ShardingOption, gr
 
 
 class _Listed(Proposer):
-    """Proposes what an iterator yields, whatever becomes of it.
+    """Proposes the items of an iterator.
 
     Args:
-        use_depth: whether the best option of a table is that with the least milliseconds of its
-            slowest shard, not of all shards together.
+        use_depth: Whether the best option of a table has the fastest slowest shard, instead of the
+            fewest milliseconds in total.
     """
 
     def __init__(self, use_depth: bool = True) -> None:
@@ -29,17 +29,17 @@ class _Listed(Proposer):
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
     ) -> None:
-        """Take the options to propose from.
+        """Set the options to propose from.
 
         Args:
-            search_space: all options of all tables, estimated.
-            enumerator: not needed.
+            search_space: All options of all tables, with estimates.
+            enumerator: Unused.
         """
         self._left = self._proposals(search_space)
         self._current = next(self._left, None)
 
     def propose(self) -> list[ShardingOption] | None:
-        """Return a proposal, or None when there are no more; the same until `feedback`."""
+        """Return a proposal, or None if there are no more; the same one until `feedback`."""
         return self._current
 
     def feedback(
@@ -49,18 +49,22 @@ class _Listed(Proposer):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """Go on to the next proposal.
+        """Advance to the next proposal.
 
         Args:
-            partitionable: not needed.
-            plan: not needed.
-            perf_rating: not needed.
-            storage_constraint: not needed.
+            partitionable: Unused.
+            plan: Unused.
+            perf_rating: Rating of the proposal, if the partitioner placed it.
+            storage_constraint: Ranks with their free memory.
         """
+        self._learn(perf_rating, storage_constraint)
         self._current = next(self._left, None)
 
+    def _learn(self, perf_rating: float | None, storage_constraint: Topology | None) -> None:
+        """Process the feedback on a proposal."""
+
     def _groups(self, search_space: list[ShardingOption]) -> list[list[ShardingOption]]:
-        """Return the options of each table, the best first."""
+        """Return the options of each table, best first."""
         return [sorted(group, key=self._key) for group in groups_of(search_space).values()]
 
     def _key(self, option: ShardingOption) -> float:
@@ -69,15 +73,15 @@ class _Listed(Proposer):
         return max(shard.perf.total for shard in option.shards if shard.perf is not None)
 
     def _proposals(self, search_space: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
-        """Yield what to propose."""
+        """Yield the proposals."""
         raise NotImplementedError
 
 
 class GridSearchProposer(_Listed):
-    """Proposes all combinations of the tables' options; nothing if they are too many.
+    """Proposes all combinations of the tables' options; none if there are too many.
 
     Args:
-        max_proposals: the most combinations.
+        max_proposals: Maximum number of combinations.
     """
 
     def __init__(self, max_proposals: int = MAX_PROPOSALS) -> None:
@@ -91,11 +95,11 @@ class GridSearchProposer(_Listed):
 
 
 class UniformProposer(_Listed):
-    """Proposes one sharding type for all tables, each type that all have, with its best options.
+    """Proposes one sharding type for all tables, for each type that all tables support.
 
     Args:
-        use_depth: whether the best option of a table is that with the least milliseconds of its
-            slowest shard, not of all shards together.
+        use_depth: Whether the best option of a table has the fastest slowest shard, instead of the
+            fewest milliseconds in total.
     """
 
     def _proposals(self, search_space: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
@@ -109,14 +113,13 @@ class UniformProposer(_Listed):
 class GreedyProposer(_Listed):
     """Starts with the best option of each table, and trades memory for time.
 
-    After each proposal the table with the largest shard goes on to its next best option, until
-    none has another.
+    After each proposal, the table with the largest shard advances to its next best option, until no
+    table has another one.
 
     Args:
-        use_depth: whether the best option of a table is that with the least milliseconds of its
-            slowest shard, not of all shards together.
-        threshold: stops after more than so many ratings in a row that were no better; never if
-            None.
+        use_depth: Whether the best option of a table has the fastest slowest shard, instead of the
+            fewest milliseconds in total.
+        threshold: Number of consecutive ratings without progress after which it stops; None: never.
     """
 
     def __init__(self, use_depth: bool = True, threshold: int | None = None) -> None:
@@ -125,42 +128,16 @@ class GreedyProposer(_Listed):
         self._best_rating = math.inf
         self._num_worse = 0
 
-    def load(
-        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
-    ) -> None:
-        """Take the options to propose from.
-
-        Args:
-            search_space: all options of all tables, estimated.
-            enumerator: not needed.
-        """
-        self._best_rating, self._num_worse = math.inf, 0
-        super().load(search_space, enumerator)
-
-    def feedback(
-        self,
-        partitionable: bool,
-        plan: list[ShardingOption] | None = None,
-        perf_rating: float | None = None,
-        storage_constraint: Topology | None = None,
-    ) -> None:
-        """Go on to the next proposal, unless the ratings do not become better.
-
-        Args:
-            partitionable: not needed.
-            plan: not needed.
-            perf_rating: of the proposal, if it could be placed.
-            storage_constraint: not needed.
-        """
+    def _learn(self, perf_rating: float | None, storage_constraint: Topology | None) -> None:
         if perf_rating is not None and self._threshold is not None:
             is_better = perf_rating < self._best_rating
             self._best_rating = min(self._best_rating, perf_rating)
             self._num_worse = 0 if is_better else self._num_worse + 1
             if self._num_worse > self._threshold:
                 self._left = iter(())
-        super().feedback(partitionable, plan, perf_rating, storage_constraint)
 
     def _proposals(self, search_space: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
+        self._best_rating, self._num_worse = math.inf, 0
         groups = self._groups(search_space)
         chosen = [0] * len(groups)
         while groups:
@@ -173,18 +150,18 @@ class GreedyProposer(_Listed):
 
 
 class DynamicProgrammingProposer(_Listed):
-    """Proposes, for less and less memory, the combination that takes the fewest milliseconds.
+    """Proposes the fastest combination for less and less memory.
 
-    The first proposal is the best option of each table. What memory there is comes with its
-    feedback; then come the combinations that no other beats in both sums, milliseconds and bytes,
-    the fastest first. They are found table by table (a knapsack), with bytes rounded up to bins.
-    Bytes are of the device that computes: on a CPU of the host.
+    The first proposal is the best option of each table. Its feedback contains the available memory.
+    The next proposals are the combinations that are not dominated in total milliseconds and total
+    bytes, fastest first. They are computed table by table (knapsack), with bytes rounded up to
+    bins. Bytes are those of the computing device: on a CPU of the host.
 
     Args:
-        hbm_bins_per_device: bins that the memory of a rank has: more are exacter and slower.
+        hbm_bins_per_device: Bins for the memory of a rank. More bins are more exact and slower.
 
     Raises:
-        ValueError: if there is no bin.
+        ValueError: The number is less than 1.
     """
 
     def __init__(self, hbm_bins_per_device: int = 100) -> None:
@@ -198,25 +175,10 @@ class DynamicProgrammingProposer(_Listed):
         self._by_table: list[list[ShardingOption]] = []
         self._knows_memory = False
 
-    def feedback(
-        self,
-        partitionable: bool,
-        plan: list[ShardingOption] | None = None,
-        perf_rating: float | None = None,
-        storage_constraint: Topology | None = None,
-    ) -> None:
-        """Go on to the next proposal.
-
-        Args:
-            partitionable: not needed.
-            plan: not needed.
-            perf_rating: not needed.
-            storage_constraint: the ranks, with the memory that is free; needed once.
-        """
+    def _learn(self, perf_rating: float | None, storage_constraint: Topology | None) -> None:
         if storage_constraint is not None and not self._knows_memory:
             self._knows_memory = True
             self._left = self._fastest_by_memory(storage_constraint)
-        super().feedback(partitionable, plan, perf_rating, storage_constraint)
 
     def _proposals(self, search_space: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
         self._by_table, self._knows_memory = self._groups(search_space), False
@@ -228,7 +190,7 @@ class DynamicProgrammingProposer(_Listed):
         num_bins = self._bins_per_rank * topology.world_size
         total = sum(getattr(device.storage, kind) for device in topology.devices)
         ms = torch.full((num_bins + 1,), math.inf, dtype=torch.float64)
-        ms[0] = 0.0  # by bins in use: the fewest milliseconds of the tables so far
+        ms[0] = 0.0  # by used bins: least milliseconds of the tables so far
         chosen, shifts = [], []
         for options in self._by_table:
             sizes = [getattr(option.total_storage, kind) for option in options]
@@ -258,7 +220,7 @@ class DynamicProgrammingProposer(_Listed):
 
 
 def _memory(option: ShardingOption) -> tuple[int, int, int, int]:
-    """Return the largest shard, and all of them: of the device, then of the host."""
+    """Return the bytes of the largest shard and of all shards, on the device, then on the host."""
     sizes = [shard.storage for shard in option.shards if shard.storage is not None]
     hbm, ddr = [size.hbm for size in sizes], [size.ddr for size in sizes]
     return max(hbm), sum(hbm), max(ddr), sum(ddr)
@@ -267,11 +229,11 @@ def _memory(option: ShardingOption) -> tuple[int, int, int, int]:
 def proposers_to_proposals_list(
     proposers_list: list[Proposer], search_space: list[ShardingOption]
 ) -> list[list[ShardingOption]]:
-    """Return what proposers propose as long as everything fits, each proposal once.
+    """Return the distinct proposals of some proposers if every proposal fits.
 
     Args:
-        proposers_list: each is loaded, asked and told that what it proposed fits.
-        search_space: all options of all tables, estimated.
+        proposers_list: Proposers, which are loaded and receive positive feedback.
+        search_space: All options of all tables, with estimates.
 
     Example:
         >>> proposers_to_proposals_list([GridSearchProposer()], [])

@@ -1,7 +1,8 @@
-"""The planner's costs and memory, said of the shards of options."""
+"""Estimators of shards that use the planner's models of costs and memory."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from recsys.distributed.planner.constants import UVM_CACHING_RATIO
 from recsys.distributed.planner.costs import Cost, CostModel
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.storage import StorageModel
-from recsys.distributed.planner.tables import Part, PlannedTable
+from recsys.distributed.planner.tables import PlannedTable, ShardSpec
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import (
     CacheParams,
@@ -36,20 +37,51 @@ from recsys.distributed.types import (
 )
 
 KV_CACHING_RATIO = UVM_CACHING_RATIO
-"""Share of a table's rows that a cache holds: no table is in a key-value store here."""
+"""Share of a table's rows in a cache. There are no key-value stores."""
 _T = TypeVar("_T")
 
 
-class EmbeddingPerfEstimator(ShardEstimator):
-    """Sets the milliseconds of shards by `CostModel`.
-
-    Where ranks differ, they are those of a rank as slow as the slowest.
+class _Estimator(ShardEstimator):
+    """Base of estimators that compute with a model of the planner.
 
     Args:
-        topology: the machine.
-        constraints: demands by table name, for what options do not say of the traffic.
-        is_inference: whether to count forward only.
-        config: speeds that hold in place of the machine's.
+        topology: Machine.
+        constraints: Constraints by table name, for traffic that options do not state.
+        is_inference: Whether to leave out everything that only training needs.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: dict[str, ParameterConstraints] | None,
+        is_inference: bool,
+    ) -> None:
+        super().__init__(topology, constraints)
+        self._is_inference = is_inference
+
+    def _tables_of(
+        self, options: Sequence[ShardingOption], data: SharderDataMap, model_of: Callable[[int], _T]
+    ) -> Iterator[tuple[ShardingOption, PlannedTable, _T]]:
+        """Yield options with their tables, and the model for their batch size."""
+        models: dict[int, _T] = {}
+        for option, table in _tables_of(options, data, self._constraints, self._topology):
+            if option.batch_size not in models:
+                models[option.batch_size] = model_of(option.batch_size)
+            if self._is_inference:
+                table = replace(table, optimizer=None, trains=False)
+            yield option, table, models[option.batch_size]
+
+
+class EmbeddingPerfEstimator(_Estimator):
+    """Sets the milliseconds of shards by `CostModel`.
+
+    If ranks differ, the numbers are those of the slowest rank.
+
+    Args:
+        topology: Machine.
+        constraints: Constraints by table name, for traffic that options do not state.
+        is_inference: Whether to count forward only.
+        config: Speeds that override those of the machine.
     """
 
     def __init__(
@@ -60,42 +92,36 @@ class EmbeddingPerfEstimator(ShardEstimator):
         config: HardwarePerfConfig | None = None,
     ) -> None:
         self._config = config or HardwarePerfConfig()
-        super().__init__(self._config.applied_to(topology), constraints)
-        self._is_inference = is_inference
+        super().__init__(self._config.applied_to(topology), constraints, is_inference)
 
     @property
     def config(self) -> HardwarePerfConfig:
-        """Speed that hold in place of the machine's."""
+        """Speeds that override those of the machine."""
         return self._config
 
     @property
     def is_inference(self) -> bool:
-        """Whether it counts forward only."""
+        """Whether only forward is counted."""
         return self._is_inference
 
     def estimate(
         self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
     ) -> None:
-        """Set `perf` of every shard, in place; an empty shard has none to do.
+        """Set `perf` of every shard, in place; 0 for empty shards.
 
         Args:
-            sharding_options: whose shards.
-            sharder_data_map: of their modules' sharders.
+            sharding_options: Options.
+            sharder_data_map: Data of their modules' sharders.
 
         Raises:
-            ValueError: if there is neither data nor a default sharder for a module.
+            ValueError: A module has neither data nor a default sharder.
         """
-        models: dict[int, CostModel] = {}
-        for option, table in _tables_of(
-            sharding_options, sharder_data_map, self._constraints, self._topology
+        for option, table, model in self._tables_of(
+            sharding_options, sharder_data_map, functools.partial(CostModel, self._topology)
         ):
-            if option.batch_size not in models:
-                models[option.batch_size] = CostModel(self._topology, option.batch_size)
-            model = models[option.batch_size]
-            table = _frozen(table) if self._is_inference else table
             sizes = [shard.size for shard in option.shards]
             kind, kernel = _kind_of(option)
-            costs = _each(table, kind, kernel, sizes, model.of_shard, model.of_replica, Cost())
+            costs = _each(table, kind, kernel, sizes, model.shard_cost, model.replica_cost, Cost())
             perfs = [self._perf(table, cost) for cost in costs]
             formulas = self._config.formulas_of(option.sharding_type)
             if formulas:
@@ -129,14 +155,14 @@ class EmbeddingPerfEstimator(ShardEstimator):
         )
 
 
-class EmbeddingStorageEstimator(ShardEstimator):
+class EmbeddingStorageEstimator(_Estimator):
     """Sets the bytes of shards by `StorageModel`.
 
     Args:
-        topology: the machine.
-        constraints: demands by table name, for what options do not say of the traffic.
-        pipeline_type: says how many batches are on a device at a time.
-        is_inference: whether to leave out optimizer states and gradients.
+        topology: Machine.
+        constraints: Constraints by table name, for traffic that options do not state.
+        pipeline_type: Determines the number of batches on a device at a time.
+        is_inference: Whether to omit optimizer states and gradients.
     """
 
     def __init__(
@@ -147,34 +173,28 @@ class EmbeddingStorageEstimator(ShardEstimator):
         *,
         is_inference: bool = False,
     ) -> None:
-        super().__init__(topology, constraints)
+        super().__init__(topology, constraints, is_inference)
         self._batches_in_flight = pipeline_type.batches_in_flight
-        self._is_inference = is_inference
 
     def estimate(
         self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
     ) -> None:
-        """Set `storage` of every shard, in place; an empty shard takes nothing.
+        """Set `storage` of every shard, in place; 0 for empty shards.
 
         Args:
-            sharding_options: whose shards.
-            sharder_data_map: of their modules' sharders.
+            sharding_options: Options.
+            sharder_data_map: Data of their modules' sharders.
 
         Raises:
-            ValueError: if there is neither data nor a default sharder for a module.
+            ValueError: A module has neither data nor a default sharder.
         """
-        models: dict[int, StorageModel] = {}
-        device = self._topology.compute_device
-        for option, table in _tables_of(
-            sharding_options, sharder_data_map, self._constraints, self._topology
-        ):
-            if option.batch_size not in models:
-                models[option.batch_size] = StorageModel(
-                    self._topology, option.batch_size, self._batches_in_flight
-                )
-            table = _frozen(table) if self._is_inference else table
+        make = functools.partial(
+            StorageModel, self._topology, batches_in_flight=self._batches_in_flight
+        )
+        for option, table, model in self._tables_of(sharding_options, sharder_data_map, make):
             sizes = [shard.size for shard in option.shards]
-            found = _storages(table, *_kind_of(option), sizes, models[option.batch_size], device)
+            device = self._topology.compute_device
+            found = _storages(table, *_kind_of(option), sizes, model, device)
             for shard, storage in zip(option.shards, found, strict=True):
                 shard.storage = storage
 
@@ -194,22 +214,22 @@ def calculate_shard_storages(
     caching_ratio: float,
     is_pooled: bool,
 ) -> list[Storage]:
-    """Return the bytes of shards, weights, optimizer states and buffers of a batch included.
+    """Return the bytes of shards: weights, optimizer states and the buffers of a batch.
 
     Args:
-        sharder_data: of the sharder of the table's module.
-        sharding_type: a `ShardingType` value.
-        tensor: the weight, `[rows, columns]`.
+        sharder_data: Data of the sharder of the table's module.
+        sharding_type: A `ShardingType` value.
+        tensor: Weight, `[rows, columns]`.
         compute_device: "cpu" or "cuda".
-        compute_kernel: an `EmbeddingComputeKernel` value.
-        shard_sizes: rows and columns of each shard.
-        batch_sizes: samples per rank, for each feature.
-        world_size: ranks there are.
-        local_world_size: ranks of a node.
-        input_lengths: mean ids per bag, for each feature.
-        num_poolings: mean bags per sample, for each feature.
-        caching_ratio: share of the rows that a cache holds.
-        is_pooled: whether bags are pooled.
+        compute_kernel: An `EmbeddingComputeKernel` value.
+        shard_sizes: Rows and columns of each shard.
+        batch_sizes: Samples per rank for each feature.
+        world_size: Number of ranks.
+        local_world_size: Ranks per node.
+        input_lengths: Mean ids per bag for each feature.
+        num_poolings: Mean bags per sample for each feature.
+        caching_ratio: Share of the rows in a cache.
+        is_pooled: Whether bags are pooled.
 
     Example:
         >>> weight = nn.Parameter(torch.empty(1000, 8, device="meta"))
@@ -246,10 +266,10 @@ def calculate_shard_storages(
 
 
 def build_sharder_data_map(sharder_map: Mapping[str, ModuleSharder[Any]]) -> SharderDataMap:
-    """Return what estimators must know of sharders.
+    """Return the data of sharders for estimators.
 
     Args:
-        sharder_map: sharders by where the type of module that each shards lives.
+        sharder_map: Sharders by module and name of the module type that each one shards.
     """
     return {
         key: SharderData(
@@ -274,9 +294,9 @@ def _tables_of(
     constraints: Mapping[str, ParameterConstraints] | None,
     topology: Topology,
 ) -> Iterator[tuple[ShardingOption, PlannedTable]]:
-    """Yield options with their tables, under the traffic that each option says.
+    """Yield options with their tables, with the traffic that each option states.
 
-    A module is read once, or as often as an option of one of its tables says something else.
+    A module is read once for each distinct statement of an option of one of its tables.
     """
     said: dict[tuple[str, int], list[ParameterConstraints]] = {}
     readings: dict[tuple[str, int, int], dict[str, ParameterConstraints]] = {}
@@ -309,7 +329,7 @@ def _tables_of(
 def _demands_of(
     option: ShardingOption, demands: ParameterConstraints | None
 ) -> ParameterConstraints:
-    """Return what an option says of its table's traffic, and for the rest the constraints."""
+    """Return an option's traffic as constraints, completed by the user's constraints."""
     return _demands(
         cache_params=option.cache_params,
         pooling_factors=list(option.input_lengths),
@@ -325,10 +345,6 @@ def _demands(*, cache_params: CacheParams | None, **others: Any) -> ParameterCon
     return ParameterConstraints(compute_kernels=kernels, cache_params=cache_params, **others)
 
 
-def _frozen(table: PlannedTable) -> PlannedTable:
-    return replace(table, optimizer=None, trains=False)
-
-
 def _storages(
     table: PlannedTable,
     kind: ShardingType,
@@ -337,12 +353,14 @@ def _storages(
     model: StorageModel,
     device: str,
 ) -> list[Storage]:
-    found = _each(table, kind, kernel, sizes, model.of_shard, model.of_replica, tables.Storage())
+    found = _each(
+        table, kind, kernel, sizes, model.shard_storage, model.replica_storage, tables.Storage()
+    )
     return [
         Storage(hbm=size.device, ddr=size.host)
         if device == "cuda"
         else Storage(hbm=0, ddr=size.device + size.host)
-        for size in (of_shard.total for of_shard in found)
+        for size in (storage.total for storage in found)
     ]
 
 
@@ -351,17 +369,17 @@ def _each(
     kind: ShardingType,
     kernel: EmbeddingComputeKernel,
     sizes: Sequence[Sequence[int]],
-    of_shard: Callable[..., _T],
-    of_replica: Callable[[PlannedTable, EmbeddingComputeKernel], _T],
+    shard_cost: Callable[..., _T],
+    replica_cost: Callable[[PlannedTable, EmbeddingComputeKernel], _T],
     nothing: _T,
 ) -> list[_T]:
-    """Return what each shard of these rows and columns costs."""
+    """Return the cost of each shard with these rows and columns."""
     if kind is ShardingType.DATA_PARALLEL:
-        return [of_replica(table, kernel)] * len(sizes)
+        return [replica_cost(table, kernel)] * len(sizes)
     in_node = kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
     row_parts = table.row_parts((1, rows, cols) for rows, cols in sizes)
     known = {
-        (rows, cols): of_shard(table, Part(rows, cols, kernel, in_node, row_parts))
+        (rows, cols): shard_cost(table, ShardSpec(rows, cols, kernel, in_node, row_parts))
         if rows and cols
         else nothing
         for rows, cols in {tuple(size) for size in sizes}

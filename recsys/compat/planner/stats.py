@@ -1,4 +1,4 @@
-"""What a plan costs, in the log."""
+"""Logs of the costs of a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class EmbeddingStats(Stats):
-    """Logs what each rank and each table costs, at level INFO, as one message."""
+    """Logs the costs of each rank and each table as one message at level INFO."""
 
     def log(
         self,
@@ -36,19 +36,19 @@ class EmbeddingStats(Stats):
         """Log a plan.
 
         Args:
-            sharding_plan: not needed.
-            topology: the machine.
-            batch_size: samples per rank and step.
-            storage_reservation: that kept memory free.
-            num_proposals: distinct proposals that were tried.
-            num_plans: of them, those that fit.
-            run_time: seconds that planning took.
-            best_plan: the options of the plan, with ranks.
-            constraints: not needed.
-            sharders: not needed.
-            enumerator: not needed.
-            debug: whether to log tables, too.
-            debug_stats: not needed.
+            sharding_plan: Unused.
+            topology: Machine.
+            batch_size: Samples per rank and step.
+            storage_reservation: Storage reservation.
+            num_proposals: Number of distinct proposals.
+            num_plans: Number of proposals that fit.
+            run_time: Seconds that planning took.
+            best_plan: Options of the plan, with ranks.
+            constraints: Unused.
+            sharders: Unused.
+            enumerator: Unused.
+            debug: Whether to log tables as well.
+            debug_stats: Unused.
         """
         sizes = [Storage(0, 0) for _ in topology.hardware]
         load_ms = [0.0] * topology.world_size
@@ -79,7 +79,7 @@ class EmbeddingStats(Stats):
 
 
 class NoopEmbeddingStats(EmbeddingStats):
-    """Logs nothing; arguments as of `EmbeddingStats`."""
+    """Logs nothing; same arguments as `EmbeddingStats`."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""

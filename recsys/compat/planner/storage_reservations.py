@@ -1,4 +1,4 @@
-"""How much memory is kept free of tables."""
+"""Storage reservations: memory to keep free of tables."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from recsys.distributed.types import ModuleSharder
 
 
 class _Reserving(StorageReservation):
-    """Takes what the planner's rule says, `usable`, from every rank."""
+    """Applies the planner's rule, `usable`, to every rank."""
 
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
-        """Return the bytes of `memory_cap` that are left for tables."""
+        """Return the bytes of `memory_cap` that tables may use."""
         raise NotImplementedError
 
     def reserve(
@@ -37,21 +37,21 @@ class _Reserving(StorageReservation):
         sharders: list[ModuleSharder[Any]],
         constraints: dict[str, ParameterConstraints] | None = None,
     ) -> Topology:
-        """Return a copy of the machine with the memory that is left, also for a rank's batch.
+        """Return a copy of the machine with the memory that tables may use beside the batch.
 
         Args:
-            topology: the machine; not changed.
-            batch_size: samples per rank and step.
-            module: the model.
-            sharders: one per module type to shard.
-            constraints: demands by table name.
+            topology: Machine; not changed.
+            batch_size: Samples per rank and step.
+            module: Model.
+            sharders: One for each module type to shard.
+            constraints: Constraints by table name.
 
         Raises:
-            PlannerError: if nothing is left on a rank.
+            PlannerError: A rank has no memory left.
         """
         device = topology.compute_device
         tables = tables_of(module, sharders, constraints or {}, device, batch_size=batch_size)
-        batch = StorageModel(topology, batch_size).of_batch(tables).total.device
+        batch = StorageModel(topology, batch_size).batch_storage(tables).total.device
         own = sum(p.numel() * p.element_size() for p in module.parameters())
         dense_bytes = own - sum(t.rows * t.dim * t.element_bytes for t in tables)
         reserved = copy.deepcopy(Topology.of(topology))
@@ -75,28 +75,28 @@ class _Reserving(StorageReservation):
 
     @property
     def last_reserved_topology(self) -> Topology | None:
-        """A copy of what `reserve` returned last, None before."""
+        """Copy of the last result of `reserve`; None before the first call."""
         return getattr(self, "_last_reserved_topology", None)
 
 
 @dataclass(frozen=True)
 class PlannersReservation(_Reserving):
-    """Reserves by a rule of `planner`.
+    """Reservation by a rule of `recsys.distributed.planner`.
 
     Args:
-        rule: that says what is usable.
+        rule: Rule.
     """
 
     rule: ours.StorageReservation
 
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
-        """Return the bytes left for tables."""
+        """Return the bytes that tables may use."""
         return self.rule.usable(memory_cap, dense_bytes)
 
 
 @dataclass(frozen=True)
 class HeuristicalStorageReservation(ours.HeuristicalStorageReservation, _Reserving):
-    """The planner's rule of this name, see there; it can be asked to `reserve`, too.
+    """The planner's rule of this name, with `reserve`.
 
     Example:
         >>> HeuristicalStorageReservation(percentage=0.5).usable(1000, 10)
@@ -106,7 +106,7 @@ class HeuristicalStorageReservation(ours.HeuristicalStorageReservation, _Reservi
 
 @dataclass(frozen=True)
 class FixedPercentageStorageReservation(ours.FixedPercentageStorageReservation, _Reserving):
-    """The planner's rule of this name, see there; it can be asked to `reserve`, too.
+    """The planner's rule of this name, with `reserve`.
 
     Example:
         >>> FixedPercentageStorageReservation(percentage=0.5).usable(1000, 10)
@@ -116,13 +116,13 @@ class FixedPercentageStorageReservation(ours.FixedPercentageStorageReservation, 
 
 @dataclass(frozen=True)
 class FixedAbsoluteStorageReservation(_Reserving):
-    """Keeps so many bytes free where tables are computed: of the device, on a CPU of the host.
+    """Reserves a number of bytes of device memory; on a CPU, of host memory.
 
     Args:
-        hbm_reserved_bytes: of each rank.
+        hbm_reserved_bytes: Bytes of each rank.
 
     Raises:
-        ValueError: if they are negative.
+        ValueError: The number is negative.
 
     Example:
         >>> FixedAbsoluteStorageReservation.from_gb(0.5)
@@ -139,28 +139,28 @@ class FixedAbsoluteStorageReservation(_Reserving):
             )
 
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
-        """Return the bytes left for tables."""
+        """Return the bytes that tables may use."""
         return memory_cap if dense_bytes is None else memory_cap - self.hbm_reserved_bytes
 
     @classmethod
     def from_gb(cls, hbm_reserved_gb: float) -> Self:
-        """Return a reservation of so many GiB."""
+        """Return a reservation of a number of GiB."""
         return cls(gb_to_bytes(hbm_reserved_gb))
 
 
 @dataclass(frozen=True)
 class InferenceStorageReservation(_Reserving):
-    """Keeps a share of the memory free, and the dense parameters once.
+    """Reserves a share of the memory, and the bytes of the dense parameters.
 
     Args:
-        percentage: share of the memory to keep free, 0 to 1.
-        dense_tensor_estimate: bytes of all dense tensors, instead of the parameters'.
+        percentage: Share of the memory to keep free, 0 to 1.
+        dense_tensor_estimate: Bytes of all dense tensors, instead of those of the parameters.
     """
 
     percentage: float
     dense_tensor_estimate: int | None = None
 
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
-        """Return the bytes left for tables."""
+        """Return the bytes that tables may use."""
         rule = ours.HeuristicalStorageReservation(self.percentage, 1.0, self.dense_tensor_estimate)
         return rule.usable(memory_cap, dense_bytes)

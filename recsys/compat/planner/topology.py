@@ -1,4 +1,4 @@
-"""A machine whose ranks a user's own code takes memory from."""
+"""Machine whose memory users' code may change."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import functools
 from dataclasses import dataclass
 
 from recsys.distributed.planner import topology as ours
+from recsys.distributed.planner.tables import Summable
 
 
 @dataclass(order=True, unsafe_hash=True)
-class Storage:
-    """Bytes of memory. Orders by `hbm`, then `ddr`, then `ssd`.
+class Storage(Summable):
+    """Bytes of memory. Ordered by `hbm`, then `ddr`, then `ssd`.
 
     Args:
-        hbm: of the device.
-        ddr: of the host.
-        ssd: of disks.
+        hbm: Bytes on the device.
+        ddr: Bytes on the host.
+        ssd: Bytes on disks.
 
     Example:
         >>> free, part = Storage(hbm=10, ddr=20), Storage(hbm=4, ddr=0)
@@ -27,28 +28,25 @@ class Storage:
     ddr: int
     ssd: int = 0
 
-    def __add__(self, other: Storage) -> Storage:
-        return Storage(self.hbm + other.hbm, self.ddr + other.ddr, self.ssd + other.ssd)
-
     def __sub__(self, other: Storage) -> Storage:
         return Storage(self.hbm - other.hbm, self.ddr - other.ddr, self.ssd - other.ssd)
 
     def fits_in(self, other: Storage) -> bool:
-        """Return whether there is room for this in other, of every kind of memory."""
+        """Return whether another memory has space for this one, in every kind of memory."""
         return self.hbm <= other.hbm and self.ddr <= other.ddr and self.ssd <= other.ssd
 
 
 @dataclass(unsafe_hash=True)
-class Perf:
+class Perf(Summable):
     """Milliseconds of a training step.
 
     Args:
-        fwd_compute: looking rows up.
-        fwd_comms: sending embeddings.
-        bwd_compute: updating rows.
-        bwd_comms: sending gradients of embeddings.
-        input_dist_comms: sending ids.
-        prefetch_compute: bringing rows into a cache.
+        fwd_compute: Looking up rows.
+        fwd_comms: Sending embeddings.
+        bwd_compute: Updating rows.
+        bwd_comms: Sending gradients of embeddings.
+        input_dist_comms: Sending ids.
+        prefetch_compute: Fetching rows into a cache.
 
     Example:
         >>> (Perf(1.0, 2.0, 3.0, 4.0) + Perf(1.0, 0.0, 0.0, 0.0)).total
@@ -64,29 +62,19 @@ class Perf:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all phases."""
         looked_up = self.fwd_compute + self.bwd_compute + self.prefetch_compute
         return looked_up + self.fwd_comms + self.bwd_comms + self.input_dist_comms
-
-    def __add__(self, other: Perf) -> Perf:
-        return Perf(
-            fwd_compute=self.fwd_compute + other.fwd_compute,
-            fwd_comms=self.fwd_comms + other.fwd_comms,
-            bwd_compute=self.bwd_compute + other.bwd_compute,
-            bwd_comms=self.bwd_comms + other.bwd_comms,
-            input_dist_comms=self.input_dist_comms + other.input_dist_comms,
-            prefetch_compute=self.prefetch_compute + other.prefetch_compute,
-        )
 
 
 @dataclass(unsafe_hash=True)
 class DeviceHardware:
-    """A rank.
+    """One rank.
 
     Args:
-        rank: its number.
-        storage: bytes that are free.
-        perf: milliseconds of what is on it.
+        rank: Number of the rank.
+        storage: Free bytes.
+        perf: Milliseconds of the shards on it.
     """
 
     rank: int
@@ -95,10 +83,10 @@ class DeviceHardware:
 
 
 class Topology(ours.Topology):
-    """The planner's `Topology`, with `devices`.
+    """The planner's `Topology` with `devices`.
 
-    Takes the same arguments. The storage of devices of a copy may be changed, to say what a storage
-    reservation leaves free.
+    Takes the same arguments. Storage reservations change the storage of the devices of a copy to
+    the free memory.
 
     Example:
         >>> topology = Topology(world_size=2, compute_device="cpu", ddr_cap=1000)
@@ -108,7 +96,7 @@ class Topology(ours.Topology):
 
     @classmethod
     def of(cls, topology: ours.Topology) -> Topology:
-        """Return a topology of this class."""
+        """Return a topology as one of this class."""
         if isinstance(topology, Topology):
             return topology
         return cls.from_hardware(
@@ -120,7 +108,7 @@ class Topology(ours.Topology):
 
     @functools.cached_property
     def devices(self) -> list[DeviceHardware]:
-        """The ranks: storage that is free, and no milliseconds yet."""
+        """Ranks with their free storage, and 0 milliseconds."""
         return [
             DeviceHardware(
                 rank, Storage(of.hbm_cap, of.ddr_cap, of.ssd_cap), Perf(0.0, 0.0, 0.0, 0.0)

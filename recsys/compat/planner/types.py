@@ -1,8 +1,7 @@
-"""What TorchRec's planner is made of: options with shards, and the classes that users extend.
+"""Data of TorchRec's planner, options with shards, and the classes that users extend.
 
-An extension is a class made from `Enumerator`, `ShardEstimator`, `Proposer`,
-`Partitioner`, `PerfModel`, `StorageReservation` or `Stats`; see
-`EmbeddingShardingPlanner`.
+Components extend `Enumerator`, `ShardEstimator`, `Proposer`, `Partitioner`, `PerfModel`,
+`StorageReservation` or `Stats`, and are arguments of `planners.EmbeddingShardingPlanner`.
 """
 
 from __future__ import annotations
@@ -35,28 +34,28 @@ from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagColl
 
 @unique
 class PartitionByType(Enum):
-    """How a partitioner spreads the shards of an option."""
+    """Rule by which a partitioner places the shards of an option."""
 
     DEVICE = "device"
-    """Each shard on any rank."""
+    """Any rank for each shard."""
     HOST = "host"
     """All shards on the ranks of one node."""
     UNIFORM = "uniform"
     """One shard on every rank, in order."""
     MULTI_HOST = "multi_host"
-    """The shards of a node at a time on the ranks of some nodes."""
+    """Groups of shards, each on all ranks of a node."""
 
 
 @dataclass(unsafe_hash=True)
 class Shard:
-    """A part of a table.
+    """Shard of a table.
 
     Args:
-        size: rows and columns.
-        offset: first row and first column.
-        storage: bytes that it takes; an estimator says so.
-        perf: milliseconds that it takes; an estimator says so.
-        rank: where it is; a partitioner says so.
+        size: Rows and columns.
+        offset: First row and first column.
+        storage: Bytes, set by an estimator.
+        perf: Milliseconds, set by an estimator.
+        rank: Rank, set by a partitioner.
 
     Example:
         >>> print(Shard(size=[10, 8], offset=[0, 0], storage=Storage(0, 320), rank=1))
@@ -71,7 +70,7 @@ rank: 1
     rank: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
-        """As of any dataclass, but quick: planners copy thousands."""
+        """Return a copy, faster than that of a dataclass: planners copy thousands of shards."""
         storage, perf = copy.copy(self.storage), copy.copy(self.perf)
         return Shard(list(self.size), list(self.offset), storage, perf, self.rank)
 
@@ -83,31 +82,31 @@ rank: 1
 
 
 class ShardingOption:
-    """One way to place a table: a sharding type, a compute kernel, and shards.
+    """One option for placing a table: a sharding type, a compute kernel, and shards.
 
     Args:
-        name: of the table.
-        tensor: its weight; may be on the `meta` device.
-        module: path and object of the module that the table is in.
-        input_lengths: mean ids per bag, for each feature of the table.
-        batch_size: samples per rank and step.
-        sharding_type: a `ShardingType` value.
-        partition_by: a `PartitionByType` value.
-        compute_kernel: an `EmbeddingComputeKernel` value.
-        shards: the parts.
-        cache_params: of `fused_uvm_caching`; goes into the plan.
-        enforce_hbm: what the constraints say.
-        stochastic_rounding: what the constraints say.
-        bounds_check_mode: what to do with ids outside the table; goes into the plan.
-        dependency: a name that tables share whose options go to one node together.
-        is_pooled: whether the table's bags are pooled; what its module does if None.
-        feature_names: of the table.
-        output_dtype: of embeddings; goes into the plan.
-        key_value_params: what the constraints say.
-        num_poolings: mean bags per sample, for each feature.
+        name: Name of the table.
+        tensor: Weight; may be on the `meta` device.
+        module: Path and object of the module of the table.
+        input_lengths: Mean ids per bag for each feature of the table.
+        batch_size: Samples per rank and step.
+        sharding_type: A `ShardingType` value.
+        partition_by: A `PartitionByType` value.
+        compute_kernel: An `EmbeddingComputeKernel` value.
+        shards: Shards.
+        cache_params: Settings of `fused_uvm_caching`; copied into the plan.
+        enforce_hbm: As in the constraints.
+        stochastic_rounding: As in the constraints.
+        bounds_check_mode: Handling of ids outside the table; copied into the plan.
+        dependency: Name that is shared by tables whose options must be on one node.
+        is_pooled: Whether the table's bags are pooled; as in its module if None.
+        feature_names: Features of the table.
+        output_dtype: Data type of embeddings; copied into the plan.
+        key_value_params: As in the constraints.
+        num_poolings: Mean bags per sample for each feature.
 
     Attributes:
-        is_weighted: whether ids have weights.
+        is_weighted: Whether ids have weights.
 
     Example:
         >>> weight = torch.empty(100, 8, device="meta")
@@ -165,7 +164,7 @@ class ShardingOption:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The weight."""
+        """Weight."""
         return self._tensor
 
     @property
@@ -180,17 +179,17 @@ class ShardingOption:
 
     @property
     def fqn(self) -> str:
-        """Path of the module, a dot, and the table's name: what the options of a table share."""
+        """Path of the module, a dot, and the table's name; equal for all options of a table."""
         return f"{self.path}.{self.name}"
 
     @property
     def module_type_key(self) -> str:
-        """Where the class of the table's module lives: the key of its sharder's data."""
+        """Module and name of the class of the table's module: the key of its sharder's data."""
         return sharder_name(type(self._module[1]))
 
     @property
     def has_feature_processor(self) -> bool:
-        """Whether the module processes features before it looks them up."""
+        """Whether the module processes features before the lookup."""
         return isinstance(self._module[1], FeatureProcessedEmbeddingBagCollection)
 
     @property
@@ -212,17 +211,17 @@ class ShardingOption:
 
     @property
     def cache_load_factor(self) -> float | None:
-        """Share of the table's rows that its cache holds, if it is chosen."""
+        """Share of the table's rows in its cache, if it is set."""
         return None if self.cache_params is None else self.cache_params.load_factor
 
     @property
     def num_shards(self) -> int:
-        """How many shards there are."""
+        """Number of shards."""
         return len(self.shards)
 
     @property
     def num_inputs(self) -> int:
-        """How many features read the table."""
+        """Number of features that read the table."""
         return len(self.input_lengths)
 
     @property
@@ -237,11 +236,11 @@ class ShardingOption:
         return float(sum(_known(self, shard, "perf").total for shard in self.shards))
 
     def get_shards_assignment(self) -> list[int | None]:
-        """Return the rank of each shard, None where it has none yet."""
+        """Return the rank of each shard, None for unplaced shards."""
         return [shard.rank for shard in self.shards]
 
     def storage_hash(self) -> int:
-        """Return a hash of what decides where the option fits: not of its milliseconds."""
+        """Return a hash of the shards' sizes and bytes, without their milliseconds."""
         sizes = tuple((*shard.size, shard.storage) for shard in self.shards)
         return hash((self.fqn, self.sharding_type, self.compute_kernel, sizes))
 
@@ -250,7 +249,7 @@ class ShardingOption:
         return hash((*of_table, tuple(self.shards)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy with shards of its own; the weight and the module stay the same objects."""
+        """Return a copy with copied shards; weight and module are shared."""
         kept = {id(shared): shared for shared in (self._tensor, self._module)}
         memo.update(kept)
         copied = type(self).__new__(type(self))
@@ -272,21 +271,21 @@ def _known(option: ShardingOption, shard: Shard, name: str) -> Any:
     value = getattr(shard, name)
     if value is None:
         raise ValueError(
-            f"Every shard must have a {name} before it is added up; received one of table "
-            f"{option.name!r} without. Estimators do: enumerator.populate_estimates(options)."
+            f"Every shard must have a {name} before it is summed; received a shard of table "
+            f"{option.name!r} without it. Call enumerator.populate_estimates(options)."
         )
     return value
 
 
 @dataclass
 class SharderData:
-    """What estimators must know of a sharder.
+    """Data of a sharder for estimators.
 
     Args:
-        fused_params: of the optimizer of tables that have none of their own.
-        qcomm_dtype_sizes: bytes of a value on its way there and back, by the name of the exchange.
-        storage_usage_type: not used here: the optimizer says what storage is needed.
-        sharder: that it is of; the default one of a module's type if None.
+        fused_params: Optimizer of tables without their own optimizer.
+        qcomm_dtype_sizes: Bytes of a value in forward and backward, by the name of the exchange.
+        storage_usage_type: Unused: the optimizer determines the storage.
+        sharder: Sharder; the default one of a module's type if None.
     """
 
     fused_params: Mapping[str, Any] = field(default_factory=dict)
@@ -296,15 +295,15 @@ class SharderData:
 
 
 SharderDataMap = dict[str, SharderData]
-"""Sharders' data by where the type of module that each shards lives."""
+"""Data of sharders by module and name of the module type that each one shards."""
 
 
 class ShardEstimator(ABC):
-    """Sets the milliseconds or bytes of shards.
+    """Base of estimators of the milliseconds or bytes of shards.
 
     Args:
-        topology: the machine.
-        constraints: demands by table name.
+        topology: Machine.
+        constraints: Constraints by table name.
     """
 
     def __init__(
@@ -320,19 +319,19 @@ class ShardEstimator(ABC):
         """Set `perf`, `storage` or both of every shard, in place.
 
         Args:
-            sharding_options: whose shards.
-            sharder_data_map: of their modules' sharders.
+            sharding_options: Options.
+            sharder_data_map: Data of their modules' sharders.
         """
 
 
 class Enumerator(ABC):
-    """Lists the ways to place each table.
+    """Base of classes that list the options for each table.
 
     Args:
-        topology: the machine.
-        batch_size: samples per rank and step.
-        constraints: demands by table name.
-        estimator: what estimates shards.
+        topology: Machine.
+        batch_size: Samples per rank and step.
+        constraints: Constraints by table name.
+        estimator: Estimator of shards.
     """
 
     def __init__(
@@ -351,11 +350,11 @@ class Enumerator(ABC):
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> list[ShardingOption]:
-        """Return all options of all tables, estimated.
+        """Return all options of all tables with their estimates.
 
         Args:
-            module: the model.
-            sharders: one per module type to shard.
+            module: Model.
+            sharders: One for each module type to shard.
         """
 
     @abstractmethod
@@ -364,22 +363,22 @@ class Enumerator(ABC):
 
 
 class Proposer(ABC):
-    """Proposes plans: one option for each table, not placed yet."""
+    """Base of classes that propose plans: one option for each table, without ranks."""
 
     @abstractmethod
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
     ) -> None:
-        """Take the options to propose from.
+        """Set the options to propose from.
 
         Args:
-            search_space: all options of all tables.
-            enumerator: that listed them, to estimate others with.
+            search_space: All options of all tables.
+            enumerator: Enumerator that listed them, for estimates of other options.
         """
 
     @abstractmethod
     def propose(self) -> list[ShardingOption] | None:
-        """Return a proposal, or None when there are no more; the same until `feedback`."""
+        """Return a proposal, or None if there are no more; the same one until `feedback`."""
 
     @abstractmethod
     def feedback(
@@ -389,18 +388,18 @@ class Proposer(ABC):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """Hear what became of the last proposal.
+        """Process the result of the last proposal.
 
         Args:
-            partitionable: whether it could be placed.
-            plan: the proposal, placed if it was new and could be.
-            perf_rating: its rating, the less the better, if it could be placed.
-            storage_constraint: the memory that was free.
+            partitionable: Whether it was placed.
+            plan: The proposal, with ranks if it was new and was placed.
+            perf_rating: Its rating, lower is better, if it was placed.
+            storage_constraint: Ranks with their free memory.
         """
 
 
 class Partitioner(ABC):
-    """Places a proposal on ranks."""
+    """Base of classes that place a proposal on ranks."""
 
     @abstractmethod
     def partition(
@@ -409,28 +408,28 @@ class Partitioner(ABC):
         """Return the proposal with the rank of every shard set.
 
         Args:
-            proposal: one option for each table.
-            storage_constraint: the ranks, with the memory that is free.
+            proposal: One option for each table.
+            storage_constraint: Ranks with their free memory.
 
         Raises:
-            PlannerError: if it does not fit.
+            PlannerError: The proposal does not fit.
         """
 
 
 class PerfModel(ABC):
-    """Says how good a placed plan is."""
+    """Base of ratings of placed plans."""
 
     @abstractmethod
     def rate(self, plan: list[ShardingOption]) -> float:
-        """Return a number, the less the better.
+        """Return the rating; lower is better.
 
         Args:
-            plan: one option for each table, with the rank of every shard.
+            plan: One option for each table, with the rank of every shard.
         """
 
 
 class StorageReservation(ABC):
-    """Keeps memory free of tables."""
+    """Base of rules for the memory to keep free of tables."""
 
     @abstractmethod
     def reserve(
@@ -444,24 +443,24 @@ class StorageReservation(ABC):
         """Return a copy of the machine whose ranks have the memory that is free for tables.
 
         Args:
-            topology: the machine; not changed.
-            batch_size: samples per rank and step.
-            module: the model.
-            sharders: one per module type to shard.
-            constraints: demands by table name.
+            topology: Machine; not changed.
+            batch_size: Samples per rank and step.
+            module: Model.
+            sharders: One for each module type to shard.
+            constraints: Constraints by table name.
 
         Raises:
-            PlannerError: if nothing is left.
+            PlannerError: No memory is left.
         """
 
     @property
     def last_reserved_topology(self) -> Topology | None:
-        """A copy of what `reserve` returned last, if it remembers it."""
+        """Copy of the last result of `reserve`, if it is stored."""
         return None
 
 
 class Stats(ABC):
-    """Reports on a plan."""
+    """Base of reports on plans."""
 
     @abstractmethod
     def log(
@@ -480,27 +479,27 @@ class Stats(ABC):
         debug: bool = False,
         debug_stats: object | None = None,
     ) -> None:
-        """Is called once a plan is made.
+        """Report a new plan.
 
         Args:
-            sharding_plan: the plan.
-            topology: the machine.
-            batch_size: samples per rank and step.
-            storage_reservation: that kept memory free.
-            num_proposals: distinct proposals that were tried.
-            num_plans: of them, those that fit.
-            run_time: seconds that planning took.
-            best_plan: the options of the plan, with ranks.
-            constraints: demands by table name.
-            sharders: one per module type to shard.
-            enumerator: that listed the options.
-            debug: the planner's argument.
-            debug_stats: None: there are no other numbers here.
+            sharding_plan: Plan.
+            topology: Machine.
+            batch_size: Samples per rank and step.
+            storage_reservation: Storage reservation.
+            num_proposals: Number of distinct proposals.
+            num_plans: Number of proposals that fit.
+            run_time: Seconds that planning took.
+            best_plan: Options of the plan, with ranks.
+            constraints: Constraints by table name.
+            sharders: One for each module type to shard.
+            enumerator: Enumerator that listed the options.
+            debug: Argument of the planner.
+            debug_stats: Always None.
         """
 
 
 def groups_of(options: Sequence[ShardingOption]) -> dict[str, list[ShardingOption]]:
-    """Return the options of each table, by its path and name, in the order given."""
+    """Return the options by the path and name of their table, in the given order."""
     groups: dict[str, list[ShardingOption]] = {}
     for option in options:
         groups.setdefault(option.fqn, []).append(option)
@@ -512,11 +511,11 @@ def get_num_poolings(
 ) -> list[float]:
     """Return the mean bags per sample of each feature of an option's table.
 
-    They are what the option says, else what the constraints say, else 1.
+    They are taken from the option, or else from the constraints; the default is 1.
 
     Args:
-        constraints: demands by table name.
-        so: the option.
+        constraints: Constraints by table name.
+        so: Option.
     """
     demands = constraints.get(so.name) if constraints else None
     asked = None if demands is None else demands.num_poolings
@@ -524,14 +523,14 @@ def get_num_poolings(
 
 
 def reset_shard_rank(proposal: list[ShardingOption]) -> None:
-    """Take the shards of options from the ranks that they were placed on."""
+    """Remove the ranks of all shards of some options."""
     for option in proposal:
         for shard in option.shards:
             shard.rank = None
 
 
 def storage_repr_in_gb(storage: Storage | None) -> str:
-    """Write memory in GiB.
+    """Return memory in GiB as text.
 
     Example:
         >>> storage_repr_in_gb(Storage(hbm=3 * 2**30, ddr=2**29))

@@ -1,4 +1,4 @@
-"""Values that scripts written for TorchRec pass around, and what of them means something here."""
+"""Values that scripts written for TorchRec pass to the planner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recsys.distributed.types import ShardingType
 
 
 class PipelineType(Enum):
-    """How a job's batches overlap; what memory is estimated for depends on it.
+    """Overlap of batches in a job, on which estimates of memory depend.
 
     Example:
         >>> PipelineType("train_sparse_dist").batches_in_flight
@@ -28,7 +28,7 @@ class PipelineType(Enum):
 
     @property
     def batches_in_flight(self) -> int:
-        """How many batches are on a device at a time."""
+        """Number of batches on a device at a time."""
         return {
             PipelineType.TRAIN_SPARSE_DIST: 2,
             PipelineType.TRAIN_PREFETCH_SPARSE_DIST: 3,
@@ -39,8 +39,8 @@ class PipelineType(Enum):
 class KeyValueParams:
     """Settings of tables in a key-value store, which are not supported.
 
-    A plan that has them warns once, naming what is set, and puts the table where its compute kernel
-    says; as a planner's constraint they are refused.
+    A plan with such settings issues one warning with the given settings, and places the table by
+    its compute kernel. As a constraint of the planner, they raise an error.
 
     Example:
         >>> KeyValueParams(ssd_storage_directory="/mnt/ssd")
@@ -69,8 +69,8 @@ class KeyValueParams:
 
     def __repr__(self) -> str:
         usual = {name: field.default for name, field in self.__dataclass_fields__.items()}
-        told = [f"{key}={value!r}" for key, value in vars(self).items() if value != usual[key]]
-        return f"KeyValueParams({', '.join(told)})"
+        given = [f"{key}={value!r}" for key, value in vars(self).items() if value != usual[key]]
+        return f"KeyValueParams({', '.join(given)})"
 
 
 def column_shards(
@@ -79,9 +79,9 @@ def column_shards(
     """Split a table by columns.
 
     Args:
-        columns: of the table.
-        rows: of the table.
-        col_wise_shard_dim: the least width of a shard; 128 if None.
+        columns: Columns of the table.
+        rows: Rows of the table.
+        col_wise_shard_dim: Minimum width of a shard; 128 if None.
 
     Returns:
         Sizes and offsets of the shards, `[rows, columns]` each.
@@ -106,21 +106,22 @@ def uneven_row_shards(
     device_memory_sizes: Sequence[int],
     num_buckets: int | None = None,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Split a table by rows, in proportion to the memory of devices.
+    """Split a table by rows in proportion to the memory of devices.
 
     Args:
-        hash_size: rows of the table.
-        num_devices: how many shards.
-        columns: of the table.
-        device_memory_sizes: one number per device.
-        num_buckets: no shard may split a bucket of `hash_size / num_buckets` rows.
+        hash_size: Rows of the table.
+        num_devices: Number of shards.
+        columns: Columns of the table.
+        device_memory_sizes: Bytes of each device.
+        num_buckets: Number of equal buckets of rows. No shard may split a bucket.
 
     Returns:
-        Sizes and offsets of the shards, `[rows, columns]` each; the last takes what remains.
+        Sizes and offsets of the shards, `[rows, columns]` each; the last shard has the remaining
+        rows.
 
     Raises:
-        ValueError: there is not one positive sum of memory for the devices, or buckets do not
-            divide the rows.
+        ValueError: There is not one size for each device, their sum is not positive, or the number
+            of buckets does not divide the rows.
 
     Example:
         >>> uneven_row_shards(100, 3, 64, [10, 20, 70])

@@ -1,20 +1,18 @@
-"""Finds where tables go, says what that costs, and why.
+"""Planner: finds a sharding plan for a model, and reports its costs.
 
-To be read in this order:
+Modules, in reading order:
 
-- the machine: `hardware` (one rank), `measured` (speeds that were measured), `presets`
-  (machines by name), `topology_json` (files), `topology` (all ranks);
-- what is placed: `types` (constraints), `pooling_stats` (ids), `tables`, `model_tables` (of
-  a model), `tables_file` (of a file);
-- what a placement costs: `costs` (time), `storage` (memory), `options` and `option_lister`
-  (all ways to place a table); `enumerators` is for options of a user's own, as `ShardEstimator`
-  is for costs;
-- the search, which of an option reads where its shards may go, their milliseconds and bytes:
-  `placement` (what it is asked and answers), `shard_arrays`, `bounds`, `assignment`,
-  `local_search`, `exact` and `search`; `partitioners` is for one of a user's own;
-- the planner: `agreement` (of ranks), `plan_cost` (what it knows of a plan), `planners`;
-- reports: `advice` (why tables do not fit, and what would help), `explanation` (the facts),
-  `rating` and `report_html` (as text, as a page), `words`.
+- machine: `hardware` (one rank), `measured` (measured speeds), `presets` (machines by name),
+  `topology_json` (files), `topology` (all ranks);
+- tables: `types` (constraints), `pooling_stats` (ids), `tables`, `model_tables` (tables of a
+  model), `tables_file` (tables in a file);
+- costs of a placement: `shard_traffic` (traffic), `costs` (time), `storage` (memory), `options`,
+  `option_lister` (options for a table), `enumerators` (options of a model, for inspection);
+- search: `placement` (input and output), `shard_arrays`, `bounds`, `assignment`, `local_search`,
+  `exact`, `search`;
+- planner: `agreement` (ranks compare inputs), `plan_cost` (costs of a plan), `planners`;
+- reports: `advice` (remedies and alternatives), `report_rows` (content), `rating` (text),
+  `report_html` (page), `formatting`.
 """
 
 from recsys.distributed.planner.enumerators import EmbeddingEnumerator

@@ -1,7 +1,7 @@
-"""Why tables do not fit, and what would help.
+"""Remedies for tables that do not fit, and changes that would make a plan faster.
 
-Changes are judged by planning again, other ways to place one table by the search's own greedy
-choice of ranks, while all other tables stay.
+Changes are evaluated by planning again. Other options for one table are evaluated by the search's
+greedy choice of ranks, with all other tables unchanged.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import numpy as np
 
 from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType, format_table
 from recsys.distributed.planner.assignment import Assignment
+from recsys.distributed.planner.formatting import mib, shorten
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import Reach, TableOption
 from recsys.distributed.planner.placement import InfeasibleError, Placement, Problem, Ranks
-from recsys.distributed.planner.plan_cost import RatedTable, Rating
+from recsys.distributed.planner.plan_cost import PlanCost, TableCost
 from recsys.distributed.planner.search import search
 from recsys.distributed.planner.shard_arrays import ShardArrays
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
-from recsys.distributed.planner.words import mib, shorten
 
-_ANY_GAP = 1e4  # a tolerance with which the search ends at nearly any placement that fits
-_SECONDS = 3.0  # to look for what would fit
-_SEARCH_SECONDS = 1.0  # of one try
+_ANY_GAP = 1e4  # tolerance that accepts nearly any placement that fits
+_SECONDS = 3.0  # time limit for all remedies
+_SEARCH_SECONDS = 1.0  # time limit for one remedy
 _MOST_RANKS = 4096
-_FULL = 0.8  # share of a memory that is taken from which on more of it is tried
+_FULL = 0.8  # used share of a memory above which more memory is suggested
 
 Constraints = Mapping[str, ParameterConstraints]
 
@@ -39,12 +39,12 @@ Constraints = Mapping[str, ParameterConstraints]
 def problem_of(
     topology: Topology, budgets: Sequence[Bytes], options: Sequence[Sequence[TableOption]]
 ) -> Problem:
-    """Return what the search is asked.
+    """Return the input of the search.
 
     Args:
-        topology: the machine.
-        budgets: memory that is free for tables, per rank.
-        options: of each table.
+        topology: Machine.
+        budgets: Bytes that are free for tables, by rank.
+        options: Options of each table.
     """
     ranks = Ranks(
         memory_caps=[(max(budget.device, 0), max(budget.host, 0)) for budget in budgets],
@@ -65,14 +65,14 @@ def plan_again(
     """Place tables on a machine.
 
     Args:
-        lister: of the ways to place a table on the machine.
-        tables: to place.
-        budgets: memory that is free for them, per rank.
-        seconds: that the search may take; all that it likes if None.
-        tolerance: gap that is good enough.
+        lister: Lists the options of a table on the machine.
+        tables: Tables to place.
+        budgets: Bytes that are free for them, by rank.
+        seconds: Time limit of the search; none if None.
+        tolerance: Gap at which the search may stop.
 
     Returns:
-        The placement; None if nothing was found to fit, or a table has no option.
+        The placement; None if no placement was found or a table has no option.
     """
     options = [lister.options_of(table) for table in tables]
     if not all(options):
@@ -85,7 +85,7 @@ def plan_again(
 
 
 def unconstrained(constraints: Constraints) -> dict[str, ParameterConstraints]:
-    """Return those that restrict sharding types or kernels, without these restrictions."""
+    """Return the constraints on sharding types or kernels, by table, without these restrictions."""
     return {
         name: replace(of_table, sharding_types=None, compute_kernels=None, cache_params=None)
         for name, of_table in constraints.items()
@@ -94,34 +94,34 @@ def unconstrained(constraints: Constraints) -> dict[str, ParameterConstraints]:
 
 
 def with_half_weights(tables: Sequence[PlannedTable]) -> tuple[PlannedTable, ...]:
-    """Return tables whose weights have at most 16 bits."""
+    """Return the tables with weights of at most 16 bits."""
     return tuple(replace(t, element_bytes=2) if t.element_bytes > 2 else t for t in tables)
 
 
-# -- what would make a plan faster -----------------------------------------------------------------
+# -- changes that would make a plan faster ---------------------------------------------------------
 
 
 class Gain(NamedTuple):
-    """What a change would give.
+    """Result of a change.
 
     Attributes:
-        text: the change.
-        slowest_ms: of the plan that was found with it.
+        text: Description of the change.
+        slowest_ms: Milliseconds of the slowest rank in the plan found with it.
     """
 
     text: str
     slowest_ms: float
 
 
-def gains_of(rating: Rating, *, left: Callable[[], float], least: float = 0.01) -> Iterator[Gain]:
-    """Plans again under each change, and yields those that make the slowest rank faster.
+def gains_of(rating: PlanCost, *, left: Callable[[], float], least: float = 0.01) -> Iterator[Gain]:
+    """Plan again under each change, and yield the changes that make the slowest rank faster.
 
-    None where the user's own enumerator or partitioner plans, which would not plan like this.
+    Yields nothing for plans of components written for TorchRec, which would plan differently.
 
     Args:
-        rating: of the plan as it is.
-        left: returns the seconds that there are still.
-        least: share of the slowest rank's time that is worth a line.
+        rating: Costs of the plan.
+        left: Returns the remaining seconds.
+        least: Least share of the slowest rank's time that a change must save.
     """
     for text, tables, budgets in () if rating.is_custom else _changes(rating):
         if left() <= 0:
@@ -131,8 +131,8 @@ def gains_of(rating: Rating, *, left: Callable[[], float], least: float = 0.01) 
             yield Gain(text=text, slowest_ms=found.slowest_ms)
 
 
-def _changes(rating: Rating) -> Iterator[tuple[str, tuple[PlannedTable, ...], tuple[Bytes, ...]]]:
-    """Yield what a user could change, and the tables and budgets after it."""
+def _changes(rating: PlanCost) -> Iterator[tuple[str, tuple[PlannedTable, ...], tuple[Bytes, ...]]]:
+    """Yield possible changes, each with the tables and budgets after it."""
     tables = tuple(rated.table for rated in rating.tables)
     budgets = rating.budgets
     if rating.placement is None:
@@ -149,17 +149,17 @@ def _changes(rating: Rating) -> Iterator[tuple[str, tuple[PlannedTable, ...], tu
     if halves != tables:
         yield "Keep weights in 16 bits (data_type=DataType.FP16)", halves, budgets
     if fullness(rating) > _FULL:
-        more = tuple(budget.plus(budget) for budget in budgets)
+        more = tuple(budget + budget for budget in budgets)
         yield "Have twice the memory free for tables", tables, more
 
 
 def _freed(
-    rating: Rating, tables: tuple[PlannedTable, ...]
+    rating: PlanCost, tables: tuple[PlannedTable, ...]
 ) -> Iterator[tuple[str, tuple[PlannedTable, ...]]]:
-    """Yield what it is to lift the constraints on one costly table, and on all."""
+    """Yield changes that remove the constraints on one costly table, or on all tables."""
     freed = {(table.path, table.name): table for table in rating.unconstrained}
-    longest = sorted(rating.times_on(rating.slowest_rank), key=lambda entry: -entry[0])
-    keys = dict.fromkeys((rated.table.path, rated.table.name) for _, rated in longest)
+    longest = sorted(rating.placed[rating.slowest_rank], key=lambda entry: -entry[1])
+    keys = dict.fromkeys((rated.table.path, rated.table.name) for _, _, rated in longest)
     costly = [key for key in keys if key in freed][:2]
     lifts = [(f"table {key[1]!r}", {key: freed[key]}) for key in costly]
     if set(costly) != freed.keys():
@@ -169,25 +169,25 @@ def _freed(
         yield text, tuple(lifted.get((t.path, t.name), t) for t in tables)
 
 
-def fullness(rating: Rating) -> float:
-    """Return the share that the fullest rank uses of a memory that is free for tables."""
+def fullness(rating: PlanCost) -> float:
+    """Return the used share of the fullest memory of a rank."""
     return max(
         used / max(free, 1) for both in rating.memory for used, free in zip(*both, strict=True)
     )
 
 
-# -- one table placed another way ------------------------------------------------------------------
+# -- other options for one table -------------------------------------------------------------------
 
 
 class Alternative(NamedTuple):
-    """Another way to place a table, all others staying where they are.
+    """Another option for a table, with all other tables unchanged.
 
     Attributes:
-        option: the way.
-        slowest_ms: of the slowest rank then, in the best place that was found.
-        work_ms: of the table, all ranks added up.
-        bytes_over: that are missing on the emptiest ranks; 0 if it fits.
-        host: whether it is host memory that is missing.
+        option: Option.
+        slowest_ms: Milliseconds of the slowest rank, on the best ranks found.
+        work_ms: Milliseconds of the table on all ranks together.
+        bytes_over: Missing bytes on the emptiest ranks; 0 if it fits.
+        host: Whether host memory is missing.
     """
 
     option: TableOption
@@ -198,17 +198,17 @@ class Alternative(NamedTuple):
 
 
 def alternatives(
-    rating: Rating, table: RatedTable, options: Sequence[TableOption]
+    rating: PlanCost, table: TableCost, options: Sequence[TableOption]
 ) -> list[Alternative]:
-    """Return the best option of each sharding type and kernel, without the plan's own.
+    """Return the best option of each sharding type and kernel, without the plan's own option.
 
     Args:
-        rating: of the plan.
-        table: as the plan has it.
-        options: all ways to place it.
+        rating: Costs of the plan.
+        table: Placement of the table in the plan.
+        options: All options of the table.
 
     Returns:
-        Best first: what fits, then least time of the slowest rank, then least work.
+        Best first: options that fit, then least time of the slowest rank, then least work.
     """
     own = _shape(table.option)
     others = [option for option in options if _shape(option) != own]
@@ -234,45 +234,43 @@ def alternatives(
     return sorted(found.values(), key=_order)
 
 
-def _ranks_without(rating: Rating, table: RatedTable) -> Ranks:
-    """Return the ranks as a plan fills them, without one table."""
+def _ranks_without(rating: PlanCost, table: TableCost) -> Ranks:
+    """Return the ranks with the loads of a plan without one table."""
     problem = problem_of(rating.topology, rating.budgets, [])
-    kinds = rating.topology.kinds
     loads = [cost.total for cost in rating.costs]
     used = [stored.total for stored in rating.storage]
-    for rank, shard in table.shards():
-        loads[rank] = max(loads[rank] - shard.cost_ms[kinds[rank]], 0.0)
+    for rank, shard, shard_ms in table.shards:
+        loads[rank] = max(loads[rank] - shard_ms, 0.0)
         used[rank] = Bytes(*map(sub, used[rank], shard.memory))
     return replace(problem.ranks, base_ms=loads, base_memory=used)
 
 
 def _order(alternative: Alternative) -> tuple[int, float, float]:
-    # ties of the slowest rank are ties in truth, not in the last bits
+    # rounded, so that rounding errors do not break ties
     slowest_ms = float(f"{alternative.slowest_ms:.6g}")
     return alternative.bytes_over, slowest_ms, alternative.work_ms
 
 
 def _shape(option: TableOption) -> tuple[object, ...]:
-    """Return what tells options apart, also where a given plan lists alike shards one by one."""
-    sizes = [(alike.rows, alike.cols) for alike in option.shards for _ in range(alike.count)]
+    """Return a key of an option that does not depend on how identical shards are grouped."""
+    sizes = [(run.rows, run.cols) for run in option.shards for _ in range(run.count)]
     return option.sharding_type, option.compute_kernel, sizes
 
 
-# -- when nothing fits -----------------------------------------------------------------------------
+# -- tables that do not fit ------------------------------------------------------------------------
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Misfit:
-    """Tables that were not found to fit.
+class InfeasibilityReport:
+    """Tables for which no placement was found.
 
     Args:
-        lister: lists the ways to place a table on the machine.
-        listed: all tables, each with its options.
-        budgets: memory that is free for tables, per rank.
-        constraints: the user's, by table name.
-        tables_under: lists the tables under other constraints.
-        is_custom: whether the user's own enumerator or partitioner plans: changes are not tried.
+        lister: Lists the options of a table on the machine.
+        listed: All tables with their options.
+        budgets: Bytes that are free for tables, by rank.
+        constraints: Constraints by table name.
+        tables_under: Returns the tables under other constraints.
     """
 
     lister: OptionLister
@@ -280,12 +278,11 @@ class Misfit:
     budgets: Sequence[Bytes]
     constraints: Constraints
     tables_under: Callable[[Constraints], Sequence[PlannedTable]]
-    is_custom: bool = False
 
     def error(self, error: InfeasibleError) -> PlannerError:
-        """Return what to raise: which tables, how many bytes, and what was found to fit."""
+        """Return the error to raise, with tables, missing bytes and remedies."""
         misfit = self._one_too_big(error) if error.too_big else self._all_too_big(error)
-        message = misfit if self.is_custom else f"{misfit}\n{self._remedies(error)}"
+        message = f"{misfit}\n{self._remedies(error)}"
         return PlannerError(message, PlannerErrorType.INSUFFICIENT_STORAGE)
 
     @property
@@ -293,9 +290,9 @@ class Misfit:
         return [table for table, _ in self.listed]
 
     def _one_too_big(self, error: InfeasibleError) -> str:
-        table, options = self.listed[error.too_big[0].table]
-        others = [f"{self._tables[big.table].name!r}" for big in error.too_big[1:]]
-        also = f"\nNor do {shorten(others)}." if others else ""
+        table, options = self.listed[error.too_big[0]]
+        others = [f"{self._tables[index].name!r}" for index in error.too_big[1:]]
+        also = f"\nThe same holds for {shorten(others)}." if others else ""
         return f"{_describe(table)} does not fit on {self._where()} of {self._tried(options)}{also}"
 
     def _all_too_big(self, error: InfeasibleError) -> str:
@@ -319,15 +316,15 @@ class Misfit:
 
     @property
     def _caps(self) -> dict[str, int]:
-        """Bytes per rank of each memory, by its name."""
+        """Bytes of each memory of a rank, by its name."""
         topology = self.lister.topology
         return {topology.compute_device: topology.memory_cap, "host": topology.host_cap}
 
     def _tried(self, options: Sequence[TableOption]) -> str:
-        """Return the memory there is, and a table of what each option would need of it."""
+        """Return the available memory, and a table with the memory that each option needs."""
         rows, scarce = [], {}
         for option in options:
-            # what is fixed goes to every rank, the smallest too
+            # FIXED options need memory on every rank, including the smallest
             budget = (min if option.reach is Reach.FIXED else max)(self.budgets, key=sum)
             for pool, memory in enumerate(self._caps):
                 needed = max(shard.memory[pool] for shard in option.shards)
@@ -344,7 +341,7 @@ class Misfit:
         return f"{budgets}. Tried:\n{format_table(head, rows)}"
 
     def _remedies(self, error: InfeasibleError) -> str:
-        """Return the changes that make everything fit, each found by planning with it."""
+        """Return the changes with which everything fits, each found by planning with it."""
         deadline = time.monotonic() + _SECONDS
         nodes = self.lister.topology.num_nodes
         found = [
@@ -356,10 +353,10 @@ class Misfit:
         if world_size is not None:
             found.append(f"{world_size} ranks like these")
         if found:
-            return f"What would fit, each by itself: {'; '.join(found)}."
+            return f"Each of these changes would suffice: {'; '.join(found)}."
         return (
-            "Neither other sharding types, weights of 16 bits, tables in host memory nor more "
-            "ranks were found to help. Make tables smaller, or reserve less storage."
+            "No change was found to suffice: other sharding types, weights of 16 bits, tables in "
+            "host memory, more ranks. Make tables smaller, or reserve less memory."
         )
 
     def _other_tables(self) -> Iterator[tuple[str, Sequence[PlannedTable]]]:
@@ -381,7 +378,7 @@ class Misfit:
             yield text, self.tables_under(in_host)
 
     def _ranks_that_do(self, error: InfeasibleError, deadline: float) -> int | None:
-        """Return the least number of ranks, in whole nodes, that was found to do."""
+        """Return the least number of ranks found to suffice, in whole nodes."""
         node, too_few = self.lister.topology.local_world_size, self.lister.topology.num_nodes
         tables = self._tables
         enough = max(-(-(error.ranks_needed or 0) // node), too_few + 1)
@@ -398,18 +395,19 @@ class Misfit:
         return enough * node
 
     def _fits(self, tables: Sequence[PlannedTable], num_nodes: int) -> bool:
-        """Return whether tables are found to fit on this machine with so many nodes."""
+        """Return whether a placement is found on this machine with another number of nodes."""
         topology = self.lister.topology.with_nodes(num_nodes)
         budgets = [self.budgets[r % len(self.budgets)] for r in range(topology.world_size)]
         limits = {"seconds": _SEARCH_SECONDS, "tolerance": _ANY_GAP}
         return plan_again(self.lister.on(topology), tables, budgets, **limits) is not None
 
 
-def check_fits(rating: Rating) -> None:
-    """Raise unless every rank has the memory that a plan takes.
+def check_fits(rating: PlanCost) -> None:
+    """Raise unless every rank has enough memory for a plan.
 
     Raises:
-        PlannerError: naming the fullest rank, its largest tables, and the bytes that it lacks.
+        PlannerError: Names the rank that lacks most memory, its largest tables, and the missing
+            bytes.
     """
     over = {
         (rank, pool): used - free
@@ -420,7 +418,7 @@ def check_fits(rating: Rating) -> None:
     if not over:
         return
     rank, pool = worst = max(over, key=lambda place: over[place])
-    sizes = [(shard.memory[pool], rated.table) for shard, rated in rating.placed[rank]]
+    sizes = [(shard.memory[pool], rated.table) for shard, _, rated in rating.placed[rank]]
     largest = sorted(sizes, key=lambda entry: -entry[0])
     tables = [f"{table.name!r} of module {table.path!r} ({mib(size)})" for size, table in largest]
     memory = "host" if pool else rating.topology.compute_device

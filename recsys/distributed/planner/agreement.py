@@ -1,4 +1,4 @@
-"""Whether all ranks were asked for the same plan; if not, the same error on every rank."""
+"""Check that all ranks plan with the same inputs; otherwise all raise the same error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recsys.distributed.ranks.agreement import Facts, agree, differs, stable
 from recsys.distributed.ranks.comm import broadcast_object
 
 _CAPS = ("hbm_cap", "ddr_cap", "ssd_cap")
-_ALIKE = 0.05  # share by which hosts that are alike differ in the memory that they report
+_TOLERANCE = 0.05  # share by which the reported memory of identical hosts may differ
 _OF_TABLES = (
     *("rows", "dim", "element_bytes", "trains", "num_features", "is_pooled", "is_weighted"),
     "wire_bytes",
@@ -26,23 +26,24 @@ _T = TypeVar("_T")
 
 
 def facts_of(lister: OptionLister, tables: Sequence[PlannedTable], reservation: object) -> Facts:
-    """Return what has to agree, in words.
+    """Return the inputs that all ranks must share, as text.
 
-    Memory is left out: topologies read it from the host they are made on, and hosts that are
-    otherwise alike differ by some MiB.
+    Memory sizes are omitted: topologies read them from the host, and the memory of identical hosts
+    differs by some MiB.
 
     Args:
-        lister: knows the machine and the batches.
-        tables: to place.
-        reservation: of memory.
+        lister: Has the machine and the batch sizes.
+        tables: Tables to place.
+        reservation: Memory reservation.
     """
-    topology, spoken = lister.topology, dict[int, str]()  # what many tables share is said once
+    topology = lister.topology
+    texts: dict[int, str] = {}  # by identity: values that tables share are formatted once
 
-    def words(shared: object) -> str:
-        if id(shared) not in spoken:
+    def text_of(shared: object) -> str:
+        if id(shared) not in texts:
             value = [*shared.items()] if isinstance(shared, Mapping) else shared
-            spoken[id(shared)] = stable(value)
-        return spoken[id(shared)]
+            texts[id(shared)] = stable(value)
+        return texts[id(shared)]
 
     facts = {name: str(getattr(lister, name)) for name in ("batch_size", "batches_in_flight")}
     facts["storage_reservation"] = stable(reservation)
@@ -54,35 +55,35 @@ def facts_of(lister: OptionLister, tables: Sequence[PlannedTable], reservation: 
     facts["tables"] = repr([table.name for table in tables])
     for table in tables:
         own = f"table {table.name!r} of module {table.path!r}"
-        facts[f"constraints of {own}"] = words(table.constraints)
+        facts[f"constraints of {own}"] = text_of(table.constraints)
         optimizer = table.optimizer.spec.algorithm.name if table.optimizer else "none"
         parts = [f"{name} {getattr(table, name)}" for name in _OF_TABLES]
         facts[own] = "; ".join(
-            [*parts, f"optimizer {optimizer}", f"kernels {words(table.kernels)}"]
+            [*parts, f"optimizer {optimizer}", f"kernels {text_of(table.kernels)}"]
         )
     return facts
 
 
 def check_agreement(group: dist.ProcessGroup, facts: Facts | Exception, topology: Topology) -> None:
-    """Raise the same error on every rank, unless all were asked for the same plan.
+    """Raise the same error on every rank unless all ranks have the same inputs.
 
-    Costs one small collective; two more where ranks differ.
+    Costs one small collective, and two more if ranks differ.
 
     Args:
-        group: the ranks.
-        facts: what this rank was asked for, or why it cannot say.
-        topology: the machine.
+        group: Process group.
+        facts: Inputs of this rank, or the error that prevented it from collecting them.
+        topology: Machine.
 
     Raises:
-        PlannerError: naming a rank that differs from rank 0, and in what.
-        Exception: why a rank cannot say what it was asked for.
+        PlannerError: Names a rank that differs from rank 0, and the input.
+        Exception: The error of a rank that could not collect its inputs.
     """
     caps = tuple(getattr(topology, cap) for cap in _CAPS)
     seen = agree(group, _STAGE, facts, caps, _mismatch)
     for number, cap in enumerate(_CAPS):
         sizes = [caps[number] for caps in seen]
         for rank, size in enumerate(sizes):
-            if abs(size - sizes[0]) > _ALIKE * sizes[0]:
+            if abs(size - sizes[0]) > _TOLERANCE * sizes[0]:
                 text = differs(_STAGE, rank, f"topology.{cap}", str(sizes[0]), str(size))
                 raise _mismatch(text)
 
@@ -92,24 +93,26 @@ def _mismatch(text: str) -> PlannerError:
 
 
 def planning_ranks(pg: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the ranks that plan together, all if None is given; None if this one is alone."""
+    """Return the group of ranks that plan together, by default all; None for a single rank."""
     if pg is None and dist.is_available() and dist.is_initialized():
         pg = dist.group.WORLD
     return None if pg is None or dist.get_world_size(pg) == 1 else pg
 
 
-def made_by_rank_0(pg: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
-    """Return what `make` returns on rank 0, or raise its error, on every rank.
+def made_by_rank_0(pg: dist.ProcessGroup | None, make: Callable[[], _T]) -> _T:
+    """Return the result of `make` on rank 0, or raise its error, on every rank.
 
     Args:
-        pg: the ranks.
-        make: is called on rank 0 alone.
+        pg: Process group; None is this process alone.
+        make: Called on rank 0 only.
     """
+    if pg is None:
+        return make()
     answer: _T | Exception | None = None
     if dist.get_rank(pg) == 0:
         try:
             answer = make()
-        except Exception as error:  # raised below, on every rank
+        except Exception as error:  # raised below on every rank
             answer = error
     answer = broadcast_object(pg, "take the plan of rank 0", answer)
     if isinstance(answer, Exception):

@@ -1,8 +1,8 @@
-"""Where all shards are at one moment, and the greedy way to put them there.
+"""Assignment of shards to ranks, and its greedy construction.
 
-How bad a rank is, is one number, its load: its time in a given unit, and, as soon as it holds more
-bytes than it may, a penalty above any time. So assignments that do not fit (yet) compare like slow
-ones, and what takes load off the slowest rank also makes it fit.
+One number measures a rank, its load: its time in a given unit, plus a penalty above any time if its
+memory is exceeded. Assignments that do not fit thus compare like slow ones, and moving load off the
+slowest rank also makes it fit.
 
 Shape suffixes as in `shard_arrays`; also S slots of a rank, N shards of one option, and J nodes.
 """
@@ -19,23 +19,23 @@ from recsys.distributed.planner.options import Reach
 from recsys.distributed.planner.placement import Choice, Method, Placement
 from recsys.distributed.planner.shard_arrays import Flags, Floats, Ints, ShardArrays
 
-OVERFULL = 1e6  # load from which on a rank holds too many bytes
-_MAX_RESCUES = 200  # tables that get another option than asked for
+OVERFULL = 1e6  # load of a rank whose memory is exceeded
+_MAX_RESCUES = 200  # tables that receive another option than requested
 
 
 @final
 class Assignment:
-    """A placement in the making.
+    """Partial or complete placement.
 
     Args:
-        arrays: what to place.
-        unit_ms: the time that is a load of 1.
+        arrays: Problem.
+        unit_ms: Milliseconds of a load of 1.
 
     Attributes:
-        option_T: option of each table, -1 while it is not placed.
-        rank_P: rank of each shard, -1 if it is of another option.
-        load_R: load of each rank.
-        slots_RS: shards on each rank, without those of FIXED options; -1 in free slots.
+        option_T: Option of each table, -1 if it is not placed.
+        rank_P: Rank of each shard, -1 if its option is not chosen.
+        load_R: Load of each rank.
+        slots_RS: Shards on each rank, without FIXED options; -1 in free slots.
     """
 
     def __init__(self, arrays: ShardArrays, unit_ms: float) -> None:
@@ -62,11 +62,11 @@ class Assignment:
 
     @property
     def peak(self) -> float:
-        """The makespan: load of the slowest rank."""
+        """Makespan: load of the slowest rank."""
         return float(self.load_R.max())
 
     def loads(self, ms_X: Floats, free_XM: Floats) -> Floats:
-        """Return loads for times in milliseconds and bytes left, any shape X."""
+        """Return loads from milliseconds and free bytes, any shape X."""
         load_X = ms_X / self._unit_ms
         for m in range(free_XM.shape[-1]):
             free_X = free_XM[..., m]
@@ -76,7 +76,7 @@ class Assignment:
         return load_X
 
     def loads_after(self, ranks_X: Ints, added_ms_X: Floats, added_bytes_XM: Floats) -> Floats:
-        """Return the loads of ranks, any shape X, with something more on them."""
+        """Return the loads of ranks, any shape X, with an additional load."""
         return self.loads(self._ms_R[ranks_X] + added_ms_X, self._free_RM[ranks_X] - added_bytes_XM)
 
     def add(self, option: int, ranks_N: Ints) -> None:
@@ -89,7 +89,7 @@ class Assignment:
             self.put(self.arrays.shards_of(option), ranks_N)
 
     def remove(self, table: int) -> None:
-        """Take a placed table away."""
+        """Remove a placed table."""
         option = int(self.option_T[table])
         if self.arrays.is_fixed_O[option]:
             self._shift(self.ranks_of(table), *self.arrays.fixed(option), -1.0)
@@ -105,7 +105,7 @@ class Assignment:
         return self.rank_P[self.arrays.first_O[option] : self.arrays.first_O[option + 1]]
 
     def put(self, shards_N: Ints, ranks_N: Ints) -> None:
-        """Put shards that are nowhere on ranks, no two on one."""
+        """Put unplaced shards on ranks, at most one on each."""
         slots_N = self.count_R[ranks_N]
         if slots_N.max(initial=0) >= self.slots_RS.shape[1]:
             self.slots_RS = np.hstack([self.slots_RS, np.full_like(self.slots_RS, -1)])
@@ -116,7 +116,7 @@ class Assignment:
         self._shift(ranks_N, *self.arrays.added_by(shards_N, ranks_N), 1.0)
 
     def lift(self, shards_N: Ints) -> None:
-        """Take shards off their ranks, no two off one."""
+        """Remove shards from their ranks, at most one from each."""
         ranks_N, slots_N = self.rank_P[shards_N], self._slot_P[shards_N]
         last_N = self.count_R[ranks_N] - 1
         moved_N = self.slots_RS[ranks_N, last_N]
@@ -133,7 +133,7 @@ class Assignment:
         self.load_R[ranks_N] = self.loads(self._ms_R[ranks_N], self._free_RM[ranks_N])
 
     def best_ranks(self, option: int) -> tuple[Ints, float]:
-        """Return ranks for the shards of a table that is not placed, and the slowest's load."""
+        """Return ranks for the shards of an unplaced table, and the load of the slowest of them."""
         arrays, reach = self.arrays, self.arrays.options[option].reach
         if reach is Reach.FIXED:
             ranks = np.arange(arrays.options[option].num_ranks)
@@ -144,7 +144,7 @@ class Assignment:
         free_J = np.ones(arrays.num_ranks // arrays.node_size, dtype=bool)
         groups = shards.reshape(-1, min(len(shards), arrays.node_size))  # ONE_NODE: one
         ranks, peak = np.empty_like(groups), 0.0
-        # the group with the longest shard chooses first
+        # the group with the longest shard is placed first
         for group in np.argsort(-arrays.cost_PK[groups].max(axis=(1, 2)), kind="stable"):
             ranks[group], load = self._best_node(groups[group], free_J)
             free_J[ranks[group, 0] // arrays.node_size] = False
@@ -152,7 +152,7 @@ class Assignment:
         return ranks.ravel(), peak
 
     def _shard_loads(self, shard: int) -> Floats:
-        """Return the load of every rank if a shard were added to it."""
+        """Return the load of every rank with a shard added to it."""
         arrays = self.arrays
         cost_K = arrays.cost_PK[shard]
         cost = cost_K[arrays.kind_R] if len(cost_K) > 1 else cost_K
@@ -187,11 +187,11 @@ class Assignment:
         return ranks, peak
 
     def _best_node(self, shards: Ints, free_J: Flags) -> tuple[Ints, float]:
-        """Return ranks of the free node that is least loaded with the shards on it."""
+        """Return ranks of the free node with the least load after the shards are added."""
         arrays, size = self.arrays, self.arrays.node_size
         order = np.argsort(-arrays.cost_PK[shards].max(axis=1), kind="stable")
         longest = int(shards[order[0]])
-        # the longest shard to the least loaded rank of the node, and so on
+        # longest shard on the least loaded rank of the node, and so on
         before_JS = self._shard_loads(longest).reshape(-1, size)
         if arrays.run_P[shards[0]] == arrays.run_P[shards[-1]]:
             load_JN = np.sort(before_JS, axis=1)[:, : len(shards)]
@@ -213,16 +213,17 @@ class Assignment:
         noise: Floats | None = None,
         even_memory: bool = False,
     ) -> None:
-        """Place tables that are not placed, the one with the longest shard first.
+        """Place unplaced tables, in descending order of their longest shard.
 
         Args:
-            options: one option per table; where it does not fit, the cheapest that does.
-            price_O: of all options.
-            noise: factors by which the order may be off.
-            even_memory: whether to look at the share of memory that is taken as at the load.
+            options: One option for each table; if it does not fit, the cheapest option that fits is
+                used.
+            price_O: Prices of all options.
+            noise: Factors that perturb the order.
+            even_memory: Whether to balance the share of used memory as well as the load.
         """
         self._even_memory = even_memory
-        # the load of the longest shard of each option; FIXED ones come before all
+        # load of the longest shard of each option; FIXED options are first
         size_N = self.arrays.longest_O[options] / self._unit_ms
         if even_memory:
             share_NM = self.arrays.biggest_OM[options] / self._full_M
@@ -241,7 +242,7 @@ class Assignment:
     def _least_overfull(
         self, option: int, ranks: Ints, peak: float, price_O: Floats
     ) -> tuple[int, Ints]:
-        """Return the cheapest option of the same table that fits, else the one that does best."""
+        """Return the cheapest option of the same table that fits, or else the best one."""
         arrays = self.arrays
         table = arrays.table_O[option]
         others = np.arange(arrays.first_T[table], arrays.first_T[table + 1])
@@ -257,7 +258,7 @@ class Assignment:
     def placement(
         self, bound_ms: float, started: float, method: Method, timed_out: bool = False
     ) -> Placement:
-        """Return the answer of a search that started at a time; all tables must be placed."""
+        """Return the result of a search that started at a given time; all tables must be placed."""
         ms_R, _ = self.exact_loads()
         indices_T = enumerate(self.arrays.index_O[self.option_T].tolist())
         return Placement(
@@ -272,7 +273,7 @@ class Assignment:
         )
 
     def exact_loads(self) -> tuple[Floats, Floats]:
-        """Return milliseconds, [R], and bytes left, [R, M], added up afresh."""
+        """Return milliseconds, [R], and free bytes, [R, M], computed anew."""
         arrays, ms_R, free_RM = self.arrays, self.arrays.base_R.copy(), self.arrays.free_RM.copy()
         placed = self.option_T[self.option_T >= 0]
         for option in placed[np.argsort(arrays.is_fixed_O[placed], kind="stable")].tolist():

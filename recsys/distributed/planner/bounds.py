@@ -1,18 +1,18 @@
-"""A lower bound on the slowest rank, and the mix of options that comes with it.
+"""Lower bound on the slowest rank, with the mix of options that attains it.
 
-Ranks of a kind are alike, so a relaxation adds them up: the loads of a kind share its ranks evenly,
-its memory is one pool, a shard may go to any kind, a table may mix its options. That is a linear
-program with a row per table and a handful of rows that tie the tables together. Prices for the
-latter (load of a kind, bytes of a kind) make every table choose its cheapest option by itself, and
-whatever the prices, the sum of these choices is a lower bound. Kelley's cutting planes find the
-best prices: a tiny linear program proposes prices, the choices at these prices are its next row.
+The relaxation treats the ranks of one kind as one: their load is shared evenly, their memory is one
+pool, a shard may be on any kind, and a table may mix its options. This is a linear program with a
+row for each table and a few rows that couple the tables. With prices for these few rows (load and
+bytes of each kind), every table chooses its cheapest option independently. At any prices, the sum
+of these choices is a lower bound. Kelley's cutting planes find the best prices: a small linear
+program proposes prices, and the choices at these prices are its next row.
 
-What the pool does not see, that a shard is never split, comes in through a ceiling: an option with
-a shard that takes longer than the slowest rank does not count. The bound is the least ceiling that
-the relaxation under that ceiling does not exceed.
+The relaxation ignores that shards cannot be split; a ceiling accounts for it. Options with a shard
+that takes longer than the ceiling are excluded. The bound is the least ceiling that the relaxation
+under this ceiling does not exceed.
 
-Shape suffixes as in `shard_arrays`; also B bundles (shards of an option that are priced together)
-and C cuts.
+Shape suffixes as in `shard_arrays`; also B bundles (shards of an option that share a price) and C
+cuts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from recsys.distributed.planner.shard_arrays import Flags, Floats, Ints, ShardAr
 _MAX_CUTS = 200
 _TOLERANCE = 1e-6
 _ROUNDING = 1e-9
-_HIGHEST_PRICE = 1e3  # of all memory of a kind, in units of the bound without such prices
+_HIGHEST_PRICE = 1e3  # of all memory of a kind, in units of the bound without memory prices
 
 
 class Relaxed(NamedTuple):
-    """A solution of the relaxation.
+    """Solution of the relaxation.
 
     Attributes:
-        bound_ms: no placement within the ceiling has a slowest rank that takes less.
-        price_O: each option at the best prices, in milliseconds; inf where it does not fit.
-        option_T: options of each table that mix to the solution.
+        bound_ms: Lower bound on the slowest rank of any placement within the ceiling.
+        price_O: Price of each option at the best prices, in milliseconds; inf if it does not fit.
+        option_T: Options of each table that mix to the solution.
     """
 
     bound_ms: float
@@ -46,10 +46,10 @@ class Relaxed(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """Choices at some prices.
+    """Choice of options at some prices.
 
-    At any prices they cost `value @ prices`: prices of the loads [K], which add up to 1, and of
-    the memory [K * M].
+    Its cost at any prices is `value @ prices`: prices of the loads [K], which sum to 1, and of the
+    memory [K * M].
     """
 
     value: Floats
@@ -59,10 +59,10 @@ class _Cut(NamedTuple):
 
 @final
 class Relaxation:
-    """The relaxed problem.
+    """Relaxed problem.
 
     Args:
-        arrays: what to place; at least one table.
+        arrays: Problem with at least one table.
     """
 
     def __init__(self, arrays: ShardArrays) -> None:
@@ -79,20 +79,21 @@ class Relaxation:
         self._option_TO = np.where(
             options < width_T[:, None], arrays.first_T[:-1, None] + options, -1
         )
-        # memory that cannot run out needs no price
+        # memory that always suffices needs no price
         most_OM = np.add.reduceat(self._bundles.memory_BKM.sum(axis=1), self._bundles.first_O)
         most_TM = np.maximum.reduceat(most_OM, arrays.first_T[:-1])
         self._scarce_KM = most_TM.sum(axis=0) > self._free_KM
 
     def check_memory(self) -> float:
-        """Raise if all memory together is too little.
+        """Raise if the memory of all ranks together is too small.
 
         Returns:
-            The least fullness: the bytes of all tables over those of all ranks, of the pool of
-            memory where that is more.
+            The least fullness: bytes of all tables divided by bytes of all ranks, for the fuller
+                pool.
 
         Raises:
-            InfeasibleError: with the bytes and the number of ranks that would do, if it is above 1.
+            InfeasibleError: With the missing bytes and a sufficient number of ranks, if it exceeds
+                1.
         """
         memory_OM = self._bundles.memory_OM
         sorts = memory_OM.shape[1]
@@ -119,12 +120,12 @@ class Relaxation:
     def infeasible(
         self, fullness: float, over_M: Floats, *, proven: bool = True
     ) -> InfeasibleError:
-        """Return the error that some bytes are missing.
+        """Return the error for missing bytes.
 
         Args:
-            fullness: the share of all memory that has to be taken.
-            over_M: bytes that are too many.
-            proven: whether nothing fits, or nothing that does was found.
+            fullness: Share of all memory that is needed.
+            over_M: Missing bytes.
+            proven: Whether nothing fits; otherwise nothing was found.
         """
         arrays, ranks_needed = self._arrays, None
         if np.isfinite(fullness) and arrays.free_RM.sum(axis=0).all():
@@ -139,10 +140,10 @@ class Relaxation:
         """Return the solution with no shard above a ceiling, or None if there is none.
 
         Args:
-            ceiling: milliseconds that a rank may take.
-            budget: share of the memory that may be taken: less than 1 leaves some for what does
-                not come out even.
-            above: milliseconds; a bound above this need not be the best one.
+            ceiling: Most milliseconds of a rank.
+            budget: Share of the memory that may be used. Less than 1 leaves memory for uneven
+                shards.
+            above: Milliseconds; a bound above this need not be the best one.
         """
         kinds = self._arrays.num_kinds
         allowed_BK = self._bundles.peak_BK <= ceiling
@@ -162,7 +163,7 @@ class Relaxation:
                 unit_ms = max(bound, 1e-6 * self._most_ms, 1e-300)
                 limit_KM = np.where(self._scarce_KM.ravel(), _HIGHEST_PRICE, 0.0)
                 if kinds == 1 and (cut.value[1:] <= 0).all():
-                    break  # no memory is missing, so none has a price
+                    break  # memory suffices, so it has no price
             if best_bound > above:
                 break
             upper, prices, weights = _master(
@@ -182,7 +183,7 @@ class Relaxation:
         """Return the solution at the least ceiling that it does not exceed.
 
         Args:
-            deadline: of `time.monotonic`; past it the bound may be lower than it could be.
+            deadline: Time of `time.monotonic` after which the bound may be lower than possible.
         """
         start = self.solve()
         assert start is not None, "tables without an option that fits are refused before"
@@ -210,13 +211,13 @@ class Relaxation:
         return Relaxed(bound_ms=bound, price_O=found.price_O, option_T=found.option_T)
 
     def _cut(self, prices: Floats, allowed_BK: Flags, budget: float) -> _Cut | None:
-        """Return what the tables choose at some prices; None if one has no choice."""
+        """Return the choice of options at some prices; None if a table has no allowed option."""
         bundles, kinds = self._bundles, self._arrays.num_kinds
         price_BK = bundles.cost_BK * (prices[:kinds] / self._size_K)
         memory_price_KM = prices[kinds:].reshape(self._free_KM.shape) / self._unit_KM
         for m in np.flatnonzero(memory_price_KM.sum(axis=0)):
             price_BK += bundles.memory_BKM[:, :, m] * memory_price_KM[:, m]
-        # a FIXED bundle has its share on every kind, any other one goes to the cheapest kind
+        # FIXED bundles are on every kind, others on the cheapest kind
         price_BK[~allowed_BK] = np.inf
         kind_B = price_BK.argmin(axis=1)
         price_B = np.where(
@@ -243,20 +244,20 @@ class Relaxation:
 
 @final
 class _Bundles:
-    """Shards that are priced together, in the order of their options.
+    """Shards that share a price, in the order of their options.
 
-    The shards of a FIXED option are one bundle. The others choose their kind of rank, like shards
-    alike: a bundle each; where there is one kind only, one bundle for all.
+    The shards of a FIXED option form one bundle. Runs of identical shards of other options choose
+    their kind of rank and form a bundle each; with one kind of rank, one bundle for all.
 
     Attributes:
-        owner_B: option.
-        fixed_B: whether FIXED.
-        cost_BK: milliseconds on each kind: of all shards, or of those that are fixed there.
-        memory_BKM: bytes, likewise.
-        peak_BK: load of a rank that had only the longest shard; inf where one does not fit.
-        first_O: each option's first bundle.
-        memory_OM: bytes of each option.
-        fits_O: whether all shards fit somewhere.
+        owner_B: Option.
+        fixed_B: Whether it is FIXED.
+        cost_BK: Milliseconds on each kind, of all shards or of those fixed there.
+        memory_BKM: Bytes, likewise.
+        peak_BK: Load of a rank with the longest shard alone; inf if a shard does not fit.
+        first_O: First bundle of each option.
+        memory_OM: Bytes of each option.
+        fits_O: Whether all shards fit on some rank.
     """
 
     def __init__(self, arrays: ShardArrays, of_kind_KR: Flags) -> None:
@@ -275,12 +276,12 @@ class _Bundles:
         self.cost_BK = np.zeros((len(self.owner_B), kinds))
         self.memory_BKM = np.zeros((*self.cost_BK.shape, len(arrays.pools)))
         self.peak_BK = np.zeros(self.cost_BK.shape)
-        if len(starts):  # which reduceat needs
+        if len(starts):  # reduceat needs at least one
             self.cost_BK[~self.fixed_B] = np.add.reduceat(arrays.cost_PK, starts)
             self.memory_BKM[~self.fixed_B] = np.add.reduceat(arrays.memory_PM, starts)[:, None]
             peak_PK = _peaks(arrays, of_kind_KR)
             self.peak_BK[~self.fixed_B] = np.maximum.reduceat(peak_PK, starts)
-        known: dict[int, tuple[Floats, Floats, float]] = {}  # by the option, which tables may share
+        known: dict[int, tuple[Floats, Floats, float]] = {}  # by option: tables may share one
         for bundle in np.flatnonzero(self.fixed_B).tolist():
             option = int(self.owner_B[bundle])
             if (key := id(arrays.options[option])) not in known:
@@ -299,7 +300,7 @@ class _Bundles:
 
 
 def _peaks(arrays: ShardArrays, of_kind_KR: Flags) -> Floats:
-    """Return the load of a rank that has each shard alone, inf on kinds where it does not fit."""
+    """Return the load of a rank with each shard alone, inf on kinds where it does not fit."""
     peak_PK: Floats = arrays.cost_PK + [
         arrays.base_R[mine].min(initial=np.inf) for mine in of_kind_KR
     ]
@@ -313,13 +314,13 @@ def _peaks(arrays: ShardArrays, of_kind_KR: Flags) -> Floats:
 def _master(
     values_CX: Floats, shares: int, limits: Floats, unit: float
 ) -> tuple[float, Floats, Floats]:
-    """Find the prices at which the least cut is highest.
+    """Find the prices that maximize the least cut.
 
     Args:
-        values_CX: one row per cut.
-        shares: the first so many prices add up to 1.
-        limits: of the other prices, in `unit`.
-        unit: of cuts and of the other prices; numbers near 1 suit the solver.
+        values_CX: One row for each cut.
+        shares: Number of leading prices, which sum to 1.
+        limits: Limits of the other prices, in `unit`.
+        unit: Unit of cuts and of the other prices; numbers near 1 suit the solver.
 
     Returns:
         The value of the least cut, the prices, and the weights of the cuts in the mix that
@@ -329,7 +330,7 @@ def _master(
     if num_prices == 1:  # nothing to choose
         least = values_CX[:, 0].argmin()
         return float(values_CX[least, 0]), np.ones(1), np.eye(num_cuts)[least]
-    from scipy.optimize import linprog  # slow to import
+    from scipy.optimize import linprog  # imported late, since it is slow
 
     units = np.where(np.arange(num_prices) < shares, unit, 1.0)
     result = linprog(

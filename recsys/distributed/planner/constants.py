@@ -1,4 +1,4 @@
-"""Numbers that the planner takes where it is told none, and units of memory."""
+"""Defaults of the planner, and conversions of memory units."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from recsys.kernels.checked import checked
 BATCH_SIZE = 512
 """Samples per rank and step."""
 POOLING_FACTOR = 1.0
-"""Ids of a bag."""
+"""Ids per bag."""
 NUM_POOLINGS = 1.0
-"""Bags of a sample."""
+"""Bags per sample."""
 UVM_CACHING_RATIO = 0.2
 """Share of a table's rows that the cache of `fused_uvm_caching` holds: FBGEMM's default."""
 BIGINT_DTYPE = 8
@@ -19,7 +19,7 @@ BIGINT_DTYPE = 8
 
 @checked
 def sharder_name(sharder: type) -> str:
-    """Return where a class lives, such as `my.module.MySharder`."""
+    """Return the module and name of a class, such as `my.module.MySharder`."""
     return f"{sharder.__module__}.{sharder.__name__}"
 
 

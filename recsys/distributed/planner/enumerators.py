@@ -1,9 +1,9 @@
-"""Which ways to place each table are weighed: all that there are, or a user's own choice."""
+"""Options for placing each table of a model, for inspection."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -20,26 +20,16 @@ from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 
 
-class Enumerator(Protocol):
-    """Lists the ways to place each table of a model."""
-
-    def enumerate(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
-    ) -> Iterable[tuple[PlannedTable, Sequence[TableOption]]]:
-        """Return every table with the options that a plan may choose from."""
-
-
 class EmbeddingEnumerator:
-    """Lists all ways to place each table that its constraints allow.
+    """Lists the options for placing each table that its constraints allow.
 
-    A planner makes its own. One by hand is for a look at what there is to choose from, and for
-    enumerators of your own, which change what this one lists.
+    The planner lists options itself; this class shows them.
 
     Args:
-        topology: the machine.
-        batch_size: samples per rank and batch (default 512).
-        constraints: by table name.
-        pooling_stats: of the features' ids.
+        topology: Machine.
+        batch_size: Samples per rank and step (default 512).
+        constraints: Constraints by table name.
+        pooling_stats: Statistics of sample batches.
 
     Example:
         >>> import torch
@@ -80,11 +70,11 @@ class EmbeddingEnumerator:
         """Return every table with its options, simplest first.
 
         Args:
-            module: the model; may be on the `meta` device.
-            sharders: one per module type to shard.
+            module: Model; may be on the `meta` device.
+            sharders: One for each module type to shard.
 
         Raises:
-            PlannerError: if a constraint is for no table, or does not fit its features.
+            PlannerError: A constraint names an unknown table, or contradicts its features.
         """
         tables = tables_of(
             module,

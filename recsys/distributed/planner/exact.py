@@ -1,8 +1,7 @@
-"""The problem as a mixed-integer program (HiGHS), for problems that are small.
+"""Exact search of small problems by a mixed-integer program (HiGHS).
 
-Loads and bytes are in units of what is known to be possible, so that the solver, to which anything
-below a millionth is zero, sees numbers near 1. Like shards share their variables, as it does not
-matter which of them is where.
+Loads and bytes are in units of a known feasible value, since the solver treats anything below a
+millionth as zero. Identical shards share their variables.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ _Terms: TypeAlias = list[tuple[int, float]]  # variables with their coefficients
 
 
 class Solved(NamedTuple):
-    """What the exact search found.
+    """Result of the exact search.
 
     Attributes:
-        assignment: the best placement; None if none is better than what was known.
-        bound_ms: no placement has a slowest rank that takes less.
-        finished: whether no limit ended the search.
+        assignment: Best placement; None if none is better than the known one.
+        bound_ms: Lower bound on the slowest rank of any placement.
+        finished: Whether no limit ended the search.
     """
 
     assignment: Assignment | None
@@ -45,16 +44,16 @@ def solve_exactly(
     seconds: float = np.inf,
     max_nodes: int | None = None,
 ) -> Solved:
-    """Search all placements that may be better than what is known.
+    """Search all placements that may be better than the known one.
 
     Args:
-        arrays: what to place.
-        options: those that a best placement may contain.
-        bound_ms: a lower bound on the slowest rank.
-        known_ms: an upper bound on the slowest rank of the best placement.
-        unit_ms: of the assignment's loads; `known_ms` if None.
-        seconds: time limit.
-        max_nodes: limit of the tree, which unlike a time limit ends it in the same place always.
+        arrays: Problem.
+        options: Options that a best placement may contain.
+        bound_ms: Lower bound on the slowest rank.
+        known_ms: Upper bound on the slowest rank of the best placement.
+        unit_ms: Unit of the assignment's loads; `known_ms` if None.
+        seconds: Time limit.
+        max_nodes: Limit of the search tree, which is reproducible, unlike a time limit.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -73,7 +72,7 @@ def solve_exactly(
     assignment = None
     if result.x is not None:
         assignment = program.assignment(result.x, unit_ms or known_ms)
-        if assignment.peak >= OVERFULL:  # fits only to the solver's eyes
+        if assignment.peak >= OVERFULL:  # fits only within the solver's tolerance
             assignment, finished = None, False
     # status 2: nothing below the limit
     bound = 1.0 if result.status == 2 else result.mip_dual_bound or 0.0
@@ -85,7 +84,7 @@ def solve_exactly(
 
 
 def count_variables(arrays: ShardArrays, options: Ints) -> int:
-    """Return about how many variables the program has."""
+    """Return the approximate number of variables of the program."""
     runs = [
         1 if arrays.is_fixed_O[option] else len(arrays.options[option].shards) * arrays.num_ranks
         for option in options.tolist()
@@ -94,12 +93,12 @@ def count_variables(arrays: ShardArrays, options: Ints) -> int:
 
 
 class _Run(NamedTuple):
-    """Like shards of one option.
+    """Identical shards of one option.
 
     Attributes:
-        shards: their numbers.
-        column_of_rank: the variable that says whether one of them is on a rank. Ranks of a node
-            share it where all of them get a shard or none.
+        shards: Their numbers.
+        column_of_rank: For each rank the variable whether it has one of them. Ranks of a node share
+            it if either all or none of them have a shard.
     """
 
     shards: Ints
@@ -108,12 +107,12 @@ class _Run(NamedTuple):
 
 @final
 class _Program:
-    """Variables and rows. Variable 0 is the load of the slowest rank, the others are yes or no.
+    """Variables and rows. Variable 0 is the load of the slowest rank, the others are binary.
 
     Args:
-        arrays: what to place.
-        options: those that may be chosen.
-        unit_ms: load that variable 0 counts as 1.
+        arrays: Problem.
+        options: Options that may be chosen.
+        unit_ms: Milliseconds of a load of 1.
     """
 
     def __init__(self, arrays: ShardArrays, options: Ints, *, unit_ms: float) -> None:
@@ -131,7 +130,7 @@ class _Program:
         self._rows.append((terms, low, high))
 
     def rows(self) -> tuple[Any, Sequence[float], Sequence[float]]:
-        """Return all rows: a sparse matrix, and the least and the most of each."""
+        """Return all rows: a sparse matrix, and the lower and upper limit of each."""
         from scipy.sparse import coo_array
 
         terms = [(row, *term) for row, (of_row, _, _) in enumerate(self._rows) for term in of_row]
@@ -145,7 +144,7 @@ class _Program:
         return list(range(self.num_columns - count, self.num_columns))
 
     def _add_shards(self, option: int) -> list[_Run]:
-        """Add what says where the shards of an option may go."""
+        """Add the constraints on the ranks of an option's shards."""
         arrays, shards = self._arrays, self._arrays.shards_of(option)
         reach, chosen = arrays.options[option].reach, self._column_of[option]
         if reach is Reach.FIXED:
@@ -183,7 +182,7 @@ class _Program:
         return runs
 
     def _add_runs(self, shards: Ints) -> list[_Run]:
-        """Add a variable for each rank and each run of like shards."""
+        """Add a variable for each rank and each run of identical shards."""
         ends = np.flatnonzero(np.diff(self._arrays.run_P[shards])) + 1
         return [
             _Run(shards=shards[a:b], column_of_rank=self._columns(self._arrays.num_ranks))
@@ -193,12 +192,12 @@ class _Program:
     def _add_sum(
         self, columns: Sequence[int], whole: int, times: int, *, at_most: bool = False
     ) -> None:
-        """Add that some variables add up to a multiple of another, or to no more than that."""
+        """Add that variables sum to a multiple of another variable, or to at most that."""
         terms = [*((column, 1.0) for column in columns), (whole, -times)]
         self._add(terms, -np.inf if at_most else 0, 0)
 
     def _add_tables(self) -> None:
-        """Add that each table has one option, which takes no longer than the slowest rank."""
+        """Add that each table has one option, and that the slowest rank takes at least as long."""
         arrays, of_table = self._arrays, dict[int, _Terms]()
         for option, column in self._column_of.items():
             if arrays.is_fixed_O[option]:
@@ -236,7 +235,7 @@ class _Program:
                 self._add(of_row, -np.inf, free)
 
     def assignment(self, values: Floats, unit_ms: float) -> Assignment:
-        """Return the placement that a solution describes."""
+        """Return the placement of a solution."""
         assignment = Assignment(self._arrays, unit_ms)
         for option, column in self._column_of.items():
             if values[column] < 0.5:

@@ -1,6 +1,6 @@
-"""What one rank is made of: memories, links, and the fixed cost of starting work.
+"""Hardware of one rank: memories and links.
 
-Units everywhere: bytes, bytes per millisecond (1e6 is 1 GB/s), milliseconds.
+Units: bytes, bytes per millisecond (1e6 is 1 GB/s), milliseconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast, final
 
 from recsys.distributed.placement.plan import format_table
-from recsys.distributed.planner.words import show_ranks
+from recsys.distributed.planner.formatting import show_ranks
 from recsys.kernels.arguments import instance, wrong_type
 
 DEVICES = ("cpu", "cuda")
@@ -21,32 +21,32 @@ DEVICES = ("cpu", "cuda")
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """One rank's memories and links; ranks with equal hardware are of one kind.
+    """Memories and links of one rank. Ranks with equal hardware are of one kind.
 
-    Links count one direction. A bandwidth is what a long transfer achieves, not what is printed on
-    the box.
+    Links count one direction. Bandwidths are those that a long transfer achieves, not the peak of
+    the datasheet. Costs do not read `ssd_cap`, `ssd_mem_bw`, `kernel_launch_ms` and the latencies.
 
     Args:
         compute_device: "cpu" or "cuda".
-        name: a label for people, such as "H100"; not compared.
-        hbm_cap: bytes of device memory.
-        ddr_cap: bytes of host memory, this rank's share of its node.
-        ssd_cap: bytes of solid-state disk, this rank's share of its node.
-        hbm_mem_bw: device memory bandwidth; means nothing where `hbm_cap` is 0.
-        ddr_mem_bw: host memory bandwidth, this rank's share of its node.
-        ssd_mem_bw: disk bandwidth for reads of single rows.
-        hbm_to_ddr_mem_bw: the link between device and host.
-        intra_host_bw: between this rank and the others of its node, all together.
-        inter_host_bw: between this rank and other nodes, all together.
-        kernel_launch_ms: the least time of one kernel.
-        intra_host_latency_ms: the least time of one collective inside a node.
-        inter_host_latency_ms: the least time of one collective across nodes.
-        step_ms: the least time of a training step, with next to no data: work of the host and
-            latencies, the same under every plan. 0 where it was not measured.
+        name: Label for reports, such as "H100"; ignored by comparisons.
+        hbm_cap: Bytes of device memory.
+        ddr_cap: Bytes of host memory, this rank's share of its node.
+        ssd_cap: Bytes of solid-state disk, this rank's share of its node.
+        hbm_mem_bw: Device memory bandwidth; unused if `hbm_cap` is 0.
+        ddr_mem_bw: Host memory bandwidth, this rank's share of its node.
+        ssd_mem_bw: Disk bandwidth for reads of single rows.
+        hbm_to_ddr_mem_bw: Bandwidth between device and host.
+        intra_host_bw: Bandwidth between this rank and all others of its node together.
+        inter_host_bw: Bandwidth between this rank and all other nodes together.
+        kernel_launch_ms: Least time of one kernel.
+        intra_host_latency_ms: Least time of a collective inside a node.
+        inter_host_latency_ms: Least time of a collective across nodes.
+        step_ms: Least time of a training step with almost no data: host work and latencies, the
+            same under every plan. 0 if it was not measured.
 
     Raises:
-        ValueError: if a size or latency is negative, or a bandwidth is not positive.
-        TypeError: if a number is not one.
+        ValueError: A size or latency is negative, or a bandwidth is not positive.
+        TypeError: A number has another type.
 
     Example:
         >>> rank = Hardware(compute_device="cpu", hbm_cap=0, ddr_cap=1 << 30, ddr_mem_bw=2e7)
@@ -78,36 +78,36 @@ class Hardware:
 
     @property
     def memory_cap(self) -> int:
-        """Bytes where tables live: device memory for "cuda", host memory for "cpu"."""
+        """Bytes of the memory of tables: device memory for "cuda", host memory for "cpu"."""
         return self.hbm_cap if self.compute_device == "cuda" else self.ddr_cap
 
     @property
     def memory_bw(self) -> float:
-        """Bytes per millisecond where tables live."""
+        """Bandwidth of the memory of tables, in bytes per millisecond."""
         return self.hbm_mem_bw if self.compute_device == "cuda" else self.ddr_mem_bw
 
 
 NUMBERS = tuple(f.name for f in fields(Hardware) if f.name not in ("compute_device", "name"))
-"""The fields of Hardware that are numbers: what may differ from rank to rank."""
+"""Fields of Hardware that are numbers. They may differ between ranks."""
 
 
 def check_device(subject: str, device: str) -> None:
-    """Raise ValueError unless this is a kind of device that ranks compute on."""
+    """Raise ValueError unless this is a supported device type."""
     if not isinstance(cast(object, device), str) or device not in DEVICES:
         raise ValueError(f"{subject}.compute_device must be 'cpu' or 'cuda'; received {device!r}.")
 
 
 def check_number(subject: str, name: str, value: object) -> float:
-    """Return the value of one number of Hardware, bytes as int and the rest as float.
+    """Return one number of Hardware, bytes as int and others as float.
 
     Args:
-        subject: what the number belongs to, for the error.
-        name: the field, which decides what is allowed.
-        value: the number to check.
+        subject: Name of the value in errors.
+        name: Field, which determines the allowed range.
+        value: Number to check.
 
     Raises:
-        ValueError: if a size or latency is negative, or a bandwidth is not positive.
-        TypeError: if this is no number.
+        ValueError: A size or latency is negative, or a bandwidth is not positive.
+        TypeError: The value is not a number.
 
     Example:
         >>> check_number("Topology.hbm_cap", "hbm_cap", 2e9)
@@ -128,25 +128,25 @@ def check_number(subject: str, name: str, value: object) -> float:
                 " It is in bytes per millisecond: 1 GB/s is 1e6." if rule == "be positive" else ""
             )
             raise ValueError(f"{subject} must {rule}; received {value}.{unit}")
-    # from 9 PB on a float is not exact
+    # above 9 PB a float is not exact
     return int(value if isinstance(value, int) else number) if is_bytes else number
 
 
 def per_rank(owner: str, name: str, value: object, world_size: int) -> tuple[Any, ...]:
-    """Return the number, or the label, of each rank: the same for all, or the one it was given.
+    """Return one number or label for each rank, from one value for all or one for each.
 
     Args:
-        owner: what the number belongs to, for the error.
-        name: the field of Hardware.
-        value: one number for all ranks or a sequence of one per rank; texts if `name` is "name".
-        world_size: number of ranks.
+        owner: Owner of the number in errors.
+        name: Field of Hardware.
+        value: One number for all ranks, or a sequence with one for each; texts if `name` is "name".
+        world_size: Number of ranks.
 
     Returns:
         `world_size` numbers or texts.
 
     Raises:
-        ValueError: if the sequence has another length, or a number is out of range.
-        TypeError: if a number is not one, or a label is no text.
+        ValueError: The sequence has another length, or a number is out of range.
+        TypeError: A number or label has another type.
 
     Example:
         >>> per_rank("Topology", "hbm_cap", 8, world_size=3)
@@ -170,14 +170,14 @@ def per_rank(owner: str, name: str, value: object, world_size: int) -> tuple[Any
 
 
 def build_hardware(device: str, columns: Mapping[str, Sequence[Any]]) -> tuple[Hardware, ...]:
-    """Return the hardware of each rank from one column of checked numbers per field.
+    """Return the hardware of each rank from columns of checked numbers.
 
     Args:
         device: "cpu" or "cuda", for all ranks.
-        columns: for each of `NUMBERS`, and "name" if ranks have one, the value of every rank.
+        columns: Values of all ranks for each of `NUMBERS`, and for "name" if ranks have names.
 
     Returns:
-        One value per rank; ranks alike share one object.
+        One value for each rank; identical ranks share one object.
     """
     rows = list(zip(*columns.values(), strict=True))
     built = {
@@ -201,14 +201,14 @@ _LINES = (
 
 
 def hardware_table(hardware: Sequence[Hardware], kinds: Sequence[int]) -> str:
-    """Return one column for each kind of rank.
+    """Return a text table with one column for each kind of rank.
 
     Args:
-        hardware: of each rank.
-        kinds: of each rank, counted from 0 in the order they first come.
+        hardware: Hardware of each rank.
+        kinds: Kind of each rank, numbered in order of first appearance.
 
     Returns:
-        Lines of text; a GB is 1e9 bytes. Of CPUs without those on devices.
+        Lines of text; a GB is 1e9 bytes. CPUs have no rows for devices.
     """
     shown = {kind: hardware[kinds.index(kind)] for kind in sorted(set(kinds))}
     alone = "each rank" if len(shown) == 1 else ""

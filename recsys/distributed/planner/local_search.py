@@ -1,13 +1,13 @@
-"""Takes load off the slowest rank of an assignment, step by step.
+"""Local search: moves load off the slowest rank of an assignment, step by step.
 
-A step exchanges up to two shards of the slowest rank for up to two of another rank, or places one
-of its tables in another way. Where no step helps, a perturbation leaves memory for some that do: a
-few tables get their cheapest option, also where that does not fit, or the tables of a few ranks are
-taken off and put back in another order, with options drawn from the cheap ones. What follows a
-perturbation is kept unless it is worse.
+A step exchanges up to two shards of the slowest rank for up to two shards of another rank, or
+changes the option of one of its tables. If no step helps, the assignment is perturbed: some tables
+receive their cheapest option even if it does not fit, or the tables of some ranks are removed and
+placed again in another order with options drawn from the cheap ones. The result of a perturbation
+is kept unless it is worse.
 
-Shape suffixes as in `assignment`; also A sets of shards of the slowest rank, S other ranks, B
-sets of shards on each of them; a set is a row of shard numbers, padded with -1.
+Shape suffixes as in `assignment`; also A sets of shards of the slowest rank, S other ranks, B sets
+of shards on each of them; a set is a row of shard numbers, padded with -1.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from recsys.distributed.planner.options import Reach
 from recsys.distributed.planner.shard_arrays import Floats, Ints, ShardArrays
 
 _LEAST_GAIN = 1e-9
-_MANY_RANKS = 64  # above, only some ranks are tried for an exchange
-_PAIR_RANKS = 12  # ranks that are tried for pairs
-_OPTIONS = 6  # options of a table that are tried, the cheapest ones
+_MANY_RANKS = 64  # with more, only some ranks are tried for an exchange
+_PAIR_RANKS = 12  # ranks tried for pairs
+_OPTIONS = 6  # cheapest options of a table that are tried
 _STEPS_AFTER_PERTURBATION = 60
-_WORTH_A_PERTURBATION = 5e-4  # share of the score that has to be won
-_FORCED = 4  # most tables that get their cheapest option at once
-_FIXED_TABLES = 4  # tables of FIXED options that are tried besides those with shards on a rank
+_WORTH_A_PERTURBATION = 5e-4  # least improvement, as a share of the score
+_FORCED = 4  # most tables that receive their cheapest option at once
+_FIXED_TABLES = 4  # tables with FIXED options that are tried in addition
 
 
 @final
@@ -37,11 +37,11 @@ class LocalSearch:
     """Improves assignments of one problem.
 
     Args:
-        arrays: what to place.
-        price_O: what an option costs all ranks together, as load; inf forbids it.
-        target: peak that is good enough.
-        seed: of all random choices.
-        deadline: of `time.monotonic`.
+        arrays: Problem.
+        price_O: Load of each option on all ranks together; inf excludes it.
+        target: Peak that is good enough.
+        seed: Seed of all random choices.
+        deadline: Time of `time.monotonic`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LocalSearch:
         self._deadline = deadline
         anywhere_O = np.array([o.reach is Reach.ANYWHERE for o in arrays.options], dtype=bool)
         sizes = np.diff(arrays.first_O)
-        # one more entry is what -1, no shard, stands for
+        # the last entry is for -1, no shard
         self._movable_P = np.append(np.repeat(anywhere_O, sizes), True)
         self._table_P = np.append(arrays.table_P, arrays.num_tables)
         self._single_P = np.append(np.repeat(sizes == 1, sizes), True)
@@ -63,7 +63,7 @@ class LocalSearch:
         self._cheap_T = [self._cheap_options(*ends) for ends in pairwise(arrays.first_T.tolist())]
 
     def descend(self, assignment: Assignment, max_steps: int) -> int:
-        """Take steps until none helps, the target or the deadline is reached.
+        """Take steps until none helps, or the target or the deadline is reached.
 
         Returns:
             The number of steps.
@@ -81,11 +81,11 @@ class LocalSearch:
         return max_steps
 
     def perturb(self, assignment: Assignment, patience: int) -> Assignment:
-        """Perturb an assignment and descend, again and again; return the best assignment.
+        """Perturb an assignment and descend repeatedly; return the best assignment.
 
         Args:
-            assignment: where to start.
-            patience: how many perturbations may bring next to nothing before it is given up.
+            assignment: Start.
+            patience: Number of perturbations without progress before giving up.
         """
         best, score = assignment, self._score(assignment)
         mark, since = score, 0
@@ -108,7 +108,7 @@ class LocalSearch:
         return best
 
     def cheapen(self, assignment: Assignment) -> None:
-        """Give tables cheaper options where no rank gets slower than the slowest is."""
+        """Choose cheaper options for tables as long as the slowest rank does not get slower."""
         saved_T = self._saved(assignment)
         for table in np.argsort(-saved_T, kind="stable")[: int((saved_T > 0).sum())].tolist():
             if self._is_over():
@@ -127,7 +127,7 @@ class LocalSearch:
             assignment.add(*chosen)
 
     def _force_cheaper(self, assignment: Assignment) -> None:
-        """Give a few tables their cheapest option, even where that does not fit."""
+        """Choose the cheapest option for some tables, even if it does not fit."""
         saved_T = self._saved(assignment)
         tables = np.flatnonzero(saved_T > _LEAST_GAIN)
         if not len(tables):
@@ -141,14 +141,14 @@ class LocalSearch:
             assignment.add(option, assignment.best_ranks(option)[0])
 
     def _saved(self, assignment: Assignment) -> Floats:
-        """Return by how much the cheapest option of each table is cheaper than the one it has."""
+        """Return the price difference between each table's option and its cheapest option."""
         least_T: Floats = np.minimum.reduceat(self._price_O, self._arrays.first_T[:-1])
-        # an option that no better assignment has is priced at inf
+        # options that no better assignment contains have price inf
         saved_T: Floats = np.minimum(self._price_O[assignment.option_T] - least_T, 1.0)
         return saved_T
 
     def _score(self, assignment: Assignment) -> float:
-        """Return how good an assignment is: its peak and its mean, as peaks can be taken off."""
+        """Return the score of an assignment: mean of its peak and its mean load."""
         if assignment.peak >= OVERFULL:
             return assignment.peak
         return 0.5 * (assignment.peak + float(assignment.load_R.mean()))
@@ -187,10 +187,10 @@ class LocalSearch:
     def _exchange_sets(
         self, assignment: Assignment, rank: int, sets_A: Ints, ranks_S: Ints, sets_SB: Ints
     ) -> bool:
-        """Give the set of shards, and take the one, with which an exchange helps most, if any."""
+        """Make the exchange of two sets of shards that helps most, if any."""
         kind, kind_S = self._arrays.kind_R[rank], self._arrays.kind_R[ranks_S]
         cost_PK, memory_PM = self._cost_PK, self._memory_PM
-        # what rank loses: [A], [S, B]; what the partner wins: [A, S], [S, B]
+        # on `rank`: given [A], received [S, B]; on the partner: received [A, S], given [S, B]
         lost_A = cost_PK[sets_A, kind].sum(axis=-1)
         back_SB = cost_PK[sets_SB, kind].sum(axis=-1)
         if cost_PK.shape[1] == 1:
@@ -207,7 +207,7 @@ class LocalSearch:
             ranks_S[:, None], won_AS[:, :, None] - away_SB, swapped_ASBM
         )
         peak_ASB = np.maximum(here_ASB, there_ASB)
-        # no two shards of one table may meet
+        # a rank must not hold two shards of one table
         here_T = np.zeros(self._arrays.num_tables + 1, dtype=bool)
         here_T[self._table_P[assignment.slots_RS[rank, : assignment.count_R[rank]]]] = True
         free_SB = (self._movable_P[sets_SB] & ~here_T[self._table_P[sets_SB]]).all(axis=-1)
@@ -228,7 +228,7 @@ class LocalSearch:
         return True
 
     def _replace(self, assignment: Assignment, rank: int) -> bool:
-        """Place one table of the slowest rank in another way, if that helps."""
+        """Change the option of one table of the slowest rank, if that helps."""
         arrays, load = self._arrays, assignment.load_R[rank]
         shards = assignment.slots_RS[rank, : assignment.count_R[rank]]
         tables = np.unique(arrays.table_P[shards])
@@ -257,7 +257,7 @@ class LocalSearch:
         return True
 
     def _fixed_on(self, assignment: Assignment, rank: int) -> list[int]:
-        """Return a few tables of FIXED options."""
+        """Return some tables with FIXED options on a rank."""
         arrays = self._arrays
         fixed = np.flatnonzero(arrays.is_fixed_O[assignment.option_T])
         if len(fixed) > _FIXED_TABLES:
@@ -271,7 +271,7 @@ class LocalSearch:
         return first + order[np.isfinite(price_N[order])]
 
     def _reassign(self, assignment: Assignment) -> None:
-        """Take the tables off the slowest and a few other ranks and put them back otherwise."""
+        """Remove the tables of the slowest and some other ranks, and place them in another way."""
         slowest = int(assignment.load_R.argmax())
         others = self._partners(assignment, slowest, 4)
         others = self._random.permutation(others)[: self._random.integers(1, 4)]
@@ -293,7 +293,7 @@ class LocalSearch:
 
 
 def _with_pairs(sets_XN: Ints) -> Ints:
-    """Return, [X, N + N * (N - 1) / 2, 2], every single shard and every pair of a row."""
+    """Return every single shard and every pair of each row, [X, N + N * (N - 1) / 2, 2]."""
     one, other = np.triu_indices(sets_XN.shape[1], 1)
     singles = np.stack([sets_XN, np.full_like(sets_XN, -1)], axis=-1)
     return np.concatenate(

@@ -1,4 +1,4 @@
-"""Measured speeds of lookups and collectives, and what is assumed where nothing was measured."""
+"""Measured speeds of lookups and collectives, and the model for unmeasured ones."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LookupPoint:
-    """The measured speed of lookups of one shape.
+    """Measured speed of lookups of one shape.
 
     Args:
-        dim: columns of the tables.
-        pooling: ids per bag.
-        forward_bw: bytes of rows read per millisecond in forward.
-        backward_bw: bytes of rows read and written per millisecond in backward and update.
-        split_bw: the same where the table is split by columns and its optimizer keeps a value for
-            each row, such as row-wise Adagrad, sorting included.
+        dim: Columns of the tables.
+        pooling: Ids per bag.
+        forward_bw: Bytes of rows read per millisecond in forward.
+        backward_bw: Bytes of rows read and written per millisecond in backward and update.
+        split_bw: As `backward_bw`, for tables split by columns whose optimizer keeps a value for
+            each row, such as row-wise Adagrad; includes sorting.
 
     Raises:
-        ValueError: if a number is not positive.
+        ValueError: A number is not positive.
     """
 
     dim: int
@@ -45,7 +45,7 @@ class LookupPoint:
 
 
 class LookupSpeed(NamedTuple):
-    """Bytes per millisecond, each as in `LookupPoint`."""
+    """Bytes per millisecond, as in `LookupPoint`."""
 
     forward_bw: float
     backward_bw: float
@@ -55,17 +55,17 @@ class LookupSpeed(NamedTuple):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectivePoint:
-    """The measured time of one collective.
+    """Measured time of one collective.
 
     Args:
-        kind: one of `COLLECTIVES`.
-        world_size: ranks that took part, which were consecutive.
-        bytes: of the larger of a rank's two buffers: what an all-to-all or a reduce-scatter is
-            given, what an all-gather returns.
-        ms: milliseconds.
+        kind: One of `COLLECTIVES`.
+        world_size: Number of ranks, which were consecutive.
+        bytes: Bytes of the larger of a rank's two buffers: the input of an all-to-all or a
+            reduce-scatter, the output of an all-gather.
+        ms: Milliseconds.
 
     Raises:
-        ValueError: if a number is not positive or the kind is unknown.
+        ValueError: A number is not positive, or the kind is unknown.
     """
 
     kind: str
@@ -92,7 +92,7 @@ def _check_positive(point: LookupPoint | CollectivePoint, names: Sequence[str]) 
 
 
 class _Curve(NamedTuple):
-    """Straight lines between points with rising `xs`, level outside."""
+    """Linear interpolation between points with increasing `xs`, constant outside."""
 
     xs: tuple[float, ...]
     ys: tuple[float, ...]
@@ -110,16 +110,16 @@ class _Curve(NamedTuple):
 
 @final
 class LookupTable:
-    """Answers for any dim and pooling from measured points.
+    """Interpolates measured points for any dim and pooling.
 
-    Between measured poolings a bandwidth runs straight over the logarithm of the pooling, between
-    measured dims straight over the dim; outside it is that of the nearest.
+    A bandwidth is linear in the logarithm of the pooling and in the dim, and constant outside of
+    the measured range.
 
     Args:
-        points: at least one, each dim and pooling once.
+        points: At least one; each dim and pooling once.
 
     Raises:
-        ValueError: if a dim and pooling come twice.
+        ValueError: A dim and pooling occur twice.
 
     Example:
         >>> fast = LookupPoint(dim=64, pooling=1, forward_bw=2e6, backward_bw=1e6, split_bw=5e5)
@@ -140,7 +140,7 @@ class LookupTable:
 
     def at(self, dim: int, pooling: float) -> LookupSpeed:
         """Return the bandwidths in bytes per millisecond."""
-        x = math.log(max(pooling, 1e-9))  # features that are mostly empty have less than one id
+        x = math.log(max(pooling, 1e-9))  # mostly empty features have less than one id
         right = bisect_left(self._dims, dim)
         near = self._dims[max(right - 1, 0) : right + 1]
         xs = tuple(float(d) for d in near)
@@ -148,50 +148,32 @@ class LookupTable:
         return LookupSpeed(*(_Curve(xs, ys).at(dim) for ys in zip(*of_dims, strict=True)))
 
 
-@final
-class CollectiveTable:
-    """Answers for any size from measured points.
-
-    Between measured sizes the logarithm of the time runs straight over the logarithm of the size.
-    Below the smallest the time is that of the smallest, above the largest it grows with the size.
+def largest_collectives(
+    points: Sequence[CollectivePoint],
+) -> dict[tuple[str, int], tuple[float, float]]:
+    """Return bytes and milliseconds of the largest measurement, by kind and world size.
 
     Args:
-        points: each kind, world size and number of bytes once.
+        points: Each kind, world size and number of bytes once.
 
     Raises:
-        ValueError: if a kind, world size and number of bytes come twice.
+        ValueError: A kind, world size and number of bytes occur twice.
     """
-
-    def __init__(self, points: Sequence[CollectivePoint]) -> None:
-        names = ("kind", "world_size", "bytes")
-        alike = _sorted(points, "collectives", names, "{} of {} ranks and {} bytes")
-        self._curves = {
-            key: _Curve(tuple(math.log(p.bytes) for p in of), tuple(math.log(p.ms) for p in of))
-            for key, of in alike.items()
-        }
-
-    def nearest_world_size(self, kind: str, num_ranks: int) -> int | None:
-        """Return the measured world size that is nearest by factor, None if there is none."""
-        sizes = [size for measured, size in self._curves if measured == kind]
-        return min(sizes, key=lambda s: (abs(math.log(s / num_ranks)), -s), default=None)
-
-    def at(self, kind: str, world_size: int, num_bytes: float) -> float:
-        """Return the milliseconds of a kind and world size that were measured."""
-        curve = self._curves[kind, world_size]
-        x = math.log(max(num_bytes, 1))
-        return math.exp(curve.at(x) + max(0.0, x - curve.xs[-1]))
-
-    def longest(self, kind: str, world_size: int) -> tuple[float, float]:
-        """Return the bytes and the milliseconds of the largest that was measured."""
-        curve = self._curves[kind, world_size]
-        return math.exp(curve.xs[-1]), math.exp(curve.ys[-1])
+    names = ("kind", "world_size", "bytes")
+    groups = _sorted(points, "collectives", names, "{} of {} ranks and {} bytes")
+    largest = {(kind, world_size): of[-1] for (kind, world_size), of in groups.items()}
+    # the logarithms keep the last bits, on which the choice among equally good plans depends
+    return {
+        key: (math.exp(math.log(point.bytes)), math.exp(math.log(point.ms)))
+        for key, point in largest.items()
+    }
 
 
 def _sorted(
     points: Sequence[_Point], table: str, names: tuple[str, ...], words: str
 ) -> dict[tuple[Any, ...], list[_Point]]:
-    """Return the points by all names but the last, in order; raise if one comes twice."""
-    key, alike = attrgetter(*names), dict[tuple[Any, ...], list[_Point]]()
+    """Return the sorted points by all names but the last; raise if a point occurs twice."""
+    key, groups = attrgetter(*names), dict[tuple[Any, ...], list[_Point]]()
     ordered = sorted(points, key=key)
     for one, other in pairwise(map(key, ordered)):
         if one == other:
@@ -199,14 +181,32 @@ def _sorted(
                 f"Topology.{table} must have each point once; received {words.format(*one)} twice."
             )
     for point in ordered:
-        alike.setdefault(key(point)[:-1], []).append(point)
-    return alike
+        groups.setdefault(key(point)[:-1], []).append(point)
+
+    return groups
 
 
 def transfer_ms(
     kind: str, num_bytes: float, num_ranks: int, num_nodes: int, rank: Hardware
 ) -> float:
-    """Return `modelled_ms` without the latency: what each further byte adds to."""
+    """Return the milliseconds that a collective takes to transfer its bytes, without latency.
+
+    Ranks are spread evenly over the nodes. Transfers inside a node and across nodes overlap. The
+    bytes that a rank must send follow the "bus bandwidth" factors of nccl-tests. The ranks of a
+    node share the bytes that a reduction sends to other nodes.
+
+    Args:
+        kind: One of `COLLECTIVES`.
+        num_bytes: As in `CollectivePoint`.
+        num_ranks: Ranks that take part.
+        num_nodes: Their nodes.
+        rank: Hardware of the slowest rank.
+
+    Example:
+        >>> rank = Hardware(compute_device="cuda", hbm_cap=0, ddr_cap=0, intra_host_bw=1e6)
+        >>> transfer_ms("all_to_all", 8e6, num_ranks=4, num_nodes=1, rank=rank)
+        6.0
+    """
     per_node = num_ranks / num_nodes
     if kind == "all_to_all":
         inside = num_bytes * (per_node - 1) / num_ranks
@@ -216,31 +216,3 @@ def transfer_ms(
         inside = sent if per_node > 1 else 0.0
         across = sent / per_node if num_nodes > 1 else 0.0
     return max(inside / rank.intra_host_bw, across / rank.inter_host_bw)
-
-
-def modelled_ms(
-    kind: str, num_bytes: float, num_ranks: int, num_nodes: int, rank: Hardware
-) -> float:
-    """Return the milliseconds of a collective by latency and bandwidth.
-
-    Ranks are spread evenly over the nodes. Transfers inside a node and across nodes run at the same
-    time. What a rank must send at least is known for each kind (the "bus bandwidth" factors of
-    nccl-tests); a reduction crosses between nodes once for all ranks of a node, which share it.
-
-    Args:
-        kind: one of `COLLECTIVES`.
-        num_bytes: as in `CollectivePoint`.
-        num_ranks: ranks that take part.
-        num_nodes: nodes they are on.
-        rank: the hardware of the slowest.
-
-    Example:
-        >>> rank = Hardware(compute_device="cuda", hbm_cap=0, ddr_cap=0, intra_host_bw=1e6,
-        ...     intra_host_latency_ms=0.5)
-        >>> modelled_ms("all_to_all", 8e6, num_ranks=4, num_nodes=1, rank=rank)
-        6.5
-    """
-    if num_ranks == 1:
-        return 0.0
-    latency = rank.inter_host_latency_ms if num_nodes > 1 else rank.intra_host_latency_ms
-    return latency + transfer_ms(kind, num_bytes, num_ranks, num_nodes, rank)

@@ -1,4 +1,4 @@
-"""The tables of a model, with all that a planner must know of them."""
+"""Tables of a model, with everything that the planner must know about them."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def tables_of(
     """Return the tables of every module that a sharder can shard.
 
     Args:
-        module: the model; may be on the `meta` device.
-        sharders: one per module type to shard.
-        constraints: by table name.
+        module: Model; may be on the `meta` device.
+        sharders: One for each module type to shard.
+        constraints: Constraints by table name.
         device: "cpu" or "cuda".
-        batch_size: samples per rank and step.
-        pooling_stats: what batches say of features; constraints say it better.
+        batch_size: Samples per rank and step.
+        pooling_stats: Statistics of sample batches. Constraints take precedence.
 
     Raises:
-        PlannerError: if a constraint is for no table, or does not fit its table or module.
+        PlannerError: A constraint names an unknown table, or contradicts its table or module.
     """
     whole("tables_of: batch_size", batch_size)
     by_type = {sharder.module_type: sharder for sharder in sharders}
@@ -65,14 +65,14 @@ def tables_of(
     unused = constraints.keys() - {name for name, of in named if of is constraints.get(name)}
     for name in sorted(unused & known):
         raise _refusal(
-            f"ParameterConstraints.feature_names of table {name!r} must be all features of a "
-            f"table of that name; received {constraints[name].feature_names}. Name them all, or "
-            "leave it None."
+            f"ParameterConstraints.feature_names of table {name!r} must contain all features of a "
+            f"table of that name; received {constraints[name].feature_names}. Name all features, "
+            "or use None."
         )
     if unused:
         raise _refusal(
-            f"Constraints are given for the tables {sorted(unused)}, which the model does not "
-            f"have; its tables are {sorted(known)}."
+            f"Constraints must name tables of the model, which are {sorted(known)}; received "
+            f"constraints for the tables {sorted(unused)}."
         )
     return tables
 
@@ -83,20 +83,20 @@ def _refusal(message: str) -> PlannerError:
 
 @runtime_checkable
 class _HasTables(Protocol):
-    """A collection, trained or quantized."""
+    """Collection of tables, trained or quantized."""
 
     def configs(self) -> list[Any]: ...
     def poolings(self) -> tuple[PoolingType, ...]: ...
 
 
 class _Traffic(NamedTuple):
-    """What one feature brings per sample of the planner's batch.
+    """Traffic of one feature per sample of the planner's batch.
 
     Attributes:
-        draws: ids of its bags.
-        ids: of them that travel.
-        bags: on average.
-        skew: of the ids, if it is known.
+        draws: Ids in its bags.
+        ids: Ids that are sent.
+        bags: Mean number of bags.
+        skew: Skew of the ids, if it is known.
     """
 
     draws: float
@@ -107,7 +107,7 @@ class _Traffic(NamedTuple):
 
 @final
 class _ModuleReader:
-    """What a module says of its tables, and the user's constraints on them."""
+    """Reads the tables of a module, and the constraints on them."""
 
     def __init__(
         self,
@@ -138,21 +138,21 @@ class _ModuleReader:
         for name, own in self.constraints.items():
             features = own.feature_names
             if features is not None and sorted(features) != sorted(self._features[name]):
-                self.constraints[name] = none  # they are for another table of this name
+                self.constraints[name] = none  # the constraints apply to another table of this name
 
     def tables(self, stats: Mapping[str, Any]) -> Iterator[PlannedTable]:
-        """Yield the tables, none if they are for another device."""
+        """Yield the tables; none if they are placed on another device."""
         if self._is_elsewhere():
             return
         modes = {own.bounds_check_mode for own in self.constraints.values()} - {None}
         if len(modes) > 1:
             raise _refusal(
-                f"The tables of one module share one bounds_check_mode; the constraints on those "
-                f"of module {self._path!r} ask for {sorted(m.name for m in modes if m)}."
+                f"All tables of module {self._path!r} must have the same bounds_check_mode; "
+                f"received {sorted(m.name for m in modes if m)} in their constraints."
             )
         longest_seen = max((of.batch_size for of in stats.values()), default=0.0)
         traffic = {name: self._traffic(name, stats, longest_seen) for name in self.weights}
-        # the samples of features with fewer are filled up with empty bags
+        # smaller batches of features are padded with empty bags
         longest = max((t.bags for of in traffic.values() for t in of), default=1.0)
         names = POOLED_OPS if self._is_pooled else SEQUENCE_OPS
         there, back = codecs_for(getattr(self._sharder, "qcomm_codecs_registry", None), *names)
@@ -163,15 +163,15 @@ class _ModuleReader:
             optimizer = optimizer_of_table(weight, self._sharder.fused_params)
             if constraints.stochastic_rounding and not weight.requires_grad:
                 raise _refusal(
-                    f"Table {name!r} is not trained, so that nothing is rounded; constraints ask "
-                    "for stochastic_rounding=True. Leave it out."
+                    f"ParameterConstraints.stochastic_rounding of table {name!r} must not be True, "
+                    "since the table is not trained; received True. Use None."
                 )
             rounds = optimizer is not None and optimizer.spec.stochastic_rounding
             if constraints.stochastic_rounding not in (None, rounds):
                 raise _refusal(
-                    f"Table {name!r} has stochastic_rounding={rounds} by its optimizer; "
-                    f"constraints ask for {constraints.stochastic_rounding}. Set it where the "
-                    "optimizer is set: in fused_params, or in apply_optimizer_in_backward."
+                    f"ParameterConstraints.stochastic_rounding of table {name!r} must be {rounds}, "
+                    f"as in its optimizer; received {constraints.stochastic_rounding}. Set it in "
+                    "fused_params or in apply_optimizer_in_backward."
                 )
             draws = sum(t.draws for t in of_table)
             yield PlannedTable(
@@ -199,7 +199,7 @@ class _ModuleReader:
             )
 
     def _kernels_of_tables(self) -> dict[str, _Kernels]:
-        """Return the kernels of each table; those that are not constrained share them."""
+        """Return the kernels of each table; unconstrained tables share one mapping."""
         usual = _kernels(self._sharder, None, None, self._device)
         kernels = {}
         for name, own in self.constraints.items():
@@ -211,7 +211,7 @@ class _ModuleReader:
     def _runs_on_torch(
         self, name: str, weight: nn.Parameter, optimizer: TableOptimizer | None
     ) -> bool:
-        """Return whether FBGEMM's CPU kernels do not serve a table here."""
+        """Return whether FBGEMM's CPU kernels do not support a table."""
         if optimizer is None:
             return False
         settings = LookupSettings(
@@ -232,9 +232,9 @@ class _ModuleReader:
         others = [name for name, group in groups.items() if group not in (None, self._device)]
         if others and len(others) < len(groups):
             raise _refusal(
-                f"The tables of one module are on one device; of module {self._path!r} "
-                f"device_group puts {others[:5]} elsewhere than on {self._device}, but not all of "
-                f"its {len(groups)} tables. Give all of them one device_group, or split the module."
+                f"All {len(groups)} tables of module {self._path!r} must have the same "
+                f"device_group; received another one than {self._device} for {others[:5]} only. "
+                "Use one device_group, or split the module."
             )
         return bool(others)
 
@@ -275,16 +275,16 @@ class _ModuleReader:
 def check_kernels(
     module: nn.Module, sharders: Sequence[ModuleSharder[Any]], plan: ShardingPlan, device: str
 ) -> None:
-    """Check that a plan's tables live where they can.
+    """Check that the sharders support the compute kernels of a plan.
 
     Args:
-        module: the model.
-        sharders: one per module type to shard.
-        plan: of its modules and tables.
+        module: Model.
+        sharders: One for each module type to shard.
+        plan: Plan of the model.
         device: "cpu" or "cuda".
 
     Raises:
-        ValueError: naming the table, and the kernels there are.
+        ValueError: Names the table, and the supported kernels.
     """
     by_type = {sharder.module_type: sharder for sharder in sharders}
     usual = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value)
@@ -305,7 +305,7 @@ def _kernels(
     asked: Sequence[str] | None,
     device: str,
 ) -> _Kernels:
-    """Return the sharding types that are allowed and executable, each with its kernels."""
+    """Return the allowed and supported sharding types, each with its kernels."""
     kernels = {}
     for name in sharder.sharding_types(device):
         if name in (types or [name]):

@@ -1,4 +1,4 @@
-"""Lists all the ways a table may be placed, each with its costs and its memory."""
+"""Lists the options for placing a table, each with its costs and its memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recsys.distributed.placement.strategies import MIN_COLUMNS, even_block, rec
 from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.options import Reach, Shards, TableOption
 from recsys.distributed.planner.storage import StorageModel
-from recsys.distributed.planner.tables import Block, Part, PlannedTable
+from recsys.distributed.planner.tables import Block, PlannedTable, ShardSpec
 from recsys.distributed.planner.topology import Topology
 
 _MIN_PARTITION = 32
@@ -27,32 +27,32 @@ _TYPES = (
     *(ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID_SHARD),
     ShardingType.DATA_PARALLEL,
 )
-"""In the order of options: the simplest first."""
+"""Sharding types in the order of options, simplest first."""
 
 
 class ShardEstimator(Protocol):
-    """Says what shards of tables cost."""
+    """Estimator of the costs and memory of shards."""
 
     def estimate(self, table: PlannedTable, option: TableOption, shards: Shards, /) -> Shards:
         """Return shards with other costs or storage.
 
         Args:
-            table: what they are shards of.
-            option: how the table is placed.
-            shards: rows, columns, and the planner's own figures, each of one shard: `costs` on a
-                rank of each kind, `storage`. Change them with `dataclasses.replace`.
+            table: Table of the shards.
+            option: Option that the shards belong to.
+            shards: Rows, columns and the planner's estimates of one shard: `costs` on each kind of
+                rank, and `storage`. Change them with `dataclasses.replace`.
         """
 
 
 @final
 class OptionLister:
-    """Lists the ways to place a table.
+    """Lists the options for placing a table.
 
     Args:
-        topology: the machine.
-        batch_size: samples per rank and step.
-        batches_in_flight: batches whose ids are held at a time.
-        estimator: what changes costs and storage of shards.
+        topology: Machine.
+        batch_size: Samples per rank and step.
+        batches_in_flight: Batches whose ids a rank holds at a time.
+        estimator: Replaces the costs and storage of shards.
     """
 
     def __init__(
@@ -70,19 +70,20 @@ class OptionLister:
         self._costs = [CostModel(topology, batch_size, of_kind[kind]) for kind in sorted(of_kind)]
 
     def on(self, topology: Topology) -> OptionLister:
-        """Return what lists the ways on another machine."""
+        """Return a lister for another machine."""
         return OptionLister(topology, self.batch_size, self.batches_in_flight, self._estimator)
 
     def options_of(self, table: PlannedTable) -> list[TableOption]:
-        """Return the ways that the user, the sharder and the optimizer allow, simplest first.
+        """Return the options that the user, the sharder and the optimizer allow, simplest first.
 
-        Tables that differ in nothing but their names share one list.
+        Tables that differ only in their names share one list.
         """
-        if self._estimator is not None:  # it may look at names
+        if self._estimator is not None:  # it may depend on names
             return self.estimated(table, self._options_of(table))
         key = table.same_options()
         if key not in self._known:
-            self._known[key] = table, self._options_of(table)  # the table keeps the key true
+            # the stored table keeps the key valid
+            self._known[key] = table, self._options_of(table)
         return self._known[key][1]
 
     def _options_of(self, table: PlannedTable) -> list[TableOption]:
@@ -95,11 +96,11 @@ class OptionLister:
         ]
 
     def estimated(self, table: PlannedTable, options: Iterable[TableOption]) -> list[TableOption]:
-        """Return options with the estimator's figures, if there is one.
+        """Return options with the estimates of the estimator, if there is one.
 
         Raises:
-            ValueError: if the estimator changes more than costs and storage, or a cost is not a
-                finite number of milliseconds for each kind of rank.
+            ValueError: The estimator changed more than costs and storage, or a cost is not a finite
+                number of milliseconds for each kind of rank.
         """
         if self._estimator is None:
             return list(options)
@@ -121,8 +122,8 @@ class OptionLister:
         same = replace(found, costs=given.costs, storage=given.storage) == given
         if not same or len(found.costs) != kinds:
             raise ValueError(
-                f"{name} must return the shards that it is given with costs for {kinds} kinds of "
-                f"rank and storage; received {found} for {given} of table {table.name!r}. Use "
+                f"{name} must return the given shards with storage and costs for {kinds} kinds of "
+                f"rank; received {found} for {given} of table {table.name!r}. Use "
                 "dataclasses.replace(shards, costs=..., storage=...)."
             )
         return found
@@ -130,11 +131,11 @@ class OptionLister:
     def option_of(
         self, table: PlannedTable, sharding: ParameterSharding
     ) -> tuple[TableOption, tuple[int, ...]]:
-        """Return a plan's entry as an option, and the rank of each of its shards.
+        """Return the option of a plan's entry, and the rank of each of its shards.
 
         Raises:
-            ValueError: if a rank does not exist, the plan has neither shards nor ranks, or the
-                shards do not cover the table once.
+            ValueError: A rank does not exist, the entry has neither shards nor ranks, or the shards
+                do not cover the table exactly once.
         """
         kind = ShardingType(sharding.sharding_type)
         kernel = EmbeddingComputeKernel(sharding.compute_kernel)
@@ -143,14 +144,14 @@ class OptionLister:
         blocks, ranks = [(world_size, rows, dim)], tuple(range(world_size))
         if kind is not ShardingType.DATA_PARALLEL:
             rects = rects_of(name, rows, dim, sharding, world_size, node_size)
-            # raises if they leave a gap or overlap
+            # raises if they overlap or leave a gap
             placed = PlacedTable(
                 name=name, num_rows=rows, dim=dim, features=(), group=None, rects=rects
             )
             sizes = groupby((rect.num_rows, rect.num_cols) for rect in rects)
-            blocks = [(len(list(alike)), *size) for size, alike in sizes]
+            blocks = [(len(list(run)), *size) for size, run in sizes]
             reach, ranks = Reach.ANYWHERE, tuple(rect.rank for rect in rects)
-            # row_wise that happens to be in one node is rated as the search counts it: anywhere
+            # row_wise within one node costs the same as on any ranks, as in the search
             in_node = kind in _BY_NODE and adds_up_in_node(placed, node_size)
         [option] = self.estimated(
             table, [self._option(table, kind, kernel, reach, blocks, in_node)]
@@ -166,27 +167,27 @@ class OptionLister:
         blocks: Sequence[Block],
         in_node: bool,
     ) -> TableOption:
-        """Return the option whose shards are these blocks.
+        """Return the option with the shards of these blocks.
 
         Args:
-            table: to be placed.
-            kind: the strategy.
-            kernel: where the shards live.
-            reach: where they may go.
-            blocks: so many shards of rows x columns each.
-            in_node: whether all row shards of some columns are in one node.
+            table: Table to place.
+            kind: Sharding type.
+            kernel: Compute kernel of the shards.
+            reach: Ranks that the shards may use.
+            blocks: Number, rows and columns of identical shards.
+            in_node: Whether all row shards of some columns are in one node.
         """
         replicated = kind is ShardingType.DATA_PARALLEL
         row_parts = table.row_parts(blocks)
         shards = []
         for count, rows, cols in blocks:
             if replicated:
-                costs = tuple(of_kind.of_replica(table, kernel) for of_kind in self._costs)
-                storage = self.storage.of_replica(table, kernel)
+                costs = tuple(model.replica_cost(table, kernel) for model in self._costs)
+                storage = self.storage.replica_storage(table, kernel)
             else:
-                part = Part(rows, cols, kernel, in_node, row_parts)
-                costs = tuple(of_kind.of_shard(table, part) for of_kind in self._costs)
-                storage = self.storage.of_shard(table, part)
+                shard = ShardSpec(rows, cols, kernel, in_node, row_parts)
+                costs = tuple(model.shard_cost(table, shard) for model in self._costs)
+                storage = self.storage.shard_storage(table, shard)
             shards.append(Shards(count=count, rows=rows, cols=cols, costs=costs, storage=storage))
         return TableOption(
             sharding_type=kind, compute_kernel=kernel, reach=reach, shards=tuple(shards)
@@ -195,42 +196,42 @@ class OptionLister:
     def _splits(
         self, table: PlannedTable, kind: ShardingType
     ) -> Iterator[tuple[Reach, Sequence[Block]]]:
-        """Yield the splits of a table by a strategy: where the shards may go, and their sizes."""
+        """Yield the splits of a table by a sharding type: allowed ranks and sizes of shards."""
         world_size, node_size = self.topology.world_size, self.topology.local_world_size
-        # also where it does nothing, or costs what another costs and goes to fewer places
-        is_asked_for = table.constraints.sharding_types is not None
+        # even if it splits nothing, or costs the same as a type with more possible ranks
+        is_requested = table.constraints.sharding_types is not None
         rows, dim = table.rows, table.dim
         if kind is ShardingType.TABLE_WISE:
             yield Reach.ANYWHERE, [(1, rows, dim)]
         elif kind is ShardingType.COLUMN_WISE:
             for columns in self._column_splits(table, world_size):
                 yield Reach.ANYWHERE, [(count, rows, cols) for count, cols in columns]
-        elif kind is ShardingType.TABLE_COLUMN_WISE and is_asked_for:
+        elif kind is ShardingType.TABLE_COLUMN_WISE and is_requested:
             for columns in self._column_splits(table, node_size):
                 yield Reach.ONE_NODE, [(count, rows, cols) for count, cols in columns]
-        elif kind is ShardingType.TABLE_ROW_WISE and (node_size < world_size or is_asked_for):
+        elif kind is ShardingType.TABLE_ROW_WISE and (node_size < world_size or is_requested):
             yield Reach.ONE_NODE, [(n, size, dim) for n, size in _split(rows, node_size)]
         elif kind is ShardingType.GRID_SHARD:
             yield from self._grids(table)
-        elif kind is ShardingType.ROW_WISE and (world_size > 1 or is_asked_for):
+        elif kind is ShardingType.ROW_WISE and (world_size > 1 or is_requested):
             sizes = [2**i for i in range(1, world_size.bit_length()) if 2**i < world_size]
             for num_ranks in [world_size, *reversed(sizes)]:
                 reach = Reach.FIXED if num_ranks == world_size else Reach.ANYWHERE
                 yield reach, [(n, size, dim) for n, size in _split(rows, num_ranks)]
-        elif kind is ShardingType.DATA_PARALLEL and (world_size > 1 or is_asked_for):
+        elif kind is ShardingType.DATA_PARALLEL and (world_size > 1 or is_requested):
             yield Reach.FIXED, [(world_size, rows, dim)]
 
     def _grids(self, table: PlannedTable) -> Iterator[tuple[Reach, Sequence[Block]]]:
         node_size = self.topology.local_world_size
         of_node = _split(table.rows, node_size)
         if sum(count for count, _ in of_node) < node_size:
-            return  # a node would have ranks without a shard
+            return  # some ranks of a node would have no shard
         for columns in self._column_splits(table, self.topology.num_nodes):
             widths = [cols for num_nodes, cols in columns for _ in range(num_nodes)]
             yield Reach.NODES, [(count, rows, cols) for cols in widths for count, rows in of_node]
 
     def _column_splits(self, table: PlannedTable, most: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield the splits into 2, 3 ... shards of different widths; into 1 if nothing else is."""
+        """Yield the splits into 2, 3, ... shards with distinct widths; into 1 if there is none."""
         least = table.constraints.min_partition or _MIN_PARTITION
         most = min(most, table.dim // least)
         seen: set[int] = set()
@@ -245,7 +246,7 @@ class OptionLister:
 
 
 def _split(size: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """Return the blocks of `split_evenly` as (how many, how large)."""
+    """Return the blocks of an even split as pairs of number and size."""
     block = even_block(size, parts, multiple)
     full, rest = divmod(size, block)
     return [(n, length) for n, length in ((full, block), (1, rest)) if n and length]

@@ -1,4 +1,4 @@
-"""A way to place a table: its shards, with their costs and their memory, and where they may go."""
+"""Options for placing a table: allowed ranks, and shards with their costs and memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from recsys.distributed.planner.tables import Bytes, Storage
 
 
 class Reach(Enum):
-    """Where the shards of an option may go."""
+    """Ranks that the shards of an option may use."""
 
     ANYWHERE = "anywhere"
-    """On any ranks, no two on one."""
+    """Any ranks, at most one shard on each."""
     ONE_NODE = "one_node"
-    """On ranks of one node, no two on one."""
+    """Ranks of one node, at most one shard on each."""
     NODES = "nodes"
-    """In groups of `node_size` shards, each group on all ranks of a node, no two on one node."""
+    """Groups of `node_size` shards, each group on all ranks of a node of its own."""
     FIXED = "fixed"
     """Shard `i` on rank `i`."""
 
@@ -29,19 +29,19 @@ class Reach(Enum):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """Consecutive shards of a table that are alike.
+    """Consecutive identical shards of a table.
 
-    They are told once, since a row-wise table on a thousand ranks has a thousand.
+    They are stored once, since a row-wise table on a thousand ranks has a thousand of them.
 
     Args:
-        count: how many.
-        rows: of one.
-        cols: of one.
-        costs: of one, on a rank of each kind.
-        storage: of one.
+        count: Number of shards.
+        rows: Rows of one shard.
+        cols: Columns of one shard.
+        costs: Costs of one shard on each kind of rank.
+        storage: Memory of one shard.
 
     Raises:
-        ValueError: if a number is negative or not finite, or `count` is not positive.
+        ValueError: A number is negative or not finite, or `count` is not positive.
     """
 
     count: int = 1
@@ -64,25 +64,25 @@ class Shards:
 
     @cached_property
     def cost_ms(self) -> tuple[float, ...]:
-        """Milliseconds of one, on a rank of each kind."""
+        """Milliseconds of one shard on each kind of rank."""
         return tuple(cost.total for cost in self.costs)
 
     @cached_property
     def memory(self) -> Bytes:
-        """Bytes of one."""
+        """Bytes of one shard."""
         return self.storage.total
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableOption:
-    """One way to place a table.
+    """One option for placing a table.
 
     Attributes:
-        sharding_type: the strategy.
-        compute_kernel: where its shards live.
-        reach: which ranks its shards may go to.
-        shards: in the order of the ranks that own them.
+        sharding_type: Sharding type.
+        compute_kernel: Compute kernel.
+        reach: Ranks that the shards may use.
+        shards: Shards in the order of the ranks that own them.
     """
 
     sharding_type: ShardingType
@@ -92,5 +92,5 @@ class TableOption:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that own a shard."""
-        return sum(alike.count for alike in self.shards)
+        """Number of ranks that own a shard."""
+        return sum(run.count for run in self.shards)

@@ -1,12 +1,12 @@
-"""What a plan costs each rank, table by table: what planners know and reports show."""
+"""Costs of a plan, by rank and by table. Planners compute them, reports show them."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import final
 
 from recsys.distributed.placement.plan import ParameterSharding
@@ -19,62 +19,80 @@ from recsys.distributed.planner.topology import Topology
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RatedTable:
-    """Where a plan puts one table.
+@dataclass(frozen=True, kw_only=True)
+class TableCost:
+    """Placement of one table, and its costs.
 
     Attributes:
-        table: what is placed.
-        option: how.
-        ranks: of the option's shards, in order.
-        options: all ways to place it that were weighed; none for a plan that was given.
+        table: Table.
+        option: Option that places it.
+        ranks: Rank of each of the option's shards, in order.
+        kinds: Kind of hardware of every rank of the machine.
+        options: All options that the search compared; empty for a plan that was passed in.
     """
 
     table: PlannedTable
     option: TableOption
     ranks: tuple[int, ...]
+    kinds: Sequence[int]
     options: tuple[TableOption, ...] = ()
 
-    def shards(self) -> Iterator[tuple[int, Shards]]:
-        """Yield the rank of each shard, and the shard."""
-        each = (shard for shard in self.option.shards for _ in range(shard.count))
-        yield from zip(self.ranks, each, strict=True)
+    @cached_property
+    def shards(self) -> list[tuple[int, Shards, float]]:
+        """Rank, shard and milliseconds of each shard."""
+        shards = [run for run in self.option.shards for _ in range(run.count)]
+        pairs = zip(self.ranks, shards, strict=True)
+        return [(rank, shard, shard.cost_ms[self.kinds[rank]]) for rank, shard in pairs]
 
-    def is_placed_by(self, sharding: ParameterSharding) -> bool:
-        """Return whether a plan's entry still says what this does."""
+    @property
+    def busiest_ms(self) -> float:
+        """Milliseconds on the rank where the table takes longest."""
+        return max(ms for _, _, ms in self.shards)
+
+    @property
+    def work_ms(self) -> float:
+        """Milliseconds on all ranks together."""
+        return sum(ms for _, _, ms in self.shards)
+
+    @property
+    def memory(self) -> Bytes:
+        """Bytes on all ranks together."""
+        return sum((shard.memory for _, shard, _ in self.shards), Bytes(0))
+
+    def matches(self, sharding: ParameterSharding) -> bool:
+        """Return whether a plan's entry places the table in this way."""
         kind, kernel = self.option.sharding_type.value, self.option.compute_kernel.value
         if (sharding.sharding_type, sharding.compute_kernel) != (kind, kernel):
             return False
         if sharding.sharding_spec is None:
             return sharding.ranks is None or set(self.ranks) <= set(sharding.ranks)
         sizes, own = Counter[int](), Counter[int]()
-        for shard in sharding.sharding_spec.shards:
-            sizes[shard.rank] += math.prod(shard.shard_sizes)
-        for rank, alike in self.shards():
-            own[rank] += alike.rows * alike.cols
-        return +sizes == own  # without those that are empty
+        for entry in sharding.sharding_spec.shards:
+            sizes[entry.rank] += math.prod(entry.shard_sizes)
+        for rank, shard, _ in self.shards:
+            own[rank] += shard.rows * shard.cols
+        return +sizes == own  # `+` drops empty shards
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Rating:
-    """What a plan costs.
+class PlanCost:
+    """Costs of a plan.
 
     Attributes:
-        lister: lists the ways to place a table; knows the machine and the batch size.
-        tables: where each is.
-        budgets: memory that is free for tables, per rank.
-        placement: what the search answered; None for a plan that was given.
-        batch: what each rank holds of its own samples under any plan; neither in `storage` nor in
-            `budgets`.
-        is_custom: whether the planner has an enumerator or a partitioner of the user's: what would
-            come of changes is not known then.
-        unconstrained: tables whose sharding types or kernels the user restricts, as if they were
-            not.
+        lister: Lists the options of tables; has the machine and the batch size.
+        tables: Placement and costs of each table.
+        budgets: Bytes that are free for tables, by rank.
+        placement: Result of the search; None for a plan that was passed in.
+        batch: Memory of each rank's own batch under any plan, in neither `storage` nor `budgets`.
+        is_custom: Whether components written for TorchRec made the plan. The planner then cannot
+            estimate what changes would gain.
+        unconstrained: Tables whose sharding types or kernels are constrained, without these
+            constraints.
     """
 
     lister: OptionLister
-    tables: tuple[RatedTable, ...]
+    tables: tuple[TableCost, ...]
     budgets: tuple[Bytes, ...]
     placement: Placement | None = None
     batch: Storage = field(default_factory=Storage)
@@ -83,7 +101,7 @@ class Rating:
 
     @property
     def topology(self) -> Topology:
-        """The machine."""
+        """Machine."""
         return self.lister.topology
 
     @property
@@ -92,57 +110,48 @@ class Rating:
         return self.lister.batch_size
 
     @cached_property
-    def placed(self) -> list[list[tuple[Shards, RatedTable]]]:
-        """The shards on each rank, and of which table each is."""
-        placed: list[list[tuple[Shards, RatedTable]]] = [[] for _ in self.topology.hardware]
+    def placed(self) -> list[list[tuple[Shards, float, TableCost]]]:
+        """Shards on each rank, each with its milliseconds and its table."""
+        placed: list[list[tuple[Shards, float, TableCost]]] = [[] for _ in self.topology.hardware]
         for table in self.tables:
-            for rank, shard in table.shards():
-                placed[rank].append((shard, table))
+            for rank, shard, ms in table.shards:
+                placed[rank].append((shard, ms, table))
         return placed
 
     @cached_property
     def costs(self) -> tuple[Cost, ...]:
-        """Milliseconds of a step, per rank."""
+        """Milliseconds of a step, by rank."""
         ranks = zip(self.topology.kinds, self.placed, strict=True)
-        return tuple(
-            reduce(Cost.plus, (s.costs[kind] for s, _ in on), Cost()) for kind, on in ranks
-        )
+        return tuple(sum((s.costs[kind] for s, _, _ in on), Cost()) for kind, on in ranks)
 
     @cached_property
     def storage(self) -> tuple[Storage, ...]:
-        """Memory, per rank."""
-        return tuple(
-            reduce(Storage.plus, (s.storage for s, _ in on), Storage()) for on in self.placed
-        )
+        """Memory of tables, by rank."""
+        return tuple(sum((s.storage for s, _, _ in on), Storage()) for on in self.placed)
 
     @cached_property
     def memory(self) -> list[tuple[Bytes, Bytes]]:
-        """What tables take, and what is free for them, per rank."""
+        """Bytes that tables need, and bytes that are free for them, by rank."""
         return [(used.total, free) for used, free in zip(self.storage, self.budgets, strict=True)]
 
     @property
     def pools(self) -> list[str]:
-        """The memory that tables take something of: the device's, and the host's if it is used."""
+        """Names of the memories in use: that of the device, and "host" if tables are there."""
         uses_host = any(used.host for used, _ in self.memory)
         return [self.topology.compute_device, "host"][: 1 + uses_host]
 
-    def times_on(self, rank: int) -> list[tuple[float, RatedTable]]:
-        """Return the milliseconds of each table that has a shard on a rank."""
-        kind = self.topology.kinds[rank]
-        return [(shard.cost_ms[kind], table) for shard, table in self.placed[rank]]
-
     @property
     def step_ms(self) -> float:
-        """Milliseconds of a step: its phases end together, each with the rank that is last."""
+        """Milliseconds of a step, if each phase ends on all ranks before the next one starts."""
         phases: list[float] = [max(of) for of in zip(*(c.parts for c in self.costs), strict=True)]
         return self.topology.slowest.step_ms + sum(phases)
 
     @cached_property
     def slowest_rank(self) -> int:
-        """The rank that is done last."""
+        """Rank with the most milliseconds."""
         return max(range(len(self.costs)), key=lambda rank: self.costs[rank].total)
 
     @property
     def slowest_ms(self) -> float:
-        """What that rank takes."""
+        """Milliseconds of the slowest rank."""
         return self.costs[self.slowest_rank].total

@@ -1,16 +1,15 @@
-"""The planner: lists the ways to place each table, and searches for the best of all together.
+"""The planner: lists the options for placing each table, and searches for the best combination.
 
-Best is the plan whose slowest rank is done soonest. Memory, of device and host each, counts
-weights, the state of the optimizer that a table has when it is planned or else its gradient, the
-sum of a replica's gradients, and the buffers of batches (see `storage`).
+The objective is the time of the slowest rank. Memory, of device and host each, includes weights,
+optimizer state or else gradients, the summed gradients of replicas, and the buffers of batches (see
+`storage`).
 """
 
 from __future__ import annotations
 
 import functools
-import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from recsys.distributed.placement.strategies import (
 )
 from recsys.distributed.planner.advice import (
     Constraints,
-    Misfit,
+    InfeasibilityReport,
     check_fits,
     problem_of,
     unconstrained,
@@ -38,13 +37,11 @@ from recsys.distributed.planner.agreement import (
     planning_ranks,
 )
 from recsys.distributed.planner.constants import BATCH_SIZE
-from recsys.distributed.planner.enumerators import EmbeddingEnumerator, Enumerator
 from recsys.distributed.planner.model_tables import check_kernels, tables_of
 from recsys.distributed.planner.option_lister import OptionLister, ShardEstimator
 from recsys.distributed.planner.options import TableOption
-from recsys.distributed.planner.partitioners import Partitioner, partitioned
 from recsys.distributed.planner.placement import InfeasibleError, Placement
-from recsys.distributed.planner.plan_cost import RatedTable, Rating
+from recsys.distributed.planner.plan_cost import PlanCost, TableCost
 from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.planner.search import search
@@ -63,45 +60,40 @@ from recsys.distributed.sharder import ModuleSharder
 from recsys.kernels.arguments import finite, whole
 from recsys.kernels.checked import checked, checked_but
 
-_INSTEAD = {
-    "proposer": "All options of all tables are weighed together, so that nothing has to be "
-    "proposed. Give an enumerator to choose among options, or a partitioner to search on your own",
-    "performance_model": "A plan is as good as its slowest rank. Give an estimator for other costs",
-    "stats": "The plan that is returned says what it costs, in `plan.rating`",
-}
-"""Arguments of TorchRec's planner that mean nothing here, and what to do in their place."""
+_UNUSED = ("enumerator", "proposer", "partitioner", "performance_model", "stats")
+"""Arguments for components that were written for TorchRec, which must be None here."""
 
 Sharders: TypeAlias = Sequence[ModuleSharder[Any]]
 _Listed: TypeAlias = list[tuple[PlannedTable, list[TableOption]]]
-"""Every table with the options to choose from."""
-
-_T = TypeVar("_T")
+"""Every table with its options."""
 
 
 class EmbeddingShardingPlanner:
-    """Plans where the tables of a model go.
+    """Finds where to place the tables of a model.
+
+    Arguments that must be None are for components written for TorchRec's planner, which
+    `recsys.compat.planner.planners.EmbeddingShardingPlanner` runs.
 
     Args:
-        topology: the machine; as many CPU ranks or GPUs as the process group has, if None.
-        batch_size: samples per rank and batch (default 512).
-        enumerator: what lists the options of each table; all that its constraints allow, if None.
-            Its topology, batch_size, constraints and pooling_stats, if it has them, are the
-            planner's.
-        storage_reservation: memory to keep free of tables; 15 % and room for the dense parts, if
-            None.
-        proposer: must be None, as there are no proposals: all options are weighed together.
-        partitioner: what chooses options and ranks, in place of the planner's own search.
-        performance_model: must be None: a plan is as good as its slowest rank.
-        stats: must be None: the plan says what it costs.
-        constraints: by table name.
-        timeout_seconds: how long the search may take; the best plan found until then is returned.
-        pooling_stats: what a sample of batches says of ids; constraints say it better.
-        batches_in_flight: batches whose ids a rank holds at a time: 1 without a train pipeline, 2
+        topology: Machine; if None, as many CPU ranks or GPUs as the process group has.
+        batch_size: Samples per rank and step (default 512).
+        enumerator: Must be None: all options that the constraints allow are compared.
+        storage_reservation: Memory to keep free of tables; if None, 15% and memory for the dense
+            parameters.
+        proposer: Must be None: all options of all tables are compared together.
+        partitioner: Must be None.
+        performance_model: Must be None: the objective is the time of the slowest rank.
+        stats: Must be None: `plan.rating` and `plan.report()` contain the costs of a plan.
+        constraints: Constraints by table name.
+        timeout_seconds: Time limit of the search, which then returns the best plan found so far.
+        pooling_stats: Statistics of sample batches. Constraints take precedence.
+        batches_in_flight: Batches whose ids a rank holds at a time: 1 without a train pipeline, 2
             or 3 with one.
-        estimator: what changes the planner's costs and storage of shards of tables.
+        estimator: Replaces the planner's costs and storage of shards.
 
     Raises:
-        ValueError: if an argument is out of range, or what must be None is not.
+        ValueError: An argument is out of range, or not None although it must be.
+        TypeError: An argument has another type.
 
     Example:
         >>> from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -117,26 +109,15 @@ class EmbeddingShardingPlanner:
         'table_wise'
     """
 
-    @checked_but(
-        "topology",
-        "enumerator",
-        "storage_reservation",
-        "proposer",
-        "partitioner",
-        "performance_model",
-        "stats",
-        "constraints",
-        "pooling_stats",
-        "timeout_seconds",
-    )
+    @checked_but(*_UNUSED)
     def __init__(
         self,
         topology: Topology | None = None,
         batch_size: int | None = None,
-        enumerator: Enumerator | None = None,
+        enumerator: None = None,
         storage_reservation: StorageReservation | None = None,
         proposer: None = None,
-        partitioner: Partitioner | None = None,
+        partitioner: None = None,
         performance_model: None = None,
         stats: None = None,
         constraints: Mapping[str, ParameterConstraints] | None = None,
@@ -146,31 +127,35 @@ class EmbeddingShardingPlanner:
         batches_in_flight: int = 1,
         estimator: ShardEstimator | None = None,
     ) -> None:
-        _check_arguments(locals())
-        topology = _of_both(enumerator, "topology", topology)
-        batch_size = _of_both(enumerator, "batch_size", batch_size)
+        given, owner = locals(), "EmbeddingShardingPlanner"
+        for name in _UNUSED:
+            if given[name] is not None:
+                raise ValueError(
+                    f"{owner}.{name} must be None; received a {type(given[name]).__name__}. Use "
+                    "EmbeddingShardingPlanner of recsys.compat.planner.planners, which runs "
+                    "components written for TorchRec."
+                )
+        whole(f"{owner}.batches_in_flight", batches_in_flight)
+        if timeout_seconds is not None:
+            finite(f"{owner}.timeout_seconds", timeout_seconds, least=0)
         if topology is None:
             is_job = dist.is_available() and dist.is_initialized()
-            here = "cuda" if torch.cuda.is_available() else "cpu"
-            topology = Topology(dist.get_world_size() if is_job else 1, here)
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            topology = Topology(dist.get_world_size() if is_job else 1, device)
         self._topology = topology
         self._batch_size = whole(
-            "EmbeddingShardingPlanner.batch_size", BATCH_SIZE if batch_size is None else batch_size
+            f"{owner}.batch_size", BATCH_SIZE if batch_size is None else batch_size
         )
         self._made_for = PlanRanks(
-            world_size=self._topology.world_size,
-            local_world_size=self._topology.local_world_size,
-            compute_device=self._topology.compute_device,
+            world_size=topology.world_size,
+            local_world_size=topology.local_world_size,
+            compute_device=topology.compute_device,
         )
         self._reservation = storage_reservation or HeuristicalStorageReservation()
-        self._enumerator = enumerator
-        self._constraints = dict(_of_both(enumerator, "constraints", constraints) or {})
-        self._partitioner = partitioner
-        if timeout_seconds is not None:
-            finite("EmbeddingShardingPlanner.timeout_seconds", timeout_seconds, least=0)
+        self._constraints = dict(constraints or {})
         self._timeout_seconds = timeout_seconds
-        self._pooling_stats = _of_both(enumerator, "pooling_stats", pooling_stats)
-        self._lister = OptionLister(self._topology, self._batch_size, batches_in_flight, estimator)
+        self._pooling_stats = pooling_stats
+        self._lister = OptionLister(topology, self._batch_size, batches_in_flight, estimator)
 
     @checked
     def collective_plan(
@@ -179,54 +164,58 @@ class EmbeddingShardingPlanner:
         sharders: Sharders | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> RatedPlan:
-        """Plans on rank 0 and gives every rank the same plan, or the same error.
+        """Plan on rank 0, and return the same plan or raise the same error on every rank.
 
         Args:
-            module: the model; may be on the `meta` device.
-            sharders: one per module type to shard; all that there are if None.
-            pg: the ranks; all if None.
+            module: Model; may be on the `meta` device.
+            sharders: One for each module type to shard; the default sharders if None.
+            pg: Process group of the ranks; all ranks if None.
 
         Raises:
-            PlannerError: if the tables do not fit, or a rank was asked for another plan than rank
-                0: other tables, constraints, machine or batch size.
+            PlannerError: The tables do not fit, or a rank received other inputs than rank 0:
+                tables, constraints, machine or batch size.
         """
         if sharders is None:
             sharders = get_default_sharders()
-        pg = planning_ranks(pg)
-        if pg is None:
-            return self.plan(module, sharders)
+        return self._plan(module, sharders, planning_ranks(pg))
+
+    @checked
+    def plan(self, module: nn.Module, sharders: Sharders) -> RatedPlan:
+        """Plan the tables of every module that a sharder can shard.
+
+        Args:
+            module: Model; may be on the `meta` device.
+            sharders: One for each module type to shard.
+
+        Returns:
+            The plan; equal inputs give equal plans.
+
+        Raises:
+            PlannerError: The tables do not fit, or constraints leave no option for a table.
+        """
+        return self._plan(module, sharders, None)
+
+    def _plan(
+        self, module: nn.Module, sharders: Sharders, pg: dist.ProcessGroup | None
+    ) -> RatedPlan:
+        """Return the plan of a group of ranks; None is this process alone."""
         listed = self._agreed(pg, lambda: self._listed(module, sharders))
         found = made_by_rank_0(pg, lambda: self._search(module, sharders, listed))
         return self._planned(module, sharders, listed, *found)
 
-    def _agreed(self, pg: dist.ProcessGroup, make: Callable[[], _Listed]) -> _Listed:
-        """Return what is listed, once all ranks were asked for the same plan of its tables."""
+    def _agreed(self, pg: dist.ProcessGroup | None, make: Callable[[], _Listed]) -> _Listed:
+        """Return the listed tables once all ranks have agreed on the inputs."""
+        if pg is None:
+            return make()
         listed: _Listed = []
         facts: Facts | Exception
         try:
             listed = make()
             facts = facts_of(self._lister, [table for table, _ in listed], self._reservation)
-        except Exception as error:  # raised by check_agreement, on every rank
+        except Exception as error:  # check_agreement raises it on every rank
             facts = error
         check_agreement(pg, facts, self._topology)
         return listed
-
-    @checked
-    def plan(self, module: nn.Module, sharders: Sharders) -> RatedPlan:
-        """Plans the tables of every module that a sharder can shard.
-
-        Args:
-            module: the model; may be on the `meta` device.
-            sharders: one per module type to shard.
-
-        Returns:
-            The plan, the same for the same inputs.
-
-        Raises:
-            PlannerError: if the tables do not fit, or a constraint leaves no choice.
-        """
-        listed = self._listed(module, sharders)
-        return self._planned(module, sharders, listed, *self._search(module, sharders, listed))
 
     def _search(
         self, module: nn.Module, sharders: Sharders, listed: _Listed
@@ -236,17 +225,14 @@ class EmbeddingShardingPlanner:
             budgets = self._budgets(module, [table for table, _ in listed])
             problem = problem_of(self._topology, budgets, [options for _, options in listed])
         try:
-            if self._partitioner is None:
-                return budgets, search(problem, time_limit=self._timeout_seconds)
-            return budgets, partitioned(self._partitioner, problem)
+            return budgets, search(problem, time_limit=self._timeout_seconds)
         except InfeasibleError as error:
-            raise Misfit(
+            raise InfeasibilityReport(
                 lister=self._lister,
                 listed=listed,
                 budgets=budgets,
                 constraints=self._constraints,
                 tables_under=functools.partial(self._tables, module, sharders),
-                is_custom=self._is_custom,
             ).error(error) from None
 
     def _planned(
@@ -257,10 +243,17 @@ class EmbeddingShardingPlanner:
         budgets: Sequence[Bytes],
         placement: Placement,
     ) -> RatedPlan:
-        """Return the plan that a placement is."""
+        """Return the plan of a placement."""
+        kinds = self._topology.kinds
         placed = [
-            RatedTable(table=table, option=of[by.option], ranks=tuple(by.ranks), options=tuple(of))
-            for (table, of), by in zip(listed, placement.choices, strict=True)
+            TableCost(
+                table=table,
+                option=options[choice.option],
+                ranks=tuple(choice.ranks),
+                kinds=kinds,
+                options=tuple(options),
+            )
+            for (table, options), choice in zip(listed, placement.choices, strict=True)
         ]
         rating = self._rating(module, sharders, placed, budgets, placement)
         plan = RatedPlan(rating=rating, made_for=self._made_for)
@@ -281,29 +274,29 @@ class EmbeddingShardingPlanner:
 
     @checked_but("plan")
     def rate(self, module: nn.Module, sharders: Sharders, plan: ShardingPlan) -> RatedPlan:
-        """Return a plan with what it costs on this planner's machine.
+        """Return a plan with its costs on this planner's machine.
 
         Args:
-            module: the model; may be on the `meta` device.
-            sharders: one per module type to shard.
-            plan: made by hand, loaded or edited.
+            module: Model; may be on the `meta` device.
+            sharders: One for each module type to shard.
+            plan: Plan that was written by hand, loaded or edited.
 
         Raises:
-            ValueError: if the plan does not name each shardable module, and each of its tables,
-                once, if a table's ranks or shards do not fit it, or its compute kernel is not one
-                of the sharder's.
-            PlannerError: if a rank has not the memory for what the plan gives it.
+            ValueError: The plan does not contain each shardable module and each of its tables
+                exactly once, the ranks or shards of a table do not fit it, or the sharder does not
+                support a compute kernel.
+            PlannerError: The plan exceeds the memory of a rank.
         """
         if not isinstance(plan, ShardingPlan):
             raise TypeError(
-                "EmbeddingShardingPlanner.rate takes a ShardingPlan; received a "
-                f"{type(plan).__name__}. ShardingPlan.from_json(path) reads a file."
+                "EmbeddingShardingPlanner.rate.plan must be a ShardingPlan; received a "
+                f"{type(plan).__name__}. Read a file by ShardingPlan.from_json(path)."
             )
         rating = self._rating_of(module, sharders, plan)
         check_fits(rating)
         return RatedPlan(plan.plan, rating=rating, made_for=plan.made_for or self._made_for)
 
-    def _rating_of(self, module: nn.Module, sharders: Sharders, plan: ShardingPlan) -> Rating:
+    def _rating_of(self, module: nn.Module, sharders: Sharders, plan: ShardingPlan) -> PlanCost:
         tables = self._tables(module, sharders)
         paths = dict.fromkeys(table.path for table in tables)
         check_plan_paths(plan, paths)
@@ -312,24 +305,15 @@ class EmbeddingShardingPlanner:
         rated = []
         for table in tables:
             option, ranks = self._lister.option_of(table, plan.plan[table.path][table.name])
-            rated.append(RatedTable(table=table, option=option, ranks=ranks))
+            rated.append(
+                TableCost(table=table, option=option, ranks=ranks, kinds=self._topology.kinds)
+            )
         check_kernels(module, sharders, plan, self._topology.compute_device)
         return self._rating(module, sharders, rated, self._budgets(module, tables))
-
-    @property
-    def _is_custom(self) -> bool:
-        return self._has_own_enumerator or self._partitioner is not None
-
-    @property
-    def _has_own_enumerator(self) -> bool:
-        """Whether the user's own code lists options, be it in a class made from ours."""
-        return type(self._enumerator) not in (EmbeddingEnumerator, type(None))
 
     def _tables(
         self, module: nn.Module, sharders: Sharders, constraints: Constraints | None = None
     ) -> list[PlannedTable]:
-        if self._enumerator is not None and constraints is None:
-            return [table for table, _ in self._enumerator.enumerate(module, sharders)]
         return tables_of(
             module,
             sharders,
@@ -343,28 +327,27 @@ class EmbeddingShardingPlanner:
         self,
         module: nn.Module,
         sharders: Sharders,
-        rated: Sequence[RatedTable],
+        rated: Sequence[TableCost],
         budgets: Sequence[Bytes],
         placement: Placement | None = None,
-    ) -> Rating:
+    ) -> PlanCost:
         lifted = unconstrained(self._constraints)
         under = {**self._constraints, **lifted}
         free = (
             [t for t in self._tables(module, sharders, under) if t.name in lifted] if lifted else ()
         )
-        return Rating(
+        return PlanCost(
             lister=self._lister,
             tables=tuple(rated),
             budgets=tuple(budgets),
             placement=placement,
-            batch=self._lister.storage.of_batch([table.table for table in rated]),
-            is_custom=self._is_custom,
+            batch=self._lister.storage.batch_storage([table.table for table in rated]),
             unconstrained=tuple(free),
         )
 
     def _budgets(self, module: nn.Module, tables: Sequence[PlannedTable]) -> list[Bytes]:
         """Return the memory of each rank that is free for tables."""
-        batch = self._lister.storage.of_batch(tables).total.device
+        batch = self._lister.storage.batch_storage(tables).total.device
         own = sum(p.numel() * p.element_size() for p in module.parameters())
         dense_bytes = own - sum(
             t.rows * t.dim * t.element_bytes for t in tables if not t.is_quantized
@@ -379,47 +362,14 @@ class EmbeddingShardingPlanner:
 
     @no_collection()
     def _listed(self, module: nn.Module, sharders: Sharders) -> _Listed:
-        if self._enumerator is None:
-            tables = self._tables(module, sharders)
-            listed = [(table, self._lister.options_of(table)) for table in tables]
-        else:
-            found = self._enumerator.enumerate(module, sharders)
-            listed = [(table, self._lister.estimated(table, of)) for table, of in found]
-        if self._has_own_enumerator:
-            self._check_listed(module, sharders, [table for table, _ in listed])
+        tables = self._tables(module, sharders)
+        listed = [(table, self._lister.options_of(table)) for table in tables]
         for table, options in listed:
             if not options:
                 raise PlannerError(self._no_option(table), PlannerErrorType.STRICT_CONSTRAINTS)
         return listed
 
-    def _check_listed(
-        self, module: nn.Module, sharders: Sharders, listed: Sequence[PlannedTable]
-    ) -> None:
-        """Raise unless the user's enumerator lists all tables, under the planner's constraints."""
-        name = type(self._enumerator).__name__
-        found = {(table.path, table.name): table.constraints for table in listed}
-        for table in self._tables(module, sharders, self._constraints):
-            constraints = found.get((table.path, table.name))
-            if constraints is None:
-                raise PlannerError(
-                    f"{name}.enumerate must list every table; received none of table "
-                    f"{table.name!r} of module {table.path!r}.",
-                    PlannerErrorType.INPUT_VALIDATION,
-                )
-            if self._constraints and constraints != table.constraints:
-                raise PlannerError(
-                    f"{name}.enumerate must list table {table.name!r} under the planner's "
-                    f"constraints; received it under others. Give {name} the constraints, and "
-                    "EmbeddingEnumerator in it.",
-                    PlannerErrorType.INPUT_VALIDATION,
-                )
-
     def _no_option(self, table: PlannedTable) -> str:
-        if self._has_own_enumerator:
-            return (
-                f"{type(self._enumerator).__name__}.enumerate must list at least one option of "
-                f"every table; received none of table {table.name!r}."
-            )
         asked, types = table.constraints, [kind.value for kind in ShardingType]
         kernels = asked.compute_kernels or (["fused"] if table.trains else [])
         which = f" with compute kernel {', '.join(kernels)}" if kernels else ""
@@ -427,57 +377,5 @@ class EmbeddingShardingPlanner:
         return (
             f"Table {table.name!r} may only be sharded {', '.join(asked.sharding_types or types)}"
             f"{which}, which is not supported on {self._topology.compute_device} with {optimizer}"
-            f"{table.rows} x {table.dim} values; sharding types are {', '.join(types)}."
+            f"{table.rows} x {table.dim} values. Allow other sharding types of {', '.join(types)}."
         )
-
-
-_MUST: Mapping[str, tuple[str, type | str]] = {
-    "topology": ("be a Topology", Topology),
-    "enumerator": ("have a method enumerate", "enumerate"),
-    "storage_reservation": ("have a method usable", "usable"),
-    "partitioner": ("have a method partition", "partition"),
-    "constraints": ("be ParameterConstraints by table name", Mapping),
-    "timeout_seconds": ("be a number", numbers.Real),
-    "pooling_stats": ("be PoolingStats", PoolingStats),
-    "estimator": ("have a method estimate", "estimate"),
-}
-"""What arguments that are given must be: of a type, or with a method."""
-
-
-def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError if an argument that is given is not what it must be."""
-    given = {name: value for name, value in arguments.items() if value is not None}
-    owner = "EmbeddingShardingPlanner"
-    for name, instead in _INSTEAD.items():
-        if name in given:
-            raise ValueError(
-                f"{owner}.{name} must be None; received a {type(given[name]).__name__}. "
-                f"{instead}, or import the planner from recsys.compat.planner, which runs what was "
-                "written for TorchRec."
-            )
-    must = [(name, *_MUST[name], value) for name, value in given.items() if name in _MUST]
-    constraints = given.get("constraints")
-    for table, of_table in constraints.items() if isinstance(constraints, Mapping) else ():
-        rule = "be ParameterConstraints"
-        must.append((f"constraints[{table!r}]", rule, ParameterConstraints, of_table))
-    for name, rule, kind, value in must:
-        if not (hasattr(value, kind) if isinstance(kind, str) else isinstance(value, kind)):
-            raise TypeError(f"{owner}.{name} must {rule}; received a {type(value).__name__}.")
-    whole(f"{owner}.batches_in_flight", given["batches_in_flight"])
-
-
-def _of_both(enumerator: Enumerator | None, name: str, given: _T | None) -> _T | None:
-    """Return what a planner and its enumerator both count with: the enumerator's, if it has any.
-
-    Raises:
-        ValueError: if the planner was given another.
-    """
-    if enumerator is None or not hasattr(enumerator, name):
-        return given
-    own: _T | None = getattr(enumerator, name)
-    if given is not None and given != own:
-        raise ValueError(
-            f"EmbeddingShardingPlanner.{name} must be that of its enumerator; received another "
-            f"beside {type(enumerator).__name__}. Give it to the enumerator alone."
-        )
-    return own

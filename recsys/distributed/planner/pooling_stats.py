@@ -1,16 +1,17 @@
-"""What batches say of the ids to come: how many there are, and how unevenly they are spread.
+"""Statistics of sample batches: ids per sample, and the skew of ids.
 
-Of each feature a histogram is kept: how many ids were seen once, twice, ... among `n`. From it
-follow, with `f_k` the number of ids that were seen `k` times:
+For each feature a histogram is kept: the number `f_k` of ids that occurred `k` times among `n`. It
+determines:
 
-- *rows among N ids*, up to `n`: `sum f_k (1 - (1 - N/n)^k)`, what is left of a sample of which
-  each id is kept with probability `N/n`. Good and Toulmin, "The number of new species, and the
-  increase in population coverage, when a sample is increased", 1956 (their series inside `n`).
-- *beyond* `n` that series diverges. There the growth is that of a Zipf law, `p_i` in proportion
-  to `i^-s` over `v` rows, fitted to the number of ids seen and to the number seen once (Zipf,
-  "Human behavior and the principle of least effort", 1949); even spread is its case `s = 0`.
-- *hits of a cache* that holds the ids which were seen most: those seen at least `k` times get the
-  share `sum over j > k of j f_j / n` of further ids, and all rows get all of them. Good, "The
+- *distinct rows among N ids*, up to `n`: `sum f_k (1 - (1 - N/n)^k)`, the expected remainder of a
+  sample in which each id is kept with probability `N/n`. Good and Toulmin, "The number of new
+  species, and the increase in population coverage, when a sample is increased", 1956 (their series
+  inside `n`).
+- *beyond* `n` this series diverges. The growth is then taken from a Zipf law, `p_i` proportional to
+  `i^-s` over `v` rows, fitted to the number of distinct ids and to the number of ids that occurred
+  once (Zipf, "Human behavior and the principle of least effort", 1949); `s = 0` is uniform.
+- *hit rate of a cache* with the most frequent ids: ids that occurred at least `k` times receive the
+  share `sum over j > k of j f_j / n` of further ids, and all rows receive all of them. Good, "The
   population frequencies of species and the estimation of population parameters", 1953.
 """
 
@@ -31,14 +32,14 @@ from recsys.sparse import KeyedJaggedTensor
 
 _Floats: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
-_BINS = 96  # of the ranks of a Zipf law, which are spaced evenly in their logarithm
-_SIZES = 16  # numbers of rows that are tried in a fit
-_STEPS = 24  # of a bisection
-_STEEPEST = 4.0  # Zipf exponent that is tried
+_BINS = 96  # of the ranks of a Zipf law, spaced evenly in their logarithm
+_SIZES = 16  # numbers of rows tried in a fit
+_STEPS = 24  # bisection steps
+_STEEPEST = 4.0  # largest Zipf exponent tried
 
 
 def uniform_distinct(rows: float, draws: float) -> float:
-    """Return how many of equally likely rows are expected among so many draws.
+    """Return the expected number of distinct rows among draws from equally likely rows.
 
     Example:
         >>> round(uniform_distinct(1000, 1000))
@@ -52,17 +53,17 @@ def uniform_distinct(rows: float, draws: float) -> float:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureStats:
-    """What was seen of one feature.
+    """Statistics of one feature.
 
     Args:
-        ids_per_sample: mean number.
-        batch_size: mean samples per batch.
-        histogram: pairs of (times seen, how many ids were), ascending.
+        ids_per_sample: Mean ids per sample.
+        batch_size: Mean samples per batch.
+        histogram: Pairs of occurrences and the number of ids with so many occurrences, ascending.
 
     Example:
         >>> stats = FeatureStats(ids_per_sample=2.0, batch_size=3.0, histogram=((1, 4), (2, 1)))
-        >>> stats.num_ids, stats.num_distinct
-        (6, 5)
+        >>> stats.num_ids
+        6
     """
 
     ids_per_sample: float
@@ -71,22 +72,17 @@ class FeatureStats:
 
     @property
     def num_ids(self) -> int:
-        """Ids that were seen."""
+        """Number of ids in the batches."""
         return sum(times * count for times, count in self.histogram)
-
-    @property
-    def num_distinct(self) -> int:
-        """Different ids that were seen."""
-        return sum(count for _, count in self.histogram)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolingStats:
-    """Ids per sample, batch sizes and the skew of ids, by feature.
+    """Ids per sample, batch sizes and skew of ids, by feature.
 
     Args:
-        features: by name.
+        features: Statistics by feature name.
 
     Example:
         >>> batch = KeyedJaggedTensor.from_lengths_sync(
@@ -103,16 +99,16 @@ class PoolingStats:
     def from_batches(cls, batches: Iterable[object]) -> PoolingStats:
         """Count the ids of some batches of one rank.
 
-        A few thousand ids of each feature tell its ids per sample; its skew is the better known
-        the more of a step's ids, those of all ranks, there are.
+        A few thousand ids of each feature determine its ids per sample. Its skew is the more
+        accurate the closer their number is to the ids of a step on all ranks.
 
         Args:
-            batches: each a KeyedJaggedTensor, or something that holds some: a mapping, a sequence,
-                a dataclass, or an object with attributes, such as `sparse_features`.
+            batches: Each a KeyedJaggedTensor or a container of some: a mapping, a sequence, a
+                dataclass, or an object with attributes, such as `sparse_features`.
 
         Raises:
-            TypeError: if a batch holds none, or if it is given by itself.
-            ValueError: if there is no batch.
+            TypeError: A batch contains no KeyedJaggedTensor, or a single batch was passed.
+            ValueError: There is no batch.
         """
         if isinstance(batches, str | bytes) or not isinstance(
             batches, Iterable | KeyedJaggedTensor
@@ -120,8 +116,8 @@ class PoolingStats:
             wrong_type("PoolingStats.from_batches.batches", "a list of batches", batches)
         if isinstance(batches, KeyedJaggedTensor):
             raise TypeError(
-                "PoolingStats.from_batches takes some batches; received one KeyedJaggedTensor. "
-                "Give a list of it."
+                "PoolingStats.from_batches.batches must be a list of batches; received one "
+                "KeyedJaggedTensor. Pass a list."
             )
         ids: dict[str, list[torch.Tensor]] = {}
         samples: dict[str, list[int]] = {}
@@ -129,8 +125,8 @@ class PoolingStats:
             found = _features_of(batch)
             if not found:
                 raise TypeError(
-                    "PoolingStats.from_batches needs batches that are a KeyedJaggedTensor or hold "
-                    f"one; received {type(batch).__name__}. Give what your model reads."
+                    "PoolingStats.from_batches.batches must be KeyedJaggedTensors or contain some; "
+                    f"received a {type(batch).__name__}. Pass the input of the model."
                 )
             for features in found:
                 for key, size in zip(features.keys(), features.stride_per_key(), strict=True):
@@ -167,11 +163,11 @@ def _stats(ids: Sequence[torch.Tensor], samples: Sequence[int]) -> FeatureStats:
 
 @final
 class IdSkew:
-    """How unevenly a feature's ids are spread over the rows of its table.
+    """Distribution of a feature's ids over the rows of its table.
 
     Args:
-        stats: of the feature.
-        rows: of the table.
+        stats: Statistics of the feature.
+        rows: Rows of the table.
 
     Example:
         >>> stats = FeatureStats(ids_per_sample=1.0, batch_size=6.0, histogram=((1, 2), (4, 1)))
@@ -188,7 +184,7 @@ class IdSkew:
         self._num_distinct = float(self._counts.sum())
 
     def distinct(self, draws: float) -> float:
-        """Return how many different rows are expected among so many ids."""
+        """Return the expected number of distinct rows among some ids."""
         if not self._num_ids:
             return uniform_distinct(self._rows, draws)
         if draws <= self._num_ids:
@@ -201,10 +197,10 @@ class IdSkew:
         return min(found, draws, float(self._rows))
 
     def hit_rate(self, cached_rows: float) -> float:
-        """Return the share of ids that a cache of the most frequent rows answers.
+        """Return the share of ids that a cache of the most frequent rows contains.
 
-        It is what a cache reaches that knows frequencies from as large a sample and evicts the
-        least frequent (LFU): more than one that knows less, less than one that knows them all.
+        It is the hit rate of a cache that evicts the least frequent rows (LFU) and knows
+        frequencies from a sample of the same size.
         """
         if not self._num_ids:
             return min(cached_rows / max(self._rows, 1), 1.0)
@@ -213,16 +209,16 @@ class IdSkew:
 
     @cached_property
     def _cache_curve(self) -> tuple[_Floats, _Floats]:
-        """Rows held, ascending, and the share of ids among them."""
+        """Numbers of cached rows, ascending, and the share of ids among them."""
         times, counts = self._times, self._counts
         held = np.minimum(np.cumsum(counts[::-1]), self._rows)
-        # ids seen at least `least` times, the smallest number that means the same ids
+        # ids with at least `least` occurrences, the smallest such number for the same ids
         least = np.concatenate([[1.0], times[:-1] + 1])
         of_ids = np.concatenate([np.cumsum((times * counts)[::-1])[::-1], [0.0]]) / self._num_ids
         hits = of_ids[np.searchsorted(times, least + 1)][::-1]
         curve = [(0.0, 0.0)]
         for x, y in (*zip(held.tolist(), hits.tolist(), strict=True), (float(self._rows), 1.0)):
-            # each further row gets fewer ids, so the curve bends down: what does not is chance
+            # further rows receive fewer ids, so the curve is concave: drop points below its hull
             while len(curve) > 1:
                 (x0, y0), (x1, y1) = curve[-2:]
                 if (y1 - y0) * (x - x0) > (y - y0) * (x1 - x0):
@@ -233,12 +229,12 @@ class IdSkew:
 
     @cached_property
     def _zipf(self) -> tuple[_Floats, _Floats]:
-        """The fitted law: numbers of rows, and the probability of each of them."""
+        """Fitted law: numbers of rows, and the probability of each of them."""
         n, distinct = self._num_ids, self._num_distinct
         once = float(self._counts[self._times == 1].sum())
         sizes_V = np.geomspace(max(distinct, 2.0), max(float(self._rows), distinct, 2.0), _SIZES)
         low_V, high_V = np.zeros(_SIZES), np.full(_SIZES, _STEEPEST)
-        for _ in range(_STEPS):  # the steeper the law, the fewer different ids
+        for _ in range(_STEPS):  # a steeper law has fewer distinct ids
             middle_V = (low_V + high_V) / 2
             weights, chances = _law(sizes_V, middle_V)
             is_flat_V = (weights * -np.expm1(-n * chances)).sum(1) > distinct
@@ -252,7 +248,7 @@ class IdSkew:
 
 
 def _law(sizes_V: _Floats, exponents_V: _Floats) -> tuple[_Floats, _Floats]:
-    """Return Zipf laws over so many rows, in bins: rows per bin, and the probability of each."""
+    """Return Zipf laws over some rows, in bins: rows per bin, and the probability of each row."""
     edges = np.power(sizes_V[:, None] + 1, np.linspace(0, 1, _BINS + 1)[None, :])
     weights = np.diff(edges, axis=1)
     chances = np.power(np.sqrt(edges[:, :-1] * edges[:, 1:]), -exponents_V[:, None])

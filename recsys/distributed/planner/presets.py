@@ -1,4 +1,4 @@
-"""Machines by name, from what vendors publish; docs/planner.md has the source of each number."""
+"""Machines by name, from published numbers; docs/planner.md has the source of each number."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from typing import NamedTuple
 from recsys.distributed.placement.file_checks import choice_of
 from recsys.distributed.planner.hardware import Hardware
 
-_GB = 1_000_000_000  # vendors count in powers of ten
+_GB = 1_000_000_000  # vendors use powers of ten
 _GB_PER_S = 1e6  # in bytes per millisecond
 
-# Assumptions: the share of a peak that a long transfer achieves. Peaks are the vendors'.
+# Assumed share of the vendor's peak that a long transfer achieves.
 HBM_SHARE, DDR_SHARE, LINK_SHARE, NODE_SHARE, NIC_SHARE = 0.8, 0.8, 0.85, 0.8, 0.9
 
 
 class Datasheet(NamedTuple):
-    """The peaks of one rank, one direction of every link, in GB and GB/s.
+    """Peaks of one rank, one direction of every link, in GB and GB/s.
 
     Attributes:
-        hbm_gb: device memory.
-        hbm: its bandwidth.
-        ddr_gb: host memory of the node over its ranks.
-        ddr: its bandwidth over its ranks.
-        ssd_gb: data disks of the node over its ranks.
-        link: between device and host.
-        node: to the other ranks of the node.
-        nic: to other nodes.
+        hbm_gb: Device memory.
+        hbm: Device memory bandwidth.
+        ddr_gb: Host memory of the node divided by its ranks.
+        ddr: Host memory bandwidth divided by the ranks.
+        ssd_gb: Data disks of the node divided by its ranks.
+        link: Bandwidth between device and host.
+        node: Bandwidth to the other ranks of the node.
+        nic: Bandwidth to other nodes.
         compute_device: "cpu" or "cuda".
-        ranks_per_node: among which the node's host memory, disks and network are shared.
-        latencies_ms: of a kernel, a collective inside a node and one across nodes: assumptions.
+        ranks_per_node: Ranks that share the node's host memory, disks and network.
+        latencies_ms: Assumed latencies of a kernel, a collective inside a node and one across
+            nodes.
     """
 
     hbm_gb: float
@@ -51,13 +52,13 @@ DATASHEETS = {
     "H100": Datasheet(80, 3350, 250, 76.8, 3840, 64, 450, 50),
     "H200": Datasheet(141, 4800, 250, 76.8, 3840, 64, 450, 50),
     "B200": Datasheet(180, 8000, 250, 89.6, 3840, 64, 900, 50),
-    # one rank per socket of a two-socket server; there is no device, so its numbers are the host's
+    # one rank per socket of a two-socket server; the device numbers repeat those of the host
     "CPU": Datasheet(0, 307.2, 256, 307.2, 1920, 307.2, 6.25, 6.25, "cpu", 2, (0.005, 0.1, 0.15)),
 }
 
 
 def _hardware(name: str, peak: Datasheet) -> Hardware:
-    """Return what a rank achieves."""
+    """Return the achievable numbers of a rank."""
     kernel, inside, across = peak.latencies_ms
     return Hardware(
         compute_device=peak.compute_device,
@@ -67,7 +68,7 @@ def _hardware(name: str, peak: Datasheet) -> Hardware:
         ssd_cap=int(peak.ssd_gb * _GB),
         hbm_mem_bw=_achieved(peak.hbm, HBM_SHARE),
         ddr_mem_bw=_achieved(peak.ddr, DDR_SHARE),
-        # an assumption: 750,000 random reads of 4 KiB a second, what a PCIe 4.0 drive does
+        # assumed: 750,000 random reads of 4 KiB per second, as of a PCIe 4.0 drive
         ssd_mem_bw=3.0 * _GB_PER_S,
         hbm_to_ddr_mem_bw=_achieved(peak.link, LINK_SHARE),
         intra_host_bw=_achieved(peak.node, NODE_SHARE),
@@ -79,13 +80,13 @@ def _hardware(name: str, peak: Datasheet) -> Hardware:
 
 
 def _achieved(peak: float, share: float) -> float:
-    return round(peak * share * _GB_PER_S, 3)  # 3: files of presets are for people
+    return round(peak * share * _GB_PER_S, 3)  # 3 digits: people read the files
 
 
 PRESETS = {name: _hardware(name, peak) for name, peak in DATASHEETS.items()}
-"""The hardware of one rank of each machine."""
+"""Hardware of one rank of each machine."""
 
 
 def check_preset(name: str) -> None:
-    """Raise ValueError unless there is a preset of this name."""
+    """Raise ValueError unless a preset has this name."""
     choice_of("A preset", name, [*PRESETS])

@@ -1,4 +1,4 @@
-"""A plan that knows what it costs, and says it, why it is so, and what would make it faster."""
+"""Sharding plan with its costs, an explanation and suggestions."""
 
 from __future__ import annotations
 
@@ -8,60 +8,60 @@ from pathlib import Path
 
 from recsys.distributed.placement.plan import format_table
 from recsys.distributed.placement.plan_json import ShardingPlan
-from recsys.distributed.planner.explanation import COST_PARTS, Explanation
-from recsys.distributed.planner.plan_cost import Rating
+from recsys.distributed.planner.formatting import ms, size_of
+from recsys.distributed.planner.plan_cost import PlanCost
 from recsys.distributed.planner.report_html import report_html
-from recsys.distributed.planner.words import ms, size_of
+from recsys.distributed.planner.report_rows import COST_PARTS, Explanation
 
 _MOST_RANKS = 16
 _SLOWEST = 3
 _MOST_TABLES = 20
-_GAINS = "What would gain most, each planned again by itself"
+_GAINS = "Suggested changes, each planned separately"
 
 
 @dataclass
 class RatedPlan(ShardingPlan):
-    """A plan that knows what it costs.
+    """Sharding plan with its costs.
 
     Attributes:
-        rating: milliseconds and memory of each rank and table; None once it is edited or loaded.
+        rating: Milliseconds and bytes of each rank and table; None for a plan that was loaded.
     """
 
-    rating: Rating | None = field(default=None, compare=False, repr=False)
+    rating: PlanCost | None = field(default=None, compare=False, repr=False)
     _explanation: Explanation | None = field(default=None, init=False, compare=False, repr=False)
 
     def report(self, *, seconds: float = 5.0) -> str:
-        """Return, as text, what the plan costs, why it is so, and what would make it faster.
+        """Return the costs of the plan, their explanation and faster changes as text.
 
         Args:
-            seconds: how long to try changes for (planning again under each); 0 tries none.
+            seconds: Time limit for trying changes, each of which plans again; 0 tries none.
 
         Raises:
-            ValueError: if the plan was edited after it was rated.
+            ValueError: The plan was edited after it was rated.
         """
         explanation = self._explained(seconds)
         gains = explanation.gain_sentences()
         return "\n\n".join(
             [
                 explanation.headline(),
-                f"What binds\n{_bullets(explanation.binding())}",
+                f"Bottleneck\n{_bullets(explanation.binding())}",
                 *([f"{_GAINS}\n{_bullets(gains)}"] if gains else []),
                 f"Ranks, in ms per step\n{_ranks(explanation.rating)}",
-                "Tables, the longest first; below each, the two next best ways and what the "
-                "slowest rank would take\nif this table alone went there, to the best ranks that "
-                "were found\n" + "\n".join(_tables(explanation)),
+                "Tables, longest time first. Below each: the two next best options, and the time "
+                "of the slowest\nrank if only this table moves, to the best ranks found\n"
+                + "\n".join(_tables(explanation)),
             ]
         )
 
     def report_html(self, path: str | Path | None = None, *, seconds: float = 5.0) -> str:
-        """Return the report as one HTML page that needs nothing else, and write it to a file.
+        """Return the report as one self-contained HTML page, and write it to a file.
 
         Args:
-            path: of the file; none is written if None.
-            seconds: as for `report`.
+            path: Path of the file; None writes no file.
+            seconds: As for `report`.
 
         Raises:
-            ValueError: if the plan was edited after it was rated.
+            ValueError: The plan was edited after it was rated.
         """
         page = report_html(self._explained(seconds))
         if path is not None:
@@ -69,21 +69,21 @@ class RatedPlan(ShardingPlan):
         return page
 
     def _explained(self, seconds: float) -> Explanation:
-        """Return what text and page say, found once for both."""
+        """Return the content of both reports, computed once."""
         if self.rating is None:
             raise ValueError(
-                "A plan must be rated before it can be reported on; received one that is not. "
-                "planner.rate(module, sharders, plan) rates it."
+                "A plan must be rated before it is reported; received a plan without rating. Call "
+                "planner.rate(module, sharders, plan)."
             )
         rated = {(t.table.path, t.table.name): t for t in self.rating.tables}
         entries = {(path, name): e for path, of in self.plan.items() for name, e in of.items()}
         for path, name in [*entries, *rated]:
             table, entry = rated.get((path, name)), entries.get((path, name))
-            if table is None or entry is None or not table.is_placed_by(entry):
+            if table is None or entry is None or not table.matches(entry):
                 raise ValueError(
-                    f"A plan must be rated as it is; received one whose table {name!r} of module "
-                    f"{path!r} was edited since. planner.rate(module, sharders, plan) rates it "
-                    "again."
+                    "A plan must not change after it is rated; received a plan whose table "
+                    f"{name!r} of module {path!r} was edited. Call planner.rate(module, sharders, "
+                    "plan) again."
                 )
         known = self._explanation
         if known is None or known.rating is not self.rating or known.seconds != seconds:
@@ -95,7 +95,7 @@ def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _ranks(rating: Rating) -> str:
+def _ranks(rating: PlanCost) -> str:
     labels = _labels(rating)
     rows = []
     for rank, label in labels.items():
@@ -111,8 +111,8 @@ def _ranks(rating: Rating) -> str:
     return f"{text}\n... and {left_out} more" if left_out else text
 
 
-def _labels(rating: Rating) -> dict[int, str]:
-    """Return the ranks to show, each with what it is among many."""
+def _labels(rating: PlanCost) -> dict[int, str]:
+    """Return the ranks to show, each with a label if there are many."""
     totals = [cost.total for cost in rating.costs]
     order = sorted(range(len(totals)), key=lambda rank: (-totals[rank], rank))
     if len(order) <= _MOST_RANKS:
@@ -125,12 +125,12 @@ def _labels(rating: Rating) -> dict[int, str]:
 
 
 def _tables(explanation: Explanation) -> Iterator[str]:
-    for facts in explanation.tables[:_MOST_TABLES]:
-        table, time = facts.rated.table, ms(facts.busiest_ms)
-        if facts.rated.option.num_ranks > 1:
-            time = f"at most {time} on one, {ms(facts.work_ms)} on all together"
-        size = f"{table.rows:,} x {table.dim}, {size_of(sum(facts.memory))}"
-        yield f"{facts.name}, {size}: {facts.place}, {time}"
-        yield from (f"    {other}" for other in explanation.others(facts))
+    for rated in explanation.tables[:_MOST_TABLES]:
+        table, time = rated.table, ms(rated.busiest_ms)
+        if rated.option.num_ranks > 1:
+            time = f"at most {time} on one, {ms(rated.work_ms)} on all together"
+        size = f"{table.rows:,} x {table.dim}, {size_of(sum(rated.memory))}"
+        yield f"{table.full_name}, {size}: {explanation.place(rated)}, {time}"
+        yield from (f"    {other}" for other in explanation.others(rated))
     if len(explanation.tables) > _MOST_TABLES:
         yield f"... and {len(explanation.tables) - _MOST_TABLES} more"

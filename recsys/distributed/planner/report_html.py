@@ -1,4 +1,4 @@
-"""A plan explained on one HTML page that loads nothing: `report.html` with its facts put in."""
+"""Report on a plan as one self-contained HTML page, from the template `report.html`."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from recsys.distributed.planner.explanation import COST_PARTS, Explanation, TableFacts
-from recsys.distributed.planner.plan_cost import Rating
-from recsys.distributed.planner.words import ms, size_of
+from recsys.distributed.planner.formatting import ms, size_of
+from recsys.distributed.planner.plan_cost import PlanCost, TableCost
+from recsys.distributed.planner.report_rows import COST_PARTS, Explanation
 
 _MOST_TABLES = 1500
 _MOST_RANKS = 2048
 _TABLE_HEAD = (
-    *(("table", "t"), ("rows", ""), ("columns", ""), ("where", "t")),
+    *(("table", "t"), ("rows", ""), ("columns", ""), ("placement", "t")),
     *(("ms on its busiest rank", ""), ("ms on all ranks", ""), ("memory", ""), ("next best", "t")),
 )
 
 
 def report_html(explanation: Explanation) -> str:
-    """Return the page about a plan."""
+    """Return the page."""
     rating = explanation.rating
     tables = [_table_row(explanation, table) for table in explanation.tables[:_MOST_TABLES]]
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     return Template(template).substitute(
         scope=explanation.scope(),
         headline=escape(explanation.headline()),
-        binding=_list("What binds", explanation.binding()),
-        gains=_list("What would gain most", explanation.gain_sentences()),
+        binding=_list("Bottleneck", explanation.binding()),
+        gains=_list("Suggested changes", explanation.gain_sentences()),
         times=_times(rating),
         memory=_memory(rating),
         tables=_table(
             _TABLE_HEAD,
             tables,
-            "Next best: what the slowest rank would take if this table alone went there, to the "
-            "best ranks that were found, while all others stay.",
+            "Next best: time of the slowest rank if only this table moves there, to the best ranks "
+            "found.",
             left_out=len(explanation.tables) - _MOST_TABLES,
         ),
     )
@@ -46,8 +46,8 @@ def _list(title: str, lines: Sequence[str]) -> str:
     return f"<h2>{title}</h2>\n<ul>{items}</ul>" if lines else ""
 
 
-def _times(rating: Rating) -> str:
-    """Return the ranks by parts of their time, as a heat map."""
+def _times(rating: PlanCost) -> str:
+    """Return the phases of each rank's time as a heat map."""
     most = max((ms for cost in rating.costs for ms in cost.parts), default=0.0) or 1.0
     slowest = rating.slowest_ms or 1.0
     rows = []
@@ -57,19 +57,19 @@ def _times(rating: Rating) -> str:
         rows.append(f"<tr><td>{rank}{''.join(cells)}")
     head = [(name, "") for name in ("rank", *COST_PARTS, "total")]
     scale = f"up to {ms(most)} for parts, {ms(slowest)} for totals"
-    caption = f"The stronger the colour, the longer: {scale}."
+    caption = f"Stronger colours are longer times: {scale}."
     return _table(head, rows, caption, left_out=len(rating.costs) - _MOST_RANKS)
 
 
-def _memory(rating: Rating) -> str:
-    """Return the memory of ranks, as bars."""
+def _memory(rating: PlanCost) -> str:
+    """Return the memory of each rank as bars."""
     pools = rating.pools
     rows = []
     for rank, (used, budget) in enumerate(rating.memory[:_MOST_RANKS]):
         bars = [_bar(used[pool], budget[pool]) for pool in range(len(pools))]
         rows.append(f"<tr><td>{rank}{''.join(bars)}")
     head = [("rank", ""), *((f"{pool} memory", "t") for pool in pools)]
-    caption = "What tables take of the memory that is free for them, the frame."
+    caption = "Memory used by tables; the frame is the memory that is free for them."
     return _table(head, rows, caption, left_out=len(rating.costs) - _MOST_RANKS)
 
 
@@ -84,13 +84,13 @@ def _bar(used: int, budget: int) -> str:
     )
 
 
-def _table_row(explanation: Explanation, facts: TableFacts) -> str:
-    table, size = facts.rated.table, sum(facts.memory)
-    others = "<br>".join(map(escape, explanation.others(facts)))
+def _table_row(explanation: Explanation, rated: TableCost) -> str:
+    table, size = rated.table, sum(rated.memory)
+    others = "<br>".join(map(escape, explanation.others(rated)))
     return (
-        f'<tr><td class=t>{escape(facts.name)}<td data-k="{table.rows}">{table.rows:,}'
-        f"<td>{table.dim}<td class=t>{escape(facts.place)}"
-        f"<td>{facts.busiest_ms:.4f}<td>{facts.work_ms:.4f}"
+        f'<tr><td class=t>{escape(table.full_name)}<td data-k="{table.rows}">{table.rows:,}'
+        f"<td>{table.dim}<td class=t>{escape(explanation.place(rated))}"
+        f"<td>{rated.busiest_ms:.4f}<td>{rated.work_ms:.4f}"
         f'<td data-k="{size}">{size_of(size)}<td class=t>{others or "none"}'
     )
 

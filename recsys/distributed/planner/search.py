@@ -1,9 +1,9 @@
-"""Finds the placement whose slowest rank is done soonest, and says how far from the best it may be.
+"""Search for the placement whose slowest rank finishes first, with a lower bound.
 
-First the bound (`bounds`). It comes with a mix of options, which is assigned to ranks greedily
-(`assignment`) in a few variants: with long shards forbidden, which comes out more even and costs
-more; with some memory left over. The most promising are improved by local search
-(`local_search`). What is small is searched exhaustively in the end (`exact`).
+First, the relaxation (`bounds`) gives the bound and a mix of options. The mix is assigned to ranks
+greedily (`assignment`) in several variants: without long shards, which balances better and costs
+more; with some memory kept free. Local search (`local_search`) improves the most promising
+variants. Small problems are then searched exhaustively (`exact`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from recsys.distributed.planner.local_search import LocalSearch
 from recsys.distributed.planner.placement import Method, Placement, Problem
 from recsys.distributed.planner.shard_arrays import Floats, Ints, ShardArrays
 
-_CEILINGS = (0.7, 0.5, 0.35)  # of shards, in units of the bound
-_SPARED = (0.95, 0.8, 0.4, 0.0)  # share that stays free of the memory that may
-_SCARCE = 0.3  # share of all memory that has to be taken; below, memory hardly matters
-_DESCENTS = 3  # of the variants, the most promising ones
+_CEILINGS = (0.7, 0.5, 0.35)  # longest shards, in units of the bound
+_SPARED = (0.95, 0.8, 0.4, 0.0)  # share of the spare memory that is kept free
+_SCARCE = 0.3  # used share of all memory below which memory hardly matters
+_DESCENTS = 3  # most promising variants
 _STEPS_PER_RANK = 5
 _UNEVENNESS_LEFT = 0.2
-_PATIENCE = 12  # perturbations in a row that bring nothing, where no time limit asks for more
-_PATIENCE_OF_ALL_RANKS = 320  # and the ranks are not so few that more are cheap
-_ENDLESS = 1_000_000  # where there is a time limit
-_SHARE_OF_PERTURBATIONS = 0.4  # of a time limit where there is an exact search, too
+_PATIENCE = 12  # perturbations in a row without progress, without a time limit
+_PATIENCE_OF_ALL_RANKS = 320  # divided by the ranks: more perturbations if they are cheap
+_ENDLESS = 1_000_000  # with a time limit
+_SHARE_OF_PERTURBATIONS = 0.4  # of a time limit, if an exact search follows
 _ROUNDING = 1e-9
-_SMALL = 200  # variables up to which a problem is searched exhaustively
-_MEDIUM = 5000  # and up to which it is if a time limit says for how long
-_MAX_NODES = 300  # of the search tree where there is no time limit
+_SMALL = 200  # variables up to which the search is exhaustive
+_MEDIUM = 5000  # the same with a time limit
+_MAX_NODES = 300  # of the search tree, without a time limit
 
 
 def search(
@@ -40,23 +40,21 @@ def search(
 ) -> Placement:
     """Place all tables.
 
-    The same arguments give the same placement, unless a time limit ends the search.
+    Equal arguments give equal placements, unless a time limit ends the search.
 
     Args:
-        problem: tables and ranks.
-        seed: of the random choices.
-        time_limit: in seconds, after which the best so far is returned. By default the effort
-            depends on the size of the problem alone: 0.5 s up to some hundred tables and 64
-            ranks, 30 s for 5,000 tables and 1,024 ranks. A longer limit is used to search on.
-        tolerance: gap that is good enough to stop.
+        problem: Tables and ranks.
+        seed: Seed of the random choices.
+        time_limit: Seconds after which the best placement so far is returned. By default, the
+            effort depends only on the size of the problem: 0.5 s up to some hundred tables and 64
+            ranks, 30 s for 5,000 tables and 1,024 ranks. A longer limit continues the search.
+        tolerance: Gap at which the search may stop.
 
     Returns:
         The placement with its bound.
 
     Raises:
-        InfeasibleError: if nothing fits into memory, or, with `proven` false, no placement that
-            fits was found.
-        ValueError: if `time_limit` or `tolerance` is negative.
+        InfeasibleError: Nothing fits into memory, or, with `proven` false, no placement was found.
 
     Example:
         >>> from recsys.distributed.planner.costs import Cost
@@ -65,22 +63,19 @@ def search(
         >>> from recsys.distributed.planner.tables import Bytes, Storage
         >>> from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
         >>> def split(count, ms, size):
-        ...     alike = Shards(
+        ...     shards = Shards(
         ...         count=count, rows=1, cols=64 // count, costs=(Cost(forward=ms),),
         ...         storage=Storage(weights=Bytes(size)),
         ...     )
         ...     return TableOption(
         ...         sharding_type=ShardingType.COLUMN_WISE, reach=Reach.ANYWHERE,
-        ...         compute_kernel=EmbeddingComputeKernel.FUSED, shards=(alike,),
+        ...         compute_kernel=EmbeddingComputeKernel.FUSED, shards=(shards,),
         ...     )
         >>> ranks = Ranks(memory_caps=[(20, 0)] * 2)
         >>> found = search(Problem(ranks=ranks, tables=[[split(1, 1.0, 10), split(2, 0.6, 5)]] * 3))
         >>> found.slowest_ms, found.optimal
         (1.6, True)
     """
-    for name, value in (("time_limit", time_limit), ("tolerance", tolerance)):
-        if value is not None and not value >= 0:
-            raise ValueError(f"search: {name} must not be negative; received {value}.")
     started = time.monotonic()
     arrays = ShardArrays(problem)
     arrays.check_each_fits()
@@ -98,13 +93,13 @@ def search(
 
 
 class _Search:
-    """What is known so far, and the steps that add to it.
+    """State of a search, and its steps.
 
     Args:
-        arrays: what to place.
-        seed: of random choices.
-        tolerance: gap that is good enough.
-        deadline: of `time.monotonic`; without one, counts limit the effort.
+        arrays: Problem.
+        seed: Seed of random choices.
+        tolerance: Gap at which the search may stop.
+        deadline: Time of `time.monotonic`; inf limits the effort by counts.
     """
 
     def __init__(self, arrays: ShardArrays, seed: int, tolerance: float, deadline: float) -> None:
@@ -116,7 +111,7 @@ class _Search:
         self._fullness = self._relaxation.check_memory()
         self._relaxed = self._relaxation.lower_bound(deadline)
         self._bound_ms = self._relaxed.bound_ms
-        # no rank's load comes near OVERFULL in this unit
+        # in this unit, times stay far below OVERFULL
         self._most_ms = arrays.most_ms()
         self._unit_ms = max(self._bound_ms, 10 * self._most_ms / OVERFULL, 1e-300)
         self._assignments: list[Assignment] = []
@@ -133,13 +128,13 @@ class _Search:
 
     @property
     def _known_ms(self) -> float:
-        """Load of the slowest rank of the best assignment; if none fits, what none exceeds."""
+        """Load of the slowest rank of the best assignment; if none fits, an upper limit."""
         peak = self._best.peak
         return peak * self._unit_ms if peak < OVERFULL else self._most_ms or 1.0
 
     @property
     def _is_good(self) -> bool:
-        """Whether the best assignment is good enough, or the best there is."""
+        """Whether the best assignment is good enough or optimal."""
         return self._exact or self._best.peak <= self._target
 
     @property
@@ -147,7 +142,7 @@ class _Search:
         return self._is_good or time.monotonic() > self._deadline
 
     def assign(self) -> None:
-        """Assign the relaxation's mix of options greedily, in some variants."""
+        """Assign the relaxation's mix of options greedily, in several variants."""
         best_peak, best = self._assign(1.0, 1.0, even_memory=False), (1.0, False)
         if self._fullness > _SCARCE or best_peak >= OVERFULL:
             for spared in _SPARED:
@@ -156,12 +151,12 @@ class _Search:
                 if min(peaks) < best_peak:
                     best_peak, best = min(peaks), (budget, peaks[0] > min(peaks))
                 if min(peaks) >= OVERFULL > best_peak:
-                    break  # with less memory free it will not do either
+                    break  # less free memory will not help either
         for ceiling in _CEILINGS:
             self._assign(ceiling, *best)
 
     def _assign(self, ceiling: float, budget: float, even_memory: bool) -> float:
-        """Return the peak of one variant; inf if it is none or a known one."""
+        """Return the peak of one variant; inf if there is none or it is known."""
         if self._assignments and self._is_done:
             return np.inf
         mix = self._relaxation.solve(ceiling * self._bound_ms, budget=budget)
@@ -176,8 +171,8 @@ class _Search:
         return assignment.peak
 
     def descend(self) -> None:
-        """Improve the most promising assignments."""
-        # a guess of the peak after local search, which takes most of the unevenness away
+        """Improve the most promising assignments by local search."""
+        # estimate of the peak after local search, which removes most of the imbalance
         means = [float(assignment.load_R.mean()) for assignment in self._assignments]
         pairs = zip(means, self._assignments, strict=True)
         guesses = [mean + _UNEVENNESS_LEFT * (tried.peak - mean) for mean, tried in pairs]
@@ -190,7 +185,7 @@ class _Search:
             local.descend(assignment, steps)
 
     def perturb(self) -> None:
-        """Improve the best assignment as long as is worth it."""
+        """Perturb the best assignment as long as it improves."""
         if self._is_done:
             return
         deadline = self._deadline
@@ -198,7 +193,7 @@ class _Search:
         if np.isfinite(deadline):
             patience = _ENDLESS
             if count_variables(self._arrays, _finite(self._prices())) <= _MEDIUM:
-                # leave time for the exact search
+                # reserve time for the exact search
                 now = time.monotonic()
                 deadline = now + _SHARE_OF_PERTURBATIONS * (deadline - now)
         self._assignments.append(self._local_search(deadline).perturb(self._best, patience))
@@ -213,22 +208,22 @@ class _Search:
         )
 
     def _prices(self) -> Floats:
-        """Return the prices of options; inf if none better than the best assignment has them."""
+        """Return the prices of options; inf for options of no better assignment."""
         known_ms = self._known_ms * (1 + _ROUNDING)
         relaxed = self._relaxation.solve(known_ms)
-        if relaxed is None:  # for rounding
+        if relaxed is None:  # by rounding errors
             return self._relaxed.price_O
         price_O = relaxed.price_O.copy()
         least_T = np.minimum.reduceat(price_O, self._arrays.first_T[:-1])
-        # with this option, all others at their cheapest, the bound is higher by that
+        # increase of the bound with this option and the cheapest options of all other tables
         above_O = price_O - least_T[self._arrays.table_O]
         price_O[(above_O > 0) & (relaxed.bound_ms + above_O > known_ms)] = np.inf
         return price_O
 
     def solve_exactly(self, max_variables: int) -> None:
-        """Search exhaustively, if the problem is small enough."""
+        """Search exhaustively if the problem is small enough."""
         while not self._is_done:
-            options = _finite(self._prices())  # those that a better assignment may have
+            options = _finite(self._prices())  # options of better assignments
             if count_variables(self._arrays, options) > max_variables:
                 return
             solved = solve_exactly(
@@ -241,7 +236,7 @@ class _Search:
                 max_nodes=_MAX_NODES if np.isinf(self._deadline) else None,
             )
             self._bound_ms = max(self._bound_ms, solved.bound_ms)
-            # the first that fits at all: with a true upper bound the solver is more precise
+            # first assignment that fits: solve again with its load as the upper bound
             is_first = self._best.peak >= OVERFULL and solved.assignment is not None
             if solved.assignment is not None:
                 self._assignments.append(solved.assignment)
@@ -253,7 +248,7 @@ class _Search:
         """Return the best placement.
 
         Raises:
-            InfeasibleError: if none fits.
+            InfeasibleError: No assignment fits.
         """
         best = self._best
         if best.peak >= OVERFULL:

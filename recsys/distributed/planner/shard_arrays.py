@@ -1,7 +1,7 @@
-"""A problem as flat arrays, without the options that cannot be part of a best placement.
+"""A problem as flat arrays, without dominated options.
 
-Shape suffixes: T tables, O options that are left, P shards of the options that are not FIXED,
-R ranks, K kinds of rank, M pools of memory of which something is taken (device, host).
+Shape suffixes: T tables, O remaining options, P shards of the options that are not FIXED, R ranks,
+K kinds of rank, M pools of memory in use (device, host).
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recsys.distributed.planner.options import Reach, Shards, TableOption
-from recsys.distributed.planner.placement import InfeasibleError, Problem, TooBig
+from recsys.distributed.planner.placement import InfeasibleError, Problem
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-_FEW_RANKS = 256  # with more, keeping what FIXED options add to every rank takes gigabytes
+_FEW_RANKS = 256  # with more ranks, caching the arrays of FIXED options takes gigabytes
 
 
 @final
 class ShardArrays:
-    """Ranks, options and shards, numbered through. Bytes are floats, exact up to 2 ** 53.
+    """Numbered ranks, options and shards. Bytes are floats, exact up to 2 ** 53.
 
     Args:
-        problem: what to place.
+        problem: Problem.
 
     Attributes:
-        pools: which of device (0) and host (1) memory the M are.
-        kind_R: kind of each rank.
-        base_R: load in milliseconds before anything is placed.
-        free_RM: bytes that may be taken; negative where the base exceeds the cap.
-        node_size: ranks per node.
-        options: the objects, [O].
-        index_O: each option's index among all options of its table.
-        table_O: each option's table.
-        first_T: each table's first option; one more entry ends the last.
-        is_fixed_O: whether the option is FIXED.
-        first_O: each option's first shard among P; one more entry ends the last. FIXED options
-            have no shards here.
-        table_P: each shard's table.
-        run_P: number of the run of like shards that each belongs to.
-        cost_PK: milliseconds.
-        memory_PM: bytes.
+        pools: Pools of memory in use: device (0), host (1).
+        kind_R: Kind of each rank.
+        base_R: Milliseconds before anything is placed.
+        free_RM: Free bytes; negative if the base exceeds the capacity.
+        node_size: Ranks per node.
+        options: Options, [O].
+        index_O: Index of each option among all options of its table.
+        table_O: Table of each option.
+        first_T: First option of each table; one more entry ends the last table.
+        is_fixed_O: Whether the option is FIXED.
+        first_O: First shard of each option among P; one more entry ends the last option. FIXED
+            options have no shards here.
+        table_P: Table of each shard.
+        run_P: Number of each shard's run of identical shards.
+        cost_PK: Milliseconds.
+        memory_PM: Bytes.
     """
 
     def __init__(self, problem: Problem) -> None:
         ranks = problem.ranks
-        lists = {id(options): options for options in problem.tables}  # some share one
+        lists = {id(options): options for options in problem.tables}  # tables may share one
         runs = [run for options in lists.values() for option in options for run in option.shards]
         taken = [*(run.memory for run in runs), *ranks.base_memory]
         self.pools = [m for m in (0, 1) if any(both[m] for both in taken)]
@@ -116,11 +116,11 @@ class ShardArrays:
         return misses_O
 
     def check_each_fits(self) -> None:
-        """Raise if a table does not fit that has all ranks to itself.
+        """Raise if a table does not fit even with all ranks to itself.
 
         Raises:
-            InfeasibleError: naming such tables, or, if the ranks are too full before any table is
-                placed, the bytes.
+            InfeasibleError: With these tables, or with the missing bytes if the ranks are too full
+                before any table is placed.
         """
         over_M = np.maximum(-self.free_RM, 0).sum(axis=0)
         if over_M.any():
@@ -128,12 +128,8 @@ class ShardArrays:
         if not self.num_tables:
             return
         misses_T = np.minimum.reduceat(self.misses_O, self.first_T[:-1])
-        too_big = tuple(
-            TooBig(table=int(table), bytes_over=int(misses_T[table]))
-            for table in np.flatnonzero(misses_T)
-        )
-        if too_big:
-            raise InfeasibleError(too_big=too_big)
+        if misses_T.any():
+            raise InfeasibleError(too_big=tuple(np.flatnonzero(misses_T).tolist()))
 
     def both_pools(self, bytes_M: Floats) -> tuple[int, int]:
         """Return bytes on device and host, rounded up."""
@@ -143,7 +139,7 @@ class ShardArrays:
         return both[0], both[1]
 
     def most_ms(self) -> float:
-        """Return a load that no placement exceeds on any rank."""
+        """Return a load that no rank exceeds in any placement."""
         longest_O = [max(max(run.cost_ms) for run in option.shards) for option in self.options]
         longest_T = np.maximum.reduceat(longest_O, self.first_T[:-1]) if longest_O else np.zeros(1)
         return float(self.base_R.max() + longest_T.sum())
@@ -153,17 +149,17 @@ class ShardArrays:
         return np.arange(self.first_O[option], self.first_O[option + 1])
 
     def added(self, option: int, ranks_N: Ints) -> tuple[Floats, Floats]:
-        """Return what an option adds to the ranks of its shards, [N] and [N, M]."""
+        """Return the load that an option adds to the ranks of its shards, [N] and [N, M]."""
         if self.is_fixed_O[option]:
             return self.fixed(option)
         return self.added_by(self.shards_of(option), ranks_N)
 
     def added_by(self, shards_N: Ints, ranks_N: Ints) -> tuple[Floats, Floats]:
-        """Return what shards add to their ranks, [N] and [N, M]."""
+        """Return the load that shards add to their ranks, [N] and [N, M]."""
         return self.cost_PK[shards_N, self.kind_R[ranks_N]], self.memory_PM[shards_N]
 
     def fixed(self, option: int) -> tuple[Floats, Floats]:
-        """Return what a FIXED option adds to the first N ranks, [N] and [N, M]."""
+        """Return the load that a FIXED option adds to the first N ranks, [N] and [N, M]."""
         shards = self.options[option].shards
         found = self._fixed.get(id(shards))
         if found is None:
@@ -183,18 +179,18 @@ class ShardArrays:
 
 
 def _undominated(options: Sequence[TableOption]) -> list[int]:
-    """Return the options that no other one beats in every shard; the first of equals stays."""
-    alike: dict[object, list[int]] = {}
+    """Return the options that no other one dominates in every shard; of equals the first."""
+    groups: dict[object, list[int]] = {}
     for index, option in enumerate(options):
-        alike.setdefault((option.reach, option.num_ranks), []).append(index)
+        groups.setdefault((option.reach, option.num_ranks), []).append(index)
     kept = []
-    for group in alike.values():
+    for group in groups.values():
         numbers = (
             [_numbers(options[index].shards) for index in group]
             if len(group) > 1
             else [np.zeros(1)]
         )
-        # in order of the sum, what beats an option comes before it
+        # sorted by the sum, options that dominate another one precede it
         left: list[int] = []
         for place in np.argsort([of.sum() for of in numbers], kind="stable").tolist():
             if not any((numbers[other] <= numbers[place]).all() for other in left):
@@ -204,6 +200,6 @@ def _undominated(options: Sequence[TableOption]) -> list[int]:
 
 
 def _numbers(runs: Sequence[Shards]) -> Floats:
-    """Return, in one row, the costs and the bytes of every shard of some runs."""
+    """Return the costs and the bytes of every shard of some runs in one row."""
     of_runs = np.array([[*run.cost_ms, *run.memory] for run in runs], dtype=np.float64)
     return np.repeat(of_runs, [run.count for run in runs], axis=0).ravel()

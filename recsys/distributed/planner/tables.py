@@ -1,13 +1,12 @@
-"""A table as the planner sees it, and the memory that a part of it takes."""
+"""Tables as the planner sees them, and the memory of their shards."""
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast, final
 
 from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
 from recsys.distributed.planner.constants import UVM_CACHING_RATIO
@@ -16,39 +15,48 @@ from recsys.distributed.planner.types import ParameterConstraints
 from recsys.optim.specs import TableOptimizer
 
 UVM_KERNELS = (EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING)
-"""The kernels of tables in host memory that a GPU reads."""
+"""Compute kernels of tables in host memory that a GPU reads."""
 
-# what FBGEMM's cache keeps for each slot and each row
+# bookkeeping of FBGEMM's cache for each slot and each row
 _CACHE_SLOT_BYTES, _CACHE_ROW_BYTES = 16, 4
 
 
 @final
 class Bytes(NamedTuple):
-    """Memory of one rank. Where ranks compute on the CPU, all of it counts as the device's."""
+    """Bytes of one rank. On ranks without a GPU, all memory counts as device memory."""
 
     device: int
     host: int = 0
 
-    def plus(self, other: Bytes) -> Bytes:
-        """Return the sum of both."""
+    def __add__(self, other: Bytes) -> Bytes:  # type: ignore[override]
         return Bytes(self.device + other.device, self.host + other.host)
 
 
 _NOTHING = Bytes(0)
 
 
+class Summable:
+    """Base of dataclasses that are added field by field."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Self) -> Self:
+        names = [part.name for part in fields(cast(Any, self))]
+        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Storage:
-    """Memory of one rank, by what it is for.
+class Storage(Summable):
+    """Memory of one rank by purpose.
 
     Attributes:
-        weights: of the table.
-        state: of its optimizer.
-        gradients: of the whole table, where it has no optimizer or is a replica; of touched rows,
-            where its optimizer is deferred.
-        cache: of rows in device memory whose table is in host memory.
-        buffers: ids, outputs and their gradients of the batches under way.
+        weights: Weights of the table.
+        state: Optimizer state.
+        gradients: Gradients: of the whole table if it is a replica or has no optimizer; of touched
+            rows if its optimizer is deferred.
+        cache: Cache in device memory for a table in host memory.
+        buffers: Ids, outputs and output gradients of the batches in flight.
     """
 
     weights: Bytes = _NOTHING
@@ -59,33 +67,23 @@ class Storage:
 
     @property
     def total(self) -> Bytes:
-        """All of it."""
-        return sum_of((self.weights, self.state, self.gradients, self.cache, self.buffers))
-
-    def plus(self, other: Storage) -> Storage:
-        """Return the sum of both."""
-        names = [part.name for part in fields(self)]
-        return Storage(**{name: getattr(self, name).plus(getattr(other, name)) for name in names})
-
-
-def sum_of(sizes: Iterable[Bytes]) -> Bytes:
-    """Return all of them together."""
-    return functools.reduce(Bytes.plus, sizes, _NOTHING)
+        """Sum over all purposes."""
+        return self.weights + self.state + self.gradients + self.cache + self.buffers
 
 
 Block: TypeAlias = tuple[int, int, int]
-"""So many shards of rows x columns."""
+"""Number of identical shards, their rows, and their columns."""
 
 
-class Part(NamedTuple):
-    """A part of a table, or all of it.
+class ShardSpec(NamedTuple):
+    """Shape and location of one shard, or of a whole table.
 
     Attributes:
-        rows: of the part.
-        cols: of the part.
-        kernel: where it lives.
-        in_node: whether all row parts of its columns are on the ranks of one node.
-        row_parts: that the rows of its columns are split into.
+        rows: Rows of the shard.
+        cols: Columns of the shard.
+        kernel: Compute kernel.
+        in_node: Whether all row shards of these columns are on the ranks of one node.
+        row_parts: Number of shards that the rows of these columns are split into.
     """
 
     rows: int
@@ -98,31 +96,31 @@ class Part(NamedTuple):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedTable:
-    """A table that is to be placed.
+    """A table to place.
 
     Attributes:
-        path: of its module.
-        name: of the table.
-        rows: of the table.
-        dim: columns of the table.
-        element_bytes: of one weight.
-        optimizer: what updates it in backward, if it is known.
-        trains: whether its weights require gradients.
-        writes_row_gradients: whether an update writes the gradients of touched rows to memory, as
+        path: Path of its module.
+        name: Name of the table.
+        rows: Rows of the table.
+        dim: Columns of the table.
+        element_bytes: Bytes of one weight.
+        optimizer: Optimizer that updates the table in backward, if it is known.
+        trains: Whether the weights require gradients.
+        writes_row_gradients: Whether an update writes the gradients of touched rows to memory, as
             the `torch` backend does.
-        ids_per_sample: that travel, over all its features; a sample is one of the planner's batch.
-        num_features: that read it.
-        draws_per_sample: ids before each is left once per rank; None: all travel.
-        bags_per_sample: over all its features, empty ones of features with fewer samples included;
-            None: one of each feature.
-        skews: of its features, each with its share of the ids; none: ids are spread evenly.
-        is_pooled: whether bags are pooled, else every id has a row of its own in the output.
-        is_mean: whether bags are averaged.
-        is_weighted: whether ids have weights.
-        is_alone: whether the other tables of its module, if any, may only be replicated.
-        wire_bytes: of a value on its way there, and of its gradient on its way back.
-        constraints: the user's.
-        kernels: the sharding types that may be chosen, each with its kernels.
+        ids_per_sample: Ids that are sent per sample of the planner's batch, over all features.
+        num_features: Number of features that read the table.
+        draws_per_sample: Ids per sample before each rank deduplicates them; None if it does not.
+        bags_per_sample: Bags per sample over all features, including the empty bags of features
+            with smaller batches; None: one for each feature.
+        skews: Share of the ids and skew of each feature; empty: ids are uniform.
+        is_pooled: Whether bags are pooled; otherwise each id has an output row.
+        is_mean: Whether bags are averaged.
+        is_weighted: Whether ids have weights.
+        is_alone: Whether all other tables of its module can only be replicated.
+        wire_bytes: Bytes of an output value and of its gradient when sent.
+        constraints: Constraints from the user.
+        kernels: Compute kernels of each sharding type that may be chosen.
     """
 
     path: str
@@ -146,40 +144,45 @@ class PlannedTable:
     constraints: ParameterConstraints
     kernels: Mapping[ShardingType, Sequence[EmbeddingComputeKernel]]
 
-    def same_options(self) -> Hashable:
-        """Return what is the same for tables that may be placed in the same ways at the same cost.
+    @property
+    def full_name(self) -> str:
+        """Path of the module, a dot and the name of the table."""
+        return f"{self.path}.{self.name}" if self.path else self.name
 
-        Only while both tables exist: parts of it are known by their identity.
+    def same_options(self) -> Hashable:
+        """Return a key that is equal for tables with the same options at the same costs.
+
+        Valid only while both tables exist, since it contains the identities of some members.
         """
         return id(self.constraints), id(self.kernels), _FACTS(self)
 
     @property
     def has_gradient(self) -> bool:
-        """Whether backward leaves a gradient of the table's size."""
+        """Whether backward produces a gradient of the table's size."""
         return self.trains and self.optimizer is None
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its rows are quantized: a buffer of its module, and no parameter."""
+        """Whether the rows are quantized, and so a buffer of the module instead of a parameter."""
         return any(EmbeddingComputeKernel.QUANT in kernels for kernels in self.kernels.values())
 
     def load(self, samples: int) -> tuple[float, float]:
-        """Return the ids and bags of so many samples."""
+        """Return the numbers of ids and bags of some samples."""
         bags = self.num_features if self.bags_per_sample is None else self.bags_per_sample
         return samples * self.ids_per_sample, float(samples * bags)
 
     def row_parts(self, blocks: Iterable[Block]) -> int:
-        """Return into how many parts shards split the rows; the mean, where columns differ."""
+        """Return the number of row shards; the mean if it differs between columns."""
         columns = 0
         for count, rows, cols in blocks:
             columns += count * cols * (rows > 0)
         return max(columns // self.dim, 1)
 
     def touched(self, rows: int, ids: float) -> float:
-        """Return how many of a part's rows are expected among the ids that reach it.
+        """Return the expected number of distinct rows of a shard among the ids that it receives.
 
-        Hot and cold rows are taken to be spread evenly over parts, and the rows of one feature to
-        be those of another by chance.
+        Frequent and rare rows are assumed to be spread evenly over the shards, and the features
+        that share the table to be independent.
         """
         if not (rows and ids):
             return 0.0
@@ -190,8 +193,8 @@ class PlannedTable:
         if not self.skews:
             return share * uniform_distinct(self.rows, draws)
         missed, skews = 1.0, self.skews
-        alike = Counter(skews) if len(skews) > 1 else {skews[0]: 1}  # counting is slow
-        for (part, skew), times in alike.items():
+        counts = Counter(skews) if len(skews) > 1 else {skews[0]: 1}  # counting is slow
+        for (part, skew), times in counts.items():
             part *= draws
             found = uniform_distinct(self.rows, part) if skew is None else skew.distinct(part)
             missed *= (1 - found / self.rows) ** times
@@ -205,9 +208,9 @@ class PlannedTable:
 
     @property
     def hit_rate(self) -> float:
-        """Share of ids that this cache answers if it holds the rows that were most frequent.
+        """Share of ids found in the cache if it holds the most frequent rows.
 
-        A cache that several features share is taken to serve each as if it were alone.
+        A cache that several features share is assumed to serve each of them as if it were alone.
         """
         if not self.skews:
             return self.cached_share
@@ -217,15 +220,16 @@ class PlannedTable:
             for part, skew in self.skews
         )
 
-    def storage_of(self, part: Part, gradients: int = 0, buffers: int = 0) -> Storage:
-        """Return what a part takes.
+    def storage_of(self, shard: ShardSpec, gradients: int = 0, buffers: int = 0) -> Storage:
+        """Return the memory of a shard.
 
         Args:
-            part: of this table.
-            gradients: bytes of gradients on the device, besides that of a table without optimizer.
-            buffers: bytes of buffers on the device.
+            shard: Shard of this table.
+            gradients: Bytes of gradients in device memory, besides that of a table without an
+                optimizer.
+            buffers: Bytes of buffers in device memory.
         """
-        rows, cols, kernel = part[:3]
+        rows, cols, kernel = shard[:3]
         weights = rows * cols * self.element_bytes
         by_element = rows * cols * self._state_bytes("element")
         by_row = rows * self._state_bytes("row") + self._state_bytes("table")
@@ -246,18 +250,18 @@ class PlannedTable:
 
     @property
     def id_bytes(self) -> int:
-        """Bytes of an id on its way."""
+        """Bytes of an id when it is sent."""
         return 4 if self.rows < 2**31 else 8
 
     @property
     def gradient_bytes(self) -> int:
-        """The sum of replicas' gradients, and of each row whether it was touched, if it matters."""
+        """Bytes of the summed gradients of replicas, with a flag for each touched row if needed."""
         spec = self.optimizer and self.optimizer.spec
         flags = 4 * self.rows if spec is not None and spec.moves_without_gradient else 0
         return 4 * self.rows * self.dim + flags
 
     def state_bytes_per_row(self, cols: int) -> int:
-        """Bytes of optimizer state of a row of so many columns."""
+        """Return the bytes of optimizer state of a row with some columns."""
         return cols * self._state_bytes("element") + self._state_bytes("row")
 
     def _state_bytes(self, per: Literal["element", "row", "table"]) -> int:
@@ -267,17 +271,17 @@ class PlannedTable:
         return 4 * list(self.optimizer.spec.rule.state.values()).count(per)
 
     def adds_up_rows(self, cols: int) -> bool:
-        """Return whether owners of so many columns must add up one value per row first."""
+        """Return whether ranks that own some of the columns must first sum one value per row."""
         return cols < self.dim and self.optimizer is not None and self.optimizer.exchanges_row_state
 
     @property
     def whole(self) -> Bytes:
-        """The whole table on one rank."""
+        """Memory of the whole table on one rank."""
         kernel = next(iter(self.kernels.values()), (EmbeddingComputeKernel.FUSED,))[0]
-        return self.storage_of(Part(self.rows, self.dim, kernel)).total
+        return self.storage_of(ShardSpec(self.rows, self.dim, kernel)).total
 
     def allows(self, sharding_type: ShardingType, kernel: EmbeddingComputeKernel) -> bool:
-        """Return whether the table's optimizer can work under a sharding type."""
+        """Return whether the table's optimizer supports a sharding type and a kernel."""
         optimizer = self.optimizer
         if optimizer is None:
             return True

@@ -1,4 +1,4 @@
-"""Files that describe tables, to plan without the model: YAML or JSON, checked when read."""
+"""Files that describe tables, for planning without a model: YAML or JSON, checked when read."""
 
 from __future__ import annotations
 
@@ -15,19 +15,7 @@ from recsys import optim
 from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from recsys.distributed.placement.file_checks import (
-    Readers,
-    choice_of,
-    flag_of,
-    is_number,
-    list_of,
-    members_of,
-    parse_json,
-    read_members,
-    text_of,
-    whole_of,
-    wrong_type,
-)
+from recsys.distributed.placement import file_checks as files
 from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.ranks.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
@@ -46,48 +34,46 @@ OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer] | None] = {
     **{known.__name__: known for known in supported_optimizer_classes()},
     "none": None,
 }
-"""By the name in a file; none leaves a gradient as large as the table."""
+"""Optimizers by their name in a file; with "none" a table has a gradient of its own size."""
 
-_ONE_OF_THE_TYPES = partial(choice_of, choices=("FP32", "FP16", "BF16"))
-_OPTIMIZER = partial(choice_of, choices=[*OPTIMIZERS])
+_ONE_OF_THE_TYPES = partial(files.choice_of, choices=("FP32", "FP16", "BF16"))
+_OPTIMIZER = partial(files.choice_of, choices=[*OPTIMIZERS])
 _HINT = f"The whole file may have an optimizer, too: one of {', '.join(OPTIMIZERS)}."
 _DEFAULTS: Mapping[str, Any] = {
     **{"pooling": "SUM", "weighted": False, "data_type": "FP32", "pooling_factors": 1.0},
     "constraints": {},
 }
-_NAMED: Readers = {"name": text_of, "rows": whole_of, "dim": whole_of}
-_WITH_OPTIMIZER: Readers = {**_NAMED, "optimizer": _OPTIMIZER}
-_CONSTRAINTS: Readers = {
-    "sharding_types": partial(
-        list_of, each=partial(choice_of, choices=[kind.value for kind in ShardingType])
-    ),
-    "compute_kernels": partial(
-        list_of, each=partial(choice_of, choices=[kind.value for kind in EmbeddingComputeKernel])
-    ),
-    "min_partition": whole_of,
+_NAMED: files.Readers = {"name": files.text_of, "rows": files.whole_of, "dim": files.whole_of}
+_WITH_OPTIMIZER: files.Readers = {**_NAMED, "optimizer": _OPTIMIZER}
+_KINDS = partial(files.choice_of, choices=[kind.value for kind in ShardingType])
+_KERNELS = partial(files.choice_of, choices=[kernel.value for kernel in EmbeddingComputeKernel])
+_CONSTRAINTS: files.Readers = {
+    "sharding_types": partial(files.list_of, each=_KINDS),
+    "compute_kernels": partial(files.list_of, each=_KERNELS),
+    "min_partition": files.whole_of,
 }
-_TABLE: Readers = {
-    "features": partial(list_of, each=text_of),
-    "pooling_factors": lambda subject, value: value,  # their number is that of the features
-    "pooling": partial(choice_of, choices=[kind.name for kind in PoolingType]),
-    "weighted": flag_of,
+_TABLE: files.Readers = {
+    "features": partial(files.list_of, each=files.text_of),
+    "pooling_factors": lambda subject, value: value,  # checked against the number of features later
+    "pooling": partial(files.choice_of, choices=[kind.name for kind in PoolingType]),
+    "weighted": files.flag_of,
     "data_type": _ONE_OF_THE_TYPES,
     "optimizer": _OPTIMIZER,
-    "module": text_of,
-    "constraints": partial(read_members, required={}, optional=_CONSTRAINTS),
+    "module": files.text_of,
+    "constraints": partial(files.read_members, required={}, optional=_CONSTRAINTS),
 }
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TablesFile:
-    """What a file of tables says.
+    """Content of a tables file.
 
     Attributes:
-        model: the tables, on the `meta` device.
-        sharders: that place them.
-        constraints: by table name.
-        batch_size: samples per rank and step, if it says so.
+        model: Tables on the `meta` device.
+        sharders: Sharders for the tables.
+        constraints: Constraints by table name.
+        batch_size: Samples per rank and step, if the file contains it.
     """
 
     model: nn.Module
@@ -98,49 +84,50 @@ class TablesFile:
 
 @checked
 def read_tables(path: str | Path) -> TablesFile:
-    """Return what a file says.
+    """Return the content of a file.
 
     Args:
-        path: of YAML, or of JSON if it ends in ".json".
+        path: Path of a YAML file, or of a JSON file if it ends in ".json".
 
     Raises:
-        OSError: if the file cannot be read.
-        ImportError: if PyYAML is missing and the file is no JSON.
-        ValueError: if a key is unknown or missing, or a value is out of its range.
-        TypeError: if a value has the wrong type.
+        OSError: The file cannot be read.
+        ImportError: PyYAML is missing and the file is not JSON.
+        ValueError: A key is unknown or missing, or a value is out of range.
+        TypeError: A value has another type.
     """
     path, subject = Path(path), f"Tables file {path}"
     text = path.read_text(encoding="utf-8")
-    data = parse_json(text, subject) if path.suffix == ".json" else _parse_yaml(text, subject)
-    defaults: Readers = {
-        "batch_size": whole_of,
+    data = files.parse_json(text, subject) if path.suffix == ".json" else _parse_yaml(text, subject)
+    optional: files.Readers = {
+        "batch_size": files.whole_of,
         "optimizer": _OPTIMIZER,
         "data_type": _ONE_OF_THE_TYPES,
+        "wire": _sharders,
     }
-    members = read_members(subject, data, {"tables": list_of}, {**defaults, "wire": _sharders})
+    members = files.read_members(subject, data, {"tables": files.list_of}, optional)
     if not members["tables"]:
         raise ValueError(f"{subject}: tables must hold at least one table; received none.")
     modules: dict[str, list[Mapping[str, Any]]] = {}
     constraints: dict[str, ParameterConstraints] = {}
     for index, row in enumerate(members["tables"]):
         numbered = f"{subject}: tables[{index}]"
-        name = members_of(numbered, row, [*_NAMED], [*_TABLE])["name"]
-        owner = f"{subject}: table {text_of(f'{numbered}.name', name)!r}"
+        name = files.members_of(numbered, row, [*_NAMED], [*_TABLE])["name"]
+        owner = f"{subject}: table {files.text_of(f'{numbered}.name', name)!r}"
         if name in constraints:
-            raise ValueError(f"{owner} must be there once; received it again as tables[{index}].")
+            raise ValueError(f"{owner} must occur once; received it again as tables[{index}].")
         needed = _NAMED if "optimizer" in members else _WITH_OPTIMIZER
-        table = {**_DEFAULTS, **members, **read_members(owner, row, needed, _TABLE, _HINT)}
+        table = {**_DEFAULTS, **members, **files.read_members(owner, row, needed, _TABLE, _HINT)}
         is_pooled, weighted = kind = _kind(table)
         if weighted and not is_pooled:
-            raise ValueError(f"{owner}: weighted is for pooled tables; received pooling NONE.")
+            raise ValueError(f"{owner}: weighted requires a pooled table; received pooling NONE.")
         usual = ("weighted_ebc" if weighted else "ebc") if is_pooled else "ec"
         of_module = modules.setdefault(path_of := table.get("module", usual), [])
         of_module.append(table)
         if _kind(of_module[0]) != kind:
             raise ValueError(
-                f"{owner} must be pooled and weighted as the other tables of module {path_of!r} "
-                f"are; received pooling {table['pooling']} and weighted {str(weighted).lower()}. "
-                "Give it another module."
+                f"{owner} must have the pooling and weights of the other tables of module "
+                f"{path_of!r}; received pooling {table['pooling']} and weighted "
+                f"{str(weighted).lower()}. Use another module."
             )
         constraints[name] = _constraints(owner, table)
     return TablesFile(
@@ -160,9 +147,9 @@ def _constraints(owner: str, table: Mapping[str, Any]) -> ParameterConstraints:
     num_features = len(table.get("features", "1"))
     factors = table["pooling_factors"]
     numbers = factors if isinstance(factors, list) else [factors] * num_features
-    if not all(map(is_number, numbers)) or len(numbers) != num_features:
+    if not all(map(files.is_number, numbers)) or len(numbers) != num_features:
         rule = f"a number, or a list of one for each of {num_features} features"
-        wrong_type(f"{owner}: pooling_factors", rule, factors)
+        files.wrong_type(f"{owner}: pooling_factors", rule, factors)
     try:
         return ParameterConstraints(**table["constraints"], pooling_factors=numbers)
     except ValueError as error:
@@ -180,8 +167,8 @@ def _model(subject: str, modules: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
         inside = any(f"{path}.".startswith(f"{other}.") for other in modules if other != path)
         if path and (inside or not all(names := path.split("."))):
             raise ValueError(
-                f"{subject}: module must be a path of names with dots between, none inside "
-                f"another; received {path!r}."
+                f"{subject}: module must be names separated by dots, and not inside "
+                f"another module; received {path!r}."
             )
         try:
             collection = _collection(tables)
@@ -201,7 +188,7 @@ def _model(subject: str, modules: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
 def _collection(
     tables: Sequence[Mapping[str, Any]],
 ) -> EmbeddingBagCollection | EmbeddingCollection:
-    """Return the tables of a module, with their optimizers."""
+    """Return the tables of a module with their optimizers."""
     (is_pooled, weighted), meta = _kind(tables[0]), torch.device("meta")
     config: type[Any] = EmbeddingBagConfig if is_pooled else EmbeddingConfig
     configs = [
@@ -229,10 +216,10 @@ def _collection(
 
 
 def _sharders(subject: str, wire: object) -> Sequence[ModuleSharder[Any]]:
-    """Return sharders that send as a file says."""
-    precision = partial(choice_of, choices=[kind.name for kind in CommType])
-    directions: Readers = {"forward_precision": precision, "backward_precision": precision}
-    chosen = read_members(subject, wire, {}, directions)
+    """Return sharders with the precision of exchanges from a file."""
+    precision = partial(files.choice_of, choices=[kind.name for kind in CommType])
+    directions: files.Readers = {"forward_precision": precision, "backward_precision": precision}
+    chosen = files.read_members(subject, wire, {}, directions)
     there, back = (CommType[chosen.get(key, "FP32")] for key in directions)
     registry = get_qcomm_codecs_registry(
         QCommsConfig(forward_precision=there, backward_precision=back)
@@ -253,7 +240,7 @@ def _parse_yaml(text: str, subject: str) -> object:
         ) from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Refuses a key that comes twice, of which YAML's own loader takes the last."""
+        """YAML loader that rejects repeated keys, of which YAML's own loader takes the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]

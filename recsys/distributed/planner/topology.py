@@ -1,4 +1,4 @@
-"""The machine as the planner sees it."""
+"""Machine of the planner: all ranks with their memory and links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self, final
 
 import torch
 
-from recsys.distributed.placement.file_checks import choice_of, read_source
+from recsys.distributed.placement.file_checks import read_source
 from recsys.distributed.planner import topology_json
 from recsys.distributed.planner.hardware import (
     NUMBERS,
@@ -24,37 +24,32 @@ from recsys.distributed.planner.hardware import (
     per_rank,
 )
 from recsys.distributed.planner.measured import (
-    COLLECTIVES,
-    KIND,
     CollectivePoint,
-    CollectiveTable,
     LookupPoint,
     LookupSpeed,
     LookupTable,
-    modelled_ms,
+    largest_collectives,
     transfer_ms,
 )
 from recsys.distributed.planner.presets import DATASHEETS, PRESETS, check_preset
 from recsys.distributed.ranks.node import get_local_size
-from recsys.kernels.arguments import finite, whole
+from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 
-_CUDA_DEFAULT_BYTES = 32 << 30  # where no GPU is at hand to ask
+_CUDA_DEFAULT_BYTES = 32 << 30  # used on hosts without a GPU
 
 
 @final
 class CustomTopologyData:
-    """Numbers that differ from rank to rank, by field.
-
-    They win over the arguments of `Topology`.
+    """Numbers that differ between ranks, by field. They override the arguments of `Topology`.
 
     Args:
-        data: for each field, such as "hbm_cap", the numbers of all ranks.
-        world_size: number of ranks.
+        data: Numbers of all ranks for each field, such as "hbm_cap".
+        world_size: Number of ranks.
 
     Raises:
-        ValueError: if a field is unknown, or has not one number in range per rank.
-        TypeError: if a number is not one.
+        ValueError: A field is unknown, or does not have one number in range for each rank.
+        TypeError: A number has another type.
 
     Example:
         >>> data = CustomTopologyData({"hbm_cap": [40 << 30, 80 << 30]}, world_size=2)
@@ -81,27 +76,27 @@ class CustomTopologyData:
 
     @checked
     def has_data(self, key: str) -> bool:
-        """Return whether this field was given."""
+        """Return whether a field was given."""
         return key in self._data
 
     @checked
     def get_data(self, key: str) -> list[float]:
-        """Return the number of each rank.
+        """Return the numbers of all ranks.
 
         Raises:
-            KeyError: if the field was not given.
+            KeyError: The field was not given.
         """
         if key not in self._data:
             raise KeyError(
-                f"key must be one of {list(self._data)}, which were given; received {key!r}."
+                f"key must be one of the given fields {list(self._data)}; received {key!r}."
             )
         return list(self._data[key])
 
     def all_of(self, world_size: int) -> dict[str, list[float]]:
-        """Return all fields that were given.
+        """Return all given fields.
 
         Raises:
-            ValueError: if they were given for another number of ranks.
+            ValueError: They were given for another number of ranks.
         """
         if self.world_size != world_size:
             raise ValueError(
@@ -111,49 +106,53 @@ class CustomTopologyData:
         return {name: list(values) for name, values in self._data.items()}
 
 
+def _least(name: str, what: str) -> Any:
+    """Return a property with the least value of a field over all ranks."""
+    return property(attrgetter(f"slowest.{name}"), doc=f"Least {what}, over all ranks.")
+
+
 @dataclass(frozen=True, init=False, repr=False)
 class Topology:
     """Ranks, their memory and the links between them.
 
-    Each number is one for all ranks or a sequence with one per rank. Ranks with consecutive numbers
-    share a node. Bandwidths are in bytes per millisecond (1 GB/s is 1e6) and count one direction.
-    `preset` and `from_json` make a topology without this machine being asked anything.
+    Each number is one value for all ranks or a sequence with one value for each rank. Ranks with
+    consecutive numbers share a node. Bandwidths are in bytes per millisecond (1 GB/s is 1e6) and
+    count one direction. `preset` and `from_json` do not query this machine.
 
     Args:
-        world_size: number of ranks.
+        world_size: Number of ranks.
         compute_device: "cpu" or "cuda".
-        hbm_cap: bytes of device memory per rank; that of the current GPU (32 GiB if there is
-            none) by default, 0 for "cpu".
-        ddr_cap: bytes of host memory per rank; this host's memory divided by `local_world_size`
-            by default.
-        ssd_cap: bytes of solid-state disk per rank.
-        local_world_size: ranks per node; by default what torchrun says
-            (`get_local_size`), else all. More than there are
-            ranks means all.
-        hbm_mem_bw: device memory bandwidth.
-        ddr_mem_bw: host memory bandwidth.
-        ssd_mem_bw: disk bandwidth for reads of single rows.
-        hbm_to_ddr_mem_bw: bandwidth between device and host.
-        intra_host_bw: bandwidth between ranks of a node; 3e8 by default, for "cpu" a quarter of
+        hbm_cap: Bytes of device memory per rank. Default: memory of the current GPU (32 GiB without
+            a GPU); 0 for "cpu".
+        ddr_cap: Bytes of host memory per rank. Default: memory of this host divided by
+            `local_world_size`.
+        ssd_cap: Bytes of solid-state disk per rank. Not read by costs.
+        local_world_size: Ranks per node, at most all. Default: the number set by torchrun
+            (`get_local_size`), or else all ranks.
+        hbm_mem_bw: Device memory bandwidth.
+        ddr_mem_bw: Host memory bandwidth.
+        ssd_mem_bw: Disk bandwidth for reads of single rows. Not read by costs.
+        hbm_to_ddr_mem_bw: Bandwidth between device and host.
+        intra_host_bw: Bandwidth between ranks of a node. Default: 3e8; for "cpu" a quarter of
             `ddr_mem_bw`.
-        inter_host_bw: bandwidth between nodes.
-        kernel_launch_ms: the least milliseconds of a kernel.
-        intra_host_latency_ms: the least milliseconds of a collective inside a node; 0.02 by
-            default, 0.1 for "cpu".
-        inter_host_latency_ms: the least milliseconds of a collective across nodes; 0.04 by
-            default, 0.15 for "cpu".
-        step_ms: the least milliseconds of a training step, with next to no data.
-        custom_topology_data: numbers that differ from rank to rank, another way to give them.
+        inter_host_bw: Bandwidth between nodes.
+        kernel_launch_ms: Least milliseconds of a kernel. Not read by costs.
+        intra_host_latency_ms: Least milliseconds of a collective inside a node. Default: 0.02; 0.1
+            for "cpu". Not read by costs.
+        inter_host_latency_ms: Least milliseconds of a collective across nodes. Default: 0.04; 0.15
+            for "cpu". Not read by costs.
+        step_ms: Least milliseconds of a training step with almost no data.
+        custom_topology_data: Numbers that differ between ranks, instead of sequences.
 
     Attributes:
-        hardware: the `Hardware` of each rank.
-        lookup: measured lookups; see `lookup_speed`.
-        collectives: measured collectives; see `collective_ms`.
+        hardware: `Hardware` of each rank.
+        lookup: Measured lookups; see `lookup_speed`.
+        collectives: Measured collectives; see `transfer_ms`.
 
     Raises:
-        ValueError: if a number is out of range, a sequence has not one number per rank, nodes would
-            differ in their number of ranks, or the device kind is unknown.
-        TypeError: if a number is not one.
+        ValueError: A number is out of range, a sequence does not have one number for each rank,
+            nodes would differ in their number of ranks, or the device type is unknown.
+        TypeError: A number has another type.
 
     Example:
         >>> topology = Topology(world_size=2, compute_device="cpu", ddr_cap=[1 << 30, 2 << 30])
@@ -198,7 +197,7 @@ class Topology:
         if custom_topology_data is not None:
             numbers |= custom_topology_data.all_of(world_size)
         on_cpu = compute_device == "cpu"
-        if numbers["hbm_cap"] is None:  # a GPU is asked only then
+        if numbers["hbm_cap"] is None:  # queries the GPU only in this case
             numbers["hbm_cap"] = 0 if on_cpu else _device_bytes()
         host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         defaults = {
@@ -223,16 +222,16 @@ class Topology:
         lookup: Sequence[LookupPoint] = (),
         collectives: Sequence[CollectivePoint] = (),
     ) -> Self:
-        """Return the topology of these ranks.
+        """Return the topology of some ranks.
 
         Args:
-            hardware: of each rank, all with one `compute_device`.
-            local_world_size: as in the constructor.
-            lookup: measured lookups.
-            collectives: measured collectives.
+            hardware: Hardware of each rank, all with one `compute_device`.
+            local_world_size: As in the constructor.
+            lookup: Measured lookups.
+            collectives: Measured collectives.
 
         Raises:
-            ValueError: if there are no ranks, their devices differ, nodes would differ in their
+            ValueError: There are no ranks, their device types differ, nodes would differ in their
                 number of ranks, or a point was measured twice.
 
         Example:
@@ -255,7 +254,7 @@ class Topology:
             lookup=tuple(lookup),
             collectives=tuple(collectives),
         )
-        _ = topology._lookups, topology._collectives  # which refuse points that come twice
+        _ = topology._lookups, topology._collectives  # raises if a point occurs twice
         return topology
 
     @classmethod
@@ -263,16 +262,16 @@ class Topology:
     def preset(
         cls, name: str | Sequence[str], world_size: int, local_world_size: int | None = None
     ) -> Self:
-        """Return the topology of machines known by name, from the numbers of their vendors.
+        """Return the topology of machines known by name, with numbers of their vendors.
 
         Args:
             name: "A100-40", "A100-80", "H100", "H200", "B200" or "CPU", for all ranks or as a
-                sequence with one name per rank.
-            world_size: number of ranks.
-            local_world_size: ranks per node; by default 8 with GPUs, 2 with CPUs.
+                sequence with one name for each rank.
+            world_size: Number of ranks.
+            local_world_size: Ranks per node. Default: 8 for GPUs, 2 for CPUs.
 
         Raises:
-            ValueError: if a name is unknown, or there is not one per rank.
+            ValueError: A name is unknown, or there is not one for each rank.
 
         Example:
             >>> Topology.preset("H100", world_size=64).num_nodes
@@ -297,13 +296,13 @@ class Topology:
         """Return the topology that a file describes.
 
         Args:
-            source: a path, or the JSON text itself, which starts with a brace.
+            source: Path, or the JSON text itself, which starts with a brace.
 
         Raises:
-            OSError: if the file cannot be read.
-            ValueError: if the text is no JSON, a key is missing or unknown, a list has not one
-                value per rank, or a number is out of range.
-            TypeError: if a value has the wrong type.
+            OSError: The file cannot be read.
+            ValueError: The text is not JSON, a key is missing or unknown, a list does not have one
+                value for each rank, or a number is out of range.
+            TypeError: A value has another type.
 
         Example:
             >>> topology = Topology.preset("B200", world_size=8)
@@ -334,17 +333,17 @@ class Topology:
         lookup: Sequence[LookupPoint] | None = None,
         collectives: Sequence[CollectivePoint] | None = None,
     ) -> Self:
-        """Return this topology with other tables of measurements; a table that is None stays.
+        """Return this topology with other measurements; None keeps the present ones.
 
         Raises:
-            ValueError: if a point comes twice.
+            ValueError: A point occurs twice.
         """
         tables = {"lookup": lookup, "collectives": collectives}
         return self._with(**{name: of for name, of in tables.items() if of is not None})
 
     @checked
     def with_nodes(self, num_nodes: int) -> Self:
-        """Return a topology with another number of nodes, alike in turn to those there are."""
+        """Return a topology with another number of nodes, which repeat the present ones in turn."""
         whole("Topology.with_nodes: num_nodes", num_nodes)
         ranks = range(num_nodes * self.local_world_size)
         return self._with(hardware=[self.hardware[rank % self.world_size] for rank in ranks])
@@ -359,7 +358,7 @@ class Topology:
 
     @property
     def compute_device(self) -> str:
-        """The kind of device of all ranks, "cpu" or "cuda"."""
+        """Device type of all ranks, "cpu" or "cuda"."""
         return self.hardware[0].compute_device
 
     @property
@@ -369,7 +368,7 @@ class Topology:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """For each rank a small number, from 0 on: ranks with equal hardware have the same.
+        """Kind of each rank, numbered from 0; ranks with equal hardware have the same kind.
 
         Example:
             >>> Topology.preset(["A100-80", "A100-80", "H100", "H100"], 4).kinds
@@ -380,7 +379,7 @@ class Topology:
 
     @cached_property
     def slowest(self) -> Hardware:
-        """What every rank has at least: least memory and bandwidth, most latency."""
+        """Least memory and bandwidth and largest latency of all ranks."""
         distinct = set(self.hardware)
         worst = {
             name: [(max if name.endswith("_ms") else min)(getattr(r, name) for r in distinct)]
@@ -393,27 +392,21 @@ class Topology:
         return LookupTable(self.lookup) if self.lookup else None
 
     @cached_property
-    def _collectives(self) -> CollectiveTable:
-        return CollectiveTable(self.collectives)
+    def _collectives(self) -> dict[tuple[str, int], tuple[float, float]]:
+        return largest_collectives(self.collectives)
 
-    hbm_cap = property(attrgetter("slowest.hbm_cap"), doc="Bytes of device memory, the least.")
-    ddr_cap = property(attrgetter("slowest.ddr_cap"), doc="Bytes of host memory, the least.")
-    ssd_cap = property(attrgetter("slowest.ssd_cap"), doc="Bytes of disk, the least.")
-    hbm_mem_bw = property(attrgetter("slowest.hbm_mem_bw"), doc="Of device memory, the least.")
-    ddr_mem_bw = property(attrgetter("slowest.ddr_mem_bw"), doc="Of host memory, the least.")
-    ssd_mem_bw = property(attrgetter("slowest.ssd_mem_bw"), doc="Of disks, the least.")
-    hbm_to_ddr_mem_bw = property(
-        attrgetter("slowest.hbm_to_ddr_mem_bw"), doc="Between device and host, the least."
-    )
-    intra_host_bw = property(attrgetter("slowest.intra_host_bw"), doc="Inside nodes, the least.")
-    inter_host_bw = property(attrgetter("slowest.inter_host_bw"), doc="Across nodes, the least.")
-    memory_bw = property(attrgetter("slowest.memory_bw"), doc="Where tables live, the least.")
+    hbm_cap = _least("hbm_cap", "bytes of device memory")
+    ddr_cap = _least("ddr_cap", "bytes of host memory")
+    ssd_cap = _least("ssd_cap", "bytes of disk")
+    hbm_mem_bw = _least("hbm_mem_bw", "bandwidth of device memory")
+    ddr_mem_bw = _least("ddr_mem_bw", "bandwidth of host memory")
+    ssd_mem_bw = _least("ssd_mem_bw", "bandwidth of disks")
+    hbm_to_ddr_mem_bw = _least("hbm_to_ddr_mem_bw", "bandwidth between device and host")
+    intra_host_bw = _least("intra_host_bw", "bandwidth inside nodes")
+    inter_host_bw = _least("inter_host_bw", "bandwidth across nodes")
+    memory_bw = _least("memory_bw", "bandwidth of the memory of tables")
+    memory_cap = _least("memory_cap", 'bytes of the memory of tables, on the host for "cpu"')
     host_cap = ddr_cap
-
-    @property
-    def memory_cap(self) -> int:
-        """Bytes per rank where tables live, the least: on device for "cuda", else on the host."""
-        return self.slowest.memory_cap
 
     @property
     def exchange_bw(self) -> float:
@@ -422,99 +415,44 @@ class Topology:
 
     @checked
     def lookup_speed(self, dim: int, pooling: float, rank: Hardware | None = None) -> LookupSpeed:
-        """Return how fast rows are looked up and updated.
+        """Return the speed of lookups and updates.
 
-        As measured (`LookupTable`), the same for all
-        ranks, else the bandwidth of the memory where tables live.
+        It is interpolated from measurements (`LookupTable`), which hold for all ranks. Without
+        measurements, it is the bandwidth of the memory of tables.
 
         Args:
-            dim: columns of the shard.
-            pooling: ids per bag.
-            rank: whose memory bandwidth to take where nothing was measured; the slowest if None.
+            dim: Columns of the shard.
+            pooling: Ids per bag.
+            rank: Hardware whose memory bandwidth to use without measurements; the slowest if None.
         """
         if self._lookups is not None:
             return self._lookups.at(dim, pooling)
         memory_bw = (rank or self.slowest).memory_bw
         return LookupSpeed(memory_bw, memory_bw, memory_bw)
 
-    @checked
-    def collective_ms(
-        self,
-        kind: str,
-        num_bytes: float,
-        num_ranks: int | None = None,
-        num_nodes: int | None = None,
-    ) -> float:
-        """Return the time of a collective.
-
-        As `modelled_ms` has it. Where consecutive ranks
-        take part and the kind was measured, the time measured at the nearest world size, times the
-        ratio that the model gives for the two world sizes.
-
-        Args:
-            kind: "all_to_all", "reduce_scatter", "all_gather" or "all_reduce".
-            num_bytes: of the larger of a rank's two buffers.
-            num_ranks: ranks that take part; all if None.
-            num_nodes: nodes they are spread over; those of consecutive ranks if None. Give
-                `num_ranks` for one rank of each node.
-
-        Returns:
-            Milliseconds.
-
-        Raises:
-            ValueError: if the kind is unknown, or there are not that many ranks.
-
-        Example:
-            >>> topology = Topology.preset("H100", world_size=16)
-            >>> two_hops = topology.collective_ms("all_to_all", 1e8, num_ranks=2, num_nodes=2)
-            >>> two_hops > topology.collective_ms("all_to_all", 1e8, num_ranks=8)
-            True
-        """
-        choice_of(KIND, kind, COLLECTIVES)
-        finite("Topology.collective_ms: num_bytes", num_bytes, least=0)
-        num_ranks = self.world_size if num_ranks is None else num_ranks
-        consecutive = math.ceil(num_ranks / self.local_world_size)
-        num_nodes = consecutive if num_nodes is None else num_nodes
-        if not 1 <= num_nodes <= num_ranks <= self.world_size:
-            raise ValueError(
-                f"Topology.collective_ms takes some of the {self.world_size} ranks, at least one "
-                f"on each node; received num_ranks={num_ranks}, num_nodes={num_nodes}."
-            )
-        model = modelled_ms(kind, num_bytes, num_ranks, num_nodes, self.slowest)
-        near, near_nodes = self._nearest(kind, num_ranks)
-        if near is None or num_nodes != consecutive or 1 in (near, num_ranks):
-            return model
-        measured = self._collectives.at(kind, near, num_bytes)
-        if near == num_ranks:
-            return measured
-        return measured * model / modelled_ms(kind, num_bytes, near, near_nodes, self.slowest)
-
     def transfer_ms(
         self, kind: str, num_bytes: float, num_ranks: int, num_nodes: int, rank: Hardware
     ) -> float:
-        """Return the time of a collective's bytes, without its latency: what a table adds to it.
+        """Return the milliseconds that a collective takes to transfer its bytes, without latency.
 
-        As `transfer_ms` has it, times the ratio of the
-        longest that was measured at the nearest world size to what the formula says of that.
+        The formula of `measured.transfer_ms`, scaled to the measurement with the most bytes at the
+        nearest world size, if there is one for the same links.
 
         Args:
-            kind: as for `collective_ms`.
-            num_bytes: of the larger of a rank's two buffers.
-            num_ranks: ranks that take part.
-            num_nodes: nodes they are spread over.
-            rank: whose links.
+            kind: "all_to_all", "reduce_scatter", "all_gather" or "all_reduce".
+            num_bytes: Bytes of the larger of a rank's two buffers.
+            num_ranks: Ranks that take part.
+            num_nodes: Their nodes.
+            rank: Hardware whose links are used.
         """
         modelled = transfer_ms(kind, num_bytes, num_ranks, num_nodes, rank)
-        near, near_nodes = self._nearest(kind, num_ranks)
-        if near in (None, 1) or (near_nodes > 1) != (num_nodes > 1):  # none, or other links
+        sizes = [size for measured, size in self._collectives if measured == kind]
+        near = min(sizes, key=lambda s: (abs(math.log(s / num_ranks)), -s), default=1)
+        near_nodes = math.ceil(near / self.local_world_size)
+        if near == 1 or (near_nodes > 1) != (num_nodes > 1):
             return modelled
-        longest, ms = self._collectives.longest(kind, near)
-        return modelled * ms / transfer_ms(kind, longest, near, near_nodes, self.slowest)
-
-    def _nearest(self, kind: str, num_ranks: int) -> tuple[int | None, int]:
-        """Return the world size nearest by factor at which a kind was measured, and its nodes."""
-        near = self._collectives.nearest_world_size(kind, num_ranks)
-        return near, math.ceil((near or 1) / self.local_world_size)
+        most, ms = self._collectives[kind, near]
+        return modelled * ms / transfer_ms(kind, most, near, near_nodes, self.slowest)
 
     def __str__(self) -> str:
         """Return a table with one column for each kind of rank."""
@@ -534,8 +472,8 @@ def _local_size(world_size: int, local_world_size: int | None) -> int:
     local_world_size = min(whole("Topology.local_world_size", local_world_size), world_size)
     if world_size % local_world_size:
         raise ValueError(
-            f"Topology.local_world_size must divide world_size: nodes have equally many ranks; "
-            f"received local_world_size={local_world_size}, world_size={world_size}."
+            f"Topology.local_world_size must divide world_size: all nodes have the same number of "
+            f"ranks; received local_world_size={local_world_size}, world_size={world_size}."
         )
     return local_world_size
 

@@ -8,18 +8,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar
 
-from recsys.distributed.placement.file_checks import (
-    MOST_RANKS,
-    bracket,
-    check_format,
-    choice_of,
-    list_of,
-    members_of,
-    object_of,
-    parse_json,
-    read_members,
-    whole_of,
-)
+from recsys.distributed.placement import file_checks as files
 from recsys.distributed.planner.hardware import DEVICES, NUMBERS, Hardware, build_hardware, per_rank
 from recsys.distributed.planner.measured import CollectivePoint, LookupPoint
 
@@ -34,12 +23,12 @@ def write(
     local_world_size: int,
     **tables: Sequence[LookupPoint | CollectivePoint],
 ) -> str:
-    """Return the text of a file: one number for all ranks, or a list where ranks differ.
+    """Return the text of a file: one number for all ranks, or a list if ranks differ.
 
     Args:
-        hardware: of each rank.
-        local_world_size: ranks per node.
-        tables: what was measured, by the name of the table.
+        hardware: Hardware of each rank.
+        local_world_size: Ranks per node.
+        tables: Measurements by the name of their table.
     """
     columns = {name: [getattr(rank, name) for rank in hardware] for name in ("name", *NUMBERS)}
     numbers = [
@@ -51,36 +40,36 @@ def write(
         "compute_device": json.dumps(hardware[0].compute_device),
         "world_size": str(len(hardware)),
         "local_world_size": str(local_world_size),
-        "hardware": bracket(numbers, "{}", "  "),
+        "hardware": files.bracket(numbers, "{}", "  "),
     }
     for name, points in tables.items():
         rows = [json.dumps({f.name: getattr(p, f.name) for f in fields(p)}) for p in points]
         if rows:
-            members[name] = bracket(rows, "[]", "  ")
-    return bracket([f"{json.dumps(k)}: {v}" for k, v in members.items()], "{}") + "\n"
+            members[name] = files.bracket(rows, "[]", "  ")
+    return files.bracket([f"{json.dumps(k)}: {v}" for k, v in members.items()], "{}") + "\n"
 
 
 def read(text: str, subject: str) -> dict[str, Any]:
-    """Return what a file says, once it is checked: the arguments of `Topology.from_hardware`.
+    """Return the checked content of a file: the arguments of `Topology.from_hardware`.
 
     Args:
         text: JSON.
-        subject: what the text is, for errors.
+        subject: Name of the text in errors.
 
     Raises:
-        ValueError: if the text is no JSON, a key is missing or unknown, a list has not one value
-            per rank, or a number is out of range.
-        TypeError: if a value has the wrong type.
+        ValueError: The text is not JSON, a key is missing or unknown, a list does not have one
+            value for each rank, or a number is out of range.
+        TypeError: A value has another type.
     """
-    members = read_members(
+    members = files.read_members(
         subject,
-        parse_json(text, subject),
+        files.parse_json(text, subject),
         {
-            "format": partial(check_format, known=FORMAT),
-            "compute_device": partial(choice_of, choices=DEVICES),
-            "world_size": partial(whole_of, most=MOST_RANKS),
-            "local_world_size": whole_of,
-            "hardware": object_of,
+            "format": partial(files.check_format, known=FORMAT),
+            "compute_device": partial(files.choice_of, choices=DEVICES),
+            "world_size": partial(files.whole_of, most=files.MOST_RANKS),
+            "local_world_size": files.whole_of,
+            "hardware": files.object_of,
         },
         {
             "lookup": partial(_points, kind=LookupPoint),
@@ -89,7 +78,7 @@ def read(text: str, subject: str) -> dict[str, Any]:
         _HINT,
     )
     world_size, owner = members.pop("world_size"), f"{subject}: hardware"
-    given = members_of(owner, members["hardware"], NUMBERS, ("name",), _HINT)
+    given = files.members_of(owner, members["hardware"], NUMBERS, ("name",), _HINT)
     there = [name for name in (*NUMBERS, "name") if name in given]
     columns = {name: per_rank(owner, name, given[name], world_size) for name in there}
     members["hardware"] = build_hardware(members.pop("compute_device"), columns)
@@ -100,8 +89,8 @@ def read(text: str, subject: str) -> dict[str, Any]:
 def _points(subject: str, rows: object, *, kind: type[_Point]) -> tuple[_Point, ...]:
     names = [f.name for f in fields(kind)]
     points = []
-    for index, row in enumerate(list_of(subject, rows)):
-        members = members_of(f"{subject}[{index}]", row, names, hint=_HINT)
+    for index, row in enumerate(files.list_of(subject, rows)):
+        members = files.members_of(f"{subject}[{index}]", row, names, hint=_HINT)
         try:
             points.append(kind(**members))
         except (TypeError, ValueError) as error:

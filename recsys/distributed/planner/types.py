@@ -1,4 +1,4 @@
-"""What a user asks of a plan, and the error when it cannot be met."""
+"""Constraints on plans, memory reservations, and the planner's error."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ from recsys.kernels.types import BoundsCheckMode
 
 @unique
 class PlannerErrorType(Enum):
-    """Why there is no plan."""
+    """Reason why there is no plan."""
 
     INSUFFICIENT_STORAGE = "insufficient_storage"
     """The tables do not fit into memory."""
     STRICT_CONSTRAINTS = "strict_constraints"
-    """Constraints on a table leave no way to place it, or contradict each other or the model."""
+    """Constraints leave no option for a table, or contradict each other or the model."""
     PARTITION = "partition"
-    """A partitioner of the user's own found no rank with memory for a shard."""
+    """A partitioner written for TorchRec found no rank with enough memory for a shard."""
     PLANNER_INPUT_CONTEXT_MISMATCH = "planner_input_context_mismatch"
-    """Ranks were asked for different plans."""
+    """Ranks received different inputs."""
     INPUT_VALIDATION = "input_validation"
-    """An enumerator of your own left out tables or constraints."""
+    """For custom planners, as the other types below; this planner raises a ValueError instead."""
     INVALID_COMPUTE_KERNEL = "invalid_compute_kernel"
-    """For planners of your own, as the next three; ours raises a ValueError there."""
     INVALID_RANK_ASSIGNMENT = "invalid_rank_assignment"
     MISSING_MODULE_IN_PLAN = "missing_module_in_plan"
     PLAN_LOADING_FAILED = "plan_loading_failed"
@@ -44,11 +43,11 @@ class PlannerErrorType(Enum):
 
 
 class PlannerError(ValueError):
-    """No placement meets the constraints; says which tables, how many bytes, and what would help.
+    """Error that no plan meets the constraints.
 
     Args:
-        message: says so.
-        error_type: why.
+        message: Names the tables and the missing bytes, and suggests changes.
+        error_type: Reason.
     """
 
     @checked
@@ -60,36 +59,37 @@ class PlannerError(ValueError):
 @final
 @dataclass(slots=True)
 class ParameterConstraints:
-    """Constraints on the placement of one table, and what is known of its traffic.
+    """Constraints on the placement of one table, and facts about its traffic.
 
-    Lists have one number for each feature of the table. Fields that say nothing (None, or no
-    numbers) leave the choice to the planner, or to its `pooling_stats`.
+    Lists have one number for each feature of the table. None and empty lists leave the choice to
+    the planner, or to its `pooling_stats`.
 
     Args:
-        sharding_types: allowed `ShardingType` values.
-        compute_kernels: allowed `EmbeddingComputeKernel` values;
-            all that the sharding type executes are weighed. "fused" if None: tables go to host
-            memory only where "fused_uvm" or "fused_uvm_caching" is asked for.
-        min_partition: the least columns of a column shard (default 32).
-        pooling_factors: mean ids per bag (default 1).
-        num_poolings: mean bags per sample (default 1).
-        batch_sizes: samples per rank, where they differ from the planner's `batch_size`.
-        is_weighted: whether ids have weights, also where the module does not say so.
-        cache_params: of `fused_uvm_caching`.
-        enforce_hbm: whether optimizer state of a cached table must be in device memory. That is
-            not supported, so True and "fused_uvm_caching" exclude each other.
-        stochastic_rounding: must be what the table's optimizer does; the planner does not set it.
-        bounds_check_mode: what to do with ids outside the table; goes into the plan. Tables of one
-            module share one.
-        feature_names: the table's features in the order of the lists. Where several modules have a
-            table of this name, these are for the one with these features.
-        output_dtype: of embeddings; goes into the plan. None or `torch.float32`.
-        device_group: "cpu" or "cuda"; a planner for another device leaves the module out.
-        key_value_params: not supported.
-        use_virtual_table: not supported.
+        sharding_types: Allowed `ShardingType` values.
+        compute_kernels: Allowed `EmbeddingComputeKernel` values. The planner compares all of them
+            that a sharding type supports. None means "fused": tables are placed in host memory
+            only if "fused_uvm" or "fused_uvm_caching" is allowed.
+        min_partition: Minimum number of columns of a column shard (default 32).
+        pooling_factors: Mean ids per bag (default 1).
+        num_poolings: Mean bags per sample (default 1).
+        batch_sizes: Samples per rank, if they differ from the planner's `batch_size`.
+        is_weighted: Whether ids have weights, even if the module does not state it.
+        cache_params: Settings of `fused_uvm_caching`.
+        enforce_hbm: Whether optimizer state of a cached table must be in device memory. This is
+            not supported, so True excludes "fused_uvm_caching".
+        stochastic_rounding: Must equal the setting of the table's optimizer.
+        bounds_check_mode: Handling of ids outside the table; copied into the plan. All tables of a
+            module must have the same one.
+        feature_names: Features of the table in the order of the lists. If several modules have a
+            table of this name, the constraints apply to the table with these features.
+        output_dtype: Data type of embeddings; copied into the plan. None or `torch.float32`.
+        device_group: "cpu" or "cuda". A planner for the other device omits the module.
+        key_value_params: Not supported.
+        use_virtual_table: Not supported.
 
     Raises:
-        ValueError: if a value is not one of the choices, or not supported.
+        ValueError: A value is out of range or not supported.
+        TypeError: A value has another type.
 
     Example:
         >>> hot = ParameterConstraints(["row_wise", "column_wise"], pooling_factors=[20.0])
@@ -122,65 +122,60 @@ class ParameterConstraints:
         if self.min_partition is not None:
             whole("ParameterConstraints.min_partition", self.min_partition)
         if self.bounds_check_mode is not None:
-            self.bounds_check_mode = _our_bounds_check_mode(self.bounds_check_mode)
+            self.bounds_check_mode = _convert_bounds_check_mode(self.bounds_check_mode)
         given: object = self.output_dtype
-        dtype = given.name if isinstance(given, Enum) else given  # TorchRec has an enum
+        dtype = given.name if isinstance(given, Enum) else given  # TorchRec passes an enum
         caches = EmbeddingComputeKernel.FUSED_UVM_CACHING.value in (self.compute_kernels or [])
-        self._check(
-            dtype is None or dtype is torch.float32 or (isinstance(dtype, str) and dtype == "FP32"),
-            "output_dtype must be None or torch.float32, as sharded embeddings are; received "
-            f"{self.output_dtype}. Convert the output, or choose what travels by the sharder's "
-            "qcomm_codecs_registry.",
-        )
-        self._check(
-            self.device_group is None or str(self.device_group) in ("cpu", "cuda"),
-            f"device_group must be 'cpu' or 'cuda'; received {self.device_group!r}.",
-        )
-        self._check(
-            self.key_value_params is None and self.use_virtual_table is not True,
+        rules = {
+            "output_dtype must be None or torch.float32, the type of sharded embeddings; received "
+            f"{given}. Convert the output, or set the precision of exchanges by the sharder's "
+            "qcomm_codecs_registry.": dtype is None
+            or dtype is torch.float32
+            or (isinstance(dtype, str) and dtype == "FP32"),
+            f"device_group must be 'cpu' or 'cuda'; received {self.device_group!r}.": (
+                self.device_group is None or str(self.device_group) in ("cpu", "cuda")
+            ),
             "key_value_params and use_virtual_table are for tables in a key-value store, which are "
             f"not supported; received {self.key_value_params}, {self.use_virtual_table}. For "
-            "tables beyond device memory allow compute_kernels=['fused_uvm_caching'].",
-        )
-        self._check(
-            self.cache_params is None or self.compute_kernels is None or caches,
-            "cache_params are of fused_uvm_caching, which compute_kernels must allow; received "
-            f"compute_kernels={self.compute_kernels}. Add 'fused_uvm_caching' to it.",
-        )
-        self._check(
-            not (self.enforce_hbm is True and caches),
-            "enforce_hbm=True is not supported with fused_uvm_caching: optimizer state is beside "
-            "the table, in host memory. Leave it None, or leave fused_uvm_caching out of "
-            f"compute_kernels; received {self.compute_kernels}.",
-        )
+            "tables that exceed device memory allow compute_kernels=['fused_uvm_caching'].": (
+                self.key_value_params is None and self.use_virtual_table is not True
+            ),
+            "cache_params require 'fused_uvm_caching' among compute_kernels; received "
+            f"compute_kernels={self.compute_kernels}. Add 'fused_uvm_caching' to it.": (
+                self.cache_params is None or self.compute_kernels is None or caches
+            ),
+            "enforce_hbm=True is not supported with fused_uvm_caching, which keeps optimizer state "
+            f"in host memory; received compute_kernels={self.compute_kernels}. Set enforce_hbm to "
+            "None, or remove 'fused_uvm_caching'.": not (self.enforce_hbm is True and caches),
+        }
+        for message, holds in rules.items():
+            if not holds:
+                raise ValueError(f"ParameterConstraints.{message}")
         self.output_dtype = None if dtype is None else torch.float32
         check_fields(self)
 
-    def _check(self, holds: bool, message: str, error: type[Exception] = ValueError) -> None:
-        if not holds:
-            raise error(f"ParameterConstraints.{message}")
-
     def _check_choices(self, name: str, kinds: type[Enum]) -> None:
-        chosen, choices = getattr(self, name), [kind.value for kind in kinds]
-        if chosen is not None:
-            chosen = names(f"ParameterConstraints.{name}", chosen)
-        self._check(
-            chosen is None or (chosen != [] and set(chosen) <= set(choices)),
-            f"{name} must name some of {', '.join(choices)}; received {chosen}.",
-        )
+        if (chosen := getattr(self, name)) is None:
+            return
+        subject, choices = f"ParameterConstraints.{name}", [kind.value for kind in kinds]
+        if not (chosen := names(subject, chosen)) or not set(chosen) <= set(choices):
+            raise ValueError(
+                f"{subject} must name some of {', '.join(choices)}; received {chosen}."
+            )
 
     def _check_numbers(self, name: str, least: int) -> None:
-        values = () if (given := getattr(self, name)) is None else given
-        self._check(
-            isinstance(values, Sequence) and all(isinstance(v, numbers.Real) for v in values),
-            f"{name} must be a list of numbers, one for each feature; received {values!r}.",
-            TypeError,
-        )
-        for place, value in enumerate(values):
-            finite(f"ParameterConstraints.{name}[{place}]", value, least)
+        subject, values = f"ParameterConstraints.{name}", getattr(self, name)
+        if values is None:
+            return
+        if not isinstance(values, Sequence) or not all(isinstance(v, numbers.Real) for v in values):
+            raise TypeError(
+                f"{subject} must be a list of numbers, one for each feature; received {values!r}."
+            )
+        for index, value in enumerate(values):
+            finite(f"{subject}[{index}]", value, least)
 
     def apply_to(self, sharding: ParameterSharding) -> ParameterSharding:
-        """Return a plan's entry that carries what these say of the table's execution."""
+        """Return a plan's entry with the settings of these constraints."""
         cached = sharding.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value
         return replace(
             sharding,
@@ -190,8 +185,8 @@ class ParameterConstraints:
         )
 
 
-def _our_bounds_check_mode(mode: Enum) -> BoundsCheckMode:
-    """Return our mode of this name; FBGEMM's has a second implementation of each, `V2_...`."""
+def _convert_bounds_check_mode(mode: Enum) -> BoundsCheckMode:
+    """Return the mode with the same name; FBGEMM's enum has a second one of each, `V2_...`."""
     name = str(getattr(mode, "name", mode)).removeprefix("V2_")
     if name not in BoundsCheckMode.__members__:
         raise ValueError(
@@ -202,30 +197,30 @@ def _our_bounds_check_mode(mode: Enum) -> BoundsCheckMode:
 
 
 class StorageReservation(Protocol):
-    """How much of a rank's memory is kept free of tables."""
+    """Rule for the memory to keep free of tables."""
 
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
-        """Return the bytes of `memory_cap` that are left for tables.
+        """Return the bytes of `memory_cap` that tables may use.
 
         Args:
-            memory_cap: what there is.
-            dense_bytes: of the parameters that are no tables; None in memory where they are not.
+            memory_cap: Bytes of memory.
+            dense_bytes: Bytes of all other parameters; None for memory that does not hold them.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class HeuristicalStorageReservation:
-    """Keeps a share of the memory free, and enough to train the dense parts.
+    """Reserves a share of the memory, and memory to train the dense parameters.
 
     Args:
-        percentage: share of the memory to keep free, 0 to 1.
-        parameter_multiplier: bytes for the dense parts over the bytes of their parameters. 6 holds
-            them, gradients, two states of Adam, DistributedDataParallel's buckets, and as
-            much of activations.
-        dense_tensor_estimate: bytes of all dense tensors, instead of that product.
+        percentage: Share of the memory to keep free, 0 to 1.
+        parameter_multiplier: Bytes to reserve for each byte of dense parameters. The default of 6
+            covers the parameters, their gradients, two states of Adam, the buckets of
+            DistributedDataParallel, and as many bytes of activations.
+        dense_tensor_estimate: Bytes of all dense tensors, instead of that product.
 
     Raises:
-        ValueError: if a number is out of its range.
+        ValueError: A number is out of range.
     """
 
     percentage: float = 0.15
@@ -241,7 +236,7 @@ class HeuristicalStorageReservation:
 
     @checked
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
-        """Return the bytes left for tables."""
+        """Return the bytes that tables may use."""
         left = int(memory_cap * (1 - self.percentage))
         if dense_bytes is None:
             return left
@@ -252,10 +247,10 @@ class HeuristicalStorageReservation:
 
 @dataclass(frozen=True, slots=True)
 class FixedPercentageStorageReservation:
-    """Keeps a share of the memory free, dense parameters included.
+    """Reserves a share of the memory; dense parameters are part of that share.
 
     Args:
-        percentage: share of the memory to keep free, 0 to 1.
+        percentage: Share of the memory to keep free, 0 to 1.
     """
 
     percentage: float
@@ -265,5 +260,5 @@ class FixedPercentageStorageReservation:
 
     @checked
     def usable(self, memory_cap: int, dense_bytes: int | None) -> int:
-        """Return the bytes left for tables."""
+        """Return the bytes that tables may use."""
         return int(memory_cap * (1 - self.percentage))

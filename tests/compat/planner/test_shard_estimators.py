@@ -18,7 +18,7 @@ from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.storage import StorageModel
-from recsys.distributed.planner.tables import Part
+from recsys.distributed.planner.tables import ShardSpec
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.ranks.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.distributed.types import EmbeddingComputeKernel
@@ -46,13 +46,13 @@ def test_numbers_are_those_of_the_planner() -> None:
     costs, storage = CostModel(MACHINE, 16), StorageModel(MACHINE, 16)
     found = options()
     for kind, part in (
-        ("table_wise", Part(100, 256, FUSED)),
-        ("column_wise", Part(100, 128, FUSED)),
-        ("row_wise", Part(25, 256, FUSED, row_parts=4)),
-        ("grid_shard", Part(50, 128, FUSED, in_node=True, row_parts=2)),
+        ("table_wise", ShardSpec(100, 256, FUSED)),
+        ("column_wise", ShardSpec(100, 128, FUSED)),
+        ("row_wise", ShardSpec(25, 256, FUSED, row_parts=4)),
+        ("grid_shard", ShardSpec(50, 128, FUSED, in_node=True, row_parts=2)),
     ):
-        cost = costs.of_shard(table, part)
-        size = storage.of_shard(table, part).total
+        cost = costs.shard_cost(table, part)
+        size = storage.shard_storage(table, part).total
         for shard in found[kind].shards:
             assert shard.perf is not None
             assert shard.perf.total == pytest.approx(cost.total)
@@ -61,7 +61,7 @@ def test_numbers_are_those_of_the_planner() -> None:
             sent = shard.perf.bwd_comms - cost.update  # 2 bytes a value there, 4 back
             assert shard.perf.fwd_comms * 2 == pytest.approx(sent)
             assert shard.storage == Storage(hbm=size.device, ddr=size.host)
-    copy, shard = costs.of_replica(table, FUSED), found["data_parallel"].shards[3]
+    copy, shard = costs.replica_cost(table, FUSED), found["data_parallel"].shards[3]
     assert shard.perf is not None
     assert shard.perf.total == pytest.approx(copy.total)
     assert found["data_parallel"].num_shards == 4

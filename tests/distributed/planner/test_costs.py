@@ -9,7 +9,7 @@ import torch
 
 from recsys.distributed.planner.costs import Cost, CostModel
 from recsys.distributed.planner.measured import CollectivePoint, LookupPoint
-from recsys.distributed.planner.tables import Part, PlannedTable
+from recsys.distributed.planner.tables import PlannedTable, ShardSpec
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import EmbeddingComputeKernel
@@ -70,8 +70,8 @@ def part(
     *,
     in_node: bool = False,
 ) -> Cost:
-    shape = Part(rows, cols, FUSED, in_node, table.rows // rows)
-    return CostModel(of, BATCH).of_shard(table, shape)
+    shape = ShardSpec(rows, cols, FUSED, in_node, table.rows // rows)
+    return CostModel(of, BATCH).shard_cost(table, shape)
 
 
 def test_forward_reads_the_rows_of_all_ids() -> None:
@@ -94,21 +94,21 @@ def test_a_part_of_the_rows_is_looked_up_at_its_own_pooling() -> None:
 
 
 def test_host_memory_is_read_at_its_own_speed() -> None:
-    cost = CostModel(topology(1), BATCH).of_shard(TABLE, Part(1000, 64, UVM))
+    cost = CostModel(topology(1), BATCH).shard_cost(TABLE, ShardSpec(1000, 64, UVM))
     assert cost.forward == pytest.approx(BATCH * 3 * 64 * 4 / 1e5)
 
 
 def test_what_a_cache_lacks_is_fetched_and_others_go_back() -> None:
     caching = EmbeddingComputeKernel.FUSED_UVM_CACHING
     rare = dataclasses.replace(TABLE, rows=10**9)  # every id is another row
-    cost = CostModel(topology(1), BATCH).of_shard(rare, Part(10**9, 64, caching))
+    cost = CostModel(topology(1), BATCH).shard_cost(rare, ShardSpec(10**9, 64, caching))
     missed = 0.8 * BATCH * 3  # a fifth of the rows is cached
     assert cost.prefetch == pytest.approx(2 * missed * 64 * 4 / 1e5)
-    in_memory = CostModel(topology(1), BATCH).of_shard(rare, Part(10**9, 64, FUSED))
+    in_memory = CostModel(topology(1), BATCH).shard_cost(rare, ShardSpec(10**9, 64, FUSED))
     assert cost.forward == in_memory.forward
     assert in_memory.prefetch == 0
     one_row = dataclasses.replace(TABLE, rows=1)  # fetched once at most
-    cost = CostModel(topology(1), BATCH).of_shard(one_row, Part(1, 64, caching))
+    cost = CostModel(topology(1), BATCH).shard_cost(one_row, ShardSpec(1, 64, caching))
     assert cost.prefetch == pytest.approx(2 * 64 * 4 / 1e5)
 
 
@@ -144,7 +144,7 @@ def test_state_is_read_and_written(algorithm: EmbOptimType, state: int) -> None:
 def test_a_frozen_table_has_no_backward() -> None:
     frozen = dataclasses.replace(TABLE, trains=False, optimizer=None)
     assert part(topology(2), table=frozen).backward == 0
-    assert CostModel(topology(2), BATCH).of_replica(frozen, FUSED).update == 0
+    assert CostModel(topology(2), BATCH).replica_cost(frozen, FUSED).update == 0
 
 
 def test_one_rank_exchanges_nothing() -> None:
@@ -272,7 +272,7 @@ def test_what_an_all_reduce_was_measured_to_take_holds_for_its_halves() -> None:
 
 def test_replicas_add_up_their_gradients() -> None:
     size = 1000 * 64 * 4
-    replica = CostModel(topology(4), BATCH).of_replica(TABLE, FUSED)
+    replica = CostModel(topology(4), BATCH).replica_cost(TABLE, FUSED)
     assert replica.update == pytest.approx(2 * size * 3 / 4 / 1e4 + 9 * size / 1e6)
     assert replica.forward == pytest.approx(BATCH * 3 * 64 * 4 / 1e6)
     assert replica.input == 0

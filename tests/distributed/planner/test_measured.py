@@ -8,10 +8,10 @@ from recsys.distributed.planner.hardware import Hardware
 from recsys.distributed.planner.measured import (
     COLLECTIVES,
     CollectivePoint,
-    CollectiveTable,
     LookupPoint,
     LookupTable,
-    modelled_ms,
+    largest_collectives,
+    transfer_ms,
 )
 
 RANK = Hardware(
@@ -20,8 +20,6 @@ RANK = Hardware(
     ddr_cap=0,
     intra_host_bw=100.0,
     inter_host_bw=10.0,
-    intra_host_latency_ms=1.0,
-    inter_host_latency_ms=2.0,
 )
 
 
@@ -73,24 +71,16 @@ class TestLookups:
 
 
 class TestCollectives:
-    TABLE = CollectiveTable([collective(10_000, 4.0), collective(100, 1.0)])
-
-    @pytest.mark.parametrize(
-        ("num_bytes", "ms"),
-        [(100, 1.0), (10_000, 4.0), (1000, 2.0), (1, 1.0), (0, 1.0), (40_000, 16.0)],
-    )
-    def test_between_and_beyond(self, num_bytes: int, ms: float) -> None:
-        assert self.TABLE.at("all_to_all", 2, num_bytes) == pytest.approx(ms)
-
-    def test_nearest_world_size_is_by_factor(self) -> None:
-        table = CollectiveTable([collective(1, 1.0, world_size=size) for size in (2, 8, 64)])
-        near = [table.nearest_world_size("all_to_all", size) for size in (1, 3, 4, 8, 20, 30, 500)]
-        assert near == [2, 2, 8, 8, 8, 64, 64]
-        assert table.nearest_world_size("all_reduce", 8) is None
+    def test_the_largest_of_each_kind_and_world_size(self) -> None:
+        points = [collective(10_000, 4.0), collective(100, 1.0), collective(9, 2.0, world_size=4)]
+        found = largest_collectives(points)
+        assert found.keys() == {("all_to_all", 2), ("all_to_all", 4)}
+        assert found["all_to_all", 2] == pytest.approx((10_000, 4.0))
+        assert found["all_to_all", 4] == pytest.approx((9, 2.0))
 
     def test_points_come_once(self) -> None:
         with pytest.raises(ValueError, match="received all_to_all of 2 ranks and 7 bytes twice"):
-            CollectiveTable([collective(7, 1.0), collective(7, 2.0)])
+            largest_collectives([collective(7, 1.0), collective(7, 2.0)])
 
 
 class TestModel:
@@ -98,24 +88,24 @@ class TestModel:
         ("kind", "ranks", "nodes", "ms"),
         [
             ("all_to_all", 1, 1, 0),
-            ("all_to_all", 4, 1, 1 + 3000 / 100),  # 1000 of 4000 bytes stay
-            ("reduce_scatter", 4, 1, 1 + 3000 / 100),
-            ("all_gather", 4, 1, 1 + 3000 / 100),
-            ("all_reduce", 4, 1, 1 + 6000 / 100),
-            ("all_to_all", 4, 2, 2 + 2000 / 10),  # 2000 leave the node
-            ("reduce_scatter", 4, 2, 2 + 3000 / 2 / 10),  # two ranks share what leaves their node
-            ("all_reduce", 2, 2, 2 + 4000 / 10),  # one rank per node
+            ("all_to_all", 4, 1, 3000 / 100),  # 1000 of 4000 bytes stay
+            ("reduce_scatter", 4, 1, 3000 / 100),
+            ("all_gather", 4, 1, 3000 / 100),
+            ("all_reduce", 4, 1, 6000 / 100),
+            ("all_to_all", 4, 2, 2000 / 10),  # 2000 leave the node
+            ("reduce_scatter", 4, 2, 3000 / 2 / 10),  # two ranks share what leaves their node
+            ("all_reduce", 2, 2, 4000 / 10),  # one rank per node
         ],
     )
     def test_times(self, kind: str, ranks: int, nodes: int, ms: float) -> None:
-        assert modelled_ms(kind, 4000, ranks, nodes, RANK) == pytest.approx(ms)
+        assert transfer_ms(kind, 4000, ranks, nodes, RANK) == pytest.approx(ms)
 
     def test_a_slow_node_is_seen_across_nodes_too(self) -> None:
         slow = Hardware(
             compute_device="cpu", hbm_cap=0, ddr_cap=0, intra_host_bw=1.0, inter_host_bw=10.0
         )
-        slow_ms = modelled_ms("all_to_all", 4000, 4, 2, slow)
-        assert slow_ms == pytest.approx(slow.inter_host_latency_ms + 1000)
+        slow_ms = transfer_ms("all_to_all", 4000, 4, 2, slow)
+        assert slow_ms == pytest.approx(1000)
 
 
 @pytest.mark.parametrize(

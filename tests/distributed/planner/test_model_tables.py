@@ -11,7 +11,7 @@ from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.planner import ParameterConstraints, PlannerError, PoolingStats
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.pooling_stats import FeatureStats, uniform_distinct
-from recsys.distributed.planner.tables import Part, PlannedTable
+from recsys.distributed.planner.tables import PlannedTable, ShardSpec
 from recsys.distributed.types import CacheParams, EmbeddingComputeKernel, ShardingType
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
@@ -89,7 +89,7 @@ class TestTraffic:
         found = tables(model, t=demand)
         assert found["x.t"].ids_per_sample == 1
         assert found["y.t"].ids_per_sample == 7
-        with pytest.raises(PlannerError, match=r"of table 't' must be all features .*\['h'\]"):
+        with pytest.raises(PlannerError, match=r"feature_names of table 't' .*\['h'\]"):
             tables(model, t=ParameterConstraints(feature_names=["h"]))
 
     def test_weights(self) -> None:
@@ -168,7 +168,7 @@ class TestKernels:
                 cache_params=None if share is None else CacheParams(load_factor=share),
             )
             (table,) = tables(ebc(t=["f"]), "cuda", t=demand).values()
-            return table.storage_of(Part(1000, 64, CACHED)).cache.device
+            return table.storage_of(ShardSpec(1000, 64, CACHED)).cache.device
 
         row = 64 * 4 + 16
         assert cache(None) == cache(0.2) == 200 * row + 4 * 1000
@@ -190,7 +190,7 @@ class TestModules:
         on_gpu = ParameterConstraints(device_group="cuda")
         assert list(tables(model, "cpu", a=on_gpu, b=on_gpu)) == ["y.c"]
         assert len(tables(model, "cuda", a=on_gpu, b=on_gpu)) == 3
-        with pytest.raises(PlannerError, match=r"module 'x' device_group puts \['a'\] elsewhere"):
+        with pytest.raises(PlannerError, match=r"module 'x' .*device_group.* cpu for \['a'\]"):
             tables(model, "cpu", a=on_gpu)
 
     def test_a_module_has_one_bounds_check_mode(self) -> None:
@@ -199,7 +199,9 @@ class TestModules:
             for mode in (BoundsCheckMode.WARNING, BoundsCheckMode.FATAL)
         ]
         tables(ebc(a=["f"], b=["g"]), a=modes[0])
-        with pytest.raises(PlannerError, match=r"module '' ask for \['FATAL', 'WARNING'\]"):
+        with pytest.raises(
+            PlannerError, match=r"module '' .*bounds_check_mode.*\['FATAL', 'WARNING'\]"
+        ):
             tables(ebc(a=["f"], b=["g"]), a=modes[0], b=modes[1])
 
     def test_rounding_is_the_optimizers(self) -> None:
@@ -208,9 +210,13 @@ class TestModules:
             RowWiseAdagrad, half.parameters(), {"lr": 0.1}, stochastic_rounding=True
         )
         tables(half, t=ParameterConstraints(stochastic_rounding=True))
-        with pytest.raises(PlannerError, match=r"'t' has stochastic_rounding=True .* for False"):
+        with pytest.raises(
+            PlannerError, match=r"stochastic_rounding of table 't' must be True.*received False"
+        ):
             tables(half, t=ParameterConstraints(stochastic_rounding=False))
-        with pytest.raises(PlannerError, match=r"'t' has stochastic_rounding=False .* for True"):
+        with pytest.raises(
+            PlannerError, match=r"stochastic_rounding of table 't' must be False.*received True"
+        ):
             constrained("f", stochastic_rounding=True)
 
     @pytest.mark.parametrize(

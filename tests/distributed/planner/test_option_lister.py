@@ -11,7 +11,7 @@ from recsys.distributed.placement.strategies import STRATEGIES
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import Reach, TableOption
 from recsys.distributed.planner.storage import StorageModel
-from recsys.distributed.planner.tables import Part, PlannedTable
+from recsys.distributed.planner.tables import PlannedTable, ShardSpec
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
@@ -100,8 +100,8 @@ def parts_are_rectangles(size: tuple[int, int]) -> None:
         in_node = option.sharding_type in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
         rects = STRATEGIES[option.sharding_type](rows, dim, range(option.num_ranks), 4)
         row_parts = sum(rect.col_start == 0 for rect in rects)
-        parts = [Part(r.num_rows, r.num_cols, FUSED, in_node, row_parts) for r in rects]
-        sizes = [storage.of_shard(of, part).total for part in parts]
+        parts = [ShardSpec(r.num_rows, r.num_cols, FUSED, in_node, row_parts) for r in rects]
+        sizes = [storage.shard_storage(of, part).total for part in parts]
         assert sizes == [part.memory for part in option.shards for _ in range(part.count)]
         tried += 1
     assert tried

@@ -1,4 +1,4 @@
-"""What a problem may not be, and what a placement says of itself."""
+"""Checks of shards, and the gap of a placement."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from recsys.distributed.planner.options import Reach, TableOption
-from recsys.distributed.planner.placement import Placement, Problem, Ranks
-from tests.distributed.planner.search_cases import option, shards, way
+from recsys.distributed.planner.placement import Placement
+from tests.distributed.planner.search_cases import shards
 
 
 def placement(load: float, bound: float) -> Placement:
@@ -37,37 +36,3 @@ def test_refuses_bad_shards() -> None:
         shards(cost_ms=(math.nan,))
     with pytest.raises(ValueError, match=r"storage not negative; received .*host=-1"):
         shards(cost_ms=(1.0,), memory=(0, -1))
-
-
-def test_refuses_bad_ranks() -> None:
-    caps = [(1, 1)] * 3
-    with pytest.raises(ValueError, match="at least one rank"):
-        Ranks(memory_caps=[])
-    with pytest.raises(ValueError, match="kinds must hold one value for each of 3 ranks"):
-        Ranks(memory_caps=caps, kinds=(0, 1))
-    with pytest.raises(ValueError, match="must divide the 3 ranks; received 2"):
-        Ranks(memory_caps=caps, node_size=2)
-    with pytest.raises(ValueError, match="none of them negative"):
-        Ranks(memory_caps=caps, base_ms=(0.0, -1.0, 0.0))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [
-        (option(*[1.0] * 5), "1 to 4 shards, placed anywhere; received 5"),
-        (option(*[1.0] * 3, reach=Reach.ONE_NODE), "1 to 2 shards, placed one_node"),
-        (option(*[1.0] * 3, reach=Reach.NODES), "a multiple of 2 shards"),
-        (option(), "1 to 4 shards, placed anywhere; received 0"),
-        (option(*[1.0] * 5, reach=Reach.FIXED), "1 to 4 shards, placed fixed; received 5"),
-        (way(shards(cost_ms=(1.0, 2.0))), "a cost for each of 1 kinds"),
-    ],
-)
-def test_refuses_options_that_no_ranks_can_hold(wrong: TableOption, match: str) -> None:
-    ranks = Ranks(memory_caps=[(1, 1)] * 4, node_size=2)
-    with pytest.raises(ValueError, match=f"Option 1 of table 0 .*{match}"):
-        Problem(ranks=ranks, tables=[[option(1.0), wrong]])
-
-
-def test_refuses_tables_without_options() -> None:
-    with pytest.raises(ValueError, match="Table 0 must have at least one option"):
-        Problem(ranks=Ranks(memory_caps=[(1, 1)]), tables=[[]])

@@ -132,7 +132,7 @@ class TestDemands:
         assert {shard.shard_sizes[1] for shard in spec.shards} == widths
 
     def test_of_unknown_tables_are_refused(self) -> None:
-        with pytest.raises(PlannerError, match=r"for the tables \['b'\].* its tables are \['a'\]"):
+        with pytest.raises(PlannerError, match=r"are \['a'\]; received.* \['b'\]"):
             plan_of(collection({"a": (10, 4)}), b=only("table_wise"))
 
     def test_say_of_their_errors_that_they_are_theirs(self) -> None:
@@ -329,7 +329,7 @@ class TestMemory:
         for tried in ("table_wise", "column_wise", "data_parallel"):
             assert f"\n{tried}" in message
         # 24.4 MiB, and buffers; nodes of three
-        assert message.endswith("What would fit, each by itself: 27 ranks like these.")
+        assert message.endswith("Each of these changes would suffice: 27 ranks like these.")
 
     @given(
         sizes=st.lists(
@@ -375,8 +375,7 @@ class TestMemory:
         assert "0.2 MiB more of cpu memory than there is" in message
         assert "Table 't0' of module '' (1000 x 64, 0.2 MiB with optimizer state)" in message
         assert message.endswith(  # nodes of two
-            "What would fit, each by itself: weights of 16 bits (data_type=DataType.FP16); 4 ranks "
-            "like these."
+            " would suffice: weights of 16 bits (data_type=DataType.FP16); 4 ranks like these."
         )
 
 
@@ -404,15 +403,6 @@ class TestWhatTablesAre:
         bag = EmbeddingBagConfig(10, 4, "a", feature_names=["f"])
         weighted = EmbeddingBagCollection(tables=[bag], is_weighted=True, device=META)
         assert self._seen(weighted, EmbeddingBagCollectionSharder())[1:] == (True, True)
-
-
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [("proposer", "Give an enumerator"), ("performance_model", "slowest"), ("stats", "rating")],
-)
-def test_what_has_no_meaning_here_says_what_to_do(name: str, advice: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name} must be None; received a list\. .*{advice}"):
-        EmbeddingShardingPlanner(**{name: []})  # type: ignore[arg-type]
 
 
 class TestChoice:
@@ -582,7 +572,7 @@ def test_every_rank_gets_the_error_of_rank_0(ranks: RankPool) -> None:
             "rank 1 has 52428800",
         ),
         ({"device": "cuda"}, "topology.compute_device differs: rank 0 has 'cpu', .* 'cuda'"),
-        ({"name": "b"}, r"On rank 1: Constraints are given .* \['b'\]"),
+        ({"name": "b"}, r"On rank 1: Constraints .* \['b'\]"),
     ],
 )
 def test_ranks_that_ask_for_different_plans_all_hear_of_it(
@@ -605,18 +595,26 @@ def test_plans_for_the_ranks_there_are(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"topology": "H100:4"}, "topology must be a Topology; received a str"),
-        ({"batch_size": "4"}, "batch_size must be a whole number; received '4'"),
-        ({"timeout_seconds": "1"}, "timeout_seconds must be a number; received a str"),
-        ({"constraints": {"a": {}}}, r"constraints\['a'\] must be ParameterConstraints; .* dict"),
-        ({"pooling_stats": {}}, "pooling_stats must be PoolingStats; received a dict"),
-        ({"storage_reservation": 0.1}, "storage_reservation must have a method usable; .* float"),
-        ({"enumerator": object()}, "enumerator must have a method enumerate; received a object"),
+        ({"topology": "H100:4"}, "topology must be a Topology.*received 'H100:4'"),
+        ({"batch_size": "4"}, "batch_size must be a whole number.*received '4'"),
+        ({"timeout_seconds": "1"}, "timeout_seconds must be a number.*received '1'"),
+        ({"constraints": {"a": {}}}, r"constraints\['a'\] must be .* ParameterConstraints; .*{}"),
+        ({"pooling_stats": {}}, "pooling_stats must be .*PoolingStats.*received {}"),
+        ({"storage_reservation": 0.1}, "storage_reservation must .*usable.*received 0.1"),
+        ({"estimator": object()}, "estimator must .*estimate"),
     ],
 )
 def test_arguments_of_the_wrong_type(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         EmbeddingShardingPlanner(**arguments)
+
+
+@pytest.mark.parametrize(
+    "name", ["enumerator", "proposer", "partitioner", "performance_model", "stats"]
+)
+def test_components_written_for_torchrec_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"\.{name} must be None; received a object.*compat"):
+        EmbeddingShardingPlanner(**{name: object()})
 
 
 @pytest.mark.parametrize("factors", [20.0, ["1"]])

@@ -85,9 +85,9 @@ def test_nothing_is_loaded() -> None:
 def test_gains_are_those_of_the_text() -> None:
     hot = ParameterConstraints(["table_wise"], pooling_factors=[500.0])
     plan = planned({"hot": (100_000, 64), "cold": (10, 32)}, hot=hot)
-    section = plan.report_html().partition("<h2>What would gain most</h2>")[2].partition("<h2>")[0]
+    section = plan.report_html().partition("<h2>Suggested changes</h2>")[2].partition("<h2>")[0]
     gains = [html.unescape(line) for line in re.findall("<li>(.*?)</li>", section)]
-    text = plan.report().partition("What would gain most, ")[2].partition("\n\n")[0]
+    text = plan.report().partition("Suggested changes, ")[2].partition("\n\n")[0]
     assert [f"- {line}" for line in gains] == text.splitlines()[1:]
     lifted = [line for line in gains if line.startswith("Lift the constraints on table 'hot': ")]
     assert len(lifted) == 1

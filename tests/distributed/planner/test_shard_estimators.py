@@ -57,7 +57,7 @@ def test_its_storage_decides_what_fits() -> None:
 
 
 def test_parts_must_stay_what_they_are() -> None:
-    with pytest.raises(ValueError, match=r"Own\.estimate must return the shards that it is given"):
+    with pytest.raises(ValueError, match=r"Own\.estimate must return the given shards"):
         planner(lambda option, part: replace(part, rows=1)).plan(MODEL, SHARDERS)
     with pytest.raises(ValueError, match="costs for 1 kinds of rank"):
         planner(lambda option, part: replace(part, costs=part.costs * 2)).plan(MODEL, SHARDERS)

@@ -27,7 +27,7 @@ from recsys.distributed.planner import (
     Topology,
 )
 from recsys.distributed.planner.storage import StorageModel
-from recsys.distributed.planner.tables import Part, PlannedTable
+from recsys.distributed.planner.tables import PlannedTable, ShardSpec
 from recsys.distributed.ranks import comm
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.types import (
@@ -317,15 +317,18 @@ def test_a_pipeline_holds_the_ids_of_several_batches() -> None:
     topology = Topology(4, "cpu", ddr_cap=1 << 30)
     one, three = (StorageModel(topology, BATCH, count) for count in (1, 3))
     of_ids = 4 * BATCH * (3 * 4 + 2 * 2 * 4)
-    more = three.of_shard(TABLE, Part(1000, 64, FUSED)).buffers.device
-    assert more - one.of_shard(TABLE, Part(1000, 64, FUSED)).buffers.device == 2 * of_ids
+    more = three.shard_storage(TABLE, ShardSpec(1000, 64, FUSED)).buffers.device
+    assert more - one.shard_storage(TABLE, ShardSpec(1000, 64, FUSED)).buffers.device == 2 * of_ids
     own = BATCH * (3 * 8 + 2 * 2 * 8)
-    assert three.of_batch([TABLE]).buffers.device - one.of_batch([TABLE]).buffers.device == 2 * own
+    assert (
+        three.batch_storage([TABLE]).buffers.device - one.batch_storage([TABLE]).buffers.device
+        == 2 * own
+    )
 
 
 def test_rows_of_short_bags_take_buffers_of_ids() -> None:
-    topology, quarter = Topology(4, "cpu", ddr_cap=1 << 30), Part(250, 64, FUSED, row_parts=4)
-    storage = StorageModel(topology, BATCH).of_shard(TABLE, quarter)
+    topology, quarter = Topology(4, "cpu", ddr_cap=1 << 30), ShardSpec(250, 64, FUSED, row_parts=4)
+    storage = StorageModel(topology, BATCH).shard_storage(TABLE, quarter)
     ids = 4 * BATCH * 3 // 4  # of all ranks' samples, that are in a quarter of the rows
     of_ids = ids * 4 + 2 * ids * 4  # with lengths, which did not travel, and offsets
     sent_back = BATCH * 3 * 64 * 4  # of its own samples, in place of those of two bags
@@ -335,22 +338,22 @@ def test_rows_of_short_bags_take_buffers_of_ids() -> None:
     # fewer ids than bags: less is sent back than the gradients of the embeddings, which counts not
     rare = dataclasses.replace(TABLE, ids_per_sample=1.0)
     ids = 4 * BATCH // 4
-    storage = StorageModel(topology, BATCH).of_shard(rare, quarter)
+    storage = StorageModel(topology, BATCH).shard_storage(rare, quarter)
     saved = BATCH * 64 * 4
     assert storage.buffers.device == 3 * ids * 4 + ids * 64 * 4
     # means are divided in a copy of those
     mean = dataclasses.replace(rare, is_mean=True)
-    storage = StorageModel(topology, BATCH).of_shard(mean, quarter)
+    storage = StorageModel(topology, BATCH).shard_storage(mean, quarter)
     assert storage.buffers.device == 3 * ids * 4 + ids * 64 * 4 - saved + BATCH * 2 * 64 * 4
 
 
 @pytest.mark.parametrize("is_mean", [False, True])
 def test_sums_that_are_added_up_on_the_way_take_one_share(is_mean: bool) -> None:
-    quarter = Part(250, 64, FUSED, row_parts=4)
+    quarter = ShardSpec(250, 64, FUSED, row_parts=4)
     long = dataclasses.replace(TABLE, ids_per_sample=8.0, is_mean=is_mean)
     found = [
         StorageModel(Topology(4, device, hbm_cap=1 << 30, ddr_cap=1 << 30), BATCH)
-        .of_shard(dataclasses.replace(long, is_alone=is_alone), quarter)
+        .shard_storage(dataclasses.replace(long, is_alone=is_alone), quarter)
         .buffers.device
         for device, is_alone in (("cuda", True), ("cuda", False), ("cpu", True))
     ]
@@ -362,12 +365,12 @@ def test_sums_that_are_added_up_on_the_way_take_one_share(is_mean: bool) -> None
 
 
 def test_sums_of_a_node_are_received_once_on_a_gpu() -> None:
-    half = Part(500, 64, FUSED, in_node=True, row_parts=2)
+    half = ShardSpec(500, 64, FUSED, in_node=True, row_parts=2)
     on_cpu, on_gpu = (
         StorageModel(
             Topology(4, device, hbm_cap=1 << 30, ddr_cap=1 << 30, local_world_size=2), BATCH
         )
-        .of_shard(TABLE, half)
+        .shard_storage(TABLE, half)
         .buffers.device
         for device in ("cpu", "cuda")
     )
@@ -380,8 +383,8 @@ def test_sums_of_a_node_are_received_once_on_a_gpu() -> None:
 def test_host_memory_has_no_buffers() -> None:
     topology = Topology(4, "cuda", hbm_cap=1 << 30)
     table = dataclasses.replace(TABLE, trains=False)
-    storage = StorageModel(topology, BATCH).of_shard(
-        table, Part(1000, 64, EmbeddingComputeKernel.FUSED_UVM)
+    storage = StorageModel(topology, BATCH).shard_storage(
+        table, ShardSpec(1000, 64, EmbeddingComputeKernel.FUSED_UVM)
     )
     assert storage.total.host == storage.weights.host == 1000 * 64 * 4
     assert storage.total.device == storage.buffers.device > 0

@@ -163,35 +163,40 @@ class TestMeasurements:
         assert measured.with_measurements(lookup=[]) == topology
 
     def test_collectives_are_modelled_unless_measured(self) -> None:
-        topology = Topology(
-            8, "cuda", local_world_size=4, intra_host_bw=100.0, intra_host_latency_ms=1.0
-        )
-        assert topology.collective_ms("all_to_all", 4000, num_ranks=4) == pytest.approx(31.0)
-        point = CollectivePoint(kind="all_to_all", world_size=4, bytes=4000, ms=62.0)
-        measured = topology.with_measurements(collectives=[point])
-        assert measured.collective_ms("all_to_all", 4000, num_ranks=4) == pytest.approx(62.0)
+        topology = Topology(8, "cuda", local_world_size=4, intra_host_bw=100.0, inter_host_bw=10.0)
+        rank = topology.slowest
+        assert topology.transfer_ms("all_to_all", 4000, 4, 1, rank) == pytest.approx(30.0)
+        points = [
+            CollectivePoint(kind="all_to_all", world_size=size, bytes=4000, ms=ms)
+            for size, ms in ((1, 9.0), (4, 60.0))
+        ]
+        measured = topology.with_measurements(collectives=points)
+        assert measured.transfer_ms("all_to_all", 2000, 4, 1, rank) == pytest.approx(30.0)
         # another world size: twice the model, as at the one that was measured
-        for num_ranks in (2, 8):
-            model = topology.collective_ms("all_to_all", 4000, num_ranks)
-            assert measured.collective_ms("all_to_all", 4000, num_ranks) == pytest.approx(2 * model)
-        # another kind, one rank per node, or a rank alone: not measured
-        for kind, *ranks in (("all_reduce", 4, 1), ("all_to_all", 2, 2), ("all_to_all", 1, 1)):
-            model = topology.collective_ms(kind, 4000, *ranks)
-            assert measured.collective_ms(kind, 4000, *ranks) == model
+        model = topology.transfer_ms("all_to_all", 4000, 3, 1, rank)
+        assert measured.transfer_ms("all_to_all", 4000, 3, 1, rank) == pytest.approx(2 * model)
+        # another kind, other links, or a rank alone: not measured
+        for kind, *ranks in (("all_reduce", 4, 1), ("all_to_all", 8, 2), ("all_to_all", 1, 1)):
+            model = topology.transfer_ms(kind, 4000, *ranks, rank)
+            assert measured.transfer_ms(kind, 4000, *ranks, rank) == model
 
-    def test_all_ranks_take_part_by_default(self) -> None:
-        topology = Topology.preset("H100", 16)
-        for kind in ("all_gather", "all_reduce", "all_to_all", "reduce_scatter"):
-            assert topology.collective_ms(kind, 1e6) == topology.collective_ms(kind, 1e6, 16, 2)
+    @pytest.mark.parametrize("num_ranks", [1, 3, 4, 8, 20, 30, 500])
+    def test_the_nearest_world_size_is_by_factor(self, num_ranks: int) -> None:
+        topology = Topology(512, "cuda", local_world_size=512, intra_host_bw=100.0)
+        points = [
+            CollectivePoint(kind="all_to_all", world_size=size, bytes=100 * size, ms=size - 1)
+            for size in (2, 8, 64)
+        ]
+        measured = topology.with_measurements(collectives=points)
+        near = {1: 2, 3: 2, 4: 8, 8: 8, 20: 8, 30: 64, 500: 64}[num_ranks]
+        at = [
+            of.transfer_ms("all_to_all", 1e6, num_ranks, 1, topology.slowest)
+            for of in (topology, measured)
+        ]
+        longest = topology.transfer_ms("all_to_all", 100 * near, near, 1, topology.slowest)
+        assert at[1] == pytest.approx(at[0] * (near - 1) / longest)
 
     def test_what_cannot_be_is_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"must be one of .*; received 'scan'"):
-            Topology(2, "cpu").collective_ms("scan", 1)
-        for ranks in ((2, 3), (3, 1), (0, 0)):
-            with pytest.raises(
-                ValueError, match=r"takes some of the 2 ranks, .*received num_ranks="
-            ):
-                Topology(2, "cpu").collective_ms("all_reduce", 1, *ranks)
         with pytest.raises(ValueError, match=r"Topology\.lookup must have each point once"):
             Topology(2, "cpu").with_measurements(lookup=[POINTS[0], POINTS[0]])
 

@@ -175,10 +175,6 @@ CALLS = [
         "dim": whole(4, None), "pooling": number(1.0, is_finite=False), "rank": maybe(made(
             lambda: topology().hardware[0])),
     }),
-    Call("Topology.collective_ms", method(topology, "collective_ms"), {
-        "kind": text("all_to_all"), "num_bytes": number(1e6, 0), "num_ranks": maybe(whole(2)),
-        "num_nodes": maybe(whole(1)),
-    }),
     Call("CustomTopologyData", CustomTopologyData, {
         "data": mapping(lambda: {"hbm_cap": [1, 2]}, many(lambda: [1, 2], number(1, 0), 2)),
         "world_size": whole(2),
@@ -216,12 +212,9 @@ CALLS = [
     }),
     Call("EmbeddingShardingPlanner", EmbeddingShardingPlanner, {
         "topology": maybe(TOPOLOGY), "batch_size": maybe(whole(4)),
-        "enumerator": maybe(Kind(
-            lambda: None, lambda value: None if hasattr(value, "enumerate") else False)),
+        "enumerator": NOTHING, "partitioner": NOTHING,
         "storage_reservation": maybe(made(lambda: HeuristicalStorageReservation())),
         "proposer": NOTHING, "performance_model": NOTHING, "stats": NOTHING,
-        "partitioner": maybe(Kind(
-            lambda: None, lambda value: None if hasattr(value, "partition") else False)),
         "constraints": maybe(CONSTRAINTS), "timeout_seconds": maybe(number(1.0, 0)),
         "pooling_stats": maybe(STATS), "batches_in_flight": whole(1),
         "estimator": maybe(Kind(lambda: None, _none)),

@@ -1,58 +1,37 @@
-"""What there is to say about a plan, found once for text and page."""
+"""Content of plan reports, shared by the text and the HTML page."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import NamedTuple, final
+from typing import final
 
 from recsys.distributed.planner.advice import Alternative, Gain, alternatives, gains_of
 from recsys.distributed.planner.costs import Cost
+from recsys.distributed.planner.formatting import ms, show_ranks, size_of
 from recsys.distributed.planner.options import TableOption
-from recsys.distributed.planner.plan_cost import RatedTable, Rating
-from recsys.distributed.planner.tables import Bytes, sum_of
-from recsys.distributed.planner.words import ms, show_ranks, size_of
+from recsys.distributed.planner.plan_cost import PlanCost, TableCost
 
 COST_PARTS = tuple(part.name for part in fields(Cost))
-"""The parts of a rank's time, in order."""
+"""Phases of a rank's time, in order."""
 
 _NEARLY_FULL = 0.95
-_HOT = 0.9  # share of the slowest rank's time that a table takes which binds all
+_HOT = 0.9  # share of the slowest rank's time from which a table is reported as hot
 _EVEN = 0.02
-_WIDE_GAP = 0.02  # worth a longer search
-
-
-class TableFacts(NamedTuple):
-    """What there is to say about a table.
-
-    Attributes:
-        rated: where it is.
-        name: after its module's path.
-        place: where it is, in words.
-        busiest_ms: on the rank where it takes longest.
-        work_ms: on all ranks together.
-        memory: on all ranks together.
-    """
-
-    rated: RatedTable
-    name: str
-    place: str
-    busiest_ms: float
-    work_ms: float
-    memory: Bytes
+_WIDE_GAP = 0.02  # gap from which a longer search is suggested
 
 
 @final
 class Explanation:
-    """What there is to say about a plan.
+    """Content of the report on a plan.
 
     Args:
-        rating: of the plan.
-        seconds: how long to try changes for.
+        rating: Costs of the plan.
+        seconds: Time limit for trying changes.
     """
 
-    def __init__(self, rating: Rating, seconds: float) -> None:
+    def __init__(self, rating: PlanCost, seconds: float) -> None:
         self.rating = rating
         self.seconds = seconds
         self._unconstrained = {(t.path, t.name): t for t in rating.unconstrained}
@@ -60,49 +39,41 @@ class Explanation:
         self.gains: list[Gain] = sorted(
             gains_of(rating, left=lambda: deadline - time.monotonic()), key=lambda g: g.slowest_ms
         )
-        self.tables = sorted(map(self._facts_of, rating.tables), key=lambda t: -t.busiest_ms)
+        self.tables = sorted(rating.tables, key=lambda table: -table.busiest_ms)
 
-    def _facts_of(self, rated: RatedTable) -> TableFacts:
-        table, topology = rated.table, self.rating.topology
-        times = [shard.cost_ms[topology.kinds[rank]] for rank, shard in rated.shards()]
-        return TableFacts(
-            rated=rated,
-            name=f"{table.path}.{table.name}" if table.path else table.name,
-            place=way(rated.option, rated.ranks, topology.world_size),
-            busiest_ms=max(times),
-            work_ms=sum(times),
-            memory=sum_of(shard.memory for _, shard in rated.shards()),
-        )
+    def place(self, rated: TableCost) -> str:
+        """Return the option and the ranks of a table as text."""
+        return describe_option(rated.option, rated.ranks, self.rating.topology.world_size)
 
-    def others(self, facts: TableFacts, most: int = 2) -> list[str]:
-        """Return the best other ways to place a table, one for each sharding type and kernel.
+    def others(self, rated: TableCost, most: int = 2) -> list[str]:
+        """Return the best other options for a table as text, one for each sharding type and kernel.
 
-        Where the user's constraints leave no other, those that there would be without them.
+        If the constraints leave no other option, options without the constraints are shown.
         """
-        rated, list_options = facts.rated, self.rating.lister.options_of
+        list_options = self.rating.lister.options_of
         found = alternatives(self.rating, rated, rated.options or list_options(rated.table))
         free = self._unconstrained.get((rated.table.path, rated.table.name))
         if not found and free is not None:
             found = alternatives(self.rating, rated, list_options(free))
-        return [self._sentence(other, facts) for other in found[:most]]
+        return [self._sentence(other, rated) for other in found[:most]]
 
-    def _sentence(self, other: Alternative, facts: TableFacts) -> str:
-        """Return what an alternative would cost, and whether constraints rule it out, in words."""
+    def _sentence(self, other: Alternative, rated: TableCost) -> str:
+        """Return the costs of an alternative as text, and whether constraints exclude it."""
         option, slowest_ms = other.option, self.rating.slowest_ms
-        allowed = option.compute_kernel in facts.rated.table.kernels.get(option.sharding_type, ())
-        name = f"{way(option)}{'' if allowed else ' (if its constraints allowed)'}"
+        allowed = option.compute_kernel in rated.table.kernels.get(option.sharding_type, ())
+        name = f"{describe_option(option)}{'' if allowed else ' (if its constraints allowed)'}"
         if other.bytes_over:
             memory = "host memory" if other.host else "memory"
             return f"{name}: does not fit, {size_of(other.bytes_over)} of {memory} short"
         change = other.slowest_ms / slowest_ms - 1 if slowest_ms else 0.0
         if abs(change) >= 5e-4:
             return f"{name}: slowest rank {ms(other.slowest_ms)} ({change:+.1%})"
-        more = other.work_ms - facts.work_ms
+        more = other.work_ms - rated.work_ms
         sign = "-" if more <= -1e-4 else "+"  # less is shown as 0
         return f"{name}: slowest rank the same, {sign}{ms(abs(more))} on all ranks together"
 
     def gain_sentences(self) -> list[str]:
-        """Return what each change that was planned would give."""
+        """Return the result of each change as text."""
         now = self.rating.slowest_ms
         return [
             f"{gain.text}: {ms(gain.slowest_ms)} instead of {ms(now)} "
@@ -111,7 +82,7 @@ class Explanation:
         ]
 
     def scope(self) -> str:
-        """Return what is placed where."""
+        """Return the numbers of tables, ranks and samples as text."""
         rating, topology = self.rating, self.rating.topology
         nodes = "1 node" if topology.num_nodes == 1 else f"{topology.num_nodes} nodes"
         return (
@@ -120,7 +91,7 @@ class Explanation:
         )
 
     def headline(self) -> str:
-        """Return the one sentence."""
+        """Return the time of the slowest rank and the quality of the plan as text."""
         rating = self.rating
         ranks = rating.topology.world_size
         slowest = f"The slowest of {ranks} ranks, rank {rating.slowest_rank}, takes"
@@ -129,10 +100,9 @@ class Explanation:
         text = f"{slowest} {ms(rating.slowest_ms)} per step for its tables."
         found = rating.placement
         if found is None:
-            return f"{text} The plan was given, not searched for."
+            return f"{text} The plan was passed in, not searched for."
         ended = ", ended by the time limit" if found.timed_out else ""
-        how = found.method if found.method == "partitioner" else f"{found.method} search"
-        how = f"({how}, {found.seconds:.1f} s{ended})"
+        how = f"({found.method} search, {found.seconds:.1f} s{ended})"
         if found.optimal:
             return f"{text} No plan is faster {how}."
         longer = ""
@@ -147,14 +117,14 @@ class Explanation:
         )
 
     def binding(self) -> list[str]:
-        """Return what the slowest rank's time is bound by, a sentence each."""
+        """Return sentences on the factors that limit the slowest rank."""
         rating, slowest, total = self.rating, self.rating.slowest_rank, self.rating.slowest_ms
         parts = sorted(zip(rating.costs[slowest].parts, COST_PARTS, strict=True), reverse=True)
         shares = [(time / (total or 1.0), part) for time, part in parts]
         texts = [f"{share:.1%} {part}" for share, part in shares if share >= 5e-4]
         found = [f"Time of rank {slowest}: {', '.join(texts) or 'none'}."]
-        times = rating.times_on(slowest)
-        most_ms, hot = max(times, key=lambda entry: entry[0], default=(0.0, None))
+        shards = rating.placed[slowest]
+        _, most_ms, hot = max(shards, key=lambda entry: entry[1], default=(None, 0.0, None))
         mean = sum(cost.total for cost in rating.costs) / len(rating.costs)
         is_alone = rating.topology.world_size == 1
         if not is_alone and hot is not None and most_ms >= _HOT * total:
@@ -165,7 +135,7 @@ class Explanation:
             found.append(f"Table {hot.table.name!r} {how} {share}.")
         if not is_alone and total <= mean * (1 + _EVEN):
             found.append(
-                f"All ranks are equally busy ({ms(mean)} on average): only less work for all of "
+                f"All ranks are equally busy ({ms(mean)} on average): only less work on all of "
                 "them makes a step faster."
             )
         elif not is_alone:
@@ -185,13 +155,13 @@ class Explanation:
         return found
 
 
-def way(option: TableOption, ranks: Sequence[int] = (), world_size: int = 0) -> str:
-    """Return an option in words, such as "row_wise on all 8 ranks".
+def describe_option(option: TableOption, ranks: Sequence[int] = (), world_size: int = 0) -> str:
+    """Return an option as text, such as "row_wise on all 8 ranks".
 
     Args:
-        option: the way.
-        ranks: of its shards, if they are known.
-        world_size: how many ranks there are, if the ranks are known.
+        option: Option.
+        ranks: Ranks of its shards, if they are known.
+        world_size: Number of ranks of the machine, if `ranks` are known.
     """
     kernel = option.compute_kernel.value
     known = "" if kernel in ("fused", "dense") else f" ({kernel})"

@@ -1,4 +1,4 @@
-"""Times, sizes and ranks as people read them, in reports and errors."""
+"""Times, sizes and ranks as text, for reports and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ms(milliseconds: float) -> str:
 
 
 def size_of(num_bytes: int) -> str:
-    """Return bytes in the largest unit that makes them at least 1.
+    """Return bytes in the largest unit in which they are at least 1.
 
     Example:
         >>> size_of(512), size_of(40_000_000_000)
@@ -43,7 +43,7 @@ def mib(size: int) -> str:
 
 
 def shorten(texts: Sequence[str], most: int = 3) -> str:
-    """Return texts as one, the last of many left out.
+    """Return texts joined by commas, with a count instead of the last of many.
 
     Example:
         >>> shorten(["a", "b", "c", "d", "e"])
@@ -54,7 +54,7 @@ def shorten(texts: Sequence[str], most: int = 3) -> str:
 
 
 def show_ranks(ranks: Sequence[int], most: int = 4) -> str:
-    """Return ranks in order as runs.
+    """Return sorted ranks as runs.
 
     Example:
         >>> show_ranks([0, 1, 2, 5])
