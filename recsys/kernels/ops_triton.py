@@ -8,14 +8,39 @@ Triton's interpreter (`TRITON_INTERPRET=1`) runs the kernels on a CPU, for tests
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from recsys.kernels.bounds import NO_LIMIT
-from recsys.kernels.optional_triton import launch, tl, triton
+from recsys.kernels.optional_triton import tl, triton
 
 _BLOCK = 1024  # ids per program
 _SCANNED = 4096  # lengths per program
+
+
+def launch(
+    kernel: Any, grid: int | tuple[int, ...], tensors: tuple[Any, ...], *numbers: Any, **known: Any
+) -> None:
+    """Launch a kernel on the device of its first tensor.
+
+    Args:
+        kernel: the function under `triton.jit`.
+        grid: the number of programs, per axis.
+        tensors: its first argument, a tuple or NamedTuple of tensors; the first is a tensor. None
+            marks an absent tensor, which the kernel sees at compile time. Triton specializes
+            integers in tuples, so numbers that differ from batch to batch do not belong there.
+        numbers: its other arguments.
+        known: its compile-time constants, and Triton's options such as `num_warps`.
+    """
+    device = tensors[0].device
+    programs = grid if isinstance(grid, tuple) else (grid,)
+    if device.type != "cuda":  # Triton's interpreter
+        kernel[programs](tensors, *numbers, **known)
+        return
+    with torch.cuda.device(device):  # Triton launches on the current device
+        kernel[programs](tensors, *numbers, **known)
 
 
 @triton.jit

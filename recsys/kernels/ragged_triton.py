@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from recsys.kernels.optional_triton import launch, tl, triton
+from recsys.kernels.ops_triton import launch
+from recsys.kernels.optional_triton import tl, triton
 from recsys.kernels.output_triton import Columns, mean_factors, own_tile
 
 

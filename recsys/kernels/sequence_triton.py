@@ -14,8 +14,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from recsys.kernels.ops_triton import own_places
-from recsys.kernels.optional_triton import launch, tl, triton
+from recsys.kernels.ops_triton import launch, own_places
+from recsys.kernels.optional_triton import tl, triton
 
 _IDS, _COLUMNS, _MAX_UNIT = 16, 128, 32  # per program
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recsys.kernels.deferred import DeferredGradients
-from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates, watch_grad_scaler
+from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates, warn_of_fp16
 from recsys.kernels.support import choose_backend
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import Batch, RankedBags, TorchKernel, split_by_table
@@ -119,15 +119,9 @@ class TableBatchedEmbedding:
         self.deferred = DeferredGradients(self._updater, keeps_batch=keeps_batch)
         # Makes outputs require grad although no input does.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        # what a GradScaler must know: see `scaled_loss`
+        # for `scaled_loss`
         names = tuple(table.name for table in tables)
-        self._updates = {
-            UpdateMode.FUSED: TableUpdates(in_backward=names),
-            UpdateMode.DEFERRED: TableUpdates(kept=names),
-            UpdateMode.GRADIENT: TableUpdates(),
-        }[update_mode]
-        if update_mode is not UpdateMode.GRADIENT:
-            watch_grad_scaler()
+        self._updates = TableUpdates(names if update_mode is UpdateMode.FUSED else ())
 
     def _build_kernels(
         self, wanted: str | None, weights: Tensor | None
@@ -251,6 +245,8 @@ class TableBatchedEmbedding:
         batch = Batch(indices, offsets, per_sample_weights, bags, by_rank)
         if self.layout.device.type == "meta":
             return self._meta_output(batch)
+        if torch.is_grad_enabled():
+            warn_of_fp16(self._updates, self.layout.device.type)
         if self._updater.has_own_graph and (
             parameters is None or all(p.requires_grad for p in parameters)
         ):

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from recsys.kernels.ops_triton import last_at_most
-from recsys.kernels.optional_triton import launch, tl, triton
+from recsys.kernels.ops_triton import last_at_most, launch
+from recsys.kernels.optional_triton import tl, triton
 from recsys.kernels.types import OptimizerSpec, WeightDecayMode
 
 _TILE = 4096  # approximate number of values of a block
