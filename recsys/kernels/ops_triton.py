@@ -15,6 +15,7 @@ from torch import Tensor
 
 from recsys.kernels.bounds import NO_LIMIT
 from recsys.kernels.optional_triton import tl, triton
+from recsys.kernels.self_check import self_checked
 
 _BLOCK = 1024  # ids per program
 _SCANNED = 4096  # lengths per program
@@ -107,6 +108,7 @@ def _add_up_blocks(tensors, total, BLOCK: tl.constexpr):
         tl.store(out_ptr, 0)
 
 
+@self_checked
 def complete_cumsum(lengths_M: Tensor) -> Tensor:
     """Return the running sum with a leading zero; its twin is `ops.complete_cumsum`.
 
@@ -162,6 +164,7 @@ def _pack(
     tl.store(out_ptr + places, words, mask=is_real)
 
 
+@self_checked
 def pack(
     lengths_M: Tensor,
     ids_N: Tensor,
@@ -194,6 +197,7 @@ def pack(
     return out
 
 
+@self_checked
 def move_segments(source_N: Tensor, plan: Tensor, total: int) -> Tensor:
     """Copy segments of a tensor as a plan describes; its twin is `ops.permute_1d`.
 
@@ -288,6 +292,7 @@ def _make_safe(
             tl.atomic_max(found_ptr + 1, tl.max(is_outside.to(tl.int32)))
 
 
+@self_checked
 def make_safe(
     lengths: Tensor,
     offsets: Tensor,
@@ -359,6 +364,7 @@ def _row_ids(
     tl.store(out_ptr + places, rows, mask=is_real)
 
 
+@self_checked
 def row_ids(ids_N: Tensor, offsets: Tensor, row_base_F: Tensor) -> Tensor:
     """Convert ids to row numbers in tables stored end to end; its twin is `tbe_torch.row_ids_of`.
 
@@ -390,6 +396,7 @@ def _places_of_bags(
     tl.store(out_ptr + places, bags % num_bags * num_features + bags // num_bags, mask=is_real)
 
 
+@self_checked
 def places_of_bags(offsets: Tensor, num_ids: int, num_features: int) -> Tensor:
     """Return the row of each id's bag in the pooled output, `[B * F, D]`.
 
@@ -424,6 +431,7 @@ def _build_header(tensors, flag, batch_size, if_bags, if_ids, total, BLOCK: tl.c
     tl.store(out_ptr + words, values, mask=is_real)
 
 
+@self_checked
 def build_header(
     places_H: Tensor,
     counts_G: Tensor,

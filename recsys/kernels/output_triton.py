@@ -17,6 +17,7 @@ from torch import Tensor
 
 from recsys.kernels.ops_triton import launch
 from recsys.kernels.optional_triton import tl, triton
+from recsys.kernels.self_check import self_checked
 
 _SAMPLES, _COLUMNS = 16, 128  # per program
 
@@ -220,6 +221,7 @@ def _launch(
     launch(kernel, grid, tensors, *sizes, *numbers, LOSS_SCALE=loss_scale or 1.0, **known)
 
 
+@self_checked
 def collect(
     buffer: Tensor,
     batch_size: int,
@@ -249,6 +251,7 @@ def collect(
     return out
 
 
+@self_checked
 def spread(
     grad_BD: Tensor,
     columns: Columns,

@@ -17,6 +17,7 @@ from torch import Tensor
 from recsys.kernels.ops_triton import launch
 from recsys.kernels.optional_triton import tl, triton
 from recsys.kernels.output_triton import Columns, mean_factors, own_tile
+from recsys.kernels.self_check import self_checked
 
 
 @final
@@ -226,6 +227,7 @@ def _move(
     )
 
 
+@self_checked
 def collect_ragged(
     buffer: Tensor, num_samples: int, ragged: Ragged, counts: Tensor | None
 ) -> Tensor:
@@ -247,6 +249,7 @@ def collect_ragged(
     return out
 
 
+@self_checked
 def spread_ragged(
     grad_BD: Tensor, num_values: int, ragged: Ragged, counts: Tensor | None
 ) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from recsys.kernels.ops_triton import launch, own_places
 from recsys.kernels.optional_triton import tl, triton
+from recsys.kernels.self_check import self_checked
 
 _IDS, _COLUMNS, _MAX_UNIT = 16, 128, 32  # per program
 
@@ -80,6 +81,7 @@ def _move(
     )
 
 
+@self_checked
 def collect_rows(
     buffer: Tensor, dim: int, places_N: Tensor, streams_5S: Tensor, widest: int, chunk: int
 ) -> Tensor:
@@ -104,6 +106,7 @@ def collect_rows(
     return out
 
 
+@self_checked
 def spread_rows(
     grad_RD: Tensor, places_N: Tensor, streams_5S: Tensor, widest: int, chunk: int
 ) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from recsys.kernels.ops_triton import last_at_most, launch
 from recsys.kernels.optional_triton import tl, triton
+from recsys.kernels.self_check import self_checked
 from recsys.kernels.types import OptimizerSpec, WeightDecayMode
 
 _TILE = 4096  # approximate number of values of a block
@@ -297,6 +298,7 @@ def _update_entries(
     _move_rows(update, sums, rows, places, is_meant, moments_ptr, STEPS, DIM, WIDTH)
 
 
+@self_checked
 def sum_by_row(
     rows_N: Tensor,
     order_N: Tensor,
@@ -328,6 +330,7 @@ def sum_by_row(
     return rows, sums, squares
 
 
+@self_checked
 def sum_into(
     out_RD: Tensor,
     rows_N: Tensor,
@@ -340,6 +343,7 @@ def sum_into(
     _sum(_Target(out_RD), rows_N, order_N, gradients_MD, source_N, scale_N)
 
 
+@self_checked
 def sum_and_update(
     update: RowUpdate,
     rows_N: Tensor,
@@ -357,6 +361,7 @@ def sum_and_update(
     _sum(target, rows_N, order_N, gradients_MD, source_N, scale_N, steps)
 
 
+@self_checked
 def update_entries(
     update: RowUpdate, rows_K: Tensor, gradients_KD: Tensor, moments_K: Tensor | None
 ) -> None:
