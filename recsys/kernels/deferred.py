@@ -11,17 +11,17 @@ from typing import final
 import torch
 from torch import Tensor
 
-from recsys.kernels.row_update import row_statistic
-from recsys.kernels.tbe_torch import (
-    Batch,
+from recsys.kernels.lookup_batch import Batch
+from recsys.kernels.row_gradients import (
     RowGradients,
     RowStatistics,
-    TorchKernel,
     merge_row_gradients,
     put_rows,
     rows_per_table,
     split_by_table,
 )
+from recsys.kernels.row_update import row_statistic
+from recsys.kernels.tbe_torch import TorchKernel
 
 
 @final

@@ -366,7 +366,7 @@ def _row_ids(
 
 @self_checked
 def row_ids(ids_N: Tensor, offsets: Tensor, row_base_F: Tensor) -> Tensor:
-    """Convert ids to row numbers in tables stored end to end; its twin is `tbe_torch.row_ids_of`.
+    """Convert ids to rows of concatenated tables; its twin is `lookup_batch.row_ids_of`.
 
     Args:
         ids_N: `[N]` int32 or int64, at least one.

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recsys.kernels.deferred import DeferredGradients
+from recsys.kernels.lookup_batch import Batch, RankedBags
+from recsys.kernels.row_gradients import split_by_table
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates, warn_of_fp16
 from recsys.kernels.support import choose_backend
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import Batch, RankedBags, TorchKernel, split_by_table
+from recsys.kernels.tbe_torch import TorchKernel
 from recsys.kernels.types import (
     EmbeddingLocation,
     LookupSettings,

@@ -21,17 +21,18 @@ from torch.nn import functional
 
 from recsys.kernels import ops
 from recsys.kernels.backend import FBGEMM_LIMITS, OUTPUT_CODES, POOLING_CODES, Limits
-from recsys.kernels.ops import upload
-from recsys.kernels.tbe_fbgemm import Geometry, as_rectangle, flat_blocks, has_ops
-from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import (
+from recsys.kernels.lookup_batch import (
     Batch,
     RankedBags,
-    Rates,
-    TorchKernel,
+    as_rectangle,
+    flat_blocks,
     inverse_bag_length,
     row_ids_of,
 )
+from recsys.kernels.ops import upload
+from recsys.kernels.tbe_fbgemm import Geometry, has_ops
+from recsys.kernels.tbe_layout import StorageLayout
+from recsys.kernels.tbe_torch import Rates, TorchKernel
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,

@@ -307,7 +307,7 @@ def sum_by_row(
     scale_N: Tensor | None,
     with_squares: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return row gradients with an entry per id; the twin is in `row_gradients`.
+    """Return row gradients with an entry per id; its twin is `row_gradients.sum_by_row`.
 
     Args:
         rows_N: `[N]` int32 or int64 the row of each id, ascending.

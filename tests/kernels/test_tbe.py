@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from recsys.kernels.lookup_batch import RankedBags
 from recsys.kernels.row_update import update_rows
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, has_cpu_ops
-from recsys.kernels.tbe_torch import RankedBags, TorchKernel
+from recsys.kernels.tbe_torch import TorchKernel
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
