@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from benchmarks import dlrm
 from examples.dlrm.graphed import graph_dense
 from recsys.kernels import ops
+from recsys.kernels.self_check import digest_of_kernels
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
@@ -350,6 +352,8 @@ def main() -> None:
     out = arguments.out or RESULTS / f"{gpu.lower().replace(' ', '-')}.json"
     out.parent.mkdir(exist_ok=True)
     result: dict[str, Any] = {"gpu": gpu, "torch": torch.__version__}
+    if ops.HAS_TRITON:  # to copy to `self_check.COVERED`, as tests/kernels/test_self_check.py asks
+        result |= {"triton": version("triton"), "kernels": digest_of_kernels()}
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "bandwidth": lambda: [
             bandwidth(bench, dim, 8_192, pooling, kind)

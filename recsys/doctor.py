@@ -76,6 +76,8 @@ class Kernels:
     has_cuda_kernels: bool = False
     why_triton_fails: str = ""
     """Why kernels on GPUs cannot be Triton's though it is installed."""
+    triton_differences: Mapping[str, str] = field(default_factory=dict)
+    """By Triton kernel: how it differs from PyTorch on the GPU, empty if it does not."""
     backends: Mapping[str, str] = field(default_factory=dict)
     """Device type to what serves a table of fp32 trained by row-wise Adagrad on it, and why."""
 
@@ -228,6 +230,13 @@ def _judge_backends(facts: Facts) -> Iterator[Finding]:
     why = facts.kernels.why_triton_fails
     if facts.gpus and why:
         yield Finding("note", f"Steps on a GPU launch several times as many kernels: {why}.")
+    compared = facts.kernels.triton_differences
+    for name, difference in compared.items():
+        if difference:
+            text = f"Triton kernel {name} must return the same as PyTorch; received {difference}."
+            yield Finding("problem", text, "export RECSYS_KERNELS=torch")
+    if compared and not any(compared.values()):
+        yield Finding("ok", f"All {len(compared)} Triton kernels return the same as PyTorch.")
 
 
 def _judge_process_groups(facts: Facts) -> Iterator[Finding]:
@@ -343,7 +352,7 @@ def print_kernels() -> None:
     """Load the kernels in this process and print what `Kernels` holds, as JSON."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # `ops` only warns if FBGEMM does not load
-        from recsys.kernels import ops, support, tbe_fbgemm, tbe_fbgemm_module
+        from recsys.kernels import ops, self_check, support, tbe_fbgemm, tbe_fbgemm_module
 
     def serves(device_type: str) -> str:
         choice = support.choose_backend(
@@ -358,7 +367,11 @@ def print_kernels() -> None:
         )
         return f"{choice.backend} ({choice.reason})"
 
+    differences: dict[str, str] = {}
+    if ops.HAS_TRITON and torch.cuda.device_count():
+        differences = self_check.check_all(torch.device("cuda", 0))
     kernels = Kernels(
+        triton_differences=differences,
         fbgemm=getattr(sys.modules.get("fbgemm_gpu"), "__version__", None),
         has_cpu_kernels=tbe_fbgemm.has_cpu_ops(),
         has_cuda_kernels=tbe_fbgemm_module.has_cuda_ops(),

@@ -147,6 +147,8 @@ class PretendedCuda(TorchFunctionMode):
         """Triton's kernels, each as one operation on the device."""
 
         def on_device(name: str, kernel: Callable[..., Any], *args: Any) -> Any:
+            if self._is_inside:  # a comparison at the first use of a kernel
+                return kernel(*args)
             assert all(map(self.is_on_device, _tensors(args)))
             self.launched.add(name)
             self._is_inside = True

@@ -95,6 +95,17 @@ def test_why_triton_fails_is_told_of_a_gpu(
     assert found.backends.keys() == {"cpu", "cuda"}
 
 
+def test_triton_kernels_that_differ_are_problems() -> None:
+    kernels = replace(CUDA_KERNELS, triton_differences={"pack": "", "row_ids": "another result"})
+    facts = Facts(**GPU, distributions={"fbgemm-gpu": "1.8.0"}, kernels=kernels)
+    [problem] = problems(facts)
+    assert "row_ids" in problem.text
+    assert "RECSYS_KERNELS=torch" in str(problem.fix)
+    sound = replace(facts, kernels=replace(kernels, triton_differences={"pack": ""}))
+    assert not problems(sound)
+    assert any("All 1 Triton kernels" in finding.text for finding in diagnose(sound))
+
+
 def test_without_fbgemm() -> None:
     assert not problems(Facts())
     [note] = notes(Facts())

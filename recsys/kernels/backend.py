@@ -1,4 +1,4 @@
-"""What every backend says of itself: whether it serves given settings, or why not."""
+"""Base class of backends, with the reasons for which a backend does not serve settings."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from recsys.kernels import ops
 from recsys.kernels.types import LookupSettings, PoolingType
 
 Role: TypeAlias = Literal["lookup", "update"]
-"""What a backend may serve: values of ids; or gradients, and what is done with them."""
+"""Part of a lookup that a backend serves: the forward pass, or gradients and updates."""
 
 
 Limits: TypeAlias = Mapping[str, Callable[[LookupSettings], bool]]
-"""What a backend cannot do: in words, and whether it is asked for."""
+"""Unsupported features of a backend: a text, and a check whether settings need the feature."""
 
 
 class Backend:
-    """A way to serve lookups. `support.BACKENDS` has all in the order in which they are asked.
+    """Implementation of lookups. `support.BACKENDS` lists all, the preferred first.
 
     Attributes:
-        name: What users call it.
-        device_types: Where it runs; None: everywhere.
-        reads_quantized: Whether its tables are quantized rows; else they are of a floating dtype.
-        lookup_limits: What it cannot look up.
-        update_limits: Of what it cannot compute gradients, or update.
+        name: Name for users.
+        device_types: Supported types of devices; None: all.
+        reads_quantized: Whether tables are quantized; else they have a floating dtype.
+        lookup_limits: Limits of the forward pass.
+        update_limits: Limits of gradients and updates.
     """
 
     name: ClassVar[str] = "torch"
@@ -37,17 +37,17 @@ class Backend:
 
     @classmethod
     def refusal(cls, settings: LookupSettings, role: Role) -> str | None:
-        """Why the backend does not serve a role; None: it does."""
+        """Return the reason for which the backend does not serve a role; None if it does."""
         limits = cls.lookup_limits if role == "lookup" else cls.update_limits
         return next((reason for reason, applies in limits.items() if applies(settings)), None)
 
 
 OUTPUT_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 5}
-"""FBGEMM's numbers for the dtypes of a lookup's output."""
+"""FBGEMM's codes of output dtypes."""
 POOLING_CODES = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
-"""FBGEMM's numbers."""
+"""FBGEMM's codes of poolings."""
 FBGEMM_LIMITS: Limits = {
     "fbgemm_gpu is not installed, or RECSYS_KERNELS=torch": lambda s: not ops.FBGEMM_DEVICES,
     "it has no kernels of this pooling": lambda s: s.pooling not in POOLING_CODES,
 }
-"""What none of its kernels do."""
+"""Limits of all FBGEMM kernels."""

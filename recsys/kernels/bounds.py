@@ -1,4 +1,4 @@
-"""Ids outside their table, and bags outside the ids: found before a kernel reads foreign memory.
+"""Checks of ids against table sizes and of bags against the ids, before a kernel reads memory.
 
 Shape suffixes: N ids, F features, B bags per feature.
 """
@@ -16,21 +16,21 @@ from torch import Tensor
 from recsys.kernels.types import BoundsCheckMode
 
 NO_LIMIT: int = torch.iinfo(torch.int64).max
-"""Rows of the table that a feature reads, where no table does."""
+"""Number of rows of a feature without a table."""
 OVERWRITTEN = (
-    "Ids must be in range for their table; an earlier batch had others, and its memory has been "
-    "written to since. Leave it alone until the next call to hear which."
+    "Ids must be in range for their table; received a bad id in an earlier batch, whose memory was "
+    "overwritten since. To get the id reported, do not write to a batch before the next call."
 )
-"""Said of bad ids that are no longer there."""
+"""Error text for bad ids whose memory was overwritten."""
 
 
 def are_bags_bad(lengths: Tensor, offsets: Tensor, num_ids: int) -> Tensor:
-    """Return whether a length is negative, the sum wrong, or both disagree; no device sync.
+    """Return whether bags are bad: negative lengths, wrong sum, other offsets; no device sync.
 
     Args:
         lengths: [M] int32 or int64, M at least 1.
         offsets: [M + 1] of the same dtype.
-        num_ids: What the lengths must add up to.
+        num_ids: Required sum of the lengths.
 
     Returns:
         [] bool.
@@ -50,17 +50,17 @@ def safe_lengths(
     num_ids: int,
     told: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return the lengths, or where they are bad others that fit the ids; no device sync.
+    """Replace bad lengths by lengths that fit the ids; no device sync.
 
     Args:
         lengths: [M] int32 or int64.
         is_bad: [] bool, see `are_bags_bad`.
-        num_ids: What the lengths must add up to.
-        told: Where the host knows how many ids each feature has: [F] int64 its first bag, and [F]
-            that number.
+        num_ids: Required sum of the lengths.
+        told: If the host knows the number of ids of each feature: [F] int64 first bag of each
+            feature, and [F] the numbers.
 
     Returns:
-        [M]; if bad all ids in the first bag, or those of each feature in that feature's first.
+        [M]. If bags are bad, all ids are in the first bag, or in the first bag of their feature.
 
     Example:
         >>> safe_lengths(torch.tensor([2, -1, 2]), torch.tensor(True), 3)
@@ -78,7 +78,7 @@ def safe_lengths(
 
 
 def find_bad_ids(indices: Tensor, offsets: Tensor, num_rows_F: Tensor) -> Tensor:
-    """Return which ids are negative or too large for the table of their feature; no device sync.
+    """Return a mask of ids that are negative or too large for their table; no device sync.
 
     Args:
         indices: [N] int32 or int64.
@@ -109,7 +109,7 @@ def bad_id_message(
     feature_names: Sequence[str],
     table_names: Sequence[str],
 ) -> str:
-    """Return the text for the first of some bad ids; reads from the device.
+    """Return the error text for the first bad id; reads from the device.
 
     Args:
         bad_N: [N] bool, at least one True; see `find_bad_ids`.
@@ -137,26 +137,26 @@ def bad_id_message(
 
 _FEW = 8  # results are copied as they are: any() would be one kernel more
 _LateCheck: TypeAlias = tuple[Tensor, torch.cuda.Event, Callable[[Tensor], None]]
-"""A result in pinned memory; the event after which it has arrived; and what reads it."""
+"""A result in pinned memory, the event of its arrival, and the function that reads it."""
 
 
 @final
 class LateChecks:
-    """Checks on a CUDA device that nothing waits for: a later batch reads what they found.
+    """Asynchronous checks on a CUDA device: a later batch reads and reports their results.
 
     Attributes:
-        pending: Those of which nobody has read what they found.
+        pending: Checks whose results were not read yet.
     """
 
     def __init__(self) -> None:
         self.pending: list[_LateCheck] = []
 
     def add(self, bad: Tensor, complain: Callable[[], None]) -> None:
-        """Start sending to the host how much is bad.
+        """Start copying flags to the host.
 
         Args:
-            bad: [any] on the device, bool or int32, not 0 where something is bad.
-            complain: Called, when it has arrived and is not 0, to raise or warn.
+            bad: [any] on the device, bool or int32, not 0 for bad values.
+            complain: Raises or warns; called after the copy has arrived if a flag is not 0.
         """
         few = bad if bad.numel() <= _FEW else bad.any()
         self.send(few, lambda copied: complain() if bool(copied.any()) else None)
@@ -166,7 +166,7 @@ class LateChecks:
 
         Args:
             result: [any] on the device, small.
-            read: Called with the copy when it has arrived, to raise or warn.
+            read: Called with the copy after it has arrived, to raise or warn.
         """
         copied = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
         copied.copy_(result, non_blocking=True)
@@ -175,13 +175,13 @@ class LateChecks:
         self.pending.append((copied, done, read))
 
     def read_arrived(self) -> None:
-        """Complain about what the checks that are done have found."""
+        """Report the results of finished checks."""
         while self.pending and self.pending[0][1].query():
             copied, _, read = self.pending.pop(0)
             read(copied)
 
     def read_all(self) -> None:
-        """Wait for the device, and complain about what all checks have found."""
+        """Wait for the device, and report the results of all checks."""
         for _, done, _ in self.pending:
             done.synchronize()
         self.read_arrived()
@@ -191,15 +191,15 @@ class LateChecks:
 class IdGuard:
     """Applies a BoundsCheckMode to the ids of one lookup, batch after batch.
 
-    On a CPU a bad id raises (or warns) at once. On CUDA nothing waits for the device: bad ids
-    are made row 0 there and counted, and the error comes with a later batch, or with `check()`.
+    On a CPU a bad id raises (or warns) at once. On CUDA the host does not wait: bad ids are
+    replaced by row 0 on the device, and a later batch, or `check()`, raises the error.
 
     Args:
         num_rows: [F] rows of the table that each feature reads.
         feature_names: [F].
         table_names: [F] the table each feature reads.
-        mode: What to do.
-        device: Of the ids.
+        mode: Response to bad ids.
+        device: Device of the ids.
 
     Example:
         >>> guard = IdGuard([3], ["f"], ["t"], BoundsCheckMode.IGNORE, torch.device("cpu"))

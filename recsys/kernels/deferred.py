@@ -1,4 +1,4 @@
-"""DEFERRED mode: what backward leaves of the gradients of tables, until a step applies it.
+"""DEFERRED mode: gradients of tables, kept from backward until a step applies them.
 
 Shape suffixes: T tables, K touched rows, D columns.
 """
@@ -11,27 +11,27 @@ from typing import final
 import torch
 from torch import Tensor
 
-from recsys.kernels.row_update import row_statistic
-from recsys.kernels.tbe_torch import (
-    Batch,
+from recsys.kernels.lookup_batch import Batch
+from recsys.kernels.row_gradients import (
     RowGradients,
     RowStatistics,
-    TorchKernel,
     merge_row_gradients,
     put_rows,
     rows_per_table,
     split_by_table,
 )
+from recsys.kernels.row_update import row_statistic
+from recsys.kernels.tbe_torch import TorchKernel
 
 
 @final
 class DeferredGradients:
-    """The gradients of one lookup's tables; they add up over backward passes.
+    """Gradients of the tables of one lookup, accumulated over backward passes.
 
     Args:
-        kernel: What computes and applies them.
-        keeps_batch: Keep what a backward pass was given until the step, which can then be fused.
-            The memory of the batch's ids must be left alone until then.
+        kernel: Kernel that computes and applies them.
+        keeps_batch: Keep the output gradient and the batch of a backward pass until the step, which
+            can then be fused. The memory of the batch's ids must not change until then.
     """
 
     def __init__(self, kernel: TorchKernel, *, keeps_batch: bool) -> None:
@@ -39,20 +39,20 @@ class DeferredGradients:
         self._kernel, self._layout = kernel, kernel.layout
         optimizer = kernel.optimizer
         self._counts_rows = optimizer is not None and optimizer.moves_without_gradient
-        # what backward left, as it came (one pass only) or reduced to rows
+        # of one backward pass: the output gradient and the batch; of several: row gradients
         self._held: tuple[Tensor, Batch] | None = None
         self._pending: list[RowGradients] | None = None
         self._statistics: list[RowStatistics] = []
-        self._ids_of_tables: list[int] | None = None  # of what was left, where known
+        self._ids_of_tables: list[int] | None = None  # of the pending gradients, if known
 
     @property
     def exist(self) -> bool:
-        """Whether a backward pass has left any since the last step."""
+        """Whether gradients are pending since the last step."""
         return self._held is not None or self._pending is not None
 
     @property
     def by_table(self) -> list[RowGradients] | list[None]:
-        """Per table (rows [K] ascending, grads [K, D] fp32); None before the first backward."""
+        """(rows [K] ascending, grads [K, D] fp32) of each table; None before the first backward."""
         self._reduce()
         if self._pending is None:
             return [None] * len(self._layout.tables)
@@ -71,18 +71,18 @@ class DeferredGradients:
         trained: Sequence[bool],
         ids_of_tables: Sequence[int] | None,
     ) -> None:
-        """Take what backward gives.
+        """Accumulate the gradients of one backward pass.
 
         Args:
-            grad: Of the output.
-            batch: What was looked up.
-            trained: [T] whether each table takes its gradient.
-            ids_of_tables: [T] ids that read each, where the host knows them.
+            grad: Gradient of the output.
+            batch: Batch of the lookup.
+            trained: [T] whether each table is trained.
+            ids_of_tables: [T] number of ids of each table, if the host knows them.
         """
         known = self._ids_of_tables if self.exist else [0] * len(self._layout.tables)
         if known is not None and ids_of_tables is not None and all(trained):
             self._ids_of_tables = [a + b for a, b in zip(known, ids_of_tables, strict=True)]
-        else:  # it is known only if it is of all batches
+        else:  # known only if all batches have it
             self._ids_of_tables = None
         self._reduce()
         if all(trained):
@@ -94,7 +94,7 @@ class DeferredGradients:
             self._collect(self._kernel.drop_frozen(fresh, trained))
 
     def row_statistics(self) -> list[Tensor]:
-        """Per table [K], `row_statistic` of its row gradients, see `RowGradients`.
+        """Return the `row_statistic` [K] of each table's row gradients, see `RowGradients`.
 
         Raises:
             ValueError: The optimizer has no such statistic.
@@ -130,10 +130,10 @@ class DeferredGradients:
         return found
 
     def take_dense(self) -> list[Tensor]:
-        """Return the gradient of the whole storage, and forget it.
+        """Return and drop the gradient of the whole storage.
 
         Returns:
-            [elements of all tables] fp32, laid out as the storage; and, where the optimizer
+            [elements of all tables] fp32, in the layout of the storage; and, if the optimizer
             `moves_without_gradient`, [rows of all tables] fp32, 1 for each row with a gradient.
         """
         layout, counts_rows = self._layout, self._counts_rows
@@ -151,12 +151,12 @@ class DeferredGradients:
         return [summed, touched] if counts_rows else [summed]
 
     def step_dense(self, summed: Tensor, touched: Tensor | None = None) -> None:
-        """Apply the tables' optimizer to what `take_dense` returned.
+        """Apply the tables' optimizer to the result of `take_dense`.
 
         Args:
             summed: [elements of all tables], such as the mean over replicas.
-            touched: [rows of all tables]; rows with 0 keep weights and optimizer state. Needed
-                where the optimizer `moves_without_gradient`.
+            touched: [rows of all tables]; rows with 0 keep weights and optimizer state. Required
+                if the optimizer `moves_without_gradient`.
         """
         self._kernel.apply_dense(summed, touched)
         self.drop()
@@ -183,12 +183,12 @@ class DeferredGradients:
         self.drop()
 
     def drop(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         self._held = self._pending = self._ids_of_tables = None
         self._statistics = []
 
     def _reduce(self) -> None:
-        """Add what is held to the row gradients."""
+        """Reduce the kept output gradient to row gradients, and add it to the others."""
         if self._held is not None:
             held, self._held = self._held, None
             self._collect(self._kernel.row_gradients(*held))

@@ -1,7 +1,7 @@
-"""Triton, for the modules whose kernels need it; importing them without Triton says what to do.
+"""Import of Triton for the modules `*_triton`, with a clear error if it is not installed.
 
-Triton is optional: PyTorch's builds for CUDA on Linux bring it, and `recsys.kernels` imports these
-modules only where it is installed.
+Triton is optional: PyTorch's CUDA builds for Linux include it, and `recsys.kernels` imports these
+modules only if it is installed.
 """
 
 from __future__ import annotations

@@ -1,37 +1,38 @@
-"""Kernels of the output stage on a GPU, by Triton: columns of what arrived to those of the output.
+"""Triton kernels of the output stage on a GPU: columns of the receive buffer to output columns.
 
-Each is one launch, whatever the plan, and reads descriptors of columns that hold for every batch;
-`ColumnGather` makes them, and has the twins in PyTorch, whose bits these return.
+One launch each, whatever the plan. The kernels read descriptors of the columns, which hold for
+every batch. `ColumnGather` builds the descriptors and has the twins in PyTorch; results are equal
+bit for bit.
 
-A program has a tile of samples and of columns. Columns go by units, powers of two that lie in one
-chunk and in one slot, so that their places are worked out once and read side by side.
+A program has a tile of samples and of columns. Columns are processed by unit: a power of two of
+columns within one chunk and one slot, so that places are computed once and read side by side.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from recsys.kernels.ops_triton import _current
+from recsys.kernels.ops_triton import launch
 from recsys.kernels.optional_triton import tl, triton
+from recsys.kernels.self_check import self_checked
 
-_SAMPLES, _COLUMNS = 16, 128  # of a program
+_SAMPLES, _COLUMNS = 16, 128  # per program
 
 
 @final
 class Columns(NamedTuple):
-    """What is known of the columns of an output, on the device.
+    """Descriptors of the columns of an output, on the device.
 
     Attributes:
-        entries_4E: `[4, E]` int64, per chunk that a block of the buffer holds of each sample: the
-            chunks of each sample before the block, chunks of the block, the place in the block, and
-            the chunk of the output, ascending.
-        lists_C1: `[C + 1]` int64 where the entries of each chunk of the output begin; None: each
-            has one.
-        means_U: `[D / unit]` int32 the row of the counts that each unit is divided by, -1: none;
-            None if none is.
+        entries_4E: `[4, E]` int64, an entry per chunk that a block of the buffer has of each
+            sample: the chunks of each sample before the block, the chunks of the block, the place
+            in the block, and the chunk of the output, ascending.
+        lists_C1: `[C + 1]` int64 first entry of each chunk of the output; None: each has one entry.
+        means_U: `[D / unit]` int32 the row of the counts by which each unit is divided, -1 for
+            none; None if no unit is divided.
         width: D.
         chunk: columns of a chunk.
         unit: columns of a unit, a power of two that divides a chunk.
@@ -44,12 +45,33 @@ class Columns(NamedTuple):
     chunk: int
     unit: int
 
+    def grid(self, num_samples: int) -> tuple[tuple[int, int], dict[str, int]]:
+        """Return the grid of a kernel over tiles, and its constants."""
+        num_units = self.width // self.unit
+        block = min(_COLUMNS // self.unit, triton.next_power_of_2(num_units))
+        known = {"CHUNK": self.chunk, "UNIT": self.unit, "BLOCK_B": _SAMPLES, "BLOCK_U": block}
+        return (triton.cdiv(num_samples, _SAMPLES), triton.cdiv(num_units, block)), known
+
+
+class _Tensors(NamedTuple):
+    """Tensors of a kernel; None for what it does not need."""
+
+    matrix: Any
+    """`[B, D]` the output, or its gradient."""
+    buffer: Any
+    narrow: Any
+    """The first values of the buffer in the dtype in which they are sent."""
+    entries: Any
+    lists: Any
+    means: Any
+    counts: Any
+
 
 @triton.jit
-def _own_tile(num_samples, num_units, BLOCK_B: tl.constexpr, BLOCK_U: tl.constexpr):
-    """Return a program's samples and units, and which of them are not past the end.
+def own_tile(num_samples, num_units, BLOCK_B: tl.constexpr, BLOCK_U: tl.constexpr):
+    """Return a program's samples and units, and a mask of those before the end.
 
-    Those past the end stand for the last one, so that what they read is there.
+    Samples and units past the end are replaced by the last one, so that every read is in bounds.
     """
     samples = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     units = tl.program_id(1) * BLOCK_U + tl.arange(0, BLOCK_U)
@@ -58,55 +80,8 @@ def _own_tile(num_samples, num_units, BLOCK_B: tl.constexpr, BLOCK_U: tl.constex
 
 
 @triton.jit
-def _starts(
-    entries_ptr,
-    num_entries,
-    entries,
-    units,
-    samples,
-    num_samples,
-    CHUNK: tl.constexpr,
-    UNIT: tl.constexpr,
-):
-    """Return where units begin in the buffer, which these entries hold."""
-    first = tl.load(entries_ptr + entries) * num_samples
-    widths = tl.load(entries_ptr + num_entries + entries)
-    first += tl.load(entries_ptr + 2 * num_entries + entries)
-    chunks = first[None, :] + samples[:, None] * widths[None, :]
-    starts = chunks * CHUNK + (units % (CHUNK // UNIT) * UNIT)[None, :]
-    return starts[:, :, None]
-
-
-@triton.jit
-def _read(
-    buffer_ptr,
-    arrived_ptr,
-    num_arrived,
-    starts,
-    is_there,
-    IS_NARROW: tl.constexpr,
-    LOSS_SCALE: tl.constexpr,
-    UNIT: tl.constexpr,
-):
-    """Return the values of units of the buffer, 0 for those that are not there."""
-    places = starts + tl.arange(0, UNIT)[None, None, :]
-    if IS_NARROW:
-        has_arrived = starts < num_arrived
-        values = tl.load(arrived_ptr + places, mask=is_there & has_arrived, other=0.0)
-        values = values.to(tl.float32)
-        if LOSS_SCALE != 1.0:
-            values = tl.div_rn(values, tl.full(values.shape, LOSS_SCALE, tl.float32))
-        is_there &= starts >= num_arrived
-        rest = tl.load(buffer_ptr + places, mask=is_there, other=0.0)
-        values = tl.where(has_arrived, values, rest)
-    else:
-        values = tl.load(buffer_ptr + places, mask=is_there, other=0.0)
-    return values
-
-
-@triton.jit
-def _mean_factors(means_ptr, counts_ptr, units, samples, num_samples):
-    """Return one over the lengths of bags, 1 where nothing is averaged."""
+def mean_factors(means_ptr, counts_ptr, units, samples, num_samples):
+    """Return 1 / length of the bags, 1 for units that are not averaged."""
     slots = tl.load(means_ptr + units).to(tl.int64)
     places = slots[None, :] * num_samples + samples[:, None]
     counts = tl.load(counts_ptr + places, mask=slots[None, :] >= 0, other=1)
@@ -114,147 +89,139 @@ def _mean_factors(means_ptr, counts_ptr, units, samples, num_samples):
     return tl.div_rn(tl.full(counts.shape, 1.0, tl.float32), counts)[:, :, None]
 
 
-# `do_not_specialize`: as in `ops_triton`.
+@triton.jit
+def _places(
+    t, num_entries, entries, units, samples, num_samples, CHUNK: tl.constexpr, UNIT: tl.constexpr
+):
+    """Return the starts of units in the buffer, as these entries place them, and their columns."""
+    first = tl.load(t.entries + entries) * num_samples
+    widths = tl.load(t.entries + num_entries + entries)
+    first += tl.load(t.entries + 2 * num_entries + entries)
+    chunks = first[None, :] + samples[:, None] * widths[None, :]
+    starts = chunks * CHUNK + (units % (CHUNK // UNIT) * UNIT)[None, :]
+    starts = starts[:, :, None]
+    return starts, starts + tl.arange(0, UNIT)[None, None, :]
+
+
+@triton.jit
+def _read(t, num_narrow, starts, places, is_there, LOSS_SCALE: tl.constexpr):
+    """Return the values of units of the buffer, 0 for absent ones."""
+    if t.narrow is not None:
+        is_narrow = starts < num_narrow
+        values = tl.load(t.narrow + places, mask=is_there & is_narrow, other=0.0)
+        values = values.to(tl.float32)
+        if LOSS_SCALE != 1.0:
+            values = tl.div_rn(values, tl.full(values.shape, LOSS_SCALE, tl.float32))
+        is_there &= starts >= num_narrow
+        rest = tl.load(t.buffer + places, mask=is_there, other=0.0)
+        values = tl.where(is_narrow, values, rest)
+    else:
+        values = tl.load(t.buffer + places, mask=is_there, other=0.0)
+    return values
+
+
+# `do_not_specialize`: see `ops_triton`.
 @triton.jit(do_not_specialize=["num_narrow", "num_samples"])
 def _collect(
-    out_ptr,
-    buffer_ptr,
-    narrow_ptr,
+    t,
     num_narrow,
-    entries_ptr,
-    lists_ptr,
-    means_ptr,
-    counts_ptr,
     num_samples,
     num_units,
     num_entries,
-    HAS_LISTS: tl.constexpr,
-    HAS_MEANS: tl.constexpr,
-    IS_NARROW: tl.constexpr,
     LOSS_SCALE: tl.constexpr,
     CHUNK: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_U: tl.constexpr,
 ):
-    samples, units, is_real = _own_tile(num_samples, num_units, BLOCK_B, BLOCK_U)
+    samples, units, is_real = own_tile(num_samples, num_units, BLOCK_B, BLOCK_U)
     chunks = units // (CHUNK // UNIT)
-    if HAS_LISTS:
-        begins = tl.load(lists_ptr + chunks)
-        numbers = tl.load(lists_ptr + chunks + 1) - begins
+    if t.lists is not None:
+        begins = tl.load(t.lists + chunks)
+        numbers = tl.load(t.lists + chunks + 1) - begins
         values = tl.zeros([BLOCK_B, BLOCK_U, UNIT], tl.float32)
         i, longest = 0, tl.max(numbers)
         while i < longest:
             entries = begins + tl.minimum(i, numbers - 1)
-            starts = _starts(
-                entries_ptr, num_entries, entries, units, samples, num_samples, CHUNK, UNIT
+            starts, places = _places(
+                t, num_entries, entries, units, samples, num_samples, CHUNK, UNIT
             )
             is_there = is_real & (i < numbers)[None, :, None]
-            values += _read(
-                buffer_ptr, narrow_ptr, num_narrow, starts, is_there, IS_NARROW, LOSS_SCALE, UNIT
-            )
+            values += _read(t, num_narrow, starts, places, is_there, LOSS_SCALE)
             i += 1
     else:
-        starts = _starts(entries_ptr, num_entries, chunks, units, samples, num_samples, CHUNK, UNIT)
-        values = _read(
-            buffer_ptr, narrow_ptr, num_narrow, starts, is_real, IS_NARROW, LOSS_SCALE, UNIT
-        )
-    if HAS_MEANS:
-        values *= _mean_factors(means_ptr, counts_ptr, units, samples, num_samples)
+        starts, places = _places(t, num_entries, chunks, units, samples, num_samples, CHUNK, UNIT)
+        values = _read(t, num_narrow, starts, places, is_real, LOSS_SCALE)
+    if t.means is not None:
+        values *= mean_factors(t.means, t.counts, units, samples, num_samples)
     starts = (samples[:, None] * num_units + units[None, :]) * UNIT
     places = starts[:, :, None] + tl.arange(0, UNIT)[None, None, :]
-    tl.store(out_ptr + places, values, mask=is_real)
+    tl.store(t.matrix + places, values, mask=is_real)
 
 
 @triton.jit(do_not_specialize=["num_sent", "num_samples"])
 def _spread(
-    buffer_ptr,
-    grad_ptr,
-    row_stride,
-    column_stride,
-    scale,
-    sent_ptr,
+    t,
     num_sent,
-    entries_ptr,
-    lists_ptr,
-    means_ptr,
-    counts_ptr,
     num_samples,
     num_units,
     num_entries,
-    HAS_LISTS: tl.constexpr,
-    HAS_MEANS: tl.constexpr,
-    IS_NARROW: tl.constexpr,
+    row_stride,
+    column_stride,
+    scale,
     LOSS_SCALE: tl.constexpr,
     CHUNK: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_U: tl.constexpr,
 ):
-    samples, units, is_real = _own_tile(num_samples, num_units, BLOCK_B, BLOCK_U)
+    samples, units, is_real = own_tile(num_samples, num_units, BLOCK_B, BLOCK_U)
     chunks = units // (CHUNK // UNIT)
     columns = (units[:, None] * UNIT + tl.arange(0, UNIT)[None, :]).to(tl.int64)
     places = samples[:, None, None] * row_stride + columns[None, :, :] * column_stride
-    values = tl.load(grad_ptr + places).to(tl.float32)
-    if HAS_MEANS:
-        values *= _mean_factors(means_ptr, counts_ptr, units, samples, num_samples)
+    values = tl.load(t.matrix + places).to(tl.float32)
+    if t.means is not None:
+        values *= mean_factors(t.means, t.counts, units, samples, num_samples)
     begins, numbers = chunks, tl.full([BLOCK_U], 1, tl.int32)
-    if HAS_LISTS:
-        begins = tl.load(lists_ptr + chunks)
-        numbers = tl.load(lists_ptr + chunks + 1) - begins
+    if t.lists is not None:
+        begins = tl.load(t.lists + chunks)
+        numbers = tl.load(t.lists + chunks + 1) - begins
     i, longest = 0, tl.max(numbers)
     while i < longest:
         entries = begins + tl.minimum(i, numbers - 1)
-        starts = _starts(
-            entries_ptr, num_entries, entries, units, samples, num_samples, CHUNK, UNIT
-        )
-        places = starts + tl.arange(0, UNIT)[None, None, :]
+        starts, places = _places(t, num_entries, entries, units, samples, num_samples, CHUNK, UNIT)
         is_there = is_real & (i < numbers)[None, :, None]
         is_sent = starts < num_sent
         given = tl.where(is_sent, values * scale, values)
-        if IS_NARROW:  # what is sent is not in the buffer
-            narrow = (given * LOSS_SCALE).to(sent_ptr.dtype.element_ty)
-            tl.store(sent_ptr + places, narrow, mask=is_there & is_sent)
+        if t.narrow is not None:  # the buffer does not hold the values to send
+            narrow = (given * LOSS_SCALE).to(t.narrow.dtype.element_ty)
+            tl.store(t.narrow + places, narrow, mask=is_there & is_sent)
             is_there &= starts >= num_sent
-        tl.store(buffer_ptr + places, given, mask=is_there)
+        tl.store(t.buffer + places, given, mask=is_there)
         i += 1
 
 
 def _launch(
-    kernel,
-    given,
-    batch_size: int,
+    kernel: Any,
+    matrix: Tensor,
+    buffer: Tensor,
+    narrow: Tensor | None,
+    num_narrow: int,
     columns: Columns,
     counts: Tensor | None,
-    is_narrow: bool,
     loss_scale: float | None,
+    *numbers: float,
 ) -> None:
     """Launch a kernel over tiles of samples and columns."""
-    entries, lists, means, width, chunk, unit = columns
-    num_units = width // unit
-    block = min(_COLUMNS // unit, triton.next_power_of_2(num_units))
-    grid = triton.cdiv(batch_size, _SAMPLES), triton.cdiv(num_units, block)
-    with _current(entries.device):
-        kernel[grid](
-            *given,
-            entries,
-            entries if lists is None else lists,
-            entries if means is None else means,
-            entries if counts is None else counts.contiguous(),
-            batch_size,
-            num_units,
-            entries.shape[1],
-            HAS_LISTS=lists is not None,
-            HAS_MEANS=means is not None,
-            IS_NARROW=is_narrow,
-            LOSS_SCALE=loss_scale or 1.0,
-            CHUNK=chunk,
-            UNIT=unit,
-            BLOCK_B=_SAMPLES,
-            BLOCK_U=block,
-        )
+    entries, lists, means, width, _, unit = columns
+    counts = None if counts is None or means is None else counts.contiguous()
+    tensors = _Tensors(matrix, buffer, narrow, entries, lists, means, counts)
+    grid, known = columns.grid(matrix.shape[0])
+    sizes = num_narrow, matrix.shape[0], width // unit, entries.shape[1]
+    launch(kernel, grid, tensors, *sizes, *numbers, LOSS_SCALE=loss_scale or 1.0, **known)
 
 
+@self_checked
 def collect(
     buffer: Tensor,
     batch_size: int,
@@ -263,28 +230,28 @@ def collect(
     arrived: Tensor | None = None,
     loss_scale: float | None = None,
 ) -> Tensor:
-    """Lay a buffer out as the output; its twin is `ColumnGather.collect`.
+    """Gather the output from the receive buffer; its twin is `ColumnGather.collect`.
 
     Args:
-        buffer: flat, of blocks `[B, columns of the block]`, fp32.
+        buffer: flat, blocks of `[B, columns of the block]`, fp32.
         batch_size: B, at least 1.
-        columns: of the output, at least one.
-        counts: `[slots, B]` int32 or int64 ids per bag, if anything is averaged.
-        arrived: values of the first blocks as they travelled, read in place of the buffer's; of any
-            floating dtype.
-        loss_scale: they are divided by; None: 1.
+        columns: descriptors of the output, which has at least one column.
+        counts: `[slots, B]` int32 or int64 ids per bag, if any column is averaged.
+        arrived: received values of the first blocks, of any floating dtype, read instead of the
+            buffer.
+        loss_scale: divisor of `arrived`; None: 1.
 
     Returns:
-        `[B, D]` fp32. What several blocks hold is added up in their order, from 0.
+        `[B, D]` fp32. Values that several blocks have are added up in the order of the blocks,
+        from 0.
     """
     out = torch.empty(batch_size, columns.width, dtype=buffer.dtype, device=buffer.device)
-    is_narrow = arrived is not None
-    arrived = buffer[:0] if arrived is None else arrived
-    given = out, buffer, arrived, arrived.numel()
-    _launch(_collect, given, batch_size, columns, counts, is_narrow, loss_scale)
+    num_arrived = 0 if arrived is None else arrived.numel()
+    _launch(_collect, out, buffer, arrived, num_arrived, columns, counts, loss_scale)
     return out
 
 
+@self_checked
 def spread(
     grad_BD: Tensor,
     columns: Columns,
@@ -300,21 +267,21 @@ def spread(
         grad_BD: `[B, D]` fp32 of any strides, at least one value.
         columns: as for `collect`.
         counts: as for `collect`.
-        scale: multiplies what is sent, after the division.
-        num_sent: values of the buffer's first blocks, which are sent.
-        dtype: they travel in; None: fp32.
-        loss_scale: multiplies them on their way, if it is not fp32; None: 1.
+        scale: factor of the values to send, after the division by `counts`.
+        num_sent: number of values of the buffer's first blocks, which are sent.
+        dtype: dtype in which they are sent; None: fp32.
+        loss_scale: another factor of the values to send if `dtype` is given; None: 1.
 
     Returns:
-        Flat and fp32, the gradient of the buffer, not filled where values travel in another dtype;
-        and what is sent.
+        The gradient of the buffer, flat and fp32, and the values to send. With a `dtype`, the first
+        `num_sent` values of the gradient are not set.
     """
     batch_size = grad_BD.shape[0]
     total = columns.entries_4E.shape[1] * columns.chunk * batch_size
     out = torch.empty(total, dtype=grad_BD.dtype, device=grad_BD.device)
-    sent = out[:num_sent]
+    narrow = None
     if dtype is not None:
-        sent = torch.empty(num_sent, dtype=dtype, device=out.device)
-    given = out, grad_BD, *grad_BD.stride(), scale, sent, num_sent
-    _launch(_spread, given, batch_size, columns, counts, dtype is not None, loss_scale)
-    return out, sent
+        narrow = torch.empty(num_sent, dtype=dtype, device=out.device)
+    numbers = *grad_BD.stride(), scale
+    _launch(_spread, grad_BD, out, narrow, num_sent, columns, counts, loss_scale, *numbers)
+    return out, out[:num_sent] if narrow is None else narrow

@@ -1,35 +1,36 @@
-"""Kernels of an output stage where blocks have other rows than one per sample, by Triton.
+"""Triton kernels of an output stage whose blocks do not have one row per sample.
 
-Those of `output_triton`, but for where the rows of a bag are. A block that has a row per bag has it
-at the bag's place. Where rows return one for each id, offsets of the batch tell a bag's ids, and
-the place of each among those of all buckets tells its bucket, by a search among the buckets'
-starts, and its row among those of the bucket. So nothing is read bucket by bucket, of which there
-are as many as ranks.
+They differ from `output_triton` in how they find the rows of a bag. A block with a row per bag has
+it at the bag's place. Where owners return a row per id, the offsets of the batch give the ids of a
+bag. The place of an id among the ids of all buckets gives its bucket, by bisection of the buckets'
+starts, and its row in that bucket. So nothing is read once per bucket; there are as many buckets as
+ranks.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from recsys.kernels.ops_triton import _current
+from recsys.kernels.ops_triton import launch
 from recsys.kernels.optional_triton import tl, triton
-from recsys.kernels.output_triton import _COLUMNS, _SAMPLES, Columns, _mean_factors, _own_tile
+from recsys.kernels.output_triton import Columns, mean_factors, own_tile
+from recsys.kernels.self_check import self_checked
 
 
 @final
 class Ids(NamedTuple):
-    """Where the ids of bags went, which were split into buckets, in one round or several.
+    """Places of the ids of bags that were split into buckets, in one round or several.
 
     Attributes:
         places: `[rounds * N]` int32 or int64: for each round the place of each id among the round's
-            ids, which are bucket by bucket, and in these feature by feature.
+            ids, which are sorted by bucket, then by feature.
         offsets: `[features * B + 1]` int32 or int64, of the bags' ids: the same in each round.
         num_rounds: how often the batch was split.
-        num_buckets: into how many.
-        num_features: of the batch.
+        num_buckets: number of buckets.
+        num_features: number of features of the batch.
     """
 
     places: Tensor
@@ -41,25 +42,25 @@ class Ids(NamedTuple):
 
 @final
 class Ragged(NamedTuple):
-    """What is known of a batch, on the device.
+    """Descriptors of a batch, on the device.
 
-    A group are the blocks of the buffer that hold the same columns. If some of them have a row per
-    id, they are those of the first buckets that a feature is split into, each of one bucket.
+    A group is the set of blocks of the buffer that have the same columns. Blocks of a group with a
+    row per id are the blocks of the first buckets that a feature is split into, one per bucket.
 
     Attributes:
-        columns: of the output, at least one.
-        chunks_4C: `[4, C]` int64, of each chunk of the output: the group of the blocks that hold
-            it; chunks of a row of such a block; the place in it; and how many blocks are in earlier
-            groups.
-        batch: int64, one behind the other: `[groups + 1]` where in this tensor the list of each
-            group's blocks with a row per bag begins; `[groups]` the first segment of each group
-            with blocks that have a row per id, else -1; `[segments]` the ids before each segment;
-            `[blocks]` by groups, and by buckets, the chunks of the buffer before each block that
-            has a row per id, else -1; and the lists, of the chunks before a block and its rows.
-            Those of segments and buckets are left out if there are no `ids`.
-        num_groups: how many.
-        ids: where they went, if any block has a row per id. A segment are the ids of a feature that
-            are in one bucket of one round.
+        columns: descriptors of the output, which has at least one column.
+        chunks_4C: `[4, C]` int64, for each chunk of the output: the group of the blocks that have
+            it; chunks of a row of such a block; the place in it; and the number of blocks in
+            earlier groups.
+        batch: int64, concatenated: `[groups + 1]` start in this tensor of the list of each group's
+            blocks with a row per bag; `[groups]` the first segment of each group with blocks that
+            have a row per id, else -1; `[segments]` the ids before each segment; `[blocks]` by
+            group, then by bucket, the chunks of the buffer before each block with a row per id,
+            else -1; and the lists, of the chunks before a block and its rows. Segments and buckets
+            are left out if there are no `ids`.
+        num_groups: number of groups.
+        ids: places of the ids if any block has a row per id. A segment is the ids of a feature in
+            one bucket of one round.
     """
 
     columns: Columns
@@ -69,18 +70,32 @@ class Ragged(NamedTuple):
     ids: Ids | None
 
 
+class _Tensors(NamedTuple):
+    """Tensors of the kernel; None for what it does not need."""
+
+    matrix: Any
+    """`[B, D]` the output, or its gradient."""
+    buffer: Any
+    means: Any
+    counts: Any
+    chunks: Any
+    batch: Any
+    places: Any
+    offsets: Any
+
+
 @triton.jit
 def _find_buckets(starts_ptr, segments, places, is_there, num_buckets, num_features, half):
-    """Return which bucket has ids, the last that begins before them, and their rows in it.
+    """Return the bucket of each id, the last that starts at or before it, and its row there.
 
     Args:
         starts_ptr: ids before each segment.
-        segments: the features' in the first bucket.
-        places: of the ids.
-        is_there: which ids are.
-        num_buckets: how many.
-        num_features: from a feature's segment in one bucket to that in the next.
-        half: the power of two that is half as many as buckets, or more.
+        segments: segments of the features in the first bucket.
+        places: places of the ids.
+        is_there: mask of the ids.
+        num_buckets: number of buckets.
+        num_features: distance of a feature's segments in two neighbouring buckets.
+        half: a power of two, at least half the number of buckets.
     """
     buckets = tl.zeros_like(places)
     begins = tl.load(starts_ptr + segments + buckets, mask=is_there, other=0)
@@ -98,7 +113,7 @@ def _find_buckets(starts_ptr, segments, places, is_there, num_buckets, num_featu
 
 @triton.jit
 def _moved(values, buffer_ptr, starts, in_chunk, exists, COLLECTS: tl.constexpr):
-    """Return values with those of the buffer, or write them there."""
+    """Add values of the buffer, or write the values there."""
     places = starts[:, :, None] + in_chunk
     if COLLECTS:
         values += tl.load(buffer_ptr + places, mask=exists, other=0.0)
@@ -107,21 +122,14 @@ def _moved(values, buffer_ptr, starts, in_chunk, exists, COLLECTS: tl.constexpr)
     return values
 
 
-# `do_not_specialize`: as in `ops_triton`.
+# `do_not_specialize`: see `ops_triton`.
 @triton.jit(
     do_not_specialize=["num_samples", "row_stride", "column_stride", "ids_of_round", "half"]
 )
 def _move_ragged(
-    matrix_ptr,
+    t,
     row_stride,
     column_stride,
-    buffer_ptr,
-    means_ptr,
-    counts_ptr,
-    chunks_ptr,
-    batch_ptr,
-    places_ptr,
-    offsets_ptr,
     num_samples,
     num_units,
     num_groups,
@@ -131,119 +139,109 @@ def _move_ragged(
     num_features,
     half,
     COLLECTS: tl.constexpr,
-    HAS_MEANS: tl.constexpr,
-    HAS_IDS: tl.constexpr,
     CHUNK: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_U: tl.constexpr,
 ):
-    samples, units, is_real = _own_tile(num_samples, num_units, BLOCK_B, BLOCK_U)
+    samples, units, is_real = own_tile(num_samples, num_units, BLOCK_B, BLOCK_U)
     columns = (units[:, None] * UNIT + tl.arange(0, UNIT)[None, :]).to(tl.int64)
     matrix_places = samples[:, None, None] * row_stride + columns[None, :, :] * column_stride
     num_chunks, chunks = num_units // (CHUNK // UNIT), units // (CHUNK // UNIT)
     in_chunk = (units % (CHUNK // UNIT) * UNIT)[None, :, None] + tl.arange(0, UNIT)[None, None, :]
-    groups = tl.load(chunks_ptr + chunks)
-    widths = tl.load(chunks_ptr + num_chunks + chunks)[None, :]
-    in_row = tl.load(chunks_ptr + 2 * num_chunks + chunks)[None, :]
+    groups = tl.load(t.chunks + chunks)
+    widths = tl.load(t.chunks + num_chunks + chunks)[None, :]
+    in_row = tl.load(t.chunks + 2 * num_chunks + chunks)[None, :]
     if COLLECTS:
         values = tl.zeros([BLOCK_B, BLOCK_U, UNIT], tl.float32)
     else:
-        values = tl.load(matrix_ptr + matrix_places).to(tl.float32)
-        if HAS_MEANS:
-            values *= _mean_factors(means_ptr, counts_ptr, units, samples, num_samples)
+        values = tl.load(t.matrix + matrix_places).to(tl.float32)
+        if t.means is not None:
+            values *= mean_factors(t.means, t.counts, units, samples, num_samples)
     # blocks with a row per bag
-    blocks = tl.load(batch_ptr + groups)
-    ends = tl.load(batch_ptr + groups + 1)
+    blocks = tl.load(t.batch + groups)
+    ends = tl.load(t.batch + groups + 1)
     i, longest = 0, tl.max(ends - blocks)
     while i < longest:
         is_there = blocks < ends
-        before = tl.load(batch_ptr + blocks, mask=is_there, other=0)[None, :]
-        num_rows = tl.load(batch_ptr + blocks + 1, mask=is_there, other=0)[None, :]
+        before = tl.load(t.batch + blocks, mask=is_there, other=0)[None, :]
+        num_rows = tl.load(t.batch + blocks + 1, mask=is_there, other=0)[None, :]
         exists = is_real & (samples[:, None] < num_rows)[:, :, None]
         starts = (before + samples[:, None] * widths + in_row) * CHUNK
-        values = _moved(values, buffer_ptr, starts, in_chunk, exists, COLLECTS)
+        values = _moved(values, t.buffer, starts, in_chunk, exists, COLLECTS)
         blocks += 2
         i += 2
     # blocks with a row per id
-    if HAS_IDS:
-        segments = tl.load(batch_ptr + num_groups + 1 + groups)[None, :]
-        starts_ptr = batch_ptr + 2 * num_groups + 1
+    if t.places is not None:
+        segments = tl.load(t.batch + num_groups + 1 + groups)[None, :]
+        starts_ptr = t.batch + 2 * num_groups + 1
         of_buckets_ptr = starts_ptr + num_rounds * num_buckets * num_features
-        of_buckets_ptr += tl.load(chunks_ptr + 3 * num_chunks + chunks)[None, :]
+        of_buckets_ptr += tl.load(t.chunks + 3 * num_chunks + chunks)[None, :]
         before_round = segments // (num_buckets * num_features) * ids_of_round
         bags = segments % num_features * num_samples + samples[:, None]
-        ids = tl.load(offsets_ptr + bags, mask=segments >= 0, other=0).to(tl.int64)
-        id_ends = tl.load(offsets_ptr + bags + 1, mask=segments >= 0, other=0).to(tl.int64)
+        ids = tl.load(t.offsets + bags, mask=segments >= 0, other=0).to(tl.int64)
+        id_ends = tl.load(t.offsets + bags + 1, mask=segments >= 0, other=0).to(tl.int64)
         j, most = 0, tl.max(tl.max(id_ends - ids, axis=1), axis=0)
         while j < most:
             is_there = ids < id_ends
-            places = tl.load(places_ptr + before_round + ids, mask=is_there, other=0)
+            places = tl.load(t.places + before_round + ids, mask=is_there, other=0)
             places = before_round + places.to(tl.int64)
             buckets, rows = _find_buckets(
                 starts_ptr, segments, places, is_there, num_buckets, num_features, half
             )
             before = tl.load(of_buckets_ptr + buckets, mask=is_there, other=-1)
-            exists = is_real & (before >= 0)[:, :, None]  # the others' blocks have a row per bag
+            exists = is_real & (before >= 0)[:, :, None]  # -1: the block has a row per bag
             starts = (before + rows * widths + in_row) * CHUNK
-            values = _moved(values, buffer_ptr, starts, in_chunk, exists, COLLECTS)
+            values = _moved(values, t.buffer, starts, in_chunk, exists, COLLECTS)
             ids += 1
             j += 1
     if COLLECTS:
-        if HAS_MEANS:
-            values *= _mean_factors(means_ptr, counts_ptr, units, samples, num_samples)
-        tl.store(matrix_ptr + matrix_places, values, mask=is_real)
+        if t.means is not None:
+            values *= mean_factors(t.means, t.counts, units, samples, num_samples)
+        tl.store(t.matrix + matrix_places, values, mask=is_real)
 
 
 def _move(
     matrix: Tensor, buffer: Tensor, ragged: Ragged, counts: Tensor | None, collects: bool
 ) -> None:
-    (_, _, means, width, chunk, unit), chunks, batch, num_groups, ids = ragged
-    num_samples, num_units = matrix.shape[0], width // unit
-    block = min(_COLUMNS // unit, triton.next_power_of_2(num_units))
-    grid = triton.cdiv(num_samples, _SAMPLES), triton.cdiv(num_units, block)
-    places, offsets, *sizes = ids or (batch, batch, 1, 1, 1)
-    with _current(batch.device):
-        _move_ragged[grid](
-            matrix,
-            *matrix.stride(),
-            buffer,
-            chunks if means is None else means,
-            chunks if counts is None else counts.contiguous(),
-            chunks,
-            batch,
-            places,
-            offsets,
-            num_samples,
-            num_units,
-            num_groups,
-            places.numel() // sizes[0],
-            *sizes,
-            triton.next_power_of_2(sizes[1]) // 2,
-            COLLECTS=collects,
-            HAS_MEANS=means is not None,
-            HAS_IDS=ids is not None,
-            CHUNK=chunk,
-            UNIT=unit,
-            BLOCK_B=_SAMPLES,
-            BLOCK_U=block,
-        )
+    columns, chunks, batch, num_groups, ids = ragged
+    means, num_samples = columns.means_U, matrix.shape[0]
+    places, offsets, *sizes = ids or (None, None, 1, 1, 1)
+    ids_of_round = 0 if places is None else places.numel() // sizes[0]
+    counts = None if counts is None or means is None else counts.contiguous()
+    tensors = _Tensors(matrix, buffer, means, counts, chunks, batch, places, offsets)
+    grid, known = columns.grid(num_samples)
+    launch(
+        _move_ragged,
+        grid,
+        tensors,
+        *matrix.stride(),
+        num_samples,
+        columns.width // columns.unit,
+        num_groups,
+        ids_of_round,
+        *sizes,
+        triton.next_power_of_2(sizes[1]) // 2,
+        COLLECTS=collects,
+        **known,
+    )
 
 
+@self_checked
 def collect_ragged(
     buffer: Tensor, num_samples: int, ragged: Ragged, counts: Tensor | None
 ) -> Tensor:
-    """Lay a buffer of blocks out as a rectangle; its twin is `RaggedBatch.collect`.
+    """Gather the output from a buffer of blocks; its twin is `RaggedBatch.collect`.
 
     Args:
         buffer: flat, fp32.
         num_samples: B, at least 1.
-        ragged: of the batch.
-        counts: `[slots, B]` int32 or int64 ids per bag, if anything is averaged.
+        ragged: descriptors of the batch.
+        counts: `[slots, B]` int32 or int64 ids per bag, if any column is averaged.
 
     Returns:
-        `[B, D]` fp32, 0 where no block has a row. What several rows hold is added up from 0: those
-        of bags in the order of the blocks, then those of ids in the order of the bag's.
+        `[B, D]` fp32, 0 where no block has a row. Several rows are added up from 0: first rows of
+        bags in the order of the blocks, then rows of ids in the order of the bag.
     """
     width, device = ragged.columns.width, buffer.device
     out = torch.empty(num_samples, width, dtype=buffer.dtype, device=device)
@@ -251,6 +249,7 @@ def collect_ragged(
     return out
 
 
+@self_checked
 def spread_ragged(
     grad_BD: Tensor, num_values: int, ragged: Ragged, counts: Tensor | None
 ) -> Tensor:
@@ -258,9 +257,9 @@ def spread_ragged(
 
     Args:
         grad_BD: `[B, D]` fp32 of any strides.
-        num_values: of the buffer, at least one.
-        ragged: as for `collect`.
-        counts: as for `collect`.
+        num_values: number of values of the buffer, at least one.
+        ragged: as for `collect_ragged`.
+        counts: as for `collect_ragged`.
     """
     out = torch.empty(num_values, dtype=grad_BD.dtype, device=grad_BD.device)
     _move(grad_BD, out, ragged, counts, collects=False)

@@ -1,10 +1,10 @@
-"""Kernels of the output stage of sequences on a GPU, by Triton: rows of what arrived to their ids.
+"""Triton kernels of sequences' output stage on a GPU: received rows to the places of their ids.
 
-Each is one launch, whatever the plan, and reads a few numbers for each stream and the place of each
-id; `RowGather` has the twin in PyTorch, whose bits these return.
+One launch each, whatever the plan. The kernels read a few numbers per stream and the place of each
+id. `RowGather` has the twin in PyTorch; results are equal bit for bit.
 
-A program has a tile of ids, in the order of the streams, and of columns. Columns go by units, as in
-`output_triton`.
+A program has a tile of ids, in the order of the streams, and of columns. Columns are processed by
+unit, as in `output_triton`.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from recsys.kernels.ops_triton import _current, _own_places
+from recsys.kernels.ops_triton import launch, own_places
 from recsys.kernels.optional_triton import tl, triton
+from recsys.kernels.self_check import self_checked
 
-_IDS, _COLUMNS, _MAX_UNIT = 16, 128, 32  # of a program
+_IDS, _COLUMNS, _MAX_UNIT = 16, 128, 32  # per program
 
 
-# `do_not_specialize`: as in `ops_triton`.
+# `do_not_specialize`: see `ops_triton`.
 @triton.jit(do_not_specialize=["num_streams", "num_ids"])
 def _move_rows(
-    rows_ptr,
+    tensors,
     row_stride,
     column_stride,
-    buffer_ptr,
-    places_ptr,
-    streams_ptr,
     num_streams,
     num_ids,
     COLLECTS: tl.constexpr,
@@ -38,7 +36,8 @@ def _move_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_U: tl.constexpr,
 ):
-    ids, is_real, streams = _own_places(streams_ptr, 1, num_streams, num_ids, STEPS, BLOCK_N)
+    rows_ptr, buffer_ptr, places_ptr, streams_ptr = tensors
+    ids, is_real, streams = own_places(streams_ptr, 1, num_streams, num_ids, STEPS, BLOCK_N)
     widths = tl.load(streams_ptr + num_streams + streams)
     sources = tl.load(streams_ptr + 2 * num_streams + streams) + ids * widths
     rows = tl.load(places_ptr + ids) + tl.load(streams_ptr + 3 * num_streams + streams)
@@ -68,37 +67,34 @@ def _move(
     num_streams, num_ids, unit = streams_5S.shape[1], places_N.numel(), gcd(chunk, _MAX_UNIT)
     num_units = widest * chunk // unit
     block = min(_COLUMNS // unit, triton.next_power_of_2(num_units))
-    with _current(rows.device):
-        _move_rows[triton.cdiv(num_ids, _IDS), triton.cdiv(num_units, block)](
-            rows,
-            *rows.stride(),
-            buffer,
-            places_N,
-            streams_5S,
-            num_streams,
-            num_ids,
-            COLLECTS=collects,
-            CHUNK=chunk,
-            UNIT=unit,
-            STEPS=num_streams.bit_length(),
-            BLOCK_N=_IDS,
-            BLOCK_U=block,
-        )
+    known = {"CHUNK": chunk, "UNIT": unit, "BLOCK_N": _IDS, "BLOCK_U": block}
+    launch(
+        _move_rows,
+        (triton.cdiv(num_ids, _IDS), triton.cdiv(num_units, block)),
+        (rows, buffer, places_N, streams_5S),
+        *rows.stride(),
+        num_streams,
+        num_ids,
+        COLLECTS=collects,
+        STEPS=num_streams.bit_length(),
+        **known,
+    )
 
 
+@self_checked
 def collect_rows(
     buffer: Tensor, dim: int, places_N: Tensor, streams_5S: Tensor, widest: int, chunk: int
 ) -> Tensor:
-    """Put the rows of a buffer where their ids are; its twin is `RowGather.collect`.
+    """Move the rows of a buffer to the places of their ids; its twin is `RowGather.collect`.
 
     Args:
         buffer: flat, at least one value.
         dim: columns of the result.
-        places_N: `[N]` int32 or int64 where the ids of the streams, end to end, are in the batch.
-        streams_5S: `[5, S]` int64, for each stream the ids before it, ascending from 0; the chunks
-            of a row; the chunks of the buffer before it, less those of as many rows of its own as
-            there are ids before it; the rows of the result between an id's place and its row; and
-            the chunk of the row at which it begins.
+        places_N: `[N]` int32 or int64 place in the batch of each id of the concatenated streams.
+        streams_5S: `[5, S]` int64, for each stream: the ids before it, ascending from 0; the chunks
+            of a row; the chunks of the buffer before it minus the chunks that its own rows would
+            have for the ids before it; the distance from an id's place to its row in the result;
+            and the first chunk of the row.
         widest: the most chunks of a row of a stream.
         chunk: columns of a chunk.
 
@@ -110,6 +106,7 @@ def collect_rows(
     return out
 
 
+@self_checked
 def spread_rows(
     grad_RD: Tensor, places_N: Tensor, streams_5S: Tensor, widest: int, chunk: int
 ) -> Tensor:
@@ -117,7 +114,7 @@ def spread_rows(
 
     Args:
         grad_RD: `[rows, dim]` of any strides, at least one value.
-        places_N: as for `collect_rows`, and so are the others.
+        places_N: as for `collect_rows`, like all other arguments.
         streams_5S: as there.
         widest: as there.
         chunk: as there.

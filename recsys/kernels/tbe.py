@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recsys.kernels.deferred import DeferredGradients
-from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates, watch_grad_scaler
+from recsys.kernels.lookup_batch import Batch, RankedBags
+from recsys.kernels.row_gradients import split_by_table
+from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates, warn_of_fp16
 from recsys.kernels.support import choose_backend
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import Batch, RankedBags, TorchKernel, split_by_table
+from recsys.kernels.tbe_torch import TorchKernel
 from recsys.kernels.types import (
     EmbeddingLocation,
     LookupSettings,
@@ -30,35 +32,35 @@ from recsys.kernels.types import (
 
 @final
 class TableBatchedEmbedding:
-    """Many tables looked up, differentiated and updated as one.
+    """Lookup, backward and update of many tables at once.
 
     All tables are in one flat storage; `weights[t]` are views of it. The object holds plain
-    tensors and is no nn.Module: modules wrap it and decide about parameters and names.
+    tensors and is not an nn.Module: modules wrap it and define parameters and names.
 
     Args:
         tables: The tables. Their rows are uninitialised: fill `weights`.
         feature_table_map: [F] the table number each feature reads.
         pooling: SUM, MEAN (divides by the number of ids, weighted or not) or NONE (all dims equal).
         weights_dtype: fp32, fp16 or bf16. Optimizer state and its math are fp32.
-        output_dtype: Of the looked-up values.
-        optimizer: The tables' own optimizer; needed unless `update_mode` is GRADIENT.
+        output_dtype: Dtype of the looked-up values.
+        optimizer: The tables' own optimizer; required unless `update_mode` is GRADIENT.
         update_mode: See `UpdateMode`.
-        device: Where the tables live; "meta" gives shapes only.
+        device: Device of the tables; "meta" returns shapes only.
         location: Placement. None: HOST on a CPU, DEVICE elsewhere.
         cache_load_factor: Share of the rows that the cache of MANAGED_CACHING holds; None: 0.2.
         keeps_batch: DEFERRED mode: see `DeferredGradients`.
         sparse_grad: GRADIENT mode: fill `.grad` with sparse tensors instead of dense ones.
         backend: Force one by its name, "fbgemm" or "torch"; None: chosen by
             `support.choose_backend`, for the lookup and for the update.
-        weights: [sum of R*D] storage to adopt, laid out as `layout` says; None: allocated here.
+        weights: [sum of R*D] storage to adopt, in the layout of `layout`; None: allocated here.
 
     Attributes:
-        layout: Where each table is in the storage.
+        layout: Position of each table in the storage.
         storage: The flat weights.
-        weights: Per table a [R, D] view.
-        states: Per table its optimizer state by name, live views.
-        backend: What updates the tables, "fbgemm", "triton" or "torch".
-        deferred: DEFERRED mode: the gradients that backward left.
+        weights: [R, D] view of each table.
+        states: Optimizer state of each table by name, live views.
+        backend: Name of the backend that updates the tables: "fbgemm", "triton" or "torch".
+        deferred: DEFERRED mode: pending gradients.
 
     Raises:
         ValueError: Settings contradict each other, or `backend="fbgemm"` cannot serve them.
@@ -117,22 +119,16 @@ class TableBatchedEmbedding:
         self.weights = self.layout.table_views(self.storage)
         self.states = self.layout.split_states(settings.owned, self._updater.states)
         self.deferred = DeferredGradients(self._updater, keeps_batch=keeps_batch)
-        # Makes outputs require grad although no input does.
+        # makes outputs require grad although no input does
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        # what a GradScaler must know: see `scaled_loss`
+        # for `scaled_loss`
         names = tuple(table.name for table in tables)
-        self._updates = {
-            UpdateMode.FUSED: TableUpdates(in_backward=names),
-            UpdateMode.DEFERRED: TableUpdates(kept=names),
-            UpdateMode.GRADIENT: TableUpdates(),
-        }[update_mode]
-        if update_mode is not UpdateMode.GRADIENT:
-            watch_grad_scaler()
+        self._updates = TableUpdates(names if update_mode is UpdateMode.FUSED else ())
 
     def _build_kernels(
         self, wanted: str | None, weights: Tensor | None
     ) -> tuple[TorchKernel, TorchKernel]:
-        """Return what updates the tables, and what looks up."""
+        """Return the kernel that updates the tables, and the kernel that looks up."""
         settings = self.settings
         self.backend, self.backend_reason, kernel = choose_backend(settings, "update", wanted)
         location = settings.location
@@ -178,11 +174,11 @@ class TableBatchedEmbedding:
         self._updater.use_rates(rates[0] if len(set(rates)) == 1 else rates)
 
     def set_learning_rate(self, value: float, tables: Iterable[int] | None = None) -> None:
-        """Set the rate that the next update uses.
+        """Set the learning rate from the next update on.
 
         Args:
             value: The learning rate.
-            tables: Numbers of the tables that it is for; None: all.
+            tables: Numbers of the tables; None: all.
         """
         rates = list(self.learning_rates)
         for table in range(len(rates)) if tables is None else tables:
@@ -200,8 +196,8 @@ class TableBatchedEmbedding:
     ) -> Tensor:
         """Look up a batch.
 
-        All features have the same number of bags, B, or, with `bags`, each its own. Those may be
-        the bags of R ranks, whose rows are then returned rank by rank, as they are sent to them.
+        All features have the same number of bags, B. With `bags`, each feature has its own number,
+        or its own number for each of R ranks; the output is then sorted by rank, as it is sent.
 
         Args:
             indices: [N] int32 or int64, in range (see `IdGuard`), on the tables' device.
@@ -209,16 +205,16 @@ class TableBatchedEmbedding:
                 `bags`: [sum of bags + 1], those of the first feature first.
             per_sample_weights: [N] floats, or None. Receives a gradient when it requires one.
             parameters: [T] leaf tensors that alias `weights`. GRADIENT mode: they receive the
-                gradients. In the other modes they only say, by `requires_grad`, which tables train.
-            ids_of_tables: [T] ids that read each table, where the host knows them: then
-                `row_statistics` need not wait for the device.
-            bags: [F] int64 on the host: how many bags each feature has; or [F, R]: how many of
-                each rank, one rank's after the other's. None: all features have as many.
+                gradients. In the other modes only their `requires_grad` is read: frozen tables.
+            ids_of_tables: [T] number of ids of each table, if the host knows them. Then
+                `row_statistics` does not wait for the device.
+            bags: [F] int64 on the host: number of bags of each feature; or [F, R]: of each feature
+                and rank, sorted by rank. None: all features have the same number.
 
         Returns:
-            [B, sum of D over the features], or [N, D] without pooling. With `bags`: flat, for each
-            rank in order, of each feature in order, its [bags, D]; and so is the gradient that
-            backward takes.
+            [B, sum of D over the features], or [N, D] without pooling. With `bags`: flat, the
+            [bags, D] of each rank and feature, sorted by rank, then by feature. The gradient of the
+            output has the same layout.
 
         Raises:
             ValueError: Weights or `bags` for a lookup without pooling; `bags` that do not fit.
@@ -251,6 +247,8 @@ class TableBatchedEmbedding:
         batch = Batch(indices, offsets, per_sample_weights, bags, by_rank)
         if self.layout.device.type == "meta":
             return self._meta_output(batch)
+        if torch.is_grad_enabled():
+            warn_of_fp16(self._updates, self.layout.device.type)
         if self._updater.has_own_graph and (
             parameters is None or all(p.requires_grad for p in parameters)
         ):
@@ -275,48 +273,48 @@ class TableBatchedEmbedding:
 
     @property
     def flat_states(self) -> dict[str, Tensor]:
-        """The optimizer state of all tables by name, flat as `storage` is; live."""
+        """Optimizer state of all tables by name, flat like `storage`; live."""
         return dict(self._updater.states)
 
     def prefetch(self, indices: Tensor, offsets: Tensor, bags: np.ndarray | None = None) -> None:
-        """Bring the rows of a batch to come to the device (MANAGED_CACHING); nothing elsewhere.
+        """Prefetch the rows of a later batch into the cache (MANAGED_CACHING only).
 
-        Arguments are those of `forward`.
+        The arguments are as for `forward`.
         """
         if bags is not None:
             bags, _ = self._checked_bags(bags, offsets)
         self._updater.prefetch(Batch(indices, offsets, bags=bags))
 
     def flush(self) -> None:
-        """Write cached rows back to `weights` (MANAGED_CACHING); nothing to do elsewhere."""
+        """Write cached rows back to `weights` (MANAGED_CACHING only)."""
         self._updater.flush()
 
     def drop_cache(self) -> None:
-        """Forget cached rows after `weights` or `states` were written (MANAGED_CACHING)."""
+        """Drop cached rows after `weights` or `states` were written (MANAGED_CACHING only)."""
         self._updater.drop_cache()
 
     @torch.no_grad()
     def reset_rows(self, table: int, rows: Tensor, values: Tensor) -> None:
-        """Give rows of a table to other ids: new weights, and optimizer state as at first.
+        """Reassign rows: set new weights and reset their optimizer state.
 
         Args:
-            table: Its number.
+            table: Number of the table.
             rows: [K] int64, without duplicates.
             values: [K, D] the new weights.
         """
         self._updater.reset_rows(table, rows, values)
 
     def dense_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
-        """Return the gradient of all tables, whatever updates them: fp32, laid out as `storage`.
+        """Return the gradient of all tables in any update mode: fp32, in the layout of `storage`.
 
         Args:
-            grad: Of what `forward` returned.
-            batch: What it looked up.
+            grad: Gradient of the output of `forward`.
+            batch: Batch of the lookup.
         """
         return self._updater.dense_gradients(grad, batch)
 
     def weight_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
-        """Return the gradient of the per-sample weights, [N] fp32; arguments as before."""
+        """Return the gradient of the per-sample weights, [N] fp32; see `dense_gradients`."""
         return self._updater.weight_gradients(grad, batch)
 
     def _meta_output(self, batch: Batch) -> Tensor:
@@ -334,12 +332,12 @@ class TableBatchedEmbedding:
     ) -> tuple[np.ndarray, RankedBags | None]:
         """Return `bags` and `by_rank` of a `Batch`, or raise ValueError.
 
-        They are copies: backward may read them however late.
+        The results are copies: backward reads them later.
         """
         if self.pooling is PoolingType.NONE:
             raise ValueError(
-                f"PoolingType.NONE takes no bags of each feature; received {bags.tolist()}. Leave "
-                "them out: offsets say how many ids a feature has."
+                f"bags must be None with PoolingType.NONE; received {bags.tolist()}. Leave it out: "
+                "offsets define the ids of each feature."
             )
         num_features, num_bags = self.layout.num_features, offsets.numel() - 1
         if bags.ndim not in (1, 2) or len(bags) != num_features or bags.sum() != num_bags:
@@ -365,10 +363,10 @@ class TableBatchedEmbedding:
     # -- called by backward -------------------------------------------------------------------
 
     def _updates_by_rank(self, needs_input_grad: Sequence[bool]) -> bool:
-        """Return whether backward does no more than an update that takes gradients rank by rank.
+        """Return whether backward is only an update, by a kernel that supports gradients by rank.
 
         Args:
-            needs_input_grad: As autograd says it of `_Lookup`.
+            needs_input_grad: `ctx.needs_input_grad` of `_Lookup`.
         """
         _, _, _, _, needs_weights, _, _, *trained = needs_input_grad
         is_update = self.update_mode is UpdateMode.FUSED and all(trained) and not needs_weights
@@ -392,7 +390,7 @@ class TableBatchedEmbedding:
     def _parameter_gradients(
         self, grad: Tensor, batch: Batch, trained: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Per table its gradient, dense or sparse; None for frozen tables."""
+        """Return the gradient of each table, dense or sparse; None for frozen tables."""
         dtype = self.storage.dtype
         if not self.sparse_grad:
             flat = self._updater.dense_gradients(grad, batch).to(dtype)
@@ -458,6 +456,6 @@ class _Lookup(torch.autograd.Function):
                 gradients = tbe._parameter_gradients(grad, batch, trained)
             else:
                 tbe._update(grad, batch, trained, ctx.ids_of_tables)
-        if batch.by_rank is not None:  # outputs may outlive the batch; saved tensors do not
+        if batch.by_rank is not None:  # free it: outputs can outlive the batch
             batch.by_rank.in_order = None
         return (None, None, None, None, weights_grad, None, None, *gradients)

@@ -1,8 +1,8 @@
-"""The `fbgemm` backend on a CPU: FBGEMM's table-batched kernels, called as the plain ops they are.
+"""The `fbgemm` backend on a CPU: calls of FBGEMM's table-batched ops without its module.
 
-FBGEMM's module around them costs ten times the forward itself at batch 8 (150 us against 11).
-The op signatures are the same in fbgemm_gpu 1.6 and 1.8, and `has_cpu_ops` compares them with
-what is installed. On CUDA the module is used: see `tbe_fbgemm_module`.
+At batch 8 the module takes 150 us instead of the 11 us of the forward op alone. The op signatures
+are the same in fbgemm_gpu 1.6 and 1.8, and `has_cpu_ops` compares them with the installed ops. On
+CUDA the module is used: see `tbe_fbgemm_module`.
 
 Shape suffixes: N ids, F features, B bags per feature, D columns.
 """
@@ -21,20 +21,20 @@ from torch.nn import functional
 
 from recsys.kernels import ops
 from recsys.kernels.backend import FBGEMM_LIMITS, OUTPUT_CODES, POOLING_CODES, Limits
-from recsys.kernels.ops import swap_segments, upload
-from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import (
+from recsys.kernels.lookup_batch import (
     Batch,
     FeatureParts,
     RankedBags,
-    RowGradients,
-    RowStatistics,
-    TorchKernel,
-    distinct_rows,
+    as_rectangle,
+    flat_blocks,
     inverse_bag_length,
     row_ids_of,
     sum_bags,
 )
+from recsys.kernels.ops import swap_segments
+from recsys.kernels.row_gradients import RowGradients, RowStatistics, distinct_rows
+from recsys.kernels.tbe_layout import StorageLayout
+from recsys.kernels.tbe_torch import TorchKernel
 from recsys.kernels.types import EmbOptimType, LookupSettings, PoolingType
 
 FUSED_ON_CPU: Mapping[EmbOptimType, str] = {
@@ -42,7 +42,7 @@ FUSED_ON_CPU: Mapping[EmbOptimType, str] = {
     EmbOptimType.EXACT_ADAGRAD: "adagrad",
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
 }
-"""Optimizers that have a fused CPU backward, with FBGEMM's name for it."""
+"""Optimizers with a fused CPU backward, and FBGEMM's name of it."""
 
 _FORWARD = (
     "weights weights_offsets D_offsets total_D hash_size_cumsum indices offsets pooling_mode "
@@ -92,7 +92,7 @@ def has_cpu_ops() -> bool:
 
 
 def _features_are_scattered(s: LookupSettings) -> bool:
-    if s.pooling is PoolingType.NONE:  # its backward is one of rows: see `FbgemmCpuKernel._as_sum`
+    if s.pooling is PoolingType.NONE:  # its backward is by row: see `FbgemmCpuKernel._as_sum`
         return False
     neighbours = zip(s.feature_table_map, s.feature_table_map[1:], strict=False)
     return sum(a != b for a, b in neighbours) + 1 > len(set(s.feature_table_map))
@@ -116,10 +116,10 @@ _CPU_LIMITS: Limits = {  # measured with fbgemm_gpu_cpu 1.8.0
 
 @final
 class FbgemmCpuKernel(TorchKernel):
-    """FBGEMM's CPU kernels over our own storage; row gradients stay those of `TorchKernel`.
+    """FBGEMM's CPU kernels on our own storage, with the row gradients of `TorchKernel`.
 
-    The features of one table must be neighbours: FBGEMM's CPU backward takes features of one
-    table for two tables otherwise, and computes wrong Adagrad updates, or raises.
+    The features of one table must be neighbours. Otherwise FBGEMM's CPU backward treats them as
+    features of several tables, and computes wrong Adagrad updates or raises an error.
     """
 
     name = "fbgemm"
@@ -138,7 +138,7 @@ class FbgemmCpuKernel(TorchKernel):
     }
     lookup_limits: ClassVar[Limits] = {
         **_CPU_LIMITS,
-        "its CPU kernels round means otherwise than PyTorch, which updates": lambda s: (
+        "its CPU kernels round means differently from PyTorch, which updates": lambda s: (
             s.pooling is PoolingType.MEAN and FbgemmCpuKernel.refusal(s, "update") is not None
         ),
     }
@@ -151,7 +151,7 @@ class FbgemmCpuKernel(TorchKernel):
         self._parts: dict[float, tuple[Tensor, Geometry]] = {}  # the features of each rate
 
     def use_rates(self, rates: float | tuple[float, ...]) -> None:
-        """Learning rates from the next update on. FBGEMM's kernel takes one: it runs for each."""
+        """Set the learning rates from the next update on; FBGEMM's kernel runs once per rate."""
         super().use_rates(rates)
         features_of: dict[float, list[int]] = {}
         if isinstance(rates, tuple):
@@ -164,12 +164,12 @@ class FbgemmCpuKernel(TorchKernel):
 
     @property
     def takes_ranks(self) -> bool:
-        """Whether bags may be read in any order: see `_in_rows`."""
+        """Whether bags can be read in any order: see `_in_rows`."""
         is_one = self._one_table is not None and not self.layout.shares_tables
         return is_one and isinstance(self.rates, float)
 
     def lookup(self, batch: Batch) -> Tensor:
-        """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
+        """Look up rows, pooled or not; no autograd. [B, total_dim], or [N, D] without pooling."""
         if self.pooling is PoolingType.NONE:
             return super().lookup(batch)  # as fast as FBGEMM's
         geometry = self._geometry
@@ -194,7 +194,7 @@ class FbgemmCpuKernel(TorchKernel):
         return pooled if batch.bags is None else pooled.view(-1)
 
     def weight_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
-        """Gradient with respect to per-sample weights: [N] fp32."""
+        """Return the gradient of the per-sample weights: [N] fp32."""
         if batch.bags is not None:
             grad, batch = self._in_rows(grad, batch, batch.bags)
         geometry = self._geometry
@@ -227,7 +227,7 @@ class FbgemmCpuKernel(TorchKernel):
         return flat
 
     def update(self, grad: Tensor, batch: Batch) -> None:
-        """One optimizer step from the gradient of the output, in place."""
+        """Make one optimizer step in place, from the gradient of the output."""
         if not batch.indices.numel():
             return
         if batch.bags is not None:
@@ -279,12 +279,12 @@ class FbgemmCpuKernel(TorchKernel):
     def row_statistics(
         self, grad: Tensor, batch: Batch
     ) -> tuple[list[RowStatistics], list[RowGradients] | None] | None:
-        """Return the statistics of each dim group, with no row gradients but of ids that repeat."""
+        """Return the statistics of each dim group; sums gradients of repeated ids only."""
         spec = self.optimizer
         assert spec is not None
         is_fused = spec.algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD
         if not is_fused or spec.weight_decay or spec.stochastic_rounding:
-            return None  # the fused update cannot be told the row moments
+            return None  # the fused update takes no row moments
         return self._by_group(_statistics_by_row, grad, batch), None
 
     def update_by_moments(
@@ -294,14 +294,14 @@ class FbgemmCpuKernel(TorchKernel):
         statistics: Sequence[RowStatistics],
         row_moments: Sequence[Tensor],
     ) -> None:
-        """`update` of a batch with the given row moments [K] of each dim group.
+        """Update by a batch with the given row moments [K] of each dim group.
 
-        The kernel adds the moment of the columns it sees, so the state is lowered by that much
-        before; after, it is set to what it must be, to the bit.
+        The kernel adds the moment of its own columns to the state. So that moment is subtracted
+        before, and the exact state is written afterwards.
 
-        A row whose gradients cancel out, of which only what rounding leaves is known, may get less
-        from the kernel than was taken, and then be divided by the root of next to nothing, or of
-        less than nothing. Such a row has no gradient, and keeps its weights.
+        If the gradients of a row cancel out, rounding errors are all that is left. The kernel may
+        then add less than was subtracted, and divide by the root of a tiny or negative state. Such
+        a row has no gradient and keeps its weights.
         """
         final, in_danger = [], []
         for group, (rows, statistic), moment in zip(
@@ -325,11 +325,12 @@ class FbgemmCpuKernel(TorchKernel):
             state.index_copy_(0, rows, wanted)
 
     def _in_rows(self, grad: Tensor, batch: Batch, bags_F: np.ndarray) -> tuple[Tensor, Batch]:
-        """Return the flat gradient of a ragged batch in rows, and the batch that these are of.
+        """Convert the flat gradient of a ragged batch to rows, and return the batch of these rows.
 
-        Tables of several dims, or rates, are none that could be read as one; and of features that
-        share a table, FBGEMM adds up gradients in another order then. Of two dims and 64 bags a
-        rectangle takes a third of the time of `TorchKernel`.
+        Tables are read as one table if `takes_ranks`. Other batches are padded to a rectangle:
+        tables differ in dim or rate, or features share a table, for which FBGEMM would add up
+        gradients in another order. With two dims and 64 bags the rectangle takes a third of the
+        time of `TorchKernel`.
         """
         dims = self.layout.feature_dims
         if self.takes_ranks:
@@ -343,7 +344,7 @@ class FbgemmCpuKernel(TorchKernel):
         return torch.cat(padded, 1), as_rectangle(batch)
 
     def _of_one_table(self, batch: Batch) -> tuple[Geometry, Batch]:
-        """Return all tables as one, and a ragged batch, or sequences, of which ids are its rows."""
+        """Return the geometry of all tables as one, and a batch whose ids are its rows."""
         assert self._one_table is not None
         ranked = batch.by_rank
         if ranked is not None and ranked.in_order is not None:
@@ -354,7 +355,7 @@ class FbgemmCpuKernel(TorchKernel):
         return self._one_table, batch
 
     def _as_sum(self, batch: Batch) -> tuple[Geometry, Batch]:
-        """Return the batch as a sum-pooled lookup, which is what FBGEMM's backward does best."""
+        """Convert the batch to a sum-pooled lookup, the fastest backward of FBGEMM."""
         geometry = self._geometry
         if batch.bags is not None or self.pooling is PoolingType.NONE:
             geometry, batch = self._of_one_table(batch)
@@ -363,7 +364,7 @@ class FbgemmCpuKernel(TorchKernel):
             # Bags of one id in one table: half the time of FBGEMM's own sequence backward.
             return geometry, Batch(indices, torch.arange(indices.numel() + 1))
         if self.pooling is PoolingType.MEAN:
-            # FBGEMM's kernel forgets the bag length when the lookup is weighted.
+            # FBGEMM's kernel ignores the bag length of a weighted lookup.
             inverse = inverse_bag_length(offsets, indices.numel())
             weights = inverse if weights is None else weights * inverse
         return geometry, Batch(indices, offsets.to(indices.dtype), weights)
@@ -372,7 +373,7 @@ class FbgemmCpuKernel(TorchKernel):
 def _statistics_by_row(
     row_ids: Tensor, num_rows: int, gradients: Tensor, source: Tensor, scale: Tensor | None
 ) -> RowStatistics:
-    """|sum of scale[i] * gradients[source[i]] over the i of a row|^2 of each distinct row id."""
+    """Return |sum of scale[i] * gradients[source[i]] over the i of a row|^2 of each unique row."""
     rows, counts, order = distinct_rows(row_ids, num_rows)
     starts = counts.cumsum(0).sub_(counts)
     first = order.index_select(0, starts)
@@ -399,7 +400,7 @@ def _statistics_by_row(
 
 
 def _rank_by_rank(batch: Batch, ranked: RankedBags) -> Batch:
-    """Return a batch on the CPU with the bags of one rank, of all features, after another's."""
+    """Sort the bags of a batch on the CPU by rank, then by feature."""
     bags_FR, weights = ranked.bags_FR, batch.weights
     edges = np.concatenate([[0], np.cumsum(bags_FR)])
     ids_FR = np.diff(batch.offsets.numpy()[edges]).astype(np.int64).reshape(bags_FR.shape)
@@ -411,38 +412,19 @@ def _rank_by_rank(batch: Batch, ranked: RankedBags) -> Batch:
     )
 
 
-def as_rectangle(batch: Batch) -> Batch:
-    """Return a ragged batch with empty bags behind those of each feature, up to the longest."""
-    bags_F, device = batch.bags, batch.offsets.device
-    assert bags_F is not None
-    ends_F = np.cumsum(bags_F)
-    starts_F1, ends_F1 = upload(np.stack([ends_F - bags_F, ends_F]), device).unsqueeze(2).unbind()
-    places_FB = torch.minimum(starts_F1 + torch.arange(int(bags_F.max()), device=device), ends_F1)
-    offsets = batch.offsets.index_select(0, places_FB.flatten())
-    offsets = torch.cat([offsets, batch.offsets[-1:]])
-    return batch._replace(offsets=offsets, bags=None, by_rank=None)
-
-
-def flat_blocks(pooled: Tensor, bags_F: np.ndarray, layout: StorageLayout) -> Tensor:
-    """Return what was pooled of `as_rectangle` as it is of the ragged batch."""
-    columns = pooled.split(list(layout.feature_dims), 1)
-    pieces = zip(columns, bags_F.tolist(), strict=True)
-    return torch.cat([of_feature[:count].reshape(-1) for of_feature, count in pieces])
-
-
 _ROUND_STOCHASTICALLY = False  # ignored: see `FbgemmCpuKernel.update_limits`
 
 
 @final
 class Geometry:
-    """The index tensors that FBGEMM's kernels take, one entry per feature.
+    """Index tensors for FBGEMM's kernels, with one entry per feature.
 
     Args:
-        dims: Columns of each.
-        elements: Where each one's table begins in the storage.
-        rows: Where it begins in row-wise state.
-        row_cumsum: Rows of the tables before each, and of all.
-        device: Of the tensors.
+        dims: Columns of each feature.
+        elements: First element of each feature's table in the storage.
+        rows: First row of the table in row-wise state.
+        row_cumsum: Rows of the tables before each table, and of all tables.
+        device: Device of the tensors.
     """
 
     def __init__(
@@ -463,7 +445,7 @@ class Geometry:
         self.ones = torch.ones(len(dims), dtype=torch.int32, device=device)
 
     def sum_of(self, batch: Batch) -> tuple[object, ...]:
-        """Return the arguments of a sum-pooled lookup's backward, from those of the tables on."""
+        """Return the arguments of a sum-pooled lookup's backward, from the tables' arguments on."""
         return (
             self.weights_offsets,
             self.dim_offsets,
@@ -477,9 +459,10 @@ class Geometry:
 
     @classmethod
     def of_one_table(cls, layout: StorageLayout) -> Geometry | None:
-        """Return that of all tables that are read as one, end to end; None: of several dims.
+        """Return the geometry of all tables concatenated to one; None if dims differ.
 
-        FBGEMM's kernels read as many bags of each table, so this is how they read a ragged batch.
+        FBGEMM's kernels need the same number of bags for each table. As one table they can read a
+        ragged batch.
         """
         if len(layout.used_groups) > 1:
             return None
@@ -491,8 +474,8 @@ class Geometry:
     def of(cls, layout: StorageLayout, features: Sequence[int]) -> Geometry:
         """Return the geometry of some features of a layout."""
         tables = [layout.feature_table_map[f] for f in features]
-        # Cumulative row counts only tell the tables apart here, so an empty table counts as one
-        # row and the order is that of the features, not of the storage.
+        # Cumulative row counts only identify the tables here: an empty table counts as one row, and
+        # the order is the features' order, not the storage's.
         distinct = list(dict.fromkeys(tables))
         *firsts, end = accumulate((max(layout.tables[t].num_rows, 1) for t in distinct), initial=0)
         first_of_table = dict(zip(distinct, firsts, strict=True))

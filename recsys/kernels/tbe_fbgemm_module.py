@@ -1,4 +1,4 @@
-"""The `fbgemm` backends on CUDA: its own module, which updates, places and caches; and its lookup.
+"""The `fbgemm` backends on CUDA: FBGEMM's module with updates and cache, and its lookup alone.
 
 The module serves lookups that update in backward. Where PyTorch updates (replicas, deferred and
 frozen tables, tables without an optimizer), FBGEMM's kernels still look up.
@@ -21,17 +21,18 @@ from torch.nn import functional
 
 from recsys.kernels import ops
 from recsys.kernels.backend import FBGEMM_LIMITS, OUTPUT_CODES, POOLING_CODES, Limits
-from recsys.kernels.ops import upload
-from recsys.kernels.tbe_fbgemm import Geometry, as_rectangle, flat_blocks, has_ops
-from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import (
+from recsys.kernels.lookup_batch import (
     Batch,
     RankedBags,
-    Rates,
-    TorchKernel,
+    as_rectangle,
+    flat_blocks,
     inverse_bag_length,
     row_ids_of,
 )
+from recsys.kernels.ops import upload
+from recsys.kernels.tbe_fbgemm import Geometry, has_ops
+from recsys.kernels.tbe_layout import StorageLayout
+from recsys.kernels.tbe_torch import Rates, TorchKernel
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
@@ -147,15 +148,14 @@ class FbgemmCudaKernel(TorchKernel):
     It can be built on a CPU too, so that tests without a GPU reach most of it. Storage can be
     adopted on the device only; elsewhere the module allocates.
 
-    Without pooling its tables are one, end to end, and each id is a bag: FBGEMM gives a bag one
-    warp, and the ids of a feature, of all samples that a rank was sent, may be hundreds of
-    thousands.
+    Without pooling all tables are concatenated to one, and each id is a bag. FBGEMM assigns one
+    warp to a bag, so one bag per feature, with hundreds of thousands of ids, would be slow.
 
-    Ragged batches it takes as batches of variable size, of some optimizers, and writes their rows
-    rank by rank itself; those of the others are made rectangular by empty bags.
+    For some optimizers the module supports batches of variable size, and sorts the output by rank
+    itself. For the others ragged batches are padded with empty bags.
 
     Attributes:
-        module: FBGEMM's.
+        module: FBGEMM's module.
     """
 
     name = "fbgemm"
@@ -315,9 +315,9 @@ class FbgemmCudaKernel(TorchKernel):
 
 @final
 class _Sizes(list[list[int]]):
-    """The bags of each feature, in a list that FBGEMM adds up, and those of each rank of it.
+    """Number of bags of each feature, in a list for FBGEMM, with the numbers of each rank.
 
-    FBGEMM is asked for its metadata in `_without_waits`, which reads the latter.
+    `_without_waits` reads the numbers of each rank.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -327,12 +327,12 @@ class _Sizes(list[list[int]]):
 
 
 def _sizes_of(batch: Batch) -> dict[str, _Sizes]:
-    """Return what the module is told of the bags of a ragged batch."""
+    """Return the module's arguments for the bags of a ragged batch."""
     return {} if batch.bags is None else {"batch_size_per_feature_per_rank": _Sizes(batch)}
 
 
 class _RowsByRank(torch.autograd.Function):
-    """What a ragged lookup gives, feature by feature, to the same rank by rank."""
+    """Sort the flat output of a ragged lookup by rank."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, by_rank: RankedBags, dims_F: np.ndarray) -> Tensor:
@@ -399,10 +399,10 @@ def _module_of(
 
 @cache
 def _without_waits(module: Any) -> Any:
-    """Return a kind of FBGEMM's module that uploads what it is told of bags without waiting.
+    """Return a subclass of FBGEMM's module that uploads the metadata of bags without waiting.
 
-    FBGEMM works it out from lists, on several ranks number by number, and copies it in three
-    parts from memory that is not pinned.
+    FBGEMM computes the metadata from lists, on several ranks number by number, and copies it in
+    three parts from memory that is not pinned.
     """
 
     def generate(self: Any, offsets: Tensor, sizes: Any, *rest: Any, **named: Any) -> Any:
@@ -411,7 +411,7 @@ def _without_waits(module: Any) -> Any:
             return made
         bags_FR, dims_F = sizes.bags_FR, self.feature_dims.numpy()  # on the host by now
         num_features, num_ranks = bags_FR.shape
-        rows = np.zeros(bags_FR.size + 1, dtype=np.int64)  # where those of a rank and feature begin
+        rows = np.zeros(bags_FR.size + 1, dtype=np.int64)  # first row of each rank and feature
         np.cumsum((bags_FR * dims_F[:, None]).T, out=rows[1:])
         of_ranks = np.zeros((num_features, num_ranks + 1), dtype=np.int64)
         np.cumsum(bags_FR, axis=1, out=of_ranks[:, 1:])
@@ -436,9 +436,9 @@ def _without_waits(module: Any) -> Any:
 
 @cache
 def _without_weights(module: Any) -> Any:
-    """Return a kind of FBGEMM's module that allocates states, and no weights on the device.
+    """Return a subclass of FBGEMM's module that allocates states, but no weights on the device.
 
-    It takes no weights that are there, and asks one method of its own for each buffer.
+    The module cannot adopt weights. It allocates each buffer in one method, which is overridden.
     """
 
     def apply_split(self: Any, split: Any, prefix: str, *rest: Any, **named: Any) -> None:
@@ -451,7 +451,7 @@ def _without_weights(module: Any) -> Any:
 
 @final
 class _Step:
-    """The update that a forward pass's backward will make; it lives as long as the graph."""
+    """Pending update by the backward of one forward pass; lives as long as the graph."""
 
     def __init__(self, module: FbgemmCudaKernel) -> None:
         self._module = module

@@ -1,4 +1,4 @@
-"""The `triton` backend on CUDA: updates by SGD and row-wise Adagrad, the same from run to run."""
+"""The `triton` backend on CUDA: deterministic updates by SGD and row-wise Adagrad."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from torch import Tensor
 
 from recsys.kernels import ops
 from recsys.kernels.backend import Limits
+from recsys.kernels.lookup_batch import Batch
 from recsys.kernels.ops import upload
+from recsys.kernels.row_gradients import WIDEST, RowGradients, RowStatistics, sort_rows
 from recsys.kernels.tbe_layout import DimGroup
-from recsys.kernels.tbe_torch import (
-    WIDEST,
-    Batch,
-    RowGradients,
-    RowStatistics,
-    TorchKernel,
-    sort_rows,
-)
+from recsys.kernels.tbe_torch import TorchKernel
 from recsys.kernels.types import EmbOptimType, WeightDecayMode
 
 if TYPE_CHECKING:
@@ -29,10 +24,10 @@ _UPDATES = (EmbOptimType.SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 
 @final
 class TritonKernel(TorchKernel):
-    """Updates in a fixed order, in a launch or two behind the sort; lookups are the others'.
+    """Updates in a fixed order, in one or two launches after the sort; other backends look up.
 
-    An update in backward writes no row gradients: a row whose ids are all in one block of sorted
-    ids moves as soon as they are added up.
+    An update in backward stores no row gradients. If all ids of a row are in one block of sorted
+    ids, the row is updated by the launch that adds them up.
     """
 
     name = "triton"
@@ -56,7 +51,7 @@ class TritonKernel(TorchKernel):
     }
 
     def update(self, grad: Tensor, batch: Batch) -> None:
-        """One optimizer step from the gradient of the output, in place."""
+        """Make one optimizer step in place, from the gradient of the output."""
         from recsys.kernels.update_triton import sum_and_update
 
         for group, given in self._sorted_parts(grad, batch):
@@ -65,7 +60,7 @@ class TritonKernel(TorchKernel):
     def row_statistics(
         self, grad: Tensor, batch: Batch
     ) -> tuple[list[RowStatistics], list[RowGradients] | None] | None:
-        """Return the statistics of each dim group, and the row gradients, made at once."""
+        """Return the statistics of each dim group, and the row gradients of the same kernel."""
         assert self.optimizer is not None
         if self.optimizer.decay(WeightDecayMode.L2) or not batch.indices.numel():
             return None

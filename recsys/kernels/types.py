@@ -26,17 +26,17 @@ __all__ = [
 
 
 class PoolingType(enum.Enum):
-    """How the rows of one bag become one vector."""
+    """Reduction of the rows of a bag to one vector."""
 
     SUM = "SUM"
     MEAN = "MEAN"
     """Sum divided by the number of ids, weighted or not."""
     NONE = "NONE"
-    """They do not: a sequence lookup, one row per id."""
+    """No reduction: a sequence lookup, one row per id."""
 
 
 class UpdateMode(enum.Enum):
-    """Who applies the gradient of a table, and when."""
+    """Method and time of a table's update."""
 
     FUSED = "fused"
     """The table's own optimizer, inside backward; gradients are never materialised."""
@@ -47,16 +47,16 @@ class UpdateMode(enum.Enum):
 
 
 class RowState(enum.Enum):
-    """What an optimizer that reads whole rows does where a table is split by columns."""
+    """Behaviour of an optimizer that reads whole rows on a table that is split by columns."""
 
     EXACT = "exact"
-    """The owners of a row's columns exchange what the whole row adds up to: as if unsplit."""
+    """The owners of a row's columns exchange partial sums: results as for an unsplit table."""
     PER_SHARD = "per_shard"
-    """Each owner takes its columns for whole rows: no exchange, but other values than unsplit."""
+    """Each owner treats its columns as whole rows: no exchange, other results than unsplit."""
 
 
 class EmbeddingLocation(enum.Enum):
-    """Where a table's weights live. On a CPU always HOST; the managed ones need CUDA and FBGEMM."""
+    """Memory of a table's weights. HOST on a CPU; managed memory needs CUDA and FBGEMM."""
 
     DEVICE = "device"
     MANAGED = "managed"
@@ -65,14 +65,14 @@ class EmbeddingLocation(enum.Enum):
 
 
 class BoundsCheckMode(enum.Enum):
-    """What to do with an id that is negative or not smaller than the table's row count."""
+    """Response to an id that is negative or not smaller than the table's number of rows."""
 
     FATAL = "fatal"
     """Raise an IndexError naming feature, table, id, position and table size."""
     WARNING = "warning"
     """Warn once per call and read row 0 in its place (what FBGEMM does)."""
     IGNORE = "ignore"
-    """Read row 0 in its place without a word."""
+    """Read row 0 in its place without a warning."""
     NONE = "none"
     """Do not look. A bad id is then undefined behaviour: it may crash the process."""
 
@@ -118,7 +118,7 @@ class LookupSettings:
     weights_dtype: torch.dtype = torch.float32
     """fp32, fp16 or bf16. Optimizer state and its math are fp32."""
     output_dtype: torch.dtype = torch.float32
-    """Of the looked-up values."""
+    """Dtype of the looked-up values."""
     dims: Sequence[int]
     """[T] columns of each table; all equal without pooling."""
     feature_table_map: Sequence[int]

@@ -51,7 +51,7 @@ class EmbOptimType(enum.Enum):
 
 
 class WeightDecayMode(enum.Enum):
-    """How `weight_decay` acts. Only rows that were looked up decay, never the rest of the table."""
+    """Form of `weight_decay`. Only rows that were looked up decay, never other rows."""
 
     L2 = "l2"
     """Added to the gradient (`g + weight_decay * w`), so that the optimizer's statistics see it."""
@@ -60,7 +60,7 @@ class WeightDecayMode(enum.Enum):
 
 
 class RowReads(enum.Enum):
-    """What an update takes from all columns of a row at once."""
+    """Input of an update from all columns of a row."""
 
     NOTHING = "nothing"
     """Columns are independent: a table may be split between any two."""
@@ -71,7 +71,7 @@ class RowReads(enum.Enum):
 
 
 StateKind: TypeAlias = Literal["element", "row", "table"]
-"""What a state has a value for."""
+"""Unit that has one value of a state."""
 
 
 @final
@@ -139,7 +139,7 @@ class OptimizerSpec:
 
     @property
     def rule(self) -> UpdateRule:
-        """What the algorithm keeps, reads and does."""
+        """State, settings and update of the algorithm."""
         return UPDATE_RULES[self.algorithm]
 
     @property
@@ -190,7 +190,7 @@ _ALWAYS_READ = ("learning_rate", "weight_decay")
 @final
 @dataclass(frozen=True, slots=True)
 class TouchedRows:
-    """What an update function is given: some rows of one table, without duplicates."""
+    """Input of an update function: unique rows of one table."""
 
     spec: OptimizerSpec
     gradients: Tensor
@@ -203,7 +203,7 @@ class TouchedRows:
     old: Tensor | None = None
     """[K, D] fp32 weights, where `spec.reads_weights`."""
     step: Tensor | None = None
-    """How many updates there are with this one, for rules that count them."""
+    """Number of updates including this one, for rules that count them."""
     given_moment: Tensor | None = None
     """[K] of whole rows, where the table has only some of the columns."""
 
@@ -237,25 +237,25 @@ class TouchedRows:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateRule:
-    """All that is known of one optimizer."""
+    """Definition of one optimizer."""
 
     move: Callable[[TouchedRows], Tensor]
-    """What to subtract from the rows, [K, D], learning rate included; moves the state on."""
+    """Return the step to subtract, [K, D], learning rate included; updates the state in place."""
     state: Mapping[str, StateKind] = field(default_factory=dict)
     """By torch.optim's names; fp32, zeros at first. `step` counts updates."""
     settings: tuple[str, ...] = ()
     """Fields of an `OptimizerSpec` that it reads besides rate and weight decay."""
     decay: WeightDecayMode = WeightDecayMode.L2
-    """Unless a mode is asked for."""
+    """Default mode of weight decay."""
     reads_row: RowReads = RowReads.NOTHING
     dense_scale: Callable[[TouchedRows], Tensor] | None = None
-    """Of rules that leave rows alone whose gradient is 0: given all rows, by what to multiply the
-    gradient to have what is subtracted; moves the state on in place."""
+    """Return the step to subtract as a factor of the gradient, for all rows; updates the state in
+    place. For rules that do not change rows without a gradient."""
     update_copies: int
     """Values of touched rows that an update in plain PyTorch holds at a time, gradients included:
     for the planner."""
     torch_classes: Mapping[type[Optimizer], WeightDecayMode] = field(default_factory=dict)
-    """The classes of torch.optim that mean it, and how each decays."""
+    """Equal classes of torch.optim, and the weight decay mode of each."""
 
     @property
     def reduces_rows(self) -> bool:
@@ -264,7 +264,7 @@ class UpdateRule:
 
 
 def row_moment(g_KD: Tensor) -> Tensor:
-    """Mean of g*g; by the norm, which unlike `square().mean()` writes no [K, D] intermediate."""
+    """Return the mean of g*g, by the norm: `square().mean()` would write a [K, D] intermediate."""
     norm_K: Tensor = torch.linalg.vector_norm(g_KD, dim=1)
     return norm_K.square_().div_(g_KD.shape[1])
 

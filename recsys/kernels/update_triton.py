@@ -1,72 +1,93 @@
-"""Gradients added up by row, and updates of rows, on a GPU, by Triton; PyTorch's are their twins.
+"""Triton kernels that sum gradients by row and update rows, on a GPU; the twins are in PyTorch.
 
-The ids of a batch come sorted by row. A program adds up the entries of one block of them, row by
-row; then, for each row that goes on into other blocks, one program adds up what the blocks have of
-it. Of rows in very many blocks a launch in between adds up blocks, many at a time. Where an entry
-stands says what it is added to, and in which order: there are no atomics, and results are the same
-from run to run, to the bit. All is added up in fp32.
+The ids of a batch are sorted by row. Each program sums one block of ids, row by row. For each row
+that continues in other blocks, one program then adds up the sums of the blocks. If there are very
+many blocks, a launch in between adds up groups of blocks. The place of an entry determines what it
+is added to and in which order. There are no atomics, so results are the same from run to run, bit
+for bit. All sums are fp32.
 
-Triton's interpreter (`TRITON_INTERPRET=1`) runs them on a CPU, for tests.
+Triton's interpreter (`TRITON_INTERPRET=1`) runs the kernels on a CPU, for tests.
 
 Shape suffixes: N ids, M rows of gradients, R rows of the tables, K entries, T tables, D columns.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from recsys.kernels.ops_triton import _current, _last_at_most
+from recsys.kernels.ops_triton import last_at_most, launch
 from recsys.kernels.optional_triton import tl, triton
-from recsys.kernels.types import EmbOptimType, OptimizerSpec, WeightDecayMode
+from recsys.kernels.self_check import self_checked
+from recsys.kernels.types import OptimizerSpec, WeightDecayMode
 
-_TILE = 4096  # values of a block, about
+_TILE = 4096  # approximate number of values of a block
 _LEAST, _MOST = 8, 64  # entries of a block
-_FEW_BLOCKS = 1024  # so many are added up without a launch in between
+_FEW_BLOCKS = 1024  # the most blocks that are added up without a launch in between
 
 
 @final
 class RowUpdate(NamedTuple):
-    """Which rows an optimizer moves, and how."""
+    """The rows to update, and the optimizer."""
 
     spec: OptimizerSpec
     """SGD or row-wise Adagrad, without stochastic rounding."""
     weight_RD: Tensor
-    """Of tables that lie end to end: fp32, fp16 or bf16; changed in place."""
+    """Concatenated tables: fp32, fp16 or bf16; changed in place."""
     state_R: Tensor | None
-    """Row-wise Adagrad's sum, fp32; changed in place."""
+    """Sum of row-wise Adagrad, fp32; changed in place."""
     rate: float | Tensor
-    """The learning rate, or where tables differ [T] fp32."""
+    """The learning rate; [T] fp32 if tables differ."""
     row_starts: Tensor
-    """[T + 1] int64: where each table begins, and the end."""
+    """[T + 1] int64 first row of each table, and the end."""
+
+
+class _Update(NamedTuple):
+    """A `RowUpdate` as an argument of kernels."""
+
+    weight: Any
+    state: Any
+    """None for SGD."""
+    rates: Any
+    """None if all tables have one rate."""
+    starts: Any
+    num_tables: Any
+    rate: Any
+    eps: Any
+    l2: Any
+    """Weight decay added to the gradient, or None."""
+    decoupled: Any
+    """Weight decay applied to the weight, or None."""
+
+
+class _Target(NamedTuple):
+    """Destination of the gradients of rows: `sums` or `update`."""
+
+    sums: Any = None
+    """fp32 sums, by entry if `rows` is set, else by row of the tables. None: rows are updated."""
+    rows: Any = None
+    """[N] int64 row of each entry."""
+    squares: Any = None
+    """[N] fp32 sum of the squares of each entry."""
+    update: Any = None
 
 
 @triton.jit
 def _add_segments(begins_a, sum_a, begins_b, sum_b):
-    """Add up neighbours, unless the second one begins anew."""
+    """Add up neighbours, unless the second one begins a segment."""
     return begins_a | begins_b, tl.where(begins_b != 0, sum_b, sum_a + sum_b)
 
 
 @triton.jit
 def _move_rows(
+    u,
     sums,
     rows,
     places,
     is_meant,
-    weight_ptr,
-    state_ptr,
     moments_ptr,
-    rates_ptr,
-    starts_ptr,
-    num_tables,
-    rate,
-    eps,
-    decay,
-    IS_ADAGRAD: tl.constexpr,
-    DECAY: tl.constexpr,
-    HAS_MOMENTS: tl.constexpr,
     STEPS: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -75,127 +96,75 @@ def _move_rows(
     columns = tl.arange(0, WIDTH)
     at = rows.to(tl.int64)[:, None] * DIM + columns[None, :]
     mask = is_meant[:, None] & (columns < DIM)[None, :]
-    old = tl.load(weight_ptr + at, mask=mask, other=0).to(tl.float32)
-    if DECAY == "l2":
-        sums += decay * old
-    rates = tl.zeros_like(rows).to(tl.float32) + rate
-    if STEPS > 0:
+    old = tl.load(u.weight + at, mask=mask, other=0).to(tl.float32)
+    if u.l2 is not None:
+        sums += u.l2 * old
+    if u.rates is not None:
         nothing = tl.zeros_like(rows).to(tl.int32)
-        tables = _last_at_most(starts_ptr, 1, rows, nothing, nothing + num_tables, STEPS)
-        rates = tl.load(rates_ptr + tables)
+        tables = last_at_most(u.starts, 1, rows, nothing, nothing + u.num_tables, STEPS)
+        rates = tl.load(u.rates + tables)
+    else:
+        rates = tl.zeros_like(rows).to(tl.float32) + u.rate
     scale = rates
-    if IS_ADAGRAD:
-        if HAS_MOMENTS:
+    if u.state is not None:
+        if moments_ptr is not None:
             moments = tl.load(moments_ptr + places, mask=is_meant, other=0)
         else:
             moments = tl.sum(sums * sums, 1) / DIM
-        state = tl.load(state_ptr + rows, mask=is_meant, other=0) + moments
-        scale = tl.div_rn(rates, tl.sqrt_rn(state) + eps)
-    # Several threads may have read the same: all of them must have, before one writes.
+        state = tl.load(u.state + rows, mask=is_meant, other=0) + moments
+        scale = tl.div_rn(rates, tl.sqrt_rn(state) + u.eps)
+    # Several threads may read the same values: all of them must have read before one writes.
     tl.debug_barrier()
-    if IS_ADAGRAD:
-        tl.store(state_ptr + rows, state, mask=is_meant)
+    if u.state is not None:
+        tl.store(u.state + rows, state, mask=is_meant)
     move = sums * scale[:, None]
-    if DECAY == "decouple":
-        move += (rates * decay)[:, None] * old
-    tl.store(weight_ptr + at, (old - move).to(weight_ptr.dtype.element_ty), mask=mask)
+    if u.decoupled is not None:
+        move += (rates * u.decoupled)[:, None] * old
+    tl.store(u.weight + at, (old - move).to(u.weight.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _leave(
+def _write(
+    target,
     sums,
     rows,
     places,
     is_meant,
-    out_ptr,
-    squares_ptr,
-    weight_ptr,
-    state_ptr,
-    rates_ptr,
-    starts_ptr,
-    num_tables,
-    rate,
-    eps,
-    decay,
-    FORM: tl.constexpr,
-    HAS_SQUARES: tl.constexpr,
-    IS_ADAGRAD: tl.constexpr,
-    DECAY: tl.constexpr,
     STEPS: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Do with the gradients of rows what they were added up for."""
+    """Write the gradients of rows to their destination, or update the rows."""
     columns = tl.arange(0, WIDTH)
     mask = is_meant[:, None] & (columns < DIM)[None, :]
-    if FORM == "by entry":
-        tl.store(out_ptr + places[:, None] * DIM + columns[None, :], sums, mask=mask)
-        if HAS_SQUARES:
-            tl.store(squares_ptr + places, tl.sum(sums * sums, 1), mask=is_meant)
-    if FORM == "by row":
+    if target.sums is None:
+        _move_rows(target.update, sums, rows, places, is_meant, None, STEPS, DIM, WIDTH)
+    elif target.rows is not None:
+        tl.store(target.sums + places[:, None] * DIM + columns[None, :], sums, mask=mask)
+        if target.squares is not None:
+            tl.store(target.squares + places, tl.sum(sums * sums, 1), mask=is_meant)
+    else:
         at = rows.to(tl.int64)[:, None] * DIM + columns[None, :]
-        tl.store(out_ptr + at, sums, mask=mask)
-    if FORM == "update":
-        _move_rows(
-            sums,
-            rows,
-            places,
-            is_meant,
-            weight_ptr,
-            state_ptr,
-            weight_ptr,
-            rates_ptr,
-            starts_ptr,
-            num_tables,
-            rate,
-            eps,
-            decay,
-            IS_ADAGRAD,
-            DECAY,
-            False,
-            STEPS,
-            DIM,
-            WIDTH,
-        )
+        tl.store(target.sums + at, sums, mask=mask)
 
 
-# `do_not_specialize`: see `ops_triton`
-@triton.jit(do_not_specialize=["num_ids", "num_tables"])
+# `do_not_specialize`: see `ops_triton`.
+@triton.jit(do_not_specialize=["num_ids"])
 def _sum_blocks(
-    rows_ptr,
-    order_ptr,
-    source_ptr,
-    scale_ptr,
-    gradients_ptr,
-    heads_ptr,
-    tails_ptr,
+    tensors,
+    target,
     num_ids,
-    out_rows_ptr,
-    out_ptr,
-    squares_ptr,
-    weight_ptr,
-    state_ptr,
-    rates_ptr,
-    starts_ptr,
-    num_tables,
-    rate,
-    eps,
-    decay,
-    HAS_SCALE: tl.constexpr,
-    FORM: tl.constexpr,
-    HAS_SQUARES: tl.constexpr,
-    IS_ADAGRAD: tl.constexpr,
-    DECAY: tl.constexpr,
     STEPS: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add up a block by rows, and leave those that have no entries in others.
+    """Sum a block by row, and write the sums of rows that have no entries in other blocks.
 
-    What it has of the row that began before it goes to `heads`, of the one that it begins and does
-    not end to `tails`.
+    The sum of the row that began before the block is stored in `heads`; the sum of the row that
+    begins in the block and continues behind it in `tails`.
     """
+    rows_ptr, order_ptr, gradients_ptr, source_ptr, scale_ptr, heads_ptr, tails_ptr = tensors
     block = tl.program_id(0).to(tl.int64)
     places = block * BLOCK + tl.arange(0, BLOCK)
     is_real = places < num_ids
@@ -211,9 +180,9 @@ def _sum_blocks(
     bags = tl.load(source_ptr + ids, mask=is_real, other=0)
     at = bags[:, None] * DIM + columns[None, :]
     sums = tl.load(gradients_ptr + at, mask=is_real[:, None] & is_column, other=0).to(tl.float32)
-    if HAS_SCALE:
+    if scale_ptr is not None:
         sums *= tl.load(scale_ptr + ids, mask=is_real, other=0)[:, None]
-    # from the end to the front, so that an entry has the sum of what comes behind it of its row
+    # from the end to the front, so that an entry has the sum of its row from there on
     ends = is_last.to(tl.int32)[:, None] + tl.zeros([BLOCK, WIDTH], tl.int32)
     _, sums = tl.associative_scan((ends, sums), 0, _add_segments, reverse=True)
 
@@ -226,40 +195,17 @@ def _sum_blocks(
     tl.store(heads_ptr + at, sums, mask=is_head[:, None] & is_column)
     tl.store(tails_ptr + at, sums, mask=is_tail[:, None] & is_column)
     is_meant = begins & (is_tail == 0)
-    if FORM == "by entry":
-        tl.store(out_rows_ptr + places, rows.to(tl.int64), mask=is_real)
+    if target.rows is not None:
+        tl.store(target.rows + places, rows.to(tl.int64), mask=is_real)
         sums = tl.where(is_meant[:, None], sums, 0.0)
         is_meant = is_real
-    _leave(
-        sums,
-        rows,
-        places,
-        is_meant,
-        out_ptr,
-        squares_ptr,
-        weight_ptr,
-        state_ptr,
-        rates_ptr,
-        starts_ptr,
-        num_tables,
-        rate,
-        eps,
-        decay,
-        FORM,
-        HAS_SQUARES,
-        IS_ADAGRAD,
-        DECAY,
-        STEPS,
-        DIM,
-        WIDTH,
-    )
+    _write(target, sums, rows, places, is_meant, STEPS, DIM, WIDTH)
 
 
 @triton.jit
-def _sum_heads(
-    rows_ptr, heads_ptr, supers_ptr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+def _sum_heads(tensors, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Add up `BLOCK` blocks, if all of them and the entry before them are of one row."""
+    supers_ptr, rows_ptr, heads_ptr = tensors
     number = tl.program_id(0).to(tl.int64)
     first = number * BLOCK
     before = tl.load(rows_ptr + first * BLOCK - 1, mask=number > 0, other=-1)
@@ -284,35 +230,19 @@ def _add_parts(
     return sums
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_blocks", "num_tables"])
+@triton.jit(do_not_specialize=["num_ids", "num_blocks"])
 def _sum_spans(
-    rows_ptr,
-    heads_ptr,
-    tails_ptr,
-    supers_ptr,
+    tensors,
+    target,
     num_ids,
     num_blocks,
-    out_ptr,
-    squares_ptr,
-    weight_ptr,
-    state_ptr,
-    rates_ptr,
-    starts_ptr,
-    num_tables,
-    rate,
-    eps,
-    decay,
-    HAS_SUPERS: tl.constexpr,
-    FORM: tl.constexpr,
-    HAS_SQUARES: tl.constexpr,
-    IS_ADAGRAD: tl.constexpr,
-    DECAY: tl.constexpr,
     STEPS: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add up what blocks have of the row that begins in this one and ends in another."""
+    """Add up the sums of the row that begins in this block and ends in another."""
+    rows_ptr, heads_ptr, tails_ptr, supers_ptr = tensors
     block = tl.program_id(0).to(tl.int64)
     last = tl.minimum((block + 1) * BLOCK, num_ids) - 1
     row = tl.load(rows_ptr + last)
@@ -329,7 +259,7 @@ def _sum_spans(
                 high = middle
         sums = tl.zeros([BLOCK, WIDTH], tl.float32)
         begin = block + 1
-        if HAS_SUPERS:
+        if supers_ptr is not None:
             first_super, end_super = (begin + BLOCK - 1) // BLOCK, low // BLOCK
             if first_super < end_super:
                 sums = _add_parts(sums, heads_ptr, begin, first_super * BLOCK, DIM, WIDTH, BLOCK)
@@ -341,84 +271,34 @@ def _sum_spans(
         places = block * BLOCK + tl.arange(0, BLOCK)
         own = tl.load(rows_ptr + places, mask=places <= last, other=-1) == row
         nothing = tl.zeros([1], tl.int64)
-        _leave(
-            (tl.sum(sums, 0) + tail)[None, :],
-            nothing + row,
-            nothing + last + 1 - tl.sum(own.to(tl.int32)),
-            nothing == 0,
-            out_ptr,
-            squares_ptr,
-            weight_ptr,
-            state_ptr,
-            rates_ptr,
-            starts_ptr,
-            num_tables,
-            rate,
-            eps,
-            decay,
-            FORM,
-            HAS_SQUARES,
-            IS_ADAGRAD,
-            DECAY,
-            STEPS,
-            DIM,
-            WIDTH,
-        )
+        sums = (tl.sum(sums, 0) + tail)[None, :]
+        place = nothing + last + 1 - tl.sum(own.to(tl.int32))
+        _write(target, sums, nothing + row, place, nothing == 0, STEPS, DIM, WIDTH)
 
 
-@triton.jit(do_not_specialize=["num_entries", "num_tables"])
+@triton.jit(do_not_specialize=["num_entries"])
 def _update_entries(
-    rows_ptr,
-    gradients_ptr,
-    moments_ptr,
+    tensors,
+    update,
     num_entries,
-    weight_ptr,
-    state_ptr,
-    rates_ptr,
-    starts_ptr,
-    num_tables,
-    rate,
-    eps,
-    decay,
-    HAS_MOMENTS: tl.constexpr,
-    IS_ADAGRAD: tl.constexpr,
-    DECAY: tl.constexpr,
     STEPS: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    rows_ptr, gradients_ptr, moments_ptr = tensors
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_real = places < num_entries
     rows = tl.load(rows_ptr + places, mask=is_real, other=-1)
     before = tl.load(rows_ptr + places - 1, mask=is_real & (places > 0), other=-1)
     is_meant = is_real & (rows != before)
     columns = tl.arange(0, WIDTH)
-    at = places[:, None] * DIM + columns[None, :]
     mask = is_meant[:, None] & (columns < DIM)[None, :]
-    _move_rows(
-        tl.load(gradients_ptr + at, mask=mask, other=0),
-        rows,
-        places,
-        is_meant,
-        weight_ptr,
-        state_ptr,
-        moments_ptr,
-        rates_ptr,
-        starts_ptr,
-        num_tables,
-        rate,
-        eps,
-        decay,
-        IS_ADAGRAD,
-        DECAY,
-        HAS_MOMENTS,
-        STEPS,
-        DIM,
-        WIDTH,
-    )
+    sums = tl.load(gradients_ptr + places[:, None] * DIM + columns[None, :], mask=mask, other=0)
+    _move_rows(update, sums, rows, places, is_meant, moments_ptr, STEPS, DIM, WIDTH)
 
 
+@self_checked
 def sum_by_row(
     rows_N: Tensor,
     order_N: Tensor,
@@ -427,15 +307,15 @@ def sum_by_row(
     scale_N: Tensor | None,
     with_squares: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return row gradients with an entry per id; its twin is `tbe_torch`'s.
+    """Return row gradients with an entry per id; its twin is `row_gradients.sum_by_row`.
 
     Args:
         rows_N: `[N]` int32 or int64 the row of each id, ascending.
-        order_N: `[N]` int64 which id that is.
+        order_N: `[N]` int64 the number of that id.
         gradients_MD: `[M, D]` floats.
         source_N: `[N]` int64 by id, the row of `gradients_MD` that is its gradient.
         scale_N: `[N]` fp32 by id, its factor; None for 1.
-        with_squares: Whether to return the last of the results; else it is empty.
+        with_squares: Whether to return the squares; else they are empty.
 
     Returns:
         `[N]` int64 rows; `[N, D]` fp32, a row's gradient at its first entry, and 0 at the others;
@@ -445,11 +325,12 @@ def sum_by_row(
     rows = torch.empty_like(rows_N, dtype=torch.int64)
     sums = gradients_MD.new_empty(num_ids, dim, dtype=torch.float32)
     squares = gradients_MD.new_empty(num_ids if with_squares else 0, dtype=torch.float32)
-    given = rows_N, order_N, gradients_MD, source_N, scale_N
-    _sum(given, "by entry", _no_update(gradients_MD), rows, sums, squares)
+    target = _Target(sums, rows, squares if with_squares else None)
+    _sum(target, rows_N, order_N, gradients_MD, source_N, scale_N)
     return rows, sums, squares
 
 
+@self_checked
 def sum_into(
     out_RD: Tensor,
     rows_N: Tensor,
@@ -458,11 +339,11 @@ def sum_into(
     source_N: Tensor,
     scale_N: Tensor | None,
 ) -> None:
-    """Write the gradients of rows to where these are in `[R, D]` fp32; see `sum_by_row`."""
-    given = rows_N, order_N, gradients_MD, source_N, scale_N
-    _sum(given, "by row", _no_update(gradients_MD), rows_N, out_RD, out_RD)
+    """Write the gradients of rows to those rows of `[R, D]` fp32; see `sum_by_row`."""
+    _sum(_Target(out_RD), rows_N, order_N, gradients_MD, source_N, scale_N)
 
 
+@self_checked
 def sum_and_update(
     update: RowUpdate,
     rows_N: Tensor,
@@ -471,133 +352,83 @@ def sum_and_update(
     source_N: Tensor,
     scale_N: Tensor | None,
 ) -> None:
-    """Update rows by their gradients, which are nowhere written; see `sum_by_row`.
+    """Update rows by their gradients, which are not stored; see `sum_by_row`.
 
-    Its twin is `update_rows` of what `sum_by_row` returns.
+    Its twin is `update_rows` of the result of `sum_by_row`.
     """
-    given = rows_N, order_N, gradients_MD, source_N, scale_N
-    _sum(given, "update", update, rows_N, gradients_MD, gradients_MD)
+    argument, steps = _as_argument(update)
+    target = _Target(update=argument)
+    _sum(target, rows_N, order_N, gradients_MD, source_N, scale_N, steps)
 
 
+@self_checked
 def update_entries(
     update: RowUpdate, rows_K: Tensor, gradients_KD: Tensor, moments_K: Tensor | None
 ) -> None:
-    """Update rows by gradients that were added up; its twin is `row_update.update_rows`.
+    """Update rows by summed gradients; its twin is `row_update.update_rows`.
 
     Args:
-        update: What is updated.
-        rows_K: `[K]` ascending; of a row that repeats, the first entry counts.
+        update: The rows to update, and the optimizer.
+        rows_K: `[K]` ascending; the first entry of a row counts.
         gradients_KD: `[K, D]` fp32.
-        moments_K: `[K]` fp32 the mean of g*g over all columns, where the tables have only some;
-            None: computed here.
+        moments_K: `[K]` fp32 the mean of g*g over all columns, if the tables have only some of
+            them; None: computed here.
     """
     num_entries, dim = gradients_KD.shape
     if not num_entries:
         return
-    width, block, num_warps = _sizes(dim)
-    numbers, known = _arguments(update)
-    with _current(rows_K.device):
-        _update_entries[triton.cdiv(num_entries, block),](
-            rows_K,
-            gradients_KD.contiguous(),
-            moments_K.contiguous() if moments_K is not None else gradients_KD,
-            num_entries,
-            *numbers,
-            HAS_MOMENTS=moments_K is not None,
-            **known,
-            DIM=dim,
-            WIDTH=width,
-            BLOCK=block,
-            num_warps=num_warps,
-        )
+    known = _sizes(dim)
+    moments = None if moments_K is None else moments_K.contiguous()
+    tensors = rows_K, gradients_KD.contiguous(), moments
+    grid = triton.cdiv(num_entries, known["BLOCK"])
+    argument, steps = _as_argument(update)
+    launch(_update_entries, grid, tensors, argument, num_entries, STEPS=steps, **known)
 
 
 def _sum(
-    given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
-    form: str,
-    update: RowUpdate,
-    out_rows: Tensor,
-    out: Tensor,
-    squares: Tensor,
+    target: _Target,
+    rows: Tensor,
+    order: Tensor,
+    gradients: Tensor,
+    source: Tensor,
+    scale: Tensor | None,
+    steps: int = 0,
 ) -> None:
-    rows, order, gradients, source, scale = given
     num_ids, dim = rows.numel(), gradients.shape[1]
     if not num_ids:
         return
-    width, block, num_warps = _sizes(dim)
+    known = _sizes(dim)
+    block = known["BLOCK"]
     num_blocks = triton.cdiv(num_ids, block)
     num_supers = num_ids // (block * block) if num_blocks > _FEW_BLOCKS else 0
     parts = gradients.new_empty(2 * num_blocks + num_supers, dim, dtype=torch.float32)
     heads, tails, supers = parts.split([num_blocks, num_blocks, num_supers])
-    numbers, known = _arguments(update)
-    sizes = {"DIM": dim, "WIDTH": width, "BLOCK": block}
-    known |= {"FORM": form, "HAS_SQUARES": form == "by entry" and squares.numel() > 0}
-    with _current(rows.device):
-        _sum_blocks[num_blocks,](
-            rows,
-            order,
-            source,
-            source if scale is None else scale.contiguous(),
-            gradients.contiguous(),
-            heads,
-            tails,
-            num_ids,
-            out_rows,
-            out,
-            squares,
-            *numbers,
-            HAS_SCALE=scale is not None,
-            **known,
-            **sizes,
-            num_warps=num_warps,
-        )
-        if num_supers:
-            _sum_heads[num_supers,](rows, heads, supers, **sizes, num_warps=num_warps)
-        if num_blocks > 1:
-            _sum_spans[num_blocks,](
-                rows,
-                heads,
-                tails,
-                supers,
-                num_ids,
-                num_blocks,
-                out,
-                squares,
-                *numbers,
-                HAS_SUPERS=num_supers > 0,
-                **known,
-                **sizes,
-                num_warps=num_warps,
-            )
+    scale = None if scale is None else scale.contiguous()
+    tensors = rows, order, gradients.contiguous(), source, scale, heads, tails
+    launch(_sum_blocks, num_blocks, tensors, target, num_ids, STEPS=steps, **known)
+    if num_supers:
+        launch(_sum_heads, num_supers, (supers, rows, heads), **known)
+    if num_blocks > 1:
+        spans = rows, heads, tails, supers if num_supers else None
+        launch(_sum_spans, num_blocks, spans, target, num_ids, num_blocks, STEPS=steps, **known)
 
 
-def _sizes(dim: int) -> tuple[int, int, int]:
-    """Return the power of two that columns are rounded up to, entries of a block, and warps."""
+def _sizes(dim: int) -> dict[str, int]:
+    """Return the constants for rows of some columns, and the number of warps."""
     width = triton.next_power_of_2(dim)
     block = min(max(_TILE // width, _LEAST), _MOST)
-    return width, block, min(max(block * width // 1024, 1), 8)
+    num_warps = min(max(block * width // 1024, 1), 8)
+    return {"DIM": dim, "WIDTH": width, "BLOCK": block, "num_warps": num_warps}
 
 
-def _no_update(like: Tensor) -> RowUpdate:
-    return RowUpdate(OptimizerSpec(algorithm=EmbOptimType.SGD), like, None, 0.0, like)
-
-
-def _arguments(update: RowUpdate) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Return what kernels are told of an update, from the weights on."""
-    spec, weight, rate = update.spec, update.weight_RD, update.rate
-    num_tables = rate.numel() if isinstance(rate, Tensor) else 0
-    numbers = (
-        weight,
-        weight if update.state_R is None else update.state_R,
-        rate if isinstance(rate, Tensor) else weight,
-        update.row_starts,
-        num_tables,
-        0.0 if isinstance(rate, Tensor) else rate,
-        spec.eps,
-        spec.weight_decay,
-    )
-    return numbers, {
-        "IS_ADAGRAD": update.state_R is not None,
-        "DECAY": next((mode.value for mode in WeightDecayMode if spec.decay(mode)), "none"),
-        "STEPS": num_tables.bit_length(),
-    }
+def _as_argument(update: RowUpdate) -> tuple[_Update, int]:
+    """Return the argument of kernels, and the steps of their search for the table of a row."""
+    spec, weight, state, rate, starts = update
+    l2 = spec.decay(WeightDecayMode.L2) or None
+    decoupled = spec.decay(WeightDecayMode.DECOUPLE) or None
+    if isinstance(rate, Tensor):
+        tables = starts, rate.numel(), 0.0
+        return _Update(weight, state, rate, *tables, spec.eps, l2, decoupled), tables[
+            1
+        ].bit_length()
+    return _Update(weight, state, None, None, 0, rate, spec.eps, l2, decoupled), 0

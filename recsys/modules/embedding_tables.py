@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from recsys import step_stages
 from recsys.kernels import ops
 from recsys.kernels.bounds import NO_LIMIT, OVERWRITTEN, IdGuard, LateChecks
+from recsys.kernels.lookup_batch import Batch
 from recsys.kernels.support import shared_optimizer
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import Batch
 from recsys.kernels.types import (
     BoundsCheckMode,
     PoolingType,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from recsys.kernels.tbe_torch import sum_bags
+from recsys.kernels.lookup_batch import sum_bags
 from recsys.kernels.types import PoolingType
 from recsys.modules.onnx_lookup import look_up_plainly
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor

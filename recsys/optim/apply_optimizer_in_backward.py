@@ -14,7 +14,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from recsys.kernels.arguments import instance, wrong_type
 from recsys.kernels.checked import checked
-from recsys.kernels.scaled_loss import watch_grad_scaler
 from recsys.kernels.types import OptimizerSpec, RowState, UpdateMode
 from recsys.optim.optimizers import warn_of_decay
 from recsys.optim.specs import TableOptimizer, optimizer_spec, to_row_state, to_update_mode
@@ -169,7 +168,6 @@ def apply_optimizer_in_backward(
         mark(parameter, attached)
         _hook(parameter, attached)
     _attachments += 1
-    watch_grad_scaler()
 
 
 def mark(parameter: Tensor, attached: AttachedOptimizer) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from recsys.kernels.arguments import finite, whole
 from recsys.kernels.checked import checked
+from recsys.kernels.scaled_loss import check_scaled_loss
 from recsys.optim.keyed import KeyedOptimizer, TableGradients
 
 
@@ -19,16 +20,15 @@ from recsys.optim.keyed import KeyedOptimizer, TableGradients
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for models with sharded embedding tables.
 
-    It also divides the gradients that deferred tables keep, and an inf or NaN that any rank finds
-    makes all ranks skip the step and lower the scale: a table of which each rank holds a part
-    stays whole. Every rank must step alike. The largest of one number per rank is found for each
-    optimizer and step.
+    It also divides the gradients that deferred tables keep. If any rank finds an inf or NaN, all
+    ranks skip the step and lower the scale, so that the shards of a table stay consistent. Every
+    rank must step the same optimizers: each step all-reduces one number per optimizer.
 
-    Tables that are updated in backward cannot be scaled: `scale` refuses them. Train them in
-    bf16, which needs no scaling.
+    Tables that are updated in backward cannot be trained with a scaled loss: `scale` raises an
+    error. Train them in bf16, which needs no scaling. `torch.amp.GradScaler` has no such check.
 
     Args:
-        device: where the loss is, as for `torch.amp.GradScaler`; so are the other arguments.
+        device: device of the loss; all arguments are as for `torch.amp.GradScaler`.
         init_scale: the first factor.
         growth_factor: multiplies the scale after `growth_interval` steps without inf or NaN.
         backoff_factor: multiplies it after a step that was skipped.
@@ -49,9 +49,6 @@ class GradScaler(torch.amp.GradScaler):
         >>> weight.detach()
         tensor([0.5000])
     """
-
-    handles_tables = True
-    """Says so to `scaled_loss`."""
 
     @checked
     def __init__(
@@ -74,6 +71,24 @@ class GradScaler(torch.amp.GradScaler):
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._process_group = process_group
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply losses by the scale.
+
+        Args:
+            outputs: a tensor, or an iterable of tensors.
+
+        Returns:
+            The scaled losses, of the same kind.
+
+        Raises:
+            ValueError: a loss depends on tables that are updated in backward.
+        """
+        if self.is_enabled():
+            if not isinstance(outputs, Tensor | list | tuple):
+                outputs = list(outputs)
+            check_scaled_loss(self, [outputs] if isinstance(outputs, Tensor) else outputs)
+        return super().scale(outputs)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

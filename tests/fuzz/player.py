@@ -31,6 +31,7 @@ from recsys.distributed.types import (
 from recsys.kernels.types import EmbOptimType, UpdateMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.optim import GradScaler
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import whole_state
 from tests.fuzz import oracle
@@ -199,7 +200,7 @@ class _Player:
                 factors = oracle.factors(tuple(values.shape), self.rank, step)
                 loss = loss + (values * torch.from_numpy(factors).float()).sum()
             if self.is_faulty("scaler"):
-                loss = torch.amp.GradScaler("cpu", init_scale=1024.0).scale(loss)
+                loss = GradScaler("cpu", init_scale=1024.0).scale(loss)
             loss.backward()
             model.fused_optimizer.step()
             model.fused_optimizer.zero_grad()

@@ -121,7 +121,7 @@ UNDONE: dict[str, Callable[[], Patches]] = {
     "rates are checked": lambda: [
         _instead("optim.fused:finite", lambda subject, value, **kwargs: value)
     ],
-    "a scaled loss is refused": lambda: [_instead("kernels.scaled_loss:_check", _nothing)],
+    "a scaled loss is refused": lambda: [_instead("optim.grad_scaler:check_scaled_loss", _nothing)],
     "ranks without data take part": lambda: [
         _instead("distributed.train_pipeline.even_batches:EvenBatches._first", _without_a_first)
     ],

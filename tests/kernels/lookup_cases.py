@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recsys.kernels.backend import POOLING_CODES
+from recsys.kernels.lookup_batch import RankedBags
 from recsys.kernels.support import BACKENDS
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_fbgemm import has_cpu_ops
-from recsys.kernels.tbe_torch import RankedBags
 from recsys.kernels.types import OptimizerSpec, PoolingType, TableSpec, UpdateMode
 
 CPU = torch.device("cpu")

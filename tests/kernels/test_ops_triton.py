@@ -233,36 +233,23 @@ def test_rows_of_tables_end_to_end(seed: int, dtypes: tuple[torch.dtype, torch.d
 
 
 COMPILES = """
-size = {"BLOCK": 4096}
-compile(ops_triton._sum_blocks, "*i32 *i32 i32", **size)
-compile(ops_triton._sum_blocks, "*i64 *i64 i64", **size)
-compile(ops_triton._add_up_blocks, "*i32 *i32 *i32 i32", **size)
-compile(ops_triton._add_up_blocks, "*i64 *i64 *i64 i64", **size)
-size = {"BLOCK": 1024}
-compile(ops_triton._move_segments, "*i32 *i32 *i64 i32 i64", STEPS=9, **size)
-compile(ops_triton._move_segments, "*fp16 *fp16 *i64 i32 i32", STEPS=1, **size)
-compile(ops_triton._find_bad_bags, "*i32 *i64 *i64 *i64 i32 i32 i32", IS_TOLD=False, **size)
-compile(ops_triton._find_bad_bags, "*i32 *i32 *i32 *i64 i32 i64 i32", IS_TOLD=True, **size)
-known = {"NO_LIMIT": 2**63 - 1, "STEPS": 5, **size}
-sizes = "i32 i32 i32 i32"
-known["IS_TOLD"] = True
-given = "*i32 *i32 *i32 *i64 *i64 *i64"
-compile(ops_triton._make_safe, f"{given} *i32 *i32 *i64 *i64 {sizes}", **known)
-known["IS_TOLD"] = False
-given = "*i32 *i64 *i64 *i32 *i64 *i64"
-compile(ops_triton._make_safe, f"{given} *i64 *i64 *i32 *i64 {sizes}", **known)
-compile(ops_triton._build_header, "*i64 *i64 *i64 *i32 i64 i32 i32 i32 i32", **size)
-known = {"STEPS": 5, **size}
-compile(ops_triton._row_ids, "*i64 *i32 *i32 *i64 i32 i32 i32", **known)
-compile(ops_triton._row_ids, "*i64 *i64 *i64 *i64 i64 i32 i32", **known)
-compile(ops_triton._places_of_bags, "*i64 *i32 i32 i32 i32", **known)
-known["IS_WEIGHTED"] = True
-compile(ops_triton._pack, f"*i32 *i32 *i64 *fp32 *i64 {sizes}", **known)
-compile(ops_triton._pack, f"*i64 *i64 *i32 *fp16 *i64 {sizes}", **known)
-known["IS_WEIGHTED"] = False
-compile(ops_triton._pack, f"*i32 *i64 *i64 *i64 *i64 {sizes}", **known)
+i32, i64 = torch.int32, torch.int64
+for dtype in (i32, i64):
+    ops_triton.complete_cumsum(empty(5000, dtype))
+ops_triton.move_segments(empty(2000, i32), empty(600), 2000)
+ops_triton.move_segments(empty(2000, torch.float16), empty(2), 2000)
+for ids, lengths, known in ((i64, i32, empty(6)), (i32, i64, None)):
+    batch = empty(500, lengths), empty(501, lengths), empty(3000, ids), empty(5), known
+    ops_triton.make_safe(*batch, None if known is None else (batch[0], batch[1]))
+ops_triton.build_header(empty(7), empty(5), empty(2, i32), 1, 2, 3, 4)
+for ids, offsets in ((i32, i32), (i64, i64)):
+    ops_triton.row_ids(empty(700, ids), empty(51, offsets), empty(5))
+ops_triton.places_of_bags(empty(51, i32), 700, 5)
+for weights, dtype in ((torch.float32, i32), (torch.float16, i64), (None, i32)):
+    weights = None if weights is None else empty(70, weights)
+    ops_triton.pack(empty(50, i32), empty(70, dtype), weights, empty(12), 190, dtype)
 """
 
 
 def test_they_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
-    assert num_compiled(COMPILES, tmp_path) == 17
+    assert num_compiled(COMPILES, tmp_path) == 18

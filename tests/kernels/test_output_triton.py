@@ -186,14 +186,22 @@ def test_what_is_no_number_stays_visible() -> None:
 
 
 COMPILES = """
-for chunk, unit, dtype in ((64, 32, "fp32"), (1, 1, "bf16")):
-    known = dict.fromkeys(["HAS_LISTS", "HAS_MEANS", "IS_NARROW"], dtype != "fp32")
-    known |= {"LOSS_SCALE": 3.0, "CHUNK": chunk, "UNIT": unit}
-    known |= {"BLOCK_B": 16, "BLOCK_U": 128 // unit}
-    rest = f"*{dtype} i64 *i64 *i64 *i32 *i64 i32 i32 i32"
-    compile(output_triton._collect, f"*fp32 *fp32 {rest}", **known)
-    built = compile(output_triton._spread, f"*fp32 *fp32 i64 i32 fp32 {rest}", **known)
-    print("bf16 rounded", ("cvt.rn.bf16" in built.asm["ptx"]) is (dtype == "bf16"))
+for chunk, dtype in ((64, None), (1, torch.bfloat16)):
+    width = 4 * chunk
+    is_full = dtype is not None
+    columns = output_triton.Columns(
+        empty((4, 7)),
+        empty(5) if is_full else None,
+        empty(4, torch.int32) if is_full else None,
+        width,
+        chunk,
+        min(chunk, 32),
+    )
+    counts = empty((3, 5)) if is_full else None
+    arrived = empty(60, dtype) if is_full else None
+    output_triton.collect(empty(500, torch.float32), 5, columns, counts, arrived, 3.0)
+    output_triton.spread(empty((5, width), torch.float32), columns, counts, 0.5, 60, dtype, 3.0)
+    print("bf16 rounded", ("cvt.rn.bf16" in built[-1].asm["ptx"]) is is_full)
 """
 
 

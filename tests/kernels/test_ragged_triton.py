@@ -54,13 +54,14 @@ def test_rows_are_laid_out_and_back_as_by_pytorch(seed: int) -> None:
 
 
 COMPILES = """
-arguments = "*fp32 i64 i32 *fp32 *i32 *i64 *i64 *i64 *i64 *i32 i32 i32 i32 i32 i32 i32 i32 i32"
-for collects in (True, False):
-    known = {"COLLECTS": collects, "HAS_MEANS": True, "HAS_IDS": True}
-    known |= {"CHUNK": 64, "UNIT": 32, "BLOCK_B": 16, "BLOCK_U": 4}
-    compile(ragged_triton._move_ragged, arguments, **known)
+columns = output_triton.Columns(empty((4, 4)), None, empty(8, torch.int32), 256, 64, 32)
+counts = empty((3, 5), torch.int32)
+for ids in (ragged_triton.Ids(empty(60), empty(41, torch.int32), 2, 3, 8), None):
+    batch = ragged_triton.Ragged(columns, empty((4, 4)), empty(99), 2, ids)
+    ragged_triton.collect_ragged(empty(500, torch.float32), 5, batch, counts)
+    ragged_triton.spread_ragged(empty((5, 256), torch.float32).t().t(), 500, batch, counts)
 """
 
 
 def test_they_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
-    assert num_compiled(COMPILES, tmp_path) == 2
+    assert num_compiled(COMPILES, tmp_path) == 4

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from recsys.optim import GradScaler
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 RATE = 0.5
@@ -39,8 +40,8 @@ def _batch() -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["film"], values=torch.tensor([0, 2, 2]), lengths=torch.tensor([2, 1]))
 
 
-def _scaler(**settings: Any) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", **settings)
+def _scaler(**settings: Any) -> GradScaler:
+    return GradScaler("cpu", **settings)
 
 
 def test_a_scaled_loss_of_fused_tables_is_refused_before_any_update() -> None:
@@ -48,9 +49,7 @@ def test_a_scaled_loss_of_fused_tables_is_refused_before_any_update() -> None:
     before = _weight(ebc).detach().clone()
     for outputs in (lambda x: x, lambda x: [x], lambda x: (y for y in [x])):
         loss = ebc(_batch()).values().sum()
-        with pytest.raises(
-            ValueError, match=r"by 65536, and tables \['films'\] are updated in backward.*bf16"
-        ):
+        with pytest.raises(ValueError, match=r"by 65536, and tables \['films'\]"):
             _scaler().scale(outputs(loss))
     assert torch.equal(_weight(ebc), before)
 
@@ -58,7 +57,7 @@ def test_a_scaled_loss_of_fused_tables_is_refused_before_any_update() -> None:
 def test_parameters_with_an_optimizer_in_backward_are_refused_too() -> None:
     layer = nn.Linear(3, 1)
     apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": RATE})
-    with pytest.raises(ValueError, match=r"parameters of \[\[1, 3\], \[1\]\] are updated"):
+    with pytest.raises(ValueError, match=r"\[\[1, 3\], \[1\]\]"):
         _scaler().scale(layer(torch.ones(1, 3)).sum())
 
 
@@ -106,3 +105,17 @@ def test_bf16_autocast_trains_fused_tables() -> None:
     np.testing.assert_allclose(_weight(ebc).detach(), expected, rtol=0, atol=0.01)
     assert np.abs(expected - table).max() > 0.2
     assert _weight(ebc).dtype is torch.float32
+
+
+def test_fp16_autocast_of_fused_tables_is_warned_of() -> None:
+    with torch.autocast("cpu", torch.float16), pytest.warns(UserWarning, match=r"\['films'\]"):
+        _model()(_batch())
+    with torch.autocast("cpu", torch.float16):
+        _model(None)(_batch())
+        with torch.no_grad():
+            _model()(_batch())
+
+
+def test_torchs_scaler_is_left_as_it_is() -> None:
+    _model()(_batch())
+    assert torch.amp.GradScaler.scale.__module__.startswith("torch.")

@@ -72,12 +72,10 @@ def test_rows_are_laid_out_and_back_as_by_pytorch(seed: int) -> None:
 
 
 COMPILES = """
-arguments = "*fp32 i64 i64 *fp32 *i64 *i64 i32 i32"
-for collects in (True, False):
-    for chunk, unit in ((64, 32), (3, 1)):
-        known = {"COLLECTS": collects, "CHUNK": chunk, "UNIT": unit, "STEPS": 3}
-        known |= {"BLOCK_N": 16, "BLOCK_U": 128 // unit}
-        compile(sequence_triton._move_rows, arguments, **known)
+for chunk in (64, 3):
+    known = empty(7, torch.int32), empty((5, 4)), 2, chunk
+    sequence_triton.collect_rows(empty(8 * chunk, torch.float32), 2 * chunk, *known)
+    sequence_triton.spread_rows(empty((4, 2 * chunk), torch.float32), *known)
 """
 
 

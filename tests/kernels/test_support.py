@@ -11,6 +11,7 @@ import torch
 
 from recsys.kernels import ops, support, tbe_fbgemm, tbe_fbgemm_module
 from recsys.kernels.backend import POOLING_CODES
+from recsys.kernels.lookup_batch import Batch
 from recsys.kernels.quantized import QuantizedInFbgemm, QuantizedInTorch
 from recsys.kernels.support import (
     BACKENDS,
@@ -20,7 +21,7 @@ from recsys.kernels.support import (
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, FbgemmCpuKernel, has_cpu_ops
 from recsys.kernels.tbe_fbgemm_module import FbgemmCudaKernel, FbgemmCudaLookup
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import Batch, TorchKernel
+from recsys.kernels.tbe_torch import TorchKernel
 from recsys.kernels.tbe_triton import TritonKernel
 from recsys.kernels.types import (
     EmbeddingLocation,

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from recsys.kernels.lookup_batch import RankedBags
 from recsys.kernels.row_update import update_rows
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, has_cpu_ops
-from recsys.kernels.tbe_torch import RankedBags, TorchKernel
+from recsys.kernels.tbe_torch import TorchKernel
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,
@@ -952,7 +953,7 @@ def test_bags_are_one_number_per_feature_that_add_up() -> None:
 
 def test_sequences_take_no_bags() -> None:
     tbe = replace(SMALL, dims=(4,) * 3, pooling=PoolingType.NONE).build(None, UpdateMode.GRADIENT)
-    with pytest.raises(ValueError, match=r"takes no bags of each feature; received \[1, 0, 0, 0\]"):
+    with pytest.raises(ValueError, match=r"NONE.*\[1, 0, 0, 0\]"):
         tbe.forward(torch.tensor([0]), torch.tensor([0, 1]), bags=np.array([1, 0, 0, 0]))
 
 

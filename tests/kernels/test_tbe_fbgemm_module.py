@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from recsys.kernels import tbe_fbgemm_module
+from recsys.kernels.lookup_batch import Batch
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, has_cpu_ops
 from recsys.kernels.tbe_fbgemm_module import FbgemmCudaKernel, FbgemmCudaLookup, _sizes_of
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import Batch, TorchKernel
+from recsys.kernels.tbe_torch import TorchKernel
 from recsys.kernels.types import (
     EmbeddingLocation,
     EmbOptimType,

@@ -17,9 +17,10 @@ if not HAS_TRITON:
     pytest.skip(NEEDS_TRITON, allow_module_level=True)
 
 from recsys.kernels.deferred import DeferredGradients
+from recsys.kernels.lookup_batch import Batch
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import Batch, TorchKernel
+from recsys.kernels.tbe_torch import TorchKernel
 from recsys.kernels.tbe_triton import TritonKernel
 from recsys.kernels.types import (
     EmbOptimType,

@@ -308,7 +308,8 @@ def test_blocks_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         128: (128, 32, 4),
         2000: (2048, 8, 8),
     }.items():
-        assert update_triton._sizes(dim) == sizes
+        found = update_triton._sizes(dim)
+        assert tuple(found[name] for name in ("WIDTH", "BLOCK", "num_warps")) == sizes
     batch, tables = Batch.of("hot", 20, 1, True), Tables.of(ADAGRAD, "none", 20, True)
     on_device = OnDevice(tables)
     sum_and_update(on_device.update, *batch.given())
@@ -316,42 +317,32 @@ def test_blocks_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COMPILES = """
-for dim, row, weight, form, decay in (
-    (130, "i64", "fp16", "update", "l2"),
-    (20, "i32", "bf16", "update", "decouple"),
-    (1, "i32", "fp32", "by entry", "none"),
+from recsys.kernels.types import EmbOptimType, OptimizerSpec, WeightDecayMode
+
+update_triton._FEW_BLOCKS = 1
+for dim, row, dtype, mode, is_scaled in (
+    (130, torch.int64, torch.float16, WeightDecayMode.L2, True),
+    (20, torch.int32, torch.bfloat16, WeightDecayMode.DECOUPLE, False),
+    (1, torch.int32, torch.float32, None, True),
 ):
-    width, block, warps = update_triton._sizes(dim)
-    sizes = {"DIM": dim, "WIDTH": width, "BLOCK": block}
-    given = f"*{row} *i64 *i64 *fp32 *fp32 *fp32 *fp32 i32"
-    update = f"*{weight} *fp32 *fp32 *i64 i32 fp32 fp32 fp32"
-    modes = {"IS_ADAGRAD": True, "DECAY": decay, "STEPS": 3}
-    known = {"FORM": form, "HAS_SQUARES": form == "by entry", **modes, **sizes}
-    compile(
-        update_triton._sum_blocks,
-        f"{given} *i64 *fp32 *fp32 {update}",
-        warps,
-        HAS_SCALE=True,
-        **known,
-    )
-    compile(update_triton._sum_heads, f"*{row} *fp32 *fp32", warps, **sizes)
-    compile(
-        update_triton._sum_spans,
-        f"*{row} *fp32 *fp32 *fp32 i32 i32 *fp32 *fp32 {update}",
-        warps,
-        HAS_SUPERS=True,
-        **known,
-    )
-    compile(
-        update_triton._update_entries,
-        f"*i64 *fp32 *fp32 i32 {update}",
-        warps,
-        HAS_MOMENTS=True,
-        **modes,
-        **sizes,
-    )
+    float32, number = torch.float32, 10_000
+    gradients, scale = empty((9, dim), float32), empty(number, float32) if is_scaled else None
+    given = empty(number, row), empty(number), gradients, empty(number), scale
+    update_triton.sum_by_row(*given, is_scaled)
+    update_triton.sum_into(empty((50, dim), float32), *given)
+    adagrad = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    decay = 0.0 if mode is None else 0.1
+    spec = OptimizerSpec(algorithm=adagrad, weight_decay=decay, weight_decay_mode=mode)
+    for state in (empty(50, float32), None):
+        for rate in (0.5, empty(4, float32)):
+            weight = empty((50, dim), dtype)
+            update = update_triton.RowUpdate(spec, weight, state, rate, empty(5))
+            update_triton.sum_and_update(update, *given)
+            entries = empty(number), empty((number, dim), float32)
+            moments = empty(number, float32) if is_scaled else None
+            update_triton.update_entries(update, *entries, moments)
 """
 
 
 def test_they_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
-    assert num_compiled(COMPILES, tmp_path) == 12
+    assert num_compiled(COMPILES, tmp_path) == 66

@@ -34,7 +34,7 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.stages.lookup import GroupSettings, Lookup
 from recsys.distributed.stages.output_dist import Backward
-from recsys.kernels.scaled_loss import TableUpdates, watch_grad_scaler
+from recsys.kernels.scaled_loss import TableUpdates
 from recsys.optim.clipping import power_sum
 from recsys.step_stages import Stage
 
@@ -74,8 +74,7 @@ class BackwardFinisher:
             *(replica.lookup.kernel for replica in self._replicas),
             *self._columns.kernels,
         ]
-        self.backward = Backward(begins=self._schedule, updates=_table_updates(layout, env))
-        watch_grad_scaler()
+        self.backward = Backward(begins=self._schedule, updates=_table_updates(layout))
         self._needed = bool(self._replicas) or self._columns.exist or self.deferred.exist
 
     def _schedule(self) -> None:
@@ -119,15 +118,13 @@ class BackwardFinisher:
             replicas.receive([next(summed) for _ in parts])
 
 
-def _table_updates(layout: Layout, env: ShardingEnv) -> TableUpdates:
-    in_backward, kept = [], []
+def _table_updates(layout: Layout) -> TableUpdates:
+    in_backward = []
     for table in layout.tables:
         settings: GroupSettings = table.group  # type: ignore[assignment]
         if settings.requires_grad and settings.optimizer is not None and not settings.deferred:
             in_backward.append(table.name)
-        elif settings.requires_grad and (settings.deferred or env.world_size > 1):
-            kept.append(table.name)
-    return TableUpdates(tuple(in_backward), tuple(kept))
+    return TableUpdates(tuple(in_backward))
 
 
 @final

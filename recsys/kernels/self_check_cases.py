@@ -1,0 +1,408 @@
+"""Inputs of each Triton kernel with the results of PyTorch, for `self_check`.
+
+Values are small integers wherever the order of a sum could matter, so that results are equal to
+the bit. Inputs exceed one block of a kernel.
+
+Shape suffixes: as in the modules of the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from recsys.kernels import ops
+from recsys.kernels.bounds import are_bags_bad, find_bad_ids, safe_lengths
+from recsys.kernels.row_update import update_rows
+from recsys.kernels.types import EmbOptimType, OptimizerSpec
+
+Results: TypeAlias = Iterator[tuple[Tensor, Tensor]]
+"""Pairs of a kernel's result and PyTorch's."""
+
+_FEATURES, _BAGS = 3, 700
+
+
+def _integers(seed: int, high: int, *size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(high, size, generator=generator)
+
+
+class _Batch(NamedTuple):
+    """A jagged batch of some features."""
+
+    lengths: Tensor
+    offsets: Tensor
+    ids: Tensor
+    bag_of_id: Tensor
+
+    @staticmethod
+    def on(device: torch.device) -> _Batch:
+        lengths = _integers(0, 5, _FEATURES * _BAGS)
+        offsets = functional.pad(lengths.cumsum(0), (1, 0))
+        ids = _integers(1, 90, int(offsets[-1]))
+        bags = torch.arange(lengths.numel()).repeat_interleave(lengths)
+        return _Batch(*(part.to(device) for part in (lengths, offsets, ids, bags)))
+
+
+def _complete_cumsum(device: torch.device) -> Results:
+    from recsys.kernels.ops_triton import complete_cumsum
+
+    for number in (3, 10_000):
+        values = _integers(0, 9, number).to(device)
+        yield complete_cumsum(values), functional.pad(values.cumsum(0), (1, 0))
+
+
+def _segments(device: torch.device, sizes: Tensor) -> tuple[Tensor, int, Tensor]:
+    """Return a plan that reorders segments, its total, and the source of each value."""
+    order = np.random.default_rng(0).permutation(sizes.numel()).astype(np.int32)
+    plan, total = ops.plan_of_moves(order, sizes.numpy())
+    sources = torch.arange(int(sizes.sum())).split(sizes.tolist())
+    moved = torch.cat([sources[i] for i in order])
+    return torch.from_numpy(plan).to(device), total, moved.to(device)
+
+
+def _move_segments(device: torch.device) -> Results:
+    from recsys.kernels.ops_triton import move_segments
+
+    plan, total, source = _segments(device, _integers(0, 300, 40))
+    for dtype in (torch.int64, torch.float32):
+        values = torch.arange(total, device=device).to(dtype)
+        yield move_segments(values, plan, total), values[source]
+
+
+def _pack(device: torch.device) -> Results:
+    from recsys.kernels.ops_triton import pack
+
+    batch = _Batch.on(device)
+    num_ids = batch.ids.numel()
+    weights = torch.arange(num_ids, device=device) / 8
+    counts = batch.lengths.view(_FEATURES, _BAGS).sum(1).cpu()
+    sizes = torch.cat([torch.full((_FEATURES,), _BAGS), counts, counts])
+    plan, total, source = _segments(device, sizes)
+    words = torch.cat([batch.lengths.int(), batch.ids.int(), weights.view(torch.int32)])
+    yield pack(batch.lengths, batch.ids, weights, plan, total, torch.int32), words[source]
+    plan, total, source = _segments(device, sizes[: 2 * _FEATURES])
+    words = torch.cat([batch.lengths, batch.ids])
+    yield pack(batch.lengths, batch.ids, None, plan, total, torch.int64), words[source]
+
+
+def _make_safe(device: torch.device) -> Results:
+    from recsys.kernels.ops_triton import make_safe
+
+    batch, rows_F = _Batch.on(device), torch.tensor([80, 90, 100], device=device)
+    num_ids = batch.ids.numel()
+    known = batch.offsets[::_BAGS].contiguous()
+    sizes = torch.arange(_FEATURES, device=device) * _BAGS, known.diff()
+    for is_bad in (False, True):
+        lengths = batch.lengths.clone()
+        lengths[5] -= int(is_bad)
+        flag = are_bags_bad(lengths, batch.offsets, num_ids)
+        safe = safe_lengths(lengths, flag, num_ids, sizes)
+        bad_ids = find_bad_ids(batch.ids, batch.offsets, rows_F)
+        safe_ids = batch.ids.masked_fill(bad_ids | flag, 0)
+        flags = torch.stack([flag, bad_ids.any() & ~flag]).int()
+        safe_offsets = functional.pad(safe.cumsum(0), (1, 0))
+        expected = flags, safe, safe_offsets, safe_ids, sizes[1]
+        found = make_safe(lengths, batch.offsets, batch.ids, rows_F, known)
+        yield from zip(found, expected, strict=True)
+
+
+def _row_ids(device: torch.device) -> Results:
+    from recsys.kernels.ops_triton import row_ids
+
+    batch, base_F = _Batch.on(device), torch.tensor([0, 100, 2**33], device=device)
+    expected = batch.ids + base_F[batch.bag_of_id // _BAGS]
+    yield row_ids(batch.ids.int(), batch.offsets, base_F), expected
+
+
+def _places_of_bags(device: torch.device) -> Results:
+    from recsys.kernels.ops_triton import places_of_bags
+
+    batch = _Batch.on(device)
+    bags = batch.bag_of_id
+    expected = bags % _BAGS * _FEATURES + bags // _BAGS
+    yield places_of_bags(batch.offsets, batch.ids.numel(), _FEATURES), expected
+
+
+def _build_header(device: torch.device) -> Results:
+    from recsys.kernels.ops_triton import build_header
+
+    counts, places = _integers(0, 2**40, 3000).to(device), _integers(1, 3002, 3000).to(device)
+    for found, flag in (([0, 0], 4), ([1, 1], 7)):
+        words = torch.cat([torch.tensor([flag, 17], device=device), counts])
+        flags = torch.tensor(found, dtype=torch.int32, device=device)
+        yield build_header(places, counts, flags, 4, 17, 1, 2), words[places]
+
+
+_CHUNK, _SAMPLES = 64, 50
+_PLACED = ((0, 0, 0), (0, 1, 1), (1, 2, 1), (0, 2, 2), (1, 0, 2), (1, 1, 3))
+"""Block of three chunks, chunk in the block, chunk of the output."""
+
+
+def _columns(device: torch.device, is_split: bool) -> tuple[Any, Tensor | None, Tensor, Any]:
+    """Return descriptors, counts, the divisors of the chunks, and the chunks of the blocks."""
+    from recsys.kernels.output_triton import Columns
+
+    placed = _PLACED if is_split else tuple((b, p, 3 * b + p) for b in (0, 1) for p in range(3))
+    entries = torch.tensor([(3 * b, 3, p, c) for b, p, c in placed]).t().contiguous().to(device)
+    width = _CHUNK * (1 + placed[-1][2])
+    divisors = torch.ones(_SAMPLES, width, device=device)
+    if not is_split:
+        return Columns(entries, None, None, width, _CHUNK, 32), None, divisors, placed
+    means = torch.tensor([0, 0, -1, -1, 1, 1, -1, -1], dtype=torch.int32, device=device)
+    counts = torch.tensor([1, 2, 4, 0])[_integers(2, 4, 2, _SAMPLES)].to(device)
+    for slot, chunk in ((0, 0), (1, 2)):
+        divided = counts[slot].clamp(min=1).unsqueeze(1)
+        divisors[:, chunk * _CHUNK : (chunk + 1) * _CHUNK] = divided
+    lists = torch.tensor([0, 1, 3, 5, 6], device=device)
+    return Columns(entries, lists, means, width, _CHUNK, 32), counts, divisors, placed
+
+
+def _collect(device: torch.device) -> Results:
+    from recsys.kernels.output_triton import collect
+
+    buffer = _integers(3, 99, 6 * _SAMPLES * _CHUNK).float().to(device)
+    blocks = buffer.view(2, _SAMPLES, 3, _CHUNK)
+    for is_split in (False, True):
+        columns, counts, divisors, placed = _columns(device, is_split)
+        expected = torch.zeros_like(divisors).view(_SAMPLES, -1, _CHUNK)
+        for block, place, chunk in placed:
+            expected[:, chunk] += blocks[block, :, place]
+        sent = buffer[: buffer.numel() // 2].half() * 2
+        expected = expected.view(_SAMPLES, -1) / divisors
+        yield collect(buffer, _SAMPLES, columns, counts), expected
+        yield collect(buffer, _SAMPLES, columns, counts, sent, 2.0), expected
+
+
+def _spread(device: torch.device) -> Results:
+    from recsys.kernels.output_triton import spread
+
+    for is_split in (False, True):
+        columns, counts, divisors, placed = _columns(device, is_split)
+        grad = _integers(4, 99, *divisors.shape).float().to(device)
+        divided = (grad / divisors).view(_SAMPLES, -1, _CHUNK)
+        blocks = torch.empty(2, _SAMPLES, 3, _CHUNK, device=device)
+        for block, place, chunk in placed:
+            blocks[block, :, place] = divided[:, chunk]
+        blocks[0] *= 0.5
+        flat, num_sent = blocks.view(-1), blocks[0].numel()
+        found, sent = spread(grad, columns, counts, 0.5, num_sent)
+        yield found, flat
+        yield sent, flat[:num_sent]
+        found, sent = spread(grad, columns, counts, 0.5, num_sent, torch.float16, 2.0)
+        yield found[num_sent:], flat[num_sent:]
+        yield sent, (flat[:num_sent] * 2).half()
+
+
+def _ragged(device: torch.device) -> tuple[Any, Tensor, Tensor, int]:
+    """Return descriptors, the bag and the row of each id, and the number of rows of bags."""
+    from recsys.kernels.output_triton import Columns
+    from recsys.kernels.ragged_triton import Ids, Ragged
+
+    lengths = _integers(5, 4, _SAMPLES)
+    num_ids, num_rows = int(lengths.sum()), _SAMPLES // 2
+    offsets = functional.pad(lengths.cumsum(0), (1, 0))
+    rows = torch.randperm(num_ids, generator=torch.Generator().manual_seed(0))
+    first = num_ids // 3  # ids of the first of two buckets
+    batch = torch.tensor([7, 9, 0, 0, first, 0, 2 * first, 2 * num_ids, num_rows], device=device)
+    chunks = torch.tensor([[0, 0], [2, 2], [0, 1], [0, 0]], device=device)
+    entries = torch.zeros(4, 2, dtype=torch.int64, device=device)
+    columns = Columns(entries, None, None, 2 * _CHUNK, _CHUNK, 32)
+    ids = Ids(rows.to(device), offsets.to(device), 1, 2, 1)
+    bag_of_id = torch.arange(_SAMPLES).repeat_interleave(lengths).to(device)
+    return Ragged(columns, chunks, batch, 1, ids), bag_of_id, rows.to(device), num_rows
+
+
+def _collect_ragged(device: torch.device) -> Results:
+    from recsys.kernels.ragged_triton import collect_ragged
+
+    ragged, bag_of_id, rows, num_rows = _ragged(device)
+    buffer = _integers(6, 99, rows.numel() + num_rows, 2 * _CHUNK).float().to(device)
+    expected = torch.zeros(_SAMPLES, 2 * _CHUNK, device=device)
+    expected[:num_rows] = buffer[rows.numel() :]
+    expected.index_add_(0, bag_of_id, buffer[rows])
+    yield collect_ragged(buffer.view(-1), _SAMPLES, ragged, None), expected
+
+
+def _spread_ragged(device: torch.device) -> Results:
+    from recsys.kernels.ragged_triton import spread_ragged
+
+    ragged, bag_of_id, rows, num_rows = _ragged(device)
+    grad = _integers(7, 99, _SAMPLES, 2 * _CHUNK).float().to(device)
+    expected = torch.empty(rows.numel() + num_rows, 2 * _CHUNK, device=device)
+    expected[rows], expected[rows.numel() :] = grad[bag_of_id], grad[:num_rows]
+    yield spread_ragged(grad, expected.numel(), ragged, None), expected.view(-1)
+
+
+def _rows(device: torch.device, buffer: Tensor) -> tuple[tuple[Any, ...], Tensor]:
+    """Return arguments of the kernels of sequences, and the output.
+
+    The rows of the first stream are whole; the next two streams have one chunk each of the others.
+    """
+    whole, split = 70, 30
+    places = torch.randperm(whole + split, generator=torch.Generator().manual_seed(0)).to(device)
+    starts = [0, 2 * whole - whole, 2 * whole + split - (whole + split)]
+    streams = [[0, whole, whole + split], [2, 1, 1], starts, [0, 0, 0], [0, 0, 1]]
+    out = torch.empty(whole + split, 2, _CHUNK, device=device)
+    parts = buffer.split([2 * whole * _CHUNK, split * _CHUNK, split * _CHUNK])
+    out[places[:whole]] = parts[0].view(whole, 2, _CHUNK)
+    for chunk in (0, 1):
+        out[places[whole:], chunk] = parts[1 + chunk].view(split, _CHUNK)
+    ids = torch.cat([places, places[whole:]])
+    known = ids, torch.tensor(streams, device=device), 2, _CHUNK
+    return known, out.view(-1, 2 * _CHUNK)
+
+
+def _collect_rows(device: torch.device) -> Results:
+    from recsys.kernels.sequence_triton import collect_rows
+
+    buffer = torch.arange(200.0 * _CHUNK, device=device)
+    known, out = _rows(device, buffer)
+    yield collect_rows(buffer, 2 * _CHUNK, *known), out
+
+
+def _spread_rows(device: torch.device) -> Results:
+    from recsys.kernels.sequence_triton import spread_rows
+
+    buffer = torch.arange(200.0 * _CHUNK, device=device)
+    known, out = _rows(device, buffer)
+    yield spread_rows(out, *known), buffer
+
+
+_TABLE_ROWS = 50
+
+
+class _Gradients(NamedTuple):
+    """Gradients of ids, and their sums by row."""
+
+    given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+    sums_RD: Tensor
+    first_K: Tensor
+    """The first entry of each row."""
+
+    @staticmethod
+    def of(device: torch.device, dim: int, num_ids: int, is_scaled: bool) -> _Gradients:
+        rows, order = torch.sort(_integers(8, _TABLE_ROWS, num_ids).to(device), stable=True)
+        gradients = (_integers(9, 9, 300, dim) - 4).float().to(device)
+        source = _integers(10, 300, num_ids).to(device)
+        scale = _integers(11, 3, num_ids).float().to(device) if is_scaled else None
+        of_ids = gradients[source] if scale is None else gradients[source] * scale.unsqueeze(1)
+        sums = torch.zeros(_TABLE_ROWS, dim, device=device).index_add_(0, rows, of_ids[order])
+        first = torch.searchsorted(rows, torch.unique_consecutive(rows))
+        return _Gradients((rows, order, gradients, source, scale), sums, first)
+
+
+_SHAPES = ((20, 700, True), (128, 300, False))
+_VERY_MANY = 1, 70_000, False  # so many ids that a launch adds up groups of blocks
+
+
+def _sum_by_row(device: torch.device) -> Results:
+    from recsys.kernels.update_triton import sum_by_row
+
+    for shape in _SHAPES:
+        given, sums, first = _Gradients.of(device, *shape)
+        rows = given[0]
+        expected = torch.zeros(rows.numel(), shape[0], device=device)
+        expected[first] = sums[rows[first]]
+        found = sum_by_row(*given, True)
+        yield from zip(found, (rows, expected, (expected**2).sum(1)), strict=True)
+
+
+def _sum_into(device: torch.device) -> Results:
+    from recsys.kernels.update_triton import sum_into
+
+    for shape in (*_SHAPES, _VERY_MANY):
+        given, sums, _ = _Gradients.of(device, *shape)
+        found = torch.zeros_like(sums)
+        sum_into(found, *given)
+        yield found, sums
+
+
+def _updated(
+    device: torch.device,
+    run: Callable[[Any, Tensor | None], None],
+    rows: Tensor,
+    grads: Tensor,
+    moments: Tensor | None = None,
+) -> Results:
+    """Yield tables and states after `run(update, moments)`, and after PyTorch's update."""
+    from recsys.kernels.update_triton import RowUpdate
+
+    starts = torch.tensor([0, 20, _TABLE_ROWS], device=device)
+    rates = torch.tensor([0.5, 0.25], device=device)
+    rate_of_rows = rates[(rows >= 20).long()].unsqueeze(1)
+    for algorithm in (EmbOptimType.SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD):
+        spec = OptimizerSpec(algorithm=algorithm, weight_decay=0.25)
+        weight = _integers(12, 9, _TABLE_ROWS, grads.shape[1]).float().to(device)
+        state = torch.ones(_TABLE_ROWS, device=device)
+        expected, own = (weight.clone(), state.clone()), moments
+        if algorithm is EmbOptimType.SGD:
+            own = None
+            run(RowUpdate(spec, weight, None, rates, starts), own)
+        else:
+            run(RowUpdate(spec, weight, state, rates, starts), own)
+        update_rows(spec, expected[0], {"sum": expected[1]}, rows, grads, rate_of_rows, None, own)
+        yield weight, expected[0]
+        yield state, expected[1]
+
+
+def _without_moments(
+    kernel: Callable[..., None], given: tuple[Tensor | None, ...], update: Any, _: Tensor | None
+) -> None:
+    kernel(update, *given)
+
+
+def _sum_and_update(device: torch.device) -> Results:
+    from recsys.kernels.update_triton import sum_and_update
+
+    for shape in _SHAPES:
+        given, sums, first = _Gradients.of(device, *shape)
+        rows = given[0][first]
+        run = partial(_without_moments, sum_and_update, given)
+        yield from _updated(device, run, rows, sums[rows])
+
+
+def _update_entries(device: torch.device) -> Results:
+    from recsys.kernels.update_triton import update_entries
+
+    rows = torch.arange(_TABLE_ROWS, device=device)
+    grads = _integers(13, 9, _TABLE_ROWS, 20).float().to(device)
+    for moments in (None, torch.arange(50.0, device=device)):
+        yield from _updated(
+            device,
+            lambda update, own: update_entries(update, rows, grads, own),
+            rows,
+            grads,
+            moments,
+        )
+
+
+CASES: Mapping[str, Callable[[torch.device], Results]] = {
+    case.__name__[1:]: case
+    for case in (
+        _build_header,
+        _collect,
+        _collect_ragged,
+        _collect_rows,
+        _complete_cumsum,
+        _make_safe,
+        _move_segments,
+        _pack,
+        _places_of_bags,
+        _row_ids,
+        _spread,
+        _spread_ragged,
+        _spread_rows,
+        _sum_and_update,
+        _sum_by_row,
+        _sum_into,
+        _update_entries,
+    )
+}
+"""By kernel, its case."""
