@@ -15,13 +15,13 @@ from recsys import contact
 _STAGES = {
     "all_reduce": (1, "add up numbers"),
     "all_to_all": (0, "send numbers"),
-    "auc": (2, "gather samples of a metric"),
+    "auc": (2, "synchronize a metric"),
     "build": (2, "plan the model"),
     "clip": (1, "compare how gradients are clipped"),
     "interval": (1, "agree on when to compute metrics"),
     "load": (1, "load a state dict"),
     "metrics": (2, "add up metrics"),
-    "ne": (0, "add up a metric"),
+    "ne": (0, "synchronize a metric"),
     "save": (0, "meet in the stage 'Saving [^']+'"),
 }
 """By what the ranks do: the rank that is lost, and what the others say of the stage."""
