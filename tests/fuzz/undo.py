@@ -100,7 +100,11 @@ UNDONE: dict[str, Callable[[], Patches]] = {
         _instead("distributed.ranks.construction:agree", _do_not_compare)
     ],
     "narrow tables are laid out": lambda: [
-        _rewritten("distributed.stages.output_dist:_PooledExchange.send", "reshape(-1)", "view(-1)")
+        _rewritten(
+            "distributed.stages.output_dist:_PooledExchange.start_forward",
+            "reshape(-1)",
+            "view(-1)",
+        )
     ],
     "numbers of configs are whole": lambda: [
         _instead("modules.embedding_configs:whole", _as_given)
