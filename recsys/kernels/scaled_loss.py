@@ -32,12 +32,8 @@ class TableUpdates(NamedTuple):
 
 
 def warn_of_fp16(updates: TableUpdates, device_type: str) -> None:
-    """Warn if tables that are updated in backward are looked up under fp16 autocast."""
-    if (
-        updates.in_backward
-        and torch.is_autocast_enabled(device_type)
-        and torch.get_autocast_dtype(device_type) is torch.float16
-    ):
+    """Warn under autocast in fp16, if tables of the lookup are updated in backward."""
+    if updates.in_backward and torch.get_autocast_dtype(device_type) is torch.float16:
         warnings.warn(
             f"Tables {_shown(list(updates.in_backward))} are updated in backward, and the forward "
             "pass runs under autocast in float16. Their loss must not be scaled by a GradScaler. "

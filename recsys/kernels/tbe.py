@@ -247,7 +247,7 @@ class TableBatchedEmbedding:
         batch = Batch(indices, offsets, per_sample_weights, bags, by_rank)
         if self.layout.device.type == "meta":
             return self._meta_output(batch)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and torch.is_autocast_enabled(self.layout.device.type):
             warn_of_fp16(self._updates, self.layout.device.type)
         if self._updater.has_own_graph and (
             parameters is None or all(p.requires_grad for p in parameters)
