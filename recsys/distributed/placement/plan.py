@@ -208,14 +208,13 @@ def warn_once(setting: str, value: object, advice: str) -> None:
 class CacheParams:
     """Device cache of a `fused_uvm_caching` table, with TorchRec's arguments.
 
-    The cache evicts the least recently used rows. Cached rows have the dtype of the table.
+    The cache evicts the least recently used rows. Cached rows have the dtype of the table. All
+    arguments but `load_factor` are accepted for TorchRec scripts, and ignored with one warning per
+    process. For statistics pass `pooling_stats` to the planner.
 
     Args:
         load_factor: Share of the table's rows in the cache, in (0, 1]; None for FBGEMM's default,
             0.2.
-        algorithm, reserved_memory, precision, prefetch_pipeline, stats, multipass_prefetch_config:
-            Accepted for TorchRec scripts; ignored with one warning per process. For statistics
-            pass `pooling_stats` to the planner.
 
     Raises:
         ValueError: If `load_factor` is out of its range.
@@ -264,8 +263,9 @@ class ParameterSharding:
             (None), float16 or bfloat16, also as a
             `DataType`. Sums are made in float32 and
             converted at the end; what travels is chosen by `qcomm_codecs_registry`.
-        enforce_hbm, key_value_params: Accepted for TorchRec scripts; ignored with one warning per
-            process.
+
+    `enforce_hbm` and `key_value_params` are accepted for TorchRec scripts, and ignored with one
+    warning per process.
 
     Raises:
         TypeError: if ranks are no list of whole numbers.

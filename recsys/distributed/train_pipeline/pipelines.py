@@ -261,13 +261,14 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
     Batches of `iter(EvenBatches(...))` end on all ranks at the same step. `EvenBatches.is_filler`
     is that of the batch read last, two ahead of the batch that trains.
 
+    `apply_jit`, `context_type` and `pipeline_postproc` are accepted for TorchRec scripts and
+    ignored; for the last see `features`.
+
     Args:
         model: A model with sharded modules, usually a `DistributedModelParallel`.
         optimizer: Optimizer of the parameters that are not updated in backward.
         device: Device of the batches.
         execute_all_batches: Whether to train on the remaining batches when the data end.
-        apply_jit, context_type, pipeline_postproc: Accepted for TorchRec scripts; ignored. See
-            `features`.
         custom_model_fwd: Function to call with a batch instead of the model.
         dmp_collection_sync_interval_batches: Steps between two calls of the model's `sync`, if it
             has one; None for never.
@@ -434,10 +435,7 @@ class PrefetchTrainPipelineSparseDist(_StartsNextBatch[In, Out]):
     after the optimizer's step is queued, while the host prepares the following batch. The results
     equal those of a plain loop bit for bit.
 
-    Args:
-        model, optimizer, device, execute_all_batches, custom_model_fwd, features: As for
-            `TrainPipelineSparseDist`.
-        apply_jit, pipeline_postproc: Accepted for TorchRec scripts; ignored.
+    Arguments are those of `TrainPipelineSparseDist`.
     """
 
     def _start_next(self, flight: TrainPipelineContext) -> None:
@@ -450,10 +448,7 @@ class TrainPipelineFusedSparseDist(_StartsNextBatch[In, Out]):
     The embeddings are exchanged while the next data are read and the dense layers start. The
     results equal those of a plain loop bit for bit.
 
-    Args:
-        model, optimizer, device, execute_all_batches, custom_model_fwd, features: As for
-            `TrainPipelineSparseDist`.
-        apply_jit, pipeline_postproc: Accepted for TorchRec scripts; ignored.
+    Arguments are those of `TrainPipelineSparseDist`.
     """
 
     def _start_next(self, flight: TrainPipelineContext) -> None:
@@ -466,13 +461,11 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     The embeddings of the next batch are exchanged during the backward pass of the current batch.
     They lack the update of the current batch: embeddings are one step old, dense layers are not.
 
+    Other arguments are those of `TrainPipelineSparseDist`; `stash_gradients` and `strict` are
+    ignored, too.
+
     Args:
-        model, optimizer, device, execute_all_batches, custom_model_fwd, features: As for
-            `TrainPipelineSparseDist`.
         start_batch: The first step that looks up early, counted from 0.
-        dmp_collection_sync_interval_batches: Steps between two calls of the model's `sync`.
-        apply_jit, stash_gradients, pipeline_postproc, strict: Accepted for TorchRec scripts;
-            ignored.
     """
 
     @checked_but("optimizer")
@@ -518,9 +511,8 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     It may run between the steps of a training pipeline for the same model, because the model holds
     no state of a batch.
 
-    Args:
-        model, device, features: As for `TrainPipelineSparseDist`; call `model.eval()` first.
-        optimizer, apply_jit, pipeline_postproc: Accepted for TorchRec scripts; ignored.
+    Arguments are those of `TrainPipelineSparseDist`; call `model.eval()` first. `optimizer` is
+    ignored, too.
     """
 
     _needs_optimizer = False

@@ -181,8 +181,9 @@ class SparseDataDistUtil(Generic[In]):
     Args:
         model: A model with sharded modules; called with one argument, the batch.
         data_dist_stream: CUDA stream of the exchange; None on a CPU.
-        apply_jit, prefetch_stream, pipeline_postproc, embedding_lookup_stream: Accepted for
-            TorchRec scripts; ignored.
+
+    `apply_jit`, `prefetch_stream`, `pipeline_postproc` and `embedding_lookup_stream` are accepted
+    for TorchRec scripts and ignored.
 
     Example:
         >>> from recsys import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
