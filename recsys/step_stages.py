@@ -39,7 +39,7 @@ class Observer(Protocol):
     """Receives the stages of this process."""
 
     def enter(self, stage: Stage, subject: str) -> None:
-        """Record the begin of a stage.
+        """Record the start of a stage.
 
         Args:
             stage: The stage. It may begin inside another one.
@@ -51,7 +51,7 @@ class Observer(Protocol):
         """Record the end of a stage; `failed` if by an exception."""
 
     def exchange_started(self, pending: Any) -> None:
-        """Record the begin of an asynchronous exchange, a `Pending`."""
+        """Record the start of an asynchronous exchange, a `Pending`."""
 
     def exchange_finished(self, pending: Any) -> None:
         """Record the end of the wait for an exchange."""
@@ -68,7 +68,7 @@ It is `nullcontext` while nobody observes. Read it from the module at each use."
 
 @final
 class _Running:
-    """Reports the begin and the end of a block."""
+    """Reports the start and the end of a block."""
 
     __slots__ = ("_observers", "_place")
 
@@ -123,7 +123,7 @@ def report_update(output: torch.Tensor, path: str) -> None:
 
 
 def exchange_started(pending: Any) -> None:
-    """Report the begin of an asynchronous exchange."""
+    """Report the start of an asynchronous exchange."""
     for observer in observers:
         observer.exchange_started(pending)
 

@@ -190,7 +190,7 @@ class StepReport:
         return "\n".join(lines)
 
     def enter(self, stage: Stage, subject: str) -> None:
-        """Record the begin of a stage."""
+        """Record the start of a stage."""
         if stage is Stage.WAIT:
             self._wait_began = time.perf_counter()
         if stage not in _NAMES:

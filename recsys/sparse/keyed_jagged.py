@@ -63,6 +63,13 @@ class Parts(NamedTuple):
             return self.lengths.new_zeros(len(self.keys))
         return self.lengths if self.stride == 1 else self.offsets[:: self.stride].diff()
 
+    def are_ids_below(self, limit: int) -> bool:
+        """Return whether all ids are in `[0, limit)`; waits for the device."""
+        if not self.values.numel():
+            return True
+        low, high = torch.aminmax(self.values)
+        return bool(low >= 0 and high < limit)
+
 
 class KeyedJaggedTensor(Bags):
     """Jagged batches of several features, stored end to end in one buffer.

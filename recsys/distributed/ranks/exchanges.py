@@ -23,8 +23,3 @@ class ExchangeName(StrEnum):
     QUANTIZED_ROWS = "quantize the tables"
     POOL_IDS = "send ids to a pool"
     POOL_ROWS = "send rows of a pool"
-
-    @property
-    def is_of_ids(self) -> bool:
-        """Whether it belongs to the input distribution of a step."""
-        return self in (ExchangeName.ID_COUNTS, ExchangeName.IDS)

@@ -127,10 +127,8 @@ class BatchChecker:
         """Return `[N]` bool for ids outside their table; None: certainly none."""
         if self._mode is BoundsCheckMode.NONE or not bags.values.numel():
             return None
-        if bags.values.is_cpu:
-            low, high = torch.aminmax(bags.values)
-            if low >= 0 and high < routes.min_rows:
-                return None
+        if bags.values.is_cpu and bags.are_ids_below(routes.min_rows):
+            return None
         return find_bad_ids(bags.values, bags.offsets, routes.check_rows)
 
     def flag_of_bad_ids(self) -> int:

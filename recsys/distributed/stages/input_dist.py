@@ -194,17 +194,14 @@ class InputDist:
                 num_padding,
             )
             self._keys = list(bags.keys)
-        routes, ids_N = self._routes, bags.values
-        if ids_N.is_cpu and bags.stride_per_key_per_rank is None:
-            is_good = self.mode is BoundsCheckMode.NONE or not ids_N.numel()
-            if not is_good:
-                low, high = torch.aminmax(ids_N)
-                is_good = bool(low >= 0 and high < routes.min_rows)
-            if is_good:
-                counts_K = bags.ids_per_key()
-                return CheckedBatch(
-                    features, features, routes, bags, bags, counts_K, NO_FAULTS, False
-                )
+        routes = self._routes
+        if (
+            bags.values.is_cpu
+            and bags.stride_per_key_per_rank is None
+            and (self.mode is BoundsCheckMode.NONE or bags.are_ids_below(routes.min_rows))
+        ):
+            counts_K = bags.ids_per_key()
+            return CheckedBatch(features, features, routes, bags, bags, counts_K, NO_FAULTS, False)
         return self.checker.check(features, bags, routes)
 
     def _split(self, bags: Parts, checked: CheckedBatch) -> PreparedBatch:
