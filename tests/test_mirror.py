@@ -51,6 +51,7 @@ TESTED_THROUGH = {
     "compat/planner/annotations.py": "compat/test_answers.py",
     "compat/testing.py": "compat/test_answers.py",
     "distributed/train_pipeline/batches.py": "distributed/train_pipeline/test_even_batches.py",
+    "distributed/collection_stages.py": "distributed/test_sharded_collection.py",
     "distributed/table_options.py": "distributed/test_sharded_collection.py",
     "distributed/state/moves.py": "distributed/test_reshard.py",
     "contact.py": "distributed/ranks/test_comm.py",

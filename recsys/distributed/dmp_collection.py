@@ -234,7 +234,7 @@ class DMPCollection(DistributedModelParallel):
         tables = [
             child
             for child in self.module.modules()
-            if isinstance(child, ShardedCollection) and child.input_stage.env is group
+            if isinstance(child, ShardedCollection) and child.input_stage.module.env is group
         ]
         # Replicated tables by themselves: these must stay the same on the ranks of a group, so they
         # must be added up in the same order, and so come in buckets alike.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
 
+from recsys.distributed.collection_stages import OutputStageFactory
 from recsys.distributed.placement.plan import ParameterSharding
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
@@ -82,12 +84,12 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def _adopt(self, module: Any) -> None:
         self._need_indices: bool = module.need_indices()
 
-    def _output_options(self) -> dict[str, bool]:
-        return {"need_indices": self._need_indices}
+    def _output_stage(self) -> OutputStageFactory:
+        return partial(SequenceDist, need_indices=self._need_indices)
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the configuration of each table."""
-        return self._configs
+        return self.configs()
 
     def need_indices(self) -> bool:
         """Return whether the ids are returned too."""

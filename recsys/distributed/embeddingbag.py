@@ -41,7 +41,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the configuration of each table."""
-        return self._configs
+        return self.configs()
 
     def is_weighted(self) -> bool:
         """Return whether features carry weights."""

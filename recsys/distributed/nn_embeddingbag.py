@@ -80,7 +80,6 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
     """
 
     unsharded_module_type = nn.EmbeddingBag
-    _table: TableShards
 
     def _adopt(self, module: Any) -> None:
         super()._adopt(module)
@@ -134,7 +133,7 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
     def output_dist(self, ctx: BatchContext, output: Iterable[Tensor]) -> LazyAwaitable[Tensor]:
         """Start sending embeddings to the samples' ranks; see the base class."""
         pooled = super().output_dist(ctx, output)
-        dtype = self._plan[_TABLE].output_dtype or self._table.dtype
+        dtype = self._settings.plan[_TABLE].output_dtype or self._table.dtype
         return LazyAwaitable(lambda: pooled.wait().values().to(dtype))
 
     def _features_of(
@@ -177,14 +176,15 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
 
     # -- names: the table's weight is the module's ------------------------------------------------
 
+    @property
+    def _table(self) -> TableShards:
+        return self._stages.tables[_TABLE]
+
     def _hold_tables(self, tables: TableDict) -> None:
-        self.__dict__["_table"] = tables[_TABLE]
+        """Hold no submodule: `named_modules` has the table."""
 
     def _weight_name(self, table: str) -> str:
         return "weight"
-
-    def _tables(self) -> dict[str, TableShards]:
-        return {_TABLE: self._table}
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any, ClassVar, NoReturn, Self
@@ -16,16 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from recsys import step_stages
+from recsys.distributed.collection_stages import (
+    CollectionSettings,
+    CollectionStages,
+    OutputStageFactory,
+    build_stages,
+    facts_of,
+)
 from recsys.distributed.module_tree import check_untied
 from recsys.distributed.placement.fused_params import settings_of_table, with_table_settings
-from recsys.distributed.placement.layout import Layout, Rect
+from recsys.distributed.placement.layout import Layout
 from recsys.distributed.placement.plan import (
     EmbeddingModuleShardingPlan,
     ParameterSharding,
 )
-from recsys.distributed.placement.plan_layout import place_tables
 from recsys.distributed.placement.strategies import check_plan_covers
-from recsys.distributed.ranks.agreement import stable
 from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable, together
 from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
@@ -34,26 +40,19 @@ from recsys.distributed.reshard import check_moves, merged_plan
 from recsys.distributed.sharder import ShardedModule, refuse_to_pickle
 from recsys.distributed.stages.batch import Bags, BatchContext
 from recsys.distributed.stages.input_dist import InputDist, start_together
-from recsys.distributed.stages.lookup import GroupSettings, Lookup, build_lookups, needs_one_width
+from recsys.distributed.stages.lookup import Lookup
 from recsys.distributed.stages.output_dist import OutputStage
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer
 from recsys.distributed.state.moves import move_tables
-from recsys.distributed.state.row_updates import BackwardFinisher
 from recsys.distributed.state.table_shards import TableShards, load_tables
 from recsys.distributed.table_options import (
     TableOptions,
     bounds_check_mode_of,
-    facts_of_tables,
-    group_settings,
     output_dtype_of,
 )
 from recsys.kernels.arguments import setting
 from recsys.modules.eager import run_eagerly
-from recsys.modules.embedding_interfaces import get_embedding_names_by_table
 from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection, TableDict
-from recsys.optim.apply_optimizer_in_backward import (
-    mark_in_backward,
-)
 from recsys.optim.keyed import CombinedOptimizer
 from recsys.sparse import KeyedJaggedTensor
 from recsys.step_stages import Stage
@@ -109,156 +108,78 @@ class ShardedCollection(ShardedModule):
     ) -> None:
         super().__init__()
         env.check_can_exchange()
-        self._qcomm_codecs_registry = qcomm_codecs_registry
         with constructing(env) as construction:
             weights = module.table_weights()
             plan = EmbeddingModuleShardingPlan(table_name_to_parameter_sharding)
-            subject = construction.path or module_fqn or type(module).__name__
-            self._path = subject
-            check_plan_covers(subject, plan, weights)
+            path = construction.path or module_fqn or type(module).__name__
+            check_plan_covers(path, plan, weights)
             plan = with_table_settings(plan, fused_params or {})
             check_untied(module, weights.values())
-            self._configs: list[Any] = module.configs()
             for name in QUANTIZATION_NOTES:
                 if hasattr(module, name):
                     setattr(self, name, getattr(module, name))
-            self._poolings = module.poolings()
-            self._plan = plan
-            self._env = env
-            self._device = canonical_device(device or default_device(env))
-            self._bounds_check_mode = bounds_check_mode_of(plan, module.bounds_check_mode)
-            self._output_dtype = output_dtype_of(plan)
             self._adopt(module)
-            self._build(
-                [
-                    TableOptions(
-                        weight,
-                        settings_of_table(fused_params, plan[name]),
-                        plan[name].stochastic_rounding,
-                    )
-                    for name, weight in weights.items()
-                ]
+            options = [
+                TableOptions(
+                    weight,
+                    settings_of_table(fused_params, plan[name]),
+                    plan[name].stochastic_rounding,
+                )
+                for name, weight in weights.items()
+            ]
+            self._settings = settings = CollectionSettings(
+                owner=type(self).__name__,
+                path=path,
+                env=env,
+                device=canonical_device(device or default_device(env)),
+                configs=module.configs(),
+                poolings=module.poolings(),
+                options=options,
+                plan=plan,
+                bounds_check_mode=bounds_check_mode_of(plan, module.bounds_check_mode),
+                output_dtype=output_dtype_of(plan),
+                is_weighted=self._is_weighted,
+                distinct=self._use_index_dedup,
+                codecs=codecs_for(qcomm_codecs_registry, *self.output_ops),
+                output_stage=self._output_stage(),
             )
-            construction.works_on(self._device)
-            construction.add(subject, self._facts())
-            construction.connect(self._output_dist.connect)
+            self._set_stages(build_stages(settings))
+            self._tables_optimizer = self._optimizer_of(self._stages)
+            self._fused_optimizer = CombinedOptimizer([self._tables_optimizer])
+            construction.works_on(settings.device)
+            construction.add(path, self._facts(settings, self._stages))
+            construction.connect(self._stages.output_dist.connect)
             construction.load(
                 module.init_seed,
                 lambda seed: load_tables(self._tables(), module, construction.env, seed),
-                may_fail_alone=any(config.init_fn is not None for config in self._configs),
+                may_fail_alone=any(config.init_fn is not None for config in settings.configs),
             )
 
-    def _facts(self) -> dict[str, str]:
+    def _facts(self, settings: CollectionSettings, stages: CollectionStages) -> dict[str, str]:
         """Return the properties that must be the same on all ranks, by name."""
         switches = {name: value for name, value in vars(self).items() if isinstance(value, bool)}
-        facts = {
-            "the module": "; ".join(
-                (
-                    type(self).__name__,
-                    f"{self._layout.world_size} ranks in nodes of {self._layout.node_size}",
-                    f"device {self._device.type}",
-                    f"ids out of range {self._bounds_check_mode.name}",
-                    f"output {self._output_dtype}",
-                    f"on the wire {stable(self._qcomm_codecs_registry)}",
-                    f"deterministic {torch.are_deterministic_algorithms_enabled()}",
-                    f"leaves out bags {self._input_dist.leaves_out}",
-                    stable(switches),
-                )
-            )
-        }
-        return facts | facts_of_tables(self._layout, self._configs, self._options)
+        return facts_of(settings, stages, switches)
 
     def _adopt(self, module: Any) -> None:
         """Copy the settings of the unsharded module."""
 
-    def _output_options(self) -> dict[str, bool]:
-        """Return further arguments of the output stage."""
-        return {}
+    def _output_stage(self) -> OutputStageFactory:
+        """Return what makes the output stage."""
+        return self.output_stage
 
-    def _build(
-        self,
-        options: Sequence[TableOptions],
-        lookups: Sequence[Lookup] = (),
-        replicas: Sequence[Lookup] = (),
-    ) -> None:
-        """Compile the plan and allocate the tables that no given lookup has."""
-        env, device = self._env, self._device
-        self._options = list(options)
-        features, layout = self._place()
-        self._layout = layout
-        self._input_dist = InputDist(
-            layout,
-            features,
-            env,
-            device,
-            self._bounds_check_mode,
-            is_weighted=self._is_weighted,
-            distinct=self._use_index_dedup,
-            trains=any(option.requires_grad for option in options),
-            owner=type(self).__name__,
-            path=self._path,
-        )
-        own = layout.groups[env.rank]
-        self._lookups = build_lookups(own, layout.tables, device, env.world_size, known=lookups)
-        self._replicas = build_lookups(
-            layout.replica_groups, layout.tables, device, replicated=True, known=replicas
-        )
-        self._finisher = BackwardFinisher(self._lookups, self._replicas, layout, env, device)
-        names = [n for names in get_embedding_names_by_table(self._configs) for n in names]
-        self._output_dist = self.output_stage(
-            layout,
-            env,
-            device,
-            self._finisher.backward,
-            codecs_for(self._qcomm_codecs_registry, *self.output_ops),
-            features,
-            names,
-            self._output_dtype,
-            **self._output_options(),
-        )
-        self._input_dist.most_ids = self._output_dist.most_ids
-        self._trains = self._input_dist.trains
+    def _set_stages(self, stages: CollectionStages) -> None:
+        """Set the stages and hold their tables as submodules."""
+        self._stages = stages
         tables = TableDict()
-        shards: list[list[Any]] = [[] for _ in layout.tables]
-        for lookup in (*self._lookups, *self._replicas):
-            for shard in lookup.shards():
-                shards[shard.table].append(shard)
-        for index, (config, option) in enumerate(zip(self._configs, options, strict=True)):
-            table = TableShards(layout.tables[index], option.dtype, device, env, shards[index])
-            tables[config.name] = table
-            if option.optimizer is not None:
-                for shard in shards[index]:
-                    mark_in_backward(shard.parameter, option.source)
+        for name, table in stages.tables.items():
+            tables[name] = table
         self._hold_tables(tables)
-        self._tables_optimizer = FusedTablesOptimizer(
-            {self._weight_name(name): table for name, table in self._tables().items()},
-            [option.optimizer for option in options],
-            self._finisher.deferred,
-        )
-        self._fused_optimizer = CombinedOptimizer([self._tables_optimizer])
 
-    def _place(self) -> tuple[list[str], Layout]:
-        return place_tables(
-            self._configs,
-            self._poolings,
-            self._plan,
-            self._env.world_size,
-            self._env.node_size,
-            self._group_of,
-            self._needs_one_width,
-        )
-
-    def _group_of(self, number: int, rects: Sequence[Rect]) -> GroupSettings:
-        name = self._configs[number].name
-        sharding, option = self._plan[name], self._options[number]
-        return group_settings(name, sharding, option, rects, self._poolings[number], self._device)
-
-    def _needs_one_width(self, number: int, rects: Sequence[Rect]) -> bool:
-        if self._device.type != "cuda":
-            return False
-        dims = [rect.num_cols for rect in rects] or [self._configs[number].embedding_dim]
-        return needs_one_width(
-            self._group_of(number, rects), dims, self._device, replicated=not rects
+    def _optimizer_of(self, stages: CollectionStages) -> FusedTablesOptimizer:
+        return FusedTablesOptimizer(
+            {self._weight_name(name): table for name, table in stages.tables.items()},
+            [option.optimizer for option in self._settings.options],
+            stages.finisher.deferred,
         )
 
     def _hold_tables(self, tables: TableDict) -> None:
@@ -268,13 +189,12 @@ class ShardedCollection(ShardedModule):
         """Return the name of a table's weight in the state dict."""
         return f"{self.tables_name}.{table}.weight"
 
-    def _tables(self) -> dict[str, TableShards]:
-        tables: dict[str, TableShards] = dict(getattr(self, self.tables_name).items())
-        return tables
+    def _tables(self) -> Mapping[str, TableShards]:
+        return self._stages.tables
 
     def configs(self) -> list[Any]:
         """Return the tables, in order."""
-        return list(self._configs)
+        return list(self._settings.configs)
 
     def table_weights(self) -> dict[str, Tensor]:
         """Table name -> weight, in order: a `ShardedTable`, or a tensor if it is replicated."""
@@ -283,17 +203,17 @@ class ShardedCollection(ShardedModule):
     @property
     def env(self) -> ShardingEnv:
         """The ranks."""
-        return self._env
+        return self._settings.env
 
     @property
     def device(self) -> torch.device:
         """Device of this rank's shards."""
-        return self._device
+        return self._settings.device
 
     @property
     def input_stage(self) -> InputDist:
         """The input stage."""
-        return self._input_dist
+        return self._stages.input_dist
 
     def create_context(self) -> BatchContext:
         """Return a context for one batch, for `input_dist`, `compute` and `output_dist`.
@@ -301,7 +221,7 @@ class ShardedCollection(ShardedModule):
         Several batches may be in progress, each with its own context. All ranks must call the
         stages in the same order. docs/engine.md has an example of such a loop.
         """
-        return BatchContext(self._input_dist)
+        return BatchContext(self._stages.input_dist)
 
     def input_dist(
         self, ctx: BatchContext, features: KeyedJaggedTensor
@@ -336,13 +256,13 @@ class ShardedCollection(ShardedModule):
             >>> sharded.output_dist(ctx, sharded.compute(ctx, ids)).wait().values().shape
             torch.Size([1, 2])
         """
-        if ctx.stage is not self._input_dist or ctx.given is not None:
+        if ctx.stage is not self._stages.input_dist or ctx.given is not None:
             raise ValueError(
                 "input_dist needs a new context of its own module for each batch; received one of "
-                f"{'a batch' if ctx.stage is self._input_dist else 'another module'}. Call "
+                f"{'a batch' if ctx.stage is self._stages.input_dist else 'another module'}. Call "
                 "create_context() for every batch."
             )
-        stage, place = self._input_dist, (Stage.INPUT_DIST, self._path)
+        stage, place = self._stages.input_dist, (Stage.INPUT_DIST, self._settings.path)
         with step_stages.running(place):
             start_together([stage.prepare(features, ctx)])
 
@@ -384,9 +304,9 @@ class ShardedCollection(ShardedModule):
             The output, as from `forward`.
         """
         lookups = iter(output)
-        replicas = list(islice(lookups, len(self._replicas)))
-        trains = self._trains and torch.is_grad_enabled()
-        return self.output_type(self._output_dist.start(ctx, lookups, replicas, trains))
+        replicas = list(islice(lookups, len(self._stages.replicas)))
+        trains = self._stages.input_dist.module.trains and torch.is_grad_enabled()
+        return self.output_type(self._stages.output_dist.start(ctx, lookups, replicas, trains))
 
     def compute_and_output_dist(self, ctx: BatchContext, input: BatchContext) -> LazyAwaitable[Any]:
         """Look up the received ids of a batch and start sending embeddings.
@@ -420,7 +340,7 @@ class ShardedCollection(ShardedModule):
                 of the previous batch.
             ctx: Ignored.
         """
-        for lookup, bags in zip(self._lookups, dist_input.received.lookups, strict=True):
+        for lookup, bags in zip(self._stages.lookups, dist_input.received.lookups, strict=True):
             lookup.kernel.prefetch(bags.indices, bags.offsets, bags.of_features)
 
     def _look_up(self, ctx: BatchContext, dist_input: BatchContext) -> Iterator[Tensor]:
@@ -433,19 +353,20 @@ class ShardedCollection(ShardedModule):
                     "ctx; received another batch's, or one that is pending. Call "
                     "compute(ctx, input_dist(ctx, features).wait().wait())."
                 )
-        if self._finisher.under_way:
-            self._finisher.forget_failed_backward()
+        if self._stages.finisher.under_way:
+            self._stages.finisher.forget_failed_backward()
         received = ctx.received
-        replicas = list(self._outputs(self._replicas, received.replicas))
-        return chain(replicas, self._outputs(self._lookups, received.lookups))
+        replicas = list(self._outputs(self._stages.replicas, received.replicas))
+        return chain(replicas, self._outputs(self._stages.lookups, received.lookups))
 
     def _outputs(self, lookups: Sequence[Lookup], bags: Sequence[Bags]) -> Iterator[Tensor]:
         """Yield the output of each lookup."""
+        path = self._settings.path
         for lookup, given in zip(lookups, bags, strict=True):
-            with step_stages.running((Stage.LOOKUP, self._path)):
+            with step_stages.running((Stage.LOOKUP, path)):
                 output = lookup.kernel.forward(*given[:3], lookup.parameters, *given[3:])
             if step_stages.observers:
-                step_stages.report_update(output, self._path)
+                step_stages.report_update(output, path)
             yield output
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Any]:
@@ -477,8 +398,8 @@ class ShardedCollection(ShardedModule):
         output = None if ask is None else ask(self, features)
         if output is not None:
             return output  # type: ignore[no-any-return]
-        stage = self._input_dist
-        with step_stages.running((Stage.INPUT_DIST, self._path)):
+        stage = self._stages.input_dist
+        with step_stages.running((Stage.INPUT_DIST, stage.module.path)):
             ctx = stage.prepare(features)
             start_together([ctx])
             stage.send(ctx)
@@ -494,7 +415,7 @@ class ShardedCollection(ShardedModule):
             IndexError: If an id was outside its table.
             ValueError: If lengths, offsets or inverse indices were invalid.
         """
-        self._input_dist.late.read_all()
+        self._stages.input_dist.late.read_all()
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
@@ -504,36 +425,41 @@ class ShardedCollection(ShardedModule):
     @property
     def module_sharding_plan(self) -> EmbeddingModuleShardingPlan:
         """The plan."""
-        return self._plan
+        return self._settings.plan
 
     @property
     def layout(self) -> Layout:
         """The compiled plan, the same on every rank. `layout.plot()` draws it."""
-        return self._layout
+        return self._stages.layout
 
     @property
     def lookups(self) -> tuple[list[Lookup], list[Lookup]]:
         """The lookups of replicated tables, and of this rank's shards."""
-        return self._replicas, self._lookups
+        return list(self._stages.replicas), list(self._stages.lookups)
+
+    @property
+    def _lookups(self) -> list[Lookup]:
+        return list(self._stages.lookups)
 
     @property
     def _input_dists(self) -> list[InputDist]:
-        return [self._input_dist]
+        return [self._stages.input_dist]
 
     @property
     def _output_dists(self) -> list[OutputStage[Any]]:
-        return [self._output_dist]
+        return [self._stages.output_dist]
 
     def extra_repr(self) -> str:
         """Return the lookups of this rank with the reason for their backends, and the stages."""
-        lookups = [lookup.kernel for lookup in (*self._lookups, *self._replicas)]
-        return "\n".join(map(repr, [*lookups, self._input_dist, self._output_dist]))
+        lookups = [lookup.kernel for lookup in (*self._stages.lookups, *self._stages.replicas)]
+        return "\n".join(map(repr, [*lookups, self._stages.input_dist, self._stages.output_dist]))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        probe = fn(torch.empty(0, device=self._device))
-        if probe.device != self._device or probe.dtype != torch.float32:
+        device = self._settings.device
+        probe = fn(torch.empty(0, device=device))
+        if probe.device != device or probe.dtype != torch.float32:
             raise ValueError(
-                f"A sharded collection stays on its device and keeps its dtype ({self._device}); "
+                f"A sharded collection stays on its device and keeps its dtype ({device}); "
                 f"received a move to {probe.device}, {probe.dtype}. Shard it with device=..., or "
                 "use DistributedModelParallel.copy."
             )
@@ -542,37 +468,39 @@ class ShardedCollection(ShardedModule):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state dict; a collective call. An error of one rank is raised on all."""
         load = partial(super().load_state_dict, state_dict, *args, **kwargs)
-        return together(self._env, "load a state dict", load)
+        return together(self._settings.env, "load a state dict", load)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_to_pickle(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.copy(self._device)
+        return self.copy(self._settings.device)
 
     def copy(self, device: torch.device) -> Self:
         """Return a copy on a device, with the plan, weights, optimizer state and learning rates."""
-        other = self._with(self._plan, canonical_device(device))
-        other._build(self._options)
+        settings = replace(
+            self._settings,
+            configs=copy.deepcopy(self._settings.configs),
+            plan=copy.deepcopy(self._settings.plan),
+            device=canonical_device(device),
+        )
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__getstate__())  # type: ignore[no-untyped-call]
+        nn.Module.__init__(other)
+        other._settings = settings
+        other._set_stages(build_stages(settings))
+        other._tables_optimizer = other._optimizer_of(other._stages)
+        other._fused_optimizer = CombinedOptimizer([other._tables_optimizer])
         own, others = self._tables(), other._tables()
         with torch.no_grad():
             for name, table in own.items():
                 others[name].copy_from(table)
-        settings = zip(
+        groups = zip(
             other._fused_optimizer.param_groups, self._fused_optimizer.param_groups, strict=True
         )
-        for mine, theirs in settings:
+        for mine, theirs in groups:
             mine["lr"] = theirs["lr"]
         other.train(self.training)
-        return other
-
-    def _with(self, plan: EmbeddingModuleShardingPlan, device: torch.device) -> Self:
-        """Return a shallow clone with a new plan and device; layout and tables are not built."""
-        other = type(self).__new__(type(self))
-        other.__dict__.update(self.__getstate__())  # type: ignore[no-untyped-call]
-        nn.Module.__init__(other)
-        other._configs, other._plan = copy.deepcopy((self._configs, plan))
-        other._device = device
         return other
 
     def plan_after(self, plan: Mapping[str, ParameterSharding]) -> EmbeddingModuleShardingPlan:
@@ -584,8 +512,8 @@ class ShardedCollection(ShardedModule):
         Raises:
             ValueError: If the plan does not fit the tables.
         """
-        whole = merged_plan(self._path, self._plan, plan)
-        self._with(whole, self._device)._place()
+        whole = merged_plan(self._settings.path, self._settings.plan, plan)
+        replace(self._settings, plan=whole).place()
         return whole
 
     def reshard(self, plan: Mapping[str, ParameterSharding]) -> None:
@@ -607,39 +535,33 @@ class ShardedCollection(ShardedModule):
                 row states of column shards would have to be split or joined.
         """
         try:
-            with constructing(self._env) as construction:
-                if self._finisher.deferred.wait_for_step:
+            settings, stages = self._settings, self._stages
+            with constructing(settings.env) as construction:
+                if stages.finisher.deferred.wait_for_step:
                     raise ValueError(
-                        f"Gradients of the tables of {self._path!r} wait for a step, and would be "
-                        "lost by a move. Call step() or zero_grad() before reshard."
+                        f"Gradients of the tables of {settings.path!r} wait for a step, and would "
+                        "be lost by a move. Call step() or zero_grad() before reshard."
                     )
-                whole = merged_plan(self._path, self._plan, plan)
-                other = self._with(whole, self._device)
-                other._build(self._options, self._lookups, self._replicas)
-                own, others = self._tables(), other._tables()
-                check_moves(own, others)
-                construction.add(self._path, other._facts())
-                construction.connect(other._output_dist.connect)
-                construction.load(0, lambda seed: move_tables(own, others, self._env))
-                construction.at_the_end(lambda: self._become(other))
+                whole = merged_plan(settings.path, settings.plan, plan)
+                after = replace(settings, plan=copy.deepcopy(whole))
+                moved = build_stages(after, stages.lookups, stages.replicas)
+                check_moves(stages.tables, moved.tables)
+                construction.add(settings.path, self._facts(after, moved))
+                construction.connect(moved.output_dist.connect)
+                tables = stages.tables, moved.tables
+                construction.load(0, lambda _: move_tables(*tables, settings.env))
+                construction.at_the_end(lambda: self._swap_in(after, moved))
         finally:
             for group in self._fused_optimizer.param_groups:  # of kernels that serve both
                 group["lr"] = group["lr"]
 
-    def _become(self, other: Self) -> None:
-        """Adopt the stages and tables of another instance; the optimizer object is preserved."""
-        other._input_dist.end_of_data = self._input_dist.end_of_data
-        other._input_dist.late = self._input_dist.late
-        tables = TableDict()
-        for name, table in other._tables().items():
-            tables[name] = table
-        self._hold_tables(tables)
-        for name in (
-            *("_plan", "_layout", "_input_dist", "_output_dist"),
-            *("_lookups", "_replicas", "_finisher"),
-        ):
-            setattr(self, name, getattr(other, name))
-        self._tables_optimizer.follow(other._tables_optimizer)
+    def _swap_in(self, settings: CollectionSettings, stages: CollectionStages) -> None:
+        """Adopt other stages and their tables; the optimizer object is preserved."""
+        stages.input_dist.end_of_data = self._stages.input_dist.end_of_data
+        stages.input_dist.late = self._stages.input_dist.late
+        self._settings = settings
+        self._set_stages(stages)
+        self._tables_optimizer.follow(self._optimizer_of(stages))
 
 
 def canonical_device(device: torch.device | str) -> torch.device:

@@ -192,12 +192,12 @@ def test_optimizers_and_schedulers_that_users_hold_reach_the_tables(ranks: RankP
 def _others_stay() -> None:
     model = _placed({"a": table_wise(rank=0), "b": data_parallel()})
     ebc = model.module["ebc"]
-    replica = ebc._replicas[0].kernel
+    replica = ebc.lookups[0][0].kernel
     model.reshard({"ebc": {"a": model.plan.plan["ebc"]["a"]}})
-    assert ebc._replicas[0].kernel is replica
+    assert ebc.lookups[0][0].kernel is replica
     moved = _plan({"a": table_wise(rank=1), "b": data_parallel()}).plan["ebc"]["a"]
     model.reshard({"ebc": {"a": moved}})
-    assert ebc._replicas[0].kernel is replica
+    assert ebc.lookups[0][0].kernel is replica
     assert [len(lookup.parameters) for lookup in ebc._lookups] == [1] * dist.get_rank()
 
 

@@ -114,12 +114,17 @@ def select_bags(
     Returns:
         The bags of each lookup; and for sequences the positions in the batch of their ids.
     """
-    stage, prepared, routes, header = ctx.stage, ctx.prepared, ctx.checked.routes, ctx.header
+    module, prepared, routes, header = (
+        ctx.stage.module,
+        ctx.prepared,
+        ctx.checked.routes,
+        ctx.header,
+    )
     bags, found, places = prepared.bags, [], []
     num_ids, num_keys = bags.values.numel(), routes.num_keys
     lengths_KB = bags.lengths.view(num_keys, prepared.batch_size)
-    carried = bags.weights if stage.is_weighted else None
-    if not stage.pooled:
+    carried = bags.weights if module.is_weighted else None
+    if not module.is_pooled:
         carried = torch.arange(num_ids, device=bags.values.device)
     on_host = not routes.reads_whole and (carried is None or not carried.requires_grad)
     for select, positions in features:
@@ -133,9 +138,9 @@ def select_bags(
             total = num_ids if routes.reads_whole else int(header.counts_G[positions].sum())
             lengths, values, picked = ops.permute_2d(select, lengths_KB, values, carried, total)
             offsets = ops.complete_cumsum(lengths.flatten())
-        weights = picked if stage.is_weighted else None
+        weights = picked if module.is_weighted else None
         found.append(Bags(values, offsets.to(values.dtype), weights))
-        if not stage.pooled:
+        if not module.is_pooled:
             assert picked is not None
             places.append(picked)
     return found, places

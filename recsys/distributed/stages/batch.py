@@ -234,7 +234,7 @@ def known_header(ctx: BatchContext) -> Header | None:
     known, num_ids = bags.length_per_key, bags.values.numel()
     if known is None and (len(bags.keys) == 1 or not num_ids):
         known = [num_ids] * len(bags.keys)
-    if known is None and not (ctx.stage.pooled and routes.reads_whole):
+    if known is None and not (ctx.stage.module.is_pooled and routes.reads_whole):
         return None
     flag = Flag.IS_LAST if ctx.end_of_data is not None and ctx.end_of_data.is_last else 0
     if prepared.weights_need_grad:

@@ -7,20 +7,18 @@ so that kernels stay within their tables; the header carries the flags to all ra
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed.placement.layout import Layout
 from recsys.distributed.ranks import comm
-from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.stages.bags import smallest_table, with_one_batch_size
 from recsys.distributed.stages.batch import BatchContext, CheckedBatch, Faults
 from recsys.distributed.stages.header import Flag, check_same_call
 from recsys.distributed.stages.routes import Routes
+from recsys.distributed.stages.streams import StagedModule
 from recsys.kernels.bounds import OVERWRITTEN, bad_id_message, find_bad_ids
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_inputs import (
@@ -46,26 +44,12 @@ class BatchChecker:
     """Makes batches safe to read, and describes their faults.
 
     Args:
-        layout: The compiled placement.
-        feature_names: The module's distinct features, in the layout's numbering.
-        env: The ranks.
-        device: Device of batches and tables.
-        mode: Handling of ids outside their table.
+        module: The module.
         needs_sizes: Whether the host must know the ids of each feature, to send no header.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        feature_names: Sequence[str],
-        env: ShardingEnv,
-        device: torch.device,
-        mode: BoundsCheckMode,
-        *,
-        needs_sizes: bool,
-    ) -> None:
-        self._layout, self._feature_names, self._pooled = layout, feature_names, layout.is_pooled
-        self._env, self._device, self._mode, self._needs_sizes = env, device, mode, needs_sizes
+    def __init__(self, module: StagedModule, *, needs_sizes: bool) -> None:
+        self._module, self._needs_sizes = module, needs_sizes
 
     def check(self, features: KeyedJaggedTensor, bags: Parts, routes: Routes) -> CheckedBatch:
         """Return the batch with one batch size, id 0 instead of bad ones, and its faults.
@@ -76,12 +60,13 @@ class BatchChecker:
             routes: Index tensors for its keys.
         """
         is_variable, by_kernels = bags.stride_per_key_per_rank is not None, False
-        safe, bad_bags, pooled = features, None, self._pooled
-        if self._device.type != "cpu":  # there check_features has raised
+        safe, bad_bags, pooled = features, None, self._module.is_pooled
+        if self._module.device.type != "cpu":  # there check_features has raised
             if not self._needs_sizes or (pooled and routes.reads_whole):
                 bags = bags._replace(length_per_key=None)  # checking it costs an upload
             # the output of sequences has the lengths, which are not to be padded
-            by_kernels = (pooled or not is_variable) and are_checked_by_triton(bags, self._mode)
+            can_check = are_checked_by_triton(bags, self._module.mode)
+            by_kernels = (pooled or not is_variable) and can_check
             if not by_kernels:
                 safe, bad_bags = safe_features(features, bags.length_per_key)
                 bags = safe.parts()
@@ -113,7 +98,7 @@ class BatchChecker:
             both[:1].logical_or_(is_foreign)
             parts = given._replace(inverse_indices=inverse)
             safe = KeyedJaggedTensor.from_parts(**parts._asdict())
-        if not self._pooled:  # whose output has lengths, too
+        if not self._module.is_pooled:  # whose output has lengths, too
             lengths, offsets = safe_bags.lengths, safe_bags.offsets
             safe = KeyedJaggedTensor.from_parts(
                 bags.keys, bags.values, None, lengths, offsets, stride=bags.stride
@@ -125,7 +110,7 @@ class BatchChecker:
 
     def _find_bad_ids(self, bags: Parts, routes: Routes) -> Tensor | None:
         """Return `[N]` bool for ids outside their table; None: certainly none."""
-        if self._mode is BoundsCheckMode.NONE or not bags.values.numel():
+        if self._module.mode is BoundsCheckMode.NONE or not bags.values.numel():
             return None
         if bags.values.is_cpu and bags.are_ids_below(routes.min_rows):
             return None
@@ -134,14 +119,14 @@ class BatchChecker:
     def flag_of_bad_ids(self) -> int:
         """Return the header flag of a batch with bad ids."""
         # an error here must be one on all ranks
-        fails = self._mode is BoundsCheckMode.FATAL or (
-            self._mode is BoundsCheckMode.WARNING and _warnings_raise()
+        fails = self._module.mode is BoundsCheckMode.FATAL or (
+            self._module.mode is BoundsCheckMode.WARNING and _warnings_raise()
         )
         return Flag.FAILED if fails else Flag.WARNED
 
     def flags_to_check_late(self, faults: Faults) -> Tensor | None:
         """Return the fault flags to read after the step if there is no header; None if none."""
-        checks_ids = self._mode is not BoundsCheckMode.IGNORE
+        checks_ids = self._module.mode is not BoundsCheckMode.IGNORE
         if faults.both is not None and checks_ids:
             return faults.both
         known = [faults.bags, faults.ids if checks_ids else None]
@@ -155,12 +140,12 @@ class BatchChecker:
             ctx: The batch.
             flags_R: `[R]` flags of the headers.
         """
-        error, own_flag, warning = ctx.error, int(flags_R[self._env.rank]), ""
+        error, own_flag, warning = ctx.error, int(flags_R[self._module.env.rank]), ""
         check_same_call(flags_R)
         if error is None and own_flag & (Flag.FAILED | Flag.WARNED):
             error, warning = self._describe(ctx.checked, own_flag)
         if (flags_R & Flag.FAILED).any():
-            comm.raise_together(self._env, "tell of a bad batch", error)
+            comm.raise_together(self._module.env, "tell of a bad batch", error)
         return warning
 
     def report_late(self, checked: CheckedBatch) -> None:
@@ -169,7 +154,7 @@ class BatchChecker:
         are_bags_bad = bad_bags is not None and bool(bad_bags)
         flag = Flag.FAILED if are_bags_bad else self.flag_of_bad_ids()
         error, warning = self._describe(checked, flag)
-        comm.raise_together(self._env, "tell of a bad batch", error)
+        comm.raise_together(self._module.env, "tell of a bad batch", error)
         if warning:
             warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=4)
 
@@ -184,7 +169,7 @@ class BatchChecker:
             text = "The lengths or inverse indices of the batch do not fit its ids."
             return ValueError(text), ""
         message = self._describe_bad_ids(checked)
-        warning = message if self._mode is BoundsCheckMode.WARNING else ""
+        warning = message if self._module.mode is BoundsCheckMode.WARNING else ""
         return (IndexError(message) if flag & Flag.FAILED else None), warning
 
     def _describe_bad_ids(self, checked: CheckedBatch) -> str:
@@ -194,7 +179,8 @@ class BatchChecker:
         bad_N = _without_unread(bad_N, bags, routes)
         if not bool(bad_N.any()):
             return OVERWRITTEN
-        tables = [smallest_table(self._layout, self._feature_names, key) for key in keys]
+        module = self._module
+        tables = [smallest_table(module.layout, module.feature_names, key) for key in keys]
         return bad_id_message(bad_N, bags.values, bags.offsets, routes.check_rows, keys, tables)
 
 

@@ -18,16 +18,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from math import inf
 from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed.placement.layout import Layout
 from recsys.distributed.ranks import comm
-from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.stages.bags import (
     bags_of_streams,
@@ -65,7 +62,7 @@ from recsys.distributed.stages.routes import (
     SplitRound,
     build_routes,
 )
-from recsys.distributed.stages.streams import Streams, streams_of
+from recsys.distributed.stages.streams import StagedModule, Streams, streams_of
 from recsys.distributed.stages.weight_gradients import with_weight_gradients
 from recsys.kernels import ops
 from recsys.kernels.bounds import LateChecks
@@ -84,17 +81,8 @@ class InputDist:
     """Sends ids to their owners.
 
     Args:
-        layout: The compiled placement.
-        feature_names: The module's distinct features, in the layout's numbering.
-        env: The ranks.
-        device: Device of batches and tables.
-        mode: Handling of ids outside their table.
-        is_weighted: Whether ids have weights.
-        distinct: Whether to send each id of a feature once, for sequences. Ignored without other
-            ranks.
-        trains: Whether any of the tables trains.
-        owner: Class name of the module, for messages.
-        path: Path of the module in its model, for messages and to identify the module.
+        module: The module.
+        most_ids: Largest share of ids per bag for which the output stage can return a row per id.
 
     Attributes:
         checker: Checks batches.
@@ -104,48 +92,29 @@ class InputDist:
         end_of_data: End-of-data status of the current epoch; None without `EvenBatches`.
         leaves_out: Whether bags that features do not have are left out.
         goes_by_id: Whether ids of row-split tables may return a row each.
-        most_ids: Largest share of ids per bag for which the output stage can return a row per id.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        feature_names: Sequence[str],
-        env: ShardingEnv,
-        device: torch.device,
-        mode: BoundsCheckMode,
-        *,
-        is_weighted: bool = False,
-        distinct: bool = False,
-        trains: bool = True,
-        owner: str = "A sharded collection",
-        path: str = "",
-    ) -> None:
-        self.layout, self.feature_names, self.env = layout, tuple(feature_names), env
-        self.device, self.mode, self.owner, self.path = device, mode, owner, path
-        self.is_weighted, self.distinct = is_weighted, distinct and env.world_size > 1
-        self.pooled = pooled = layout.is_pooled
+    def __init__(self, module: StagedModule, most_ids: float) -> None:
+        self.module, self.most_ids = module, most_ids
         self.late = LateChecks()
         self.end_of_data: EndOfData | None = None
+        layout, device, num_ranks = module.layout, module.device.type, module.env.world_size
         # only the device knows how many ids are in a block of rows
-        is_alone = device.type == "cuda" and env.world_size == 1
-        self.may_skip_header = is_alone and not layout.split_slots
-        self.checker = BatchChecker(
-            layout, self.feature_names, env, device, mode, needs_sizes=self.may_skip_header
-        )
-        self.streams = streams_of(layout, env.rank, env.world_size, is_weighted=is_weighted)
-        self._module_bits, self.trains = module_bits(path), trains
+        self.may_skip_header = device == "cuda" and num_ranks == 1 and not layout.split_slots
+        self.checker = BatchChecker(module, needs_sizes=self.may_skip_header)
+        self.streams = streams_of(module)
+        self._module_bits = module_bits(module.path)
         self._keys: list[str] | None = None
         self._routes: Routes
         # padded bags are sent if ranks of a node add up, or without the kernels
-        can_leave_out = device.type == "cpu" or (device.type == "cuda" and ops.HAS_TRITON)
-        self.leaves_out = pooled and can_leave_out and not layout.is_hierarchical
-        self.goes_by_id = self.leaves_out and env.world_size > 1 and bool(layout.split_slots)
-        self.most_ids = inf
+        can_leave_out = device == "cpu" or (device == "cuda" and ops.HAS_TRITON)
+        self.leaves_out = layout.is_pooled and can_leave_out and not layout.is_hierarchical
+        self.goes_by_id = self.leaves_out and num_ranks > 1 and bool(layout.split_slots)
 
     def __repr__(self) -> str:
-        received = f"{self.streams.num_received} streams from each of {self.env.world_size} ranks"
-        return f"InputDist(sends {len(self.feature_names)} features, receives {received})"
+        names, num_ranks = self.module.feature_names, self.module.env.world_size
+        received = f"{self.streams.num_received} streams from each of {num_ranks} ranks"
+        return f"InputDist(sends {len(names)} features, receives {received})"
 
     # -- prepare ----------------------------------------------------------------------------------
 
@@ -177,20 +146,20 @@ class InputDist:
         """Return the batch with one batch size and valid ids."""
         features, bags = check_features(
             features,
-            self.owner,
-            self.device,
-            is_pooled=self.pooled,
-            is_weighted=self.is_weighted,
-            names=self.feature_names,
+            self.module.owner,
+            self.module.device,
+            is_pooled=self.module.is_pooled,
+            is_weighted=self.module.is_weighted,
+            names=self.module.feature_names,
         )
         if bags.keys != self._keys:
-            num_padding = 1 if self.distinct else 0
+            num_padding = 1 if self.module.distinct else 0
             self._routes = build_routes(
-                self.layout,
-                self.feature_names,
+                self.module.layout,
+                self.module.feature_names,
                 bags.keys,
-                self.is_weighted,
-                self.device,
+                self.module.is_weighted,
+                self.module.device,
                 num_padding,
             )
             self._keys = list(bags.keys)
@@ -198,7 +167,7 @@ class InputDist:
         if (
             bags.values.is_cpu
             and bags.stride_per_key_per_rank is None
-            and (self.mode is BoundsCheckMode.NONE or bags.are_ids_below(routes.min_rows))
+            and (self.module.mode is BoundsCheckMode.NONE or bags.are_ids_below(routes.min_rows))
         ):
             counts_K = bags.ids_per_key()
             return CheckedBatch(features, features, routes, bags, bags, counts_K, NO_FAULTS, False)
@@ -208,22 +177,22 @@ class InputDist:
         """Split a batch into segments."""
         routes, counts_K, inverse = checked.routes, checked.counts_K, None
         given_counts_K, bags_D = counts_K[:0], _NONE
-        if not self.pooled:
+        if not self.module.is_pooled:
             bags = one_bag_per_key(bags, counts_K)
-        elif self.leaves_out and checked.is_variable and self.env.world_size > 1:
+        elif self.leaves_out and checked.is_variable and self.module.env.world_size > 1:
             bags_D = bags_of_streams(self.streams, checked)
-        if self.distinct:
+        if self.module.distinct:
             given_counts_K = counts_K
             bags, inverse = keep_distinct(bags)
             counts_K = bags.lengths
         is_short = self.goes_by_id and _are_bags_short(self.streams, bags, bags_D, self.most_ids)
         weights_N, needs_grad, places_N = None, False, None
-        if self.is_weighted:
+        if self.module.is_weighted:
             assert bags.weights is not None
             weights_N = bags.weights.detach()
             needs_grad = torch.is_grad_enabled() and bags.weights.requires_grad
-        if needs_grad or not self.pooled:
-            places_N = torch.arange(bags.values.numel(), device=self.device)
+        if needs_grad or not self.module.is_pooled:
+            places_N = torch.arange(bags.values.numel(), device=self.module.device)
         segments, counts_G = Segments([], [], [], [], []), counts_K.long()
         if routes.use_raw:
             segments.lengths.append(bags.lengths)
@@ -283,7 +252,7 @@ class InputDist:
             values_N,
             weights_N,
             block_sizes,
-            self.layout.num_buckets,
+            self.module.layout.num_buckets,
             boundaries,
             return_positions=is_short or places_N is not None,
         )
@@ -321,14 +290,14 @@ class InputDist:
     def header_of(self, ctx: BatchContext) -> Tensor:
         """Build `[flag, batch size, ids per stream]` per destination; an error is all flags."""
         flag, streams = self._module_bits, self.streams
-        if self.trains and torch.is_grad_enabled():
+        if self.module.trains and torch.is_grad_enabled():
             flag |= Flag.TRAINS
         if ctx.end_of_data is not None and ctx.end_of_data.is_last:
             flag |= Flag.IS_LAST
         if ctx.error is not None:
             ctx.flag = flag | failure_flag(ctx.error)
             total = sum(streams.header_sizes)
-            return torch.full((total,), ctx.flag, dtype=torch.int64, device=self.device)
+            return torch.full((total,), ctx.flag, dtype=torch.int64, device=self.module.device)
         prepared, faults = ctx.prepared, ctx.checked.faults
         if prepared.weights_need_grad:
             flag |= Flag.WEIGHTS_NEED_GRAD
@@ -344,7 +313,7 @@ class InputDist:
             bad_ids = self.checker.flag_of_bad_ids()
             words = build_header(order, counts_G, faults.both, flag, size, Flag.FAILED, bad_ids)
         else:
-            head = ops.upload([flag, size], self.device)
+            head = ops.upload([flag, size], self.module.device)
             if faults.ids is not None:
                 head[FLAG] |= faults.ids * self.checker.flag_of_bad_ids()
             if faults.bags is not None:
@@ -353,7 +322,7 @@ class InputDist:
         if prepared.bags_D.size:
             bags = np.zeros(sum(streams.header_sizes), dtype=np.int64)
             bags[streams.count_words] = prepared.bags_D << COUNT_BITS
-            words += ops.upload(bags, self.device)
+            words += ops.upload(bags, self.module.device)
         return words
 
     # -- send -------------------------------------------------------------------------------------
@@ -400,7 +369,7 @@ class InputDist:
             per_id = streams.num_parts - 1
             received_RS = shape.lengths_received_RS + per_id * shape.ids_received_RS
             ctx.pending_ids = comm.all_to_all(
-                self.env.for_ids,
+                self.module.env.for_ids,
                 ExchangeName.IDS,
                 _pack(self, segments, routes, header.counts_G, prepared.batch_size, shape),
                 self.per_rank(shape.lengths_sent_D + per_id * ids_D),
@@ -430,7 +399,7 @@ class InputDist:
         if ctx.pending_ids is not None:
             bags = _unpack(self, ctx.pending_ids.wait(), shape)
             ctx.pending_ids = None
-            if self.is_weighted and (header.flags_R & Flag.WEIGHTS_NEED_GRAD).any():
+            if self.module.is_weighted and (header.flags_R & Flag.WEIGHTS_NEED_GRAD).any():
                 bags, anchor = with_weight_gradients(ctx, bags)
             lookups = _split_bags(self, bags, shape, shape.ids_received_RS.sum(0))
         elif routes.is_identity:
@@ -463,17 +432,18 @@ def _pack(
         kept_M[routes.sent] = shape.lengths_sent_D
         order_P, sizes_M = 2 * order_P, np.stack([kept_M, sizes_M - kept_M], 1).ravel()
     word, weight_word = stage.streams.word, stage.streams.weight_word
-    if stage.device.type == "cuda" and ops.HAS_TRITON and len(segments.values) == 1:
+    if stage.module.device.type == "cuda" and ops.HAS_TRITON and len(segments.values) == 1:
         from recsys.kernels.ops_triton import pack
 
         plan, total = ops.plan_of_moves(order_P, sizes_M)
         weights_N = segments.weights[0] if segments.weights else None
         words = segments.lengths[0], segments.values[0], weights_N
-        return pack(*words, ops.upload(plan, stage.device), total, word)
+        return pack(*words, ops.upload(plan, stage.module.device), total, word)
     parts = [*segments.lengths, *segments.values]
     for weights in segments.weights:
         parts.append(weights.to(weight_word).view(word))
-    source, at = torch.empty(sum(map(torch.numel, parts)), dtype=word, device=stage.device), 0
+    total, at = sum(map(torch.numel, parts)), 0
+    source = torch.empty(total, dtype=word, device=stage.module.device)
     for part in parts:
         source[at : at + part.numel()].copy_(part)
         at += part.numel()
@@ -483,7 +453,7 @@ def _pack(
 def _unpack(stage: InputDist, payload: Tensor, shape: BatchShape) -> Bags:
     """Return the bags of all streams of this rank from a received payload."""
     streams, counts_RS = stage.streams, shape.ids_received_RS
-    if stage.env.world_size > 1:
+    if stage.module.env.world_size > 1:
         parts = [shape.lengths_received_RS, *[counts_RS] * (streams.num_parts - 1)]
         order, sizes = streams.unpack_order, np.stack(parts, 1).ravel()
         if shape.is_by_id:  # lengths of bags of one id were not sent: they are appended
@@ -496,7 +466,7 @@ def _unpack(stage: InputDist, payload: Tensor, shape: BatchShape) -> Bags:
         payload = ops.move_segments(payload, order, sizes)
     num_bags, num_ids = int(shape.bags_received_RS.sum()), int(counts_RS.sum())
     weights = None
-    if stage.is_weighted:
+    if stage.module.is_weighted:
         weights = payload[num_bags + num_ids :].view(streams.weight_word).float()
     indices = payload[num_bags : num_bags + num_ids]
     return Bags(indices, ops.complete_cumsum(payload[:num_bags]), weights)
@@ -504,7 +474,7 @@ def _unpack(stage: InputDist, payload: Tensor, shape: BatchShape) -> Bags:
 
 def _split_bags(stage: InputDist, bags: Bags, shape: BatchShape, ids_S: np.ndarray) -> list[Bags]:
     """Split the bags of all streams of this rank into those of its lookups."""
-    groups, bags_RS = stage.layout.groups[stage.env.rank], shape.bags_received_RS
+    groups, bags_RS = stage.module.layout.groups[stage.module.env.rank], shape.bags_received_RS
     found = []
     start = first_bag = 0
     for group in groups:
@@ -554,19 +524,19 @@ def start_together(contexts: Sequence[BatchContext]) -> None:
         contexts: Prepared batches of different modules, in the same order on every rank.
     """
     stage = contexts[0].stage
-    if len({id(ctx.stage.env.process_group) for ctx in contexts}) > 1:
+    if len({id(ctx.stage.module.env.process_group) for ctx in contexts}) > 1:
         of_groups: dict[int, list[BatchContext]] = {}
         for ctx in contexts:
-            of_groups.setdefault(id(ctx.stage.env.process_group), []).append(ctx)
+            of_groups.setdefault(id(ctx.stage.module.env.process_group), []).append(ctx)
         for alike in of_groups.values():
             start_together(alike)
         return
-    if stage.env.world_size == 1:
+    if stage.module.env.world_size == 1:
         contexts = [ctx for ctx in contexts if not ctx.stage.skip_header(ctx)]
         if not contexts:
             return
         stage = contexts[0].stage
-    sent, env, streams = stage.header_of(contexts[0]), stage.env, stage.streams
+    sent, env, streams = stage.header_of(contexts[0]), stage.module.env, stage.streams
     sizes, width = streams.header_sizes, streams.header_width
     if len(contexts) > 1:
         headers = [sent, *(ctx.stage.header_of(ctx) for ctx in contexts[1:])]
@@ -578,7 +548,7 @@ def start_together(contexts: Sequence[BatchContext]) -> None:
     own = [width] * env.world_size
     pending = comm.all_to_all(env.for_ids, ExchangeName.ID_COUNTS, sent, sizes, own)
     copied = None
-    if stage.device.type == "cuda" and env.exchanges_in_streams:
+    if stage.module.device.type == "cuda" and env.exchanges_in_streams:
         # under NCCL the copy is queued behind the exchange: reading it a step later does not wait
         copied = _copy_headers(pending, contexts)
     for ctx in contexts:
@@ -610,7 +580,7 @@ def _read_headers(
         event.synchronize()  # the only wait of the host
     edges = np.cumsum(list(map(torch.numel, parts)))
     headers, *counts = np.split(host.numpy(), edges[:-1])
-    words_RH = headers.reshape(contexts[0].stage.env.world_size, -1)
+    words_RH = headers.reshape(contexts[0].stage.module.env.world_size, -1)
     at = 0
     for ctx in contexts:
         own_RH = words_RH[:, at : at + ctx.stage.streams.header_width]

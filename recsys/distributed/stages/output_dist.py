@@ -513,7 +513,7 @@ class _PooledExchange(Exchange[PooledStage]):
         if stage.sums is not None and self.num_samples and np.ptp(samples) == 0:
             self.adds_up, self.gather, receives = True, stage.sums, receives[:1]
         sends = samples * stage.sent_widths
-        super().__init__(stage, env, sends.tolist(), receives.tolist(), ctx.stage.path)
+        super().__init__(stage, env, sends.tolist(), receives.tolist(), ctx.stage.module.path)
         self._bag_counts = ctx.prepared.bag_counts
         # in a narrow format scaled gradients may underflow: they are scaled after the exchange
         self.scales_early = stage.codecs[1] is None
@@ -586,7 +586,7 @@ class _RaggedExchange(Exchange["OutputDist"]):
         self._arriving = RaggedBatch(stage.ragged, rows_K, batch_size, ids)
         sends = self._looked_up_RL.sum(1).tolist()
         receives = given.per_rank(own_S * given.streams.dims_D)
-        super().__init__(stage, env, sends, receives, ctx.stage.path)
+        super().__init__(stage, env, sends, receives, ctx.stage.module.path)
         self._bag_counts = ctx.prepared.bag_counts
 
     @staticmethod
@@ -596,7 +596,7 @@ class _RaggedExchange(Exchange["OutputDist"]):
         by_id_S, prepared = ctx.shape.by_id_D, ctx.prepared
         of_streams = routes.segments - routes.num_keys  # whole features are before the others
         segment_K[: len(by_id_S)] = np.where(by_id_S, of_streams, NO_SEGMENT)
-        shape = len(routes.rounds), ctx.stage.layout.num_buckets, -1
+        shape = len(routes.rounds), ctx.stage.module.layout.num_buckets, -1
         counts_XWF = ctx.header.counts_G[routes.num_keys :].reshape(shape)
         return SplitIds(
             segment_K, counts_XWF, joined(prepared.segments.moved_to), prepared.split_offsets

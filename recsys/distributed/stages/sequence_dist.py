@@ -124,7 +124,7 @@ class _SequenceExchange(Exchange[SequenceDist]):
             stage.env.for_embeddings,
             (self.received_chunks.sum(1) * stage.chunk).tolist(),
             (np.diff(edges[stage.sent_edges]) * stage.chunk).tolist(),
-            ctx.stage.path,
+            ctx.stage.module.path,
         )
         self.widths: list[int] = []
         if not stage.is_whole:

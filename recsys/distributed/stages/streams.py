@@ -12,7 +12,41 @@ import numpy as np
 import torch
 
 from recsys.distributed.placement.layout import Layout
+from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.stages.routes import COUNTS, lookup_order
+from recsys.kernels.types import BoundsCheckMode
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedModule:
+    """Properties of a sharded module that its stages share.
+
+    Attributes:
+        layout: The compiled placement.
+        feature_names: The module's distinct features, in the layout's numbering.
+        env: The ranks.
+        device: Device of batches and tables.
+        mode: Handling of ids outside their table.
+        is_pooled: Whether bags are pooled.
+        is_weighted: Whether ids have weights.
+        distinct: Whether to send each id of a feature once, for sequences on several ranks.
+        trains: Whether any of the tables trains.
+        owner: Class name of the module, for messages.
+        path: Path of the module in its model, for messages and to identify the module.
+    """
+
+    layout: Layout
+    feature_names: tuple[str, ...]
+    env: ShardingEnv
+    device: torch.device
+    mode: BoundsCheckMode
+    is_pooled: bool
+    is_weighted: bool
+    distinct: bool
+    trains: bool
+    owner: str
+    path: str
 
 
 @final
@@ -59,16 +93,14 @@ class Streams:
     weight_word: torch.dtype
 
 
-def streams_of(layout: Layout, rank: int, world_size: int, *, is_weighted: bool) -> Streams:
+def streams_of(module: StagedModule) -> Streams:
     """Return the streams of a module.
 
     Args:
-        layout: The compiled placement.
-        rank: This rank.
-        world_size: Number of ranks.
-        is_weighted: Whether ids have weights.
+        module: The module.
     """
-    num_received, num_parts = len(layout.send_segments[rank]), 3 if is_weighted else 2
+    layout, rank, world_size = module.layout, module.env.rank, module.env.world_size
+    num_received, num_parts = len(layout.send_segments[rank]), 3 if module.is_weighted else 2
     edges = np.cumsum([0, *map(len, layout.streams)])
     sent = [stream for of_rank in layout.streams for stream in of_rank]
     cols = np.array([stream.cols for stream in sent], dtype=np.int64).reshape(-1, 2)

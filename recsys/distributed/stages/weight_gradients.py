@@ -39,7 +39,7 @@ def with_weight_gradients(ctx: BatchContext, bags: Bags) -> tuple[Bags, Tensor]:
     places = None
     if prepared.weights_need_grad:
         places = sent_places(ctx.checked.routes, prepared, ctx.header, ())
-    num_ids, env, by_rank = prepared.bags.values.numel(), stage.env, stage.streams.by_rank
+    num_ids, env, by_rank = prepared.bags.values.numel(), stage.module.env, stage.streams.by_rank
     sent = stage.per_rank(shape.ids_sent_D)
     received = shape.ids_received_RS.sum(1).tolist()
     stream_counts = shape.ids_received_RS.T.reshape(-1)

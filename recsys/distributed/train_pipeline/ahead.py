@@ -168,7 +168,7 @@ class InputsAhead:
         assert self._paths is not None
         inputs = dict(_features_in((args, kwargs))) if self._paths else {}
         given = {module: inputs[path] for module, path in self._paths.items() if path in inputs}
-        paths = [module.input_stage.path for module in (*self._paths, *self._made)]
+        paths = [module.input_stage.module.path for module in (*self._paths, *self._made)]
         with step_stages.running((Stage.INPUT_DIST, ", ".join(paths))):
             contexts = {
                 module: module.input_stage.prepare(
@@ -328,12 +328,12 @@ class Started:
 
 
 def _send(ctx: BatchContext) -> None:
-    with step_stages.running((Stage.INPUT_DIST, ctx.stage.path)):
+    with step_stages.running((Stage.INPUT_DIST, ctx.stage.module.path)):
         ctx.stage.send(ctx)
 
 
 def _receive(ctx: BatchContext) -> BatchContext:
-    with step_stages.running((Stage.INPUT_DIST, ctx.stage.path)):
+    with step_stages.running((Stage.INPUT_DIST, ctx.stage.module.path)):
         return ctx.stage.ids(ctx)
 
 

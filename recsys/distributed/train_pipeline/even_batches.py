@@ -99,7 +99,7 @@ class EvenBatches(Generic[B]):
                 f"hear of each other; received a {type(model).__name__} without. Wrap the model in "
                 "DistributedModelParallel first."
             )
-        if any(stage.env.replicas is not None for stage in self._stages):
+        if any(stage.module.env.replicas is not None for stage in self._stages):
             raise ValueError(
                 "EvenBatches needs ranks that all hear of each other in the exchanges of sharded "
                 "modules; received a DMPCollection, in which only the ranks of a group do. Give "
@@ -151,7 +151,7 @@ class EvenBatches(Generic[B]):
 
     def _first(self, batches: Iterator[B], missing: Any) -> Any:  # B
         """Return this rank's first batch, an empty one if it has none and others have."""
-        env = self._stages[0].env
+        env = self._stages[0].module.env
         group = env.process_group
         batch: Any = missing
         facts: Exception | dict[str, str] = {"the policy": self._policy.value}
@@ -189,7 +189,7 @@ class EvenBatches(Generic[B]):
         if not self.is_filler:
             return batch
         # what lay on the GPU of the source goes to that of this rank
-        device = self._stages[0].device
+        device = self._stages[0].module.device
         return map_batch(
             pickle.loads(received),
             lambda part: isinstance(part, Tensor) and part.is_cuda,

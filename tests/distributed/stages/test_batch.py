@@ -33,7 +33,8 @@ def _context(length_per_key: list[int] | None, *, reads_whole: bool = False) -> 
         length_per_key=length_per_key,
     )
     routes: Any = SimpleNamespace(segments=np.array([1, 0]), reads_whole=reads_whole)
-    ctx = BatchContext(SimpleNamespace(pooled=True))  # type: ignore[arg-type]
+    stage: Any = SimpleNamespace(module=SimpleNamespace(is_pooled=True))
+    ctx = BatchContext(stage)
     bags, counts, none = batch.parts(), torch.tensor([3, 2]), np.zeros(0, dtype=np.int64)
     ctx.given = batch
     ctx.checked = CheckedBatch(batch, batch, routes, bags, bags, counts, NO_FAULTS, False)

@@ -122,9 +122,9 @@ def test_the_end_of_data_is_read_once() -> None:
 
 def _own_streams(case: Case) -> tuple[Streams, list[int]]:
     stage = shard(case).module.ebc.input_stage
-    again = streams_of(stage.layout, stage.env.rank, 2, is_weighted=case.is_weighted)
+    again = streams_of(stage.module)
     assert again.header_sizes == stage.streams.header_sizes
-    return stage.streams, [len(streams) for streams in stage.layout.streams]
+    return stage.streams, [len(streams) for streams in stage.module.layout.streams]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -29,7 +29,7 @@ from tests.pretended_cuda import CUDA, PretendedCuda
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
-STAGE = SimpleNamespace(path="ebc")
+STAGE = SimpleNamespace(module=SimpleNamespace(path="ebc"))
 
 
 def _tables(world_size: int, combine: PoolingType, seed: int) -> list[PlacedTable]:
