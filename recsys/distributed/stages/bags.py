@@ -114,35 +114,35 @@ def select_bags(
     Returns:
         The bags of each lookup; and for sequences the positions in the batch of their ids.
     """
-    module, prepared, routes, header = (
-        ctx.stage.module,
-        ctx.prepared,
-        ctx.checked.routes,
-        ctx.header,
-    )
+    module, header = ctx.stage.module, ctx.header
+    prepared, routes = ctx.prepared, ctx.checked.routes
     bags, found, places = prepared.bags, [], []
     num_ids, num_keys = bags.values.numel(), routes.num_keys
-    lengths_KB = bags.lengths.view(num_keys, prepared.batch_size)
-    carried = bags.weights if module.is_weighted else None
+    lengths_KB = bags.lengths.view(num_keys, bags.stride)
+    carried = list[Tensor]()
     if not module.is_pooled:
-        carried = torch.arange(num_ids, device=bags.values.device)
-    on_host = not routes.reads_whole and (carried is None or not carried.requires_grad)
-    for select, positions in features:
+        carried = [torch.arange(num_ids, device=bags.values.device)]
+    elif module.is_weighted:
+        assert bags.weights is not None
+        carried = [bags.weights]
+    on_host = not routes.reads_whole and not (carried and carried[0].requires_grad)
+    for select, positions, is_whole in features:
         values, offsets, picked = bags.values, bags.offsets, carried
-        if select is not None and on_host:
+        if not is_whole and on_host:
             counts = header.counts_G[:num_keys]
             values = ops.move_segments(values, positions, counts)
-            picked = None if carried is None else ops.move_segments(carried, positions, counts)
+            for of_ids in carried:
+                picked = [ops.move_segments(of_ids, positions, counts)]
             offsets = ops.complete_cumsum(lengths_KB.index_select(0, select).flatten())
-        elif select is not None:
+        elif not is_whole:
             total = num_ids if routes.reads_whole else int(header.counts_G[positions].sum())
-            lengths, values, picked = ops.permute_2d(select, lengths_KB, values, carried, total)
-            offsets = ops.complete_cumsum(lengths.flatten())
-        weights = picked if module.is_weighted else None
+            given = (*carried, None)[0]
+            lengths, values, one = ops.permute_2d(select, lengths_KB, values, given, total)
+            offsets, picked = ops.complete_cumsum(lengths.flatten()), [] if one is None else [one]
+        weights = picked[0] if module.is_weighted else None
         found.append(Bags(values, offsets.to(values.dtype), weights))
         if not module.is_pooled:
-            assert picked is not None
-            places.append(picked)
+            places += picked
     return found, places
 
 

@@ -23,7 +23,6 @@ from recsys.distributed.stages.header import (
     EndOfData,
     Flag,
     Header,
-    failure_flag,
 )
 from recsys.distributed.stages.routes import Routes
 from recsys.sparse import KeyedJaggedTensor
@@ -51,28 +50,14 @@ class Bags(NamedTuple):
     `[their sum + 1]`, and rows are looked up rank by rank."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """Results of checks on the device. None: the check certainly passed, or was not needed.
-
-    Attributes:
-        bags: `[]` bool, whether lengths or inverse indices were bad and replaced.
-        ids: `[]` bool, whether ids were outside their tables.
-        both: `[2]` bool, both, if one Triton kernel checked them.
-    """
-
-    bags: Tensor | None
-    ids: Tensor | None
-    both: Tensor | None
-
-
-NO_FAULTS = Faults(None, None, None)
+NO_COUNTS = torch.empty(0, dtype=torch.int64)
+"""Ids per bag of row-split tables, without such tables."""
+NO_FAULTS = torch.empty(0, dtype=torch.bool)
+"""Faults of a batch that certainly has none."""
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class CheckedBatch:
+class CheckedBatch(NamedTuple):
     """A batch that kernels can read: bad ids are 0, bad lengths are replaced.
 
     Attributes:
@@ -82,7 +67,8 @@ class CheckedBatch:
         found: The bags with one batch size, before bad ids were replaced; for messages.
         bags: The bags with one batch size.
         counts_K: `[K]` ids of each feature.
-        faults: Results of the checks.
+        faults: `[2]` on the device, whether bags and whether ids were bad and replaced; empty if
+            they were certainly good.
         is_variable: Whether features have their own batch sizes.
     """
 
@@ -92,13 +78,12 @@ class CheckedBatch:
     found: Parts
     bags: Parts
     counts_K: Tensor
-    faults: Faults
+    faults: Tensor
     is_variable: bool
 
 
 @final
-@dataclass(slots=True)
-class Segments:
+class Segments(NamedTuple):
     """Segments of a batch in the order in which they are sent: whole features, then row blocks.
 
     Lists are emptied once their tensors are sent.
@@ -120,55 +105,51 @@ class Segments:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
+class PreparedBatch(NamedTuple):
     """A batch as segments that can be sent.
 
     Attributes:
         bags: The bags: deduplicated, or one bag per feature, if the module needs it.
-        batch_size: Number of samples.
         segments: The segments.
         counts_G: `[G]` ids of each segment, on the device.
         given_counts_K: `[K]` ids of each feature before deduplication; empty without it.
-        inverse: `[N]` position of each id among the distinct ids; None without deduplication.
+        inverse: `[N]` position of each id among the distinct ids; empty without deduplication.
         bags_D: `[D]` bags of each stream if features have batch sizes of their own and it is worth
             sending them; else empty.
-        bag_counts: `[row-split slots, B]` ids per bag of row-split tables; None without any.
+        bag_counts: `[row-split slots, B]` ids per bag of row-split tables; `[0]` without any.
         split_offsets: `[features * B + 1]` of these bags; the same in each round.
         is_short: Whether these bags have few ids.
         weights_need_grad: Whether gradients return to the weights.
     """
 
     bags: Parts
-    batch_size: int
     segments: Segments
     counts_G: Tensor
     given_counts_K: Tensor
-    inverse: Tensor | None
+    inverse: Tensor
     bags_D: np.ndarray
-    bag_counts: Tensor | None
+    bag_counts: Tensor
     split_offsets: Tensor
     is_short: bool
     weights_need_grad: bool
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class ReceivedBatch:
+class ReceivedBatch(NamedTuple):
     """Inputs of this rank's lookups.
 
     Attributes:
         lookups: Bags of each lookup.
         replicas: Bags of each replicated lookup, from this rank's own batch.
         replica_places: Positions in the batch of the ids of `replicas`, for sequences.
-        anchor: `[0]`, through which backward reaches the exchange of weight gradients on every
-            rank; None if no rank's weights need gradients.
+        anchors: `[0]`, through which backward reaches the exchange of weight gradients on every
+            rank; none if no rank's weights need gradients.
     """
 
     lookups: Sequence[Bags]
     replicas: Sequence[Bags]
     replica_places: Sequence[Tensor]
-    anchor: Tensor | None
+    anchors: Sequence[Tensor]
 
 
 CopiedHeaders: TypeAlias = tuple[list[Tensor], Tensor, torch.cuda.Event | None]
@@ -183,14 +164,15 @@ class BatchContext(Multistreamable):
     Attributes:
         stage: Input stage of the module.
         given: The batch as given, or the exception raised instead; None before `prepare`.
+        is_good: Whether this rank's batch has no error.
         error: Exception of this rank's batch; None if it is good.
-        end_of_data: End-of-data status of the epoch; None without `EvenBatches`.
+        end_of_data: End-of-data status of the epoch.
         flag: Flag of this rank's header.
         is_absent: Whether the batches of all ranks lack the module's features.
         checked: Set by `prepare`, if the batch is good.
         prepared: Set by `prepare`, if the batch is good.
-        pending_header: The header exchange, with its contexts and their copy on the way to the
-            host; None after it was read.
+        pending_headers: The header exchange, with its contexts and their copy on the way to the
+            host; empty after it was read.
         header: Set by `send`.
         shape: Set by `send`.
         pending_ids: The exchange of ids; None if there is none.
@@ -199,13 +181,16 @@ class BatchContext(Multistreamable):
 
     stage: InputDist
     given: KeyedJaggedTensor | Exception | None = None
+    is_good: bool = True
     error: Exception | None = None
-    end_of_data: EndOfData | None = None
+    end_of_data: EndOfData = field(init=False)
     flag: int = 0
     is_absent: bool = False
     checked: CheckedBatch = field(init=False)
     prepared: PreparedBatch = field(init=False)
-    pending_header: tuple[comm.Pending, Sequence[BatchContext], CopiedHeaders | None] | None = None
+    pending_headers: Sequence[
+        tuple[comm.Pending, Sequence[BatchContext], CopiedHeaders | None]
+    ] = ()
     header: Header = field(init=False)
     shape: BatchShape = field(init=False)
     pending_ids: comm.Pending | None = None
@@ -226,23 +211,22 @@ def known_header(ctx: BatchContext) -> Header | None:
 
     The host needs the number of ids of each feature, unless every lookup reads the whole batch.
     """
-    if ctx.error is not None:  # nothing else will be read
-        flags, none = np.array([failure_flag(ctx.error)]), np.zeros(0, dtype=np.int64)
-        return Header(flags, none, none, none, none)
+    none = np.zeros(0, dtype=np.int64)
+    if not ctx.is_good:  # only the flag is read
+        return Header(np.array([ctx.flag]), none, none, none, none)
     prepared, routes = ctx.prepared, ctx.checked.routes
     bags = prepared.bags
-    known, num_ids = bags.length_per_key, bags.values.numel()
-    if known is None and (len(bags.keys) == 1 or not num_ids):
-        known = [num_ids] * len(bags.keys)
-    if known is None and not (ctx.stage.module.is_pooled and routes.reads_whole):
+    known, num_keys, num_ids = bags.length_per_key or [], len(bags.keys), bags.values.numel()
+    if not known and (num_keys == 1 or not num_ids):
+        known = [num_ids] * num_keys
+    if len(known) < num_keys and not (ctx.stage.module.is_pooled and routes.reads_whole):
         return None
-    flag = Flag.IS_LAST if ctx.end_of_data is not None and ctx.end_of_data.is_last else 0
+    flag = Flag.IS_LAST if ctx.end_of_data.is_last else 0
     if prepared.weights_need_grad:
         flag |= Flag.WEIGHTS_NEED_GRAD
-    counts_G = np.array([] if known is None else known, dtype=np.int64)
-    counts_S = counts_G if known is None else counts_G[routes.segments]
-    sizes, none = np.array([prepared.batch_size]), np.zeros(0, dtype=np.int64)
-    return Header(np.array([flag]), sizes, counts_S[None], counts_G, none)
+    counts_G = np.array(known, dtype=np.int64)
+    counts_S = counts_G[routes.segments] if known else counts_G
+    return Header(np.array([flag]), np.array([bags.stride]), counts_S[None], counts_G, none)
 
 
 def _record_stream(value: object, stream: torch.Stream) -> None:

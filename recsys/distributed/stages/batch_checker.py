@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recsys.distributed.ranks import comm
 from recsys.distributed.stages.bags import smallest_table, with_one_batch_size
-from recsys.distributed.stages.batch import BatchContext, CheckedBatch, Faults
+from recsys.distributed.stages.batch import NO_FAULTS, BatchContext, CheckedBatch
 from recsys.distributed.stages.header import Flag, check_same_call
 from recsys.distributed.stages.routes import Routes
 from recsys.distributed.stages.streams import StagedModule
@@ -75,12 +75,14 @@ class BatchChecker:
             bags = with_one_batch_size(bags, features.stride_per_key())
         if by_kernels:
             return self._check_by_kernels(features, bags, given, routes)
-        found, bad_ids = bags, None
+        found, faults = bags, NO_FAULTS
         bad_N = self._find_bad_ids(bags, routes)
-        if bad_N is not None:
+        if bad_N.numel():
             bad_ids = _without_unread(bad_N, bags, routes).any()
             bags = bags._replace(values=bags.values.masked_fill(bad_N, 0))
-        faults = Faults(bad_bags, bad_ids, None)
+            faults = torch.stack([torch.zeros_like(bad_ids), bad_ids])
+        if bad_bags is not None:
+            faults = torch.stack([bad_bags, faults[-1] if bad_N.numel() else bad_bags & False])
         return CheckedBatch(
             features, safe, routes, found, bags, bags.ids_per_key(), faults, is_variable
         )
@@ -89,13 +91,13 @@ class BatchChecker:
         self, features: KeyedJaggedTensor, bags: Parts, given: Parts, routes: Routes
     ) -> CheckedBatch:
         """Check a batch by Triton kernels; `given` are its bags before padding."""
-        both, safe_bags, counts_K = make_safe(
-            bags, routes.check_rows, None if given is bags else given
+        faults, safe_bags, counts_K = make_safe(
+            bags, routes.limits.rows_K, None if given is bags else given
         )
         safe = features
         inverse, is_foreign = safe_inverse_indices(features)
         if is_foreign is not None:
-            both[:1].logical_or_(is_foreign)
+            faults[:1].logical_or_(is_foreign)
             parts = given._replace(inverse_indices=inverse)
             safe = KeyedJaggedTensor.from_parts(**parts._asdict())
         if not self._module.is_pooled:  # whose output has lengths, too
@@ -103,18 +105,16 @@ class BatchChecker:
             safe = KeyedJaggedTensor.from_parts(
                 bags.keys, bags.values, None, lengths, offsets, stride=bags.stride
             )
-        bad_bags, bad_ids = both.unbind()
-        faults = Faults(bad_bags, bad_ids, both)
         is_variable = given is not bags
         return CheckedBatch(features, safe, routes, bags, safe_bags, counts_K, faults, is_variable)
 
-    def _find_bad_ids(self, bags: Parts, routes: Routes) -> Tensor | None:
-        """Return `[N]` bool for ids outside their table; None: certainly none."""
+    def _find_bad_ids(self, bags: Parts, routes: Routes) -> Tensor:
+        """Return `[N]` bool for ids outside their table, or an empty tensor if there are none."""
         if self._module.mode is BoundsCheckMode.NONE or not bags.values.numel():
-            return None
-        if bags.values.is_cpu and bags.are_ids_below(routes.min_rows):
-            return None
-        return find_bad_ids(bags.values, bags.offsets, routes.check_rows)
+            return NO_FAULTS
+        if bags.values.is_cpu and bags.are_ids_below(routes.limits.least):
+            return NO_FAULTS
+        return find_bad_ids(bags.values, bags.offsets, routes.limits.rows_K)
 
     def flag_of_bad_ids(self) -> int:
         """Return the header flag of a batch with bad ids."""
@@ -124,14 +124,9 @@ class BatchChecker:
         )
         return Flag.FAILED if fails else Flag.WARNED
 
-    def flags_to_check_late(self, faults: Faults) -> Tensor | None:
-        """Return the fault flags to read after the step if there is no header; None if none."""
-        checks_ids = self._module.mode is not BoundsCheckMode.IGNORE
-        if faults.both is not None and checks_ids:
-            return faults.both
-        known = [faults.bags, faults.ids if checks_ids else None]
-        flags = [flag for flag in known if flag is not None]
-        return torch.stack(flags) if flags else None
+    def flags_to_check_late(self, faults: Tensor) -> Tensor:
+        """Return the fault flags to read after the step if there is no header."""
+        return faults[:1] if self._module.mode is BoundsCheckMode.IGNORE else faults
 
     def raise_faults(self, ctx: BatchContext, flags_R: np.ndarray) -> str:
         """Raise the error of any rank; return the warning of this rank.
@@ -142,7 +137,7 @@ class BatchChecker:
         """
         error, own_flag, warning = ctx.error, int(flags_R[self._module.env.rank]), ""
         check_same_call(flags_R)
-        if error is None and own_flag & (Flag.FAILED | Flag.WARNED):
+        if ctx.is_good and own_flag & (Flag.FAILED | Flag.WARNED):
             error, warning = self._describe(ctx.checked, own_flag)
         if (flags_R & Flag.FAILED).any():
             comm.raise_together(self._module.env, "tell of a bad batch", error)
@@ -150,8 +145,7 @@ class BatchChecker:
 
     def report_late(self, checked: CheckedBatch) -> None:
         """Raise or warn of the faults of a batch that had no header."""
-        bad_bags = checked.faults.bags
-        are_bags_bad = bad_bags is not None and bool(bad_bags)
+        are_bags_bad = bool(checked.faults[:1].any())
         flag = Flag.FAILED if are_bags_bad else self.flag_of_bad_ids()
         error, warning = self._describe(checked, flag)
         comm.raise_together(self._module.env, "tell of a bad batch", error)
@@ -160,8 +154,7 @@ class BatchChecker:
 
     def _describe(self, checked: CheckedBatch, flag: int) -> tuple[Exception | None, str]:
         """Return the error of a batch, and the warning about its ids; waits for the device."""
-        bad_bags = checked.faults.bags
-        if bad_bags is not None and bool(bad_bags):
+        if bool(checked.faults[:1].any()):
             try:
                 checked.given.validate()
             except ValueError as error:
@@ -175,17 +168,18 @@ class BatchChecker:
     def _describe_bad_ids(self, checked: CheckedBatch) -> str:
         """Return the message about the first id outside its table."""
         keys, bags, routes = checked.given.keys(), checked.found, checked.routes
-        bad_N = find_bad_ids(bags.values, bags.offsets, routes.check_rows)
+        bad_N = find_bad_ids(bags.values, bags.offsets, routes.limits.rows_K)
         bad_N = _without_unread(bad_N, bags, routes)
         if not bool(bad_N.any()):
             return OVERWRITTEN
         module = self._module
         tables = [smallest_table(module.layout, module.feature_names, key) for key in keys]
-        return bad_id_message(bad_N, bags.values, bags.offsets, routes.check_rows, keys, tables)
+        return bad_id_message(bad_N, bags.values, bags.offsets, routes.limits.rows_K, keys, tables)
 
 
 def _without_unread(bad_N: Tensor, bags: Parts, routes: Routes) -> Tensor:
     """Return which bad ids a table reads; features that no table reads may have any ids."""
-    if routes.unread is None:
+    unread_K = routes.limits.unread_K
+    if not unread_K.numel():
         return bad_N
-    return bad_N & ~routes.unread.repeat_interleave(bags.ids_per_key(), output_size=bad_N.numel())
+    return bad_N & ~unread_K.repeat_interleave(bags.ids_per_key(), output_size=bad_N.numel())

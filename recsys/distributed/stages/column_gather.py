@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recsys.distributed.ranks.wire import WireFormat
+from recsys.distributed.stages.batch import NO_COUNTS
 from recsys.kernels import ops
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class _Placement:
     """The gathers for one batch size, computed on the device from descriptors of the columns.
 
     `collect` lists, for each chunk of the output `[B, D]`, the chunks of the buffer that add up
-    to it; `offsets` says where each list begins, None if every list has one entry.
+    to it; `offsets` is where each list begins, empty if every list has one entry.
     """
 
     def __init__(self, gather: ColumnGather, batch_size: int) -> None:
@@ -52,7 +53,7 @@ class _Placement:
         fits = collect_BE.numel() < 2**31
         self._dtype = torch.int32 if fits else torch.int64
         self.collect = collect_BE.flatten().to(self._dtype)
-        self.offsets: Tensor | None = None
+        self.offsets = self.collect[:0]
         if gather.lists_C1 is not None:
             offsets_BC = gather.lists_C1[:-1] + self.sample_B1 * first_E.numel()
             ends = functional.pad(offsets_BC.flatten(), (0, 1), value=collect_BE.numel())
@@ -143,7 +144,7 @@ class ColumnGather:
         self,
         buffer: Tensor,
         batch_size: int,
-        counts: Tensor | None = None,
+        counts: Tensor = NO_COUNTS,
         arrived: Tensor | None = None,
         wire: WireFormat | None = None,
     ) -> Tensor:
@@ -168,7 +169,7 @@ class ColumnGather:
             return collect(buffer, batch_size, self.columns, counts, arrived, loss_scale)
         placement = self._placements.get(batch_size) or self._placement(batch_size)
         rows = buffer.view(-1, self.chunk)
-        if placement.offsets is None:
+        if not placement.offsets.numel():
             output = rows.index_select(0, placement.collect)
         else:
             output = functional.embedding_bag(
@@ -182,7 +183,7 @@ class ColumnGather:
     def spread(
         self,
         grad_BD: Tensor,
-        counts: Tensor | None = None,
+        counts: Tensor = NO_COUNTS,
         scale: float = 1.0,
         num_sent: int = 0,
         wire: WireFormat | None = None,
@@ -212,9 +213,8 @@ class ColumnGather:
             sent.mul_(scale)
         return spread_N, sent
 
-    def divide(self, values_BD: Tensor, counts: Tensor | None) -> None:
+    def divide(self, values_BD: Tensor, counts: Tensor) -> None:
         """Divide the columns of averaged slots by the lengths of bags, in place."""
-        assert counts is not None
         scales = counts.clamp(min=1).float().reciprocal_().unsqueeze(2)
         for place, start, end in self.mean_slots:
             values_BD[:, start:end].mul_(scales[place])

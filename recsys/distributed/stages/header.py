@@ -10,8 +10,7 @@ Shape names: `R` ranks, `S` streams of this rank, `H` words that this rank recei
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 from zlib import crc32
 
 import numpy as np
@@ -36,6 +35,7 @@ class Flag:
 COUNT_BITS = 40
 """Bits of the id count in the word of a stream. Above them is the number of bags (`VARIABLE`)."""
 _COUNT = (1 << COUNT_BITS) - 1
+_NO_FLAGS = np.zeros(0, dtype=np.int64)
 _paths: dict[int, str] = {}  # bits that identify a module -> its path
 
 
@@ -62,24 +62,27 @@ class EndOfData:
 
     Attributes:
         is_last: Whether this rank's next batch is its last one.
-        error: Exception that this rank's data raised instead of a batch.
-        last_R: `[R]` bool, `is_last` of each rank in the last header; None before it.
+        errors: The exception that this rank's data raised instead of a batch, if any.
+        flags_R: `[R]` flags of the last headers; empty before them.
     """
 
     def __init__(self) -> None:
         self.is_last = False
-        self.error: Exception | None = None
-        self.last_R: np.ndarray | None = None
+        self.errors: list[Exception] = []
+        self.flags_R: np.ndarray = _NO_FLAGS
 
-    def pop(self) -> np.ndarray | None:
-        """Return and clear `last_R`."""
-        found, self.last_R = self.last_R, None
-        return found
+    def pop(self) -> np.ndarray:
+        """Return `[R]` bool, whether each rank has had its last batch, and forget it.
+
+        Empty if no header was received since the last call.
+        """
+        is_last_R: np.ndarray = (self.flags_R & Flag.IS_LAST) != 0
+        self.flags_R = _NO_FLAGS
+        return is_last_R
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """Received headers of one module, and the counts of this rank's batch, on the host.
 
     Attributes:
@@ -121,8 +124,7 @@ def check_same_call(flags_R: np.ndarray) -> None:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class BatchShape:
+class BatchShape(NamedTuple):
     """Sizes of one batch's exchange, on the host. `D` is the streams of all destinations.
 
     A bag is what a lookup makes one row of. A batch is ragged if streams have different numbers of

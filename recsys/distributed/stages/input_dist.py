@@ -33,6 +33,7 @@ from recsys.distributed.stages.bags import (
     select_bags,
 )
 from recsys.distributed.stages.batch import (
+    NO_COUNTS,
     NO_FAULTS,
     Bags,
     BatchContext,
@@ -89,7 +90,7 @@ class InputDist:
         streams: Constants of the exchanges.
         late: Checks whose results are read after the step, of batches without a header.
         may_skip_header: Whether batches whose sizes the host knows need no header.
-        end_of_data: End-of-data status of the current epoch; None without `EvenBatches`.
+        end_of_data: End-of-data status of the current epoch, set by `EvenBatches`.
         leaves_out: Whether bags that features do not have are left out.
         goes_by_id: Whether ids of row-split tables may return a row each.
     """
@@ -97,7 +98,7 @@ class InputDist:
     def __init__(self, module: StagedModule, most_ids: float) -> None:
         self.module, self.most_ids = module, most_ids
         self.late = LateChecks()
-        self.end_of_data: EndOfData | None = None
+        self.end_of_data = EndOfData()
         layout, device, num_ranks = module.layout, module.device.type, module.env.world_size
         # only the device knows how many ids are in a block of rows
         self.may_skip_header = device == "cuda" and num_ranks == 1 and not layout.split_slots
@@ -132,14 +133,14 @@ class InputDist:
         ctx = ctx or BatchContext(self)
         ctx.given, ctx.end_of_data = features, self.end_of_data
         try:
-            if ctx.end_of_data is not None and ctx.end_of_data.error is not None:
-                raise ctx.end_of_data.error
+            for error in ctx.end_of_data.errors:
+                raise error
             if isinstance(features, Exception):
                 raise features
             ctx.checked = checked = self._check(features)
             ctx.prepared = self._split(checked.bags, checked)
         except Exception as error:
-            ctx.error = error
+            ctx.is_good, ctx.error, ctx.flag = False, error, failure_flag(error)
         return ctx
 
     def _check(self, features: KeyedJaggedTensor) -> CheckedBatch:
@@ -167,7 +168,9 @@ class InputDist:
         if (
             bags.values.is_cpu
             and bags.stride_per_key_per_rank is None
-            and (self.module.mode is BoundsCheckMode.NONE or bags.are_ids_below(routes.min_rows))
+            and (
+                self.module.mode is BoundsCheckMode.NONE or bags.are_ids_below(routes.limits.least)
+            )
         ):
             counts_K = bags.ids_per_key()
             return CheckedBatch(features, features, routes, bags, bags, counts_K, NO_FAULTS, False)
@@ -175,8 +178,9 @@ class InputDist:
 
     def _split(self, bags: Parts, checked: CheckedBatch) -> PreparedBatch:
         """Split a batch into segments."""
-        routes, counts_K, inverse = checked.routes, checked.counts_K, None
-        given_counts_K, bags_D = counts_K[:0], _NONE
+        routes, counts_K = checked.routes, checked.counts_K
+        given_counts_K = inverse = counts_K[:0]
+        bags_D = _NONE
         if not self.module.is_pooled:
             bags = one_bag_per_key(bags, counts_K)
         elif self.leaves_out and checked.is_variable and self.module.env.world_size > 1:
@@ -186,31 +190,27 @@ class InputDist:
             bags, inverse = keep_distinct(bags)
             counts_K = bags.lengths
         is_short = self.goes_by_id and _are_bags_short(self.streams, bags, bags_D, self.most_ids)
-        weights_N, needs_grad, places_N = None, False, None
+        weights, needs_grad, places = list[Tensor](), False, list[Tensor]()
         if self.module.is_weighted:
             assert bags.weights is not None
-            weights_N = bags.weights.detach()
+            weights = [bags.weights.detach()]
             needs_grad = torch.is_grad_enabled() and bags.weights.requires_grad
         if needs_grad or not self.module.is_pooled:
-            places_N = torch.arange(bags.values.numel(), device=self.module.device)
+            places = [torch.arange(bags.values.numel(), device=self.module.device)]
         segments, counts_G = Segments([], [], [], [], []), counts_K.long()
         if routes.use_raw:
-            segments.lengths.append(bags.lengths)
-            segments.values.append(bags.values)
-            segments.weights += [] if weights_N is None else [weights_N]
-            segments.places += [] if places_N is None else [places_N]
-        bag_counts, offsets = None, bags.offsets
-        if routes.split_keys is not None:
+            segments = Segments([bags.lengths], [bags.values], [*weights], [*places], [])
+        bag_counts, offsets = NO_COUNTS, bags.offsets
+        if routes.rounds:
             lengths_KB = bags.lengths.view(routes.num_keys, bags.stride)
             bag_counts, counts = lengths_KB.index_select(0, routes.split_keys), [counts_G]
             for round_ in routes.rounds:
-                ids = lengths_KB, bags.values, weights_N, places_N
+                ids = lengths_KB, bags.values, weights, places
                 of_blocks, offsets = self._bucketize(round_, segments, *ids, offsets, is_short)
                 counts.append(of_blocks.view(round_.num_blocks, bags.stride).sum(1).long())
             counts_G = torch.cat(counts)
         return PreparedBatch(
             bags,
-            bags.stride,
             segments,
             counts_G,
             given_counts_K,
@@ -228,42 +228,44 @@ class InputDist:
         segments: Segments,
         lengths_KB: Tensor,
         values_N: Tensor,
-        weights_N: Tensor | None,
-        places_N: Tensor | None,
+        weights: Sequence[Tensor],
+        places: Sequence[Tensor],
         offsets: Tensor,
         is_short: bool,
     ) -> tuple[Tensor, Tensor]:
         """Append the segments of one round; return bag lengths per block, and bag offsets."""
-        lengths_F = lengths_KB.flatten()
-        if round_.select is not None:
-            lengths_FB, values_N, weights_N = ops.permute_2d(
-                round_.select, lengths_KB, values_N, weights_N
+        lengths_FB = lengths_KB
+        if not round_.features.is_whole:
+            select = round_.features.select
+            lengths_FB, values_N, picked = ops.permute_2d(
+                select, lengths_KB, values_N, weights[0] if weights else None
             )
-            lengths_F = lengths_FB.flatten()
+            weights = [] if picked is None else [picked]
+            places = [ops.permute_2d(select, lengths_KB, place_N)[1] for place_N in places]
             if is_short:
-                offsets = ops.complete_cumsum(lengths_F)
-            if places_N is not None:
-                _, places_N, _ = ops.permute_2d(round_.select, lengths_KB, places_N)
+                offsets = ops.complete_cumsum(lengths_FB.flatten())
         if values_N.dtype not in round_.blocks:  # int32 ids of a table beyond int32
             values_N = values_N.long()
         block_sizes, boundaries = round_.blocks[values_N.dtype]
-        lengths, values, weights, moved_to = ops.block_bucketize(
-            lengths_F,
+        lengths, values, new_weights, moved_to = ops.block_bucketize(
+            lengths_FB.flatten(),
             values_N,
-            weights_N,
+            weights[0] if weights else None,
             block_sizes,
             self.module.layout.num_buckets,
             boundaries,
-            return_positions=is_short or places_N is not None,
+            return_positions=is_short or bool(places),
         )
         segments.lengths.append(lengths)
         segments.values.append(values)
-        segments.weights += [] if weights is None else [weights]
+        if new_weights is not None:
+            segments.weights.append(new_weights)
         if moved_to is not None and is_short:
             segments.moved_to.append(moved_to)
-        if moved_to is not None and places_N is not None:
-            places = torch.empty_like(places_N).index_copy_(0, moved_to.long(), places_N)
-            segments.places.append(places)
+        for places_N in places:
+            assert moved_to is not None
+            moved = torch.empty_like(places_N).index_copy_(0, moved_to.long(), places_N)
+            segments.places.append(moved)
         return lengths, offsets
 
     # -- header -----------------------------------------------------------------------------------
@@ -281,23 +283,23 @@ class InputDist:
         if header is None:
             return False
         ctx.header, ctx.flag = header, int(header.flags_R[0])
-        if ctx.error is None:
+        if ctx.is_good:
             late = self.checker.flags_to_check_late(ctx.checked.faults)
-            if late is not None:
+            if late.is_cuda:
                 self.late.add(late, lambda: self.checker.report_late(ctx.checked))
         return True
 
     def header_of(self, ctx: BatchContext) -> Tensor:
         """Build `[flag, batch size, ids per stream]` per destination; an error is all flags."""
-        flag, streams = self._module_bits, self.streams
+        flag, streams = ctx.flag | self._module_bits, self.streams
         if self.module.trains and torch.is_grad_enabled():
             flag |= Flag.TRAINS
-        if ctx.end_of_data is not None and ctx.end_of_data.is_last:
+        if ctx.end_of_data.is_last:
             flag |= Flag.IS_LAST
-        if ctx.error is not None:
-            ctx.flag = flag | failure_flag(ctx.error)
+        if not ctx.is_good:
+            ctx.flag = flag
             total = sum(streams.header_sizes)
-            return torch.full((total,), ctx.flag, dtype=torch.int64, device=self.module.device)
+            return torch.full((total,), flag, dtype=torch.int64, device=self.module.device)
         prepared, faults = ctx.prepared, ctx.checked.faults
         if prepared.weights_need_grad:
             flag |= Flag.WEIGHTS_NEED_GRAD
@@ -306,18 +308,17 @@ class InputDist:
         if prepared.is_short:
             flag |= Flag.SHORT
         ctx.flag = flag
-        size, order, counts_G = prepared.batch_size, ctx.checked.routes.header, prepared.counts_G
-        if faults.both is not None:
+        size, order, counts_G = prepared.bags.stride, ctx.checked.routes.header, prepared.counts_G
+        if faults.is_cuda and ops.HAS_TRITON:
             from recsys.kernels.ops_triton import build_header
 
-            bad_ids = self.checker.flag_of_bad_ids()
-            words = build_header(order, counts_G, faults.both, flag, size, Flag.FAILED, bad_ids)
+            bits = Flag.FAILED, self.checker.flag_of_bad_ids()
+            words = build_header(order, counts_G, faults.int(), flag, size, *bits)
         else:
             head = ops.upload([flag, size], self.module.device)
-            if faults.ids is not None:
-                head[FLAG] |= faults.ids * self.checker.flag_of_bad_ids()
-            if faults.bags is not None:
-                head[FLAG] |= faults.bags * Flag.FAILED
+            if faults.numel():
+                head[FLAG] |= faults[0] * Flag.FAILED
+                head[FLAG] |= faults[1] * self.checker.flag_of_bad_ids()
             words = torch.cat([head, counts_G])[order]
         if prepared.bags_D.size:
             bags = np.zeros(sum(streams.header_sizes), dtype=np.int64)
@@ -334,19 +335,18 @@ class InputDist:
             Exception: The error of the lowest rank with an error in its batch, on every rank; or
                 the fault of an earlier batch that had no header.
         """
-        if ctx.pending_header is not None:
-            _read_headers(*ctx.pending_header)
+        for pending in ctx.pending_headers:
+            _read_headers(*pending)
         header, warning = ctx.header, ""
         if self.late.pending:
             self.late.read_arrived()
         flags_R = header.flags_R
-        is_usual = ctx.error is None and bool((flags_R == ctx.flag).all())
+        is_usual = ctx.is_good and bool((flags_R == ctx.flag).all())
         if not is_usual:
             ctx.is_absent = bool((flags_R & Flag.ABSENT).all())
             if not ctx.is_absent:
                 warning = self.checker.raise_faults(ctx, flags_R)
-        if ctx.end_of_data is not None:
-            ctx.end_of_data.last_R = (flags_R & Flag.IS_LAST) != 0
+        ctx.end_of_data.flags_R = flags_R
         if ctx.is_absent:
             return ctx
         routes, prepared, streams = ctx.checked.routes, ctx.prepared, self.streams
@@ -354,7 +354,7 @@ class InputDist:
         bags_RS = np.repeat(sizes_R[:, None], streams.num_received, 1)
         bags_D, ids_D = prepared.bags_D, header.counts_G
         if not bags_D.size:
-            bags_D = np.full(len(routes.segments), prepared.batch_size)
+            bags_D = np.full(len(routes.segments), prepared.bags.stride)
         if ids_D.size:
             ids_D = ids_D[routes.segments]
         none = _NO_FLAGS
@@ -365,19 +365,20 @@ class InputDist:
         if (flags_R & Flag.VARIABLE).any() or (flags_R & Flag.SHORT).all():
             shape = ragged_shape(shape, header, streams)
         ctx.shape = shape
-        if streams.exist and ids_D.size and not routes.is_identity:
+        if streams.edges[-1] and ids_D.size and not routes.is_identity:
             per_id = streams.num_parts - 1
             received_RS = shape.lengths_received_RS + per_id * shape.ids_received_RS
             ctx.pending_ids = comm.all_to_all(
                 self.module.env.for_ids,
                 ExchangeName.IDS,
-                _pack(self, segments, routes, header.counts_G, prepared.batch_size, shape),
+                _pack(self, segments, routes, header.counts_G, prepared.bags.stride, shape),
                 self.per_rank(shape.lengths_sent_D + per_id * ids_D),
                 received_RS.sum(1).tolist(),
             )
-        segments.lengths, segments.values, segments.weights = [], [], []  # they are sent
+        for sent in (segments.lengths, segments.values, segments.weights):
+            sent.clear()
         if not shape.is_by_id:
-            segments.moved_to = []
+            segments.moved_to.clear()
         if warning:
             warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=2)
         return ctx
@@ -393,7 +394,8 @@ class InputDist:
     def ids(self, ctx: BatchContext) -> BatchContext:
         """Wait for the ids, and order them for the lookups."""
         routes, shape, header = ctx.checked.routes, ctx.shape, ctx.header
-        replicas, places, lookups, anchor = list[Bags](), list[Tensor](), list[Bags](), None
+        replicas, places, lookups = list[Bags](), list[Tensor](), list[Bags]()
+        anchors: list[Tensor] = []
         if routes.replicas:
             replicas, places = select_bags(routes.replicas, ctx)
         if ctx.pending_ids is not None:
@@ -401,6 +403,7 @@ class InputDist:
             ctx.pending_ids = None
             if self.module.is_weighted and (header.flags_R & Flag.WEIGHTS_NEED_GRAD).any():
                 bags, anchor = with_weight_gradients(ctx, bags)
+                anchors.append(anchor)
             lookups = _split_bags(self, bags, shape, shape.ids_received_RS.sum(0))
         elif routes.is_identity:
             own = ctx.prepared.bags
@@ -411,7 +414,7 @@ class InputDist:
                 lookups = _split_bags(self, bags, shape, header.counts_G)
         elif routes.lookups and not header.counts_G.size:  # all of them read the whole batch
             lookups, _ = select_bags(routes.lookups, ctx)
-        ctx.received = ReceivedBatch(lookups, replicas, places, anchor)
+        ctx.received = ReceivedBatch(lookups, replicas, places, anchors)
         return ctx
 
 
@@ -431,7 +434,7 @@ def _pack(
         kept_M = sizes_M.copy()
         kept_M[routes.sent] = shape.lengths_sent_D
         order_P, sizes_M = 2 * order_P, np.stack([kept_M, sizes_M - kept_M], 1).ravel()
-    word, weight_word = stage.streams.word, stage.streams.weight_word
+    word = stage.streams.word
     if stage.module.device.type == "cuda" and ops.HAS_TRITON and len(segments.values) == 1:
         from recsys.kernels.ops_triton import pack
 
@@ -441,7 +444,7 @@ def _pack(
         return pack(*words, ops.upload(plan, stage.module.device), total, word)
     parts = [*segments.lengths, *segments.values]
     for weights in segments.weights:
-        parts.append(weights.to(weight_word).view(word))
+        parts.append(weights.to(stage.streams.weight_word).view(word))
     total, at = sum(map(torch.numel, parts)), 0
     source = torch.empty(total, dtype=word, device=stage.module.device)
     for part in parts:
@@ -552,7 +555,7 @@ def start_together(contexts: Sequence[BatchContext]) -> None:
         # under NCCL the copy is queued behind the exchange: reading it a step later does not wait
         copied = _copy_headers(pending, contexts)
     for ctx in contexts:
-        ctx.pending_header = pending, contexts, copied
+        ctx.pending_headers = [(pending, contexts, copied)]
 
 
 def _copy_headers(pending: comm.Pending, contexts: Sequence[BatchContext]) -> CopiedHeaders:
@@ -560,7 +563,7 @@ def _copy_headers(pending: comm.Pending, contexts: Sequence[BatchContext]) -> Co
     arrived = pending.wait()
     parts = [arrived]
     for ctx in contexts:
-        if ctx.error is None:
+        if ctx.is_good:
             parts += [ctx.prepared.counts_G, ctx.prepared.given_counts_K.to(arrived.dtype)]
     host, event = torch.cat(parts), None
     if host.is_cuda:
@@ -585,10 +588,10 @@ def _read_headers(
     for ctx in contexts:
         own_RH = words_RH[:, at : at + ctx.stage.streams.header_width]
         counts_G, given_counts_K = _NONE, _NONE
-        if ctx.error is None:
+        if ctx.is_good:
             counts_G, given_counts_K, *counts = counts
         ctx.header = Header(
             own_RH[:, FLAG], own_RH[:, BATCH], own_RH[:, COUNTS:], counts_G, given_counts_K
         )
-        ctx.pending_header = None
+        ctx.pending_headers = ()
         at += ctx.stage.streams.header_width

@@ -118,9 +118,8 @@ def build_lookups(
     found = []
     served = {_served_by(lookup.group): lookup for lookup in known}
     for group in groups:
-        same = served.get(_served_by(group))
-        if same is not None:
-            found.append(replace(same, group=group))
+        if _served_by(group) in served:
+            found.append(replace(served[_served_by(group)], group=group))
             continue
         settings: GroupSettings = group.key  # type: ignore[assignment]
         pooled = settings.pooling is not PoolingType.NONE

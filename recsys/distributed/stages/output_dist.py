@@ -18,10 +18,10 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
 from math import inf
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, final
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from recsys.distributed.stages.bags import in_order, joined
 from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot, Ranges
 from recsys.distributed.stages.ragged_gather import (
+    NO_IDS,
     NO_SEGMENT,
     RaggedBatch,
     RaggedGather,
@@ -63,6 +64,10 @@ class Backward:
     updates: TableUpdates
 
 
+NO_UPDATES = Backward(begins=lambda: None, updates=TableUpdates())
+"""Backward pass of an exchange whose gradients go through another exchange first."""
+
+
 class ExchangeStage(Protocol):
     """Properties of a stage that its exchanges use.
 
@@ -71,7 +76,7 @@ class ExchangeStage(Protocol):
         codecs: Wire formats of embeddings and of gradients; None for as they are.
         tasks: Names of the exchanges of embeddings and of gradients.
         has_exchange: Whether any rank sends anything.
-        backward: Callbacks for backward passes; None for none.
+        backward: Callbacks for backward passes.
         grad_scale: Factor for the gradients of the lookups.
     """
 
@@ -79,36 +84,46 @@ class ExchangeStage(Protocol):
     codecs: tuple[WireFormat | None, WireFormat | None]
     tasks: tuple[ExchangeName, ExchangeName]
     has_exchange: bool
-    backward: Backward | None
+    backward: Backward
     grad_scale: float
+
+
+@final
+class SentBlocks(NamedTuple):
+    """Elements that a rank sends: rows of all samples, in one block or several.
+
+    Attributes:
+        group_widths: Columns of each lookup in the first block.
+        widths_R: `[R]` elements per sample for each rank.
+        blocks: Per block the ranks whose samples it has, and its columns.
+        order: int32, the parts of the blocks (one per rank) in the order of sending; empty for the
+            order in which they are.
+    """
+
+    group_widths: list[int]
+    widths_R: np.ndarray
+    blocks: list[tuple[np.ndarray, int]]
+    order: np.ndarray
 
 
 class PooledStage(ExchangeStage, Protocol):
     """A stage that exchanges columns of samples and adds up partial sums.
 
-    A rank sends the rows of all samples, or several blocks of rows.
-
     Attributes:
-        group_widths: Columns of each lookup of this rank.
-        sent_widths: `[R]` elements per sample for each rank.
+        sent: Elements that this rank sends.
         widths: `[R]` elements per sample from each rank.
         gather: Computes the output from the received buffer.
         read_codecs: The codecs that the gathers apply themselves.
-        sums: The gather for a reduce-scatter, which needs equal batch sizes; None if there is no
-            reduce-scatter.
-        blocks: Per block the ranks whose samples it has, and its columns.
-        order: int32, the parts of the blocks (one per rank) in the order of sending; None for a
-            single block.
+        adds_up: Whether a reduce-scatter is used for equal batch sizes.
+        sums: The gather after it; `gather` if there is no reduce-scatter.
     """
 
-    group_widths: list[int]
-    sent_widths: np.ndarray
+    sent: SentBlocks
     widths: np.ndarray
     gather: ColumnGather
     read_codecs: tuple[WireFormat | None, WireFormat | None]
-    sums: ColumnGather | None
-    blocks: list[tuple[np.ndarray, int]]
-    order: np.ndarray | None
+    adds_up: bool
+    sums: ColumnGather
 
 
 S = TypeVar("S", bound=ExchangeStage)
@@ -146,7 +161,7 @@ class Exchange(abc.ABC, Generic[S]):
         self.sends = sends
         self.receives = receives
         self.num_received = sum(receives)
-        self.pending: comm.Pending | None = None
+        self.pending: comm.Pending
         self._replica_shapes: list[torch.Size] = []
 
     @abc.abstractmethod
@@ -170,7 +185,7 @@ class Exchange(abc.ABC, Generic[S]):
         lookups: Sequence[Tensor],
         replicas: Sequence[Tensor],
         trains: bool,
-        anchor: Tensor | None = None,
+        anchors: Sequence[Tensor] = (),
     ) -> Callable[[], Tensor]:
         """Start the exchange.
 
@@ -179,15 +194,14 @@ class Exchange(abc.ABC, Generic[S]):
             replicas: Outputs of the lookups in replicated tables.
             trains: Whether any table of the module, on any rank, takes gradients. If so, backward
                 must reach every rank, even one without trained tables.
-            anchor: `[0]`, a further tensor that every backward pass must reach.
+            anchors: `[0]`, further tensors that every backward pass must reach; one at most.
 
         Returns:
             Function that waits for the output; call it once.
         """
-        if anchor is None:
-            anchor = torch.empty(0, device=self.stage.device, requires_grad=trains)
+        own = [] if anchors else [torch.empty(0, device=self.stage.device, requires_grad=trains)]
         arriving = _Send.apply(  # type: ignore[no-untyped-call]
-            self, len(lookups), anchor, *lookups, *replicas
+            self, len(lookups), *anchors, *own, *lookups, *replicas
         )
         with_grad = torch.is_grad_enabled()
 
@@ -224,11 +238,12 @@ class Exchange(abc.ABC, Generic[S]):
             at += replica.numel()
         return buffer
 
-    def wait(self, decode: bool = True) -> Tensor | None:
-        """Wait for the pending exchange, if any, and return the received tensor."""
-        if self.pending is None:
-            return None
-        arrived, self.pending = self.pending.wait(decode), None
+    def wait(self, decode: bool = True) -> Tensor:
+        """Wait for the exchange, if there is one, and return the received tensor."""
+        if not self.stage.has_exchange:
+            return _nothing(self.stage.device)
+        arrived = self.pending.wait(decode)
+        del self.pending  # and its buffers
         return arrived
 
     def start_sending_back(self, grad: Tensor, sent: Tensor) -> Tensor:
@@ -242,10 +257,10 @@ class Exchange(abc.ABC, Generic[S]):
             )
         return grad
 
-    def wait_for_grads(self) -> Tensor | None:
-        """Wait for the reverse exchange, if any, and return the received gradients."""
+    def wait_for_grads(self) -> Tensor:
+        """Wait for the reverse exchange, if there is one, and return the received gradients."""
         arrived, scale = self.wait(), self.stage.grad_scale
-        if arrived is None or self.scales_early or scale == 1.0:
+        if self.scales_early or scale == 1.0:
             return arrived
         return arrived.mul_(scale)
 
@@ -254,6 +269,11 @@ class Exchange(abc.ABC, Generic[S]):
         sizes = [shape.numel() for shape in self._replica_shapes]
         parts = grad[self.num_received :].split(sizes) if sizes else ()
         return [part.view(s) for part, s in zip(parts, self._replica_shapes, strict=True)]
+
+
+@cache
+def _nothing(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
 
 
 class _Send(torch.autograd.Function):
@@ -279,9 +299,7 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange[Any], buffer: Tensor) -> Tensor:
         ctx.exchange = exchange
-        backward = exchange.stage.backward
-        if backward is not None:
-            ctx.metadata[TABLE_UPDATES] = backward.updates
+        ctx.metadata[TABLE_UPDATES] = exchange.stage.backward.updates
         with step_stages.running((Stage.OUTPUT_DIST, exchange.path)):
             return exchange.finish_forward(buffer)
 
@@ -289,8 +307,7 @@ class _Place(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         exchange: Exchange[Any] = ctx.exchange
         with step_stages.running((Stage.GRADIENT_DIST, exchange.path)):
-            if exchange.stage.backward is not None:
-                exchange.stage.backward.begins()
+            exchange.stage.backward.begins()
             return None, exchange.start_backward(grad)
 
 
@@ -351,7 +368,7 @@ class OutputStage(abc.ABC, Generic[T]):
         dtype: torch.dtype,
     ) -> None:
         self.layout, self.env, self.device = layout, env, device
-        self.backward: Backward | None = backward
+        self.backward = backward
         self.feature_names, self.names, self.dtype = feature_names, names, dtype
         self.has_exchange = any(layout.rank_widths)
         self.grad_scale = 1.0 / env.world_size  # as DistributedDataParallel does
@@ -400,13 +417,13 @@ class OutputDist(OutputStage[KeyedTensor]):
             for place in layout.averaged_slots
             for slot in [layout.slots[layout.split_slots[place]]]
         ]
-        self.hop = NodeHop(layout, env, device, codecs) if layout.is_hierarchical else None
+        self.hops = [NodeHop(layout, env, device, codecs)] if layout.is_hierarchical else []
         # columns of the receive buffer by block: one per rank, then one per replicated lookup
         blocks: list[Ranges] = []
         self.widths = np.zeros(env.world_size, dtype=np.int64)  # per sample, from each rank
         for rank, streams in enumerate(layout.streams):
             sent = [_ranges(layout, streams, in_node=False)]
-            if self.hop is not None and rank in self.hop.sample_ranks:
+            if any(rank in hop.sample_ranks for hop in self.hops):
                 sent.append(node_columns(layout, rank // layout.node_size))
             blocks += sent
             self.widths[rank] = sum(map(_width, sent))
@@ -419,27 +436,14 @@ class OutputDist(OutputStage[KeyedTensor]):
         self.gather = ColumnGather(blocks, layout.width, device, self.means)
         self.codecs = codecs.fitted(self.gather.chunk)
         self.read_codecs = self.gather.of_codecs(self.codecs, env.world_size)
-        self.sums: ColumnGather | None = None
-        if self.hop is None and _may_add_up(of_ranks, env, device, self.codecs):
+        self.adds_up = not self.hops and _may_add_up(of_ranks, env, device, self.codecs)
+        self.sums = self.gather
+        if self.adds_up:
             summed = [blocks[0], *self.replica_blocks]
             self.sums = ColumnGather(summed, layout.width, device, self.means)
             if env.node_size < env.world_size:  # sums are made in each node first
                 self.most_ids = 1 / env.node_size
-        self.group_widths = [g.width for g in layout.groups[env.rank] if not g.in_node]
-        ranks, flat_width = np.arange(env.world_size), sum(self.group_widths)
-        self.sent_widths = np.full(env.world_size, flat_width)
-        self.blocks = [(ranks, flat_width)]
-        self.order: np.ndarray | None = None
-        if self.hop is not None and self.hop.width:
-            sample_ranks = np.array(self.hop.sample_ranks)
-            self.sent_widths[sample_ranks] += self.hop.width
-            if flat_width:
-                self.blocks.append((sample_ranks, self.hop.width))
-                order = np.argsort(np.concatenate([ranks, sample_ranks]), kind="stable")
-                self.order = order.astype(np.int32)
-            else:  # this rank sends the node's sums only
-                self.group_widths = [self.hop.width]
-                self.blocks = [(sample_ranks, self.hop.width)]
+        self.sent = self._sent_blocks()
         self._is_identity = (
             env.world_size == 1
             and not self.means
@@ -447,11 +451,30 @@ class OutputDist(OutputStage[KeyedTensor]):
             and len(layout.groups[0]) == 1
         )
 
+    def _sent_blocks(self) -> SentBlocks:
+        ranks, groups = np.arange(self.env.world_size), self.layout.groups[self.env.rank]
+        group_widths = [group.width for group in groups if not group.in_node]
+        flat_width, unsorted = sum(group_widths), np.zeros(0, dtype=np.int32)
+        widths_R = np.full(len(ranks), flat_width)
+        sent = SentBlocks(group_widths, widths_R, [(ranks, flat_width)], unsorted)
+        for hop in self.hops:
+            if not hop.width:
+                continue
+            sample_ranks = np.array(hop.sample_ranks)
+            widths_R[sample_ranks] += hop.width
+            sums = sample_ranks, hop.width
+            if flat_width:
+                order = np.argsort(np.concatenate([ranks, sample_ranks]), kind="stable")
+                sent = sent._replace(blocks=[*sent.blocks, sums], order=order.astype(np.int32))
+            else:  # this rank sends the node's sums only
+                sent = sent._replace(group_widths=[hop.width], blocks=[sums])
+        return sent
+
     def connect(self) -> None:
         """Create the process groups of the module's exchanges; a collective call."""
         super().connect()
-        if self.hop is not None:
-            _ = self.hop.env
+        for hop in self.hops:
+            _ = hop.env
 
     @cached_property
     def ragged(self) -> RaggedGather:
@@ -467,22 +490,22 @@ class OutputDist(OutputStage[KeyedTensor]):
         if self._is_identity:
             (whole,) = lookups
             return lambda: self._keyed(whole, ctx)
-        sums: Callable[[], Tensor] | None = None
-        if self.hop is not None:
-            node = self.hop.env  # created by all ranks, also of nodes without sums
-            if self.hop.width:
-                in_node = list(islice(lookups, len(self.hop.group_widths)))
-                sums = self.hop.start(node, ctx, in_node, trains)
+        sums = list[Callable[[], Tensor]]()  # of a node; one at most
+        for hop in self.hops:
+            node = hop.env  # created by all ranks, also of nodes without sums
+            if hop.width:
+                in_node = list(islice(lookups, len(hop.sent.group_widths)))
+                sums.append(hop.start(node, ctx, in_node, trains))
         outputs = list(lookups)  # looked up during the node's exchange
-        if sums is not None:
-            outputs.append(sums())
+        for wait_for_sums in sums:
+            outputs.append(wait_for_sums())
         env = self.env.for_embeddings
         exchange: Exchange[OutputDist] | Exchange[PooledStage]
         if ctx.shape.is_ragged:
             exchange = _RaggedExchange(self, env, ctx)
         else:
             exchange = _PooledExchange(self, env, ctx, ctx.shape.batch_sizes_R)
-        wait = exchange.start(outputs, replicas, trains, ctx.received.anchor)
+        wait = exchange.start(outputs, replicas, trains, ctx.received.anchors)
         return lambda: self._keyed(wait(), ctx)
 
     def _keyed(self, pooled_BD: Tensor, ctx: BatchContext) -> KeyedTensor:
@@ -510,9 +533,9 @@ class _PooledExchange(Exchange[PooledStage]):
         self.batch_sizes = ctx.shape.batch_sizes_R
         self.num_samples = int(samples[env.rank])
         self.gather, receives = stage.gather, stage.widths * self.num_samples
-        if stage.sums is not None and self.num_samples and np.ptp(samples) == 0:
+        if stage.adds_up and self.num_samples and np.ptp(samples) == 0:
             self.adds_up, self.gather, receives = True, stage.sums, receives[:1]
-        sends = samples * stage.sent_widths
+        sends = samples * stage.sent.widths_R
         super().__init__(stage, env, sends.tolist(), receives.tolist(), ctx.stage.module.path)
         self._bag_counts = ctx.prepared.bag_counts
         # in a narrow format scaled gradients may underflow: they are scaled after the exchange
@@ -520,16 +543,16 @@ class _PooledExchange(Exchange[PooledStage]):
 
     def start_forward(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
         """Start the exchange."""
-        stage, num_groups = self.stage, len(self.stage.group_widths)
+        stage, num_groups = self.stage, len(self.stage.sent.group_widths)
         sent = _join(lookups[:num_groups], self.batch_sizes, stage.device).reshape(-1)
-        if stage.order is not None:
+        if stage.sent.order.size:
             blocks = [sent, *(block.reshape(-1) for block in lookups[num_groups:])]
-            sent = in_order(blocks, self._block_sizes(), stage.order)
+            sent = in_order(blocks, self._block_sizes(), stage.sent.order)
         return self.start_sending(sent, replicas)
 
     def _block_sizes(self) -> list[np.ndarray]:
         """Return per block the number of values for each of its ranks."""
-        return [self.batch_sizes[ranks] * width for ranks, width in self.stage.blocks]
+        return [self.batch_sizes[ranks] * width for ranks, width in self.stage.sent.blocks]
 
     def finish_forward(self, buffer: Tensor) -> Tensor:
         """Wait and gather the output `[B, D]`."""
@@ -547,16 +570,16 @@ class _PooledExchange(Exchange[PooledStage]):
     def finish_backward(self, grad: Tensor) -> list[Tensor]:
         """Wait and return the gradients of the lookups' and replicas' outputs."""
         stage, arrived, sums = self.stage, self.wait_for_grads(), []
-        if arrived is None:
+        if not stage.has_exchange:
             return self.replica_grads(grad)
-        if stage.order is not None:
-            sizes, back = self._block_sizes(), np.argsort(stage.order).astype(np.int32)
-            whole = in_order([arrived], [np.concatenate(sizes)[stage.order]], back)
+        if stage.sent.order.size:
+            sizes, back = self._block_sizes(), np.argsort(stage.sent.order).astype(np.int32)
+            whole = in_order([arrived], [np.concatenate(sizes)[stage.sent.order]], back)
             arrived, *others = whole.split([int(of_block.sum()) for of_block in sizes])
-            sums = [x.view(-1, w) for x, (_, w) in zip(others, stage.blocks[1:], strict=True)]
+            sums = [x.view(-1, w) for x, (_, w) in zip(others, stage.sent.blocks[1:], strict=True)]
         parts: Sequence[Tensor] = ()
-        if stage.group_widths:
-            parts = arrived.view(-1, stage.blocks[0][1]).split(stage.group_widths, dim=1)
+        if stage.sent.group_widths:
+            parts = arrived.view(-1, stage.sent.blocks[0][1]).split(stage.sent.group_widths, dim=1)
         return [*(part.contiguous() for part in parts), *sums, *self.replica_grads(grad)]
 
 
@@ -580,9 +603,9 @@ class _RaggedExchange(Exchange["OutputDist"]):
         firsts = [group.streams.start for group in stage.layout.groups[env.rank]]
         looked_up_RS = received_RS * given.streams.own_dims
         self._looked_up_RL = np.add.reduceat(looked_up_RS, firsts, 1) if firsts else looked_up_RS
-        batch_size = ctx.prepared.batch_size
+        batch_size = ctx.prepared.bags.stride
         rows_K = np.concatenate([own_S, np.full(len(stage.replica_blocks), batch_size)])
-        ids = self._split_ids(ctx, len(rows_K)) if shape.is_by_id else None
+        ids = self._split_ids(ctx, len(rows_K)) if shape.is_by_id else NO_IDS
         self._arriving = RaggedBatch(stage.ragged, rows_K, batch_size, ids)
         sends = self._looked_up_RL.sum(1).tolist()
         receives = given.per_rank(own_S * given.streams.dims_D)
@@ -623,7 +646,7 @@ class _RaggedExchange(Exchange["OutputDist"]):
     def finish_backward(self, grad: Tensor) -> list[Tensor]:
         """Wait and return the gradients of the lookups' and replicas' outputs."""
         arrived = self.wait_for_grads()
-        if arrived is None:
+        if not self.stage.has_exchange:
             return self.replica_grads(grad)
         sizes = self._looked_up_RL.sum(0).tolist()
         if len(sizes) > 1:
@@ -677,7 +700,7 @@ class NodeHop:
     tasks = ExchangeName.EMBEDDINGS_IN_NODE, ExchangeName.GRADIENTS_IN_NODE
     has_exchange = True
     grad_scale = 1.0
-    backward: Backward | None = None
+    backward = NO_UPDATES
 
     def __init__(
         self, layout: Layout, env: ShardingEnv, device: torch.device, codecs: QuantizedCommCodecs
@@ -686,11 +709,11 @@ class NodeHop:
         self._whole_env, self.size = env, layout.node_size
         node, place = divmod(env.rank, self.size)
         self.sample_ranks = range(place, env.world_size, self.size)
-        self.group_widths = [g.width for g in layout.groups[env.rank] if g.in_node]
-        ranks, width = np.arange(env.world_size), sum(self.group_widths)
-        self.sent_widths, self.blocks = np.full(self.size, width), [(ranks, width)]
-        by_place = ranks.reshape(-1, self.size).T.flatten()
-        self.order: np.ndarray | None = by_place.astype(np.int32)
+        group_widths = [g.width for g in layout.groups[env.rank] if g.in_node]
+        ranks, width = np.arange(env.world_size), sum(group_widths)
+        by_place = ranks.reshape(-1, self.size).T.flatten().astype(np.int32)
+        widths = np.full(self.size, width)
+        self.sent = SentBlocks(group_widths, widths, [(ranks, width)], by_place)
         columns = node_columns(layout, node)
         self.width = _width(columns)
         members = range(node * self.size, (node + 1) * self.size)
@@ -700,9 +723,8 @@ class NodeHop:
         self.gather = ColumnGather(parts, self.width, device)
         self.codecs = codecs.fitted(self.gather.chunk or 1)
         self.read_codecs = self.gather.of_codecs(self.codecs, self.size)
-        self.sums: ColumnGather | None = None
-        if _may_add_up(parts, env, device, self.codecs):
-            self.sums = ColumnGather(parts[:1], self.width, device)
+        self.adds_up = _may_add_up(parts, env, device, self.codecs)
+        self.sums = ColumnGather(parts[:1], self.width, device) if self.adds_up else self.gather
 
     @cached_property
     def env(self) -> ShardingEnv:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recsys.distributed.stages.batch import NO_COUNTS
 from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot, Ranges
 from recsys.kernels import ops
 
@@ -70,6 +71,15 @@ class SplitIds(NamedTuple):
         )
         found = torch.empty(places_XN.shape, dtype=torch.int32)
         return found.scatter_(1, places_XN.long(), sample_N.expand_as(found)).view(-1)
+
+
+NO_IDS = SplitIds(
+    segment_K=np.zeros(0, dtype=np.int64),
+    counts_XWF=np.zeros((0, 0, 0), dtype=np.int64),
+    places=torch.empty(0, dtype=torch.int64),
+    offsets=torch.empty(0, dtype=torch.int64),
+)
+"""Of a batch whose blocks all have a row per bag."""
 
 
 @final
@@ -147,8 +157,7 @@ class RaggedBatch:
         gather: whose blocks it has.
         rows_K: `[K]` rows of each block.
         num_samples: B.
-        ids: where they went, of which blocks have a row for each; None: all blocks have a row per
-            bag.
+        ids: Segments of the blocks with a row per id; `NO_IDS` if all blocks have a row per bag.
 
     Attributes:
         num_values: of the buffer.
@@ -159,7 +168,7 @@ class RaggedBatch:
         gather: RaggedGather,
         rows_K: np.ndarray,
         num_samples: int,
-        ids: SplitIds | None = None,
+        ids: SplitIds = NO_IDS,
     ) -> None:
         self._gather, self._rows_K, self._num_samples = gather, rows_K, num_samples
         self._ids = ids
@@ -177,7 +186,7 @@ class RaggedBatch:
         before_K = np.cumsum(chunks_K) - chunks_K
         segment_Q, nothing = np.full(num_groups, NO_SEGMENT), np.zeros(0, dtype=np.int64)
         starts, of_buckets, goes_by_bag, known = nothing, nothing, rows_K > 0, None
-        if ids is not None:
+        if len(ids.segment_K):
             _, num_buckets, num_features = ids.counts_XWF.shape
             starts, of_buckets = ids.starts(), np.full(len(order), -1)
             goes_by_id = ids.segment_K != NO_SEGMENT
@@ -205,7 +214,7 @@ class RaggedBatch:
         # rows are those of all samples in turn, or of the samples of a segment's ids
         samples = torch.arange(num_samples, dtype=torch.int32)
         first_K = np.zeros_like(rows_K)
-        if ids is not None:
+        if len(ids.segment_K):
             samples = torch.cat([samples, ids.samples(num_samples)])
             starts = num_samples + ids.starts()
             first_K = np.where(ids.segment_K == NO_SEGMENT, 0, starts[ids.segment_K])
@@ -224,10 +233,10 @@ class RaggedBatch:
         chunk_M = shift_N.repeat_interleave(chunks_N, output_size=num)
         chunk_M += torch.arange(num, dtype=dtype)
         spread_M = sample_N.to(dtype).mul_(num_chunks).repeat_interleave(chunks_N, output_size=num)
-        self._ids = None  # not needed again
+        self._ids = NO_IDS  # not needed again
         return spread_M.add_(gather.output_chunks.index_select(0, chunk_M))
 
-    def collect(self, buffer: Tensor, counts: Tensor | None = None) -> Tensor:
+    def collect(self, buffer: Tensor, counts: Tensor = NO_COUNTS) -> Tensor:
         """Return the rectangle.
 
         Args:
@@ -257,7 +266,7 @@ class RaggedBatch:
             gather.columns.divide(output, counts)
         return output
 
-    def spread(self, grad_BD: Tensor, counts: Tensor | None = None) -> Tensor:
+    def spread(self, grad_BD: Tensor, counts: Tensor = NO_COUNTS) -> Tensor:
         """Return the gradient of the buffer, by the transpose of `collect`.
 
         Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias, final
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -21,9 +21,27 @@ from recsys.modules.embedding_inputs import positions_of
 
 FLAG, BATCH, COUNTS = 0, 1, 2  # places in one rank's part of the header
 
-Positions: TypeAlias = tuple[Tensor | None, np.ndarray]
-"""Positions in the batch of a lookup's features: int32 on the device, or None for the whole batch
-as it is; and the same on the host."""
+
+@final
+class Positions(NamedTuple):
+    """Positions of features in a batch.
+
+    Attributes:
+        select: `[F]` int32, on the device.
+        on_host: The same.
+        is_whole: Whether they are all features of the batch in its order.
+    """
+
+    select: Tensor
+    on_host: np.ndarray
+    is_whole: bool
+
+
+def positions_on(device: torch.device, positions: np.ndarray, num_keys: int) -> Positions:
+    """Return positions in a batch of `num_keys` features, on a device too."""
+    is_whole = np.array_equal(positions, np.arange(num_keys))
+    on_host = np.ascontiguousarray(positions, dtype=np.int32)
+    return Positions(torch.from_numpy(on_host).to(device), on_host, is_whole)
 
 
 def reads_by_rank(group: LookupGroup, *, pooled: bool) -> bool:
@@ -59,15 +77,30 @@ class SplitRound:
     """Features whose ids are split by rows, each for one table, in one call of the kernel.
 
     Attributes:
-        select: positions in the batch of the features; None: the whole batch as it is.
+        features: positions in the batch of the features.
         blocks: by the ids' dtype the rows per block of each feature's table, and the blocks'
             boundaries where a table is split unevenly.
         num_blocks: that the features are split into.
     """
 
-    select: Tensor | None
+    features: Positions
     num_blocks: int
     blocks: dict[torch.dtype, tuple[Tensor, list[Tensor] | None]]
+
+
+@final
+class RowLimits(NamedTuple):
+    """Limits of the ids of a batch.
+
+    Attributes:
+        rows_K: `[K]` rows of the smallest table that reads each feature.
+        least: The smallest of them.
+        unread_K: `[K]` bool, features that no table reads; empty if there are none.
+    """
+
+    rows_K: Tensor
+    least: int
+    unread_K: Tensor
 
 
 @final
@@ -76,7 +109,7 @@ class Routes:
     """Positions for batches with one particular order of keys: tensors are on the device."""
 
     rounds: tuple[SplitRound, ...]  # how the ids of row-split slots are split
-    split_keys: Tensor | None  # positions in the batch of the row-split slots' features
+    split_keys: Tensor  # positions in the batch of the row-split slots' features
     replicas: tuple[Positions, ...]  # per replica group, in the batch of its features
     lookups: tuple[Positions, ...]  # per lookup of this rank; none where not all read the whole
     use_raw: bool  # whether any destination is sent whole features
@@ -87,16 +120,9 @@ class Routes:
     segments: np.ndarray  # [streams of all destinations] the segments, destination by destination
     stream_keys: np.ndarray  # and for each the position in the batch of its feature
     sent: np.ndarray  # int32: the segments, numbered as those that may travel are
-    check_rows: Tensor  # [K] rows of the smallest table that reads each feature of the batch
-    min_rows: int  # the least of them
-    unread: Tensor | None  # [K] bool: features that no table reads, None if there are none
+    limits: RowLimits
     is_identity: bool  # one rank whose streams are the batch as it is
     reads_whole: bool  # one rank whose lookups, and replicas', each read every feature once
-
-
-def index_tensor(values: np.ndarray, device: torch.device) -> Tensor:
-    """Return int32 positions on the device."""
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)
 
 
 def _slots_of_rounds(split_keys: Sequence[int], num_keys: int, whole: bool) -> list[list[int]]:
@@ -159,9 +185,8 @@ def _rounds(
         The rounds; and `[buckets, split slots]` the place of each block among those of all.
     """
     whole = device.type == "cuda"
-    select = None
-    if not whole and split != list(range(num_keys)):
-        select = index_tensor(np.array(split), device)
+    positions = np.arange(num_keys) if whole else np.array(split, dtype=np.int64)
+    features = positions_on(device, positions, num_keys)
     places = np.zeros((layout.num_buckets, len(split)), dtype=np.int64)
     rounds: list[SplitRound] = []
     first = 0
@@ -171,7 +196,7 @@ def _rounds(
                 places[:, split_slot] = first + place + np.arange(layout.num_buckets) * len(slots)
         num_blocks = layout.num_buckets * len(slots)
         blocks = _blocks_of(layout, slots, device)
-        rounds.append(SplitRound(select=select, num_blocks=num_blocks, blocks=blocks))
+        rounds.append(SplitRound(features=features, num_blocks=num_blocks, blocks=blocks))
         first += num_blocks
     return tuple(rounds), places
 
@@ -197,11 +222,10 @@ def build_routes(
     Raises:
         KeyError: if the keys lack a feature that a table reads.
     """
-    device_index = partial(index_tensor, device=device)
     at = np.array(positions_of(feature_names, keys, "this module"), dtype=np.int64)
     use_raw = any(s < layout.num_features for segments in layout.send_segments for s in segments)
     num_keys = len(keys) + num_padding
-
+    in_batch = partial(positions_on, device, num_keys=num_keys)
     split = [int(at[layout.slots[i].feature]) for i in layout.split_slots]
     rounds, place_of_block = _rounds(layout, split, num_keys, device)
     in_batch_order = np.concatenate([at, num_keys + place_of_block.reshape(-1)])
@@ -217,6 +241,7 @@ def build_routes(
     for slot in layout.slots:
         place = at[slot.feature]
         rows[place] = min(rows[place], layout.tables[slot.table].ids.end)
+    is_unread = rows == NO_LIMIT
     replicas = tuple(
         np.array([at[f] for t in group.tables for f in layout.tables[t].features])
         for group in layout.replica_groups
@@ -228,26 +253,24 @@ def build_routes(
         np.array_equal(np.sort(positions), whole) for positions in (*own, *replicas)
     )
 
-    def selection(positions: np.ndarray) -> Positions:
-        is_whole = np.array_equal(positions, whole)
-        return None if is_whole else device_index(positions), positions.astype(np.int32)
-
     return Routes(
         rounds=rounds,
-        split_keys=device_index(np.array(split)) if split else None,
-        replicas=tuple(map(selection, replicas)),
-        lookups=tuple(map(selection, own)) if reads_whole else (),
+        split_keys=in_batch(np.array(split, dtype=np.int64)).select,
+        replicas=tuple(map(in_batch, replicas)),
+        lookups=tuple(map(in_batch, own)) if reads_whole else (),
         reads_whole=reads_whole,
         use_raw=use_raw,
         num_keys=num_keys,
         slot_keys=slot_keys,
-        header=device_index(header).long(),
+        header=torch.from_numpy(header).to(device),
         payload=payload.astype(np.int32),
         segments=np.concatenate(segments),
         stream_keys=slot_keys[[s.slot for streams in layout.streams for s in streams]],
         sent=(np.concatenate(segments) - skipped).astype(np.int32),
-        check_rows=torch.from_numpy(rows).to(device),
-        min_rows=int(rows.min()),
-        unread=torch.from_numpy(rows == NO_LIMIT).to(device) if (rows == NO_LIMIT).any() else None,
+        limits=RowLimits(
+            rows_K=torch.from_numpy(rows).to(device),
+            least=int(rows.min()),
+            unread_K=torch.from_numpy(is_unread[: len(rows) * is_unread.any()]).to(device),
+        ),
         is_identity=is_alone and np.array_equal(segments[0], whole),
     )

@@ -42,7 +42,7 @@ class RowGather:
         places_N: Tensor,
     ) -> None:
         self._dim, self._chunk = dim, chunk
-        self._on_device: tuple[Tensor, Tensor, int, int] | None = None
+        self._on_device: tuple[Tensor, Tensor, int, int] | tuple[()] = ()
         self._target = places_N  # for each chunk of the buffer the chunk of the output
         if dim == chunk and not shifts_S.any():
             return
@@ -89,7 +89,7 @@ class RowGather:
         Args:
             buffer: The receive buffer, flat.
         """
-        if self._on_device is not None:
+        if self._on_device:
             from recsys.kernels.sequence_triton import collect_rows
 
             return collect_rows(buffer, self._dim, *self._on_device)
@@ -104,7 +104,7 @@ class RowGather:
         Args:
             grad_RD: Gradient of the output.
         """
-        if self._on_device is not None:
+        if self._on_device:
             from recsys.kernels.sequence_triton import spread_rows
 
             return spread_rows(grad_RD, *self._on_device)

@@ -66,7 +66,7 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
         self.to_ranks = np.argsort(reading).astype(np.int32)
         # the rows of each slot are received as one block: they need not be moved
         self.is_whole = len(sent) == len(layout.slots) and self.chunk == self.dim
-        self.slot_order = self.sent_slots.tolist() if self.is_whole else None
+        self.slot_order: list[int] = self.sent_slots.tolist() if self.is_whole else []
 
     def start(
         self, ctx: BatchContext, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
@@ -82,8 +82,8 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
         given, inverse = ctx.checked.given, ctx.prepared.inverse
         slots, strides = ctx.checked.routes.slot_keys, given.stride_per_key()
         counts_K, order = exchange.counts_K, self.slot_order
-        if inverse is not None:
-            counts_K, order = ctx.header.given_counts_K, None
+        if ctx.stage.module.distinct:
+            counts_K, order = ctx.header.given_counts_K, []
             rows = rows.index_select(0, exchange.repeats(inverse.split(counts_K.tolist())))
         if rows.dtype is not self.dtype:
             rows = rows.to(self.dtype)
@@ -98,7 +98,7 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
             torch.cat([lengths[k] for k in slots]),
             counts_K[slots].tolist(),
             [strides[k] for k in slots],
-            order,
+            order or None,
         )
         return JaggedTensor.from_views(self.names, views)
 
@@ -114,7 +114,7 @@ class _SequenceExchange(Exchange[SequenceDist]):
         # ids of each slot, and the position in the batch of the first of them
         self.slot_counts = counts_K[self.slot_keys]
         self.slot_starts = (np.cumsum(counts_K) - counts_K)[self.slot_keys]
-        of_replicas = [counts_K[positions] for _, positions in routes.replicas]
+        of_replicas = [counts_K[positions.on_host] for positions in routes.replicas]
         sent_counts = np.concatenate([header.counts_G[routes.segments], *of_replicas])
         edges = np.concatenate([[0], np.cumsum(sent_counts * stage.sent_chunks)])
         # [R, S] chunks received from each rank in each stream
@@ -141,7 +141,7 @@ class _SequenceExchange(Exchange[SequenceDist]):
             inverse_of_keys: Per feature the positions of its ids among the batch's distinct ids.
         """
         counts, slots = self.slot_counts, self.stage.slot_order
-        order = np.arange(len(counts)) if slots is None else slots
+        order = slots or list(range(len(counts)))
         shifts = -self.slot_starts
         shifts[order] += np.cumsum(counts[order]) - counts[order]
         pairs = zip(self.slot_keys, shifts, strict=True)
@@ -178,7 +178,7 @@ class _SequenceExchange(Exchange[SequenceDist]):
     def finish_backward(self, grad: Tensor) -> list[Tensor]:
         """Wait and return the gradients of the lookups' and replicas' outputs."""
         arrived = self.wait_for_grads()
-        if arrived is None or not self.widths:
+        if not self.widths:
             return self.replica_grads(grad)
         if not self.stage.keeps_order:
             arrived = self._reorder(

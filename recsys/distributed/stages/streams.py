@@ -56,7 +56,6 @@ class Streams:
 
     Attributes:
         num_received: Streams that this rank receives from each rank, `S`.
-        exist: Whether any rank receives streams.
         edges: `[R + 1]` of `D`, between destinations.
         dims_D: `[D]` columns of each sent stream.
         own_dims: `[S]` columns of each received stream.
@@ -71,11 +70,9 @@ class Streams:
         by_rank: int32, the inverse of `reading`.
         unpack_order: int32, segments of a received payload, part by part as lookups read them.
         word: dtype of ids in a payload.
-        weight_word: dtype of weights in a payload.
     """
 
     num_received: int
-    exist: bool
     edges: np.ndarray
     dims_D: np.ndarray
     own_dims: np.ndarray
@@ -90,7 +87,11 @@ class Streams:
     by_rank: np.ndarray
     unpack_order: np.ndarray
     word: torch.dtype
-    weight_word: torch.dtype
+
+    @property
+    def weight_word(self) -> torch.dtype:
+        """Dtype of weights in a payload."""
+        return torch.float32 if self.word is torch.int32 else torch.float64
 
 
 def streams_of(module: StagedModule) -> Streams:
@@ -116,7 +117,6 @@ def streams_of(module: StagedModule) -> Streams:
     narrow = all(rect.num_rows < 2**31 for table in layout.tables for rect in table.rects)
     return Streams(
         num_received=num_received,
-        exist=any(layout.send_segments),
         edges=edges,
         dims_D=dims,
         own_dims=dims[own],
@@ -131,5 +131,4 @@ def streams_of(module: StagedModule) -> Streams:
         by_rank=np.argsort(reading).astype(np.int32),
         unpack_order=by_part.reshape(num_parts, -1)[:, reading].reshape(-1).astype(np.int32),
         word=torch.int32 if narrow else torch.int64,
-        weight_word=torch.float32 if narrow else torch.float64,
     )

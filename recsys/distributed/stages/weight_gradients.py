@@ -36,9 +36,7 @@ def with_weight_gradients(ctx: BatchContext, bags: Bags) -> tuple[Bags, Tensor]:
     assert given_N is not None
     if not given_N.requires_grad:  # those of another rank do
         given_N = given_N.detach().requires_grad_()
-    places = None
-    if prepared.weights_need_grad:
-        places = sent_places(ctx.checked.routes, prepared, ctx.header, ())
+    places = sent_places(ctx.checked.routes, prepared, ctx.header, ())
     num_ids, env, by_rank = prepared.bags.values.numel(), stage.module.env, stage.streams.by_rank
     sent = stage.per_rank(shape.ids_sent_D)
     received = shape.ids_received_RS.sum(1).tolist()
@@ -48,7 +46,7 @@ def with_weight_gradients(ctx: BatchContext, bags: Bags) -> tuple[Bags, Tensor]:
         returned = ops.move_segments(grad_M, by_rank, stream_counts)
         what = ExchangeName.GRADIENTS_OF_WEIGHTS
         arrived = comm.all_to_all(env.for_embeddings, what, returned, received, sent).wait()
-        if places is None:
+        if not prepared.weights_need_grad:
             return None
         # the output stage divided it, for the tables' sake
         whole = arrived * env.world_size

@@ -28,7 +28,7 @@ from recsys.distributed.ranks.agreement import agree
 from recsys.distributed.ranks.comm import LazyAwaitable, holding
 from recsys.distributed.sharded_collection import ShardedCollection, started_ahead
 from recsys.distributed.stages.batch import BatchContext
-from recsys.distributed.stages.header import FeaturesAbsentError
+from recsys.distributed.stages.header import EndOfData, FeaturesAbsentError
 from recsys.distributed.stages.input_dist import start_together
 from recsys.sparse import KeyedJaggedTensor
 from recsys.step_stages import Stage
@@ -340,7 +340,7 @@ def _receive(ctx: BatchContext) -> BatchContext:
 def _prepared_again(module: ShardedCollection, ctx: BatchContext) -> BatchContext:
     """Return the batch of a ctx, prepared for where its tables are now."""
     stage = module.input_stage
-    told, stage.end_of_data = stage.end_of_data, None  # the first ctx has told of the epoch
+    told, stage.end_of_data = stage.end_of_data, EndOfData()  # the first ctx has told of the epoch
     try:
         assert ctx.given is not None
         return stage.prepare(ctx.given)

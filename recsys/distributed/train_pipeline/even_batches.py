@@ -121,23 +121,23 @@ class EvenBatches(Generic[B]):
             for stage in self._stages:
                 stage.end_of_data = news
             while True:
-                late: Exception | None = None
+                late: list[Exception] = []
                 try:
                     following = missing if self.is_filler else next(batches, missing)
                 except Exception as raised:
-                    late, following = raised, batch
+                    late, following = [raised], batch
                 news.is_last = following is missing
                 yield batch
-                said = news.pop()
-                if said is None:
+                ended_R = news.pop()
+                if not ended_R.size:
                     raise ValueError(
                         "EvenBatches needs the model to be called with each batch, or the ranks "
                         "do not hear of each other; received a step without a call."
                     )
-                ended = said.any() if self._policy is UnevenPolicy.DROP else said.all()
-                if ended:
+                is_over = ended_R.any() if self._policy is UnevenPolicy.DROP else ended_R.all()
+                if is_over:
                     return
-                news.error = late  # the next call of the model raises it on all ranks
+                news.errors = late  # the next call of the model raises it on all ranks
                 if following is not missing:
                     batch = following
                 elif not self.is_filler:

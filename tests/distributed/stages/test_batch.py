@@ -21,7 +21,7 @@ from recsys.distributed.stages.batch import (
     Segments,
     known_header,
 )
-from recsys.distributed.stages.header import EndOfData, FeaturesAbsentError, Flag
+from recsys.distributed.stages.header import EndOfData, Flag
 from recsys.sparse import KeyedJaggedTensor
 
 
@@ -36,11 +36,11 @@ def _context(length_per_key: list[int] | None, *, reads_whole: bool = False) -> 
     stage: Any = SimpleNamespace(module=SimpleNamespace(is_pooled=True))
     ctx = BatchContext(stage)
     bags, counts, none = batch.parts(), torch.tensor([3, 2]), np.zeros(0, dtype=np.int64)
-    ctx.given = batch
+    ctx.given, ctx.end_of_data = batch, EndOfData()
     ctx.checked = CheckedBatch(batch, batch, routes, bags, bags, counts, NO_FAULTS, False)
     segments = Segments([bags.lengths], [bags.values], [], [], [])
     ctx.prepared = PreparedBatch(
-        bags, 2, segments, counts, counts[:0], None, none, None, bags.offsets, False, False
+        bags, segments, counts, counts[:0], counts[:0], none, counts[:0], bags.offsets, False, False
     )
     return ctx
 
@@ -68,7 +68,7 @@ def test_without_sizes_lookups_must_read_the_whole_batch(reads_whole: bool) -> N
 
 def test_an_error_needs_no_sizes() -> None:
     ctx = _context(None)
-    ctx.error = FeaturesAbsentError()
+    ctx.is_good, ctx.flag = False, Flag.FAILED | Flag.ABSENT
     header = known_header(ctx)
     assert header is not None
     assert header.flags_R.tolist() == [Flag.FAILED | Flag.ABSENT]
@@ -77,8 +77,8 @@ def test_an_error_needs_no_sizes() -> None:
 def test_all_tensors_of_all_phases_are_recorded() -> None:
     ctx = _context([3, 2])
     bags = Bags(torch.arange(3), torch.arange(2), torch.rand(3))
-    ctx.received = ReceivedBatch([bags], [bags._replace(indices=torch.arange(4))], (), None)
-    ctx.pending_header = Any, [ctx], ([torch.ones(1)], torch.ones(1), None)  # type: ignore[assignment]
+    ctx.received = ReceivedBatch([bags], [bags._replace(indices=torch.arange(4))], (), ())
+    ctx.pending_headers = [(Any, [ctx], ([torch.ones(1)], torch.ones(1), None))]  # type: ignore[assignment]
     seen: list[Tensor] = []
     with mock.patch.object(Tensor, "record_stream", lambda tensor, _: seen.append(tensor)):
         ctx.record_stream(Any)
@@ -89,6 +89,6 @@ def test_all_tensors_of_all_phases_are_recorded() -> None:
         ctx.prepared.counts_G,
         *bags[:3],
         ctx.received.replicas[0].indices,
-        ctx.pending_header[2][0][0],
+        ctx.pending_headers[0][2][0][0],
     ):
         assert tensor.data_ptr() in places

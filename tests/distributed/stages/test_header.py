@@ -112,12 +112,10 @@ def test_flags_have_bits_of_their_own() -> None:
 
 def test_the_end_of_data_is_read_once() -> None:
     status = EndOfData()
-    assert status.pop() is None
-    status.last_R = np.array([True, False])
-    found = status.pop()
-    assert found is not None
-    assert found.tolist() == [True, False]
-    assert status.pop() is None
+    assert not status.pop().size
+    status.flags_R = np.array([Flag.IS_LAST | Flag.TRAINS, Flag.TRAINS])
+    assert status.pop().tolist() == [True, False]
+    assert not status.pop().size
 
 
 def _own_streams(case: Case) -> tuple[Streams, list[int]]:

@@ -29,7 +29,7 @@ from tests.pretended_cuda import CUDA, PretendedCuda
 from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
-STAGE = SimpleNamespace(module=SimpleNamespace(path="ebc"))
+STAGE = SimpleNamespace(module=SimpleNamespace(path="ebc", distinct=False))
 
 
 def _tables(world_size: int, combine: PoolingType, seed: int) -> list[PlacedTable]:
@@ -132,7 +132,7 @@ def _pooled(node_size: int, combine: PoolingType, seed: int, device: torch.devic
         stage=STAGE,
         shape=SimpleNamespace(batch_sizes_R=sizes, is_ragged=False),
         prepared=SimpleNamespace(bag_counts=counts.to(device)),
-        received=SimpleNamespace(anchor=None),
+        received=SimpleNamespace(anchors=()),
         checked=SimpleNamespace(safe=given),
     )
     found = stage.start(ctx, iter(lookups), replicas, True)().values()
@@ -224,8 +224,8 @@ def _tiny_gradient(backward: CommType, gradient: float, device: torch.device) ->
     ctx: Any = SimpleNamespace(
         stage=STAGE,
         shape=SimpleNamespace(batch_sizes_R=sizes, is_ragged=False),
-        prepared=SimpleNamespace(bag_counts=None),
-        received=SimpleNamespace(anchor=None),
+        prepared=SimpleNamespace(bag_counts=torch.empty(0)),
+        received=SimpleNamespace(anchors=()),
         checked=SimpleNamespace(safe=given),
     )
     replicas = _outputs(layout, layout.replica_groups, layout.replica_streams, range(1), device)
@@ -324,19 +324,21 @@ def _sequence(seed: int) -> None:
         slot_keys=np.arange(num_features),
         segments=np.array([f for features in streams_of for f in features], dtype=np.int64),
         replicas=[
-            (None, [layout.slots[layout.replica_streams[s].slot].feature for s in g.streams])
+            SimpleNamespace(
+                on_host=[layout.slots[layout.replica_streams[s].slot].feature for s in g.streams]
+            )
             for g in layout.replica_groups
         ],
     )
     ctx: Any = SimpleNamespace(
         stage=STAGE,
         checked=SimpleNamespace(given=batch, safe=batch, routes=routes),
-        prepared=SimpleNamespace(inverse=None, segments=Segments([], [], [], [], [])),
+        prepared=SimpleNamespace(inverse=torch.empty(0), segments=Segments([], [], [], [], [])),
         header=SimpleNamespace(counts_G=own, given_counts_K=own[:0]),
         shape=SimpleNamespace(
             ids_received_RS=np.array(received, dtype=np.int64).reshape(env.world_size, -1)
         ),
-        received=ReceivedBatch((), (), places, None),
+        received=ReceivedBatch((), (), places, ()),
     )
     found = stage.start(ctx, iter(lookups), replicas, True)()
     for feature, table in enumerate(tables):
@@ -402,13 +404,13 @@ def test_what_is_sent_stands_in_the_order_of_the_ranks_it_goes_to(
     monkeypatch.setattr(bags, "_FEW_SEGMENTS", few)
     sizes = np.random.default_rng(seed).integers(0, 4, 6)
     whole = _stage_of_nodes(others=True)
-    assert whole.hop is not None
+    [hop] = whole.hops
     in_node: Any = SimpleNamespace(rank=1)
     ctx: Any = _sized(sizes)
     rows, sums = torch.rand(int(sizes.sum()), 4), torch.rand(int(sizes[[1, 4]].sum()), 4)
     of_ranks, of_peers = rows.split(sizes.tolist()), sums.split(sizes[[1, 4]].tolist())
     if stands_in == "node":
-        stage: Any = whole.hop
+        stage: Any = hop
         lookups, expected = [rows], [of_ranks[rank] for rank in (0, 3, 1, 4, 2, 5)]
         exchange = _PooledExchange(stage, in_node, ctx, sizes.reshape(2, 3).sum(0))
     else:
@@ -430,7 +432,7 @@ def _sized(sizes: np.ndarray) -> Any:
     return SimpleNamespace(
         stage=STAGE,
         shape=SimpleNamespace(batch_sizes_R=sizes),
-        prepared=SimpleNamespace(bag_counts=None),
+        prepared=SimpleNamespace(bag_counts=torch.empty(0)),
     )
 
 

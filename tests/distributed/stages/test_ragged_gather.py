@@ -15,6 +15,7 @@ from torch import Tensor
 
 from recsys.distributed.stages.column_gather import MeanSlot, Ranges
 from recsys.distributed.stages.ragged_gather import (
+    NO_IDS,
     NO_SEGMENT,
     RaggedBatch,
     RaggedGather,
@@ -32,7 +33,7 @@ class Ragged(NamedTuple):
     slots: list[MeanSlot]
     rows_K: np.ndarray
     num_samples: int
-    ids: SplitIds | None
+    ids: SplitIds
     counts: Tensor
     buffer: Tensor
     rectangle: np.ndarray
@@ -41,8 +42,7 @@ class Ragged(NamedTuple):
 
     def batch(self, device: torch.device) -> RaggedBatch:
         gather, ids = RaggedGather(self.blocks, self.width, device, self.slots), self.ids
-        if ids is not None:
-            ids = ids._replace(places=ids.places.to(device), offsets=ids.offsets.to(device))
+        ids = ids._replace(places=ids.places.to(device), offsets=ids.offsets.to(device))
         return RaggedBatch(gather, self.rows_K, self.num_samples, ids)
 
 
@@ -135,7 +135,7 @@ def ragged(seed: int) -> Ragged:
                 )
                 at += end - start
     assert at == buffer.size
-    ids = None
+    ids = NO_IDS
     if has_ids:
         shape = num_rounds, num_buckets, num_features
         numbers = np.arange(np.prod(shape)).reshape(shape)
@@ -176,7 +176,7 @@ def test_cases_have_rows_of_both_kinds() -> None:
         case = ragged(seed)
         # of each stretch of columns whether blocks have rows by bag, and by id
         by_columns: dict[tuple[int, int], set[bool]] = defaultdict(set)
-        if case.ids is None or not case.num_samples:
+        if case.ids is NO_IDS or not case.num_samples:
             continue
         for block, segment, rows in zip(case.blocks, case.ids.segment_K, case.rows_K, strict=True):
             for columns in block:
