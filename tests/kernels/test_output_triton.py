@@ -129,7 +129,7 @@ def test_columns_are_laid_out_and_back_as_by_loops(seed: int, batch_size: int) -
     for where, part in _parts(blocks, buffer.numpy().astype(np.float64), batch_size):
         sums[:, where] += part
     np.testing.assert_allclose(found.numpy(), sums / divisors, rtol=1e-5, atol=1e-6)
-    assert torch.equal(found, twin.collect(buffer, batch_size, counts))
+    assert torch.equal(found, twin.gather(buffer, batch_size, counts))
     assert all(check() for check in [*guards, is_untouched])
 
     grad = torch.from_numpy(rng.standard_normal((batch_size, width), dtype=np.float32))
@@ -141,7 +141,7 @@ def test_columns_are_laid_out_and_back_as_by_loops(seed: int, batch_size: int) -
     for where, part in _parts(blocks, expected, batch_size):
         part[:] = (grad.numpy() / divisors)[:, where]
     expected[:travels] /= 3
-    by_twin, sent_by_twin = twin.spread(grad, counts, 1 / 3, travels)
+    by_twin, sent_by_twin = twin.scatter_grad(grad, counts, 1 / 3, travels)
     if wire is not None:
         assert returned[:travels].isnan().all()
         returned, by_twin, expected = returned[travels:], by_twin[travels:], expected[travels:]
@@ -173,7 +173,7 @@ def test_gradients_are_read_with_any_strides(blocks: Blocks) -> None:
     gather, columns = ColumnGather(blocks, 6, CPU), ColumnGather(blocks, 6, DEVICE).columns
     for grad, on_device in zip(gradients(CPU), gradients(DEVICE), strict=True):
         found, _ = spread(on_device, columns, None, 1.0, 0)
-        assert torch.equal(found.cpu(), gather.spread(grad)[0])
+        assert torch.equal(found.cpu(), gather.scatter_grad(grad)[0])
 
 
 def test_what_is_no_number_stays_visible() -> None:

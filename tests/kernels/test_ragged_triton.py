@@ -44,10 +44,10 @@ def test_rows_are_laid_out_and_back_as_by_pytorch(seed: int) -> None:
         # of any strides
         grad = case.grad.to(DEVICE).t().contiguous().t() if seed % 2 else case.grad.to(DEVICE)
         spread = spread_ragged(grad, case.buffer.numel(), *known) if case.spread.size else None
-    assert torch.equal(found.cpu(), by_pytorch.collect(case.buffer, case.counts))
+    assert torch.equal(found.cpu(), by_pytorch.gather(case.buffer, case.counts))
     np.testing.assert_allclose(found.cpu().numpy(), case.rectangle, rtol=1e-5, atol=1e-5)
     if spread is not None:
-        assert torch.equal(spread.cpu(), by_pytorch.spread(case.grad, case.counts))
+        assert torch.equal(spread.cpu(), by_pytorch.scatter_grad(case.grad, case.counts))
     for around in kept:
         assert around[:GUARD].isnan().all()
         assert around[-GUARD:].isnan().all()

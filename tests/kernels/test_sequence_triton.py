@@ -60,9 +60,9 @@ def test_rows_are_laid_out_and_back_as_by_pytorch(seed: int) -> None:
     with guards():
         found = collect_rows(buffer[GUARD:-GUARD], case.dim, *known)
         spread = spread_rows(case.grad.to(DEVICE), *known)
-    assert torch.equal(found.cpu(), twin.collect(case.buffer))
+    assert torch.equal(found.cpu(), twin.gather(case.buffer))
     assert np.array_equal(found.cpu().numpy(), case.rectangle)
-    assert torch.equal(spread.cpu(), twin.spread(case.grad))
+    assert torch.equal(spread.cpu(), twin.scatter_grad(case.grad))
     assert np.array_equal(spread.cpu().numpy(), case.spread)
     turned = case.grad.to(DEVICE).t().contiguous().t()
     everywhere = torch.tensor(0.5, device=DEVICE).expand(case.grad.shape)

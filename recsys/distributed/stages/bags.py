@@ -20,14 +20,14 @@ from recsys.kernels import ops
 from recsys.sparse.keyed_jagged import Parts
 
 _MAX_KEPT = 0.9  # padding is left out if at most this share of the values would be kept
-_FEW_SEGMENTS = 8  # so few are moved one by one, which saves a copy; more would cost the host time
+_FEW_SEGMENTS = 8  # up to this number, segments are moved one by one, which saves a copy
 
 
 def with_one_batch_size(bags: Parts, strides: Sequence[int]) -> Parts:
     """Pad the features of fewer samples with empty bags."""
     longest = max(strides, default=0)
     bags_K = np.array(strides, dtype=np.int64)
-    # behind the lengths stand the zeros of each feature, which come after its own
+    # the zeros of all features are appended, then each feature's zeros are moved behind its lengths
     empty_K = longest - bags_K
     with_zeros = torch.nn.functional.pad(bags.lengths, (0, int(empty_K.sum())))
     lengths = ops.swap_segments(with_zeros, np.stack([bags_K, empty_K]))
@@ -43,25 +43,28 @@ def one_bag_per_key(bags: Parts, counts_K: Tensor) -> Parts:
     """Put the ids of each feature into one bag, without weights.
 
     Args:
-        bags: of one batch size.
-        counts_K: ids of each feature.
+        bags: The bags, of one batch size.
+        counts_K: Ids of each feature.
     """
     offsets = bags.offsets[:: bags.stride or 1].expand(len(bags.keys) + 1)
     return bags._replace(weights=None, lengths=counts_K, offsets=offsets, stride=1)
 
 
-_ID_BITS = 40  # of an id beside its feature's number, in one word
-_ID_MASK = (1 << _ID_BITS) - 1  # ids that nobody reads may be larger
+_ID_BITS = 40  # one word has an id and, above it, the number of its feature
+_ID_MASK = (1 << _ID_BITS) - 1  # only ids of features without a table may be larger
 
 
 def keep_distinct(bags: Parts) -> tuple[Parts, Tensor]:
-    """Leave each id of a bag once; and where each given id is found among those `[N]`.
+    """Deduplicate the ids of each feature.
 
-    There are as many ids as before, as the host does not know how many are distinct: what is left
-    over belongs to one more feature, which nobody reads.
+    The number of ids stays the same, because the host does not know the number of distinct ids. The
+    rest belongs to one more feature, which no table reads.
 
     Args:
-        bags: one per feature.
+        bags: One bag per feature.
+
+    Returns:
+        The bags, and `[N]` the position of each given id among the distinct ids.
     """
     num_keys, num_ids, counts_K = len(bags.keys), bags.values.numel(), bags.lengths
     key_N = torch.arange(num_keys, device=counts_K.device).repeat_interleave(
@@ -72,7 +75,7 @@ def keep_distinct(bags: Parts) -> tuple[Parts, Tensor]:
     torch.ne(words[1:], words[:-1], out=is_first[1:])
     place_N = is_first.cumsum(0) - 1
     inverse = torch.empty_like(order).index_copy_(0, order, place_N)
-    # an id that comes up again is written again to the same place
+    # repeated ids are written to the same position
     found = torch.zeros_like(words).index_copy_(0, place_N, words)
     values = (found & _ID_MASK).to(bags.values.dtype)
     lengths = counts_K.new_zeros(num_keys + 1)
@@ -83,7 +86,7 @@ def keep_distinct(bags: Parts) -> tuple[Parts, Tensor]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return tensors one behind the other, without a copy if there is but one."""
+    """Concatenate tensors, without a copy if there is only one."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
@@ -91,9 +94,9 @@ def in_order(blocks: Sequence[Tensor], sizes: Sequence[np.ndarray], order_P: np.
     """Return segments of flat tensors in another order.
 
     Args:
-        blocks: segment by segment.
-        sizes: of each its segments.
-        order_P: int32, the segments of all, numbered through, in their new order.
+        blocks: The tensors.
+        sizes: Per tensor the sizes of its segments.
+        order_P: int32, numbers of the segments, counted over all blocks, in their new order.
     """
     if len(order_P) > _FEW_SEGMENTS:
         return ops.move_segments(joined(blocks), order_P, np.concatenate(sizes))
@@ -182,9 +185,9 @@ def smallest_table(layout: Layout, feature_names: Sequence[str], key: str) -> st
     """Return the name of the smallest table that reads a feature, or nothing.
 
     Args:
-        layout: the compiled placement.
-        feature_names: the module's distinct features, in the layout's numbering.
-        key: the feature.
+        layout: The compiled placement.
+        feature_names: The module's distinct features, in the layout's numbering.
+        key: The feature.
     """
     tables = [
         layout.tables[slot.table] for slot in layout.slots if feature_names[slot.feature] == key

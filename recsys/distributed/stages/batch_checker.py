@@ -1,4 +1,4 @@
-"""Checks of a batch before its ids are sent, and the errors for what they find.
+"""Checks of a batch before its ids are sent, and the errors for their findings.
 
 On a CPU a bad batch raises. On a device the checks leave flags there, and bad values are replaced,
 so that kernels stay within their tables; the header carries the flags to all ranks.

@@ -1,9 +1,8 @@
-"""Lays out what arrived in an output stage as the unsharded module would have it, and back.
+"""Gather of the received embeddings into the columns of the unsharded module, and its transpose.
 
-What arrives is one buffer of blocks `[B, columns of the block]`, one or more from each rank. One
-gather gives `[B, D]`; parts of row-split tables are added up by the way, and averaged. Its
-transpose gives the gradient of the buffer. All that is known of the columns does not depend on the
-batch.
+The receive buffer consists of blocks `[B, columns of the block]`, one or more from each rank. One
+gather produces `[B, D]`; it also adds up and averages the partial sums of row-split tables. Its
+transpose produces the gradient of the buffer. The column descriptors do not depend on the batch.
 
 Shape names: `B` samples, `D` output columns, `C` chunks of them, `E` chunks in the blocks.
 """
@@ -27,7 +26,7 @@ from recsys.kernels import ops
 if TYPE_CHECKING:
     from recsys.kernels.output_triton import Columns
 
-_MAX_CACHED_PLACEMENTS = 4  # one per batch size seen; datasets have few
+_MAX_CACHED_INDEXES = 4  # one per batch size seen; datasets have few
 _MAX_UNIT = 32
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
@@ -37,55 +36,56 @@ MeanSlot: TypeAlias = tuple[int, int, int]
 
 
 @final
-class _Placement:
-    """The gathers for one batch size, computed on the device from descriptors of the columns.
+class _ChunkIndex:
+    """Index tensors for one batch size, computed on the device from descriptors of the columns.
 
-    `collect` lists, for each chunk of the output `[B, D]`, the chunks of the buffer that add up
-    to it; `offsets` is where each list begins, empty if every list has one entry.
+    Attributes:
+        sources: For each chunk of the output `[B, D]` the chunks of the buffer that add up to it.
+        offsets: Start of each list in `sources`; empty if every list has one entry.
     """
 
     def __init__(self, gather: ColumnGather, batch_size: int) -> None:
         self._gather = gather
         first_E, width_E, place_E, _ = gather.entries_4E
         self.sample_B1 = torch.arange(batch_size, device=first_E.device).unsqueeze(1)
-        collect_BE = first_E * batch_size + place_E
-        collect_BE = collect_BE + self.sample_B1 * width_E
-        fits = collect_BE.numel() < 2**31
+        sources_BE = first_E * batch_size + place_E
+        sources_BE = sources_BE + self.sample_B1 * width_E
+        fits = sources_BE.numel() < 2**31
         self._dtype = torch.int32 if fits else torch.int64
-        self.collect = collect_BE.flatten().to(self._dtype)
-        self.offsets = self.collect[:0]
+        self.sources = sources_BE.flatten().to(self._dtype)
+        self.offsets = self.sources[:0]
         if gather.lists_C1 is not None:
             offsets_BC = gather.lists_C1[:-1] + self.sample_B1 * first_E.numel()
-            ends = functional.pad(offsets_BC.flatten(), (0, 1), value=collect_BE.numel())
+            ends = functional.pad(offsets_BC.flatten(), (0, 1), value=sources_BE.numel())
             self.offsets = ends.to(self._dtype)
 
     @cached_property
-    def spread(self) -> Tensor:
-        """For each chunk of the buffer, the chunk of the output it goes to."""
+    def targets(self) -> Tensor:
+        """For each chunk of the buffer, the chunk of the output it is added to."""
         target_BE = self._gather.entries_4E[3] + self.sample_B1 * self._gather.num_chunks
-        spread = torch.empty_like(self.collect)
-        return spread.scatter_(0, self.collect.long(), target_BE.flatten().to(self._dtype))
+        targets = torch.empty_like(self.sources)
+        return targets.scatter_(0, self.sources.long(), target_BE.flatten().to(self._dtype))
 
 
 @final
 class ColumnGather:
-    """Lays out a buffer of blocks `[B, columns of the block]` as `[B, D]`.
+    """Gathers `[B, D]` from a buffer of blocks `[B, columns of the block]`.
 
-    Columns that several blocks hold are added up, in the order of the blocks. The buffer is read as
-    rows of `chunk` columns, the largest width that divides every stretch of columns. Entry `e` of
-    `E` is a chunk that a block holds of each sample: chunk `place` of `width` in the block, before
-    which are `first` chunks of each sample; it goes to a chunk of the output. Entries are in the
-    order of the output, then of the blocks.
+    Columns of several blocks are added up, in the order of the blocks. The buffer is read in chunks
+    of `chunk` columns, the largest width that divides every range of columns. An entry describes a
+    chunk of a block: the number of chunks per sample in earlier blocks and in this block, the
+    position in this block, and the chunk of the output. Entries are sorted by output chunk, then by
+    block.
 
-    On CUDA, Triton's kernels read the entries themselves, where Triton is; else an index of them is
-    made for each batch size.
+    On CUDA, Triton kernels read the entries. Without Triton, index tensors are made for each batch
+    size.
 
     Args:
-        blocks: per block the output columns (start, end) it holds, from left to right; together
-            they hold every output column.
-        width: output columns.
-        device: of the buffers.
-        mean_slots: what is divided by the lengths of bags.
+        blocks: Per block its output columns (start, end), from left to right. Together they cover
+            every output column.
+        width: Number of output columns.
+        device: Device of the buffers.
+        mean_slots: Columns that are divided by the lengths of bags.
     """
 
     def __init__(
@@ -119,20 +119,20 @@ class ColumnGather:
         ).take(order, axis=1)
         self.host_entries_4E = entries
         self.entries_4E = ops.upload(entries, device)
-        self.lists_C1: Tensor | None = None  # where the entries of each chunk of the output begin
+        self.lists_C1: Tensor | None = None  # first entry of each output chunk, if any has several
         if len(chunks) != self.num_chunks:
             lists = np.searchsorted(chunks[order], np.arange(self.num_chunks + 1))
             self.lists_C1 = ops.upload(lists, device)
-        self._placements: dict[int, _Placement] = {}
+        self._indexes: dict[int, _ChunkIndex] = {}
 
     def of_codecs(
         self, codecs: tuple[WireFormat | None, WireFormat | None], num_ranks: int
     ) -> tuple[WireFormat | None, WireFormat | None]:
-        """Return the formats, there and back, that `collect` reads and `spread` writes.
+        """Return the wire formats that `gather` reads and `scatter_grad` writes by themselves.
 
         Args:
-            codecs: those in which values travel.
-            num_ranks: that exchange them; with one nothing is encoded.
+            codecs: Wire formats of embeddings and of gradients.
+            num_ranks: Number of ranks of the exchange; one rank encodes nothing.
         """
         may = self.entries_4E.is_cuda and ops.HAS_TRITON and num_ranks > 1
         there, back = (
@@ -140,7 +140,7 @@ class ColumnGather:
         )
         return there, back
 
-    def collect(
+    def gather(
         self,
         buffer: Tensor,
         batch_size: int,
@@ -148,17 +148,14 @@ class ColumnGather:
         arrived: Tensor | None = None,
         wire: WireFormat | None = None,
     ) -> Tensor:
-        """Return the output.
+        """Return the output, `[B, D]`.
 
         Args:
-            buffer: flat.
+            buffer: The receive buffer, flat.
             batch_size: B.
             counts: `[row-split slots, B]` ids per bag, int32 or int64, if any slot is averaged.
-            arrived: what the first values of the buffer are, as they travel, if it reads them.
-            wire: in which they travel.
-
-        Returns:
-            `[B, D]`.
+            arrived: First values of the buffer in their wire format; `wire` is given too.
+            wire: Wire format of `arrived`.
         """
         if not batch_size:
             return buffer.new_empty(0, self._width)
@@ -166,21 +163,22 @@ class ColumnGather:
             from recsys.kernels.output_triton import collect
 
             loss_scale = None if wire is None else wire.loss_scale
-            return collect(buffer, batch_size, self.columns, counts, arrived, loss_scale)
-        placement = self._placements.get(batch_size) or self._placement(batch_size)
+            of_means = counts if self.mean_slots else None
+            return collect(buffer, batch_size, self.columns, of_means, arrived, loss_scale)
+        index = self._indexes.get(batch_size) or self._index(batch_size)
         rows = buffer.view(-1, self.chunk)
-        if not placement.offsets.numel():
-            output = rows.index_select(0, placement.collect)
+        if not index.offsets.numel():
+            output = rows.index_select(0, index.sources)
         else:
             output = functional.embedding_bag(
-                placement.collect, rows, placement.offsets, mode="sum", include_last_offset=True
+                index.sources, rows, index.offsets, mode="sum", include_last_offset=True
             )
         output = output.view(batch_size, self._width)
         if self.mean_slots:
             self.divide(output, counts)
         return output
 
-    def spread(
+    def scatter_grad(
         self,
         grad_BD: Tensor,
         counts: Tensor = NO_COUNTS,
@@ -188,30 +186,31 @@ class ColumnGather:
         num_sent: int = 0,
         wire: WireFormat | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the buffer, by the transpose of `collect`, and what is sent.
+        """Return the gradient of the buffer, and the values to send: the transpose of `gather`.
 
         Args:
-            grad_BD: the output's.
-            counts: as for `collect`.
-            scale: multiplies what is sent.
-            num_sent: how many of the buffer's first values are sent.
-            wire: in which they travel, if it writes it; the gradient of the buffer does not have
-                them then.
+            grad_BD: Gradient of the output.
+            counts: As for `gather`.
+            scale: Factor of the values to send.
+            num_sent: Number of first values of the buffer that are sent.
+            wire: Wire format of the values to send. If it is given, the gradient of the buffer does
+                not have these values.
         """
         if grad_BD.is_cuda and ops.HAS_TRITON and grad_BD.numel():
             from recsys.kernels.output_triton import spread
 
             narrow = (None, None) if wire is None else (wire.cast, wire.loss_scale)
-            return spread(grad_BD, self.columns, counts, scale, num_sent, *narrow)
+            of_means = counts if self.mean_slots else None
+            return spread(grad_BD, self.columns, of_means, scale, num_sent, *narrow)
         if self.mean_slots:
             grad_BD = grad_BD.clone()
             self.divide(grad_BD, counts)
-        placement = self._placement(grad_BD.shape[0])
-        spread_N = grad_BD.reshape(-1, self.chunk).index_select(0, placement.spread).view(-1)
-        sent = spread_N[:num_sent]
+        index = self._index(grad_BD.shape[0])
+        grad_N = grad_BD.reshape(-1, self.chunk).index_select(0, index.targets).view(-1)
+        sent = grad_N[:num_sent]
         if scale != 1.0:
             sent.mul_(scale)
-        return spread_N, sent
+        return grad_N, sent
 
     def divide(self, values_BD: Tensor, counts: Tensor) -> None:
         """Divide the columns of averaged slots by the lengths of bags, in place."""
@@ -221,7 +220,7 @@ class ColumnGather:
 
     @cached_property
     def columns(self) -> Columns:
-        """What kernels are told of the columns."""
+        """Descriptors of the columns for Triton kernels."""
         from recsys.kernels.output_triton import Columns
 
         edges = (edge for _, *columns in self.mean_slots for edge in columns)
@@ -235,9 +234,9 @@ class ColumnGather:
         sizes = self._width, self.chunk, unit
         return Columns(self.entries_4E, self.lists_C1, means_U, *sizes)
 
-    def _placement(self, batch_size: int) -> _Placement:
-        if batch_size not in self._placements:
-            if len(self._placements) >= _MAX_CACHED_PLACEMENTS:
-                self._placements.pop(next(iter(self._placements)))
-            self._placements[batch_size] = _Placement(self, batch_size)
-        return self._placements[batch_size]
+    def _index(self, batch_size: int) -> _ChunkIndex:
+        if batch_size not in self._indexes:
+            if len(self._indexes) >= _MAX_CACHED_INDEXES:
+                self._indexes.pop(next(iter(self._indexes)))
+            self._indexes[batch_size] = _ChunkIndex(self, batch_size)
+        return self._indexes[batch_size]

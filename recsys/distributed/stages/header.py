@@ -48,7 +48,10 @@ def module_bits(path: str) -> int:
 
 @final
 class FeaturesAbsentError(ValueError):
-    """A batch lacks a module's features. It is no error if all batches of a step lack them."""
+    """A batch lacks a module's features.
+
+    No error is raised if the batches of all ranks lack them.
+    """
 
 
 def failure_flag(error: Exception) -> int:
@@ -105,7 +108,7 @@ def check_same_call(flags_R: np.ndarray) -> None:
     """Check that all ranks call the same module in the same mode.
 
     Raises:
-        ValueError: On every rank alike, if they do not.
+        ValueError: On every rank, if they do not.
     """
     calls_R = flags_R & (Flag.MODULE | Flag.TRAINS)
     (others,) = np.nonzero(calls_R != calls_R[0])
@@ -127,9 +130,9 @@ def check_same_call(flags_R: np.ndarray) -> None:
 class BatchShape(NamedTuple):
     """Sizes of one batch's exchange, on the host. `D` is the streams of all destinations.
 
-    A bag is what a lookup makes one row of. A batch is ragged if streams have different numbers of
-    bags: features with their own batch sizes, or bags of row-split tables with few ids, of which
-    each id becomes a bag of its own (`by_id`).
+    A lookup returns one row per bag. A batch is ragged if streams have different numbers of bags.
+    Either features have their own batch sizes, or bags of row-split tables have few ids, and each
+    id becomes a bag (`by_id`).
 
     Attributes:
         batch_sizes_R: `[R]` batch size of each rank.

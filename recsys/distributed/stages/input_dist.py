@@ -1,6 +1,6 @@
 """Input stage: sends the ids of each rank's batch to the ranks that own their rows and columns.
 
-There are two exchanges, whatever the mix of strategies. The *header* contains flags, batch sizes
+There are two exchanges for any mix of strategies. The *header* contains flags, batch sizes
 and id counts (see `header`); the host reads it, which is the only device-to-host read of the stage.
 The *payload* is one buffer of 32-bit words (64-bit for tables beyond int32 ids): per destination
 the lengths, the ids and the bits of the weights. Both ends pack and unpack it by one permutation of
@@ -476,7 +476,7 @@ def _unpack(stage: InputDist, payload: Tensor, shape: BatchShape) -> Bags:
 
 
 def _split_bags(stage: InputDist, bags: Bags, shape: BatchShape, ids_S: np.ndarray) -> list[Bags]:
-    """Split the bags of all streams of this rank into those of its lookups."""
+    """Split the bags of all streams of this rank by lookup."""
     groups, bags_RS = stage.module.layout.groups[stage.module.env.rank], shape.bags_received_RS
     found = []
     start = first_bag = 0
@@ -504,8 +504,8 @@ def _split_bags(stage: InputDist, bags: Bags, shape: BatchShape, ids_S: np.ndarr
 def _are_bags_short(streams: Streams, bags: Parts, bags_D: np.ndarray, most_ids: float) -> bool:
     """Return whether a row per id is less than a row per bag of each row block.
 
-    The ids of the whole batch stand for those of row-split tables: the host knows their number
-    without waiting.
+    The estimate takes the ids of the whole batch for the ids of row-split tables, because the host
+    knows their number without waiting.
     """
     num_ids, dims = bags.values.numel(), streams.split_dims
     if bags_D.size:

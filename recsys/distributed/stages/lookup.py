@@ -60,20 +60,20 @@ class GroupSettings:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalShard:
-    """A rectangle on this rank: its parameter, and its optimizer state (live tensors)."""
+    """A shard on this rank: its parameter, and its optimizer state (live tensors)."""
 
     table: int
     rect: Rect
     parameter: nn.Parameter
     states: dict[str, Tensor]
     kernel: TableBatchedEmbedding
-    place: int  # of the table in the kernel
+    place: int  # position of the table in the kernel
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lookup:
-    """One lookup of this rank, or of replicated tables: what serves it, and its parameters."""
+    """One lookup of this rank or of replicated tables: its kernel and its parameters."""
 
     group: LookupGroup
     settings: GroupSettings
@@ -84,7 +84,7 @@ class Lookup:
         return repr(self.kernel)
 
     def shards(self) -> Iterator[LocalShard]:
-        """Yield every rectangle that it serves."""
+        """Yield the lookup's shards."""
         for i, (table, rect) in enumerate(zip(self.group.tables, self.group.rects, strict=True)):
             yield LocalShard(
                 table=table,
@@ -105,15 +105,16 @@ def build_lookups(
     replicated: bool = False,
     known: Sequence[Lookup] = (),
 ) -> list[Lookup]:
-    """Allocate the tables of one rank's lookups, or of the replicated tables'.
+    """Allocate the tables of one rank's lookups, or of replicated tables.
 
     Args:
-        groups: from the layout; each `key` is a `GroupSettings`.
-        tables: the layout's tables, for names.
-        device: where the tables are allocated.
-        num_sources: ranks whose batches are looked up.
-        replicated: whether gradients are those of this rank's batch only, to be added up later.
-        known: lookups of the same tables elsewhere; what serves here too is taken over.
+        groups: Lookup groups of the layout; each `key` is a `GroupSettings`.
+        tables: The layout's tables, for names.
+        device: Device of the tables.
+        num_sources: Number of ranks whose batches are looked up.
+        replicated: Whether the tables are replicated. Their gradients are then of this rank's batch
+            only, and are added up over the ranks later.
+        known: Existing lookups. Those with the same tables, shards and settings are reused.
     """
     found = []
     served = {_served_by(lookup.group): lookup for lookup in known}
@@ -146,25 +147,25 @@ def build_lookups(
 
 
 def _served_by(group: LookupGroup) -> Hashable:
-    """Return all that a lookup's kernel depends on."""
+    """Return the properties that identify a lookup's kernel."""
     return group.key, group.tables, group.rects, group.feature_table_map
 
 
 def needs_one_width(
     settings: GroupSettings, dims: Sequence[int], device: torch.device, *, replicated: bool
 ) -> bool:
-    """Return whether a lookup on a GPU must serve rectangles of one width, lest it wait for it.
+    """Return whether all shards of a lookup on a GPU must have one width.
 
-    All but FBGEMM's kernels take a lookup of several widths apart, and the host must then know how
-    many ids read each.
+    Only FBGEMM's kernels read shards of several widths at once. Other kernels split such a lookup,
+    for which the host would have to wait for the number of ids of each width.
 
     Args:
-        settings: of the lookup.
-        dims: columns of its rectangles.
-        device: the GPU.
-        replicated: whether the tables are replicated.
+        settings: Settings of the lookup.
+        dims: Columns of its shards.
+        device: The GPU.
+        replicated: Whether the tables are replicated.
     """
-    if settings.pooling is PoolingType.NONE:  # no kernel takes several
+    if settings.pooling is PoolingType.NONE:  # no kernel supports several widths
         return True
     optimizer, mode = _updates(settings, replicated)
     choice = choose_backend(
@@ -187,10 +188,10 @@ _PLACEHOLDER = OptimizerSpec(algorithm=EmbOptimType.SGD)
 
 
 def _updates(settings: GroupSettings, replicated: bool) -> tuple[OptimizerSpec | None, UpdateMode]:
-    """Return what a lookup's kernel is told of the optimizer, and when it uses it."""
+    """Return the optimizer of a lookup's kernel, and its update mode."""
     if not settings.requires_grad:
         return None, UpdateMode.GRADIENT
-    if replicated:  # row gradients are collected; without an optimizer they are put into `.grad`
+    if replicated:  # row gradients are accumulated; without an optimizer they go into `.grad`
         return settings.optimizer or _PLACEHOLDER, UpdateMode.DEFERRED
     if settings.deferred or settings.exchanges_row_statistics:
         return settings.optimizer, UpdateMode.DEFERRED

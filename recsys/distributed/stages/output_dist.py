@@ -1,6 +1,6 @@
 """Output stage for pooled embeddings: sends them to the ranks of their samples.
 
-There is one exchange forward and one backward, whatever the mix of strategies. Each rank sends to
+There is one exchange forward and one backward for any mix of strategies. Each rank sends to
 rank `q` the rows of `q`'s samples from its lookups' output. The received buffer has one gather,
 which produces the columns of the unsharded module and adds up the partial sums of row-split tables.
 Backward is the transposed gather and the reverse exchange. Both exchanges overlap with the model's
@@ -174,7 +174,7 @@ class Exchange(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def start_backward(self, grad: Tensor) -> Tensor:
-        """Return the gradient of the buffer from that of the output; start the reverse exchange."""
+        """Return the buffer's gradient, given the output's; start the reverse exchange."""
 
     @abc.abstractmethod
     def finish_backward(self, grad: Tensor) -> list[Tensor]:
@@ -265,7 +265,7 @@ class Exchange(abc.ABC, Generic[S]):
         return arrived.mul_(scale)
 
     def replica_grads(self, grad: Tensor) -> list[Tensor]:
-        """Return the gradients of the replicas' outputs from that of the buffer."""
+        """Return the gradients of the replicas' outputs, given the buffer's gradient."""
         sizes = [shape.numel() for shape in self._replica_shapes]
         parts = grad[self.num_received :].split(sizes) if sizes else ()
         return [part.view(s) for part, s in zip(parts, self._replica_shapes, strict=True)]
@@ -522,9 +522,9 @@ class _PooledExchange(Exchange[PooledStage]):
 
     Args:
         stage: The stage or hop.
-        env: The ranks: all, or those of a node.
+        env: The ranks: all, or the ranks of a node.
         ctx: The batch.
-        samples: Samples of each rank: its own, or in a node also those of its peers.
+        samples: Samples of each rank; within a node, of all its `sample_ranks`.
     """
 
     def __init__(
@@ -559,13 +559,13 @@ class _PooledExchange(Exchange[PooledStage]):
         wire = self.stage.read_codecs[0]
         arrived = self.wait(decode=wire is None)
         rest = (arrived, wire) if wire is not None else ()
-        return self.gather.collect(buffer, self.num_samples, self._bag_counts, *rest)
+        return self.gather.gather(buffer, self.num_samples, self._bag_counts, *rest)
 
     def start_backward(self, grad_BD: Tensor) -> Tensor:
         """Compute the gradient of the buffer and start the reverse exchange."""
         scale = self.stage.grad_scale if self.scales_early else 1.0
         sent = self._bag_counts, scale, self.num_received, self.stage.read_codecs[1]
-        return self.start_sending_back(*self.gather.spread(grad_BD, *sent))
+        return self.start_sending_back(*self.gather.scatter_grad(grad_BD, *sent))
 
     def finish_backward(self, grad: Tensor) -> list[Tensor]:
         """Wait and return the gradients of the lookups' and replicas' outputs."""
@@ -636,11 +636,11 @@ class _RaggedExchange(Exchange["OutputDist"]):
     def finish_forward(self, buffer: Tensor) -> Tensor:
         """Wait and gather the output `[B, D]`."""
         self.wait()
-        return self._arriving.collect(buffer, self._bag_counts)
+        return self._arriving.gather(buffer, self._bag_counts)
 
     def start_backward(self, grad_BD: Tensor) -> Tensor:
         """Compute the gradient of the buffer and start the reverse exchange."""
-        grad = self._arriving.spread(grad_BD, self._bag_counts)
+        grad = self._arriving.scatter_grad(grad_BD, self._bag_counts)
         return self.start_sending_back(grad, grad[: self.num_received])
 
     def finish_backward(self, grad: Tensor) -> list[Tensor]:

@@ -45,12 +45,12 @@ def send_ids(
     """Send ids to the ranks that hold their rows. An error on one rank is raised on all.
 
     Args:
-        env: the ranks that take part.
-        ids: `[N]`, in range; not read if there is an error.
-        block_size: rows of a rank.
-        copies: number of ranks that hold each row: one in each group of neighbouring ranks.
-        device: of the pool.
-        error: the error in this rank's arguments, or None.
+        env: The ranks.
+        ids: `[N]`, in range; ignored if there is an error.
+        block_size: Rows per rank.
+        copies: Number of ranks that hold each row: one in each group of neighbouring ranks.
+        device: Device of the pool.
+        error: The error in this rank's arguments, or None.
     """
     what, num_ranks = ExchangeName.POOL_IDS, env.world_size
     if error is not None and num_ranks == 1:
@@ -76,10 +76,10 @@ def start_rows(
     """Start to exchange rows. Of all tensors but the first, only the used columns are sent.
 
     Args:
-        env: the ranks that take part.
-        rows: `[sum(send), columns]` each, as of `RowPool.to_rows`.
-        send: rows for each rank.
-        receive: rows from each rank.
+        env: The ranks.
+        rows: `[sum(send), columns]` each, from `RowPool.to_rows`.
+        send: Rows for each rank.
+        receive: Rows from each rank.
 
     Returns:
         A function that waits and returns the received rows, `[sum(receive), columns]` each.
@@ -109,10 +109,10 @@ def start_rows(
 
 
 def _used(lengths_NK: Tensor, width: int, counts: list[int]) -> tuple[Tensor, list[int]]:
-    """Return which columns of rows are used, and how many values that are for each rank.
+    """Return the mask of used columns, and the number of used values for each rank.
 
     Args:
-        lengths_NK: Of each row, which add up to its used columns.
+        lengths_NK: Bag lengths of each row; their sum is its number of used columns.
         width: Columns of a row.
         counts: `[R]` rows of each rank.
     """

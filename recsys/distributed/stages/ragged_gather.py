@@ -1,16 +1,15 @@
-"""Lays out what arrived of a batch whose blocks do not all have a row for each of its samples.
+"""Gather of the embeddings of a ragged batch, in which blocks have different numbers of rows.
 
-A block is what comes of one stream. It has a *row per bag*, for the bags that its feature has in
-the batch, and nothing in place of those that it has not. Or it has a *row per id*: those of the ids
-of one segment, whose rows are added up here. Laid out, there is a row for each sample, which is 0
-where nothing came. Columns that several blocks hold, parts of row-split tables, are added up.
+A block has the rows of one stream: a *row per bag*, for the bags that its feature has in the batch,
+or a *row per id* of one segment. The output has a row per sample, zero if no block has one. It adds
+up the rows of a bag's ids, and the blocks with the same columns: partial sums of row-split tables.
 
-No list of the bags of each segment is kept: there are as many as ranks times bags, with or without
-ids. A bag's ids are known by its offsets in the batch, and its rows by where each id went.
+Rows of ids are found by the offsets of the bags and the position of each id among the segments. A
+list of the bags of each segment would be longer: ranks times bags, with or without ids.
 
-Shape names: `K` blocks, `B` samples, `D` columns, `C` chunks of them, `E` chunks in the blocks, `Q`
-groups of blocks that hold the same columns, `M` chunks of the buffer, `N` ids of the bags, `F`
-their features, `W` buckets that these are split into, `X` rounds of that.
+Shape names: `K` blocks, `B` samples, `D` columns, `C` output chunks, `E` chunks in the blocks. `Q`
+groups of blocks with the same columns, `M` chunks of the buffer. `N` ids of the bags, `F` features
+of the bags, `W` buckets of each feature, `X` rounds in which ids are split.
 """
 
 from __future__ import annotations
@@ -32,32 +31,35 @@ if TYPE_CHECKING:
     from recsys.kernels.ragged_triton import Ragged
 
 NO_SEGMENT = -1
-"""In place of a segment, where a block has a row per bag."""
+"""Segment number of a block with a row per bag."""
 
 
 @final
 class SplitIds(NamedTuple):
-    """Where the ids of bags went, which were split into segments: bucket by bucket, in rounds."""
+    """Positions of the ids of bags after they were split into segments, in rounds.
+
+    Attributes:
+        segment_K: `[K]` segment `[round][bucket][feature]` of a block with a row per id, else
+            `NO_SEGMENT`.
+        counts_XWF: Number of ids of each segment.
+        places: `[X * N]` int32 or int64, for each round the position of each id among the round's
+            segments.
+        offsets: `[F * B + 1]` int32 or int64 offsets of the bags, the same in each round.
+    """
 
     segment_K: np.ndarray
-    """`[K]` the segment whose ids a block has a row for each of, in the order `[round][bucket]
-    [feature]`, else `NO_SEGMENT`."""
     counts_XWF: np.ndarray
-    """Ids of each segment."""
     places: Tensor
-    """`[X * N]` int32 or int64: for each round the place of each id among all of the round, which
-    are in the order of the segments."""
     offsets: Tensor
-    """`[F * B + 1]` int32 or int64, of the bags' ids: the same in each round."""
 
     def starts(self) -> np.ndarray:
-        """Return the ids before each segment."""
+        """Return the number of ids before each segment."""
         counts: np.ndarray = self.counts_XWF.ravel()
         starts: np.ndarray = np.cumsum(counts) - counts
         return starts
 
     def samples(self, num_samples: int) -> Tensor:
-        """Return, on a host, `[X * N]` int32 the samples of all ids in the order of the segments.
+        """Return `[X * N]` int32, the samples of all ids in the order of the segments (CPU only).
 
         Args:
             num_samples: B.
@@ -79,18 +81,18 @@ NO_IDS = SplitIds(
     places=torch.empty(0, dtype=torch.int64),
     offsets=torch.empty(0, dtype=torch.int64),
 )
-"""Of a batch whose blocks all have a row per bag."""
+"""Split of a batch whose blocks all have a row per bag."""
 
 
 @final
 class RaggedGather:
-    """The blocks of such batches, and where their columns go.
+    """Columns of the blocks of ragged batches.
 
     Args:
-        blocks: as for `ColumnGather`; those that share columns hold the same.
+        blocks: As for `ColumnGather`. Blocks that share any column have the same columns.
         width: D.
-        device: of the buffers.
-        mean_slots: what is divided by the lengths of bags.
+        device: Device of the buffers.
+        mean_slots: Columns that are divided by the lengths of bags.
     """
 
     def __init__(
@@ -104,12 +106,12 @@ class RaggedGather:
         self.width, self.chunk, self._device = width, self.columns.chunk or 1, device
         widths = [sum(end - start for start, end in block) for block in blocks]
         self.widths_K = np.array(widths, dtype=np.int64)
-        # the chunks before an entry's block tell which it is
+        # an entry's block follows from the number of chunks before the block
         chunks_K = self.widths_K // self.chunk
         first_K, self._filled = np.cumsum(chunks_K) - chunks_K, np.flatnonzero(chunks_K)
         first_E, _, place_E, chunk_E = self.columns.host_entries_4E
         self._block_E: np.ndarray = self._filled[np.searchsorted(first_K[self._filled], first_E)]
-        # on a host: the chunks of one row of each block, block by block, and how many before each
+        # on the host: chunks per row of each block, and of earlier blocks
         self.chunks_K = torch.from_numpy(chunks_K.astype(np.int32))
         self.first_K = torch.from_numpy(first_K.astype(np.int32))
         output_chunks = chunk_E[np.argsort(first_E + place_E)]
@@ -117,15 +119,15 @@ class RaggedGather:
 
     @cached_property
     def groups(self) -> Groups:
-        """The blocks by the columns that they hold."""
+        """Groups of blocks with the same columns."""
         _, width_E, place_E, chunk_E = self.columns.host_entries_4E
         chosen_C = np.searchsorted(chunk_E, np.arange(self.columns.num_chunks))
         _, group_C = np.unique(self._block_E[chosen_C], return_inverse=True)
         group_K = np.full(len(self.widths_K), -1)
         group_K[self._block_E] = group_C[chunk_E]
-        alike = np.stack([group_K[self._block_E], width_E, place_E])
+        of_entries = np.stack([group_K[self._block_E], width_E, place_E])
         of_chunks = np.stack([group_C, width_E[chosen_C], place_E[chosen_C]])
-        assert np.array_equal(alike, of_chunks[:, chunk_E])  # blocks that share columns hold these
+        assert np.array_equal(of_entries, of_chunks[:, chunk_E])  # blocks of a group are equal
         order = self._filled[np.argsort(group_K[self._filled], kind="stable")]
         sizes_Q = np.bincount(group_K[order])
         first_Q = np.cumsum(sizes_Q) - sizes_Q
@@ -135,32 +137,34 @@ class RaggedGather:
 
 @final
 class Groups(NamedTuple):
-    """Blocks in groups that hold the same columns."""
+    """Groups of blocks with the same columns.
+
+    Attributes:
+        chunks_4C: `[4, C]` int64 on the device. Per output chunk: its group; chunks per row of the
+            group's blocks; position in such a row; number of blocks in earlier groups.
+        group_K: `[K]` group of each block, -1 for a block without columns.
+        order: Blocks with columns, group by group.
+        first_Q: `[Q]` number of blocks in earlier groups.
+    """
 
     chunks_4C: Tensor
-    """`[4, C]` int64 on the device, of each chunk of the output: the group of the blocks that hold
-    it; chunks of a row of such a block; the place in it; and how many blocks are in earlier
-    groups."""
     group_K: np.ndarray
-    """`[K]` the group of each block, -1 for one without columns."""
     order: np.ndarray
-    """The blocks that have columns, group by group."""
     first_Q: np.ndarray
-    """`[Q]` the blocks in earlier groups."""
 
 
 @final
 class RaggedBatch:
-    """A batch as blocks in a buffer, and as a rectangle.
+    """Gather of one batch.
 
     Args:
-        gather: whose blocks it has.
-        rows_K: `[K]` rows of each block.
+        gather: Columns of the blocks.
+        rows_K: `[K]` number of rows of each block.
         num_samples: B.
         ids: Segments of the blocks with a row per id; `NO_IDS` if all blocks have a row per bag.
 
     Attributes:
-        num_values: of the buffer.
+        num_values: Number of values in the buffer.
     """
 
     def __init__(
@@ -170,16 +174,16 @@ class RaggedBatch:
         num_samples: int,
         ids: SplitIds = NO_IDS,
     ) -> None:
-        self._gather, self._rows_K, self._num_samples = gather, rows_K, num_samples
+        self._columns, self._rows_K, self._num_samples = gather, rows_K, num_samples
         self._ids = ids
         self.num_values = int(rows_K @ gather.widths_K)
 
     @cached_property
     def _on_device(self) -> Ragged:
-        """What kernels are told of the columns and of the batch."""
+        """Descriptors of the columns and of the batch for Triton kernels."""
         from recsys.kernels.ragged_triton import Ids, Ragged
 
-        gather, ids, rows_K = self._gather, self._ids, self._rows_K
+        gather, ids, rows_K = self._columns, self._ids, self._rows_K
         chunks_4C, group_K, order, first_Q = gather.groups
         num_groups = len(first_Q)
         chunks_K = rows_K * (gather.widths_K // gather.chunk)
@@ -193,7 +197,7 @@ class RaggedBatch:
             goes_by_bag &= ~goes_by_id
             blocks = order[goes_by_id[order]]
             groups, segments = group_K[blocks], ids.segment_K[blocks]
-            # a group's blocks are of the first buckets, which are all that its table has
+            # a group has a block for each bucket of its table, which are the first buckets
             buckets = segments // num_features % num_buckets
             of_buckets[first_Q[groups] + buckets] = before_K[blocks]
             segment_Q[groups] = segments - buckets * num_features
@@ -207,11 +211,11 @@ class RaggedBatch:
         return Ragged(gather.columns.columns, chunks_4C, batch, num_groups, known)
 
     @cached_property
-    def _spread_M(self) -> Tensor:
-        """For each chunk of the buffer, the chunk of the rectangle; on the host."""
-        gather, ids, num_samples = self._gather, self._ids, self._num_samples
+    def _targets_M(self) -> Tensor:
+        """For each chunk of the buffer, the chunk of the output; on the host."""
+        gather, ids, num_samples = self._columns, self._ids, self._num_samples
         num_chunks, rows_K = gather.columns.num_chunks, self._rows_K
-        # rows are those of all samples in turn, or of the samples of a segment's ids
+        # a block's rows belong to all samples in turn, or to the samples of its segment's ids
         samples = torch.arange(num_samples, dtype=torch.int32)
         first_K = np.zeros_like(rows_K)
         if len(ids.segment_K):
@@ -232,32 +236,30 @@ class RaggedBatch:
         )
         chunk_M = shift_N.repeat_interleave(chunks_N, output_size=num)
         chunk_M += torch.arange(num, dtype=dtype)
-        spread_M = sample_N.to(dtype).mul_(num_chunks).repeat_interleave(chunks_N, output_size=num)
+        targets_M = sample_N.to(dtype).mul_(num_chunks).repeat_interleave(chunks_N, output_size=num)
         self._ids = NO_IDS  # not needed again
-        return spread_M.add_(gather.output_chunks.index_select(0, chunk_M))
+        return targets_M.add_(gather.output_chunks.index_select(0, chunk_M))
 
-    def collect(self, buffer: Tensor, counts: Tensor = NO_COUNTS) -> Tensor:
-        """Return the rectangle.
+    def gather(self, buffer: Tensor, counts: Tensor = NO_COUNTS) -> Tensor:
+        """Return the output, `[B, D]`.
 
         Args:
-            buffer: flat.
+            buffer: The receive buffer, flat.
             counts: `[row-split slots, B]` ids per bag, if any slot is averaged.
-
-        Returns:
-            `[B, D]`.
         """
-        gather, num_samples = self._gather, self._num_samples
+        gather, num_samples = self._columns, self._num_samples
         if not num_samples:
             return buffer.new_zeros(0, gather.width)
         if buffer.is_cuda:
             from recsys.kernels.ragged_triton import collect_ragged
 
-            return collect_ragged(buffer, num_samples, self._on_device, counts)
-        # for each chunk of the rectangle, the chunks of the buffer that add up to it, end to end
-        spread_M, num_chunks = self._spread_M, num_samples * gather.columns.num_chunks
-        numbers = torch.bincount(spread_M, minlength=num_chunks)
-        offsets = functional.pad(numbers.cumsum(0, dtype=spread_M.dtype), (1, 0))
-        index = torch.sort(spread_M, stable=True).indices.to(spread_M.dtype)
+            of_means = counts if gather.columns.mean_slots else None
+            return collect_ragged(buffer, num_samples, self._on_device, of_means)
+        # concatenated lists: for each output chunk, the chunks of the buffer that add up to it
+        targets_M, num_chunks = self._targets_M, num_samples * gather.columns.num_chunks
+        numbers = torch.bincount(targets_M, minlength=num_chunks)
+        offsets = functional.pad(numbers.cumsum(0, dtype=targets_M.dtype), (1, 0))
+        index = torch.sort(targets_M, stable=True).indices.to(targets_M.dtype)
         rows = functional.embedding_bag(
             index, buffer.view(-1, gather.chunk), offsets, mode="sum", include_last_offset=True
         )
@@ -266,21 +268,22 @@ class RaggedBatch:
             gather.columns.divide(output, counts)
         return output
 
-    def spread(self, grad_BD: Tensor, counts: Tensor = NO_COUNTS) -> Tensor:
-        """Return the gradient of the buffer, by the transpose of `collect`.
+    def scatter_grad(self, grad_BD: Tensor, counts: Tensor = NO_COUNTS) -> Tensor:
+        """Return the gradient of the buffer: the transpose of `gather`.
 
         Args:
-            grad_BD: the rectangle's.
-            counts: as for `collect`.
+            grad_BD: Gradient of the output.
+            counts: As for `gather`.
         """
-        gather = self._gather
+        gather = self._columns
         if not self.num_values:
             return grad_BD.new_empty(0)
         if grad_BD.is_cuda:
             from recsys.kernels.ragged_triton import spread_ragged
 
-            return spread_ragged(grad_BD, self.num_values, self._on_device, counts)
+            of_means = counts if gather.columns.mean_slots else None
+            return spread_ragged(grad_BD, self.num_values, self._on_device, of_means)
         if gather.columns.mean_slots:
             grad_BD = grad_BD.clone()
             gather.columns.divide(grad_BD, counts)
-        return grad_BD.reshape(-1, gather.chunk).index_select(0, self._spread_M).view(-1)
+        return grad_BD.reshape(-1, gather.chunk).index_select(0, self._targets_M).view(-1)

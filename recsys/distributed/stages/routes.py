@@ -1,4 +1,4 @@
-"""Where the ids of a batch go: index tensors that depend on the layout and on a batch's keys.
+"""Routes of a batch's ids: index tensors that depend on the layout and on the batch's keys.
 
 Shape names: `K` features of the given batch, `H` words of the header, `S` streams of this
 rank.
@@ -19,7 +19,7 @@ from recsys.distributed.placement.layout import Layout, LookupGroup
 from recsys.kernels.bounds import NO_LIMIT
 from recsys.modules.embedding_inputs import positions_of
 
-FLAG, BATCH, COUNTS = 0, 1, 2  # places in one rank's part of the header
+FLAG, BATCH, COUNTS = 0, 1, 2  # positions in the header for one rank
 
 
 @final
@@ -45,22 +45,22 @@ def positions_on(device: torch.device, positions: np.ndarray, num_keys: int) -> 
 
 
 def reads_by_rank(group: LookupGroup, *, pooled: bool) -> bool:
-    """Return whether a lookup reads the ids of one rank after those of another.
+    """Return whether a lookup reads ids rank by rank instead of feature by feature.
 
-    So it does if each id gets a row of its own: rows can then return as they are. Otherwise it
-    reads feature by feature. It does so, too, where several features read a table, to add up that
-    table's gradients in the order of the unsharded lookup: to the same bits.
+    Ids that each return a row are read rank by rank, so that rows return without a copy. If several
+    features read one table, its ids are read feature by feature: gradients are then added up in the
+    order of the unsharded lookup, with bit-identical results.
     """
     return not pooled and len(set(group.feature_table_map)) == len(group.feature_table_map)
 
 
 def lookup_order(groups: Sequence[LookupGroup], world_size: int, *, pooled: bool) -> np.ndarray:
-    """Return the segments `[rank][stream]` of one rank's lookups in the order they are read.
+    """Return the segments `[rank][stream]` of one rank's lookups in the order of reading.
 
     Args:
-        groups: the lookups of the rank.
-        world_size: the ranks that send segments.
-        pooled: whether bags are pooled.
+        groups: Lookups of the rank.
+        world_size: Number of ranks that send segments.
+        pooled: Whether bags are pooled.
     """
     num_streams = sum(len(group.streams) for group in groups)
     by_rank = np.arange(world_size * num_streams).reshape(world_size, num_streams)
@@ -74,13 +74,13 @@ def lookup_order(groups: Sequence[LookupGroup], world_size: int, *, pooled: bool
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRound:
-    """Features whose ids are split by rows, each for one table, in one call of the kernel.
+    """One call of the kernel that splits ids by rows: each feature for one table.
 
     Attributes:
-        features: positions in the batch of the features.
-        blocks: by the ids' dtype the rows per block of each feature's table, and the blocks'
-            boundaries where a table is split unevenly.
-        num_blocks: that the features are split into.
+        features: Positions of the features in the batch.
+        num_blocks: Number of blocks of all features.
+        blocks: By dtype of the ids: rows per block of each feature's table, and the boundaries of
+            the blocks if a table is split unevenly.
     """
 
     features: Positions
@@ -106,31 +106,49 @@ class RowLimits(NamedTuple):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routes:
-    """Positions for batches with one particular order of keys: tensors are on the device."""
+    """Index tensors for batches with one order of keys. `D` is the streams of all destinations.
 
-    rounds: tuple[SplitRound, ...]  # how the ids of row-split slots are split
-    split_keys: Tensor  # positions in the batch of the row-split slots' features
-    replicas: tuple[Positions, ...]  # per replica group, in the batch of its features
-    lookups: tuple[Positions, ...]  # per lookup of this rank; none where not all read the whole
-    use_raw: bool  # whether any destination is sent whole features
+    Attributes:
+        rounds: Rounds in which the ids of row-split slots are split.
+        split_keys: int32, positions in the batch of the row-split slots' features.
+        replicas: Per lookup of replicated tables the positions of its features.
+        lookups: Per lookup of this rank the positions of its features, if `reads_whole`.
+        use_raw: Whether whole features are sent to any rank.
+        num_keys: Number of features, with padding.
+        slot_keys: Per slot the position of its feature in the batch.
+        header: `[H]`, gathers the header from `[flag, batch size, counts_G]`.
+        payload: `[2D or 3D]` int32, segments in the order of sending: lengths, ids, weights.
+        segments: `[D]` segments, destination by destination.
+        stream_keys: `[D]` positions in the batch of the segments' features.
+        sent: `[D]` int32, positions of the segments in the send buffers.
+        limits: Limits of the ids.
+        is_identity: Whether one rank looks up the batch as it is.
+        reads_whole: Whether there is one rank, whose lookups each read every feature once.
+    """
+
+    rounds: tuple[SplitRound, ...]
+    split_keys: Tensor
+    replicas: tuple[Positions, ...]
+    lookups: tuple[Positions, ...]
+    use_raw: bool
     num_keys: int
-    slot_keys: np.ndarray  # per slot the position in the batch of its feature
-    header: Tensor  # [H] gathers the header from [flag, batch size, counts_G]
-    payload: np.ndarray  # [2S or 3S of all destinations] int32: the segments in the order sent
-    segments: np.ndarray  # [streams of all destinations] the segments, destination by destination
-    stream_keys: np.ndarray  # and for each the position in the batch of its feature
-    sent: np.ndarray  # int32: the segments, numbered as those that may travel are
+    slot_keys: np.ndarray
+    header: Tensor
+    payload: np.ndarray
+    segments: np.ndarray
+    stream_keys: np.ndarray
+    sent: np.ndarray
     limits: RowLimits
-    is_identity: bool  # one rank whose streams are the batch as it is
-    reads_whole: bool  # one rank whose lookups, and replicas', each read every feature once
+    is_identity: bool
+    reads_whole: bool
 
 
 def _slots_of_rounds(split_keys: Sequence[int], num_keys: int, whole: bool) -> list[list[int]]:
-    """Return which row-split slot each feature of a round is split for; -1: for none.
+    """Return per round the row-split slot of each of its features, -1 for none.
 
-    To pick features out of a batch, the host must know how many ids they have. On a CPU it does,
-    so one round takes just the slots' features. On a GPU it would wait for that number, so
-    `whole` batches are split: once, or where several tables split a feature as often as these are.
+    The host must know the numbers of ids to select features of a batch. On a CPU it does, and one
+    round splits the slots' features only. On a GPU it would have to wait, so `whole` batches are
+    split: once, or several times if several tables split a feature.
     """
     if not whole:
         return [list(range(len(split_keys)))] if split_keys else []
@@ -146,7 +164,7 @@ def _slots_of_rounds(split_keys: Sequence[int], num_keys: int, whole: bool) -> l
 def _blocks_of(
     layout: Layout, slots: Sequence[int], device: torch.device
 ) -> dict[torch.dtype, tuple[Tensor, list[Tensor] | None]]:
-    """Return `blocks`; without int32 where a table is larger than that."""
+    """Return `SplitRound.blocks`, without int32 if a table has more rows than that."""
     tables = [layout.tables[layout.slots[layout.split_slots[i]].table] for i in slots if i >= 0]
     num_edges = layout.num_buckets + 1
     edges_of = [table.ids.edges(table.row_starts) for table in tables]
@@ -156,13 +174,13 @@ def _blocks_of(
         limit = torch.iinfo(dtype).max
         if max(edges[-1] for edges in edges_of) > limit:
             continue
-        # a feature without a slot: any block will do, as nobody is sent them
-        nobodys = (*(limit // layout.num_buckets * i for i in range(num_edges - 1)), limit)
+        # a feature without a slot may have any blocks: they are not sent
+        unused = (*(limit // layout.num_buckets * i for i in range(num_edges - 1)), limit)
         known = iter(edges_of)
         rows = np.array(
             [
                 (edges + edges[-1:] * num_edges)[:num_edges]
-                for edges in (next(known) if slot >= 0 else nobodys for slot in slots)
+                for edges in (next(known) if slot >= 0 else unused for slot in slots)
             ]
         )
         on_device = torch.from_numpy(rows).to(device, dtype)
@@ -173,16 +191,16 @@ def _blocks_of(
 def _rounds(
     layout: Layout, split: Sequence[int], num_keys: int, device: torch.device
 ) -> tuple[tuple[SplitRound, ...], np.ndarray]:
-    """Find the rounds in which row-split slots are split, and where their blocks stand.
+    """Return the rounds in which ids of row-split slots are split.
 
     Args:
-        layout: the compiled placement.
-        split: position in the batch of each row-split slot's feature.
-        num_keys: features of the batch.
-        device: where the batch is.
+        layout: The compiled placement.
+        split: Position in the batch of each row-split slot's feature.
+        num_keys: Number of features of the batch.
+        device: Device of the batch.
 
     Returns:
-        The rounds; and `[buckets, split slots]` the place of each block among those of all.
+        The rounds; and `[buckets, split slots]` the position of each block among all blocks.
     """
     whole = device.type == "cuda"
     positions = np.arange(num_keys) if whole else np.array(split, dtype=np.int64)
@@ -209,18 +227,18 @@ def build_routes(
     device: torch.device,
     num_padding: int = 0,
 ) -> Routes:
-    """Find the ways of batches with these keys.
+    """Return the routes of batches with these keys.
 
     Args:
-        layout: the compiled placement.
-        feature_names: the module's distinct features, in the layout's numbering.
-        keys: features of the batch.
-        is_weighted: whether the features carry weights.
-        device: where the batch is.
-        num_padding: features without a name behind those, which nobody reads.
+        layout: The compiled placement.
+        feature_names: The module's distinct features, in the layout's numbering.
+        keys: Features of the batch.
+        is_weighted: Whether ids have weights.
+        device: Device of the batch.
+        num_padding: Number of features without a name after the keys, which no table reads.
 
     Raises:
-        KeyError: if the keys lack a feature that a table reads.
+        KeyError: If the keys lack a feature that a table reads.
     """
     at = np.array(positions_of(feature_names, keys, "this module"), dtype=np.int64)
     use_raw = any(s < layout.num_features for segments in layout.send_segments for s in segments)

@@ -83,7 +83,7 @@ class RowGather:
         within = torch.arange(total, device=device)
         return first.repeat_interleave(chunks, output_size=total) + within
 
-    def collect(self, buffer: Tensor) -> Tensor:
+    def gather(self, buffer: Tensor) -> Tensor:
         """Return the output, `[R, D]`.
 
         Args:
@@ -98,8 +98,8 @@ class RowGather:
         output.view(-1, self._chunk).index_copy_(0, self._target, rows)
         return output.view(-1, self._dim)
 
-    def spread(self, grad_RD: Tensor) -> Tensor:
-        """Return the gradient of the buffer: the transpose of `collect`.
+    def scatter_grad(self, grad_RD: Tensor) -> Tensor:
+        """Return the gradient of the buffer: the transpose of `gather`.
 
         Args:
             grad_RD: Gradient of the output.

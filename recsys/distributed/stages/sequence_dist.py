@@ -168,11 +168,11 @@ class _SequenceExchange(Exchange[SequenceDist]):
         stage = self.stage
         if stage.is_whole:
             return buffer.detach().view(-1, stage.dim)
-        return self.gather.collect(buffer)
+        return self.gather.gather(buffer)
 
     def start_backward(self, grad: Tensor) -> Tensor:
         """Compute the gradient of the buffer and start the reverse exchange."""
-        grad = grad.reshape(-1) if self.stage.is_whole else self.gather.spread(grad)
+        grad = grad.reshape(-1) if self.stage.is_whole else self.gather.scatter_grad(grad)
         return self.start_sending_back(grad, grad[: self.num_received])
 
     def finish_backward(self, grad: Tensor) -> list[Tensor]:

@@ -18,10 +18,10 @@ from recsys.kernels import ops
 def with_weight_gradients(ctx: BatchContext, bags: Bags) -> tuple[Bags, Tensor]:
     """Let gradients flow from the received weights to the given ones.
 
-    Weights are sent with their ids, so their gradients return as embeddings without pooling do: one
-    float per id that was sent, in one exchange of the backward pass. They are those of this rank's
-    own loss, not divided by the number of ranks: what computes the weights is replicated, and its
-    gradient averaged by DistributedDataParallel.
+    Weights are sent with their ids. Their gradients return in one exchange of the backward pass,
+    one float per sent id. They are gradients of this rank's own loss, not divided by the number of
+    ranks: DistributedDataParallel averages the gradients of the replicated module that computes
+    the weights.
 
     Args:
         ctx: The batch, whose ids were received.
@@ -34,7 +34,7 @@ def with_weight_gradients(ctx: BatchContext, bags: Bags) -> tuple[Bags, Tensor]:
     prepared, stage, shape = ctx.prepared, ctx.stage, ctx.shape
     given_N = prepared.bags.weights
     assert given_N is not None
-    if not given_N.requires_grad:  # those of another rank do
+    if not given_N.requires_grad:  # the weights of another rank do
         given_N = given_N.detach().requires_grad_()
     places = sent_places(ctx.checked.routes, prepared, ctx.header, ())
     num_ids, env, by_rank = prepared.bags.values.numel(), stage.module.env, stage.streams.by_rank
@@ -48,7 +48,7 @@ def with_weight_gradients(ctx: BatchContext, bags: Bags) -> tuple[Bags, Tensor]:
         arrived = comm.all_to_all(env.for_embeddings, what, returned, received, sent).wait()
         if not prepared.weights_need_grad:
             return None
-        # the output stage divided it, for the tables' sake
+        # the output stage divided gradients by the number of ranks, for the tables
         whole = arrived * env.world_size
         return whole.new_zeros(num_ids).index_add_(0, places, whole)
 

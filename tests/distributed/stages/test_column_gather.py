@@ -34,10 +34,10 @@ def test_a_gather_lays_out_blocks_and_adds_up_what_overlaps(seed: int) -> None:
     for block, part in zip(blocks, parts, strict=True):
         ((start, end),) = block
         expected[:, start:end] += part
-    assert torch.equal(gather.collect(buffer, batch_size), expected)
+    assert torch.equal(gather.gather(buffer, batch_size), expected)
     grad = torch.randint(-9, 9, (batch_size, width)).float()
     spread = torch.cat([grad[:, start:end].flatten() for ((start, end),) in blocks])
-    assert torch.equal(gather.spread(grad)[0], spread)
+    assert torch.equal(gather.scatter_grad(grad)[0], spread)
 
 
 def test_columns_of_averaged_slots_are_divided_both_ways() -> None:
@@ -49,11 +49,11 @@ def test_columns_of_averaged_slots_are_divided_both_ways() -> None:
     divisors[:, 0:3] = np.array([[1], [5], [1]])
     divisors[:, 6:8] = np.array([[4], [1], [2]])
     buffer = torch.randn(48, generator=torch.Generator().manual_seed(0))
-    found = gather.collect(buffer, 3, counts)
+    found = gather.gather(buffer, 3, counts)
     expected = buffer.view(2, 3, 8).double().sum(0).numpy() / divisors
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
     grad = torch.arange(24.0).view(3, 8)
-    spread, sent = gather.spread(grad, counts, 0.5, 30)
+    spread, sent = gather.scatter_grad(grad, counts, 0.5, 30)
     assert torch.equal(spread[:30], sent)
     expected = np.stack([grad.numpy() / divisors] * 2).reshape(-1)
     expected[:30] *= 0.5
@@ -64,5 +64,5 @@ def test_columns_of_averaged_slots_are_divided_both_ways() -> None:
 def test_a_batch_of_no_samples_has_columns() -> None:
     gather = ColumnGather([[(0, 4)], [(2, 4)]], 4, CPU, [(0, 2, 4)])
     counts = torch.empty(1, 0, dtype=torch.int64)
-    assert gather.collect(torch.empty(0), 0, counts).shape == (0, 4)
-    assert gather.spread(torch.empty(0, 4), counts, 0.5, 0)[0].shape == (0,)
+    assert gather.gather(torch.empty(0), 0, counts).shape == (0, 4)
+    assert gather.scatter_grad(torch.empty(0, 4), counts, 0.5, 0)[0].shape == (0,)

@@ -162,10 +162,10 @@ def test_rows_are_laid_out_and_back_as_by_loops(seed: int) -> None:
     case = ragged(seed)
     batch = case.batch(CPU)
     assert batch.num_values == case.buffer.numel()
-    found = batch.collect(case.buffer, case.counts)
+    found = batch.gather(case.buffer, case.counts)
     np.testing.assert_allclose(found.numpy(), case.rectangle, rtol=1e-6)
     given = case.grad.clone()
-    spread = batch.spread(case.grad, case.counts)
+    spread = batch.scatter_grad(case.grad, case.counts)
     np.testing.assert_allclose(spread.numpy(), case.spread, rtol=1e-6)
     assert torch.equal(case.grad, given)
 
@@ -193,16 +193,16 @@ def test_rows_of_a_bag_are_added_up_in_the_order_of_their_blocks() -> None:
     segment_K, counts_XWF = np.array([2, 0, 1]), np.ones((1, 3, 1), dtype=np.int64)
     ids = SplitIds(segment_K, counts_XWF, torch.tensor([2, 1, 0]), torch.tensor([0, 3]))
     batch = RaggedBatch(gather, np.ones(3, dtype=np.int64), 1, ids)
-    assert batch.collect(torch.tensor([1.0, 2.0**24, -(2.0**24)])).item() == 0
+    assert batch.gather(torch.tensor([1.0, 2.0**24, -(2.0**24)])).item() == 0
     batch = RaggedBatch(gather, np.ones(3, dtype=np.int64), 1, ids)
-    assert batch.collect(torch.tensor([2.0**24, -(2.0**24), 1.0])).item() == 1
+    assert batch.gather(torch.tensor([2.0**24, -(2.0**24), 1.0])).item() == 1
 
 
 def test_there_may_be_no_rows() -> None:
     gather = RaggedGather([[(0, 4)], [(4, 8)]], 8, CPU)
     batch = RaggedBatch(gather, np.zeros(2, dtype=np.int64), 2)
-    assert torch.equal(batch.collect(torch.empty(0)), torch.zeros(2, 8))
-    assert batch.spread(torch.ones(2, 8)).shape == (0,)
+    assert torch.equal(batch.gather(torch.empty(0)), torch.zeros(2, 8))
+    assert batch.scatter_grad(torch.ones(2, 8)).shape == (0,)
 
 
 def test_blocks_that_share_columns_hold_the_same() -> None:

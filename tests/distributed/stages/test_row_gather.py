@@ -88,11 +88,11 @@ def rows_of(seed: int) -> Rows:
 def test_rows_are_laid_out_and_back_as_by_loops(seed: int) -> None:
     case = rows_of(seed)
     gather = case.gather(CPU)
-    found = gather.collect(case.buffer)
+    found = gather.gather(case.buffer)
     assert found.shape == case.rectangle.shape
     assert np.array_equal(found.numpy(), case.rectangle)
-    assert np.array_equal(gather.spread(case.grad).numpy(), case.spread)
-    assert np.array_equal(gather.spread(case.grad.t().contiguous().t()).numpy(), case.spread)
+    assert np.array_equal(gather.scatter_grad(case.grad).numpy(), case.spread)
+    assert np.array_equal(gather.scatter_grad(case.grad.t().contiguous().t()).numpy(), case.spread)
 
 
 def test_cases_are_of_every_kind() -> None:
