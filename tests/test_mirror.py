@@ -75,6 +75,8 @@ TESTED_THROUGH = {
     "distributed/planner/plan_cost.py": "distributed/planner/test_rating.py",
     "distributed/planner/formatting.py": "distributed/planner/test_report.py",
     "distributed/state/row_updates.py": "distributed/state/test_fused_optimizer.py",
+    "distributed/stages/exchanged_rows.py": "distributed/stages/test_output_dist.py",
+    "distributed/stages/node_hop.py": "distributed/stages/test_output_dist.py",
     "distributed/stages/pool_rows.py": "distributed/test_object_pools.py",
     "distributed/stages/sequence_dist.py": "distributed/stages/test_output_dist.py",
     "inference/quantized_collection.py": "inference/test_quant_modules.py",

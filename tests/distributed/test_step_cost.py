@@ -177,8 +177,8 @@ def _way(kind: ShardingType) -> tuple[list[str], list[str], int]:
 def test_a_batch_goes_through_few_classes_files_and_calls(
     ranks: RankPool, kind: ShardingType
 ) -> None:
-    """Who follows a batch must not get lost: DistributedModelParallel's own is one more of each."""
+    """Counts of the sharded collection; DistributedModelParallel adds one class and one file."""
     for classes, files, calls in ranks(2, _way, kind):
-        assert len(classes) <= 15, classes
+        assert len(classes) <= 16, classes
         assert len(files) <= 10, files
-        assert calls <= 80, calls
+        assert calls <= 62, calls

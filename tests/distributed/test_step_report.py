@@ -21,8 +21,7 @@ from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.shard import shard
 from recsys.distributed.sharding_plan import table_wise
 from recsys.distributed.stages.input_dist import InputDist
-from recsys.distributed.stages.output_dist import _PooledExchange
-from recsys.distributed.stages.sequence_dist import _SequenceExchange
+from recsys.distributed.stages.output_dist import Exchange
 from recsys.distributed.step_report import STAGES, StepReport
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -37,7 +36,7 @@ PAUSE = 0.03
 SLOWED = {
     "input dist": [(InputDist, "_split")],
     "lookup": [(TableBatchedEmbedding, "forward")],
-    "output dist": [(_PooledExchange, "start_backward"), (_SequenceExchange, "finish_forward")],
+    "output dist": [(Exchange, "start_backward"), (Exchange, "finish_forward")],
 }
 
 

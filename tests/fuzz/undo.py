@@ -101,7 +101,7 @@ UNDONE: dict[str, Callable[[], Patches]] = {
     ],
     "narrow tables are laid out": lambda: [
         _rewritten(
-            "distributed.stages.output_dist:_PooledExchange.start_forward",
+            "distributed.stages.column_gather:PooledRows.pack",
             "reshape(-1)",
             "view(-1)",
         )

@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from recsys.distributed.ranks.wire import WireFormat
-from recsys.distributed.stages.batch import NO_COUNTS
+from recsys.distributed.stages.bags import in_order
+from recsys.distributed.stages.batch import NO_COUNTS, BatchContext
+from recsys.distributed.stages.exchanged_rows import Codecs, PooledStage, Ranges
 from recsys.kernels import ops
 
 if TYPE_CHECKING:
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
 _MAX_CACHED_INDEXES = 4  # one per batch size seen; datasets have few
 _MAX_UNIT = 32
 
-Ranges: TypeAlias = Sequence[tuple[int, int]]
-"""Ranges of columns, half open."""
 MeanSlot: TypeAlias = tuple[int, int, int]
 """A position among the row-split slots, and the first and last column of its output."""
 
@@ -125,9 +125,7 @@ class ColumnGather:
             self.lists_C1 = ops.upload(lists, device)
         self._indexes: dict[int, _ChunkIndex] = {}
 
-    def of_codecs(
-        self, codecs: tuple[WireFormat | None, WireFormat | None], num_ranks: int
-    ) -> tuple[WireFormat | None, WireFormat | None]:
+    def of_codecs(self, codecs: Codecs, num_ranks: int) -> Codecs:
         """Return the wire formats that `gather` reads and `scatter_grad` writes by themselves.
 
         Args:
@@ -240,3 +238,82 @@ class ColumnGather:
                 self._indexes.pop(next(iter(self._indexes)))
             self._indexes[batch_size] = _ChunkIndex(self, batch_size)
         return self._indexes[batch_size]
+
+
+@final
+class PooledRows:
+    """Rows of a batch with one row per sample, among all ranks or within a node.
+
+    Args:
+        stage: The stage or hop.
+        rank: This rank.
+        ctx: The batch.
+        samples: Samples of each rank; within a node, of all its `sample_ranks`.
+    """
+
+    def __init__(
+        self, stage: PooledStage, rank: int, ctx: BatchContext, samples: np.ndarray
+    ) -> None:
+        self._stage, self._batch_sizes = stage, ctx.shape.batch_sizes_R
+        self._num_samples, self._counts = int(samples[rank]), ctx.prepared.bag_counts
+        self._gather, receives = stage.gather, stage.widths * self._num_samples
+        self.adds_up = bool(stage.adds_up and self._num_samples and np.ptp(samples) == 0)
+        if self.adds_up:
+            self._gather, receives = stage.sums, receives[:1]
+        self.sends: list[int] = (samples * stage.sent.widths_R).tolist()
+        self.receives: list[int] = receives.tolist()
+        self.read_codecs = stage.read_codecs
+        # in a narrow format scaled gradients may underflow: they are scaled after the exchange
+        self.scales_early = stage.codecs[1] is None
+
+    def pack(self, lookups: Sequence[Tensor]) -> Tensor:
+        """Return the send buffer, flat.
+
+        Args:
+            lookups: Outputs `[T, C_g]` of the lookups, then of further blocks.
+        """
+        sent, num_groups = self._stage.sent, len(self._stage.sent.group_widths)
+        if num_groups > 1:
+            values = torch.cat(tuple(lookups[:num_groups]), dim=1).reshape(-1)
+        elif num_groups:
+            values = lookups[0].reshape(-1)
+        else:
+            values = torch.empty(0, device=self._stage.device)
+        if sent.order.size:
+            blocks = [values, *(block.reshape(-1) for block in lookups[num_groups:])]
+            values = in_order(blocks, self._block_sizes(), sent.order)
+        return values
+
+    def _block_sizes(self) -> list[np.ndarray]:
+        """Return per block the number of values for each of its ranks."""
+        return [self._batch_sizes[ranks] * width for ranks, width in self._stage.sent.blocks]
+
+    def gather(self, buffer: Tensor, arrived: Tensor) -> Tensor:
+        """Return the output `[B, D]`.
+
+        Args:
+            buffer: The receive buffer, flat.
+            arrived: Its received elements in their wire format.
+        """
+        wire = self.read_codecs[0]
+        read = () if wire is None else (arrived, wire)
+        return self._gather.gather(buffer, self._num_samples, self._counts, *read)
+
+    def scatter_grad(self, grad_BD: Tensor, num_received: int) -> tuple[Tensor, Tensor]:
+        """Return the gradient of the buffer, and of its `num_received` received elements."""
+        scale = self._stage.grad_scale if self.scales_early else 1.0
+        to_send = num_received, self.read_codecs[1]
+        return self._gather.scatter_grad(grad_BD, self._counts, scale, *to_send)
+
+    def unpack(self, grad: Tensor) -> list[Tensor]:
+        """Return the gradients of the lookups, given the gradient of the send buffer."""
+        sent, sums = self._stage.sent, []
+        if sent.order.size:
+            sizes, back = self._block_sizes(), np.argsort(sent.order).astype(np.int32)
+            whole = in_order([grad], [np.concatenate(sizes)[sent.order]], back)
+            grad, *others = whole.split([int(of_block.sum()) for of_block in sizes])
+            sums = [x.view(-1, w) for x, (_, w) in zip(others, sent.blocks[1:], strict=True)]
+        parts: Sequence[Tensor] = ()
+        if sent.group_widths:
+            parts = grad.view(-1, sent.blocks[0][1]).split(sent.group_widths, dim=1)
+        return [*(part.contiguous() for part in parts), *sums]

@@ -16,121 +16,50 @@ columns of one rank's lookups.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import islice
 from math import inf
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from recsys import step_stages
-from recsys.distributed.placement.layout import Layout, Stream, merge_ranges
+from recsys.distributed.placement.layout import Layout, merge_ranges
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
-from recsys.distributed.ranks.wire import QuantizedCommCodecs, WireFormat
-from recsys.distributed.stages.bags import in_order, joined
+from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.stages.batch import BatchContext
-from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot, Ranges
-from recsys.distributed.stages.ragged_gather import (
-    NO_IDS,
-    NO_SEGMENT,
-    RaggedBatch,
-    RaggedGather,
-    SplitIds,
+from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot, PooledRows
+from recsys.distributed.stages.exchanged_rows import (
+    Backward,
+    Codecs,
+    ExchangedRows,
+    ExchangeStage,
+    Ranges,
+    SentBlocks,
 )
-from recsys.kernels import ops
-from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates
+from recsys.distributed.stages.node_hop import (
+    NodeHop,
+    may_add_up,
+    node_columns,
+    ranges_of,
+    width_of,
+)
+from recsys.distributed.stages.ragged_gather import RaggedGather, RaggedRows
+from recsys.kernels.scaled_loss import TABLE_UPDATES
 from recsys.modules.embedding_inputs import expand_bags
 from recsys.sparse import KeyedTensor
 from recsys.step_stages import Stage
 
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Backward:
-    """Callbacks and facts for the backward pass of an output stage.
-
-    Attributes:
-        begins: Called in every backward pass, on every rank in the same order.
-        updates: Tables that take gradients on any rank.
-    """
-
-    begins: Callable[[], None]
-    updates: TableUpdates
-
-
-NO_UPDATES = Backward(begins=lambda: None, updates=TableUpdates())
-"""Backward pass of an exchange whose gradients go through another exchange first."""
-
-
-class ExchangeStage(Protocol):
-    """Properties of a stage that its exchanges use.
-
-    Attributes:
-        device: Device of the embeddings.
-        codecs: Wire formats of embeddings and of gradients; None for as they are.
-        tasks: Names of the exchanges of embeddings and of gradients.
-        has_exchange: Whether any rank sends anything.
-        backward: Callbacks for backward passes.
-        grad_scale: Factor for the gradients of the lookups.
-    """
-
-    device: torch.device
-    codecs: tuple[WireFormat | None, WireFormat | None]
-    tasks: tuple[ExchangeName, ExchangeName]
-    has_exchange: bool
-    backward: Backward
-    grad_scale: float
-
-
-@final
-class SentBlocks(NamedTuple):
-    """Elements that a rank sends: rows of all samples, in one block or several.
-
-    Attributes:
-        group_widths: Columns of each lookup in the first block.
-        widths_R: `[R]` elements per sample for each rank.
-        blocks: Per block the ranks whose samples it has, and its columns.
-        order: int32, the parts of the blocks (one per rank) in the order of sending; empty for the
-            order in which they are.
-    """
-
-    group_widths: list[int]
-    widths_R: np.ndarray
-    blocks: list[tuple[np.ndarray, int]]
-    order: np.ndarray
-
-
-class PooledStage(ExchangeStage, Protocol):
-    """A stage that exchanges columns of samples and adds up partial sums.
-
-    Attributes:
-        sent: Elements that this rank sends.
-        widths: `[R]` elements per sample from each rank.
-        gather: Computes the output from the received buffer.
-        read_codecs: The codecs that the gathers apply themselves.
-        adds_up: Whether a reduce-scatter is used for equal batch sizes.
-        sums: The gather after it; `gather` if there is no reduce-scatter.
-    """
-
-    sent: SentBlocks
-    widths: np.ndarray
-    gather: ColumnGather
-    read_codecs: tuple[WireFormat | None, WireFormat | None]
-    adds_up: bool
-    sums: ColumnGather
-
-
-S = TypeVar("S", bound=ExchangeStage)
 T = TypeVar("T")
 
 
-class Exchange(abc.ABC, Generic[S]):
+@final
+class Exchange:
     """Differentiable exchange of one batch's embeddings.
 
     It has four steps. `start_forward` starts the exchange and returns the receive buffer.
@@ -141,44 +70,17 @@ class Exchange(abc.ABC, Generic[S]):
     Args:
         stage: The output stage.
         env: The ranks.
-        sends: Elements for each rank in the forward pass.
-        receives: Elements from each rank, or of their sum.
+        rows: The rows.
         path: Path of the module, for messages.
-
-    Attributes:
-        adds_up: Whether the exchange is a reduce-scatter.
-        scales_early: Whether gradients are multiplied by their scale before they are sent.
     """
 
-    adds_up = False
-    scales_early = False
-
     def __init__(
-        self, stage: S, env: ShardingEnv, sends: list[int], receives: list[int], path: str
+        self, stage: ExchangeStage, env: ShardingEnv, rows: ExchangedRows, path: str
     ) -> None:
-        self.stage, self.path = stage, path
-        self.env = env
-        self.sends = sends
-        self.receives = receives
-        self.num_received = sum(receives)
-        self.pending: comm.Pending
+        self.stage, self.env, self.rows, self.path = stage, env, rows, path
+        self.num_received = sum(rows.receives)
+        self._pending: comm.Pending
         self._replica_shapes: list[torch.Size] = []
-
-    @abc.abstractmethod
-    def start_forward(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Start the exchange; return the buffer, which `finish_forward` completes."""
-
-    @abc.abstractmethod
-    def finish_forward(self, buffer: Tensor) -> Tensor:
-        """Wait for the exchange and return the output."""
-
-    @abc.abstractmethod
-    def start_backward(self, grad: Tensor) -> Tensor:
-        """Return the buffer's gradient, given the output's; start the reverse exchange."""
-
-    @abc.abstractmethod
-    def finish_backward(self, grad: Tensor) -> list[Tensor]:
-        """Wait for the reverse exchange; return the gradients of the lookups, then of replicas."""
 
     def start(
         self,
@@ -213,62 +115,64 @@ class Exchange(abc.ABC, Generic[S]):
 
         return finish
 
-    def start_sending(self, sent: Tensor, replicas: Sequence[Tensor] = ()) -> Tensor:
-        """Start the exchange into one buffer; outputs of replicas follow the received elements."""
-        stage, at = self.stage, self.num_received
-        size = at
-        for replica in replicas:
-            self._replica_shapes.append(replica.shape)
-            size += replica.numel()
-        buffer = torch.empty(size, device=stage.device)
-        if stage.has_exchange and self.adds_up:
-            self.pending = comm.reduce_scatter(self.env, stage.tasks[0], sent, buffer[:at])
+    def start_forward(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
+        """Start the exchange; return the buffer, which `finish_forward` completes.
+
+        Outputs of replicated tables follow the received elements in the buffer.
+        """
+        stage, rows, at = self.stage, self.rows, self.num_received
+        sent = rows.pack(lookups)
+        self._replica_shapes = [replica.shape for replica in replicas]
+        sizes = list(map(torch.numel, replicas))
+        buffer = torch.empty(at + sum(sizes), device=stage.device)
+        if stage.has_exchange and rows.adds_up:
+            self._pending = comm.reduce_scatter(self.env, stage.tasks[0], sent, buffer[:at])
         elif stage.has_exchange:
-            self.pending = comm.all_to_all(
-                self.env,
-                stage.tasks[0],
-                sent,
-                self.sends,
-                self.receives,
-                buffer[:at],
-                stage.codecs[0],
+            sizes_R, wire = (rows.sends, rows.receives), stage.codecs[0]
+            self._pending = comm.all_to_all(
+                self.env, stage.tasks[0], sent, *sizes_R, buffer[:at], wire
             )
-        for replica in replicas:
-            buffer[at : at + replica.numel()].copy_(replica.reshape(-1))
-            at += replica.numel()
+        for replica, size in zip(replicas, sizes, strict=True):
+            buffer[at : at + size].copy_(replica.reshape(-1))
+            at += size
         return buffer
 
-    def wait(self, decode: bool = True) -> Tensor:
+    def finish_forward(self, buffer: Tensor) -> Tensor:
+        """Wait for the exchange and return the output."""
+        arrived = self._wait(decode=self.rows.read_codecs[0] is None)
+        return self.rows.gather(buffer, arrived)
+
+    def start_backward(self, grad: Tensor) -> Tensor:
+        """Return the gradient of the buffer, given the output's; start the reverse exchange."""
+        stage, rows = self.stage, self.rows
+        buffer_grad, sent = rows.scatter_grad(grad, self.num_received)
+        if stage.has_exchange and rows.adds_up:
+            self._pending = comm.all_gather(self.env, stage.tasks[1], sent)
+        elif stage.has_exchange:
+            sizes_R, wire = (rows.receives, rows.sends), stage.codecs[1]
+            self._pending = comm.all_to_all(self.env, stage.tasks[1], sent, *sizes_R, wire=wire)
+        return buffer_grad
+
+    def finish_backward(self, buffer_grad: Tensor) -> list[Tensor]:
+        """Wait for the reverse exchange; return the gradients of the lookups, then of replicas."""
+        stage, sizes, grads = self.stage, [shape.numel() for shape in self._replica_shapes], []
+        if stage.has_exchange:
+            grad = self._wait()
+            if stage.grad_scale != 1.0 and not self.rows.scales_early:
+                grad = grad.mul_(stage.grad_scale)
+            grads = self.rows.unpack(grad)
+        if sizes:
+            of_replicas = buffer_grad[self.num_received :].split(sizes)
+            grads += map(Tensor.view, of_replicas, self._replica_shapes)
+        return grads
+
+    def _wait(self, decode: bool = True) -> Tensor:
         """Wait for the exchange, if there is one, and return the received tensor."""
         if not self.stage.has_exchange:
             return _nothing(self.stage.device)
-        arrived = self.pending.wait(decode)
-        del self.pending  # and its buffers
+        arrived = self._pending.wait(decode)
+        del self._pending  # and its buffers
         return arrived
-
-    def start_sending_back(self, grad: Tensor, sent: Tensor) -> Tensor:
-        """Start to send the gradient of the received elements; return the buffer's gradient."""
-        stage = self.stage
-        if stage.has_exchange and self.adds_up:
-            self.pending = comm.all_gather(self.env, stage.tasks[1], sent)
-        elif stage.has_exchange:
-            self.pending = comm.all_to_all(
-                self.env, stage.tasks[1], sent, self.receives, self.sends, wire=stage.codecs[1]
-            )
-        return grad
-
-    def wait_for_grads(self) -> Tensor:
-        """Wait for the reverse exchange, if there is one, and return the received gradients."""
-        arrived, scale = self.wait(), self.stage.grad_scale
-        if self.scales_early or scale == 1.0:
-            return arrived
-        return arrived.mul_(scale)
-
-    def replica_grads(self, grad: Tensor) -> list[Tensor]:
-        """Return the gradients of the replicas' outputs, given the buffer's gradient."""
-        sizes = [shape.numel() for shape in self._replica_shapes]
-        parts = grad[self.num_received :].split(sizes) if sizes else ()
-        return [part.view(s) for part, s in zip(parts, self._replica_shapes, strict=True)]
 
 
 @cache
@@ -281,7 +185,7 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: Exchange[Any], num_lookups: int, anchor: Tensor, *outputs: Tensor
+        ctx: Any, exchange: Exchange, num_lookups: int, anchor: Tensor, *outputs: Tensor
     ) -> Tensor:
         ctx.exchange = exchange
         with step_stages.running((Stage.OUTPUT_DIST, exchange.path)):
@@ -297,7 +201,7 @@ class _Place(torch.autograd.Function):
     """Autograd edge from the receive buffer to the output."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange[Any], buffer: Tensor) -> Tensor:
+    def forward(ctx: Any, exchange: Exchange, buffer: Tensor) -> Tensor:
         ctx.exchange = exchange
         ctx.metadata[TABLE_UPDATES] = exchange.stage.backward.updates
         with step_stages.running((Stage.OUTPUT_DIST, exchange.path)):
@@ -305,36 +209,10 @@ class _Place(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        exchange: Exchange[Any] = ctx.exchange
+        exchange: Exchange = ctx.exchange
         with step_stages.running((Stage.GRADIENT_DIST, exchange.path)):
             exchange.stage.backward.begins()
             return None, exchange.start_backward(grad)
-
-
-def _columns(
-    layout: Layout, streams: Iterable[Stream], *, in_node: bool
-) -> Iterator[tuple[int, int]]:
-    """Return the output columns of streams: those added up within a node, or the others."""
-    return (
-        stream.cols
-        for stream in streams
-        if (layout.slots[stream.slot].table in layout.node_tables) is in_node
-    )
-
-
-def _ranges(layout: Layout, streams: Iterable[Stream], *, in_node: bool) -> Ranges:
-    return merge_ranges(_columns(layout, streams, in_node=in_node))
-
-
-def _width(ranges: Ranges) -> int:
-    return sum(end - start for start, end in ranges)
-
-
-def _join(outputs: Sequence[Tensor], batch_sizes: np.ndarray, device: torch.device) -> Tensor:
-    """Join outputs `[T, C_g]` into `[T, C]`."""
-    if not outputs:
-        return torch.empty(int(batch_sizes.sum()), 0, device=device)
-    return outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=1)
 
 
 class OutputStage(abc.ABC, Generic[T]):
@@ -352,7 +230,7 @@ class OutputStage(abc.ABC, Generic[T]):
     """
 
     tasks = ExchangeName.EMBEDDINGS, ExchangeName.GRADIENTS
-    codecs: tuple[WireFormat | None, WireFormat | None]
+    codecs: Codecs
     most_ids: float = inf
     """Ids per bag and row block above which a row per id is more than partial sums."""
 
@@ -422,11 +300,11 @@ class OutputDist(OutputStage[KeyedTensor]):
         blocks: list[Ranges] = []
         self.widths = np.zeros(env.world_size, dtype=np.int64)  # per sample, from each rank
         for rank, streams in enumerate(layout.streams):
-            sent = [_ranges(layout, streams, in_node=False)]
+            sent = [ranges_of(layout, streams, in_node=False)]
             if any(rank in hop.sample_ranks for hop in self.hops):
                 sent.append(node_columns(layout, rank // layout.node_size))
             blocks += sent
-            self.widths[rank] = sum(map(_width, sent))
+            self.widths[rank] = sum(map(width_of, sent))
         of_ranks = list(blocks)
         self.replica_blocks: list[Ranges] = []
         for group in layout.replica_groups:
@@ -436,7 +314,7 @@ class OutputDist(OutputStage[KeyedTensor]):
         self.gather = ColumnGather(blocks, layout.width, device, self.means)
         self.codecs = codecs.fitted(self.gather.chunk)
         self.read_codecs = self.gather.of_codecs(self.codecs, env.world_size)
-        self.adds_up = not self.hops and _may_add_up(of_ranks, env, device, self.codecs)
+        self.adds_up = not self.hops and may_add_up(of_ranks, env, device, self.codecs)
         self.sums = self.gather
         if self.adds_up:
             summed = [blocks[0], *self.replica_blocks]
@@ -495,16 +373,19 @@ class OutputDist(OutputStage[KeyedTensor]):
             node = hop.env  # created by all ranks, also of nodes without sums
             if hop.width:
                 in_node = list(islice(lookups, len(hop.sent.group_widths)))
-                sums.append(hop.start(node, ctx, in_node, trains))
+                rows_in_node = hop.rows(node.rank, ctx)
+                exchange = Exchange(hop, node, rows_in_node, ctx.stage.module.path)
+                sums.append(exchange.start(in_node, (), trains))
         outputs = list(lookups)  # looked up during the node's exchange
         for wait_for_sums in sums:
             outputs.append(wait_for_sums())
         env = self.env.for_embeddings
-        exchange: Exchange[OutputDist] | Exchange[PooledStage]
+        rows: ExchangedRows
         if ctx.shape.is_ragged:
-            exchange = _RaggedExchange(self, env, ctx)
+            rows = RaggedRows(self.ragged, self.layout, self.env.rank, ctx)
         else:
-            exchange = _PooledExchange(self, env, ctx, ctx.shape.batch_sizes_R)
+            rows = PooledRows(self, self.env.rank, ctx, ctx.shape.batch_sizes_R)
+        exchange = Exchange(self, env, rows, ctx.stage.module.path)
         wait = exchange.start(outputs, replicas, trains, ctx.received.anchors)
         return lambda: self._keyed(wait(), ctx)
 
@@ -514,246 +395,3 @@ class OutputDist(OutputStage[KeyedTensor]):
         if pooled_BD.dtype is not self.dtype:
             pooled_BD = pooled_BD.to(self.dtype)
         return KeyedTensor.from_parts(self.names, self._dims, pooled_BD)
-
-
-@final
-class _PooledExchange(Exchange[PooledStage]):
-    """Exchange of a batch with one row per sample, among all ranks or within a node.
-
-    Args:
-        stage: The stage or hop.
-        env: The ranks: all, or the ranks of a node.
-        ctx: The batch.
-        samples: Samples of each rank; within a node, of all its `sample_ranks`.
-    """
-
-    def __init__(
-        self, stage: PooledStage, env: ShardingEnv, ctx: BatchContext, samples: np.ndarray
-    ) -> None:
-        self.batch_sizes = ctx.shape.batch_sizes_R
-        self.num_samples = int(samples[env.rank])
-        self.gather, receives = stage.gather, stage.widths * self.num_samples
-        if stage.adds_up and self.num_samples and np.ptp(samples) == 0:
-            self.adds_up, self.gather, receives = True, stage.sums, receives[:1]
-        sends = samples * stage.sent.widths_R
-        super().__init__(stage, env, sends.tolist(), receives.tolist(), ctx.stage.module.path)
-        self._bag_counts = ctx.prepared.bag_counts
-        # in a narrow format scaled gradients may underflow: they are scaled after the exchange
-        self.scales_early = stage.codecs[1] is None
-
-    def start_forward(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Start the exchange."""
-        stage, num_groups = self.stage, len(self.stage.sent.group_widths)
-        sent = _join(lookups[:num_groups], self.batch_sizes, stage.device).reshape(-1)
-        if stage.sent.order.size:
-            blocks = [sent, *(block.reshape(-1) for block in lookups[num_groups:])]
-            sent = in_order(blocks, self._block_sizes(), stage.sent.order)
-        return self.start_sending(sent, replicas)
-
-    def _block_sizes(self) -> list[np.ndarray]:
-        """Return per block the number of values for each of its ranks."""
-        return [self.batch_sizes[ranks] * width for ranks, width in self.stage.sent.blocks]
-
-    def finish_forward(self, buffer: Tensor) -> Tensor:
-        """Wait and gather the output `[B, D]`."""
-        wire = self.stage.read_codecs[0]
-        arrived = self.wait(decode=wire is None)
-        rest = (arrived, wire) if wire is not None else ()
-        return self.gather.gather(buffer, self.num_samples, self._bag_counts, *rest)
-
-    def start_backward(self, grad_BD: Tensor) -> Tensor:
-        """Compute the gradient of the buffer and start the reverse exchange."""
-        scale = self.stage.grad_scale if self.scales_early else 1.0
-        sent = self._bag_counts, scale, self.num_received, self.stage.read_codecs[1]
-        return self.start_sending_back(*self.gather.scatter_grad(grad_BD, *sent))
-
-    def finish_backward(self, grad: Tensor) -> list[Tensor]:
-        """Wait and return the gradients of the lookups' and replicas' outputs."""
-        stage, arrived, sums = self.stage, self.wait_for_grads(), []
-        if not stage.has_exchange:
-            return self.replica_grads(grad)
-        if stage.sent.order.size:
-            sizes, back = self._block_sizes(), np.argsort(stage.sent.order).astype(np.int32)
-            whole = in_order([arrived], [np.concatenate(sizes)[stage.sent.order]], back)
-            arrived, *others = whole.split([int(of_block.sum()) for of_block in sizes])
-            sums = [x.view(-1, w) for x, (_, w) in zip(others, stage.sent.blocks[1:], strict=True)]
-        parts: Sequence[Tensor] = ()
-        if stage.sent.group_widths:
-            parts = arrived.view(-1, stage.sent.blocks[0][1]).split(stage.sent.group_widths, dim=1)
-        return [*(part.contiguous() for part in parts), *sums, *self.replica_grads(grad)]
-
-
-@final
-class _RaggedExchange(Exchange["OutputDist"]):
-    """Exchange of a ragged batch, in which streams have their own numbers of rows.
-
-    A stream has a row per bag of a feature with its own batch size, or a row per id if bags of a
-    row-split table have few ids. Lookups produce these rows rank by rank, so the output of a single
-    lookup is sent without a copy.
-
-    Args:
-        stage: The stage.
-        env: The ranks.
-        ctx: The batch.
-    """
-
-    def __init__(self, stage: OutputDist, env: ShardingEnv, ctx: BatchContext) -> None:
-        given, shape = ctx.stage, ctx.shape
-        received_RS, own_S = shape.bags_received_RS, shape.bags_sent_D
-        firsts = [group.streams.start for group in stage.layout.groups[env.rank]]
-        looked_up_RS = received_RS * given.streams.own_dims
-        self._looked_up_RL = np.add.reduceat(looked_up_RS, firsts, 1) if firsts else looked_up_RS
-        batch_size = ctx.prepared.bags.stride
-        rows_K = np.concatenate([own_S, np.full(len(stage.replica_blocks), batch_size)])
-        ids = self._split_ids(ctx, len(rows_K)) if shape.is_by_id else NO_IDS
-        self._arriving = RaggedBatch(stage.ragged, rows_K, batch_size, ids)
-        sends = self._looked_up_RL.sum(1).tolist()
-        receives = given.per_rank(own_S * given.streams.dims_D)
-        super().__init__(stage, env, sends, receives, ctx.stage.module.path)
-        self._bag_counts = ctx.prepared.bag_counts
-
-    @staticmethod
-    def _split_ids(ctx: BatchContext, num_blocks: int) -> SplitIds:
-        """Return the segments of ids that return as rows."""
-        routes, segment_K = ctx.checked.routes, np.full(num_blocks, NO_SEGMENT)
-        by_id_S, prepared = ctx.shape.by_id_D, ctx.prepared
-        of_streams = routes.segments - routes.num_keys  # whole features are before the others
-        segment_K[: len(by_id_S)] = np.where(by_id_S, of_streams, NO_SEGMENT)
-        shape = len(routes.rounds), ctx.stage.module.layout.num_buckets, -1
-        counts_XWF = ctx.header.counts_G[routes.num_keys :].reshape(shape)
-        return SplitIds(
-            segment_K, counts_XWF, joined(prepared.segments.moved_to), prepared.split_offsets
-        )
-
-    def start_forward(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Start the exchange."""
-        stage = self.stage
-        sent = joined(lookups) if lookups else torch.empty(0, device=stage.device)
-        if len(lookups) > 1:
-            sent = ops.swap_segments(sent, self._looked_up_RL.T)
-        return self.start_sending(sent, replicas)
-
-    def finish_forward(self, buffer: Tensor) -> Tensor:
-        """Wait and gather the output `[B, D]`."""
-        self.wait()
-        return self._arriving.gather(buffer, self._bag_counts)
-
-    def start_backward(self, grad_BD: Tensor) -> Tensor:
-        """Compute the gradient of the buffer and start the reverse exchange."""
-        grad = self._arriving.scatter_grad(grad_BD, self._bag_counts)
-        return self.start_sending_back(grad, grad[: self.num_received])
-
-    def finish_backward(self, grad: Tensor) -> list[Tensor]:
-        """Wait and return the gradients of the lookups' and replicas' outputs."""
-        arrived = self.wait_for_grads()
-        if not self.stage.has_exchange:
-            return self.replica_grads(grad)
-        sizes = self._looked_up_RL.sum(0).tolist()
-        if len(sizes) > 1:
-            arrived = ops.swap_segments(arrived, self._looked_up_RL)
-        return [*arrived.split(sizes), *self.replica_grads(grad)]
-
-
-def _may_add_up(
-    blocks: Sequence[Ranges],
-    env: ShardingEnv,
-    device: torch.device,
-    codecs: tuple[WireFormat | None, WireFormat | None],
-) -> bool:
-    """Return whether a reduce-scatter replaces the all-to-all and the sums.
-
-    All ranks must send the same columns, in fp32: sums of narrow formats would lose precision.
-
-    Args:
-        blocks: Columns that each rank sends.
-        env: The ranks.
-        device: Device of the embeddings.
-        codecs: Wire formats of embeddings and of gradients.
-    """
-    is_exact = codecs == (None, None)
-    is_uniform = len(blocks) > 1 and blocks[0] and all(block == blocks[0] for block in blocks)
-    return bool(env.adds_up_on_the_way(device) and is_exact and is_uniform)
-
-
-def node_columns(layout: Layout, node: int) -> Ranges:
-    """Return the output columns, ascending, whose partial sums are added up within a node."""
-    members = range(node * layout.node_size, (node + 1) * layout.node_size)
-    streams = (stream for rank in members for stream in layout.streams[rank])
-    return merge_ranges(sorted(set(_columns(layout, streams, in_node=True))))
-
-
-@final
-class NodeHop:
-    """Sum of partial sums within a node, for tables whose rows are on the ranks of one node.
-
-    Each rank receives the node's partial sums for the samples of the ranks with the same local rank
-    (`sample_ranks`), adds them up and sends the sums on. Other tables are looked up, and updated in
-    backward, during this exchange.
-
-    Args:
-        layout: The compiled placement.
-        env: The ranks.
-        device: Device of the embeddings.
-        codecs: Wire formats of embeddings and of gradients.
-    """
-
-    tasks = ExchangeName.EMBEDDINGS_IN_NODE, ExchangeName.GRADIENTS_IN_NODE
-    has_exchange = True
-    grad_scale = 1.0
-    backward = NO_UPDATES
-
-    def __init__(
-        self, layout: Layout, env: ShardingEnv, device: torch.device, codecs: QuantizedCommCodecs
-    ) -> None:
-        self.device = device
-        self._whole_env, self.size = env, layout.node_size
-        node, place = divmod(env.rank, self.size)
-        self.sample_ranks = range(place, env.world_size, self.size)
-        group_widths = [g.width for g in layout.groups[env.rank] if g.in_node]
-        ranks, width = np.arange(env.world_size), sum(group_widths)
-        by_place = ranks.reshape(-1, self.size).T.flatten().astype(np.int32)
-        widths = np.full(self.size, width)
-        self.sent = SentBlocks(group_widths, widths, [(ranks, width)], by_place)
-        columns = node_columns(layout, node)
-        self.width = _width(columns)
-        members = range(node * self.size, (node + 1) * self.size)
-        blocks = [_ranges(layout, layout.streams[rank], in_node=True) for rank in members]
-        self.widths = np.array([_width(block) for block in blocks])
-        parts = [_within(columns, block) for block in blocks]
-        self.gather = ColumnGather(parts, self.width, device)
-        self.codecs = codecs.fitted(self.gather.chunk or 1)
-        self.read_codecs = self.gather.of_codecs(self.codecs, self.size)
-        self.adds_up = _may_add_up(parts, env, device, self.codecs)
-        self.sums = ColumnGather(parts[:1], self.width, device) if self.adds_up else self.gather
-
-    @cached_property
-    def env(self) -> ShardingEnv:
-        """Process group of this node. The first access is a collective call."""
-        return self._whole_env.for_embeddings.of_node(self.size)
-
-    def start(
-        self, env: ShardingEnv, ctx: BatchContext, lookups: Sequence[Tensor], trains: bool
-    ) -> Callable[[], Tensor]:
-        """Start the exchange of partial sums within the node.
-
-        Args:
-            env: The ranks of the node.
-            ctx: The batch.
-            lookups: Per lookup `[T, C_g]`, partial sums for the samples of all ranks.
-            trains: Whether any table of the module, on any rank, takes gradients.
-
-        Returns:
-            Function that waits for `[samples of sample_ranks, width]`, in rank order.
-        """
-        samples = ctx.shape.batch_sizes_R.reshape(-1, self.size).sum(0)
-        return _PooledExchange(self, env, ctx, samples).start(lookups, (), trains)
-
-
-def _within(outer: Ranges, inner: Ranges) -> Ranges:
-    """Return the positions of columns `inner` within the columns `outer`."""
-    starts = np.cumsum([0] + [end - start for start, end in outer])
-    found = []
-    for start, end in inner:
-        i = next(i for i, (low, high) in enumerate(outer) if low <= start and end <= high)
-        found.append((int(starts[i]) + start - outer[i][0], int(starts[i]) + end - outer[i][0]))
-    return found

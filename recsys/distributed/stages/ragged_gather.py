@@ -23,8 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recsys.distributed.stages.batch import NO_COUNTS
-from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot, Ranges
+from recsys.distributed.placement.layout import Layout
+from recsys.distributed.stages.bags import joined
+from recsys.distributed.stages.batch import NO_COUNTS, BatchContext
+from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot
+from recsys.distributed.stages.exchanged_rows import Codecs, Ranges
 from recsys.kernels import ops
 
 if TYPE_CHECKING:
@@ -287,3 +290,72 @@ class RaggedBatch:
             grad_BD = grad_BD.clone()
             gather.columns.divide(grad_BD, counts)
         return grad_BD.reshape(-1, gather.chunk).index_select(0, self._targets_M).view(-1)
+
+
+@final
+class RaggedRows:
+    """Rows of a ragged batch, in which streams have their own numbers of rows.
+
+    A stream has a row per bag of a feature with its own batch size, or a row per id if bags of a
+    row-split table have few ids. Lookups produce these rows rank by rank, so the output of a single
+    lookup is sent without a copy.
+
+    Args:
+        gather: Columns of the streams that arrive, then of replicated lookups.
+        layout: The compiled placement.
+        rank: This rank.
+        ctx: The batch.
+    """
+
+    adds_up = scales_early = False
+    read_codecs: Codecs = (None, None)
+
+    def __init__(self, gather: RaggedGather, layout: Layout, rank: int, ctx: BatchContext) -> None:
+        given, shape = ctx.stage, ctx.shape
+        received_RS, sent_D = shape.bags_received_RS, shape.bags_sent_D
+        firsts = [group.streams.start for group in layout.groups[rank]]
+        looked_up_RS = received_RS * given.streams.own_dims
+        self._looked_up_RL = np.add.reduceat(looked_up_RS, firsts, 1) if firsts else looked_up_RS
+        batch_size, num_replicas = ctx.prepared.bags.stride, len(gather.widths_K) - len(sent_D)
+        rows_K = np.concatenate([sent_D, np.full(num_replicas, batch_size)])
+        ids = split_ids(ctx, len(rows_K)) if shape.is_by_id else NO_IDS
+        self._batch = RaggedBatch(gather, rows_K, batch_size, ids)
+        self.sends: list[int] = self._looked_up_RL.sum(1).tolist()
+        self.receives = given.per_rank(sent_D * given.streams.dims_D)
+        self._counts, self._device = ctx.prepared.bag_counts, given.module.device
+
+    def pack(self, lookups: Sequence[Tensor]) -> Tensor:
+        """Return the send buffer, flat."""
+        if not lookups:
+            return torch.empty(0, device=self._device)
+        sent = joined(lookups)
+        return ops.swap_segments(sent, self._looked_up_RL.T) if len(lookups) > 1 else sent
+
+    def gather(self, buffer: Tensor, _: Tensor) -> Tensor:
+        """Return the output `[B, D]`."""
+        return self._batch.gather(buffer, self._counts)
+
+    def scatter_grad(self, grad_BD: Tensor, num_received: int) -> tuple[Tensor, Tensor]:
+        """Return the gradient of the buffer, and of its `num_received` received elements."""
+        grad = self._batch.scatter_grad(grad_BD, self._counts)
+        return grad, grad[:num_received]
+
+    def unpack(self, grad: Tensor) -> list[Tensor]:
+        """Return the gradients of the lookups, given the gradient of the send buffer."""
+        sizes = self._looked_up_RL.sum(0).tolist()
+        if len(sizes) > 1:
+            grad = ops.swap_segments(grad, self._looked_up_RL)
+        return list(grad.split(sizes))
+
+
+def split_ids(ctx: BatchContext, num_blocks: int) -> SplitIds:
+    """Return the segments of ids that return as rows."""
+    routes, segment_K = ctx.checked.routes, np.full(num_blocks, NO_SEGMENT)
+    by_id_D, prepared = ctx.shape.by_id_D, ctx.prepared
+    of_streams = routes.segments - routes.num_keys  # whole features are before the others
+    segment_K[: len(by_id_D)] = np.where(by_id_D, of_streams, NO_SEGMENT)
+    shape = len(routes.rounds), ctx.stage.module.layout.num_buckets, -1
+    counts_XWF = ctx.header.counts_G[routes.num_keys :].reshape(shape)
+    return SplitIds(
+        segment_K, counts_XWF, joined(prepared.segments.moved_to), prepared.split_offsets
+    )

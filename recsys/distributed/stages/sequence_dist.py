@@ -21,6 +21,7 @@ from torch import Tensor
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.stages.bags import joined, sent_places
 from recsys.distributed.stages.batch import BatchContext
+from recsys.distributed.stages.exchanged_rows import Codecs
 from recsys.distributed.stages.output_dist import Exchange, OutputStage
 from recsys.distributed.stages.routes import lookup_order
 from recsys.distributed.stages.row_gather import RowGather
@@ -72,19 +73,20 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
         self, ctx: BatchContext, lookups: Iterator[Tensor], replicas: Sequence[Tensor], trains: bool
     ) -> Callable[[], dict[str, JaggedTensor]]:
         """Start the exchange of `[ids, width]` per lookup; see the base class."""
-        exchange = _SequenceExchange(self, ctx)
+        exchanged = SequenceRows(self, ctx)
+        exchange = Exchange(self, self.env.for_embeddings, exchanged, ctx.stage.module.path)
         wait = exchange.start(list(lookups), replicas, trains)
-        return lambda: self._views(wait(), exchange, ctx)
+        return lambda: self._views(wait(), exchanged, ctx)
 
     def _views(
-        self, rows: Tensor, exchange: _SequenceExchange, ctx: BatchContext
+        self, rows: Tensor, exchanged: SequenceRows, ctx: BatchContext
     ) -> dict[str, JaggedTensor]:
         given, inverse = ctx.checked.given, ctx.prepared.inverse
         slots, strides = ctx.checked.routes.slot_keys, given.stride_per_key()
-        counts_K, order = exchange.counts_K, self.slot_order
+        counts_K, order = exchanged.counts_K, self.slot_order
         if ctx.stage.module.distinct:
             counts_K, order = ctx.header.given_counts_K, []
-            rows = rows.index_select(0, exchange.repeats(inverse.split(counts_K.tolist())))
+            rows = rows.index_select(0, exchanged.repeats(inverse.split(counts_K.tolist())))
         if rows.dtype is not self.dtype:
             rows = rows.to(self.dtype)
         lengths = ctx.checked.safe.lengths().split_with_sizes(strides)
@@ -104,8 +106,16 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
 
 
 @final
-class _SequenceExchange(Exchange[SequenceDist]):
-    """Exchange of a batch's rows."""
+class SequenceRows:
+    """Rows of a batch's ids.
+
+    Args:
+        stage: The stage.
+        ctx: The batch.
+    """
+
+    adds_up = scales_early = False
+    read_codecs: Codecs = (None, None)
 
     def __init__(self, stage: SequenceDist, ctx: BatchContext) -> None:
         routes, header = ctx.checked.routes, ctx.header
@@ -119,20 +129,16 @@ class _SequenceExchange(Exchange[SequenceDist]):
         edges = np.concatenate([[0], np.cumsum(sent_counts * stage.sent_chunks)])
         # [R, S] chunks received from each rank in each stream
         self.received_chunks = ctx.shape.ids_received_RS * stage.own_chunks
-        super().__init__(
-            stage,
-            stage.env.for_embeddings,
-            (self.received_chunks.sum(1) * stage.chunk).tolist(),
-            (np.diff(edges[stage.sent_edges]) * stage.chunk).tolist(),
-            ctx.stage.module.path,
-        )
+        self.stage, self.rank = stage, stage.env.rank
+        self.sends: list[int] = (self.received_chunks.sum(1) * stage.chunk).tolist()
+        self.receives: list[int] = (np.diff(edges[stage.sent_edges]) * stage.chunk).tolist()
         self.widths: list[int] = []
         if not stage.is_whole:
             slot_bases = np.cumsum(self.slot_counts) - self.slot_counts
             shifts = (slot_bases - self.slot_starts)[stage.sent_slots]
             columns = stage.sent_first_chunks, stage.sent_chunks
             places = sent_places(routes, ctx.prepared, header, ctx.received.replica_places)
-            self.gather = RowGather(stage.dim, stage.chunk, *columns, sent_counts, shifts, places)
+            self._gather = RowGather(stage.dim, stage.chunk, *columns, sent_counts, shifts, places)
 
     def repeats(self, inverse_of_keys: Sequence[Tensor]) -> Tensor:
         """Return the output row of each id before deduplication, slot by slot.
@@ -147,8 +153,8 @@ class _SequenceExchange(Exchange[SequenceDist]):
         pairs = zip(self.slot_keys, shifts, strict=True)
         return torch.cat([inverse_of_keys[k] + int(shift) for k, shift in pairs])
 
-    def start_forward(self, lookups: Sequence[Tensor], replicas: Sequence[Tensor]) -> Tensor:
-        """Start the exchange."""
+    def pack(self, lookups: Sequence[Tensor]) -> Tensor:
+        """Return the send buffer, flat."""
         stage = self.stage
         self.widths = [x.shape[1] for x in lookups]
         rows = [x.reshape(-1) for x in lookups] or [torch.empty(0, device=stage.device)]
@@ -156,37 +162,32 @@ class _SequenceExchange(Exchange[SequenceDist]):
         if not stage.keeps_order:
             sizes = self.received_chunks.reshape(-1)[stage.reading]
             sent = self._reorder(sent, stage.to_ranks, sizes)
-        return self.start_sending(sent, replicas)
+        return sent
 
     def _reorder(self, rows: Tensor, order: np.ndarray, chunks: np.ndarray) -> Tensor:
         """Permute segments; `chunks` are their sizes in chunks."""
         return ops.move_segments(rows, order, chunks * self.stage.chunk)
 
-    def finish_forward(self, buffer: Tensor) -> Tensor:
-        """Wait and gather the output `[N, D]`."""
-        self.wait()
+    def gather(self, buffer: Tensor, _: Tensor) -> Tensor:
+        """Return the output `[N, D]`."""
+        if self.stage.is_whole:
+            return buffer.detach().view(-1, self.stage.dim)
+        return self._gather.gather(buffer)
+
+    def scatter_grad(self, grad: Tensor, num_received: int) -> tuple[Tensor, Tensor]:
+        """Return the gradient of the buffer, and of its `num_received` received elements."""
+        grad = grad.reshape(-1) if self.stage.is_whole else self._gather.scatter_grad(grad)
+        return grad, grad[:num_received]
+
+    def unpack(self, grad: Tensor) -> list[Tensor]:
+        """Return the gradients of the lookups, given the gradient of the send buffer."""
         stage = self.stage
-        if stage.is_whole:
-            return buffer.detach().view(-1, stage.dim)
-        return self.gather.gather(buffer)
-
-    def start_backward(self, grad: Tensor) -> Tensor:
-        """Compute the gradient of the buffer and start the reverse exchange."""
-        grad = grad.reshape(-1) if self.stage.is_whole else self.gather.scatter_grad(grad)
-        return self.start_sending_back(grad, grad[: self.num_received])
-
-    def finish_backward(self, grad: Tensor) -> list[Tensor]:
-        """Wait and return the gradients of the lookups' and replicas' outputs."""
-        arrived = self.wait_for_grads()
         if not self.widths:
-            return self.replica_grads(grad)
-        if not self.stage.keeps_order:
-            arrived = self._reorder(
-                arrived, self.stage.to_lookups, self.received_chunks.reshape(-1)
-            )
+            return []
+        if not stage.keeps_order:
+            grad = self._reorder(grad, stage.to_lookups, self.received_chunks.reshape(-1))
         per_stream = self.received_chunks.sum(0)
-        groups = self.stage.layout.groups[self.env.rank]
-        sizes = [int(per_stream[g.streams].sum()) * self.stage.chunk for g in groups]
-        parts = zip(arrived.split(sizes), self.widths, strict=True)
-        grads = [part.view(-1, width) for part, width in parts]
-        return [*grads, *self.replica_grads(grad)]
+        groups = stage.layout.groups[self.rank]
+        sizes = [int(per_stream[g.streams].sum()) * stage.chunk for g in groups]
+        parts = zip(grad.split(sizes), self.widths, strict=True)
+        return [part.view(-1, width) for part, width in parts]

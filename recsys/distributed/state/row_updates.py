@@ -32,8 +32,8 @@ from recsys.distributed.placement.layout import Layout, LookupGroup
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
+from recsys.distributed.stages.exchanged_rows import Backward
 from recsys.distributed.stages.lookup import GroupSettings, Lookup
-from recsys.distributed.stages.output_dist import Backward
 from recsys.kernels.scaled_loss import TableUpdates
 from recsys.optim.clipping import power_sum
 from recsys.step_stages import Stage

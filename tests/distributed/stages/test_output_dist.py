@@ -6,7 +6,6 @@ import dataclasses
 import random
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +18,9 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import CommType, QuantizedCommCodecs, WireFormat
 from recsys.distributed.stages import bags
 from recsys.distributed.stages.batch import ReceivedBatch, Segments
-from recsys.distributed.stages.output_dist import Backward, OutputDist, _PooledExchange
+from recsys.distributed.stages.column_gather import PooledRows
+from recsys.distributed.stages.exchanged_rows import Backward
+from recsys.distributed.stages.output_dist import OutputDist
 from recsys.distributed.stages.sequence_dist import SequenceDist
 from recsys.kernels.scaled_loss import TableUpdates
 from recsys.kernels.types import PoolingType
@@ -405,26 +406,21 @@ def test_what_is_sent_stands_in_the_order_of_the_ranks_it_goes_to(
     sizes = np.random.default_rng(seed).integers(0, 4, 6)
     whole = _stage_of_nodes(others=True)
     [hop] = whole.hops
-    in_node: Any = SimpleNamespace(rank=1)
     ctx: Any = _sized(sizes)
     rows, sums = torch.rand(int(sizes.sum()), 4), torch.rand(int(sizes[[1, 4]].sum()), 4)
     of_ranks, of_peers = rows.split(sizes.tolist()), sums.split(sizes[[1, 4]].tolist())
     if stands_in == "node":
         stage: Any = hop
         lookups, expected = [rows], [of_ranks[rank] for rank in (0, 3, 1, 4, 2, 5)]
-        exchange = _PooledExchange(stage, in_node, ctx, sizes.reshape(2, 3).sum(0))
+        exchanged = PooledRows(stage, 1, ctx, sizes.reshape(2, 3).sum(0))
     else:
         stage, lookups, r = whole, [rows, sums], of_ranks
         expected = [r[0], r[1], of_peers[0], r[2], r[3], r[4], of_peers[1], r[5]]
-        exchange = _PooledExchange(stage, stage.env, ctx, sizes)
-    with mock.patch.object(exchange, "start_sending") as sent:
-        exchange.start_forward(lookups, ())
-    values = sent.call_args.args[0]
+        exchanged = PooledRows(stage, stage.env.rank, ctx, sizes)
+    values = exchanged.pack(lookups)
     assert torch.equal(values.view(-1, 4), torch.cat(expected))
-    assert sum(exchange.sends) == values.numel()
-    with mock.patch.object(exchange, "wait_for_grads", return_value=values):
-        back = exchange.finish_backward(torch.empty(0))
-    assert all(map(torch.equal, back, lookups))
+    assert sum(exchanged.sends) == values.numel()
+    assert all(map(torch.equal, exchanged.unpack(values), lookups))
 
 
 def _sized(sizes: np.ndarray) -> Any:
@@ -439,13 +435,10 @@ def _sized(sizes: np.ndarray) -> Any:
 def test_sums_of_a_node_alone_are_sent_as_they_are() -> None:
     stage, sizes = _stage_of_nodes(others=False), np.array([1, 2, 0, 1, 3, 1])
     ctx: Any = _sized(sizes)
-    exchange = _PooledExchange(stage, stage.env, ctx, sizes)
+    exchanged = PooledRows(stage, stage.env.rank, ctx, sizes)
     sums = torch.rand(int(sizes[[1, 4]].sum()), 4)
-    with mock.patch.object(exchange, "start_sending") as sent:
-        exchange.start_forward([sums], ())
-    values = sent.call_args.args[0]
+    values = exchanged.pack([sums])
     assert values.data_ptr() == sums.data_ptr()
-    assert exchange.sends == [0, 8, 0, 0, 12, 0]
-    with mock.patch.object(exchange, "wait_for_grads", return_value=values):
-        (back,) = exchange.finish_backward(torch.empty(0))
+    assert exchanged.sends == [0, 8, 0, 0, 12, 0]
+    (back,) = exchanged.unpack(values)
     assert torch.equal(back, sums)
