@@ -50,7 +50,8 @@ from recsys.distributed.table_options import (
 from recsys.kernels.arguments import setting
 from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_interfaces import get_embedding_names_by_table
-from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection, TableDict
+from recsys.modules.embedding_table import TableDict
+from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection
 from recsys.optim.apply_optimizer_in_backward import (
     mark_in_backward,
 )

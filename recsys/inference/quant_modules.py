@@ -7,27 +7,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import nn
 
 from recsys.inference.quantized_collection import (
     SERVED,
     QuantizedCollection,
     Weights,
-    quantized_configs,
 )
-from recsys.inference.quantized_tables import QuantizedBags, QuantizedRows
-from recsys.inference.served import (
-    ProcessedBags,
-    Served,
-    ServedBags,
-    ServedRows,
-    position_processor,
-)
+from recsys.inference.quantized_tables import QuantizedBags, QuantizedRows, Served
+from recsys.inference.served import ProcessedBags, position_processor
 from recsys.kernels.arguments import instance
-from recsys.kernels.checked import checked, checked_but
+from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
@@ -98,6 +90,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
 
     _lookups = QuantizedBags
     _tables_name = "embedding_bags"
+    script_form = QuantizedCollection.script_form  # for this forward, not that of a subclass
 
     @checked
     def __init__(
@@ -123,48 +116,18 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
             tables,
             [config.pooling for config in tables],
             device,
-            output_dtype,
             table_name_to_quantized_weights,
+            output_dtype,
             register_tbes,
             quant_state_dict_split_scale_bias,
             row_alignment,
             cache_features_order,
+            is_weighted=is_weighted,
         )
-        self._is_weighted = is_weighted
-        self._names = [n for names in get_embedding_names_by_table(tables) for n in names]
-        self._dims = [c.embedding_dim for c in tables for _ in c.feature_names]
-        self._bag_features = tuple(f for c in tables for f in c.feature_names)
 
     @classmethod
-    @checked_but("module")
-    def from_float(
-        cls, module: EmbeddingBagCollection, use_precomputed_fake_quant: bool = False
-    ) -> QuantEmbeddingBagCollection:
-        """Quantize the tables of a trained collection.
-
-        Args:
-            module: The collection; its `qconfig`, if it has one, says how: a `QuantConfig` or
-                torch's own QConfig. Without, rows are int8 and outputs float32. Every rank of a
-                sharded collection must call this, and receives all tables.
-            use_precomputed_fake_quant: Ignored; tables have no fake quantization.
-
-        Raises:
-            ValueError: A dtype cannot be served, or a table cannot be quantized.
-        """
-        return cls.like(module).quantize(module).eval()
-
-    @classmethod
-    def like(
-        cls, module: EmbeddingBagCollection, device: torch.device | None = None
-    ) -> QuantEmbeddingBagCollection:
-        """Return a collection for the tables of a trained one; all its rows are zero.
-
-        Args:
-            module: As for `from_float`.
-            device: Where the tables live; None: where those of the trained one do.
-        """
-        configs, options = quantized_configs(module, module)
-        return cls(configs, module.is_weighted(), device or module.device, **options)
+    def _options_of(cls, module: EmbeddingBagCollection) -> dict[str, Any]:
+        return {"is_weighted": module.is_weighted()}
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up and pool a batch.
@@ -185,36 +148,27 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         """
         positions = self._positions(features)
         features = features.trim()
-        weights = features.weights_or_none() if self._is_weighted else None
-        if self._is_weighted and weights is None:
+        lookups = cast(QuantizedBags, self.lookups())
+        weights = features.weights_or_none() if lookups.is_weighted else None
+        if lookups.is_weighted and weights is None:
             raise ValueError(
                 "The collection was built with is_weighted=True and needs one weight per id; "
                 "received a batch without weights. Pass weights= to the KeyedJaggedTensor, and "
                 "is_weighted=True to an export."
             )
         lengths, num_keys = self._lengths(features, is_pooled=True), len(features.keys())
-        values = self.lookups()(features.values(), lengths, weights, positions, num_keys)
+        values = lookups.look_up(features.values(), lengths, weights, positions, num_keys)
         if features.variable_stride_per_key():
-            values = expand_bags(values, tuple(self._dims), self._bag_features, features)
-        return KeyedTensor.from_parts(self._names, self._dims, values)
-
-    @property
-    def served(self) -> Served:
-        """What programs run in place of this collection; it reads the same tables."""
-        lookups = cast(QuantizedBags, self.lookups())
-        return ServedBags(lookups, self._names, self._dims, self._is_weighted)
-
-    def script_form(self) -> nn.Module:
-        """Return what TorchScript compiles in place of this collection."""
-        return self.served
+            values = expand_bags(values, tuple(lookups.dims), tuple(lookups.read), features)
+        return KeyedTensor.from_parts(lookups.names, lookups.dims, values)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the tables, in order."""
         return cast(list[EmbeddingBagConfig], self.configs())
 
     def is_weighted(self) -> bool:
-        """Return whether ids come with weights."""
-        return self._is_weighted
+        """Return whether ids have weights."""
+        return self._options.is_weighted
 
 
 class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
@@ -246,6 +200,8 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
         >>> list(ebc.state_dict())
         ['embedding_bags.films.weight', 'feature_processor.position_weights.liked']
     """
+
+    script_form = QuantizedCollection.script_form
 
     @checked
     def __init__(
@@ -285,52 +241,28 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
         self.feature_processor = feature_processor
 
     @classmethod
-    @checked_but("module")
-    def from_float(  # type: ignore[override]
-        cls,
-        module: FeatureProcessedEmbeddingBagCollection,
-        use_precomputed_fake_quant: bool = False,
-    ) -> QuantFeatureProcessedEmbeddingBagCollection:
-        """Quantize the tables of a trained collection; the processors are copied.
-
-        Arguments and errors as `from_float`.
-        """
+    def _tables_of(cls, module: FeatureProcessedEmbeddingBagCollection) -> Any:
         kind = FeatureProcessedEmbeddingBagCollection
         instance(f"{cls.__name__}.from_float: module", module, kind)
-        return cls.like(module).quantize(module.split()[1]).eval()
+        return module.split()[1]
 
     @classmethod
-    def like(  # type: ignore[override]
-        cls, module: FeatureProcessedEmbeddingBagCollection, device: torch.device | None = None
-    ) -> QuantFeatureProcessedEmbeddingBagCollection:
-        """Return a collection for the tables of a trained one; all its rows are zero.
-
-        Arguments as those of the base; the processors are copied.
-        """
-        processors, tables = module.split()
-        configs, options = quantized_configs(tables, module)
-        options["feature_processor"] = copy.deepcopy(processors)
-        return cls(configs, True, device or tables.device, **options)
+    def _options_of(cls, module: FeatureProcessedEmbeddingBagCollection) -> dict[str, Any]:  # type: ignore[override]
+        return {"is_weighted": True, "feature_processor": copy.deepcopy(module.split()[0])}
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Weigh, look up and pool a batch.
+        """Apply the processors, look up and pool a batch.
 
-        As `forward`, but weights are not needed.
-
-        Raises:
-            ValueError: Also as the processors, such as for a bag longer than its position weights.
+        Arguments and errors as `QuantEmbeddingBagCollection.forward`, and errors of the processors,
+        such as a bag longer than its position weights. The batch needs no weights.
         """
         return super().forward(self.feature_processor(features))
 
     @property
     def served(self) -> Served:
-        """What programs run in place of this collection; it reads the same tables."""
+        """The module that exported programs run; it reads the same tables."""
         processor = position_processor(self.feature_processor) or self.feature_processor
-        return ProcessedBags(processor, cast(ServedBags, super().served))
-
-    def script_form(self) -> nn.Module:
-        """Return what TorchScript compiles in place of this collection."""
-        return self.served
+        return ProcessedBags(processor, cast(QuantizedBags, self.lookups()))
 
 
 class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
@@ -370,6 +302,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
 
     _lookups = QuantizedRows
     _tables_name = "embeddings"
+    script_form = QuantizedCollection.script_form  # for this forward, not that of a subclass
 
     @checked
     def __init__(
@@ -395,42 +328,18 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
             tables,
             [PoolingType.NONE] * len(tables),
             device,
-            output_dtype,
             table_name_to_quantized_weights,
+            output_dtype,
             register_tbes,
             quant_state_dict_split_scale_bias,
             row_alignment,
             cache_features_order,
+            need_indices=need_indices,
         )
-        self._need_indices = need_indices
-        self._names_by_table = get_embedding_names_by_table(tables)
-        self._outputs = [  # (name, feature)
-            (name, feature)
-            for config, names in zip(tables, self._names_by_table, strict=True)
-            for name, feature in zip(names, config.feature_names, strict=True)
-        ]
 
     @classmethod
-    @checked_but("module")
-    def from_float(
-        cls, module: EmbeddingCollection, use_precomputed_fake_quant: bool = False
-    ) -> QuantEmbeddingCollection:
-        """Quantize the tables of a trained collection.
-
-        Arguments and errors as `from_float`.
-        """
-        return cls.like(module).quantize(module).eval()
-
-    @classmethod
-    def like(
-        cls, module: EmbeddingCollection, device: torch.device | None = None
-    ) -> QuantEmbeddingCollection:
-        """Return a collection for the tables of a trained one; all its rows are zero.
-
-        Arguments as of `QuantEmbeddingBagCollection.like`.
-        """
-        configs, options = quantized_configs(module, module)
-        return cls(configs, device or module.device, module.need_indices(), **options)
+    def _options_of(cls, module: EmbeddingCollection) -> dict[str, Any]:
+        return {"need_indices": module.need_indices()}
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Look up a batch.
@@ -455,37 +364,28 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
             of_key = features.lengths().split_with_sizes(features.stride_per_key())
         else:
             of_key = lengths.view(len(keys), features.stride()).unbind(0)
-        rows, ids = self.lookups()(features.values(), lengths, None, positions, len(keys))
+        lookups = cast(QuantizedRows, self.lookups())
+        rows, ids = lookups.look_up(features.values(), lengths, positions, len(keys))
         place = {key: i for i, key in enumerate(keys)}
         return {
             name: JaggedTensor.from_parts(
-                rows[i], ids[place[feature]] if self._need_indices else None, of_key[place[feature]]
+                found, ids[place[feature]] if lookups.need_indices else None, of_key[place[feature]]
             )
-            for i, (name, feature) in enumerate(self._outputs)
+            for name, feature, found in zip(lookups.names, lookups.read, rows, strict=True)
         }
-
-    @property
-    def served(self) -> Served:
-        """What programs run in place of this collection; it reads the same tables."""
-        names, read = map(list, zip(*self._outputs, strict=True))
-        return ServedRows(cast(QuantizedRows, self.lookups()), names, read, self._need_indices)
-
-    def script_form(self) -> nn.Module:
-        """Return what TorchScript compiles in place of this collection."""
-        return self.served
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the tables, in order."""
         return cast(list[EmbeddingConfig], self.configs())
 
     def need_indices(self) -> bool:
-        """Return whether the ids are returned too."""
-        return self._need_indices
+        """Return whether the output includes the ids."""
+        return self._options.need_indices
 
     def embedding_dim(self) -> int:
         """Columns of every table."""
         return self._configs[0].embedding_dim
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Per table the names of its outputs."""
-        return [list(names) for names in self._names_by_table]
+        """Return the names of the outputs of each table."""
+        return get_embedding_names_by_table(self._configs)

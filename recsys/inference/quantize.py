@@ -380,7 +380,7 @@ def _like(made: type[nn.Module], device: torch.device | None, module: nn.Module)
             f"received {made.__name__} for a {type(module).__name__}. Load the checkpoint into the "
             "unsharded model, and quantize that."
         )
-    return made.like(module, device)  # type: ignore[arg-type]
+    return made.like(module, device)
 
 
 def _find(

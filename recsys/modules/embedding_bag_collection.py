@@ -22,7 +22,9 @@ from recsys.modules.embedding_interfaces import (
     EmbeddingBagCollectionInterface,
     get_embedding_names_by_table,
 )
-from recsys.modules.embedding_tables import EmbeddingTable, LookupGroup, TableCollection
+from recsys.modules.embedding_table import EmbeddingTable
+from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.table_lookups import LookupGroup
 from recsys.modules.traced import is_traced, look_up_bags
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
@@ -142,8 +144,11 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         if not self._configs:
             nothing = torch.empty(features.stride(), 0, device=self.device)
             return KeyedTensor.from_parts([], [], nothing)
-        groups = self._groups()
-        features, are_safe = self._checked(features, is_pooled=True, is_weighted=self._is_weighted)
+        lookups = self._current_lookups()
+        groups = lookups.groups
+        features, are_safe = lookups.check_batch(
+            features, is_pooled=True, is_weighted=self._is_weighted
+        )
         weights = features.weights_or_none() if self._is_weighted else None
         pooled = [
             group.lookup(*group.selector.select(features, weights), are_safe=are_safe)

@@ -18,7 +18,9 @@ from recsys.modules.embedding_interfaces import (
     EmbeddingCollectionInterface,
     get_embedding_names_by_table,
 )
-from recsys.modules.embedding_tables import EmbeddingTable, LookupGroup, TableCollection
+from recsys.modules.embedding_table import EmbeddingTable
+from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.table_lookups import LookupGroup
 from recsys.modules.traced import is_traced, look_up_sequences
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 from recsys.sparse.features import FeatureViews
@@ -121,8 +123,9 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
             return self._traced(look_up_sequences, features, self._need_indices, names)  # type: ignore[no-any-return]
         if self.device.type == "meta" and is_on_meta(features):
             return self._on_meta(features)
-        groups = self._groups()
-        features, are_safe = self._checked(
+        lookups = self._current_lookups()
+        groups = lookups.groups
+        features, are_safe = lookups.check_batch(
             features, is_pooled=False, is_weighted=False, keeps_ids=self._need_indices
         )
         sizes_per_key, strides_per_key = features.length_per_key(), features.stride_per_key()

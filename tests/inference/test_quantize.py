@@ -37,6 +37,7 @@ from recsys.modules.embedding_modules import (
 from recsys.modules.feature_processor import PositionWeightedModuleCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
+from tests.inference.row_sizes import table_bytes
 from tests.saved import through_torch_save
 
 KINDS: Any = {
@@ -112,7 +113,7 @@ def test_order_of_the_batch_does_not_matter() -> None:
 
 def test_tables_may_have_different_dtypes() -> None:
     quantized = quantize_embeddings(_collection(), per_table_weight_dtype={"b": torch.quint4x2})
-    assert quantized.table_bytes() == [50 * (4 + 8), 30 * (4 + 8), 20 * (4 + 8)]
+    assert table_bytes(quantized) == [50 * (4 + 8), 30 * (4 + 8), 20 * (4 + 8)]
 
 
 def test_replaces_collections_inside_a_model() -> None:
@@ -177,7 +178,7 @@ def _qconfig(dtype: torch.dtype) -> Any:
 def test_quantize_dynamic_honours_the_qconfig(dtype: torch.dtype) -> None:
     found = _by_torch({EmbeddingBagCollection: _qconfig(dtype)})
     expected = quantize_embeddings(_collection(), dtype)
-    assert found.table_bytes() == expected.table_bytes()
+    assert table_bytes(found) == table_bytes(expected)
     torch.testing.assert_close(found(_batch()).values(), expected(_batch()).values())
 
 
@@ -193,7 +194,7 @@ def test_quantize_dynamic_honours_the_quant_config(output: torch.dtype) -> None:
     expected = quantize_embeddings(
         _collection(), output_dtype=output, per_table_weight_dtype={"b": torch.quint4x2}
     )
-    assert found.table_bytes() == expected.table_bytes() == [50 * 12, 30 * 12, 20 * 12]
+    assert table_bytes(found) == table_bytes(expected) == [50 * 12, 30 * 12, 20 * 12]
     assert found(_batch()).values().dtype is found.output_dtype() is output
     assert torch.equal(found(_batch()).values(), expected(_batch()).values())
     other = config._replace(activation=observer.with_args(dtype=torch.quint8))
@@ -225,7 +226,7 @@ def test_quantize_dynamic_takes_every_kind_of_collection() -> None:
 
 def test_quantize_dynamic_honours_its_dtype() -> None:
     for dtype, size in ((torch.qint8, 12), (torch.quint4x2, 8), (torch.float16, 16)):
-        assert _by_torch({EmbeddingBagCollection}, dtype).table_bytes()[0] == 50 * size
+        assert table_bytes(_by_torch({EmbeddingBagCollection}, dtype))[0] == 50 * size
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16])

@@ -41,6 +41,7 @@ from recsys.modules.embedding_configs import (
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.feature_processor import PositionWeightedModuleCollection
 from recsys.sparse import KeyedJaggedTensor
+from tests.inference.row_sizes import table_bytes
 from tests.inference.test_export import Mixed, Processed, dlrm, inputs_of, plain_tensors
 from tests.inference.test_quant_modules import _batch, _flat, _pooled, _processed, _sequence
 from tests.pretended_cuda import CUDA, PretendedCuda
@@ -242,7 +243,7 @@ def test_what_becomes_of_a_sharded_collection(make: Any, kind: ShardingType) -> 
             assert torch.equal(values, rows[name][0])
             assert torch.equal(header, rows[name][1])
     assert sharded.device == CPU
-    assert sharded.table_bytes() == whole.table_bytes()
+    assert table_bytes(sharded) == table_bytes(whole)
     assert whole.stored_row_bytes("a", 8, "cpu") == whole.stored_row_bytes("a", 8, "cuda") == 16
 
 
