@@ -106,15 +106,9 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         cache_features_order: bool = False,
     ) -> None:
         tables = check_tables(type(self).__name__, tables, EmbeddingBagConfig, SERVED)
-        for config in tables:
-            if config.pooling is PoolingType.NONE:
-                raise ValueError(
-                    f"{type(self).__name__} pools bags; received PoolingType.NONE for table "
-                    f"'{config.name}'. Use a QuantEmbeddingCollection for one embedding per id."
-                )
         super().__init__(
             tables,
-            [config.pooling for config in tables],
+            [c.pooling for c in tables],
             device,
             table_name_to_quantized_weights,
             output_dtype,
@@ -242,8 +236,9 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
 
     @classmethod
     def _tables_of(cls, module: FeatureProcessedEmbeddingBagCollection) -> Any:
-        kind = FeatureProcessedEmbeddingBagCollection
-        instance(f"{cls.__name__}.from_float: module", module, kind)
+        if not hasattr(type(module), "split"):  # sharded collections have it too
+            kind = FeatureProcessedEmbeddingBagCollection
+            instance(f"{cls.__name__}.from_float: module", module, kind)
         return module.split()[1]
 
     @classmethod
@@ -318,12 +313,6 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
         cache_features_order: bool = False,
     ) -> None:
         tables = check_tables(type(self).__name__, tables, EmbeddingConfig, SERVED)
-        dims = {config.name: config.embedding_dim for config in tables}
-        if len(set(dims.values())) > 1:
-            raise ValueError(
-                f"{type(self).__name__} needs tables of one embedding_dim; received {dims}. Use "
-                "one collection per dim."
-            )
         super().__init__(
             tables,
             [PoolingType.NONE] * len(tables),

@@ -184,7 +184,7 @@ class QuantizedCollection(nn.Module):
             TypeError: The module is not such a collection.
             ValueError: A dtype is not supported, or a table cannot be quantized.
         """
-        return cls.like(module).quantize(cls._tables_of(module)).eval()
+        return cls.like(module).quantize(module).eval()
 
     @classmethod
     def like(cls, module: Any, device: torch.device | None = None) -> Self:
@@ -253,25 +253,26 @@ class QuantizedCollection(nn.Module):
         for table, rows in zip(tables, given, strict=True):
             table.assign(rows)
 
-    def quantize(self, module: TableCollection | ShardedCollection | QuantizedCollection) -> Self:
+    def quantize(self, module: Any) -> Self:
         """Write the rows of all tables from a trained collection.
 
         Every rank of a sharded collection must call this. A collection on the `meta` device takes
         part in the exchange and receives no rows.
 
         Args:
-            module: The collection. If it is quantized already, nothing is written.
+            module: As for `from_float`. If it is quantized already, nothing is written.
 
         Raises:
             ValueError: A table cannot be quantized to its dtype.
         """
-        if isinstance(module, QuantizedCollection):
+        tables = self._tables_of(module)
+        if isinstance(tables, QuantizedCollection):
             return self
         stored = [rows for [rows] in self.lookups().stored_rows()]
-        if isinstance(module, ShardedCollection):
-            quantize_shards(module, self._configs, stored)
+        if isinstance(tables, ShardedCollection):
+            quantize_shards(tables, self._configs, stored)
             return self
-        weights = module.table_weights()
+        weights = tables.table_weights()
         for config, rows in zip(self._configs, stored, strict=True):
             rows_of_table(config, weights[config.name], rows)
         return self

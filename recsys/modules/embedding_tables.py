@@ -19,6 +19,7 @@ from recsys.kernels.types import BoundsCheckMode, PoolingType
 from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from recsys.modules.embedding_init import draw_seed, init_rows
+from recsys.modules.embedding_interfaces import get_embedding_names_by_table
 from recsys.modules.embedding_table import EmbeddingTable, TableDict
 from recsys.modules.table_lookups import LookupGroup, TableLookups, TableSlot, new_weights
 from recsys.modules.traced import add_collection, is_exporting, is_proxy, record
@@ -61,9 +62,11 @@ class TableCollection(nn.Module):
         self._configs = list(configs)
         self._poolings = tuple(poolings)
         reads = [(f, t) for t, config in enumerate(self._configs) for f in config.feature_names]
-        # lists, which TorchScript reads
+        # lists for TorchScript
         self._read, self._table_of = [f for f, _ in reads], [t for _, t in reads]
         self._pooling_names = [pooling.name for pooling in poolings]
+        self._names_by_table = get_embedding_names_by_table(configs)
+        self._names = [name for names in self._names_by_table for name in names]
         self._bounds_check_mode = BoundsCheckMode[bounds_check_mode.name]
         self._device = torch.get_default_device() if device is None else torch.device(device)
         self._attached: dict[str, AttachedOptimizer] = {}

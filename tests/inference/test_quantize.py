@@ -143,7 +143,7 @@ def test_missing_feature_is_named() -> None:
 def test_unknown_dtype_and_table_are_refused() -> None:
     with pytest.raises(ValueError, match=r"torch.float16 or torch.float32; received torch.int32"):
         quantize_embeddings(_collection(), torch.int32)
-    with pytest.raises(ValueError, match=r"names \['d'\], which are not tables of the model"):
+    with pytest.raises(ValueError, match=r"tables of the model, .*received \['d'\]"):
         quantize_embeddings(_collection(), per_table_weight_dtype={"d": torch.int8})
     with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype; received 'int8'"):
         quantize_embeddings(_collection(), "int8")
@@ -151,7 +151,7 @@ def test_unknown_dtype_and_table_are_refused() -> None:
         quantize_embeddings(_collection(), output_dtype=torch.int8)
     with pytest.raises(ValueError, match=r"has none of .* to quantize"):
         quantize_embeddings(nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="once quantized it has none"):
+    with pytest.raises(ValueError, match="A quantized model cannot be quantized again"):
         quantize_embeddings(quantize_embeddings(_collection()))
 
 
@@ -298,15 +298,15 @@ def test_weights_ids_and_lengths_are_checked() -> None:
     bags = quantize_embeddings(_collection()).lookups()
     for wrong in ([1, 1, 2], [1, 1, 0], [-1, 3, 1]):
         with pytest.raises(ValueError, match="add up to the number of ids, 3; received"):
-            bags(torch.ones(3, dtype=torch.int64), torch.tensor(wrong), None, [0, 1, 2], 3)
+            bags.look_up(torch.ones(3, dtype=torch.int64), torch.tensor(wrong), None, [0, 1, 2], 3)
     ids, ones = torch.ones(3, dtype=torch.int64), torch.tensor([1, 1, 1])
     with pytest.raises(ValueError, match="ids must have one dim; received 2"):
-        bags(ids.view(3, 1), ones, None, [0, 1, 2], 3)
+        bags.look_up(ids.view(3, 1), ones, None, [0, 1, 2], 3)
     for weights in (torch.ones(2), torch.ones(3, 1)):
         with pytest.raises(ValueError, match="weights must be one number per id, 3 of them"):
-            bags(ids, ones, weights, [0, 1, 2], 3)
+            bags.look_up(ids, ones, weights, [0, 1, 2], 3)
     with pytest.raises(ValueError, match="per feature and sample, 3 features; received 4 values"):
-        bags(torch.ones(3, dtype=torch.int64), torch.ones(4), None, [0, 1, 2], 3)
+        bags.look_up(torch.ones(3, dtype=torch.int64), torch.ones(4), None, [0, 1, 2], 3)
 
 
 def test_weights_may_be_of_any_precision() -> None:

@@ -329,7 +329,7 @@ def _refuses() -> None:
 
 def test_what_cannot_be_quantized_is_named(ranks: RankPool) -> None:
     ranks(2, _refuses)
-    with pytest.raises(ValueError, match="dst is for sharded models; received 0 and Mixed"):
+    with pytest.raises(ValueError, match="dst must be None .*; received 0 and Mixed"):
         quantize_inference_model(Mixed(), dst=0)
 
 

@@ -293,7 +293,7 @@ def test_bounds_check_modes() -> None:
     [
         ([TABLES[0], TABLES[0]], r"different names; received \['users'\] more than once"),
         ([EmbeddingBagConfig(3, 4, "t")], "table 't' needs feature_names"),
-        ([EmbeddingBagConfig(3, 4, "", feature_names=["f"])], "needs a name without dots"),
+        ([EmbeddingBagConfig(3, 4, "", feature_names=["f"])], "must have a name without dots"),
         (
             [EmbeddingBagConfig(3, 4, "t", DataType.INT8, ["f"])],
             r"data_type that can be trained, one of \['FP32', 'FP16', 'BF16'\]; received INT8",
