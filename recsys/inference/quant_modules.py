@@ -46,37 +46,33 @@ __all__ = [
 
 
 class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInterface):
-    """An `EmbeddingBagCollection` of quantized rows.
+    """An `EmbeddingBagCollection` with quantized rows, for inference.
 
-    For inference: it has no gradients. Usually made from a trained collection by
-    `quantize_embeddings` or `from_float`.
+    It has no gradients. `quantize_embeddings` and `from_float` build it from a trained collection.
 
     Args:
-        tables: The tables; their `data_type` (INT8, INT4, INT2, FP16 or FP32) says how rows are
-            stored.
+        tables: The tables; their `data_type` (INT8, INT4, INT2, FP16 or FP32) is the type of the
+            stored rows.
         is_weighted: Multiply each row by the weight of its id before pooling.
-        device: Where the tables live.
+        device: Device of the tables.
         output_dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`.
-        table_name_to_quantized_weights: Per table its rows, uint8 [rows, bytes], and their scales
-            and biases, uint8 [rows, 4] (None: in front of each row, or none); None: all zeros.
+        table_name_to_quantized_weights: By table, rows, uint8 [rows, bytes], and scales and biases,
+            uint8 [rows, 4], or None if each row begins with them or has none. None: all zeros.
         register_tbes: Not supported: must be False.
-        quant_state_dict_split_scale_bias: The buffers of a table of INT8, INT4 or INT2 are its
-            rows without scales and biases, `weight`, and `weight_qscale` and `weight_qbias`, fp16
+        quant_state_dict_split_scale_bias: Store a table of INT8, INT4 or INT2 as three buffers:
+            `weight` without scales and biases, and `weight_qscale` and `weight_qbias`, fp16
             [rows, 1].
-        row_alignment: Rows are stored in multiples of that many bytes; CUDA needs 16. On the CPU 1
-            saves memory.
-        cache_features_order: Remember where the features were among the keys of the last batch;
-            the next is searched only if it has others.
+        row_alignment: Alignment of rows in bytes. CUDA needs 16; on the CPU, 1 saves memory.
+        cache_features_order: Cache the positions of the features among the keys of the last batch.
 
     Attributes:
-        embedding_bags: Table name to the module that holds its `weight`, a buffer, uint8 [rows,
-            bytes per row].
+        embedding_bags: Modules that hold the buffer `weight`, uint8 [rows, bytes per row], by table
+            name.
 
     Raises:
-        ValueError: No tables, repeated names, a table without features, pooling NONE, an element
-            type, width or output dtype that cannot be served, an option that is not supported, or
-            weights that do not fit the tables.
-        TypeError: A table is no EmbeddingBagConfig.
+        ValueError: Table names repeat, a table has no features or pooling NONE, an element type,
+            width, output dtype or option is not supported, or the weights do not match the tables.
+        TypeError: A table is not an EmbeddingBagConfig.
 
     Example:
         >>> from recsys.modules.embedding_configs import DataType
@@ -90,7 +86,9 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
 
     _lookups = QuantizedBags
     _tables_name = "embedding_bags"
-    script_form = QuantizedCollection.script_form  # for this forward, not that of a subclass
+    script_form = (
+        QuantizedCollection.script_form
+    )  # not inherited, so that it stands for this forward only
 
     @checked
     def __init__(
@@ -127,18 +125,18 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         """Look up and pool a batch.
 
         Args:
-            features: The ids, with every feature the tables read. With one batch size per key it
-                must carry inverse indices.
+            features: Ids of all features of the tables. With one batch size per key it needs
+                inverse indices.
 
         Returns:
-            [B, sum of D] in the output dtype, keys in the order of the float collection.
+            [B, sum of D] in the output dtype, with the keys of the float collection.
 
         Raises:
             IndexError: An id is outside its table.
             KeyError: The batch lacks a feature.
-            TypeError: The batch is no KeyedJaggedTensor, or ids are not integers.
-            ValueError: The batch has no weights or inverse indices where they are needed, or
-                lengths that do not fit.
+            TypeError: The batch is not a KeyedJaggedTensor, or ids are not integers.
+            ValueError: The batch lacks weights or inverse indices, or its lengths do not match the
+                ids.
         """
         positions = self._positions(features)
         features = features.trim()
@@ -166,18 +164,19 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
 
 
 class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
-    """A `FeatureProcessedEmbeddingBagCollection` of quantized rows.
+    """A `FeatureProcessedEmbeddingBagCollection` with quantized rows.
 
-    The feature processors stay as they are.
+    The feature processors are not quantized. Arguments that are not listed are as for
+    `QuantEmbeddingBagCollection`.
 
     Args:
-        tables: As for `QuantEmbeddingBagCollection`, and so are those not named here.
-        is_weighted: Must be True: the processors weigh the ids.
-        feature_processor: Weighs the ids of a batch.
+        tables: As for `QuantEmbeddingBagCollection`.
+        is_weighted: Must be True, as the processors compute weights.
+        feature_processor: Computes the weights of a batch.
 
     Raises:
-        TypeError: `feature_processor` is none.
-        ValueError: `is_weighted` is False, or as `QuantEmbeddingBagCollection`.
+        TypeError: `feature_processor` is not a FeatureProcessorsCollection.
+        ValueError: `is_weighted` is False, or as for `QuantEmbeddingBagCollection`.
 
     Example:
         >>> from recsys.modules.embedding_configs import DataType
@@ -229,8 +228,8 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
             )
         if not is_weighted:
             raise ValueError(
-                f"{type(self).__name__} pools ids with the weights of its processor; received "
-                "is_weighted=False."
+                f"{type(self).__name__}.is_weighted must be True, as its processor computes "
+                "weights; received False."
             )
         self.feature_processor = feature_processor
 
@@ -261,28 +260,23 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
 
 
 class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
-    """An `EmbeddingCollection` of quantized rows.
+    """An `EmbeddingCollection` with quantized rows, for inference.
 
-    Everything else is as in `QuantEmbeddingBagCollection`.
+    Arguments that are not listed are as for `QuantEmbeddingBagCollection`.
 
     Args:
-        tables: The tables, all of the same embedding_dim; their `data_type` says how rows are
-            stored.
-        device: Where the tables live.
+        tables: The tables, all of the same embedding_dim; their `data_type` is the type of the
+            stored rows.
+        device: Device of the tables.
         need_indices: Return the ids too, as the weights of each JaggedTensor.
         output_dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`.
-        table_name_to_quantized_weights: As there.
-        register_tbes: Not supported: must be False.
-        quant_state_dict_split_scale_bias: As there.
-        row_alignment: As there.
-        cache_features_order: As there.
 
     Attributes:
-        embeddings: Table name to the module that holds its `weight`, a buffer.
+        embeddings: Modules that hold the buffer `weight`, by table name.
 
     Raises:
-        ValueError: Tables of different dims, or as there.
-        TypeError: A table is no EmbeddingConfig.
+        ValueError: Dims differ, or as for `QuantEmbeddingBagCollection`.
+        TypeError: A table is not an EmbeddingConfig.
 
     Example:
         >>> from recsys.modules.embedding_configs import DataType
@@ -297,7 +291,9 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
 
     _lookups = QuantizedRows
     _tables_name = "embeddings"
-    script_form = QuantizedCollection.script_form  # for this forward, not that of a subclass
+    script_form = (
+        QuantizedCollection.script_form
+    )  # not inherited, so that it stands for this forward only
 
     @checked
     def __init__(
@@ -343,7 +339,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
         Raises:
             IndexError: An id is outside its table.
             KeyError: The batch lacks a feature.
-            TypeError: The batch is no KeyedJaggedTensor, or ids are not integers.
+            TypeError: The batch is not a KeyedJaggedTensor, or ids are not integers.
             ValueError: Lengths do not fit.
         """
         positions, keys = self._positions(features), features.keys()

@@ -373,7 +373,7 @@ class QuantizedCollection(nn.Module):
         )
 
     def lookups(self) -> QuantizedTables:
-        """Return the current lookups, which are no submodule."""
+        """Return the current lookups, which are not registered as a submodule."""
         if self._aliased is None or not self._aliased.is_current():
             rows = [table.shards() for table in self._tables()]
             for table, of_table in zip(self._tables(), rows, strict=True):

@@ -1,11 +1,10 @@
-"""Quantizes tables, whole or in shards on many ranks; the result does not depend on the plan.
+"""Quantization of tables, whole or in shards on many ranks; the result is equal for all plans.
 
-Each rank quantizes its own shards, block by block, and sends quantized rows to the ranks that want
-them. No rank ever has a whole float table that it does not hold itself. Where the columns of a
-table are split, the owners of a row exchange its least and its greatest value first: a row has one
-scale and one bias.
+Each rank quantizes its own shards in blocks and sends the quantized rows to the receiving ranks. No
+rank receives float rows of other ranks. A row has one scale and one bias, so for a table with split
+columns, the owners of a row first exchange its minimum and maximum.
 
-Every rank knows the plan, and so what every rank sends to every other.
+Every rank has the plan and computes from it the sizes of all messages.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingCo
 __all__ = ["quantize_shards", "rows_of_table"]
 
 _ROUND_BYTES = 8 << 20
-"""What a rank sends, or receives, at a time; a little more if a single block is larger."""
+"""Maximum number of bytes that a rank sends or receives per round, unless one block is larger."""
 
 
 def rows_of_table(
     config: BaseEmbeddingConfig, weight: Tensor, stored: Tensor | None = None
 ) -> Tensor:
-    """Return the rows of a trained table that are left after pruning, quantized.
+    """Quantize the rows of a trained table that are left after pruning.
 
     Args:
-        config: The table, with the element type that it gets.
-        weight: What it was trained to, [rows, D].
-        stored: The rows to write to, maybe wider; allocated if None.
+        config: The table, with the new element type.
+        weight: The trained rows, [rows, D].
+        stored: The output, with rows of at least the quantized size; None: allocated.
 
     Returns:
         uint8 [rows, bytes].
 
     Raises:
-        ValueError: The table cannot be quantized so.
+        ValueError: The table cannot be quantized to this type.
     """
     bits = DATA_TYPE_NUM_BITS[config.data_type]
     try:
@@ -83,13 +82,13 @@ def quantize_shards(
 
     Args:
         sharded: The collection.
-        configs: The tables, with the element types that they get.
-        stored: Per table the rows to write to, uint8 [rows, at least the bytes of a row]; on the
-            `meta` device for a rank that wants none.
+        configs: The tables, with the new element types.
+        stored: The output per table, uint8 [rows, at least the bytes of a row]; on the `meta`
+            device for a rank that receives no rows.
 
     Raises:
-        ValueError: On every rank: ranks want different element types or rows, or a table cannot be
-            quantized so.
+        ValueError: On every rank: ranks pass different element types or rows, or a table cannot be
+            quantized to its type.
     """
     env = sharded.env
     wants = [not any(rows.is_meta for rows in stored)]
@@ -107,7 +106,7 @@ def quantize_shards(
     receivers = [rank for rank, is_wanted in enumerate(wants) if is_wanted]
     exchange = _Exchange(env, receivers, sharded.device)
     for table in tables:
-        if not table.placed.rects and wants[env.rank]:  # every rank has the whole
+        if not table.placed.rects and wants[env.rank]:  # replicated
             exchange.attempt(partial(rows_of_table, table.config, table.weight, table.stored))
     waiting: list[_Block] = []
     for block in _blocks(tables, len(receivers)):
@@ -124,7 +123,7 @@ def quantize_shards(
 
 @final
 class _Table:
-    """A table, this rank's shards of it, and where its quantized rows go."""
+    """A table, this rank's shards of it, and the output."""
 
     def __init__(
         self, config: BaseEmbeddingConfig, placed: PlacedTable, weight: Tensor, stored: Tensor
@@ -140,12 +139,12 @@ class _Table:
 
 @final
 class _Block(NamedTuple):
-    """Some rows of a table, on the ranks that hold their columns."""
+    """Some rows of a table, on the ranks that own their columns."""
 
     table: _Table
     rows: tuple[int, int]
     rects: tuple[Rect, ...]
-    """The shards that have these rows, by their columns."""
+    """The shards with these rows, ordered by columns."""
 
     @property
     def num_rows(self) -> int:
@@ -153,31 +152,31 @@ class _Block(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """Whether several shards have columns of these rows."""
+        """True if several shards have columns of these rows."""
         return len(self.rects) > 1
 
     def piece_shape(self, rect: Rect) -> tuple[int, int]:
-        """Return the shape of what the owner of a shard sends: rows and bytes of each."""
+        """Return the shape that the owner of a shard sends: rows, and bytes per row."""
         bits = self.table.bits
         if not self.is_split:
             return self.num_rows, row_bytes(rect.num_cols, bits)
         return self.num_rows, rect.num_cols * max(bits // 8, 1)
 
     def weight(self, rect: Rect) -> Tensor:
-        """Return the floats of a shard of this rank."""
+        """Return the float rows of a shard of this rank."""
         shard = self.table.shards[rect.row_start, rect.col_start]
         return shard[self.rows[0] - rect.row_start : self.rows[1] - rect.row_start].detach()
 
 
 def _blocks(tables: Sequence[_Table], num_receivers: int) -> Iterator[_Block]:
-    """Yield all blocks, the first ones of all shards first: so all ranks work at the same time."""
+    """Yield blocks in turn over all shards, so that all ranks work at the same time."""
     ranges: list[tuple[_Table, int, int, tuple[Rect, ...], int]] = []
     for table in tables:
         of_rows: dict[int, list[Rect]] = {}
         for rect in sorted(table.placed.rects, key=lambda rect: rect.col_start):
             of_rows.setdefault(rect.row_start, []).append(rect)
         left = rows_left(table.config)
-        # each receiver gets a copy
+        # smaller blocks for more receivers, as each gets a copy
         step = max(BLOCK_VALUES // (table.config.embedding_dim * max(num_receivers, 1)), 1)
         for start, of_range in sorted(of_rows.items()):
             end = min(of_range[0].row_end, left)
@@ -195,7 +194,7 @@ def _blocks(tables: Sequence[_Table], num_receivers: int) -> Iterator[_Block]:
 
 
 def _most_bytes(blocks: Sequence[_Block], env: ShardingEnv, receivers: Sequence[int]) -> int:
-    """Return the bytes that the busiest rank sends or receives."""
+    """Return the maximum bytes that a rank sends or receives."""
     sent = [0] * env.world_size
     for block in blocks:
         for rect in block.rects:
@@ -206,9 +205,10 @@ def _most_bytes(blocks: Sequence[_Block], env: ShardingEnv, receivers: Sequence[
 
 @final
 class _Exchange:
-    """Quantizes blocks and sends them to the ranks that want them.
+    """Quantization of blocks and their exchange with the receiving ranks.
 
-    An error on one rank is kept, so that the exchanges of all ranks go on; what it sends is void.
+    After an error, a rank continues the exchanges with invalid data, so that other ranks do not
+    wait; the error is raised at the end.
     """
 
     def __init__(self, env: ShardingEnv, receivers: Sequence[int], device: torch.device) -> None:
@@ -218,14 +218,14 @@ class _Exchange:
         self.error: Exception | None = None
 
     def attempt(self, work: Callable[[], object]) -> None:
-        """Call a function, and keep its error if it is the first."""
+        """Call a function, and store its error if there is none yet."""
         try:
             work()
         except Exception as error:
             self.error = self.error or error
 
     def run(self, blocks: Sequence[_Block]) -> None:
-        """Quantize blocks."""
+        """Quantize and exchange blocks."""
         env, receivers = self._env, self._receivers
         ranges = self._common_ranges(blocks)
         sizes = [0] * env.world_size
@@ -241,14 +241,13 @@ class _Exchange:
         send_sizes = [own if rank in receivers else 0 for rank in range(env.world_size)]
         is_wanted = env.rank in receivers
         recv_sizes = sizes if is_wanted else [0] * env.world_size
-        came = comm.all_to_all(
-            env, ExchangeName.QUANTIZED_ROWS, send, send_sizes, recv_sizes
-        ).wait()
+        name = ExchangeName.QUANTIZED_ROWS
+        received = comm.all_to_all(env, name, send, send_sizes, recv_sizes).wait()
         if is_wanted:
-            self.attempt(partial(_write, blocks, ranges, came, sizes))
+            self.attempt(partial(_write, blocks, ranges, received, sizes))
 
     def _common_ranges(self, blocks: Sequence[_Block]) -> list[Tensor | None]:
-        """Return the ranges of the rows of blocks whose columns are split."""
+        """Return the value ranges of rows, over all ranks, for blocks with split columns."""
         split = [block for block in blocks if block.is_split and block.table.bits < 16]
         if not split:
             return [None] * len(blocks)
@@ -294,10 +293,13 @@ class _Exchange:
 
 
 def _write(
-    blocks: Sequence[_Block], ranges: Sequence[Tensor | None], came: Tensor, sizes: Sequence[int]
+    blocks: Sequence[_Block],
+    ranges: Sequence[Tensor | None],
+    received: Tensor,
+    sizes: Sequence[int],
 ) -> None:
-    """Write the rows of blocks where they are stored."""
-    from_rank = list(came.split(list(sizes)))
+    """Write the received rows of blocks to the outputs."""
+    from_rank = list(received.split(list(sizes)))
     for block, common in zip(blocks, ranges, strict=True):
         table, pieces = block.table, []
         for rect in block.rects:

@@ -244,7 +244,7 @@ class TableLookups(AliasedStorage):
         self._reads_whole = False
 
     def is_current(self) -> bool:
-        """Return whether parameters and attached optimizers are those of construction."""
+        """Return whether parameters and attached optimizers have not changed."""
         return super().is_current() and attachment_count() == self._attachments
 
     def states(self) -> Iterable[tuple[int, dict[str, Tensor]]]:
@@ -402,7 +402,7 @@ def _layout(configs: Sequence[BaseEmbeddingConfig], device: torch.device) -> Sto
 
 
 def _common_storage(parameters: Sequence[Tensor], layout: StorageLayout) -> Tensor | None:
-    """Return the flat storage of which all parameters are views in this layout, or None."""
+    """Return the flat storage if all parameters are views of it in this layout, else None."""
     first = parameters[layout.storage_order[0]]
     if first.is_meta:
         return None

@@ -572,7 +572,11 @@ def test_constructors_refuse_what_they_cannot_serve() -> None:
     none.pooling = PoolingType.NONE
     for tables, options, message in (
         ([config, other], {}, r"table 'u' needs a data_type that can be served.*received BF16"),
-        ([none], {}, "received PoolingType.NONE for table 'n'. Use an EmbeddingCollection or Quant"),
+        (
+            [none],
+            {},
+            "received PoolingType.NONE for table 'n'. Use an EmbeddingCollection or Quant",
+        ),
         ([config], {"output_dtype": torch.int8}, r"output_dtype must be one of .*torch\.int8"),
         ([config], {"register_tbes": True}, "register_tbes is not supported; received True"),
         (

@@ -149,7 +149,7 @@ def test_unknown_dtype_and_table_are_refused() -> None:
         quantize_embeddings(_collection(), "int8")
     with pytest.raises(ValueError, match=r"output_dtype must be .* received torch\.int8"):
         quantize_embeddings(_collection(), output_dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"has none of .* to quantize"):
+    with pytest.raises(ValueError, match=r"must contain one of .* to quantize"):
         quantize_embeddings(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="A quantized model cannot be quantized again"):
         quantize_embeddings(quantize_embeddings(_collection()))
@@ -473,7 +473,7 @@ def test_a_state_dict_that_cannot_be_quantized() -> None:
         quantize_state_dict(trained, {}, {})
     with pytest.raises(ValueError, match="Table 'a' cannot be quantized"):
         quantize_state_dict(trained, {}, {"a": DataType.INT4})
-    with pytest.raises(TypeError, match=r"takes an EmbeddingBagCollection .* received Linear"):
+    with pytest.raises(TypeError, match=r"EmbeddingBagCollection .*received Linear"):
         quantize_state_dict(nn.Linear(2, 2), {}, {})
 
 
