@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +45,6 @@ from recsys.modules.embedding_tables import TableCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 __all__ = ["quantize_embeddings", "quantize_inference_model", "quantize_state_dict"]
-
-
-class _Quantized(Protocol):
-    """A quantized class with the constructor that `torch.quantization.convert` calls."""
-
-    @classmethod
-    def from_float(cls, module: nn.Module) -> nn.Module: ...
 
 
 _Mapping = Mapping[type[nn.Module], type[nn.Module]]
@@ -280,7 +273,7 @@ def _replace(
         )
     found = _checked(model, mapping, qconfigs)
     quantized = {
-        key: _configured(child, qconfigs[kind], cast(type[_Quantized], mapping[kind]).from_float)
+        key: _configured(child, qconfigs[kind], cast(Any, mapping[kind]).from_float)
         for key, (child, kind) in found.items()
     }
     if id(model) in quantized:

@@ -17,7 +17,6 @@ from typing import Any, Self, cast, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from recsys.distributed.placement.layout import Rect
 from recsys.distributed.sharded_collection import ShardedCollection
@@ -49,7 +48,7 @@ from recsys.modules.embedding_configs import (
     DataType,
     QuantConfig,
 )
-from recsys.modules.embedding_inputs import positions_of
+from recsys.modules.embedding_inputs import padded_lengths, positions_of
 from recsys.modules.embedding_table import TableDict
 from recsys.modules.embedding_tables import TableCollection
 from recsys.sparse import KeyedJaggedTensor
@@ -104,7 +103,7 @@ class _AliasedLookups(AliasedStorage):
     def __init__(self, lookups: QuantizedTables, tables: Sequence[Table]) -> None:
         self.lookups = lookups
         for table, stored in zip(tables, lookups.stored_rows(), strict=True):
-            table.show(stored, lookups.row_alignment())
+            table.set_views(stored, lookups.row_alignment())
         super().__init__([table._buffers for table in tables])
 
 
@@ -365,12 +364,7 @@ class QuantizedCollection(nn.Module):
             return features.lengths()
         owner, device = type(self).__name__, features.device()
         check_features(features, owner, device, is_pooled=is_pooled, is_weighted=False)
-        strides = features.stride_per_key()
-        longest = max(strides, default=0)
-        pieces = features.lengths().split_with_sizes(strides)
-        return torch.cat(
-            [functional.pad(p, (0, longest - s)) for p, s in zip(pieces, strides, strict=True)]
-        )
+        return torch.cat(padded_lengths(features))
 
     def lookups(self) -> QuantizedTables:
         """Return the current lookups, which are not registered as a submodule."""

@@ -110,7 +110,8 @@ def quantize_shards(
             exchange.attempt(partial(rows_of_table, table.config, table.weight, table.stored))
     waiting: list[_Block] = []
     for block in _blocks(tables, len(receivers)):
-        if waiting and _most_bytes([*waiting, block], env, receivers) > _ROUND_BYTES:
+        sizes = _bytes_per_rank([*waiting, block], env.world_size)
+        if waiting and max(max(sizes) * len(receivers), sum(sizes)) > _ROUND_BYTES:
             exchange.run(waiting)
             waiting = []
         waiting.append(block)
@@ -122,19 +123,17 @@ def quantize_shards(
 
 
 @final
-class _Table:
-    """A table, this rank's shards of it, and the output."""
+class _Table(NamedTuple):
+    """A table, its trained rows, and the output."""
 
-    def __init__(
-        self, config: BaseEmbeddingConfig, placed: PlacedTable, weight: Tensor, stored: Tensor
-    ) -> None:
-        self.config = config
-        self.placed = placed
-        self.weight = weight
-        self.stored = stored
-        self.bits = DATA_TYPE_NUM_BITS[config.data_type]
-        held = weight.local_shards() if isinstance(weight, ShardedTable) else []
-        self.shards = {shard.offsets: shard.tensor for shard in held}
+    config: BaseEmbeddingConfig
+    placed: PlacedTable
+    weight: Tensor
+    stored: Tensor
+
+    @property
+    def bits(self) -> int:
+        return DATA_TYPE_NUM_BITS[self.config.data_type]
 
 
 @final
@@ -151,20 +150,22 @@ class _Block(NamedTuple):
         return self.rows[1] - self.rows[0]
 
     @property
-    def is_split(self) -> bool:
-        """True if several shards have columns of these rows."""
-        return len(self.rects) > 1
+    def needs_ranges(self) -> bool:
+        """True if several shards have columns of these rows, which share a scale and a bias."""
+        return len(self.rects) > 1 and self.table.bits < 16
 
     def piece_shape(self, rect: Rect) -> tuple[int, int]:
         """Return the shape that the owner of a shard sends: rows, and bytes per row."""
         bits = self.table.bits
-        if not self.is_split:
+        if len(self.rects) == 1:
             return self.num_rows, row_bytes(rect.num_cols, bits)
         return self.num_rows, rect.num_cols * max(bits // 8, 1)
 
     def weight(self, rect: Rect) -> Tensor:
         """Return the float rows of a shard of this rank."""
-        shard = self.table.shards[rect.row_start, rect.col_start]
+        assert isinstance(self.table.weight, ShardedTable)
+        shards = {shard.offsets: shard.tensor for shard in self.table.weight.local_shards()}
+        shard = shards[rect.row_start, rect.col_start]
         return shard[self.rows[0] - rect.row_start : self.rows[1] - rect.row_start].detach()
 
 
@@ -193,14 +194,14 @@ def _blocks(tables: Sequence[_Table], num_receivers: int) -> Iterator[_Block]:
             return
 
 
-def _most_bytes(blocks: Sequence[_Block], env: ShardingEnv, receivers: Sequence[int]) -> int:
-    """Return the maximum bytes that a rank sends or receives."""
-    sent = [0] * env.world_size
+def _bytes_per_rank(blocks: Sequence[_Block], world_size: int) -> list[int]:
+    """Return the bytes that each rank sends to one receiver."""
+    sent = [0] * world_size
     for block in blocks:
         for rect in block.rects:
             rows, size = block.piece_shape(rect)
             sent[rect.rank] += rows * size
-    return max(max(sent) * len(receivers), sum(sent))
+    return sent
 
 
 @final
@@ -228,11 +229,7 @@ class _Exchange:
         """Quantize and exchange blocks."""
         env, receivers = self._env, self._receivers
         ranges = self._common_ranges(blocks)
-        sizes = [0] * env.world_size
-        for block in blocks:
-            for rect in block.rects:
-                rows, size = block.piece_shape(rect)
-                sizes[rect.rank] += rows * size
+        sizes = _bytes_per_rank(blocks, env.world_size)
         own = sizes[env.rank]
         send = torch.zeros(own * len(receivers), dtype=torch.uint8, device=self._device)
         self.attempt(partial(self._quantize, blocks, ranges, send[:own]))
@@ -248,15 +245,12 @@ class _Exchange:
 
     def _common_ranges(self, blocks: Sequence[_Block]) -> list[Tensor | None]:
         """Return the value ranges of rows, over all ranks, for blocks with split columns."""
-        split = [block for block in blocks if block.is_split and block.table.bits < 16]
-        if not split:
+        sizes = [block.num_rows for block in blocks if block.needs_ranges]
+        if not sizes:
             return [None] * len(blocks)
-        total = sum(block.num_rows for block in split)
-        found = torch.full((2, total), -torch.inf, device=self._device)
-        parts = iter(found.split([block.num_rows for block in split], dim=1))
-        ranges = [
-            next(parts) if block.is_split and block.table.bits < 16 else None for block in blocks
-        ]
+        found = torch.full((2, sum(sizes)), -torch.inf, device=self._device)
+        parts = iter(found.split(sizes, dim=1))
+        ranges = [next(parts) if block.needs_ranges else None for block in blocks]
         self.attempt(partial(self._own_ranges, blocks, ranges))
         comm.all_reduce(self._env, ExchangeName.QUANTIZED_ROWS, found, dist.ReduceOp.MAX).wait()
         return ranges

@@ -42,7 +42,7 @@ class QuantizedTable(nn.Module):
         self._row_bytes = row_bytes(config.embedding_dim, self._bits)
         self._splits = splits and self._bits < 16
 
-    def show(self, stored: Sequence[Tensor], row_alignment: int) -> None:
+    def set_views(self, stored: Sequence[Tensor], row_alignment: int) -> None:
         """Make the buffers views of rows.
 
         Args:
@@ -120,7 +120,7 @@ class ShardedQuantizedTable(nn.Module):
         """A copy of all rows, as `QuantizedTable.weight`."""
         return self._whole(self.rows()).weight
 
-    def show(self, stored: Sequence[Tensor], row_alignment: int) -> None:
+    def set_views(self, stored: Sequence[Tensor], row_alignment: int) -> None:
         """Make the buffers views of the shards' rows."""
         self._row_alignment = row_alignment
         for i, rows in enumerate(stored):
@@ -158,7 +158,7 @@ class ShardedQuantizedTable(nn.Module):
     def _whole(self, rows: Tensor) -> QuantizedTable:
         table = QuantizedTable(self.config, self._splits)
         padding = -rows.shape[1] % self._row_alignment
-        table.show([nn.functional.pad(rows, (0, padding))], self._row_alignment)
+        table.set_views([nn.functional.pad(rows, (0, padding))], self._row_alignment)
         return table
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -95,7 +95,7 @@ class Served(nn.Module):
     """A module of an exported program: takes a batch and returns a keyed container."""
 
     @torch.jit.unused
-    def opened(self, found: object, features: KeyedJaggedTensor) -> object:
+    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
         """Return the output as a container of proxies.
 
         Args:
@@ -306,7 +306,7 @@ class QuantizedBags(QuantizedTables):
         return torch.cat([columns[i] for i in self.order], dim=1)
 
     @torch.jit.unused
-    def opened(self, found: object, features: KeyedJaggedTensor) -> object:
+    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
         """Return a keyed tensor of proxies."""
         values = cast(KeyedTensor, found).values()
         return KeyedTensor.from_parts(self.names, self.dims, values)
@@ -357,7 +357,7 @@ class QuantizedRows(QuantizedTables):
         return outputs, ids
 
     @torch.jit.unused
-    def opened(self, found: object, features: KeyedJaggedTensor) -> object:
+    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
         """Return jagged tensors of proxies."""
         jagged = cast(dict[str, JaggedTensor], found)
         return {

@@ -52,9 +52,9 @@ class ProcessedBags(Served):
         return found
 
     @torch.jit.unused
-    def opened(self, found: object, features: KeyedJaggedTensor) -> object:
+    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
         """Return a keyed tensor of proxies."""
-        return self.bags.opened(found, features)
+        return self.bags.wrap_proxy(found, features)
 
 
 @final
@@ -114,7 +114,7 @@ class PositionProcessor(Served):
         return KeyedJaggedTensor(keys, values, weights, lengths)
 
     @torch.jit.unused
-    def opened(self, found: object, features: KeyedJaggedTensor) -> object:
+    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
         """Return a batch with weights, of proxies."""
         return with_weights(features, cast(KeyedJaggedTensor, found).weights())
 

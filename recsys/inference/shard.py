@@ -85,13 +85,8 @@ def shard_quant_model(
         >>> [(entry.sharding_type, entry.ranks) for entry in plan.plan["0"].values()]
         [('table_wise', [0]), ('row_wise', [0, 1])]
     """
-    compute, _ = (
-        _kind_of(name, device, known)
-        for name, device, known in (
-            ("compute_device", compute_device, ("cuda", "cpu")),
-            ("sharding_device", sharding_device, ("meta", "cuda", "cpu")),
-        )
-    )
+    compute = _kind_of("compute_device", compute_device, ("cuda", "cpu"))
+    _kind_of("sharding_device", sharding_device, ("meta", "cuda", "cpu"))
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1; received {world_size}.")
     found = _found(model, sharders)

@@ -81,7 +81,7 @@ class Tracer(fx.Tracer):
         (features,) = (*args, *kwargs.values())
         served = m.served if isinstance(m, QuantizedCollection) else m
         found = self.create_proxy("call_module", path.lstrip("."), (features,), {})
-        return found if isinstance(features, fx.Proxy) else served.opened(found, features)
+        return found if isinstance(features, fx.Proxy) else served.wrap_proxy(found, features)
 
     def create_arg(self, a: Any) -> Any:
         """Convert an argument of a node; a batch of proxies becomes a node that builds it."""

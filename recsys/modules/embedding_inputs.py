@@ -29,6 +29,7 @@ __all__ = [
     "are_checked_by_triton",
     "expand_bags",
     "make_safe",
+    "padded_lengths",
     "positions_of",
     "safe_features",
     "safe_inverse_indices",
@@ -108,12 +109,8 @@ class FeatureSelector:
         return SelectedBags(indices, ops.complete_cumsum(lengths_FB.flatten()), weights)
 
     def _select_variable(self, batch: KeyedJaggedTensor, weights: Tensor | None) -> SelectedBags:
-        strides = batch.stride_per_key()
-        longest = max(strides)
-        pieces = batch.lengths().split_with_sizes(strides)
-        lengths_FB = torch.stack(
-            [torch.nn.functional.pad(pieces[p], (0, longest - strides[p])) for p in self.positions]
-        )
+        lengths = padded_lengths(batch)
+        lengths_FB = torch.stack([lengths[p] for p in self.positions])
         sizes = batch.length_per_key()
         values = batch.values().split_with_sizes(sizes)
         indices = torch.cat([values[p] for p in self.positions])
@@ -134,6 +131,16 @@ class FeatureSelector:
         if self.positions != list(range(len(keys))):
             self._permute_F = torch.tensor(self.positions, dtype=torch.int32, device=device)
         self._keys, self._device = list(keys), device
+
+
+def padded_lengths(batch: KeyedJaggedTensor) -> list[Tensor]:
+    """Return the lengths of each key, padded with empty bags to the largest batch size."""
+    strides = batch.stride_per_key()
+    longest = max(strides, default=0)
+    pieces = batch.lengths().split_with_sizes(strides)
+    return [
+        torch.nn.functional.pad(p, (0, longest - s)) for p, s in zip(pieces, strides, strict=True)
+    ]
 
 
 def positions_of(
@@ -202,10 +209,10 @@ def make_safe(
     """
     from recsys.kernels import ops_triton
 
-    told, first_ids = bags.length_per_key, None
-    if told is not None:
-        check_length_per_key(bags.keys, told, bags.values)
-        first_ids = ops.upload([0, *accumulate(told)], bags.values.device)
+    known, first_ids = bags.length_per_key, None
+    if known is not None:
+        check_length_per_key(bags.keys, known, bags.values)
+        first_ids = ops.upload([0, *accumulate(known)], bags.values.device)
     given = None if unpadded is None else (unpadded.lengths, unpadded.offsets)
     found, lengths, offsets, values, counts = ops_triton.make_safe(
         bags.lengths, bags.offsets, bags.values, num_rows_F, first_ids, given
@@ -235,7 +242,7 @@ def safe_features(
     num_ids = values.numel()
     if values.is_cpu or values.is_meta:
         return features, None
-    told = None
+    known = None
     if sizes is not None:
         check_length_per_key(features.keys(), sizes, values)
     if not lengths.numel():
@@ -243,9 +250,9 @@ def safe_features(
         return features, None
     is_bad = are_bags_bad(lengths, features.offsets(), num_ids)
     if sizes is not None:
-        first_bags, first_ids, sizes_F = _told_sizes(features, sizes)
+        first_bags, first_ids, sizes_F = _known_sizes(features, sizes)
         is_bad = is_bad | (features.offsets().index_select(0, first_bags) != first_ids).any()
-        told = first_bags, sizes_F
+        known = first_bags, sizes_F
     inverse, is_foreign = safe_inverse_indices(features)
     if is_foreign is not None:
         is_bad = is_bad | is_foreign
@@ -253,7 +260,7 @@ def safe_features(
         features.keys(),
         values,
         features.weights_or_none(),
-        safe_lengths(lengths, is_bad, num_ids, told),
+        safe_lengths(lengths, is_bad, num_ids, known),
         stride=features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() or None,
         length_per_key=sizes,
@@ -285,7 +292,7 @@ def safe_inverse_indices(
     return (keys, safe_rows), (safe_rows != rows).any()
 
 
-def _told_sizes(features: KeyedJaggedTensor, sizes: list[int]) -> tuple[Tensor, ...]:
+def _known_sizes(features: KeyedJaggedTensor, sizes: list[int]) -> tuple[Tensor, ...]:
     """Return the first bag, the first id and the number of ids of each feature with bags.
 
     Raises:
@@ -296,8 +303,8 @@ def _told_sizes(features: KeyedJaggedTensor, sizes: list[int]) -> tuple[Tensor, 
     if sizes_F[~has_bags].any():
         features.validate()
     before = [x.cumsum() - x for x in (bags_F, sizes_F)]
-    told = np.stack([*before, sizes_F])[:, has_bags]
-    return ops.upload(told, features.device()).unbind()
+    known = np.stack([*before, sizes_F])[:, has_bags]
+    return ops.upload(known, features.device()).unbind()
 
 
 def is_on_meta(features: object) -> bool:

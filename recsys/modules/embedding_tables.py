@@ -245,7 +245,7 @@ class TableCollection(nn.Module):
 
     def _current_lookups(self) -> TableLookups:
         if self._lookups is None or not self._lookups.is_current():
-            self._remember()
+            self._save_optimizers()
             tables = zip(self._configs, self._poolings, self._tables(), strict=True)
             slots = [
                 TableSlot(t, config, pooling, table._parameters, self._attached.get(config.name))  # type: ignore[arg-type]
@@ -256,7 +256,7 @@ class TableCollection(nn.Module):
             self._saved_states = {}
         return self._lookups
 
-    def _remember(self) -> None:
+    def _save_optimizers(self) -> None:
         """Save optimizer state of the old lookups, and attachments of the parameters."""
         if self._lookups is not None:
             self._saved_states = {
@@ -278,12 +278,12 @@ class TableCollection(nn.Module):
         return super()._apply(moved, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        self._remember()
+        self._save_optimizers()
         super()._load_from_state_dict(*args)
 
     def _portable_state(self) -> dict[str, Any]:
         """Return `__dict__` with optimizer state instead of lookups."""
-        self._remember()
+        self._save_optimizers()
         state = self.__dict__.copy()
         state["_lookups"] = None
         state["_saved_states"] = {
@@ -319,4 +319,4 @@ class TableCollection(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         add_collection(self)
-        self._remember()
+        self._save_optimizers()

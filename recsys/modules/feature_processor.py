@@ -17,9 +17,7 @@ from recsys.modules.position_weights import (
     PositionGather,
     PositionWeights,
     ScriptedPositions,
-    trimmed,
     weigh,
-    with_weights,
 )
 from recsys.modules.traced import is_proxy, record
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
@@ -221,12 +219,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
             ValueError: A bag is too long (on CUDA, a bag of an earlier batch: see `check_lengths`),
                 or the batch is on another device than the weights.
         """
-        weights = self.position_weights.tensors()
-        if is_proxy(features):
-            names = list(self.max_feature_lengths)
-            return record(weigh, features, weights, names, type(self).__name__)  # type: ignore[no-any-return]
-        features = trimmed(features)
-        return with_weights(features, self._gather(weights, features))
+        return self._gather.weigh(features, self.position_weights.tensors())
 
     def script_form(self) -> nn.Module:
         """Return the module that TorchScript compiles in place of this module."""

@@ -23,10 +23,9 @@ from recsys.modules.position_weights import (
     PositionGather,
     ScriptedPositions,
     trimmed,
-    weigh,
     with_weights,
 )
-from recsys.modules.traced import is_exporting, is_proxy, record
+from recsys.modules.traced import is_exporting, is_proxy
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["FeatureProcessedEmbeddingBagCollection", "FeatureProcessorDictWrapper"]
@@ -81,12 +80,8 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
                 `PositionWeightedModule` are traced or exported, or a processor raised it.
         """
         if self._gather is not None:
-            positions: list[Tensor] = [p.position_weight for p in self._processors().values()]
-            if is_proxy(features):
-                parts = positions, list(self._processors()), PositionWeightedModule.__name__
-                return record(weigh, features, *parts)  # type: ignore[no-any-return]
-            features = trimmed(features)
-            return with_weights(features, self._gather(positions, features))
+            weights: list[Tensor] = [p.position_weight for p in self._processors().values()]
+            return self._gather.weigh(features, weights)
         if is_exporting() or is_proxy(features):
             raise self._needs_eager_mode()
         features = trimmed(features)

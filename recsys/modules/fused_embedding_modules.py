@@ -216,11 +216,8 @@ def fuse_embedding_optimizer(
         'FusedEmbeddingBagCollection'
     """
     made: dict[int, nn.Module] = {}
-
-    def fused(module: nn.Module) -> nn.Module:
-        if id(module) in made:
-            return made[id(module)]
-        settings: dict[str, Any] = {"device": device, "location": location}
+    settings: dict[str, Any] = {"device": device, "location": location}
+    for module in model.modules():
         new: TableCollection
         if type(module) is EmbeddingBagCollection:
             new = FusedEmbeddingBagCollection(
@@ -234,14 +231,11 @@ def fuse_embedding_optimizer(
                 **settings,
             )  # fmt: skip
         else:
-            made[id(module)] = module
-            for name, child in module._modules.items():
-                module._modules[name] = None if child is None else fused(child)
-            return module
+            continue
         if "meta" not in (module.device.type, new.device.type):
             new.load_state_dict(module.state_dict())
-        new.train(module.training)
-        made[id(module)] = new
-        return new
-
-    return fused(model)
+        made[id(module)] = new.train(module.training)
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            parent._modules[name] = made.get(id(child), child)
+    return made.get(id(model), model)

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from recsys.kernels.bounds import NO_LIMIT, LateChecks
 from recsys.kernels.checked import checked
+from recsys.modules.traced import is_proxy, record
 from recsys.sparse import KeyedJaggedTensor
 
 __all__ = ["PositionGather", "PositionWeights", "ScriptedPositions", "with_weights"]
@@ -153,6 +154,16 @@ class PositionGather:
         dtype = weights[0].dtype if weights else torch.float32
         ones = [torch.ones(1, dtype=dtype, device=device)] if has_others else []
         return torch.cat([*weights, *ones]).index_select(0, place_N)
+
+    def weigh(self, features: KeyedJaggedTensor, weights: list[Tensor]) -> KeyedJaggedTensor:
+        """Replace the weights of a batch; `torch.fx` records it as one node.
+
+        Arguments and errors as `__call__`.
+        """
+        if is_proxy(features):
+            return record(weigh, features, weights, list(self._lengths), self._owner)  # type: ignore[no-any-return]
+        features = trimmed(features)
+        return with_weights(features, self(weights, features))
 
     def places(self, features: KeyedJaggedTensor) -> Tensor:
         """Return the position of each id's weight among all weights, followed by a 1.
@@ -295,9 +306,7 @@ def weigh(
         weights_N = torch.cat(weights + [one]).index_select(0, place_N)  # noqa: RUF005
         return KeyedJaggedTensor(keys, values, weights_N, lengths)
     else:
-        gather = _gather_of(tuple(names), tuple(sizes), owner)
-        features = trimmed(features)
-        return with_weights(features, gather(weights, features))
+        return _gather_of(tuple(names), tuple(sizes), owner).weigh(features, weights)
 
 
 @final

@@ -250,7 +250,7 @@ def test_processors_must_be_there() -> None:
     with pytest.raises(TypeError, match=r"must be a FeatureProcessorsCollection; received NoneTy"):
         QuantFeatureProcessedEmbeddingBagCollection([config], True, CPU)
     processors = PositionWeightedModuleCollection({"x": 3})
-    with pytest.raises(ValueError, match="received is_weighted=False"):
+    with pytest.raises(ValueError, match=r"is_weighted must be True.*received False"):
         QuantFeatureProcessedEmbeddingBagCollection(
             [config], False, CPU, feature_processor=processors
         )

@@ -361,7 +361,7 @@ class TestArguments:
         model = quantize_inference_model(_pooled())
         _, plan = shard_quant_model(model, 2, "cpu")
         constraints = {"a": ParameterConstraints()}
-        with pytest.raises(ValueError, match=r"received both, constraints for \['a'\]"):
+        with pytest.raises(ValueError, match=r"received both, .*constraints for \['a'\]"):
             shard_quant_model(model, 2, "cpu", constraints=constraints, sharding_plan=plan)
         shard_quant_model(model, 2, "cpu", ddr_cap=10**6, sharding_plan=plan)
         with pytest.raises(PlannerError, match=r"MiB"):
@@ -398,7 +398,7 @@ class TestArguments:
             _, plan = shard_quant_model(model, 2, "cpu", sharders=sharders)
             assert plan.plan.keys() == expected
         other = [QuantEmbeddingCollectionSharder(shardable_params=["other"])]
-        with pytest.raises(ValueError, match="no quantized collection to shard"):
+        with pytest.raises(ValueError, match="a quantized collection to shard"):
             shard_quant_model(model, 2, "cpu", sharders=other)
 
 

@@ -311,9 +311,9 @@ def test_processors_called_feature_by_feature_run_eagerly_or_are_refused() -> No
     said = "feature processors (in a dict run eagerly|that work on the whole batch)"
     with pytest.raises(Exception, match=said):
         torch.compile(model, backend="eager", fullgraph=True)(features)
-    with pytest.raises(ValueError, match=r"received \['Half'\], which are called feature by"):
+    with pytest.raises(ValueError, match=r"received \['Half'\], which are called per"):
         symbolic_trace(model)
-    with pytest.raises(ValueError, match=r"received \['Half'\], which are called feature by"):
+    with pytest.raises(ValueError, match=r"received \['Half'\], which are called per"):
         torch.export.export(model, (features,), strict=False)
 
 

@@ -210,7 +210,7 @@ def test_processors_of_other_kinds_are_named() -> None:
             return features
 
     model = processed({key: Own() for key in KEYS})
-    with pytest.raises(ValueError, match=r"work on the whole batch; received \['Own'\]"):
+    with pytest.raises(ValueError, match=r"of the whole batch; received \['Own'\]"):
         script(model)
 
 
