@@ -16,7 +16,12 @@ from recsys.inference.quantized_collection import (
     QuantizedCollection,
     Weights,
 )
-from recsys.inference.quantized_tables import QuantizedBags, QuantizedRows, Served
+from recsys.inference.quantized_tables import (
+    QuantizedBags,
+    QuantizedOptions,
+    QuantizedRows,
+    Served,
+)
 from recsys.inference.served import ProcessedBags, position_processor
 from recsys.kernels.arguments import instance
 from recsys.kernels.checked import checked
@@ -104,18 +109,12 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         cache_features_order: bool = False,
     ) -> None:
         tables = check_tables(type(self).__name__, tables, EmbeddingBagConfig, SERVED)
-        super().__init__(
-            tables,
-            [c.pooling for c in tables],
-            device,
-            table_name_to_quantized_weights,
-            output_dtype,
-            register_tbes,
-            quant_state_dict_split_scale_bias,
-            row_alignment,
-            cache_features_order,
-            is_weighted=is_weighted,
-        )
+        options = QuantizedOptions(
+            type(self).__name__, output_dtype, register_tbes, quant_state_dict_split_scale_bias,
+            row_alignment, cache_features_order, is_weighted=is_weighted,
+        )  # fmt: skip
+        poolings = [config.pooling for config in tables]
+        super().__init__(tables, poolings, device, table_name_to_quantized_weights, options)
 
     @classmethod
     def _options_of(cls, module: EmbeddingBagCollection) -> dict[str, Any]:
@@ -309,18 +308,12 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
         cache_features_order: bool = False,
     ) -> None:
         tables = check_tables(type(self).__name__, tables, EmbeddingConfig, SERVED)
-        super().__init__(
-            tables,
-            [PoolingType.NONE] * len(tables),
-            device,
-            table_name_to_quantized_weights,
-            output_dtype,
-            register_tbes,
-            quant_state_dict_split_scale_bias,
-            row_alignment,
-            cache_features_order,
-            need_indices=need_indices,
-        )
+        options = QuantizedOptions(
+            type(self).__name__, output_dtype, register_tbes, quant_state_dict_split_scale_bias,
+            row_alignment, cache_features_order, need_indices=need_indices,
+        )  # fmt: skip
+        poolings = [PoolingType.NONE] * len(tables)
+        super().__init__(tables, poolings, device, table_name_to_quantized_weights, options)
 
     @classmethod
     def _options_of(cls, module: EmbeddingCollection) -> dict[str, Any]:

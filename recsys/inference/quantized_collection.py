@@ -35,7 +35,7 @@ from recsys.inference.quantized_tables import (
     Served,
     rows_left,
 )
-from recsys.kernels.arguments import whole, wrong_type
+from recsys.kernels.arguments import wrong_type
 from recsys.kernels.backend import OUTPUT_CODES
 from recsys.kernels.checked import checked_but
 from recsys.kernels.quantized import row_bytes
@@ -115,12 +115,7 @@ class QuantizedCollection(nn.Module):
         poolings: The pooling of each table.
         device: Device of the tables.
         weights: The rows; None: all zeros.
-        output_dtype: Dtype of the output.
-        register_tbes: Not supported: must be False.
-        splits: Scales and biases are separate buffers.
-        row_alignment: Rows are stored in multiples of this many bytes.
-        caches_order: Keep the positions of the features among the keys of the last batch.
-        reads: `is_weighted` or `need_indices` of `QuantizedOptions`.
+        options: The options.
     """
 
     def __init__(
@@ -129,31 +124,10 @@ class QuantizedCollection(nn.Module):
         poolings: Sequence[PoolingType],
         device: torch.device,
         weights: Weights | None,
-        output_dtype: torch.dtype,
-        register_tbes: bool,
-        splits: bool,
-        row_alignment: int,
-        caches_order: bool,
-        **reads: bool,
+        options: QuantizedOptions,
     ) -> None:
         super().__init__()
-        owner = type(self).__name__
-        if register_tbes:
-            raise ValueError(
-                f"{owner}.register_tbes is not supported; received {register_tbes!r}. Leave it "
-                "out: each table's rows are a buffer without it."
-            )
-        row_alignment = whole(f"{owner}.row_alignment", row_alignment)
-        if splits and row_alignment % 2:
-            raise ValueError(
-                f"{owner}.row_alignment must be even with quant_state_dict_split_scale_bias=True; "
-                f"received {row_alignment}."
-            )
-        if output_dtype not in OUTPUT_CODES:
-            raise ValueError(
-                f"{owner}.output_dtype must be one of {[*OUTPUT_CODES]}; received {output_dtype}."
-            )
-        self._options = QuantizedOptions(output_dtype, row_alignment, splits, caches_order, **reads)
+        self._options = options
         self._order: tuple[list[str], list[int]] | None = None
         self._aliased: _AliasedLookups | None = None
         self._configs = list(configs)

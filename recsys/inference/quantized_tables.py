@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from recsys.distributed.placement.layout import Rect
+from recsys.inference.batch_checks import by_key, fails, positions_in, read_sizes, to_device
 from recsys.kernels import ops
 from recsys.kernels.arguments import whole
+from recsys.kernels.backend import OUTPUT_CODES
 from recsys.kernels.quantized_lookup import QuantizedLookup
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.kernels.types import PoolingType
@@ -32,11 +34,7 @@ __all__ = [
     "QuantizedRows",
     "QuantizedTables",
     "Served",
-    "by_key",
-    "fails",
-    "read_sizes",
     "rows_left",
-    "to_device",
 ]
 
 
@@ -52,19 +50,46 @@ def rows_left(config: BaseEmbeddingConfig) -> int:
 @final
 @dataclass(frozen=True)
 class QuantizedOptions:
-    """Options of a quantized collection, fixed when it is built."""
+    """Options of a quantized collection, fixed when it is built.
 
+    Raises:
+        ValueError: An option is not supported.
+    """
+
+    owner: str
+    """The collection's class, for messages."""
     output_dtype: torch.dtype
-    row_alignment: int
-    """Rows are stored in multiples of this many bytes."""
+    register_tbes: bool
+    """Must be False."""
     splits: bool
     """Scales and biases are separate buffers."""
+    row_alignment: int
+    """Rows are stored in multiples of this many bytes."""
     caches_order: bool
     """Keep the positions of the features among the keys of the last batch."""
     is_weighted: bool = False
     """Rows are multiplied by the weights of a batch."""
     need_indices: bool = False
     """Ids are returned as weights."""
+
+    def __post_init__(self) -> None:
+        owner, alignment = self.owner, self.row_alignment
+        if self.register_tbes:
+            raise ValueError(
+                f"{owner}.register_tbes is not supported; received {self.register_tbes!r}. Leave "
+                "it out: each table's rows are a buffer without it."
+            )
+        whole(f"{owner}.row_alignment", alignment)
+        if self.splits and alignment % 2:
+            raise ValueError(
+                f"{owner}.row_alignment must be even with quant_state_dict_split_scale_bias=True; "
+                f"received {alignment}."
+            )
+        if self.output_dtype not in OUTPUT_CODES:
+            raise ValueError(
+                f"{owner}.output_dtype must be one of {[*OUTPUT_CODES]}; received "
+                f"{self.output_dtype}."
+            )
 
 
 class _Columns(NamedTuple):
@@ -261,7 +286,7 @@ class QuantizedBags(QuantizedTables):
             ValueError: The batch lacks weights, has a batch size per key, or has lengths that do
                 not match the ids.
         """
-        positions = _positions(features, self.feature_names)
+        positions = positions_in(features, self.feature_names)
         weights: Tensor | None = None
         if self.is_weighted:
             weights = features.weights()
@@ -319,7 +344,7 @@ class QuantizedRows(QuantizedTables):
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Look up a batch in a program; arguments and errors as `QuantizedBags.forward`."""
         keys = features.keys()
-        positions = _positions(features, self.feature_names)
+        positions = positions_in(features, self.feature_names)
         lengths = features.lengths()
         rows, ids = self.look_up(features.values(), lengths, positions, len(keys))
         lengths_KB = lengths.view(len(keys), lengths.numel() // len(keys))
@@ -386,102 +411,6 @@ def _lookup_of(
     if len(tables) > len(parts):
         return QuantizedSplitLookup(tables, bits[0], len(features), pooling, **more)  # type: ignore[arg-type]
     return QuantizedLookup(tables, bits, features, pooling, **more)  # type: ignore[arg-type]
-
-
-def _positions(features: KeyedJaggedTensor, names: list[str]) -> list[int]:
-    """Return the positions of features among the keys of a batch.
-
-    Raises:
-        KeyError: The batch lacks a feature.
-        ValueError: The batch has a batch size per key.
-    """
-    if features.variable_stride_per_key():
-        raise ValueError("A traced model takes batches with one batch size for all features.")
-    keys = features.keys()
-    positions: list[int] = []
-    for name in names:
-        if name not in keys:
-            raise KeyError(f"The batch lacks the feature {name}; received {keys}.")
-        positions.append(keys.index(name))
-    return positions
-
-
-def by_key(values: Tensor, lengths: Tensor, num_keys: int) -> Tensor:
-    """Return the lengths of a batch, `[K, B]`.
-
-    Raises:
-        TypeError: The ids are not integers.
-        ValueError: The ids have two dims, or the lengths do not match the keys.
-    """
-    if values.is_floating_point():
-        raise TypeError("ids must be integers; received floats. Convert with values.long().")
-    if values.dim() != 1:
-        raise ValueError(f"ids must have one dim; received {values.dim()}.")
-    if lengths.numel() % num_keys != 0:
-        raise ValueError(
-            f"lengths must have one value per feature and sample, {num_keys} features; "
-            f"received {lengths.numel()} values."
-        )
-    return lengths.view(num_keys, lengths.numel() // num_keys)
-
-
-def fails(holds: Tensor, message: str) -> bool:
-    """Return whether a condition is false; this waits for the device.
-
-    `torch.export` records an assertion instead, as a program cannot branch on the value.
-
-    Args:
-        holds: One bool.
-        message: Message of the assertion.
-    """
-    if not torch.jit.is_scripting() and torch.compiler.is_compiling():  # type: ignore[attr-defined]
-        torch._assert_async(holds, message)
-        return False
-    return not bool(holds)
-
-
-def read_sizes(values: Tensor, lengths_KB: Tensor, is_needed: bool) -> list[int]:
-    """Return the number of ids of each key; this waits for the device once.
-
-    Args:
-        values: `[N]` ids.
-        lengths_KB: `[K, B]` ids per bag.
-        is_needed: If False, `torch.export` gets no sizes and needs no symbols for them.
-
-    Raises:
-        ValueError: The lengths do not match the ids.
-    """
-    if not torch.jit.is_scripting() and torch.compiler.is_compiling():  # type: ignore[attr-defined]
-        return _traced_sizes(values, lengths_KB, is_needed)
-    num_negative = (lengths_KB < 0).sum().view(1)
-    found: list[int] = torch.cat([lengths_KB.sum(1), num_negative]).tolist()
-    sizes = found[:-1]
-    if found[-1] > 0 or sum(sizes) != values.numel():
-        raise ValueError(
-            f"lengths must not be negative and must add up to the number of ids, {values.numel()}; "
-            f"received {found[-1]} negative lengths and a sum of {sum(sizes)}."
-        )
-    return sizes
-
-
-def _traced_sizes(values: Tensor, lengths_KB: Tensor, is_needed: bool) -> list[int]:
-    ids_per_key = lengths_KB.sum(1)
-    fit = (lengths_KB >= 0).all() & (ids_per_key.sum() == values.numel())
-    fails(fit, "lengths must add up to the number of ids.")
-    sizes: list[int] = ids_per_key.tolist() if is_needed else []
-    for size in sizes:
-        torch._check(size >= 0)
-    if is_needed:
-        torch._check(sum(sizes) == values.numel())
-    return sizes
-
-
-def to_device(values: list[int], device: torch.device) -> Tensor:
-    """Copy numbers to a device as an int64 tensor; the host does not wait."""
-    tensor = torch.tensor(values, dtype=torch.int64)
-    if device.type == "cuda":  # a copy from pinned memory is asynchronous
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def _permute(

@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING, cast, final
 import torch
 from torch import Tensor, nn
 
-from recsys.inference.quantized_tables import (
-    QuantizedBags,
-    Served,
-    by_key,
-    fails,
-    read_sizes,
-    to_device,
-)
+from recsys.inference.batch_checks import by_key, fails, read_sizes, to_device
+from recsys.inference.quantized_tables import QuantizedBags, Served
 from recsys.kernels.bounds import NO_LIMIT
 from recsys.modules.feature_processor import (
     PositionWeightedModule,
