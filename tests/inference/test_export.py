@@ -334,7 +334,7 @@ def test_models_that_cannot_be_exported_say_why(tmp_path: Path) -> None:
     rows = shard_quant_model(dlrm(), 2, "cpu")[0]
     split = [m for m in rows.modules() if type(m).__name__ == "ShardedQuantizedTable"]
     if split:
-        with pytest.raises(ValueError, match="whole; received a model"):
+        with pytest.raises(ValueError, match="one device; received a model"):
             exported_program(PlainModel(rows, inputs_of(2)))
 
 

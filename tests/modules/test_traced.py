@@ -308,7 +308,7 @@ def test_processors_called_feature_by_feature_run_eagerly_or_are_refused() -> No
     assert torch.equal(found.values(), model(features).values())
     torch._dynamo.reset()
     # how torch 2.13 says it, or torch 2.11
-    said = "feature processors (in a dict run eagerly|that work on the whole batch)"
+    said = "feature processors (in a dict run eagerly|of the whole batch)"
     with pytest.raises(Exception, match=said):
         torch.compile(model, backend="eager", fullgraph=True)(features)
     with pytest.raises(ValueError, match=r"received \['Half'\], which are called per"):
