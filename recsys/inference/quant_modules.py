@@ -91,9 +91,8 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
 
     _lookups = QuantizedBags
     _tables_name = "embedding_bags"
-    script_form = (
-        QuantizedCollection.script_form
-    )  # not inherited, so that it stands for this forward only
+    # not inherited, as it replaces this forward only
+    script_form = QuantizedCollection.script_form
 
     @checked
     def __init__(
@@ -290,9 +289,8 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
 
     _lookups = QuantizedRows
     _tables_name = "embeddings"
-    script_form = (
-        QuantizedCollection.script_form
-    )  # not inherited, so that it stands for this forward only
+    # not inherited, as it replaces this forward only
+    script_form = QuantizedCollection.script_form
 
     @checked
     def __init__(
@@ -323,17 +321,17 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
         """Look up a batch.
 
         Args:
-            features: The ids, with every feature the tables read.
+            features: Ids of all features of the tables.
 
         Returns:
-            By feature ("feature@table" if several tables read it): values [N, D] in the output
-            dtype, the feature's lengths, and its ids as weights if asked for.
+            One JaggedTensor per feature ("feature@table" if several tables read it): values [N, D]
+            in the output dtype, the feature's lengths, and the ids as weights if `need_indices`.
 
         Raises:
             IndexError: An id is outside its table.
             KeyError: The batch lacks a feature.
             TypeError: The batch is not a KeyedJaggedTensor, or ids are not integers.
-            ValueError: Lengths do not fit.
+            ValueError: The lengths do not match the ids.
         """
         positions, keys = self._positions(features), features.keys()
         features = features.trim()
@@ -361,7 +359,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
         return self._options.need_indices
 
     def embedding_dim(self) -> int:
-        """Columns of every table."""
+        """Return the number of columns of every table."""
         return self._configs[0].embedding_dim
 
     def embedding_names_by_table(self) -> list[list[str]]:

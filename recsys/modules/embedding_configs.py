@@ -118,7 +118,7 @@ def pooling_type_to_str(pooling_type: PoolingType) -> str:
     """Return the `mode` of `torch.nn.EmbeddingBag` for a pooling.
 
     Raises:
-        ValueError: The pooling is NONE.
+        ValueError: `pooling_type` is NONE.
 
     Example:
         >>> pooling_type_to_str(PoolingType.MEAN)
