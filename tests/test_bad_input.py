@@ -140,13 +140,13 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         _looked_up(_unsharded, [1, 2], [1, 1], ["user", "movie"]),
         KeyError,
         "The batch lacks the features ['film'], which EmbeddingBagCollection looks up in the "
-        "tables ['films']; received the keys ['user', 'movie']. Add them (empty bags will do), ...",
+        "tables ['films']; received the keys ['user', 'movie']. Add them (bags may be empty), ...",
     ),
     "unknown feature, sharded": (
         _looked_up(_sharded, [1, 2], [1, 1], ["user", "movie"]),
         KeyError,
         "On rank 0: The batch lacks the features ['film'], which this module looks up; received "
-        "the keys ['user', 'movie']. Add them (empty bags will do), or ...",
+        "the keys ['user', 'movie']. Add them (bags may be empty), or ...",
     ),
     "id = num_embeddings": (
         _looked_up(_unsharded, [1, 10], [1, 1]),
@@ -174,7 +174,7 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         lambda _: EmbeddingBagCollection(tables=_tables(films="users")),
         ValueError,
         "EmbeddingBagCollection needs tables with different names; received ['users'] more than "
-        "once. Rename all but one; features that share a table go into its feature_names.",
+        "once. Rename all but one. ...",
     ),
     "plan for a wrong world size": (
         lambda _: _sharded(_plan(users=0, films=1)),

@@ -79,6 +79,7 @@ TESTED_THROUGH = {
     "distributed/stages/node_hop.py": "distributed/stages/test_output_dist.py",
     "distributed/stages/pool_rows.py": "distributed/test_object_pools.py",
     "distributed/stages/sequence_dist.py": "distributed/stages/test_output_dist.py",
+    "inference/batch_checks.py": "inference/test_quantize.py",
     "inference/quantized_collection.py": "inference/test_quant_modules.py",
     "inference/quantized_table.py": "inference/test_shard.py",
     "inference/quantized_tables.py": "inference/test_quant_modules.py",
@@ -97,9 +98,12 @@ TESTED_THROUGH = {
     "metrics/option_sums.py": "metrics/test_sum_metrics.py",
     "metrics/sums.py": "metrics/test_sync.py",
     "modules/activation.py": "modules/test_mlp.py",
+    "modules/aliased_storage.py": "modules/test_embedding_tables.py",
     "modules/embedding_inputs.py": "modules/test_embedding_bag_collection.py",
     "modules/embedding_interfaces.py": "modules/test_embedding_collection.py",
+    "modules/embedding_table.py": "modules/test_embedding_tables.py",
     "modules/row_pool.py": "modules/test_object_pools.py",
+    "modules/table_lookups.py": "modules/test_embedding_tables.py",
 }
 
 

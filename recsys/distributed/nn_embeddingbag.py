@@ -21,7 +21,7 @@ from recsys.kernels.checked import checked
 from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType, dtype_to_data_type
 from recsys.modules.embedding_modules import EmbeddingBagCollection
-from recsys.modules.embedding_tables import TableDict
+from recsys.modules.embedding_table import TableDict
 from recsys.sparse import KeyedJaggedTensor
 
 _TABLE = "weight"

@@ -52,7 +52,8 @@ from recsys.distributed.table_options import (
 )
 from recsys.kernels.arguments import setting
 from recsys.modules.eager import run_eagerly
-from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection, TableDict
+from recsys.modules.embedding_table import TableDict
+from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection
 from recsys.optim.keyed import CombinedOptimizer
 from recsys.sparse import KeyedJaggedTensor
 from recsys.step_stages import Stage

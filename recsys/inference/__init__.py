@@ -1,4 +1,4 @@
-"""From a trained model to one that is served: quantize the tables, shard them, export a program."""
+"""Serving of a trained model: quantize the tables, shard them, and export a program."""
 
 from recsys.checksums import verify_checksum
 from recsys.inference.export import export_aoti, export_torchscript

@@ -1,10 +1,10 @@
-"""From a quantized model to a file that runs without this library, in Python or in C++.
+"""Export of a quantized model to a file that runs without this library, in Python or in C++.
 
-A program takes plain tensors and returns plain tensors, and needs only torch and fbgemm_gpu. There
-are two kinds. TorchScript keeps loops and branches, and is compiled where it runs; what it cannot
-read, `torch.fx` sees through: the model runs once on symbolic inputs, and what is left are tensor
-operations. AOTInductor compiles one graph of tensor operations by `torch.export` to machine code of
-one kind of device.
+A program takes and returns plain tensors and needs only torch and fbgemm_gpu. There are two kinds.
+TorchScript keeps loops and branches and is compiled at load time. `torch.fx` traces the modules
+that TorchScript does not support: the model runs once on symbolic inputs, and the trace has tensor
+operations only. AOTInductor compiles one graph of `torch.export` to machine code for one kind of
+device.
 """
 
 from __future__ import annotations
@@ -52,33 +52,32 @@ def export_torchscript(
 ) -> torch.jit.ScriptModule:
     """Compile a quantized model by TorchScript and write it to a file.
 
-    The file runs wherever torch and fbgemm_gpu do, by `load_torchscript` or `torch.jit.load`. Its
-    SHA-256 is written beside it, to a file of the same name with ".sha256" at the end: see
-    `verify_checksum`.
+    The file needs torch and fbgemm_gpu. Load it by `load_torchscript` or `torch.jit.load`. Its
+    SHA-256 is written to a file of the same name plus ".sha256"; see `verify_checksum`.
 
-    The program takes the tensors of the model's arguments, in their order: of a KeyedJaggedTensor,
-    and of a JaggedTensor, `values`, `lengths` and, if the example has them, `weights`. It returns a
-    tensor where the model returns one. Else it returns a dict of tensors by name: "ctr" for an
-    entry of a dict, "0" for the first of a tuple; of a KeyedTensor one tensor per key; of jagged
-    tensors "film.values" and "film.lengths".
+    The program takes the tensors of the model's arguments, in their order. For a KeyedJaggedTensor
+    or JaggedTensor, these are `values`, `lengths` and, if the example has them, `weights`. If the
+    model returns a tensor, so does the program. Otherwise it returns a dict of tensors by name:
+    "ctr" for an entry of a dict, "0" for the first entry of a tuple, one tensor per key of a
+    KeyedTensor, and "film.values" and "film.lengths" for jagged tensors.
 
-    A module that branches on the values of tensors is compiled as it is written, if TorchScript can
-    read it. All else is traced.
+    A module that branches on the values of tensors is compiled from its source, if TorchScript
+    supports it. All other modules are traced.
 
     Args:
-        model: Quantized, in evaluation mode.
+        model: A quantized model in evaluation mode.
         path: The file to write.
         inputs: Example arguments of `model`: tensors and jagged tensors, also in lists, tuples and
-            dicts. Their batch size does not matter. All else that the model is called with, such
-            as a number, is fixed.
+            dicts, of any batch size. Other arguments, such as numbers, are constants of the
+            program.
 
     Returns:
-        The compiled program that was written.
+        The compiled program.
 
     Raises:
-        TypeError: The model returns what is no tensor, and holds none.
+        TypeError: The model returns an object without tensors.
         ValueError: The model is in training mode or has tables that are not quantized.
-        Exception: What torch raises where it cannot compile a module; a note names the line.
+        Exception: An error of torch about a module that it cannot compile; a note names the line.
 
     Example:
         >>> import tempfile
@@ -94,7 +93,7 @@ def export_torchscript(
     """
     plain = PlainModel(model, inputs)
     with without_torchscript_warnings():
-        # about an annotation in torch.fx.GraphModule's own __init__
+        # for an annotation in the __init__ of torch.fx.GraphModule
         warnings.filterwarnings("ignore", "The TorchScript type system doesn't support instance")
         program: torch.jit.ScriptModule = torch.jit.script(_traced(plain))
     plain.check(program)
@@ -107,35 +106,34 @@ def export_torchscript(
 def export_aoti(model: nn.Module, path: str | Path, inputs: Sequence[object]) -> AOTIProgram:
     """Compile a quantized model by AOTInductor and write it to a package.
 
-    The package runs wherever torch and fbgemm_gpu of the same versions do, on the kind of device
-    that the model is on: by `load_aoti` in Python, by `torch::inductor::AOTIModelPackageLoader` in
-    C++. What it takes and returns is what `export_torchscript` says. In C++ the outputs are a list:
-    the package's metadata has their names under "outputs", as a JSON list.
+    The package needs the same versions of torch and fbgemm_gpu, and the kind of device that the
+    model is on. Load it by `load_aoti` in Python or `torch::inductor::AOTIModelPackageLoader` in
+    C++. Inputs and outputs are as for `export_torchscript`. In C++ the outputs are a list; their
+    names are in the package's metadata under "outputs", as a JSON list.
 
     The compiled code does not validate dtypes, shapes and strides of its inputs; `load_aoti` does.
-    For other loaders the metadata has JSON lists with an entry per input: "inputs" the names,
-    "dtypes" such as "int64", "shapes" such as "n0 5": a number is the size of a dim, and dims of
-    one name have the same size. Tensors must be contiguous.
+    For other loaders, the metadata has JSON lists with an entry per input: "inputs" (names),
+    "dtypes" (such as "int64") and "shapes" (such as "n0 5"). In a shape, a number is the size of a
+    dim, and dims with the same name have the same size. Tensors must be contiguous.
 
-    The file's SHA-256 is written beside it, to a file of the same name with ".sha256" at the end:
-    see `verify_checksum`.
+    The file's SHA-256 is written to a file of the same name plus ".sha256"; see `verify_checksum`.
 
-    Batches of any size are served, 0 and 1 among them. A model must not branch on the values of
-    tensors; `torch.where` and `torch.cond` choose between them.
+    The program serves batches of any size, including 0 and 1. A model must not branch on the values
+    of tensors; use `torch.where` or `torch.cond`.
 
     Args:
-        model: Quantized, in evaluation mode, on one device.
+        model: A quantized model in evaluation mode, on one device.
         path: The file to write; it must end in ".pt2".
         inputs: As for `export_torchscript`.
 
     Returns:
-        The program that was written, as `load_aoti` loads it.
+        The program, as loaded by `load_aoti`.
 
     Raises:
-        TypeError: The model returns what is no tensor, and holds none.
-        ValueError: The model is in training mode, has tables that are not quantized, or is spread
-            over devices, or the path ends otherwise.
-        Exception: What torch raises where it cannot export a model; a note names the line.
+        TypeError: The model returns an object without tensors.
+        ValueError: The model is in training mode, has tables that are not quantized or is spread
+            over devices, or the path has another ending.
+        Exception: An error of torch about a model that it cannot export; a note names the line.
 
     Example:
         >>> from recsys.inference import quantize_embeddings
@@ -157,12 +155,12 @@ def export_aoti(model: nn.Module, path: str | Path, inputs: Sequence[object]) ->
     }
     config = {
         "aot_inductor.metadata": {k: json.dumps(v, ensure_ascii=False) for k, v in about.items()},
-        # or AOTI_RUNTIME_CHECK_INPUTS=1 would refuse batches of 0 and 1 samples
+        # otherwise AOTI_RUNTIME_CHECK_INPUTS=1 rejects batches of 0 and 1 samples
         "aot_inductor.check_lowerbound": False,
     }
     with new_file(path) as temporary:
         with warnings.catch_warnings(), _any_size():
-            # what torch says to itself while it copies the structure of the inputs
+            # a warning of torch's own code that copies the structure of the inputs
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
             torch._inductor.aoti_compile_and_package(
                 exported, package_path=str(temporary), inductor_configs=config
@@ -173,10 +171,10 @@ def export_aoti(model: nn.Module, path: str | Path, inputs: Sequence[object]) ->
 
 
 class PlainModel(nn.Module):
-    """Calls a quantized model with plain tensors.
+    """Wrapper that calls a quantized model with plain tensors.
 
     Args:
-        model: The model, which stays as it is.
+        model: The model; not changed.
         inputs: Example arguments.
     """
 
@@ -188,12 +186,12 @@ class PlainModel(nn.Module):
         self.output_names = list(_plain(self._expected, self._expected))
         for jagged in pytree.tree_leaves(inputs, is_leaf=_is_jagged):
             if _is_jagged(jagged):
-                jagged.lengths()  # offsets are no argument of a program
+                jagged.lengths()  # a program takes lengths instead of offsets
         found, self._structure = pytree.tree_flatten_with_path(_named(model, inputs))
         self._leaves = [leaf for _, leaf in found]
         self._places = _places_of_tensors(found)
         for i in self._places:
-            # a graph has the strides of its example: those of a whole tensor, also for one row
+            # the graph records the strides of the example, which must be contiguous
             self._leaves[i] = self._leaves[i].detach().clone(memory_format=torch.contiguous_format)
         self.tensors: tuple[Tensor, ...] = tuple(self._leaves[i] for i in self._places)
         self._batch_sizes = _batch_sizes(inputs)
@@ -222,10 +220,10 @@ class PlainModel(nn.Module):
         return output if isinstance(self._expected, Tensor) else _plain(output, self._expected)
 
     def check(self, program: Callable[..., object]) -> None:
-        """Raise if a program returns another thing than the model.
+        """Compare the outputs of a program and the model.
 
         Raises:
-            ValueError: It does, on the example or on an empty batch that the model serves.
+            ValueError: They differ on the example, or on an empty batch if the model supports one.
         """
         expected = self._tensors_of(self._expected)
         cases: list[tuple[Sequence[Tensor], object]] = [(self.tensors, expected)]
@@ -243,17 +241,17 @@ class PlainModel(nn.Module):
                 except Exception as error:
                     size = "the example" if tensors is self.tensors else "an empty batch"
                     raise ValueError(
-                        f"On {size} the program does not do what the model does. Look for a size "
-                        "in forward that is written, or read, as a number."
+                        f"The program must return the model's outputs; received other outputs on "
+                        f"{size}. Look for a size in forward that is written, or read, as a number."
                     ) from error
 
 
 class _PlainTracer(Tracer):
-    """Traces a plain model, with an argument of the program for each tensor.
+    """Tracer of a plain model, with one argument per tensor.
 
     Args:
-        names: Of the arguments.
-        compiled: Modules that TorchScript compiles as they are.
+        names: Names of the arguments.
+        compiled: Modules that TorchScript compiles from source.
     """
 
     def __init__(self, names: Sequence[str], compiled: Sequence[nn.Module]) -> None:
@@ -262,19 +260,19 @@ class _PlainTracer(Tracer):
         self._compiled = set(compiled)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a module is called as it is."""
+        """Return whether a module is called instead of traced."""
         return m in self._compiled or super().is_leaf_module(m, module_qualified_name)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Return the function that is traced, and its arguments."""
+        """Return the function to trace, and its arguments."""
         make = partial(self.create_proxy, "placeholder", args=(), kwargs={}, type_expr=Tensor)
         return root_fn, [self.root, *map(make, self._names)]
 
 
 def _traced(plain: PlainModel) -> fx.GraphModule:
-    """Return a plain model as tensor operations, and modules that TorchScript compiles."""
+    """Trace a plain model to tensor operations and modules for TorchScript."""
     compiled: list[nn.Module] = []
     while True:
         try:
@@ -288,28 +286,28 @@ def _traced(plain: PlainModel) -> fx.GraphModule:
                 torch.jit.script(where.module)
             except Exception as reason:
                 error.add_note(
-                    f"{where} torch.fx cannot trace this module, so TorchScript compiles it as it "
-                    "is written, and cannot. Choose between tensors by torch.where, or write the "
-                    f"module so that TorchScript reads it; it says: {reason}"
+                    f"{where} torch.fx cannot trace this module, and TorchScript cannot compile "
+                    "it. Select between tensors by torch.where, or change the module so that "
+                    f"TorchScript supports it. Its error: {reason}"
                 )
                 raise error from None
             compiled.append(where.module)
     for node in graph.nodes:
         if node.op == "output":
-            node.type = None  # TorchScript finds it, and takes no union
+            node.type = None  # TorchScript infers it, and does not support unions
     return fx.GraphModule(plain, graph)
 
 
 def exported_program(plain: PlainModel) -> ExportedProgram:
-    """Return a plain model as one graph for batches of any size.
+    """Export a plain model as one graph for batches of any size.
 
     Raises:
-        ValueError: It is spread over devices, or serves some batch sizes only.
+        ValueError: The model is spread over devices, or supports some batch sizes only.
     """
     _check_one_device(plain)
     dims = tuple(dict.fromkeys(range(min(t.dim(), 1)), Dim.AUTO) for t in plain.tensors)
     try:
-        # what sizes must hold is checked at run time
+        # conditions on sizes are checked at run time
         with torch.no_grad(), _without_partial_graph(), _any_size():
             exported = torch.export.export(
                 plain,
@@ -322,7 +320,9 @@ def exported_program(plain: PlainModel) -> ExportedProgram:
         if where is None:
             raise
         error.add_note(f"{where} torch.export cannot trace it.")
-        raise error.with_traceback(None) from None  # the note names the line; 40 frames are torch's
+        raise error.with_traceback(
+            None
+        ) from None  # the note names the line, without 40 frames of torch
     found = _traced_inputs(exported, plain)
     for name, is_jagged, tensor in zip(plain.names, plain.are_jagged, found, strict=True):
         size = tensor.shape[0] if tensor.dim() else 0
@@ -333,13 +333,13 @@ def exported_program(plain: PlainModel) -> ExportedProgram:
             raise ValueError(
                 "A package serves batches of any size, but the model is traced for "
                 f"{sizes} only. Look for a branch on a shape in forward, or for a size written as "
-                "a number; or use export_torchscript, which keeps branches."
+                "a number. Or use export_torchscript, which keeps branches."
             )
     return exported
 
 
 def _any_size() -> contextlib.AbstractContextManager[object]:
-    """Let torch treat the sizes 0 and 1 of the example like others: no code for them alone."""
+    """Disable torch's specialization for sizes 0 and 1 of the example."""
     patched: contextlib.AbstractContextManager[object] = shapes.patch(  # type: ignore[attr-defined]
         backed_size_oblivious=True
     )
@@ -348,7 +348,7 @@ def _any_size() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def _without_partial_graph() -> Iterator[None]:
-    """Remove from standard error the graph that torch prints there when an export fails."""
+    """Drop the graph that torch prints to standard error if an export fails."""
     stderr, printed, graph = sys.stderr, io.StringIO(), ""
     try:
         with contextlib.redirect_stderr(printed):
@@ -361,13 +361,13 @@ def _without_partial_graph() -> Iterator[None]:
 
 
 def _traced_inputs(exported: ExportedProgram, plain: PlainModel) -> list[Tensor]:
-    """Return the inputs of a plain model as they were traced: their sizes are symbols."""
+    """Return the traced inputs of a plain model, with symbols as sizes."""
     inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
     return [node.meta["val"] for node in inputs[len(inputs) - len(plain.tensors) :]]
 
 
 class _Where(NamedTuple):
-    """The line of a model at which something failed."""
+    """The line of a model that raised an error."""
 
     module: nn.Module
     path: str
@@ -381,7 +381,7 @@ class _Where(NamedTuple):
 
 
 def _where(error: Exception, model: nn.Module) -> _Where | None:
-    """Return the line at which an error arose, in the innermost module that is not torch's."""
+    """Return the line that raised an error, in the innermost module outside of torch."""
     paths = {id(module): path for path, module in model.named_modules()}
     ours = os.path.dirname(torch.__file__)
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -413,14 +413,14 @@ def _batch_sizes(inputs: Sequence[object]) -> set[int]:
 
 
 def _text(key: Any) -> str:
-    """Return a step of a pytree's path as a part of a name."""
+    """Convert a key of a pytree path to a part of a name."""
     if isinstance(key, pytree.GetAttrKey):
         return key.name.removeprefix("_")
     return re.sub(r"\W", "_", str(getattr(key, "key", getattr(key, "idx", key))))
 
 
 def _places_of_tensors(found: Sequence[tuple[Sequence[Any], object]]) -> list[int]:
-    """Return which leaves are arguments of a program, in order: weights of bags follow lengths."""
+    """Return the leaves that are arguments of a program, in order: weights follow lengths."""
 
     def order(place: int) -> float:
         is_weights = getattr(found[place][0][-1], "name", "") == "_weights"
@@ -430,12 +430,12 @@ def _places_of_tensors(found: Sequence[tuple[Sequence[Any], object]]) -> list[in
 
 
 def _plain(output: Any, like: object, name: str = "") -> dict[str, Any]:
-    """Return the tensors of what a model returned, by name.
+    """Return the tensors of a model's output, by name.
 
     Args:
-        output: What it returned; or, of containers, proxies of `torch.fx`.
-        like: What it returned for the example.
-        name: Of the output.
+        output: The output, or containers of `torch.fx` proxies.
+        like: The output for the example.
+        name: Name of the output.
     """
     if isinstance(like, Tensor):
         return {name or "output": output}
@@ -465,17 +465,17 @@ def _plain(output: Any, like: object, name: str = "") -> dict[str, Any]:
 def _check_model(model: nn.Module) -> None:
     if not HAS_FBGEMM:
         raise ImportError(
-            "Exported programs call FBGEMM's kernels; fbgemm_gpu is not installed. `python -m "
-            "recsys doctor` says which release fits."
+            "Exported programs call FBGEMM's kernels, but fbgemm_gpu is not installed. `python -m "
+            "recsys doctor` shows the matching release."
         )
     if model.training:
-        raise ValueError("A model is exported in evaluation mode; call model.eval() first.")
+        raise ValueError("The model must be in evaluation mode; call model.eval() first.")
     for path, child in model.named_modules():
         if isinstance(child, EmbeddingBagCollection | EmbeddingCollection):
             raise ValueError(
-                f"An exported model has quantized tables only; received the "
+                f"An exported model must have quantized tables only; received the "
                 f"{type(child).__name__} {path!r}. Call quantize_embeddings first; "
-                "DataType.FP32 keeps the rows as they are."
+                "torch.float32 keeps all values."
             )
 
 
@@ -483,7 +483,7 @@ def _check_one_device(model: nn.Module) -> None:
     devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
     if len(devices) > 1 or any(isinstance(m, QuantizedSplitLookup) for m in model.modules()):
         raise ValueError(
-            "A package of AOTInductor has all tables on one device, and whole; received a model "
-            f"spread over {sorted(map(str, devices))}. Export it before it is sharded, or by "
+            "A package of AOTInductor needs unsharded tables on one device; received a model "
+            f"spread over {sorted(map(str, devices))}. Export it before sharding, or use "
             "export_torchscript."
         )

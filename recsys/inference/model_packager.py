@@ -1,7 +1,7 @@
-"""A predict factory as a file: its code, its configs and what it needs, by `torch.package`.
+"""Packaging of a predict factory with its code, configs and dependencies, by `torch.package`.
 
-A server loads the file and asks for `MODULE_FACTORY` in its module `__module_loader`. The file
-holds code and pickles: load it only from where you would run code from.
+A server loads the file and reads `MODULE_FACTORY` of its module `__module_loader`. The file
+contains code and pickles: load files from trusted sources only.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ MODULE_FACTORY=%PACKAGE%.%CLASS%
 
 
 def load_config_text(name: str) -> str:
-    """Return a config that is text, in code that was loaded from a package.
+    """Load a text config; call it in code of a package.
 
     Args:
-        name: of the config, as it was saved.
+        name: Name of the saved config.
 
     Raises:
-        RuntimeError: if no caller is code from a package.
+        RuntimeError: No caller is code of a package.
     """
     return str(_importer().load_text(_CONFIGS, name))
 
 
 def load_pickle_config(name: str, clazz: type[T]) -> T:
-    """Return a config of another type, in code that was loaded from a package.
+    """Load a config of any type; call it in code of a package.
 
     Args:
-        name: of the config, as it was saved.
-        clazz: its type.
+        name: Name of the saved config.
+        clazz: Its type.
 
     Raises:
-        RuntimeError: if no caller is code from a package.
-        TypeError: if the config has another type.
+        RuntimeError: No caller is code of a package.
+        TypeError: The config has another type.
     """
     loaded = _importer().load_pickle(_CONFIGS, name)
     if not isinstance(loaded, clazz):
@@ -65,7 +65,7 @@ def load_pickle_config(name: str, clazz: type[T]) -> T:
 
 
 def _importer() -> PackageImporter:
-    """Return what the nearest caller that is code of a package was loaded by."""
+    """Return the importer of the nearest caller that is code of a package."""
     frame = sys._getframe(1)
     while frame is not None:
         loader = frame.f_globals.get("__loader__")
@@ -73,17 +73,17 @@ def _importer() -> PackageImporter:
             return loader
         frame = frame.f_back  # type: ignore[assignment]
     raise RuntimeError(
-        "Configs are loaded by code from a package; received a call from code that is not. Call it "
-        "in the factory that PredictFactoryPackager.save_predict_factory has written."
+        "Configs must be loaded by code of a package; received a call from other code. Call it in "
+        "the factory that PredictFactoryPackager.save_predict_factory writes."
     )
 
 
 class PredictFactoryPackager(abc.ABC):
-    """Writes a predict factory to a file.
+    """Writer of a predict factory to a file.
 
-    A class of your own says which modules are in the file by reference only: with `pe.extern` in
-    `set_extern_modules`, or not at all, with `pe.mock` in `set_mocked_modules`.
-    `recsys.**` is extern already.
+    A subclass lists the modules that the file refers to, with `pe.extern` in `set_extern_modules`,
+    and the modules that it omits, with `pe.mock` in `set_mocked_modules`. `recsys.**` is extern
+    already.
 
     Example:
         >>> class Packager(PredictFactoryPackager):
@@ -99,19 +99,19 @@ class PredictFactoryPackager(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def set_extern_modules(cls, pe: PackageExporter) -> None:
-        """Names the modules that the server has.
+        """List the modules that are installed on the server.
 
         Args:
-            pe: writes the file.
+            pe: The exporter.
         """
 
     @classmethod
     @abc.abstractmethod
     def set_mocked_modules(cls, pe: PackageExporter) -> None:
-        """Names the modules that nobody calls.
+        """List the modules that are imported and never called.
 
         Args:
-            pe: writes the file.
+            pe: The exporter.
         """
 
     @classmethod
@@ -127,19 +127,20 @@ class PredictFactoryPackager(abc.ABC):
         """Write the file.
 
         Args:
-            predict_factory: its module goes into the file as source; not `__main__`.
-            configs: by name, for `load_config_text` (texts) and `load_pickle_config`
-                (all else).
-            output: a path, or a file that is open for writing. With a path, the file is there once
-                it is whole, and its SHA-256 is written beside it: see `verify_checksum`.
-            extra_files: by name, into the folder `extra_files`.
-            loader_code: of the module `__module_loader`; `%PACKAGE%` and `%CLASS%` stand for
+            predict_factory: The factory. The file has the source of its module, which must not be
+                `__main__`.
+            configs: Configs by name: strings for `load_config_text`, other objects for
+                `load_pickle_config`.
+            output: A path, or a file open for writing. A file at a path appears only when it is
+                complete, with its SHA-256 in a second file: see `verify_checksum`.
+            extra_files: Contents by name, for the folder `extra_files`.
+            loader_code: Source of the module `__module_loader`. `%PACKAGE%` and `%CLASS%` stand for
                 the factory's module and name.
-            package_importer: where code comes from: packages, for what was loaded from one.
+            package_importer: Importers of the code, for classes that come from a package.
 
         Raises:
-            torch.package.PackagingError: if the code needs a module that is neither extern nor
-                mocked nor the factory's own, or has no source.
+            torch.package.PackagingError: The code needs a module that is neither extern nor mocked
+                nor the factory's own, or that has no source.
         """
         module = predict_factory.__module__
         with contextlib.ExitStack() as until_written:

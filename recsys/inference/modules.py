@@ -1,6 +1,6 @@
-"""What a serving process is given: a module that predicts, and a factory that makes it.
+"""Modules for a serving process: a module that predicts, and a factory that builds it.
 
-The factory says how requests are batched, which only the server that asks it knows the meaning of.
+The factory provides metadata about batching, which the server interprets.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = [
 
 
 class PredictModule(nn.Module, abc.ABC):
-    """Calls a model with a batch of named tensors, without gradients.
+    """Base of modules that call a model with a batch of named tensors, without gradients.
 
-    A class of your own defines `predict_forward`. The state dict is that of the model: no
-    name says that it is wrapped.
+    A subclass defines `predict_forward`. The state dict has the names of the model, without a
+    prefix.
 
     Args:
-        module: the model.
-        device: where it computes, such as "cuda:1": that GPU is the current one during a call.
-            None: whichever is.
+        module: The model.
+        device: Device of the model, such as "cuda:1", which is the current GPU during a call. None:
+            the current GPU is not changed.
 
     Example:
         >>> class Predict(PredictModule):
@@ -75,17 +75,17 @@ class PredictModule(nn.Module, abc.ABC):
         """Call the model.
 
         Args:
-            batch: tensors by name.
+            batch: Tensors by name.
 
         Returns:
-            What the server sends back, in a form that it knows.
+            The result, in a form that the server supports.
         """
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
         """Call `predict_forward` in inference mode, on the device.
 
         Args:
-            batch: tensors by name.
+            batch: Tensors by name.
         """
         on_cuda = self._device is not None and self._device.type == "cuda"
         current = torch.cuda.device(self._device) if on_cuda else contextlib.nullcontext()
@@ -98,7 +98,7 @@ class PredictModule(nn.Module, abc.ABC):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Return the model's state dict; argument are those of `torch.nn.Module`."""
+        """Return the model's state dict; arguments as for `torch.nn.Module`."""
         return self._module.state_dict(
             destination=destination,  # type: ignore[arg-type]
             prefix=prefix,
@@ -116,12 +116,12 @@ def _add_module_to_names(
 @final
 @dataclass
 class BatchingMetadata:
-    """How a server makes a batch of one input from those of several requests.
+    """Batching of one input over several requests.
 
     Args:
-        type: such as "dense", "sparse" or "embedding".
-        device: where the batch goes, "cpu" or "cuda".
-        pinned: names of the tensors that are made in pinned memory.
+        type: Kind of input, such as "dense", "sparse" or "embedding".
+        device: Device of the batch, "cpu" or "cuda".
+        pinned: Names of the tensors in pinned memory.
     """
 
     type: str
@@ -135,10 +135,10 @@ class BatchingMetadata:
 @final
 @dataclass
 class QualNameMetadata:
-    """What a server has to know of a method that it calls.
+    """Metadata of a method that a server calls.
 
     Args:
-        need_preproc: whether requests must be preprocessed.
+        need_preproc: Requests must be preprocessed.
     """
 
     need_preproc: bool
@@ -148,11 +148,10 @@ class QualNameMetadata:
 
 
 class PredictFactory(abc.ABC):
-    """Makes a model in the process that serves it, and says how that is to call it.
+    """Base of factories that build a model in a serving process and describe its inputs.
 
-    A class of your own defines the five abstract methods.
-    `PredictFactoryPackager` writes it to a file with its
-    code and its configs.
+    A subclass defines the five abstract methods. `PredictFactoryPackager` writes it to a file with
+    its code and configs.
 
     Example:
         >>> class Predict(PredictModule):
@@ -179,11 +178,11 @@ class PredictFactory(abc.ABC):
 
     @abc.abstractmethod
     def create_predict_module(self) -> nn.Module:
-        """Return the model, with or without weights; a server loads them later."""
+        """Return the model, with or without weights, which a server can load later."""
 
     @abc.abstractmethod
     def batching_metadata(self) -> dict[str, BatchingMetadata]:
-        """Return how each input is batched, by its name."""
+        """Return the batching of each input, by name."""
 
     def batching_metadata_json(self) -> str:
         """Return `batching_metadata` as JSON."""
@@ -191,26 +190,26 @@ class PredictFactory(abc.ABC):
 
     @abc.abstractmethod
     def result_metadata(self) -> str:
-        """Return how a server splits the result over the requests, in its words."""
+        """Return the kind of result, by which a server splits it over the requests."""
 
     @abc.abstractmethod
     def run_weights_independent_tranformations(self, predict_module: nn.Module) -> nn.Module:
-        """Change the model before it has weights, such as by quantizing its tables.
+        """Transform the model before it has weights, for example quantize its tables.
 
         Args:
-            predict_module: of `create_predict_module`.
+            predict_module: The result of `create_predict_module`.
         """
 
     @abc.abstractmethod
     def run_weights_dependent_transformations(self, predict_module: nn.Module) -> nn.Module:
-        """Change the model once it has weights.
+        """Transform the model with weights.
 
         Args:
-            predict_module: with its weights.
+            predict_module: The model with its weights.
         """
 
     def qualname_metadata(self) -> dict[str, QualNameMetadata]:
-        """Return what a server has to know of the methods that it calls: by default nothing."""
+        """Return metadata of the methods that a server calls, by name; empty by default."""
         return {}
 
     def qualname_metadata_json(self) -> str:
@@ -218,7 +217,7 @@ class PredictFactory(abc.ABC):
         return json.dumps({name: asdict(data) for name, data in self.qualname_metadata().items()})
 
     def model_inputs_data(self) -> dict[str, Any]:
-        """Return examples of inputs, such as for benchmarks: by default none."""
+        """Return example inputs, for example for benchmarks; empty by default."""
         return {}
 
 
@@ -234,15 +233,15 @@ def quantize_dense(
     """Cast the dense parameters and buffers of a model to float16, in place.
 
     Args:
-        predict_module: the model. What is below embedding collections, quantized or not, stays.
+        predict_module: The model. Embedding collections, quantized or not, are not changed.
         dtype: `torch.float16`.
-        additional_embedding_module_type: other classes of modules that stay.
+        additional_embedding_module_type: Other classes of modules that are not changed.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: if it is another dtype.
+        ValueError: The dtype is not `torch.float16`.
 
     Example:
         >>> class Predict(PredictModule):
@@ -253,7 +252,7 @@ def quantize_dense(
     """
     if dtype is not torch.float16:
         raise ValueError(
-            f"quantize_dense casts to torch.float16; received {dtype}. For int8 layers use torchao."
+            f"quantize_dense.dtype must be torch.float16; received {dtype}. For int8 use torchao."
         )
     for part in _dense_parts(predict_module, additional_embedding_module_type):
         part._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
@@ -261,11 +260,11 @@ def quantize_dense(
 
 
 def quantize_feature(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the inputs of a model, floating-point ones in the dtype of its dense parameters.
+    """Cast the floating-point inputs of a model to the dtype of its dense parameters.
 
     Args:
-        module: the model. Tables of embedding collections do not count as dense.
-        inputs: tensors of any dtype.
+        module: The model. Tables of embedding collections are not dense parameters.
+        inputs: Tensors of any dtype.
 
     Example:
         >>> cast, ids = quantize_feature(nn.Linear(2, 1).half(), (torch.ones(2), torch.tensor([3])))
@@ -280,12 +279,8 @@ def quantize_feature(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Ten
 
 
 def _dense_parts(module: nn.Module, others: Sequence[type[nn.Module]] = ()) -> Iterator[nn.Module]:
-    """Yield the modules that are not embedding collections or others, nor below them."""
-    kept: tuple[Any, ...] = (
-        EmbeddingBagCollectionInterface,
-        EmbeddingCollectionInterface,
-        *others,
-    )
+    """Yield all modules except embedding collections and `others`, with their submodules."""
+    kept: tuple[Any, ...] = EmbeddingBagCollectionInterface, EmbeddingCollectionInterface, *others
     if isinstance(module, kept):
         return
     yield module
@@ -298,12 +293,12 @@ def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, tuple[Tensor, T
     """Return the rows of a quantized model's tables.
 
     Args:
-        model: with quantized collections.
+        model: A model with quantized collections.
 
     Returns:
-        By table name its rows, uint8 `[rows, bytes]`, and their scales and biases, uint8
-        `[rows, 4]`, two numbers of float16 per row; None for tables of float16 or float32. So
-        quantized collections take them as `table_name_to_quantized_weights`.
+        Rows, uint8 `[rows, bytes]`, and scales and biases, uint8 `[rows, 4]` with two float16 per
+        row, by table name; tables of float16 or float32 have no scales: None. Quantized
+        collections take this as `table_name_to_quantized_weights`.
 
     Example:
         >>> from recsys.inference import quantize_embeddings
@@ -325,11 +320,11 @@ def assign_weights_to_tbe(model: nn.Module, table_to_weight: Weights) -> None:
     """Write the rows of a quantized model's tables, in place.
 
     Args:
-        model: with quantized collections.
-        table_to_weight: as of `get_table_to_weights_from_tbe`; it may hold other tables too.
+        model: A model with quantized collections.
+        table_to_weight: As returned by `get_table_to_weights_from_tbe`; it may have other tables.
 
     Raises:
-        ValueError: if a table of the model is missing, or its rows do not fit.
+        ValueError: A table of the model is missing, or its rows have another shape.
     """
     collections = _collections(model)
     names = [config.name for collection in collections for config in collection.configs()]
@@ -349,10 +344,10 @@ def _collections(model: nn.Module) -> list[QuantizedCollection]:
 
 @checked
 def trim_torch_package_prefix_from_typename(typename: str) -> str:
-    """Return the name of a type without what `torch.package` puts before it.
+    """Return the name of a type without the prefix of `torch.package`.
 
     Args:
-        typename: such as the name of a module's class with its module.
+        typename: Full name of a class.
 
     Example:
         >>> trim_torch_package_prefix_from_typename("<torch_package_0>.models.Ranker")

@@ -1,8 +1,7 @@
-"""Loads exported programs: verifies the checksum of a file, and the inputs of a compiled program.
+"""Loading of exported programs: checksums of files, and inputs of compiled programs.
 
-A program of TorchScript validates its inputs itself, wherever it runs. A program of AOTInductor is
-machine code for one layout in memory: it reads whatever bytes it is given as that layout. So
-`AOTIProgram` validates tensors before the compiled code reads them.
+A program of TorchScript validates its inputs itself. A program of AOTInductor is machine code for
+one memory layout and does not check its inputs, so `AOTIProgram` validates tensors first.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ __all__ = ["AOTIProgram", "load_aoti", "load_torchscript"]
 
 
 class Input(NamedTuple):
-    """A tensor that a compiled program takes."""
+    """An input tensor of a compiled program."""
 
     name: str
     dtype: str
     """Such as "int64"."""
     shape: tuple[str, ...]
-    """Per dim its size, or a name: dims of one name have the same size."""
+    """The size of each dim, or a name; dims with the same name have the same size."""
 
     def validated(self, tensor: Tensor, device: torch.device, sizes: dict[str, int]) -> Tensor:
-        """Return a tensor as the compiled code reads it: contiguous.
+        """Validate an argument and return it as a contiguous tensor.
 
         Args:
             tensor: The argument.
-            device: Of the program.
-            sizes: Of the names that were read before; those of this tensor are added.
+            device: Device of the program.
+            sizes: Sizes of names in earlier inputs; the names of this input are added.
 
         Raises:
-            TypeError: It is not a dense tensor of the dtype.
-            ValueError: It is on another device, or has another shape.
+            TypeError: The argument is not a dense tensor of the dtype.
+            ValueError: The tensor is on another device, or has another shape.
         """
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             kind = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{self.name} must be a dense tensor; received {kind}.")
         if str(tensor.dtype) != f"torch.{self.dtype}":
             raise TypeError(
-                f"{self.name} must be torch.{self.dtype}, which the program is compiled for; "
+                f"{self.name} must be torch.{self.dtype}, the dtype of the compiled program; "
                 f"received {tensor.dtype}. Convert it with .to(torch.{self.dtype})."
             )
         if tensor.device != device:
@@ -77,11 +76,11 @@ class Input(NamedTuple):
 
 @final
 class AOTIProgram:
-    """A compiled program of `export_aoti`, which validates its inputs.
+    """A compiled program of `export_aoti`, with validation of its inputs.
 
-    Call it with the tensors that `inputs` names, on its device. Strided tensors are copied. Dtypes
-    are not converted: int32 ids are an error where the program was compiled for int64. Ids outside
-    their table, and lengths that do not add up to the number of ids, are errors of the program.
+    Call it with the tensors of `inputs` on its device. Tensors that are not contiguous are copied.
+    Dtypes are not converted: int32 ids are an error if the program was compiled for int64. The
+    program itself checks that ids are inside their table and that lengths add up.
 
     Args:
         compiled: The package, loaded by torch.
@@ -91,7 +90,7 @@ class AOTIProgram:
         compiled: The program without validation, of `torch._inductor.aoti_load_package`.
         inputs: Its inputs, in order: `name`, `dtype` and `shape` of each.
         outputs: The names of the outputs.
-        device: That its inputs must be on.
+        device: The device of the inputs.
 
     Raises:
         ValueError: The package was not written by this version's `export_aoti`.
@@ -105,8 +104,8 @@ class AOTIProgram:
             self.outputs: list[str] = json.loads(metadata["outputs"])
         except KeyError as error:
             raise ValueError(
-                f"{path} must be a package of export_aoti that describes its inputs; received one "
-                f"without {error} in its metadata. Export the model again by this version."
+                f"{path} must be a package of export_aoti that describes its inputs; received a "
+                f"package without {error} in its metadata. Export the model again by this version."
             ) from None
         self.inputs = tuple(
             Input(name, dtype, tuple(shape.split()))
@@ -121,15 +120,15 @@ class AOTIProgram:
         """Run the program.
 
         Args:
-            tensors: One for each of `inputs`.
+            tensors: One tensor for each of `inputs`.
 
         Returns:
-            A tensor, or a dict of tensors by name: what `export_aoti` says.
+            A tensor, or a dict of tensors by name; see `export_aoti`.
 
         Raises:
-            TypeError: The number of tensors differs, or one is not a tensor of the dtype.
+            TypeError: The number of tensors differs, or a tensor has another dtype.
             ValueError: A tensor has another shape, or is on another device.
-            RuntimeError: What the program itself refuses, such as an id outside its table.
+            RuntimeError: The program raised an error, for example for an id outside its table.
         """
         if len(tensors) != len(self.inputs):
             names = ", ".join(found.name for found in self.inputs)
@@ -152,8 +151,8 @@ def describe(names: Sequence[str], tensors: Sequence[Tensor]) -> Mapping[str, li
     """Return the metadata of a package about its inputs.
 
     Args:
-        names: Of the inputs.
-        tensors: The inputs as they were traced: sizes are numbers or symbols.
+        names: Names of the inputs.
+        tensors: The traced inputs, whose sizes are numbers or symbols.
     """
     symbols: dict[str, str] = {}
     for size in (size for tensor in tensors for size in tensor.shape if not isinstance(size, int)):
@@ -170,18 +169,18 @@ def describe(names: Sequence[str], tensors: Sequence[Tensor]) -> Mapping[str, li
 
 @checked
 def load_aoti(path: str | Path) -> AOTIProgram:
-    """Load a package of `export_aoti`, on the current device if it is one for GPUs.
+    """Load a package of `export_aoti`; a package for GPUs is loaded to the current device.
 
-    The file is a program: load it only from where you would run code from. Its checksum is verified
-    first. A file without checksum is loaded with a warning.
+    The file is a program: load files from trusted sources only. Its checksum is verified first; a
+    file without checksum is loaded with a warning.
 
     Args:
         path: The file that `export_aoti` wrote.
 
     Raises:
-        TypeError: `path` is neither text nor a Path.
+        TypeError: `path` is neither a string nor a Path.
         FileNotFoundError: There is no such file.
-        ValueError: The file is damaged, or is not of this version's `export_aoti`.
+        ValueError: The checksum differs, or the file is not a package of this version.
 
     Example:
         >>> program = load_aoti("model.pt2")  # doctest: +SKIP
@@ -198,17 +197,17 @@ def load_torchscript(
 ) -> torch.jit.ScriptModule:
     """Load a program of `export_torchscript`, as `torch.jit.load` does.
 
-    The file is a program: load it only from where you would run code from. Its checksum is verified
-    first. A file without checksum is loaded with a warning.
+    The file is a program: load files from trusted sources only. Its checksum is verified first; a
+    file without checksum is loaded with a warning.
 
     Args:
         path: The file that `export_torchscript` wrote.
-        device: Where its tables go; None: where they were.
+        device: Device of the tables; None: the device of the export.
 
     Raises:
         TypeError: An argument has another type.
         FileNotFoundError: There is no such file.
-        ValueError: The file is damaged, or `device` names no device.
+        ValueError: The checksum differs, or there is no such device.
 
     Example:
         >>> program = load_torchscript("model.pt")  # doctest: +SKIP

@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import nn
 
 from recsys.inference.quantized_collection import (
     SERVED,
     QuantizedCollection,
     Weights,
-    quantized_configs,
 )
-from recsys.inference.quantized_tables import QuantizedBags, QuantizedRows
-from recsys.inference.served import (
-    ProcessedBags,
+from recsys.inference.quantized_tables import (
+    QuantizedBags,
+    QuantizedOptions,
+    QuantizedRows,
     Served,
-    ServedBags,
-    ServedRows,
-    position_processor,
 )
+from recsys.inference.served import ProcessedBags, position_processor
 from recsys.kernels.arguments import instance
-from recsys.kernels.checked import checked, checked_but
+from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
@@ -54,37 +51,33 @@ __all__ = [
 
 
 class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInterface):
-    """An `EmbeddingBagCollection` of quantized rows.
+    """An `EmbeddingBagCollection` with quantized rows, for inference.
 
-    For inference: it has no gradients. Usually made from a trained collection by
-    `quantize_embeddings` or `from_float`.
+    It has no gradients. `quantize_embeddings` and `from_float` build it from a trained collection.
 
     Args:
-        tables: The tables; their `data_type` (INT8, INT4, INT2, FP16 or FP32) says how rows are
-            stored.
+        tables: The tables; their `data_type` (INT8, INT4, INT2, FP16 or FP32) is the type of the
+            stored rows.
         is_weighted: Multiply each row by the weight of its id before pooling.
-        device: Where the tables live.
+        device: Device of the tables.
         output_dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`.
-        table_name_to_quantized_weights: Per table its rows, uint8 [rows, bytes], and their scales
-            and biases, uint8 [rows, 4] (None: in front of each row, or none); None: all zeros.
+        table_name_to_quantized_weights: By table, rows, uint8 [rows, bytes], and scales and biases,
+            uint8 [rows, 4], or None if each row begins with them or has none. None: all zeros.
         register_tbes: Not supported: must be False.
-        quant_state_dict_split_scale_bias: The buffers of a table of INT8, INT4 or INT2 are its
-            rows without scales and biases, `weight`, and `weight_qscale` and `weight_qbias`, fp16
+        quant_state_dict_split_scale_bias: Store a table of INT8, INT4 or INT2 as three buffers:
+            `weight` without scales and biases, and `weight_qscale` and `weight_qbias`, fp16
             [rows, 1].
-        row_alignment: Rows are stored in multiples of that many bytes; CUDA needs 16. On the CPU 1
-            saves memory.
-        cache_features_order: Remember where the features were among the keys of the last batch;
-            the next is searched only if it has others.
+        row_alignment: Alignment of rows in bytes. CUDA needs 16; on the CPU, 1 saves memory.
+        cache_features_order: Cache the positions of the features among the keys of the last batch.
 
     Attributes:
-        embedding_bags: Table name to the module that holds its `weight`, a buffer, uint8 [rows,
-            bytes per row].
+        embedding_bags: Modules that hold the buffer `weight`, uint8 [rows, bytes per row], by table
+            name.
 
     Raises:
-        ValueError: No tables, repeated names, a table without features, pooling NONE, an element
-            type, width or output dtype that cannot be served, an option that is not supported, or
-            weights that do not fit the tables.
-        TypeError: A table is no EmbeddingBagConfig.
+        ValueError: Table names repeat, a table has no features or pooling NONE, an element type,
+            width, output dtype or option is not supported, or the weights do not match the tables.
+        TypeError: A table is not an EmbeddingBagConfig.
 
     Example:
         >>> from recsys.modules.embedding_configs import DataType
@@ -98,6 +91,8 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
 
     _lookups = QuantizedBags
     _tables_name = "embedding_bags"
+    # not inherited, as it replaces this forward only
+    script_form = QuantizedCollection.script_form
 
     @checked
     def __init__(
@@ -113,123 +108,73 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
         cache_features_order: bool = False,
     ) -> None:
         tables = check_tables(type(self).__name__, tables, EmbeddingBagConfig, SERVED)
-        for config in tables:
-            if config.pooling is PoolingType.NONE:
-                raise ValueError(
-                    f"{type(self).__name__} pools bags; received PoolingType.NONE for table "
-                    f"'{config.name}'. Use a QuantEmbeddingCollection for one embedding per id."
-                )
-        super().__init__(
-            tables,
-            [config.pooling for config in tables],
-            device,
-            output_dtype,
-            table_name_to_quantized_weights,
-            register_tbes,
-            quant_state_dict_split_scale_bias,
-            row_alignment,
-            cache_features_order,
-        )
-        self._is_weighted = is_weighted
-        self._names = [n for names in get_embedding_names_by_table(tables) for n in names]
-        self._dims = [c.embedding_dim for c in tables for _ in c.feature_names]
-        self._bag_features = tuple(f for c in tables for f in c.feature_names)
+        options = QuantizedOptions(
+            type(self).__name__, output_dtype, register_tbes, quant_state_dict_split_scale_bias,
+            row_alignment, cache_features_order, is_weighted=is_weighted,
+        )  # fmt: skip
+        poolings = [config.pooling for config in tables]
+        super().__init__(tables, poolings, device, table_name_to_quantized_weights, options)
 
     @classmethod
-    @checked_but("module")
-    def from_float(
-        cls, module: EmbeddingBagCollection, use_precomputed_fake_quant: bool = False
-    ) -> QuantEmbeddingBagCollection:
-        """Quantize the tables of a trained collection.
-
-        Args:
-            module: The collection; its `qconfig`, if it has one, says how: a `QuantConfig` or
-                torch's own QConfig. Without, rows are int8 and outputs float32. Every rank of a
-                sharded collection must call this, and receives all tables.
-            use_precomputed_fake_quant: Ignored; tables have no fake quantization.
-
-        Raises:
-            ValueError: A dtype cannot be served, or a table cannot be quantized.
-        """
-        return cls.like(module).quantize(module).eval()
-
-    @classmethod
-    def like(
-        cls, module: EmbeddingBagCollection, device: torch.device | None = None
-    ) -> QuantEmbeddingBagCollection:
-        """Return a collection for the tables of a trained one; all its rows are zero.
-
-        Args:
-            module: As for `from_float`.
-            device: Where the tables live; None: where those of the trained one do.
-        """
-        configs, options = quantized_configs(module, module)
-        return cls(configs, module.is_weighted(), device or module.device, **options)
+    def _options_of(cls, module: EmbeddingBagCollection) -> dict[str, Any]:
+        return {"is_weighted": module.is_weighted()}
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up and pool a batch.
 
         Args:
-            features: The ids, with every feature the tables read. With one batch size per key it
-                must carry inverse indices.
+            features: Ids of all features of the tables. With one batch size per key it needs
+                inverse indices.
 
         Returns:
-            [B, sum of D] in the output dtype, keys in the order of the float collection.
+            [B, sum of D] in the output dtype, with the keys of the float collection.
 
         Raises:
             IndexError: An id is outside its table.
             KeyError: The batch lacks a feature.
-            TypeError: The batch is no KeyedJaggedTensor, or ids are not integers.
-            ValueError: The batch has no weights or inverse indices where they are needed, or
-                lengths that do not fit.
+            TypeError: The batch is not a KeyedJaggedTensor, or ids are not integers.
+            ValueError: The batch lacks weights or inverse indices, or its lengths do not match the
+                ids.
         """
         positions = self._positions(features)
         features = features.trim()
-        weights = features.weights_or_none() if self._is_weighted else None
-        if self._is_weighted and weights is None:
+        lookups = cast(QuantizedBags, self.lookups())
+        weights = features.weights_or_none() if lookups.is_weighted else None
+        if lookups.is_weighted and weights is None:
             raise ValueError(
                 "The collection was built with is_weighted=True and needs one weight per id; "
                 "received a batch without weights. Pass weights= to the KeyedJaggedTensor, and "
                 "is_weighted=True to an export."
             )
         lengths, num_keys = self._lengths(features, is_pooled=True), len(features.keys())
-        values = self.lookups()(features.values(), lengths, weights, positions, num_keys)
+        values = lookups.look_up(features.values(), lengths, weights, positions, num_keys)
         if features.variable_stride_per_key():
-            values = expand_bags(values, tuple(self._dims), self._bag_features, features)
-        return KeyedTensor.from_parts(self._names, self._dims, values)
-
-    @property
-    def served(self) -> Served:
-        """What programs run in place of this collection; it reads the same tables."""
-        lookups = cast(QuantizedBags, self.lookups())
-        return ServedBags(lookups, self._names, self._dims, self._is_weighted)
-
-    def script_form(self) -> nn.Module:
-        """Return what TorchScript compiles in place of this collection."""
-        return self.served
+            values = expand_bags(values, tuple(lookups.dims), tuple(lookups.read), features)
+        return KeyedTensor.from_parts(lookups.names, lookups.dims, values)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the tables, in order."""
         return cast(list[EmbeddingBagConfig], self.configs())
 
     def is_weighted(self) -> bool:
-        """Return whether ids come with weights."""
-        return self._is_weighted
+        """Return whether ids have weights."""
+        return self._options.is_weighted
 
 
 class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
-    """A `FeatureProcessedEmbeddingBagCollection` of quantized rows.
+    """A `FeatureProcessedEmbeddingBagCollection` with quantized rows.
 
-    The feature processors stay as they are.
+    The feature processors are not quantized. Arguments that are not listed are as for
+    `QuantEmbeddingBagCollection`.
 
     Args:
-        tables: As for `QuantEmbeddingBagCollection`, and so are those not named here.
-        is_weighted: Must be True: the processors weigh the ids.
-        feature_processor: Weighs the ids of a batch.
+        tables: As for `QuantEmbeddingBagCollection`.
+        is_weighted: Must be True, as the processors compute weights.
+        feature_processor: Computes the weights of a batch.
 
     Raises:
-        TypeError: `feature_processor` is none.
-        ValueError: `is_weighted` is False, or as `QuantEmbeddingBagCollection`.
+        TypeError: `feature_processor` is not a FeatureProcessorsCollection.
+        ValueError: `is_weighted` is False, or as for `QuantEmbeddingBagCollection`.
 
     Example:
         >>> from recsys.modules.embedding_configs import DataType
@@ -246,6 +191,8 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
         >>> list(ebc.state_dict())
         ['embedding_bags.films.weight', 'feature_processor.position_weights.liked']
     """
+
+    script_form = QuantizedCollection.script_form
 
     @checked
     def __init__(
@@ -279,83 +226,55 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
             )
         if not is_weighted:
             raise ValueError(
-                f"{type(self).__name__} pools ids with the weights of its processor; received "
-                "is_weighted=False."
+                f"{type(self).__name__}.is_weighted must be True, as its processor computes "
+                "weights; received False."
             )
         self.feature_processor = feature_processor
 
     @classmethod
-    @checked_but("module")
-    def from_float(  # type: ignore[override]
-        cls,
-        module: FeatureProcessedEmbeddingBagCollection,
-        use_precomputed_fake_quant: bool = False,
-    ) -> QuantFeatureProcessedEmbeddingBagCollection:
-        """Quantize the tables of a trained collection; the processors are copied.
-
-        Arguments and errors as `from_float`.
-        """
-        kind = FeatureProcessedEmbeddingBagCollection
-        instance(f"{cls.__name__}.from_float: module", module, kind)
-        return cls.like(module).quantize(module.split()[1]).eval()
+    def _tables_of(cls, module: FeatureProcessedEmbeddingBagCollection) -> Any:
+        if not hasattr(type(module), "split"):  # sharded collections have it too
+            kind = FeatureProcessedEmbeddingBagCollection
+            instance(f"{cls.__name__}.from_float: module", module, kind)
+        return module.split()[1]
 
     @classmethod
-    def like(  # type: ignore[override]
-        cls, module: FeatureProcessedEmbeddingBagCollection, device: torch.device | None = None
-    ) -> QuantFeatureProcessedEmbeddingBagCollection:
-        """Return a collection for the tables of a trained one; all its rows are zero.
-
-        Arguments as those of the base; the processors are copied.
-        """
-        processors, tables = module.split()
-        configs, options = quantized_configs(tables, module)
-        options["feature_processor"] = copy.deepcopy(processors)
-        return cls(configs, True, device or tables.device, **options)
+    def _options_of(cls, module: FeatureProcessedEmbeddingBagCollection) -> dict[str, Any]:  # type: ignore[override]
+        return {"is_weighted": True, "feature_processor": copy.deepcopy(module.split()[0])}
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Weigh, look up and pool a batch.
+        """Apply the processors, look up and pool a batch.
 
-        As `forward`, but weights are not needed.
-
-        Raises:
-            ValueError: Also as the processors, such as for a bag longer than its position weights.
+        Arguments and errors as `QuantEmbeddingBagCollection.forward`, and errors of the processors,
+        such as a bag longer than its position weights. The batch needs no weights.
         """
         return super().forward(self.feature_processor(features))
 
     @property
     def served(self) -> Served:
-        """What programs run in place of this collection; it reads the same tables."""
+        """The module that exported programs run; it reads the same tables."""
         processor = position_processor(self.feature_processor) or self.feature_processor
-        return ProcessedBags(processor, cast(ServedBags, super().served))
-
-    def script_form(self) -> nn.Module:
-        """Return what TorchScript compiles in place of this collection."""
-        return self.served
+        return ProcessedBags(processor, cast(QuantizedBags, self.lookups()))
 
 
 class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
-    """An `EmbeddingCollection` of quantized rows.
+    """An `EmbeddingCollection` with quantized rows, for inference.
 
-    Everything else is as in `QuantEmbeddingBagCollection`.
+    Arguments that are not listed are as for `QuantEmbeddingBagCollection`.
 
     Args:
-        tables: The tables, all of the same embedding_dim; their `data_type` says how rows are
-            stored.
-        device: Where the tables live.
+        tables: The tables, all of the same embedding_dim; their `data_type` is the type of the
+            stored rows.
+        device: Device of the tables.
         need_indices: Return the ids too, as the weights of each JaggedTensor.
         output_dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`.
-        table_name_to_quantized_weights: As there.
-        register_tbes: Not supported: must be False.
-        quant_state_dict_split_scale_bias: As there.
-        row_alignment: As there.
-        cache_features_order: As there.
 
     Attributes:
-        embeddings: Table name to the module that holds its `weight`, a buffer.
+        embeddings: Modules that hold the buffer `weight`, by table name.
 
     Raises:
-        ValueError: Tables of different dims, or as there.
-        TypeError: A table is no EmbeddingConfig.
+        ValueError: Dims differ, or as for `QuantEmbeddingBagCollection`.
+        TypeError: A table is not an EmbeddingConfig.
 
     Example:
         >>> from recsys.modules.embedding_configs import DataType
@@ -370,6 +289,8 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
 
     _lookups = QuantizedRows
     _tables_name = "embeddings"
+    # not inherited, as it replaces this forward only
+    script_form = QuantizedCollection.script_form
 
     @checked
     def __init__(
@@ -385,68 +306,32 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
         cache_features_order: bool = False,
     ) -> None:
         tables = check_tables(type(self).__name__, tables, EmbeddingConfig, SERVED)
-        dims = {config.name: config.embedding_dim for config in tables}
-        if len(set(dims.values())) > 1:
-            raise ValueError(
-                f"{type(self).__name__} needs tables of one embedding_dim; received {dims}. Use "
-                "one collection per dim."
-            )
-        super().__init__(
-            tables,
-            [PoolingType.NONE] * len(tables),
-            device,
-            output_dtype,
-            table_name_to_quantized_weights,
-            register_tbes,
-            quant_state_dict_split_scale_bias,
-            row_alignment,
-            cache_features_order,
-        )
-        self._need_indices = need_indices
-        self._names_by_table = get_embedding_names_by_table(tables)
-        self._outputs = [  # (name, feature)
-            (name, feature)
-            for config, names in zip(tables, self._names_by_table, strict=True)
-            for name, feature in zip(names, config.feature_names, strict=True)
-        ]
+        options = QuantizedOptions(
+            type(self).__name__, output_dtype, register_tbes, quant_state_dict_split_scale_bias,
+            row_alignment, cache_features_order, need_indices=need_indices,
+        )  # fmt: skip
+        poolings = [PoolingType.NONE] * len(tables)
+        super().__init__(tables, poolings, device, table_name_to_quantized_weights, options)
 
     @classmethod
-    @checked_but("module")
-    def from_float(
-        cls, module: EmbeddingCollection, use_precomputed_fake_quant: bool = False
-    ) -> QuantEmbeddingCollection:
-        """Quantize the tables of a trained collection.
-
-        Arguments and errors as `from_float`.
-        """
-        return cls.like(module).quantize(module).eval()
-
-    @classmethod
-    def like(
-        cls, module: EmbeddingCollection, device: torch.device | None = None
-    ) -> QuantEmbeddingCollection:
-        """Return a collection for the tables of a trained one; all its rows are zero.
-
-        Arguments as of `QuantEmbeddingBagCollection.like`.
-        """
-        configs, options = quantized_configs(module, module)
-        return cls(configs, device or module.device, module.need_indices(), **options)
+    def _options_of(cls, module: EmbeddingCollection) -> dict[str, Any]:
+        return {"need_indices": module.need_indices()}
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Look up a batch.
 
         Args:
-            features: The ids, with every feature the tables read.
+            features: Ids of all features of the tables.
 
         Returns:
-            By feature ("feature@table" if several tables read it): values [N, D] in the output
-            dtype, the feature's lengths, and its ids as weights if asked for.
+            One JaggedTensor per feature ("feature@table" if several tables read it): values [N, D]
+            in the output dtype, the feature's lengths, and the ids as weights if `need_indices`.
 
         Raises:
             IndexError: An id is outside its table.
             KeyError: The batch lacks a feature.
-            TypeError: The batch is no KeyedJaggedTensor, or ids are not integers.
-            ValueError: Lengths do not fit.
+            TypeError: The batch is not a KeyedJaggedTensor, or ids are not integers.
+            ValueError: The lengths do not match the ids.
         """
         positions, keys = self._positions(features), features.keys()
         features = features.trim()
@@ -455,37 +340,28 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
             of_key = features.lengths().split_with_sizes(features.stride_per_key())
         else:
             of_key = lengths.view(len(keys), features.stride()).unbind(0)
-        rows, ids = self.lookups()(features.values(), lengths, None, positions, len(keys))
+        lookups = cast(QuantizedRows, self.lookups())
+        rows, ids = lookups.look_up(features.values(), lengths, positions, len(keys))
         place = {key: i for i, key in enumerate(keys)}
         return {
             name: JaggedTensor.from_parts(
-                rows[i], ids[place[feature]] if self._need_indices else None, of_key[place[feature]]
+                found, ids[place[feature]] if lookups.need_indices else None, of_key[place[feature]]
             )
-            for i, (name, feature) in enumerate(self._outputs)
+            for name, feature, found in zip(lookups.names, lookups.read, rows, strict=True)
         }
-
-    @property
-    def served(self) -> Served:
-        """What programs run in place of this collection; it reads the same tables."""
-        names, read = map(list, zip(*self._outputs, strict=True))
-        return ServedRows(cast(QuantizedRows, self.lookups()), names, read, self._need_indices)
-
-    def script_form(self) -> nn.Module:
-        """Return what TorchScript compiles in place of this collection."""
-        return self.served
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the tables, in order."""
         return cast(list[EmbeddingConfig], self.configs())
 
     def need_indices(self) -> bool:
-        """Return whether the ids are returned too."""
-        return self._need_indices
+        """Return whether the output includes the ids."""
+        return self._options.need_indices
 
     def embedding_dim(self) -> int:
-        """Columns of every table."""
+        """Return the number of columns of every table."""
         return self._configs[0].embedding_dim
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Per table the names of its outputs."""
-        return [list(names) for names in self._names_by_table]
+        """Return the names of the outputs of each table."""
+        return get_embedding_names_by_table(self._configs)

@@ -1,7 +1,7 @@
-"""What to say about modules before they are quantized.
+"""Options of modules for their quantization.
 
-`from_float` of a quantized collection, and so `quantize_dynamic`, `quantize_embeddings` and
-`quantize_inference_model`, reads it.
+`from_float` of a quantized collection reads them, and with it `quantize_dynamic`,
+`quantize_embeddings` and `quantize_inference_model`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ __all__ = [
 ]
 
 PREPARED, PRUNED = QUANTIZATION_NOTES
-"""The attributes of a module: arguments, by name, of the quantized one; and the rows that are left,
-by table name."""
+"""Attributes of a module: arguments of the quantized module by name; rows to keep by table name."""
 
 
 @checked
 def quant_prep_customize_row_alignment(
     module: nn.Module, module_types: Sequence[type[nn.Module]], row_alignment: int
 ) -> None:
-    """Say in multiples of how many bytes rows will be stored: 16 if nothing is said.
+    """Set the alignment of rows in bytes; the default is 16.
 
-    On the CPU 1 saves memory: 68 bytes instead of 80 for 64 values of int8.
+    On the CPU, 1 saves memory: 68 bytes instead of 80 for 64 values of int8.
 
     Args:
-        module: a model that will be quantized.
-        module_types: the classes of the collections in it that are meant.
-        row_alignment: the number of bytes; CUDA needs 16.
+        module: A model to quantize.
+        module_types: The classes of collections to change.
+        row_alignment: The number of bytes; CUDA needs 16.
 
     Example:
         >>> from recsys.inference import quantize_embeddings
@@ -61,21 +60,21 @@ def quant_prep_customize_row_alignment(
 def quant_prep_enable_cache_features_order(
     module: nn.Module, module_types: Sequence[type[nn.Module]]
 ) -> None:
-    """Say that quantized collections will remember the order of a batch's features.
+    """Cache the order of a batch's features in quantized collections.
 
     Args:
-        module: a model that will be quantized.
-        module_types: the classes of the collections in it that are meant.
+        module: A model to quantize.
+        module_types: The classes of collections to change.
     """
     _prepare_types(module, module_types, "cache_features_order", True)
 
 
 @checked
 def quant_prep_enable_quant_state_dict_split_scale_bias(module: nn.Module) -> None:
-    """Say that the quantized collection's scales and biases will be buffers of their own.
+    """Store scales and biases of a quantized collection in separate buffers.
 
     Args:
-        module: the collection, not a model that it is in.
+        module: The collection, not a model that contains it.
 
     Example:
         >>> from recsys.inference import quantize_embeddings
@@ -93,11 +92,11 @@ def quant_prep_enable_quant_state_dict_split_scale_bias(module: nn.Module) -> No
 def quant_prep_enable_quant_state_dict_split_scale_bias_for_types(
     module: nn.Module, module_types: Sequence[type[nn.Module]]
 ) -> None:
-    """Return the same for all collections of some classes in a model.
+    """Store scales and biases in separate buffers, for collections of some classes in a model.
 
     Args:
-        module: the model.
-        module_types: the classes.
+        module: A model to quantize.
+        module_types: The classes of collections to change.
     """
     _prepare_types(module, module_types, "quant_state_dict_split_scale_bias", True)
 
@@ -108,20 +107,20 @@ def set_pruning_data(
     tables_to_rows_post_pruning: Mapping[str, int],
     module_types: Sequence[type[nn.Module]] | None = None,
 ) -> nn.Module:
-    """Say how many rows of each table are left when the model is quantized: its first ones.
+    """Set the number of first rows of each table that quantization keeps.
 
-    Ids of the served model count the rows that are left; others are errors.
+    Other ids are errors in the quantized model.
 
     Args:
-        model: a model that will be quantized.
-        tables_to_rows_post_pruning: table name to the number of rows; other tables keep all.
-        module_types: the classes of the collections that are meant; None: all.
+        model: A model to quantize.
+        tables_to_rows_post_pruning: Number of rows by table name; other tables keep all rows.
+        module_types: The classes of collections to change; None: all.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: a name is not a table's, or a table has fewer rows.
+        ValueError: A name is not a table of the model, or a table has fewer rows.
 
     Example:
         >>> from recsys.inference import quantize_embeddings
@@ -142,8 +141,8 @@ def set_pruning_data(
     unknown = sorted(tables_to_rows_post_pruning.keys() - sizes)
     if unknown:
         raise ValueError(
-            f"tables_to_rows_post_pruning names {unknown}, which are not tables of the model; its "
-            f"tables are {sorted(sizes)}."
+            f"tables_to_rows_post_pruning must name tables of the model, {sorted(sizes)}; received "
+            f"{unknown}."
         )
     left = {
         name: whole(f"Rows of table {name!r} after pruning", rows, most=sizes[name])
@@ -163,7 +162,7 @@ def _prepare_types(
 
 
 def _is_one_of(module: nn.Module, types: Sequence[type[nn.Module]]) -> bool:
-    """Return whether a module, or what it was before it was sharded, is of one of some classes."""
+    """Return whether a module, or the unsharded form of it, is an instance of the classes."""
     unsharded = getattr(module, "unsharded_module_type", type(module))
     return isinstance(module, tuple(types)) or issubclass(unsharded, tuple(types))
 

@@ -1,7 +1,7 @@
-"""What spreads quantized collections over the devices of one process.
+"""Sharders that place quantized collections on the devices of one process.
 
-A quantized table is read only, so that nothing is exchanged between processes: a device looks up
-the shards it holds, and what it finds goes to where the ids came from.
+Quantized tables are read-only, so processes exchange nothing. Each device looks up its shards and
+sends the rows to the device of the ids.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ __all__ = [
 
 _TYPES = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.COLUMN_WISE)
 _TRAINED = (EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.DENSE)
-"""Kernels that plans name where nothing was said, and that mean device memory."""
+"""Default kernels in plans; for quantized tables they mean device memory."""
 
 
 class QuantizedSharder(ModuleSharder[QuantizedCollection]):
-    """Spreads the tables of quantized collections over the devices of one process.
+    """Base of sharders that place the tables of quantized collections on devices of one process.
 
     Args:
-        fused_params: must be empty: how rows are looked up was said when they were quantized.
-        shardable_params: names of tables: a collection that has none of them stays as it is. Of
-            one collection all tables or none must be named. None: all.
+        fused_params: Must be empty: the options of the lookup are fixed at quantization.
+        shardable_params: Names of tables, either all tables of a collection or none. A collection
+            with none of them is not sharded. None: all tables.
 
     Raises:
-        ValueError: if there are `fused_params`.
+        ValueError: `fused_params` is not empty.
     """
 
     replaces: type[QuantizedCollection]
-    """The module type."""
+    """The class of modules that this sharder replaces."""
 
     @checked
     def __init__(
@@ -70,9 +70,9 @@ class QuantizedSharder(ModuleSharder[QuantizedCollection]):
     ) -> None:
         if fused_params:
             raise ValueError(
-                f"{type(self).__name__} has no fused_params: quantized tables are not trained, and "
-                "their output_dtype and row_alignment were chosen when they were quantized; "
-                f"received {dict(fused_params)}. Leave it out."
+                f"{type(self).__name__}.fused_params must be empty, as quantized tables are not "
+                "trained, and output_dtype and row_alignment are fixed at quantization; received "
+                f"{dict(fused_params)}. Leave it out."
             )
         self._names = None if shardable_params is None else set(shardable_params)
 
@@ -92,21 +92,20 @@ class QuantizedSharder(ModuleSharder[QuantizedCollection]):
         """Return the same collection with each shard on its owner's device.
 
         Args:
-            module: the quantized collection; left as it is.
-            params: per table its placement, table_wise, row_wise or column_wise.
-            env: as many ranks as there are devices: `ShardingEnv.from_local(number of devices)`.
-            device: one of them, which tells their kind; the default one if None.
-            module_fqn: the module's path in the model, by which errors name it.
+            module: The quantized collection; not changed.
+            params: Placement by table: table_wise, row_wise or column_wise.
+            env: One rank per device: `ShardingEnv.from_local(number of devices)`.
+            device: One of the devices, whose kind is used; None: the default device.
+            module_fqn: The module's path in the model, for messages.
 
         Raises:
-            ValueError: if the plan does not fit the tables or the devices, or the ranks are
-                several processes.
+            ValueError: The plan does not match the tables or the devices, or there are several
+                processes.
         """
         if env.process_group is not None and env.world_size > 1:
             raise ValueError(
-                "A quantized model is sharded over the devices of one process, each process serving"
-                f" the whole; received {env.world_size} processes. Pass "
-                "env=ShardingEnv.from_local(number of devices)."
+                "A quantized model is sharded over the devices of one process; received "
+                f"{env.world_size} processes. Pass env=ShardingEnv.from_local(number of devices)."
             )
         first = canonical_device(device or default_device(env))
         devices = [first] if env.world_size == 1 else devices_of(first.type, env.world_size)
@@ -120,44 +119,43 @@ class QuantizedSharder(ModuleSharder[QuantizedCollection]):
         return collection
 
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
-        """Return table name to a stand-in of its rows, `[rows, columns]` without values.
+        """Return a placeholder of each table's rows on `meta`, `[rows, columns]`, by table name.
 
         Raises:
-            ValueError: if `shardable_params` names some of the tables, but not all.
+            ValueError: `shardable_params` has some of the collection's tables, but not all.
         """
         names = [config.name for config in module.configs()]
         chosen = [name for name in names if self._names is None or name in self._names]
         if chosen and chosen != names:
             raise ValueError(
                 f"shardable_params must name all tables of a collection, or none; received "
-                f"{chosen} of {names}. Name the others too, or put them into a collection of "
-                "their own."
+                f"{chosen} of {names}. Add the other tables, or move them to another collection."
             )
-        return {config.name: _stand_in(config) for config in module.configs() if chosen}
+        return {config.name: _placeholder(config) for config in module.configs() if chosen}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return the sharding types of quantized tables."""
+        """Return the supported sharding types."""
         return [kind.value for kind in _TYPES]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return the compute kernel of quantized tables."""
+        """Return the supported compute kernel."""
         return [EmbeddingComputeKernel.QUANT.value]
 
 
 class QuantEmbeddingBagCollectionSharder(QuantizedSharder):
-    """Spreads a `QuantEmbeddingBagCollection`; arguments as of `QuantizedSharder`."""
+    """Sharder of `QuantEmbeddingBagCollection`; arguments as for `QuantizedSharder`."""
 
     replaces = QuantEmbeddingBagCollection
 
 
 class QuantFeatureProcessedEmbeddingBagCollectionSharder(QuantizedSharder):
-    """Spreads a `QuantFeatureProcessedEmbeddingBagCollection`; arguments as `QuantizedSharder`."""
+    """Sharder of `QuantFeatureProcessedEmbeddingBagCollection`, as `QuantizedSharder`."""
 
     replaces = QuantFeatureProcessedEmbeddingBagCollection
 
 
 class QuantEmbeddingCollectionSharder(QuantizedSharder):
-    """Spreads a `QuantEmbeddingCollection`; arguments as of `QuantizedSharder`."""
+    """Sharder of `QuantEmbeddingCollection`; arguments as for `QuantizedSharder`."""
 
     replaces = QuantEmbeddingCollection
 
@@ -171,26 +169,26 @@ for _kind in (
 
 
 def devices_of(kind: str, world_size: int) -> list[torch.device]:
-    """Return the devices of one process, by the number of the shards they hold.
+    """Return the devices of one process, by rank.
 
     Args:
-        kind: "cuda"; or "cpu", of which all are host memory.
-        world_size: how many.
+        kind: "cuda", or "cpu" for host memory on all ranks.
+        world_size: Number of devices.
 
     Raises:
-        ValueError: if there are not so many.
+        ValueError: There are fewer devices.
     """
     if kind == "cuda" and world_size > torch.cuda.device_count():
         raise ValueError(
             f"world_size must not exceed the CUDA devices, {torch.cuda.device_count()} here; "
-            f"received {world_size}. With compute_device='cpu' all shards are in host memory."
+            f"received {world_size}. With compute_device='cpu', all shards are in host memory."
         )
     if kind != "cuda":
         return [torch.device(kind)] * world_size
     return [torch.device(kind, i) for i in range(world_size)]
 
 
-def _stand_in(config: BaseEmbeddingConfig) -> nn.Parameter:
+def _placeholder(config: BaseEmbeddingConfig) -> nn.Parameter:
     bits = DATA_TYPE_NUM_BITS[config.data_type]
     dtype = {32: torch.float32, 16: torch.float16}.get(bits, torch.uint8)
     rows = torch.empty(rows_left(config), config.embedding_dim, dtype=dtype, device="meta")
@@ -203,34 +201,35 @@ def _shards_of(
     world_size: int,
     module: QuantizedCollection,
 ) -> tuple[Rect, ...]:
-    """Return the rectangles of a table that a plan says.
+    """Return the rectangles of a table in a plan.
 
     Raises:
-        ValueError: if they cannot be, or the entry says what does not hold for quantized tables.
+        ValueError: The rectangles are invalid, or quantized tables do not support an option of the
+            entry.
     """
     name, rows, dim = config.name, rows_left(config), config.embedding_dim
     kind, kernel = ShardingType(entry.sharding_type), EmbeddingComputeKernel(entry.compute_kernel)
-    means_nothing = {
+    is_unsupported = {
         "compute_kernel": kernel not in (EmbeddingComputeKernel.QUANT, *_TRAINED),
         "cache_params": entry.cache_params is not None,
         "stochastic_rounding": bool(entry.stochastic_rounding),
         "bounds_check_mode": entry.bounds_check_mode not in (None, BoundsCheckMode.FATAL),
         "output_dtype": entry.output_dtype not in (None, module.output_dtype()),
     }
-    if kind not in _TYPES or any(means_nothing.values()):
-        bad = [key for key, is_bad in means_nothing.items() if is_bad] or ["sharding_type"]
+    if kind not in _TYPES or any(is_unsupported.values()):
+        bad = [key for key, is_bad in is_unsupported.items() if is_bad] or ["sharding_type"]
         raise ValueError(
-            f"A quantized table is sharded {', '.join(kind.value for kind in _TYPES)}, in device "
-            "memory, with the output_dtype of its collection, and an id outside of it is an error; "
+            f"A quantized table must be sharded {', '.join(kind.value for kind in _TYPES)}, in "
+            "device memory, with the output_dtype of its collection and bounds_check_mode FATAL; "
             f"received {bad[0]}={getattr(entry, bad[0])!r} for table {name!r}."
         )
     rects = rects_of(name, rows, dim, entry, world_size)
-    # raises if they leave a gap or overlap
+    # raises an error for gaps and overlaps
     PlacedTable(name=name, num_rows=rows, dim=dim, features=(), group=None, rects=rects)
     odd = [rect.col_start for rect in rects if rect.col_start % MIN_COLUMNS]
     if odd:
         raise ValueError(
-            f"Columns of a quantized table are split at multiples of {MIN_COLUMNS}; the plan "
-            f"splits table {name!r} at column {odd[0]}."
+            f"Columns of a quantized table must be split at multiples of {MIN_COLUMNS}; received "
+            f"column {odd[0]} of table {name!r}."
         )
     return rects

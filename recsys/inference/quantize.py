@@ -1,4 +1,4 @@
-"""From trained embedding collections to quantized ones, wherever they are in a model."""
+"""Quantization of the embedding collections of a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from recsys.inference.quantized_collection import (
     to_data_type,
 )
 from recsys.inference.quantized_shards import rows_of_table
+from recsys.kernels.arguments import wrong_type
 from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import DataType, QuantConfig
 from recsys.modules.embedding_modules import (
@@ -46,23 +47,12 @@ from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagColl
 __all__ = ["quantize_embeddings", "quantize_inference_model", "quantize_state_dict"]
 
 
-class _Quantized(Protocol):
-    """A class that is made from trained modules, as `torch.quantization.convert` calls it."""
-
-    @classmethod
-    def from_float(cls, module: nn.Module) -> nn.Module: ...
-
-
 _Mapping = Mapping[type[nn.Module], type[nn.Module]]
 
 _COLLECTIONS: _Mapping = {
     EmbeddingBagCollection: QuantEmbeddingBagCollection,
     EmbeddingCollection: QuantEmbeddingCollection,
 }
-_PROCESSED = (
-    FeatureProcessedEmbeddingBagCollection,
-    ShardedFeatureProcessedEmbeddingBagCollection,
-)
 _BUILT_IN = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
 _INFERENCE: _Mapping = {
     **_COLLECTIONS,
@@ -82,35 +72,35 @@ def quantize_embeddings(
     *,
     dst: int | None = None,
 ) -> nn.Module:
-    """Replace the embedding collections of a model by quantized ones.
+    """Replace the embedding collections of a model by quantized collections.
 
-    EmbeddingBagCollections and EmbeddingCollections are replaced, also those inside of others, such
-    as a FeatureProcessedEmbeddingBagCollection. Plain `nn.EmbeddingBag` and dense layers stay.
+    This replaces EmbeddingBagCollections and EmbeddingCollections, also inside of other modules
+    such as a FeatureProcessedEmbeddingBagCollection. It keeps plain `nn.EmbeddingBag` and dense
+    layers.
 
-    A sharded model, such as a DistributedModelParallel, gives the quantized model that the
-    unsharded one would, bit for bit. Every rank must call this. The sharded model stays as it is,
-    so that training can go on, and each rank quantizes its own shards.
+    The result for a sharded model, such as a DistributedModelParallel, equals the result for the
+    unsharded model bit for bit. Every rank must call this. Each rank quantizes its own shards. The
+    sharded model is not changed, so training can continue.
 
     Args:
-        module: a trained model, sharded or not.
-        dtype: `torch.int8` (one byte per value), `torch.quint4x2` (half a byte),
-            `torch.quint2x4` (a quarter), `torch.float16` (two) or `torch.float32` (four).
-        inplace: change the given model instead of a copy. A sharded model is always copied.
-        additional_qconfig_spec_keys: other classes to replace...
-        additional_mapping: ... and by what: a class whose `from_float(module)` reads
-            `module.qconfig`. It may also name another replacement for a collection.
-        output_dtype: of what is looked up: `torch.float32`, `torch.float16` or
-            `torch.bfloat16`.
-        per_table_weight_dtype: other dtypes by table name.
-        dst: of a sharded model the rank that receives the tables; on the others they are on the
-            `meta` device, and take no memory. None: every rank receives all of them.
+        module: A trained model, sharded or not.
+        dtype: Dtype of the tables: `torch.int8` (1 byte per value), `torch.quint4x2` (1/2),
+            `torch.quint2x4` (1/4), `torch.float16` (2) or `torch.float32` (4).
+        inplace: Change the model instead of a copy. A sharded model is always copied.
+        additional_qconfig_spec_keys: Other classes to replace.
+        additional_mapping: The replacement of each such class: a class whose `from_float(module)`
+            reads `module.qconfig`. It may also map a collection to another class.
+        output_dtype: Dtype of the output: `torch.float32`, `torch.float16` or `torch.bfloat16`.
+        per_table_weight_dtype: Other dtypes by table name.
+        dst: The rank that receives the tables of a sharded model; on other ranks they are on the
+            `meta` device and use no memory. None: every rank receives all tables.
 
     Returns:
         The model with quantized tables, unsharded, in evaluation mode.
 
     Raises:
-        ValueError: if the model has nothing to quantize or a collection that cannot be, a dtype
-            cannot be served, a table cannot be quantized, or a name is not a table's.
+        ValueError: The model has nothing to quantize or an unsupported collection, a dtype is not
+            supported, a table cannot be quantized, or a name is not a table of the model.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -144,29 +134,28 @@ def quantize_inference_model(
     *,
     dst: int | None = None,
 ) -> nn.Module:
-    """Make a trained model ready for inference: quantizes its tables, in place.
+    """Prepare a trained model for inference: quantize its tables in place.
 
     A sharded model is not changed; see `quantize_embeddings`.
 
     Args:
-        model: a trained model, sharded or not. It is changed, unless it is sharded or a collection
-            itself.
-        quantization_mapping: the classes to replace, each by its full name, such as
-            `"recsys.modules.embedding_modules.EmbeddingBagCollection"`, and by what; nothing else
-            is replaced then. None: the three kinds of collections.
-        per_table_weight_dtype: other dtypes by table name.
-        fp_weight_dtype: the dtype of the tables of FeatureProcessedEmbeddingBagCollections, as
+        model: A trained model, sharded or not. It is changed in place, except if it is sharded or a
+            collection itself.
+        quantization_mapping: The classes to replace, by full name, such as
+            `"recsys.modules.embedding_modules.EmbeddingBagCollection"`, with their replacements.
+            None: the three kinds of collections.
+        per_table_weight_dtype: Other dtypes by table name.
+        fp_weight_dtype: The dtype of the tables of FeatureProcessedEmbeddingBagCollections; see
             `dtype` of `quantize_embeddings`.
-        quantization_dtype: that of all other tables.
-        output_dtype: of what is looked up: `torch.float32`, `torch.float16` or
-            `torch.bfloat16`.
-        dst: as for `quantize_embeddings`.
+        quantization_dtype: The dtype of all other tables.
+        output_dtype: Dtype of the output: `torch.float32`, `torch.float16` or `torch.bfloat16`.
+        dst: As for `quantize_embeddings`.
 
     Returns:
         The model with quantized tables, unsharded, in evaluation mode.
 
     Raises:
-        ValueError: as `quantize_embeddings`, or if a name in the mapping is not a class's.
+        ValueError: As `quantize_embeddings`, or the mapping has a name that is not a class.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -195,22 +184,22 @@ def quantize_state_dict(
     table_name_to_data_type: Mapping[str, DataType],
     table_name_to_num_embeddings_post_pruning: Mapping[str, int] | None = None,
 ) -> torch.device:
-    """Quantize the tables of a trained collection, for the constructor of a quantized one.
+    """Quantize the tables of a trained collection, for the constructor of a quantized collection.
 
     Args:
-        module: an EmbeddingBagCollection or an EmbeddingCollection, unsharded.
-        table_name_to_quantized_weights: is filled: by table name its rows, uint8 `[rows, bytes]`,
-            and their scales and biases, uint8 `[rows, 4]`; None for FP16 and FP32.
-        table_name_to_data_type: how the rows of each table are stored.
-        table_name_to_num_embeddings_post_pruning: by table name how many of its first rows are
-            left; all, if it is not there.
+        module: An unsharded EmbeddingBagCollection or EmbeddingCollection.
+        table_name_to_quantized_weights: Filled with rows, uint8 `[rows, bytes]`, and scales and
+            biases, uint8 `[rows, 4]` or None for FP16 and FP32, by table name.
+        table_name_to_data_type: The element type of each table.
+        table_name_to_num_embeddings_post_pruning: The number of first rows to keep, by table name;
+            other tables keep all rows.
 
     Returns:
         The device of the tables.
 
     Raises:
-        TypeError: if the module is no such collection.
-        ValueError: if a table has no data type, or cannot be quantized to it.
+        TypeError: The module is not such a collection.
+        ValueError: A table has no data type, or cannot be quantized to it.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -224,25 +213,21 @@ def quantize_state_dict(
         [torch.Size([10, 4]), torch.Size([10, 4])]
     """
     if not isinstance(module, TableCollection):
-        raise TypeError(
-            "quantize_state_dict takes an EmbeddingBagCollection or an EmbeddingCollection, "
-            f"unsharded; received {type(module).__name__}."
-        )
+        kinds = "an unsharded EmbeddingBagCollection or EmbeddingCollection"
+        wrong_type("quantize_state_dict.module", kinds, module)
     missing = [c.name for c in module.configs() if c.name not in table_name_to_data_type]
     if missing:
         raise ValueError(
             f"table_name_to_data_type must name every table; received "
-            f"{sorted(table_name_to_data_type)}, without {missing}."
+            f"{sorted(table_name_to_data_type)}, without {missing}. Add them."
         )
     left = table_name_to_num_embeddings_post_pruning or {}
+    weights = module.table_weights()
     for config in module.configs():
         name, data_type = config.name, table_name_to_data_type[config.name]
-        served = replace(
-            config,
-            data_type=data_type,
-            num_embeddings_post_pruning=left.get(name, config.num_embeddings_post_pruning),
-        )
-        rows = rows_of_table(served, module.table_weights()[name])
+        num_rows = left.get(name, config.num_embeddings_post_pruning)
+        served = replace(config, data_type=data_type, num_embeddings_post_pruning=num_rows)
+        rows = rows_of_table(served, weights[name])
         table_name_to_quantized_weights[name] = split_header(rows, data_type)
     return module.device
 
@@ -283,25 +268,26 @@ def _replace(
     if sharded:
         return _unsharded(model, sharded[0].env, mapping, qconfigs, dst)
     if dst is not None:
-        raise ValueError(f"dst is for sharded models; received {dst} and {type(model).__name__}.")
+        raise ValueError(
+            f"dst must be None for an unsharded model; received {dst} and {type(model).__name__}."
+        )
     found = _checked(model, mapping, qconfigs)
     quantized = {
-        key: _configured(child, qconfigs[kind], cast(type[_Quantized], mapping[kind]).from_float)
+        key: _configured(child, qconfigs[kind], cast(Any, mapping[kind]).from_float)
         for key, (child, kind) in found.items()
     }
     if id(model) in quantized:
         return quantized[id(model)].eval()
-    changed = model if inplace else copy.deepcopy(model, dict(quantized))
-    if inplace:
-        for parent in list(model.modules()):
-            for name, child in parent._modules.items():
-                if id(child) in quantized:  # also one that is used at several places
-                    parent._modules[name] = quantized[id(child)]
-    return changed.eval()
+    if not inplace:
+        return copy.deepcopy(model, dict(quantized)).eval()
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            parent._modules[name] = quantized.get(id(child), child)  # a module may be shared
+    return model.eval()
 
 
 _Found = dict[int, tuple[nn.Module, type[nn.Module]]]
-"""By identity the modules to replace, and the class by which the mapping knows each."""
+"""Modules to replace, and their class in the mapping, by `id` of the module."""
 
 
 def _checked(
@@ -311,8 +297,8 @@ def _checked(
     _find(model, type(model).__name__, mapping, found)
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has none of {[kind.__name__ for kind in mapping]} to quantize "
-            "(once quantized it has none)."
+            f"{type(model).__name__} must contain one of {[kind.__name__ for kind in mapping]} to "
+            "quantize; received none. A quantized model cannot be quantized again."
         )
     _check_names(model, qconfigs)
     return found
@@ -325,14 +311,14 @@ def _unsharded(
     qconfigs: Mapping[type[nn.Module], QuantConfig],
     dst: int | None,
 ) -> nn.Module:
-    """Return a quantized model made from one of which some tables are sharded.
+    """Build a quantized model from a model with sharded tables.
 
     Args:
-        model: the model; it stays as it is.
-        env: the ranks.
-        mapping: the classes to replace, and by what.
-        qconfigs: how, by class.
-        dst: the rank that receives sharded tables; None: every rank.
+        model: The model; not changed.
+        env: The ranks.
+        mapping: The classes to replace, with their replacements.
+        qconfigs: The quantization by class.
+        dst: The rank that receives sharded tables; None: every rank.
     """
 
     def empty() -> tuple[_Found, dict[int, nn.Module]]:
@@ -351,24 +337,21 @@ def _unsharded(
     prepared: tuple[_Found, dict[int, nn.Module]] | Exception
     try:
         prepared = empty()
-    except Exception as error:  # the other ranks go on otherwise
+    except Exception as error:  # reported to the other ranks, which would wait
         prepared = error
     if env.process_group is not None and env.world_size > 1:
         facts = {"dst": str(dst), "dtypes": stable(list(qconfigs.values()))}
-        told = prepared if isinstance(prepared, Exception) else facts
-        agree(env.process_group, "quantize the model", told, None)
+        result = prepared if isinstance(prepared, Exception) else facts
+        agree(env.process_group, "quantize the model", result, None)
     if isinstance(prepared, Exception):
         raise prepared
     found, quantized = prepared
     for key, (child, _) in found.items():
-        tables: Any = child
-        if isinstance(child, _PROCESSED):
-            _, tables = child.split()
-        cast(QuantizedCollection, quantized[key]).quantize(tables)
+        cast(QuantizedCollection, quantized[key]).quantize(child)
     copied = copy.deepcopy(get_unwrapped_module(model), dict[int, Any](quantized))
     for module in copied.modules():
         if isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection):
-            # its parts have the same names
+            # the unsharded class has the same submodules
             module.__class__ = FeatureProcessedEmbeddingBagCollection  # type: ignore[assignment]
     return copied.eval()
 
@@ -376,20 +359,15 @@ def _unsharded(
 def _like(made: type[nn.Module], device: torch.device | None, module: nn.Module) -> nn.Module:
     if not issubclass(made, _BUILT_IN):
         raise ValueError(
-            f"A sharded collection can become one of {[kind.__name__ for kind in _BUILT_IN]}; "
+            f"A sharded collection can be replaced by one of {[k.__name__ for k in _BUILT_IN]}; "
             f"received {made.__name__} for a {type(module).__name__}. Load the checkpoint into the "
-            "unsharded model, and quantize that."
+            "unsharded model, and quantize that model."
         )
-    return made.like(module, device)  # type: ignore[arg-type]
+    return made.like(module, device)
 
 
-def _find(
-    module: nn.Module,
-    path: str,
-    mapping: _Mapping,
-    found: _Found,
-) -> None:
-    """Find what is to be replaced, the outermost module of each branch."""
+def _find(module: nn.Module, path: str, mapping: _Mapping, found: _Found) -> None:
+    """Collect the modules to replace, the outermost module of each branch."""
     if isinstance(module, TableCollection) and not module.configs():
         return  # there is nothing to quantize
     unsharded = getattr(module, "unsharded_module_type", nn.Module)
@@ -403,10 +381,10 @@ def _find(
         is_left = False
     if is_sharded(module) or is_left:
         raise ValueError(
-            f"{type(module).__name__} {path!r} cannot be quantized: it is none of "
-            f"{[known.__name__ for known in mapping]}. Another collection needs a class that is "
-            "made from it, in additional_mapping; if it is sharded, load its checkpoint into the "
-            "unsharded model, and quantize that."
+            f"{type(module).__name__} {path!r} cannot be quantized: supported classes are "
+            f"{[known.__name__ for known in mapping]}. Name a replacement of another class in "
+            "additional_mapping. If the module is sharded, load its checkpoint into the unsharded "
+            "model, and quantize that model."
         )
     for name, child in module.named_children():
         _find(child, f"{path}.{name}", mapping, found)
@@ -424,8 +402,8 @@ def _check_names(model: nn.Module, qconfigs: Mapping[type[nn.Module], QuantConfi
         unknown = sorted(given - tables)
         if unknown:
             raise ValueError(
-                f"per_table_weight_dtype names {unknown}, which are not tables of the model; its "
-                f"tables are {sorted(tables)}."
+                f"per_table_weight_dtype must name tables of the model, {sorted(tables)}; received "
+                f"{unknown}."
             )
 
 
@@ -434,14 +412,14 @@ def _check_dense(model: nn.Module) -> None:
     if split:
         raise ValueError(
             f"Dense parameters must be whole on every rank; received {split}, which fully_shard "
-            "has split. Load the checkpoint into the unsharded model, and quantize that."
+            "has split. Load the checkpoint into the unsharded model, and quantize that model."
         )
 
 
 def _configured(
     module: nn.Module, qconfig: QuantConfig, make: Callable[[nn.Module], nn.Module]
 ) -> nn.Module:
-    """Return what a function makes of a module that has a qconfig for as long as it runs."""
+    """Call a function with a module that has the qconfig during the call."""
     before = module.__dict__.get("qconfig")
     module.__dict__["qconfig"] = qconfig
     try:

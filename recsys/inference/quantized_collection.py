@@ -1,9 +1,9 @@
-"""What quantized collections share: tables as buffers, and lookups over them.
+"""Base of quantized collections: tables as buffers, and lookups over them.
 
-Each table is a buffer under the name that users know, `embedding_bags.<table>.weight` or
+Each table is a buffer under its public name, `embedding_bags.<table>.weight` or
 `embeddings.<table>.weight`, of uint8 [rows, bytes per row]. The buffers are views of the storages
-that the lookups read. As in the trained collections, the buffers win where one was replaced: before
-a batch is looked up they are compared with the storages, and gathered anew where they differ.
+that the lookups read. Before each lookup the buffers are compared with the views. If a buffer has
+been replaced, the buffers are gathered into new storages.
 
 Legend: `B` batch size, `N` ids, `D` columns.
 """
@@ -13,12 +13,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from operator import is_
 from typing import Any, Self, cast, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from recsys.distributed.placement.layout import Rect
 from recsys.distributed.sharded_collection import ShardedCollection
@@ -31,21 +29,28 @@ from recsys.inference.quantized_table import (
     shard_of,
     whole_table,
 )
-from recsys.inference.quantized_tables import QuantizedTables, rows_left
-from recsys.inference.served import Served
-from recsys.kernels.arguments import whole, wrong_type
+from recsys.inference.quantized_tables import (
+    QuantizedOptions,
+    QuantizedTables,
+    Served,
+    rows_left,
+)
+from recsys.kernels.arguments import wrong_type
 from recsys.kernels.backend import OUTPUT_CODES
+from recsys.kernels.checked import checked_but
 from recsys.kernels.quantized import row_bytes
 from recsys.kernels.quantized_lookup import row_alignment_on
 from recsys.kernels.types import PoolingType
+from recsys.modules.aliased_storage import AliasedStorage
 from recsys.modules.embedding_configs import (
     DATA_TYPE_NUM_BITS,
     BaseEmbeddingConfig,
     DataType,
     QuantConfig,
 )
-from recsys.modules.embedding_inputs import positions_of
-from recsys.modules.embedding_tables import TableCollection, TableDict
+from recsys.modules.embedding_inputs import padded_lengths, positions_of
+from recsys.modules.embedding_table import TableDict
+from recsys.modules.embedding_tables import TableCollection
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import check_features
 
@@ -58,33 +63,23 @@ __all__ = [
     "to_data_type",
 ]
 
-SERVED = (
-    DataType.FP32,
-    DataType.FP16,
-    DataType.INT8,
-    DataType.UINT8,
-    DataType.INT4,
-    DataType.INT2,
-)
-"""Element types of tables that can be looked up."""
 _DATA_TYPES = {
-    torch.int8: DataType.INT8,
-    torch.uint8: DataType.INT8,
-    torch.qint8: DataType.INT8,
-    torch.quint8: DataType.INT8,
+    **dict.fromkeys((torch.int8, torch.uint8, torch.qint8, torch.quint8), DataType.INT8),
     torch.quint4x2: DataType.INT4,
     torch.quint2x4: DataType.INT2,
     torch.float16: DataType.FP16,
     torch.float32: DataType.FP32,
 }
+SERVED = (*dict.fromkeys(_DATA_TYPES.values()), DataType.UINT8)
+"""Element types that quantized tables support."""
 
 Weights = Mapping[str, tuple[Tensor, Tensor | None]]
-"""Table name to rows, uint8 [rows, bytes], and to their scales and biases, uint8 [rows, 4]; None if
-the rows have them in front, or have none."""
+"""Rows, uint8 [rows, bytes], and scales and biases, uint8 [rows, 4], by table name. The second is
+None if each row begins with its scale and bias, or has none."""
 
 
 def to_data_type(dtype: torch.dtype) -> DataType:
-    """Return the element type of tables that are quantized to a dtype.
+    """Return the element type of tables for a quantized dtype.
 
     Raises:
         ValueError: Tables cannot be quantized to it.
@@ -102,41 +97,25 @@ def to_data_type(dtype: torch.dtype) -> DataType:
 
 
 @final
-class _Link:
-    """The lookups, and what the tables' buffers looked like when they became views of them."""
+class _AliasedLookups(AliasedStorage):
+    """Lookups, and the tables' buffers, which are views of their rows."""
 
     def __init__(self, lookups: QuantizedTables, tables: Sequence[Table]) -> None:
         self.lookups = lookups
         for table, stored in zip(tables, lookups.stored_rows(), strict=True):
-            table.show(stored, lookups.row_alignment())
-        self._slots = [(table._buffers, name) for table in tables for name in table._buffers]
-        self._views = self._now()
-        self._pointers = list(map(Tensor.data_ptr, self._views))
-
-    def is_current(self) -> bool:
-        views = self._now()
-        return (
-            all(map(is_, views, self._views))
-            and list(map(Tensor.data_ptr, views)) == self._pointers
-        )
-
-    def _now(self) -> list[Tensor]:
-        return [cast(Tensor, buffers[name]) for buffers, name in self._slots]
+            table.set_views(stored, lookups.row_alignment())
+        super().__init__([table._buffers for table in tables])
 
 
 class QuantizedCollection(nn.Module):
-    """What quantized collections share: tables as buffers, and lookups over them.
+    """Base of quantized collections: tables as buffers, and lookups over them.
 
     Args:
-        configs: The tables, checked.
-        poolings: Pooling of each.
-        device: Where the tables live.
-        output_dtype: Of what is looked up.
-        weights: The tables' rows; None: zeros.
-        register_tbes: Must be False.
-        splits: Scales and biases are buffers of their own.
-        row_alignment: Rows are stored in multiples of that many bytes.
-        caches_order: Remember where the features were among the keys of the last batch.
+        configs: The tables, as returned by `check_tables`.
+        poolings: The pooling of each table.
+        device: Device of the tables.
+        weights: The rows; None: all zeros.
+        options: The options.
     """
 
     def __init__(
@@ -144,57 +123,76 @@ class QuantizedCollection(nn.Module):
         configs: Sequence[BaseEmbeddingConfig],
         poolings: Sequence[PoolingType],
         device: torch.device,
-        output_dtype: torch.dtype,
         weights: Weights | None,
-        register_tbes: bool,
-        splits: bool,
-        row_alignment: int,
-        caches_order: bool,
+        options: QuantizedOptions,
     ) -> None:
         super().__init__()
-        owner = type(self).__name__
-        if register_tbes:
-            raise ValueError(
-                f"{owner}.register_tbes is not supported; received {register_tbes!r}. The rows of "
-                "each table are its buffer, also without it. Leave it out."
-            )
-        self._row_alignment = whole(f"{owner}.row_alignment", row_alignment)
-        if splits and self._row_alignment % 2:
-            raise ValueError(
-                f"{owner} with quant_state_dict_split_scale_bias=True shows parts of rows as fp16, "
-                f"so row_alignment must be even; received {row_alignment}."
-            )
-        self._splits = splits
-        self._caches_order = caches_order
+        self._options = options
         self._order: tuple[list[str], list[int]] | None = None
-        if output_dtype not in OUTPUT_CODES:
-            raise ValueError(
-                f"{owner}.output_dtype must be one of {[*OUTPUT_CODES]}; received {output_dtype}."
-            )
+        self._aliased: _AliasedLookups | None = None
         self._configs = list(configs)
         self._poolings = tuple(poolings)
-        self._output_dtype = output_dtype
         self._shards = [(whole_table(config),) for config in self._configs]
         rows = self._given_rows(weights, torch.device(device))
-        lookups = self._new_lookups([[of_table] for of_table in rows], self._shards)
-        self._link: _Link | None = self._linked(lookups)
+        self._alias(self._new_lookups([[of_table] for of_table in rows], self._shards))
 
     _lookups: type[QuantizedTables]
     _tables_name: str
     is_placed = False
-    """Whether `placed` made it: who moves a model's dense parts leaves it alone."""
+    """True for the result of `placed`, which keeps its devices when a model is moved."""
+
+    @classmethod
+    @checked_but("module")
+    def from_float(cls, module: Any, use_precomputed_fake_quant: bool = False) -> Self:
+        """Quantize the tables of a trained collection.
+
+        Every rank of a sharded collection must call this, and receives all tables.
+
+        Args:
+            module: The collection. Its `qconfig`, if any, is a `QuantConfig` or a QConfig of torch.
+                Without it, rows are int8 and outputs float32. Feature processors are copied.
+            use_precomputed_fake_quant: Ignored; tables have no fake quantization.
+
+        Raises:
+            TypeError: The module is not such a collection.
+            ValueError: A dtype is not supported, or a table cannot be quantized.
+        """
+        return cls.like(module).quantize(module).eval()
+
+    @classmethod
+    def like(cls, module: Any, device: torch.device | None = None) -> Self:
+        """Build a collection for the tables of a trained collection; all rows are zero.
+
+        Args:
+            module: As for `from_float`.
+            device: Device of the tables; None: the device of the trained tables.
+        """
+        tables = cls._tables_of(module)
+        configs, options = quantized_configs(tables, module)
+        options |= cls._options_of(module)
+        return cls(configs, device=device or tables.device, **options)
+
+    @classmethod
+    def _tables_of(cls, module: Any) -> Any:
+        """Return the trained collection of tables in a module."""
+        return module
+
+    @classmethod
+    def _options_of(cls, module: Any) -> dict[str, Any]:
+        """Return the arguments of this class that a trained module determines."""
+        raise NotImplementedError
 
     def configs(self) -> list[BaseEmbeddingConfig]:
         """Return the tables, in order."""
         return list(self._configs)
 
     def output_dtype(self) -> torch.dtype:
-        """Return the dtype of what is looked up."""
-        return self._output_dtype
+        """Return the dtype of the output."""
+        return self._options.output_dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the tables live; the first, if they are spread."""
+        """The device of the tables; of the first shard if there are several devices."""
         return next(self._tables()[0].buffers()).device
 
     def poolings(self) -> tuple[PoolingType, ...]:
@@ -202,89 +200,86 @@ class QuantizedCollection(nn.Module):
         return self._poolings
 
     def stored_row_bytes(self, table: str, num_cols: int, device_type: str) -> int:
-        """Return the bytes of a row of so many columns of a table, as a device stores them."""
+        """Return the bytes per row of a shard with `num_cols` columns on a kind of device."""
         [config] = [config for config in self._configs if config.name == table]
         size = row_bytes(num_cols, DATA_TYPE_NUM_BITS[config.data_type])
-        return size + -size % row_alignment_on(device_type, self._row_alignment)
-
-    def table_bytes(self) -> list[int]:
-        """Return the size of each table in bytes, without padding."""
-        return [
-            rows_left(c) * row_bytes(c.embedding_dim, DATA_TYPE_NUM_BITS[c.data_type])
-            for c in self._configs
-        ]
+        return size + -size % row_alignment_on(device_type, self._options.row_alignment)
 
     def quantized_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Return the tables' rows, and their scales and biases, as the constructor takes them."""
-        found: dict[str, tuple[Tensor, Tensor | None]] = {}
-        for table in self._tables():
-            found[table.config.name] = split_header(table.rows(), table.config.data_type)
-        return found
+        """Return rows, and scales and biases, by table, in the form of the constructor."""
+        return {
+            table.config.name: split_header(table.rows(), table.config.data_type)
+            for table in self._tables()
+        }
 
     def assign(self, weights: Weights) -> None:
-        """Write the rows of all tables, as the constructor takes them.
+        """Write the rows of all tables.
+
+        Args:
+            weights: As for the constructor.
 
         Raises:
-            ValueError: They do not fit the tables.
+            ValueError: The names or shapes do not match the tables.
         """
         tables = self._tables()
         given = self._given_rows(weights, torch.device("cpu"))
         for table, rows in zip(tables, given, strict=True):
             table.assign(rows)
 
-    def quantize(self, module: TableCollection | ShardedCollection | QuantizedCollection) -> Self:
-        """Write the rows of all tables, from a trained collection.
+    def quantize(self, module: Any) -> Self:
+        """Write the rows of all tables from a trained collection.
 
-        Every rank of a sharded collection must call it. A collection on the `meta` device takes
-        part and gets no rows.
+        Every rank of a sharded collection must call this. A collection on the `meta` device takes
+        part in the exchange and receives no rows.
 
         Args:
-            module: The collection. A collection that is quantized already is left as it is.
+            module: As for `from_float`. If it is quantized already, nothing is written.
 
         Raises:
             ValueError: A table cannot be quantized to its dtype.
         """
-        if isinstance(module, QuantizedCollection):
+        tables = self._tables_of(module)
+        if isinstance(tables, QuantizedCollection):
             return self
         stored = [rows for [rows] in self.lookups().stored_rows()]
-        if isinstance(module, ShardedCollection):
-            quantize_shards(module, self._configs, stored)
+        if isinstance(tables, ShardedCollection):
+            quantize_shards(tables, self._configs, stored)
             return self
-        weights = module.table_weights()
+        weights = tables.table_weights()
         for config, rows in zip(self._configs, stored, strict=True):
             rows_of_table(config, weights[config.name], rows)
         return self
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments, by name, that make a collection of the same rows."""
+        """Return constructor arguments, by name, for a collection with the same rows."""
         return {
-            "output_dtype": self._output_dtype,
+            "output_dtype": self._options.output_dtype,
             "table_name_to_quantized_weights": {
                 table.config.name: (table.rows(), None) for table in self._tables()
             },
-            "quant_state_dict_split_scale_bias": self._splits,
-            "row_alignment": self._row_alignment,
-            "cache_features_order": self._caches_order,
+            "quant_state_dict_split_scale_bias": self._options.splits,
+            "row_alignment": self._options.row_alignment,
+            "cache_features_order": self._options.caches_order,
         }
 
     def placed(
         self, shards: Sequence[Sequence[Rect]], device_of: Callable[[int], torch.device]
     ) -> Self:
-        """Return the same collection with its tables in shards, each on its owner's device.
+        """Return the same collection with each shard of its tables on its owner's device.
 
         Args:
             shards: Per table the rectangles that cover it, a grid.
-            device_of: Tells the device of an owner.
+            device_of: Maps an owner to its device.
         """
         state = self.__getstate__()
-        del state["_link"]
+        del state["_aliased"]
         rows = []
         for table, of_table in zip(self._tables(), shards, strict=True):
             whole, bits = table.rows(), DATA_TYPE_NUM_BITS[table.config.data_type]
             rows.append([shard_of(whole, bits, r).to(device_of(r.rank)) for r in of_table])
         state = copy.deepcopy(state | {"_shards": [tuple(of_table) for of_table in shards]})
         new = type(self).__new__(type(self))
-        new.__setstate__({**state, "_link": self._new_lookups(rows, shards)})
+        new.__setstate__({**state, "_aliased": self._new_lookups(rows, shards)})
         new.is_placed = True
         return new
 
@@ -303,7 +298,7 @@ class QuantizedCollection(nn.Module):
                 size = rows_left(config), row_bytes(config.embedding_dim, bits)
             except ValueError as error:
                 raise ValueError(f"Table {config.name!r} cannot be quantized. {error}") from error
-            if weights is None:  # all zeros, in the memory of one
+            if weights is None:  # all zeros, expanded from one byte
                 zero = torch.zeros(1, 1, dtype=torch.uint8, device=device)
                 found.append(zero.expand(size))
                 continue
@@ -317,90 +312,87 @@ class QuantizedCollection(nn.Module):
     # -- lookups ------------------------------------------------------------------------------
 
     def _positions(self, features: KeyedJaggedTensor) -> list[int]:
-        """Return where the features that the lookups read are among the keys of a batch."""
+        """Return the positions of the lookups' features among the keys of a batch."""
         if not isinstance(features, KeyedJaggedTensor):
             wrong_type(f"{type(self).__name__}: features", "a KeyedJaggedTensor", features)
         keys = features.keys()
         if self._order is not None and self._order[0] == keys:
             return self._order[1]
         positions = positions_of(self.lookups().feature_names, keys, type(self).__name__)
-        if self._caches_order:
+        if self._options.caches_order:
             self._order = list(keys), positions
         return positions
 
     @property
     def served(self) -> Served:
-        """What programs run in place of this collection; it reads the same tables."""
-        raise NotImplementedError
+        """The module that exported programs run; it reads the same tables."""
+        return self.lookups()
+
+    def script_form(self) -> nn.Module:
+        """Return the module that TorchScript compiles in place of this collection."""
+        return self.served
 
     def _lengths(self, features: KeyedJaggedTensor, *, is_pooled: bool) -> Tensor:
-        """Return the lengths of a batch, [K * B]; short features with empty bags at the end."""
+        """Return the lengths of a batch, [K * B], padded with empty bags to one batch size."""
         if not features.variable_stride_per_key():
             return features.lengths()
         owner, device = type(self).__name__, features.device()
         check_features(features, owner, device, is_pooled=is_pooled, is_weighted=False)
-        strides = features.stride_per_key()
-        longest = max(strides, default=0)
-        pieces = features.lengths().split_with_sizes(strides)
-        return torch.cat(
-            [functional.pad(p, (0, longest - s)) for p, s in zip(pieces, strides, strict=True)]
-        )
+        return torch.cat(padded_lengths(features))
 
     def lookups(self) -> QuantizedTables:
-        """Return the lookups that serve the tables now: no part of the module."""
-        if self._link is None or not self._link.is_current():
+        """Return the current lookups, which are not registered as a submodule."""
+        if self._aliased is None or not self._aliased.is_current():
             rows = [table.shards() for table in self._tables()]
             for table, of_table in zip(self._tables(), rows, strict=True):
                 for found, size in zip(of_table, table.shard_sizes(), strict=True):
                     _check_rows(f"{self._tables_name}[{table.config.name!r}]", found, size)
-            self._link = self._linked(self._new_lookups(rows, self._shards))
-        return self._link.lookups
+            self._alias(self._new_lookups(rows, self._shards))
+        assert self._aliased is not None
+        return self._aliased.lookups
 
     def _new_lookups(
         self, rows: Sequence[Sequence[Tensor]], shards: Sequence[Sequence[Rect]]
     ) -> QuantizedTables:
-        return self._lookups(
-            self._configs, self._poolings, rows, shards, self._output_dtype, self._row_alignment
-        )
+        return self._lookups(self._configs, self._poolings, rows, shards, self._options)
 
-    def _linked(self, lookups: QuantizedTables) -> _Link:
-        """Return the tables, new ones if there are none, as views of what lookups read."""
+    def _alias(self, lookups: QuantizedTables) -> None:
+        """Make the tables' buffers views of the lookups' rows; create missing table modules."""
         if self._modules.get(self._tables_name) is None:
             named = TableDict()
             for config, of_table in zip(self._configs, self._shards, strict=True):
                 named[config.name] = (
-                    QuantizedTable(config, self._splits)
+                    QuantizedTable(config, self._options.splits)
                     if len(of_table) == 1
-                    else ShardedQuantizedTable(config, of_table, self._splits)
+                    else ShardedQuantizedTable(config, of_table, self._options.splits)
                 )
             self._modules[self._tables_name] = named.train(self.training)
-        return _Link(lookups, self._tables())
+        self._aliased = _AliasedLookups(lookups, self._tables())
 
     def _tables(self) -> list[Table]:
         return list(getattr(self, self._tables_name).values())
 
-    # -- what breaks aliasing -----------------------------------------------------------------
+    # -- operations that break aliasing -------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Serve `to`, `to_empty`, `share_memory`: each storage is moved once, as a whole."""
-        lookups = self.lookups()._apply(fn)  # type: ignore[no-untyped-call]
-        self._link = self._linked(lookups)
+        """Apply `to`, `to_empty` or `share_memory` once per storage."""
+        self._alias(self.lookups()._apply(fn))  # type: ignore[no-untyped-call]
         moved = {id(buffer) for table in self._tables() for buffer in table.buffers()}
         return super()._apply(  # type: ignore[no-any-return, no-untyped-call]
             lambda tensor: tensor if id(tensor) in moved else fn(tensor), recurse
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or pickled: each storage once, and not the tables' views."""
+        """Return the state to copy or pickle: each storage once, without the tables' views."""
         state = self.__dict__.copy()
-        state["_link"] = self.lookups()
-        state["_modules"] = {**self._modules, self._tables_name: None}  # keeps its place
+        state["_aliased"] = self.lookups()
+        state["_modules"] = {**self._modules, self._tables_name: None}  # keeps its position
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        lookups = state.pop("_link")
+        lookups = state.pop("_aliased")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._link = self._linked(lookups)
+        self._alias(lookups)
 
 
 def _check_rows(subject: str, rows: Tensor, size: tuple[int, int]) -> None:
@@ -412,7 +404,7 @@ def _check_rows(subject: str, rows: Tensor, size: tuple[int, int]) -> None:
 
 
 def split_header(rows: Tensor, data_type: DataType) -> tuple[Tensor, Tensor | None]:
-    """Rows without their scales and biases, and these, [rows, 4]; None if rows have none: views."""
+    """Split rows into values, and scales and biases [rows, 4], or None: views."""
     if DATA_TYPE_NUM_BITS[data_type] >= 16:
         return rows, None
     return rows[:, 4:], rows[:, :4]
@@ -421,21 +413,21 @@ def split_header(rows: Tensor, data_type: DataType) -> tuple[Tensor, Tensor | No
 def quantized_configs(
     module: TableCollection | ShardedCollection | QuantizedCollection, configured: nn.Module
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return how the tables of a trained collection will be quantized.
+    """Return the tables and options of a quantized collection for a trained one.
 
     Args:
-        module: The collection, sharded or not; or one that is quantized already.
-        configured: What has the `qconfig`, if anything has.
+        module: The trained collection, sharded or not; or a quantized collection.
+        configured: The module with the `qconfig`, if there is one.
 
     Returns:
-        The tables, and the arguments by name of the quantized collection that they have in common.
-        The rows are among these if the collection is quantized already.
+        The tables, and arguments of the quantized collection by name. They include the rows of a
+        quantized collection.
 
     Raises:
-        TypeError: The module is no collection.
+        TypeError: The module is not a collection.
         ValueError: A table cannot be quantized to its dtype.
     """
-    if isinstance(module, QuantizedCollection):  # torch's convert begins with the innermost module
+    if isinstance(module, QuantizedCollection):  # torch's convert starts at the innermost module
         return module.configs(), module.options()
     if not isinstance(cast(object, module), TableCollection | ShardedCollection):
         wrong_type("module", "a collection of tables, sharded or not", module)
@@ -445,7 +437,7 @@ def quantized_configs(
     if qconfig is not None:
         dtype, output_dtype = qconfig.weight().dtype, qconfig.activation().dtype
         per_table = getattr(qconfig, "per_table_weight_dtype", None) or {}
-        # torch's QConfig means the dtype to which dense layers bring their inputs
+        # in torch's QConfig this is the dtype of the inputs of dense layers
         if output_dtype not in OUTPUT_CODES and not isinstance(qconfig, QuantConfig):
             output_dtype = torch.float32
     pruned: Mapping[str, int] = getattr(module, PRUNED, {})

@@ -1,11 +1,10 @@
-"""Quantizes tables, whole or in shards on many ranks; the result does not depend on the plan.
+"""Quantization of tables, whole or in shards on many ranks; the result is equal for all plans.
 
-Each rank quantizes its own shards, block by block, and sends quantized rows to the ranks that want
-them. No rank ever has a whole float table that it does not hold itself. Where the columns of a
-table are split, the owners of a row exchange its least and its greatest value first: a row has one
-scale and one bias.
+Each rank quantizes its own shards in blocks and sends the quantized rows to the receiving ranks. No
+rank receives float rows of other ranks. A row has one scale and one bias, so for a table with split
+columns, the owners of a row first exchange its minimum and maximum.
 
-Every rank knows the plan, and so what every rank sends to every other.
+Every rank has the plan and computes from it the sizes of all messages.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingCo
 __all__ = ["quantize_shards", "rows_of_table"]
 
 _ROUND_BYTES = 8 << 20
-"""What a rank sends, or receives, at a time; a little more if a single block is larger."""
+"""Maximum number of bytes that a rank sends or receives per round, unless one block is larger."""
 
 
 def rows_of_table(
     config: BaseEmbeddingConfig, weight: Tensor, stored: Tensor | None = None
 ) -> Tensor:
-    """Return the rows of a trained table that are left after pruning, quantized.
+    """Quantize the rows of a trained table that are left after pruning.
 
     Args:
-        config: The table, with the element type that it gets.
-        weight: What it was trained to, [rows, D].
-        stored: The rows to write to, maybe wider; allocated if None.
+        config: The table, with the new element type.
+        weight: The trained rows, [rows, D].
+        stored: The output, with rows of at least the quantized size; None: allocated.
 
     Returns:
         uint8 [rows, bytes].
 
     Raises:
-        ValueError: The table cannot be quantized so.
+        ValueError: The table cannot be quantized to this type.
     """
     bits = DATA_TYPE_NUM_BITS[config.data_type]
     try:
@@ -83,13 +82,13 @@ def quantize_shards(
 
     Args:
         sharded: The collection.
-        configs: The tables, with the element types that they get.
-        stored: Per table the rows to write to, uint8 [rows, at least the bytes of a row]; on the
-            `meta` device for a rank that wants none.
+        configs: The tables, with the new element types.
+        stored: The output per table, uint8 [rows, at least the bytes of a row]; on the `meta`
+            device for a rank that receives no rows.
 
     Raises:
-        ValueError: On every rank: ranks want different element types or rows, or a table cannot be
-            quantized so.
+        ValueError: On every rank: ranks pass different element types or rows, or a table cannot be
+            quantized to its type.
     """
     env = sharded.env
     wants = [not any(rows.is_meta for rows in stored)]
@@ -107,11 +106,12 @@ def quantize_shards(
     receivers = [rank for rank, is_wanted in enumerate(wants) if is_wanted]
     exchange = _Exchange(env, receivers, sharded.device)
     for table in tables:
-        if not table.placed.rects and wants[env.rank]:  # every rank has the whole
+        if not table.placed.rects and wants[env.rank]:  # replicated
             exchange.attempt(partial(rows_of_table, table.config, table.weight, table.stored))
     waiting: list[_Block] = []
     for block in _blocks(tables, len(receivers)):
-        if waiting and _most_bytes([*waiting, block], env, receivers) > _ROUND_BYTES:
+        sizes = _bytes_per_rank([*waiting, block], env.world_size)
+        if waiting and max(max(sizes) * len(receivers), sum(sizes)) > _ROUND_BYTES:
             exchange.run(waiting)
             waiting = []
         waiting.append(block)
@@ -123,61 +123,61 @@ def quantize_shards(
 
 
 @final
-class _Table:
-    """A table, this rank's shards of it, and where its quantized rows go."""
+class _Table(NamedTuple):
+    """A table, its trained rows, and the output."""
 
-    def __init__(
-        self, config: BaseEmbeddingConfig, placed: PlacedTable, weight: Tensor, stored: Tensor
-    ) -> None:
-        self.config = config
-        self.placed = placed
-        self.weight = weight
-        self.stored = stored
-        self.bits = DATA_TYPE_NUM_BITS[config.data_type]
-        held = weight.local_shards() if isinstance(weight, ShardedTable) else []
-        self.shards = {shard.offsets: shard.tensor for shard in held}
+    config: BaseEmbeddingConfig
+    placed: PlacedTable
+    weight: Tensor
+    stored: Tensor
+
+    @property
+    def bits(self) -> int:
+        return DATA_TYPE_NUM_BITS[self.config.data_type]
 
 
 @final
 class _Block(NamedTuple):
-    """Some rows of a table, on the ranks that hold their columns."""
+    """Some rows of a table, on the ranks that own their columns."""
 
     table: _Table
     rows: tuple[int, int]
     rects: tuple[Rect, ...]
-    """The shards that have these rows, by their columns."""
+    """The shards with these rows, ordered by columns."""
 
     @property
     def num_rows(self) -> int:
         return self.rows[1] - self.rows[0]
 
     @property
-    def is_split(self) -> bool:
-        """Whether several shards have columns of these rows."""
-        return len(self.rects) > 1
+    def needs_ranges(self) -> bool:
+        """True if several shards have columns of these rows, which share a scale and a bias."""
+        return len(self.rects) > 1 and self.table.bits < 16
 
     def piece_shape(self, rect: Rect) -> tuple[int, int]:
-        """Return the shape of what the owner of a shard sends: rows and bytes of each."""
+        """Return the shape that the owner of a shard sends: rows, and bytes per row."""
         bits = self.table.bits
-        if not self.is_split:
+        if len(self.rects) == 1:
             return self.num_rows, row_bytes(rect.num_cols, bits)
         return self.num_rows, rect.num_cols * max(bits // 8, 1)
 
     def weight(self, rect: Rect) -> Tensor:
-        """Return the floats of a shard of this rank."""
-        shard = self.table.shards[rect.row_start, rect.col_start]
+        """Return the float rows of a shard of this rank."""
+        assert isinstance(self.table.weight, ShardedTable)
+        shards = {shard.offsets: shard.tensor for shard in self.table.weight.local_shards()}
+        shard = shards[rect.row_start, rect.col_start]
         return shard[self.rows[0] - rect.row_start : self.rows[1] - rect.row_start].detach()
 
 
 def _blocks(tables: Sequence[_Table], num_receivers: int) -> Iterator[_Block]:
-    """Yield all blocks, the first ones of all shards first: so all ranks work at the same time."""
+    """Yield blocks in turn over all shards, so that all ranks work at the same time."""
     ranges: list[tuple[_Table, int, int, tuple[Rect, ...], int]] = []
     for table in tables:
         of_rows: dict[int, list[Rect]] = {}
         for rect in sorted(table.placed.rects, key=lambda rect: rect.col_start):
             of_rows.setdefault(rect.row_start, []).append(rect)
         left = rows_left(table.config)
-        # each receiver gets a copy
+        # smaller blocks for more receivers, as each gets a copy
         step = max(BLOCK_VALUES // (table.config.embedding_dim * max(num_receivers, 1)), 1)
         for start, of_range in sorted(of_rows.items()):
             end = min(of_range[0].row_end, left)
@@ -194,21 +194,22 @@ def _blocks(tables: Sequence[_Table], num_receivers: int) -> Iterator[_Block]:
             return
 
 
-def _most_bytes(blocks: Sequence[_Block], env: ShardingEnv, receivers: Sequence[int]) -> int:
-    """Return the bytes that the busiest rank sends or receives."""
-    sent = [0] * env.world_size
+def _bytes_per_rank(blocks: Sequence[_Block], world_size: int) -> list[int]:
+    """Return the bytes that each rank sends to one receiver."""
+    sent = [0] * world_size
     for block in blocks:
         for rect in block.rects:
             rows, size = block.piece_shape(rect)
             sent[rect.rank] += rows * size
-    return max(max(sent) * len(receivers), sum(sent))
+    return sent
 
 
 @final
 class _Exchange:
-    """Quantizes blocks and sends them to the ranks that want them.
+    """Quantization of blocks and their exchange with the receiving ranks.
 
-    An error on one rank is kept, so that the exchanges of all ranks go on; what it sends is void.
+    After an error, a rank continues the exchanges with invalid data, so that other ranks do not
+    wait; the error is raised at the end.
     """
 
     def __init__(self, env: ShardingEnv, receivers: Sequence[int], device: torch.device) -> None:
@@ -218,21 +219,17 @@ class _Exchange:
         self.error: Exception | None = None
 
     def attempt(self, work: Callable[[], object]) -> None:
-        """Call a function, and keep its error if it is the first."""
+        """Call a function, and store its error if there is none yet."""
         try:
             work()
         except Exception as error:
             self.error = self.error or error
 
     def run(self, blocks: Sequence[_Block]) -> None:
-        """Quantize blocks."""
+        """Quantize and exchange blocks."""
         env, receivers = self._env, self._receivers
         ranges = self._common_ranges(blocks)
-        sizes = [0] * env.world_size
-        for block in blocks:
-            for rect in block.rects:
-                rows, size = block.piece_shape(rect)
-                sizes[rect.rank] += rows * size
+        sizes = _bytes_per_rank(blocks, env.world_size)
         own = sizes[env.rank]
         send = torch.zeros(own * len(receivers), dtype=torch.uint8, device=self._device)
         self.attempt(partial(self._quantize, blocks, ranges, send[:own]))
@@ -241,23 +238,19 @@ class _Exchange:
         send_sizes = [own if rank in receivers else 0 for rank in range(env.world_size)]
         is_wanted = env.rank in receivers
         recv_sizes = sizes if is_wanted else [0] * env.world_size
-        came = comm.all_to_all(
-            env, ExchangeName.QUANTIZED_ROWS, send, send_sizes, recv_sizes
-        ).wait()
+        name = ExchangeName.QUANTIZED_ROWS
+        received = comm.all_to_all(env, name, send, send_sizes, recv_sizes).wait()
         if is_wanted:
-            self.attempt(partial(_write, blocks, ranges, came, sizes))
+            self.attempt(partial(_write, blocks, ranges, received, sizes))
 
     def _common_ranges(self, blocks: Sequence[_Block]) -> list[Tensor | None]:
-        """Return the ranges of the rows of blocks whose columns are split."""
-        split = [block for block in blocks if block.is_split and block.table.bits < 16]
-        if not split:
+        """Return the value ranges of rows, over all ranks, for blocks with split columns."""
+        sizes = [block.num_rows for block in blocks if block.needs_ranges]
+        if not sizes:
             return [None] * len(blocks)
-        total = sum(block.num_rows for block in split)
-        found = torch.full((2, total), -torch.inf, device=self._device)
-        parts = iter(found.split([block.num_rows for block in split], dim=1))
-        ranges = [
-            next(parts) if block.is_split and block.table.bits < 16 else None for block in blocks
-        ]
+        found = torch.full((2, sum(sizes)), -torch.inf, device=self._device)
+        parts = iter(found.split(sizes, dim=1))
+        ranges = [next(parts) if block.needs_ranges else None for block in blocks]
         self.attempt(partial(self._own_ranges, blocks, ranges))
         comm.all_reduce(self._env, ExchangeName.QUANTIZED_ROWS, found, dist.ReduceOp.MAX).wait()
         return ranges
@@ -294,10 +287,13 @@ class _Exchange:
 
 
 def _write(
-    blocks: Sequence[_Block], ranges: Sequence[Tensor | None], came: Tensor, sizes: Sequence[int]
+    blocks: Sequence[_Block],
+    ranges: Sequence[Tensor | None],
+    received: Tensor,
+    sizes: Sequence[int],
 ) -> None:
-    """Write the rows of blocks where they are stored."""
-    from_rank = list(came.split(list(sizes)))
+    """Write the received rows of blocks to the outputs."""
+    from_rank = list(received.split(list(sizes)))
     for block, common in zip(blocks, ranges, strict=True):
         table, pieces = block.table, []
         for rect in block.rects:

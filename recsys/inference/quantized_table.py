@@ -1,4 +1,4 @@
-"""The tables of quantized collections, whole or in shards: rows, under the names users know."""
+"""Tables of quantized collections, whole or in shards, as modules with public names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["QuantizedTable", "ShardedQuantizedTable", "Table", "shard_of", "whol
 
 
 def whole_table(config: BaseEmbeddingConfig) -> Rect:
-    """Return the one shard of a table that is whole, on owner 0."""
+    """Return the rectangle of an unsharded table, on owner 0."""
     return Rect(
         row_start=0, row_end=rows_left(config), col_start=0, col_end=config.embedding_dim, rank=0
     )
@@ -25,14 +25,14 @@ def whole_table(config: BaseEmbeddingConfig) -> Rect:
 
 @final
 class QuantizedTable(nn.Module):
-    """One table of a quantized collection: its rows, under the name users know.
+    """One table of a quantized collection: its rows, under the public name.
 
     Args:
         config: The table.
-        splits: Scales and biases, where rows have them, are buffers of their own.
+        splits: Store scales and biases, if any, in separate buffers.
     """
 
-    if TYPE_CHECKING:  # TorchScript does not read annotations that are texts
+    if TYPE_CHECKING:  # TorchScript does not support annotations that are strings
         weight: Tensor
 
     def __init__(self, config: BaseEmbeddingConfig, splits: bool) -> None:
@@ -42,12 +42,12 @@ class QuantizedTable(nn.Module):
         self._row_bytes = row_bytes(config.embedding_dim, self._bits)
         self._splits = splits and self._bits < 16
 
-    def show(self, stored: Sequence[Tensor], row_alignment: int) -> None:
+    def set_views(self, stored: Sequence[Tensor], row_alignment: int) -> None:
         """Make the buffers views of rows.
 
         Args:
-            stored: One tensor, uint8 [rows, bytes per row], the last of which are padding.
-            row_alignment: Rows are stored in multiples of that many bytes.
+            stored: One tensor, uint8 [rows, bytes per row with padding].
+            row_alignment: Alignment of rows in bytes.
         """
         [rows] = stored
         if self._splits:
@@ -58,7 +58,7 @@ class QuantizedTable(nn.Module):
             self.register_buffer("weight", rows)
 
     def rows(self) -> Tensor:
-        """Return the rows without padding: a view, if they are not split."""
+        """Return the rows without padding; a view if scales and biases are not split."""
         if not self._splits:
             return self.weight[:, : self._row_bytes]
         header = self._buffers["weight_qscale"], self._buffers["weight_qbias"]
@@ -66,11 +66,11 @@ class QuantizedTable(nn.Module):
         return torch.cat([*parts, self.weight], dim=1)
 
     def shards(self) -> list[Tensor]:
-        """Return the rows of each shard without padding: there is one."""
+        """Return the rows of the only shard without padding."""
         return [self.rows()]
 
     def shard_sizes(self) -> list[tuple[int, int]]:
-        """Return the number of rows of each shard, and the bytes of each row without padding."""
+        """Return rows, and bytes per row without padding, of each shard."""
         return [(rows_left(self.config), self._row_bytes)]
 
     def assign(self, rows: Tensor) -> None:
@@ -86,7 +86,7 @@ class QuantizedTable(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._buffers:
-            if name != "weight":  # torch.save refuses one storage that has two dtypes
+            if name != "weight":  # torch.save rejects a storage with two dtypes
                 destination[prefix + name] = destination[prefix + name].clone()
 
     def extra_repr(self) -> str:
@@ -98,13 +98,13 @@ class QuantizedTable(nn.Module):
 class ShardedQuantizedTable(nn.Module):
     """One table of a quantized collection in several shards.
 
-    Each shard is a buffer, `shard_0` and so on, that no state dict has: a state dict has the whole
-    table, as that of `QuantizedTable`, in host memory if the shards are on several devices.
+    Each shard is a buffer, `shard_0` and so on. State dicts have the whole table instead, as for
+    `QuantizedTable`, in host memory if the shards are on several devices.
 
     Args:
         config: The table.
         shards: The rectangles that cover it, a grid.
-        splits: As for `QuantizedTable`; of state dicts.
+        splits: As for `QuantizedTable`, for state dicts.
     """
 
     def __init__(self, config: BaseEmbeddingConfig, shards: Sequence[Rect], splits: bool) -> None:
@@ -117,17 +117,17 @@ class ShardedQuantizedTable(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """All rows, as `QuantizedTable.weight`: a copy."""
+        """A copy of all rows, as `QuantizedTable.weight`."""
         return self._whole(self.rows()).weight
 
-    def show(self, stored: Sequence[Tensor], row_alignment: int) -> None:
+    def set_views(self, stored: Sequence[Tensor], row_alignment: int) -> None:
         """Make the buffers views of the shards' rows."""
         self._row_alignment = row_alignment
         for i, rows in enumerate(stored):
             self.register_buffer(f"shard_{i}", rows, persistent=False)
 
     def rows(self) -> Tensor:
-        """Return all rows without padding: a copy."""
+        """Return a copy of all rows without padding."""
         shards = self.shards()
         if len({shard.device for shard in shards}) > 1:
             shards = [shard.cpu() for shard in shards]
@@ -141,13 +141,13 @@ class ShardedQuantizedTable(nn.Module):
         return join_columns(columns, self._bits)
 
     def shards(self) -> list[Tensor]:
-        """Return the rows of each shard without padding: views."""
+        """Return views of the rows of each shard without padding."""
         buffers = [cast(Tensor, buffer) for buffer in self._buffers.values()]
         sizes = self.shard_sizes()
         return [rows[:, :size] for rows, (_, size) in zip(buffers, sizes, strict=True)]
 
     def shard_sizes(self) -> list[tuple[int, int]]:
-        """Return the number of rows of each shard, and the bytes of each row without padding."""
+        """Return rows, and bytes per row without padding, of each shard."""
         return [(rect.num_rows, row_bytes(rect.num_cols, self._bits)) for rect in self._rects]
 
     def assign(self, rows: Tensor) -> None:
@@ -158,7 +158,7 @@ class ShardedQuantizedTable(nn.Module):
     def _whole(self, rows: Tensor) -> QuantizedTable:
         table = QuantizedTable(self.config, self._splits)
         padding = -rows.shape[1] % self._row_alignment
-        table.show([nn.functional.pad(rows, (0, padding))], self._row_alignment)
+        table.set_views([nn.functional.pad(rows, (0, padding))], self._row_alignment)
         return table
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -192,7 +192,7 @@ Table: TypeAlias = QuantizedTable | ShardedQuantizedTable
 
 
 def shard_of(rows: Tensor, bits: int, rect: Rect) -> Tensor:
-    """Return the part of a table's rows, without padding, that is a shard."""
+    """Return a shard of a table's rows without padding."""
     return take_columns(rows[rect.row_start : rect.row_end], bits, rect.col_start, rect.col_end)
 
 

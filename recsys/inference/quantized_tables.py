@@ -1,4 +1,7 @@
-"""The tensor part of quantized collections: plain tensors in and out, compiled by TorchScript.
+"""Lookups of quantized collections. TorchScript compiles them and `torch.export` traces them.
+
+They hold tensors, names and numbers only. An exported program runs them in place of the collection
+(`QuantizedCollection.served`), on the same storage.
 
 Legend: `K` keys of a batch, `B` batch size, `N` ids, `D` columns.
 """
@@ -6,33 +9,37 @@ Legend: `K` keys of a batch, `B` batch size, `N` ids, `D` columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from recsys.distributed.placement.layout import Rect
+from recsys.inference.batch_checks import by_key, fails, positions_in, read_sizes, to_device
 from recsys.kernels import ops
 from recsys.kernels.arguments import whole
+from recsys.kernels.backend import OUTPUT_CODES
 from recsys.kernels.quantized_lookup import QuantizedLookup
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
+from recsys.modules.embedding_interfaces import get_embedding_names_by_table
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
     "QuantizedBags",
+    "QuantizedOptions",
     "QuantizedRows",
     "QuantizedTables",
-    "by_key",
-    "fails",
-    "read_sizes",
+    "Served",
     "rows_left",
-    "to_device",
 ]
 
 
 def rows_left(config: BaseEmbeddingConfig) -> int:
-    """Return the rows of a table that are served: all, or those left after pruning."""
+    """Return the number of rows of a table after pruning."""
     left = config.num_embeddings_post_pruning
     if left is None:
         return config.num_embeddings
@@ -40,21 +47,66 @@ def rows_left(config: BaseEmbeddingConfig) -> int:
     return whole(where, left, most=config.num_embeddings)
 
 
+@final
+@dataclass(frozen=True)
+class QuantizedOptions:
+    """Options of a quantized collection, fixed when it is built.
+
+    Raises:
+        ValueError: An option is not supported.
+    """
+
+    owner: str
+    """The collection's class, for messages."""
+    output_dtype: torch.dtype
+    register_tbes: bool
+    """Must be False."""
+    splits: bool
+    """Scales and biases are separate buffers."""
+    row_alignment: int
+    """Rows are stored in multiples of this many bytes."""
+    caches_order: bool
+    """Keep the positions of the features among the keys of the last batch."""
+    is_weighted: bool = False
+    """Rows are multiplied by the weights of a batch."""
+    need_indices: bool = False
+    """Ids are returned as weights."""
+
+    def __post_init__(self) -> None:
+        owner, alignment = self.owner, self.row_alignment
+        if self.register_tbes:
+            raise ValueError(
+                f"{owner}.register_tbes is not supported; received {self.register_tbes!r}. Leave "
+                "it out: each table's rows are a buffer without it."
+            )
+        whole(f"{owner}.row_alignment", alignment)
+        if self.splits and alignment % 2:
+            raise ValueError(
+                f"{owner}.row_alignment must be even with quant_state_dict_split_scale_bias=True; "
+                f"received {alignment}."
+            )
+        if self.output_dtype not in OUTPUT_CODES:
+            raise ValueError(
+                f"{owner}.output_dtype must be one of {[*OUTPUT_CODES]}; received "
+                f"{self.output_dtype}."
+            )
+
+
 class _Columns(NamedTuple):
-    """Some columns of a table, all rows: what one lookup reads."""
+    """A range of columns of a table, which one lookup reads."""
 
     table: int
     start: int
     """The first column."""
     width: int
     shards: tuple[int, ...]
-    """Of the table's shards those with these columns, by their rows."""
+    """The table's shards that hold these columns, ordered by rows."""
     rank: int
     """The owner of the first rows."""
 
 
 def _columns_of(table: int, shards: Sequence[Rect]) -> list[_Columns]:
-    """Return a table's blocks of columns, in order."""
+    """Return a table's column ranges, in order."""
     by_start: dict[int, list[int]] = {}
     for i in sorted(range(len(shards)), key=lambda i: (shards[i].col_start, shards[i].row_start)):
         by_start.setdefault(shards[i].col_start, []).append(i)
@@ -64,17 +116,30 @@ def _columns_of(table: int, shards: Sequence[Rect]) -> list[_Columns]:
     ]
 
 
-class QuantizedTables(nn.Module):
+class Served(nn.Module):
+    """A module of an exported program: takes a batch and returns a keyed container."""
+
+    @torch.jit.unused
+    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
+        """Return the output as a container of proxies.
+
+        Args:
+            found: The proxy of the output in `torch.fx`.
+            features: The batch, of proxies.
+        """
+        raise NotImplementedError
+
+
+class QuantizedTables(Served):
     """The lookups of a quantized collection.
 
     Args:
-        configs: the tables.
-        poolings: how each table's bags are reduced.
-        rows: per table and shard its quantized rows, on the device that holds them.
-        shards: per table the rectangles of its shards, which are a grid. Those of one owner are
-            looked up together; columns whose rows have several owners, by themselves.
-        output_dtype: of what is looked up.
-        row_alignment: rows are stored in multiples of that many bytes.
+        configs: The tables.
+        poolings: The pooling of each table.
+        rows: The quantized rows per table and shard, each on the device of its owner.
+        shards: The rectangles of each table's shards, which form a grid. Shards of one owner are
+            looked up together. Columns whose rows have several owners get their own lookup.
+        options: The options of the collection.
     """
 
     def __init__(
@@ -83,22 +148,25 @@ class QuantizedTables(nn.Module):
         poolings: Sequence[PoolingType],
         rows: Sequence[Sequence[Tensor]],
         shards: Sequence[Sequence[Rect]],
-        output_dtype: torch.dtype,
-        row_alignment: int,
+        options: QuantizedOptions,
     ) -> None:
         super().__init__()
-        self.feature_names = list(dict.fromkeys(f for c in configs for f in c.feature_names))
+        self.names = [n for of_table in get_embedding_names_by_table(configs) for n in of_table]
+        self.read = [f for config in configs for f in config.feature_names]
+        self.dims = [config.embedding_dim for config in configs for _ in config.feature_names]
+        self.is_weighted = options.is_weighted
+        self.need_indices = options.need_indices
+        self.feature_names = list(dict.fromkeys(self.read))
         columns = [part for t, of_table in enumerate(shards) for part in _columns_of(t, of_table)]
         by_lookup: dict[object, list[_Columns]] = {}
         for part in columns:
             pooling = poolings[part.table]
-            # rows that are not pooled are one tensor, of one width
+            # rows without pooling are one tensor of one width
             alike = part.rank, pooling, part.width if pooling is PoolingType.NONE else 0
             key = part if len(part.shards) > 1 else alike
             by_lookup.setdefault(key, []).append(part)
         self.lookups = nn.ModuleList(
-            _lookup_of(parts, configs, poolings, rows, output_dtype, row_alignment)
-            for parts in by_lookup.values()
+            _lookup_of(parts, configs, poolings, rows, options) for parts in by_lookup.values()
         )
         self._stored = [
             (part.table, shard)
@@ -112,7 +180,7 @@ class QuantizedTables(nn.Module):
         ]
         place = {feature: i for i, feature in enumerate(self.feature_names)}
         self.lookup_features = [[place[f] for _, f in of_lookup] for of_lookup in slots]
-        # the lookups' outputs, as (table, feature, first column)
+        # outputs of the lookups as (table, feature, first column)
         found = [(part.table, f, part.start) for of_lookup in slots for part, f in of_lookup]
         per_table = [[part.start for part in columns if part.table == t] for t in range(len(rows))]
         wanted = [
@@ -126,33 +194,25 @@ class QuantizedTables(nn.Module):
         self.order = [place_of_slot[slot] for slot in wanted]
         self.in_order = found == wanted
         self.num_parts = [len(per_table[t]) for t, c in enumerate(configs) for _ in c.feature_names]
-        rows_of: dict[str, int] = {}
-        for config in configs:
-            for feature in config.feature_names:
-                left = rows_left(config)
-                rows_of[feature] = min(rows_of.get(feature, left), left)
-        self.num_rows = [rows_of[feature] for feature in self.feature_names]
+        self.num_rows = [
+            min(rows_left(config) for config in configs if feature in config.feature_names)
+            for feature in self.feature_names
+        ]
 
     @torch.jit.unused
     def row_alignment(self) -> int:
-        """Return the bytes that rows are stored in multiples of."""
+        """Return the alignment of stored rows in bytes."""
         return cast(QuantizedLookup, self.lookups[0]).row_alignment
 
     @torch.jit.unused
     def stored_rows(self) -> list[list[Tensor]]:
-        """Return each table's shards as they are stored, zeros at the end of rows: live views."""
-        stored = [
-            rows
-            for lookup in self.lookups
-            for rows in cast(QuantizedLookup, lookup).stored_tables()
-        ]
-        found = dict(zip(self._stored, stored, strict=True))
-        tables: list[list[Tensor]] = []
-        for table, shard in sorted(found):
-            if shard == 0:
-                tables.append([])
-            tables[-1].append(found[table, shard])
-        return tables
+        """Return live views of the stored rows, with padding, per table and shard."""
+        lookups = [cast(QuantizedLookup, lookup) for lookup in self.lookups]
+        stored = [rows for lookup in lookups for rows in lookup.stored_tables()]
+        tables: dict[int, list[Tensor]] = {}
+        for (table, _), rows in sorted(zip(self._stored, stored, strict=True), key=itemgetter(0)):
+            tables.setdefault(table, []).append(rows)
+        return list(tables.values())
 
     def _look_up(
         self,
@@ -162,9 +222,9 @@ class QuantizedTables(nn.Module):
         weights: Tensor | None,
         positions: list[int],
     ) -> list[Tensor]:
-        """Return what each lookup finds, on the ids' device.
+        """Return the output of each lookup, on the ids' device.
 
-        `ids_per_key` is empty where the host does not know it.
+        `ids_per_key` is empty if the host does not know the sizes.
         """
         self._check_ids(values, lengths_KB.sum(1), positions)
         if weights is not None:
@@ -193,8 +253,8 @@ class QuantizedTables(nn.Module):
         return outputs
 
     def _check_ids(self, values: Tensor, ids_per_key: Tensor, positions: list[int]) -> None:
-        """Wait for the device: an answer is only given when its own ids are known to be good."""
-        rows = [-1] * ids_per_key.numel()  # of the tables that a key is looked up in; -1: in none
+        """Check all ids before the lookup; this waits for the device."""
+        rows = [-1] * ids_per_key.numel()  # of the table that a key is looked up in; -1: no table
         for feature, key in enumerate(positions):
             rows[key] = self.num_rows[feature]
         rows_N = torch.repeat_interleave(
@@ -212,9 +272,30 @@ class QuantizedTables(nn.Module):
 
 @final
 class QuantizedBags(QuantizedTables):
-    """Looks up bags and pools them."""
+    """Lookups of bags with pooling."""
 
-    def forward(
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Look up a batch in a program.
+
+        Args:
+            features: One batch size for all keys.
+
+        Raises:
+            IndexError: An id is outside its table.
+            KeyError: The batch lacks a feature.
+            ValueError: The batch lacks weights, has a batch size per key, or has lengths that do
+                not match the ids.
+        """
+        positions = positions_in(features, self.feature_names)
+        weights: Tensor | None = None
+        if self.is_weighted:
+            weights = features.weights()
+        values = self.look_up(
+            features.values(), features.lengths(), weights, positions, len(features.keys())
+        )
+        return KeyedTensor(self.names, self.dims, values)
+
+    def look_up(
         self,
         values: Tensor,
         lengths: Tensor,
@@ -222,22 +303,22 @@ class QuantizedBags(QuantizedTables):
         positions: list[int],
         num_keys: int,
     ) -> Tensor:
-        """Look up a batch.
+        """Look up and pool bags.
 
         Args:
             values: `[N]` ids, feature-major.
             lengths: `[K * B]` ids per bag.
             weights: `[N]` fp32, or None.
-            positions: for each feature of the collection its place among the keys of the batch.
-            num_keys: `K`, the keys of the batch.
+            positions: The position of each of `feature_names` among the keys of the batch.
+            num_keys: `K`.
 
         Returns:
             `[B, sum of dims]`, on the ids' device.
 
         Raises:
-            IndexError: if an id is outside its table.
-            TypeError: if the ids are not integers.
-            ValueError: if ids or weights have two dims, or the lengths do not fit the ids or the
+            IndexError: An id is outside its table.
+            TypeError: The ids are not integers.
+            ValueError: Ids or weights have two dims, or the lengths do not match the ids or the
                 features.
         """
         lengths_KB = by_key(values, lengths, num_keys)
@@ -249,29 +330,45 @@ class QuantizedBags(QuantizedTables):
         columns = pooled.split(self.widths, dim=1)
         return torch.cat([columns[i] for i in self.order], dim=1)
 
+    @torch.jit.unused
+    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
+        """Return a keyed tensor of proxies."""
+        values = cast(KeyedTensor, found).values()
+        return KeyedTensor.from_parts(self.names, self.dims, values)
+
 
 @final
 class QuantizedRows(QuantizedTables):
-    """Looks up one row per id."""
+    """Lookups of one row per id."""
 
-    def forward(
-        self,
-        values: Tensor,
-        lengths: Tensor,
-        weights: Tensor | None,
-        positions: list[int],
-        num_keys: int,
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Look up a batch in a program; arguments and errors as `QuantizedBags.forward`."""
+        keys = features.keys()
+        positions = positions_in(features, self.feature_names)
+        lengths = features.lengths()
+        rows, ids = self.look_up(features.values(), lengths, positions, len(keys))
+        lengths_KB = lengths.view(len(keys), lengths.numel() // len(keys))
+        found: dict[str, JaggedTensor] = {}
+        for i, name in enumerate(self.names):
+            key = keys.index(self.read[i])
+            weights: Tensor | None = None
+            if self.need_indices:
+                weights = ids[key]
+            found[name] = JaggedTensor(rows[i], weights, lengths_KB[key])
+        return found
+
+    def look_up(
+        self, values: Tensor, lengths: Tensor, positions: list[int], num_keys: int
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Look up a batch, as `QuantizedBags` does.
+        """Look up ids; arguments and errors as `QuantizedBags.look_up`.
 
         Returns:
-            Per feature of each table the rows, `[N, D]`; and per key of the batch its ids,
-            `[N]`.
+            The rows per output, `[N, D]` each; and the ids per key of the batch, `[N]` each.
         """
         lengths_KB = by_key(values, lengths, num_keys)
         sizes = read_sizes(values, lengths_KB, True)
         pieces: list[Tensor] = []
-        outputs = self._look_up(values, lengths_KB, sizes, weights, positions)
+        outputs = self._look_up(values, lengths_KB, sizes, None, positions)
         for i, rows in enumerate(outputs):
             pieces.extend(rows.split([sizes[positions[f]] for f in self.lookup_features[i]]))
         ids: list[Tensor] = []
@@ -284,106 +381,36 @@ class QuantizedRows(QuantizedTables):
             first += count
         return outputs, ids
 
+    @torch.jit.unused
+    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
+        """Return jagged tensors of proxies."""
+        jagged = cast(dict[str, JaggedTensor], found)
+        return {
+            name: JaggedTensor.from_parts(
+                jagged[name].values(),
+                jagged[name].weights() if self.need_indices else None,
+                jagged[name].lengths(),
+            )
+            for name in self.names
+        }
+
 
 def _lookup_of(
     parts: Sequence[_Columns],
     configs: Sequence[BaseEmbeddingConfig],
     poolings: Sequence[PoolingType],
     rows: Sequence[Sequence[Tensor]],
-    output_dtype: torch.dtype,
-    row_alignment: int,
+    options: QuantizedOptions,
 ) -> QuantizedLookup:
-    """Return the lookup of columns of one owner, or of columns whose rows have several."""
+    """Build the lookup of columns with one owner, or of columns whose rows have several owners."""
     bits = [DATA_TYPE_NUM_BITS[configs[part.table].data_type] for part in parts]
     tables = [rows[part.table][shard] for part in parts for shard in part.shards]
     features = [i for i, part in enumerate(parts) for _ in configs[part.table].feature_names]
     pooling = poolings[parts[0].table]
+    more = {"output_dtype": options.output_dtype, "row_alignment": options.row_alignment}
     if len(tables) > len(parts):
-        return QuantizedSplitLookup(
-            tables, bits[0], len(features), pooling, output_dtype=output_dtype,
-            row_alignment=row_alignment,
-        )  # fmt: skip
-    return QuantizedLookup(
-        tables, bits, features, pooling, output_dtype=output_dtype, row_alignment=row_alignment
-    )
-
-
-def by_key(values: Tensor, lengths: Tensor, num_keys: int) -> Tensor:
-    """Return the lengths of a batch, `[K, B]`.
-
-    Raises:
-        TypeError: The ids are not integers.
-        ValueError: The ids have two dims, or the lengths do not fit the keys.
-    """
-    if values.is_floating_point():
-        raise TypeError("ids must be integers; received floats. Convert with values.long().")
-    if values.dim() != 1:
-        raise ValueError(f"ids must have one dim; received {values.dim()}.")
-    if lengths.numel() % num_keys != 0:
-        raise ValueError(
-            f"lengths must have one value per feature and sample, {num_keys} features; "
-            f"received {lengths.numel()} values."
-        )
-    return lengths.view(num_keys, lengths.numel() // num_keys)
-
-
-def fails(holds: Tensor, message: str) -> bool:
-    """Return whether what must hold does not: a wait for the device.
-
-    A program of `torch.export` cannot branch on it: there it is asserted.
-
-    Args:
-        holds: One bool.
-        message: Of the assertion.
-    """
-    if not torch.jit.is_scripting() and torch.compiler.is_compiling():  # type: ignore[attr-defined]
-        torch._assert_async(holds, message)
-        return False
-    return not bool(holds)
-
-
-def read_sizes(values: Tensor, lengths_KB: Tensor, is_needed: bool) -> list[int]:
-    """Return the number of ids of each key, as sizes for all that follows: one wait.
-
-    Args:
-        values: `[N]` ids.
-        lengths_KB: `[K, B]` ids per bag.
-        is_needed: False: a program of `torch.export`, which must not know them, gets none.
-
-    Raises:
-        ValueError: The lengths do not fit the ids.
-    """
-    if not torch.jit.is_scripting() and torch.compiler.is_compiling():  # type: ignore[attr-defined]
-        return _traced_sizes(values, lengths_KB, is_needed)
-    num_negative = (lengths_KB < 0).sum().view(1)
-    found: list[int] = torch.cat([lengths_KB.sum(1), num_negative]).tolist()
-    sizes = found[:-1]
-    if found[-1] > 0 or sum(sizes) != values.numel():
-        raise ValueError(
-            f"lengths must not be negative and must add up to the number of ids, {values.numel()}; "
-            f"received {found[-1]} negative ones and a sum of {sum(sizes)}."
-        )
-    return sizes
-
-
-def _traced_sizes(values: Tensor, lengths_KB: Tensor, is_needed: bool) -> list[int]:
-    ids_per_key = lengths_KB.sum(1)
-    fit = (lengths_KB >= 0).all() & (ids_per_key.sum() == values.numel())
-    fails(fit, "lengths must add up to the number of ids.")
-    sizes: list[int] = ids_per_key.tolist() if is_needed else []
-    for size in sizes:
-        torch._check(size >= 0)
-    if is_needed:
-        torch._check(sum(sizes) == values.numel())
-    return sizes
-
-
-def to_device(values: list[int], device: torch.device) -> Tensor:
-    """Return numbers that the host knows as an int64 tensor on a device, without a wait."""
-    tensor = torch.tensor(values, dtype=torch.int64)
-    if device.type == "cuda":  # from pinned memory the copy does not wait for the device
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+        return QuantizedSplitLookup(tables, bits[0], len(features), pooling, **more)  # type: ignore[arg-type]
+    return QuantizedLookup(tables, bits, features, pooling, **more)  # type: ignore[arg-type]
 
 
 def _permute(

@@ -1,4 +1,4 @@
-"""A quantized model whose tables are on several devices of one process."""
+"""Sharding of a quantized model over several devices of one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.kernels.checked import checked_but
 
 _Found = Mapping[str, tuple[nn.Module, ModuleSharder[Any]]]
-"""By path the modules that are to be sharded, each with its sharder."""
+"""The modules to shard, each with its sharder, by path."""
 
 
 @checked_but("compute_device", "sharding_device")
@@ -44,36 +44,35 @@ def shard_quant_model(
     ddr_cap: int | None = None,
     sharding_plan: ShardingPlan | None = None,
 ) -> tuple[nn.Module, ShardingPlan]:
-    """Spread the tables of a quantized model over the devices of one process.
+    """Shard the tables of a quantized model over the devices of one process.
 
-    A device looks up its shards, and what it finds is gathered where the ids came from. Of a
-    row_wise table the quantized rows of a batch are gathered first, on the device of the first
-    shard, and pooled there. So outputs are those of the unsharded model, bit for bit. Nothing is
-    exchanged between processes.
+    Each device looks up its shards and sends the rows to the device of the ids. The quantized rows
+    of a row_wise table are first gathered on the device of its first shard, and pooled there.
+    Outputs equal the outputs of the unsharded model bit for bit. Processes exchange nothing.
 
     Args:
-        model: as `quantize_embeddings` returns it; left as it is.
-        world_size: the number of devices; on "cpu" all shards are in host memory.
+        model: A model of `quantize_embeddings`; not changed.
+        world_size: Number of devices; on "cpu", all shards are in host memory.
         compute_device: "cuda" or "cpu".
-        sharding_device: "meta", "cuda" or "cpu", and all the same: each shard goes straight to the
-            device that looks it up.
-        sharders: one per module type to shard, others stay as they are; None or none: those of all
-            quantized collections.
-        device_memory_size: bytes of each device that tables may take; on "cpu" the lesser of this
-            and `ddr_cap` counts. None: what a device has.
-        constraints: by table name, for the planner. Tables without `sharding_types` are placed
-            table_wise, if they fit so.
-        ddr_cap: bytes of host memory per device; None: its share of what there is.
-        sharding_plan: by module path and table its placement, table_wise, row_wise or column_wise;
-            planned if None.
+        sharding_device: "meta", "cuda" or "cpu"; ignored, as each shard is copied directly to its
+            device.
+        sharders: One sharder per module type to shard. None or empty: sharders of all quantized
+            collections.
+        device_memory_size: Bytes per device for tables; on "cpu", the minimum of this and `ddr_cap`
+            is used. None: the memory of the device.
+        constraints: Constraints of the planner by table name. A table without `sharding_types` is
+            placed table_wise if it fits.
+        ddr_cap: Bytes of host memory per device; None: an equal share of the host memory.
+        sharding_plan: Placement by module path and table: table_wise, row_wise or column_wise.
+            None: planned.
 
     Returns:
         The sharded model and its plan.
 
     Raises:
-        ValueError: if the model has nothing to shard, a device does not exist, the plan does not
-            fit the tables or the devices, or plan and constraints are both given.
-        PlannerError: if tables do not fit, or a constraint leaves no choice.
+        ValueError: The model has nothing to shard, a device does not exist, the plan does not match
+            the tables or the devices, or both plan and constraints are given.
+        PlannerError: The tables do not fit, or the constraints leave no option.
 
     Example:
         >>> from recsys.inference import quantize_embeddings
@@ -86,21 +85,16 @@ def shard_quant_model(
         >>> [(entry.sharding_type, entry.ranks) for entry in plan.plan["0"].values()]
         [('table_wise', [0]), ('row_wise', [0, 1])]
     """
-    compute, _ = (
-        _kind_of(name, device, known)
-        for name, device, known in (
-            ("compute_device", compute_device, ("cuda", "cpu")),
-            ("sharding_device", sharding_device, ("meta", "cuda", "cpu")),
-        )
-    )
+    compute = _kind_of("compute_device", compute_device, ("cuda", "cpu"))
+    _kind_of("sharding_device", sharding_device, ("meta", "cuda", "cpu"))
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1; received {world_size}.")
     found = _found(model, sharders)
     device = devices_of(compute, world_size)[0]
     if sharding_plan is not None and constraints:
         raise ValueError(
-            "shard_quant_model takes a sharding_plan, or constraints from which one is made; "
-            f"received both, constraints for {sorted(constraints)}. Leave one out."
+            "shard_quant_model takes either sharding_plan or constraints; received both, with "
+            f"constraints for {sorted(constraints)}. Leave one out."
         )
     caps = [cap for cap in (device_memory_size, ddr_cap) if cap is not None]
     hbm_cap = device_memory_size
@@ -118,7 +112,7 @@ def shard_quant_model(
     sharded = {
         id(child): sharder.shard(child, plan.plan[path], env, device, module_fqn=path)
         for path, (child, sharder) in found.items()
-        if path in plan.plan  # others are on another device, as constraints say
+        if path in plan.plan  # constraints may keep a module on its device
     }
     return copy.deepcopy(model, dict(sharded)), plan
 
@@ -145,8 +139,8 @@ def _found(model: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None) -> _
     }
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no quantized collection to shard. Call "
-            "quantize_embeddings first."
+            f"{type(model).__name__} must have a quantized collection to shard; received none. "
+            "Call quantize_embeddings first."
         )
     return found
 
@@ -173,9 +167,9 @@ def _planned(
     topology: Topology,
     constraints: Mapping[str, ParameterConstraints],
 ) -> ShardingPlan:
-    """Return a plan: tables are whole, if they fit and constraints do not say otherwise.
+    """Plan with whole tables if they fit and constraints allow it.
 
-    A table on one device is looked up with others there, in one kernel.
+    One kernel looks up all whole tables of a device.
     """
     simple = dict(constraints)
     for child, sharder in found.values():
@@ -191,16 +185,16 @@ def _planned(
 
 @final
 class _StoredBytes:
-    """Tells the planner the bytes of shards as they are stored."""
+    """Estimator of the stored bytes of shards, for the planner."""
 
     def __init__(self, found: _Found, device_type: str) -> None:
         self._device_type = device_type
         self._collections = {path: child for path, (child, _) in found.items()}
 
     def estimate(self, table: PlannedTable, option: TableOption, shards: Shards) -> Shards:
-        """Return shards with these bytes."""
+        """Set the stored bytes of shards."""
         collection = self._collections[table.path]
-        if not isinstance(collection, QuantizedCollection):  # a sharder of a user's own
+        if not isinstance(collection, QuantizedCollection):  # of a user's sharder
             return shards
         row = collection.stored_row_bytes(table.name, shards.cols, self._device_type)
         storage = replace(shards.storage, weights=Bytes(shards.rows * row))

@@ -1,6 +1,6 @@
-"""From the state of a sharded model to tensors that one process serves.
+"""Conversion of the state dict of a sharded model to tensors of one process.
 
-A sharded table is a `ShardedTable` in a state dict: a value that is whole only when gathered.
+In the state dict of a sharded model, a sharded table is a `ShardedTable`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from recsys.kernels.checked import checked
 
 @checked
 def state_dict_gather(src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
-    """Copy a sharded model's state into that of an unsharded one, on every rank.
+    """Copy the state of a sharded model to an unsharded model, on every rank.
 
-    Every rank must call it, with the same names in `dst`. One table at a time is held twice.
+    Every rank must call it, with the same names in `dst`. One gathered table at a time is held in
+    addition.
 
     Args:
-        src: of the sharded model, such as `model.state_dict()`.
-        dst: of the unsharded one, which is filled in place; it may leave values of `src` out.
+        src: State dict of the sharded model.
+        dst: State dict of the unsharded model, filled in place; it may have fewer values.
 
     Raises:
         KeyError: `src` lacks a value of `dst`.
-        ValueError: a shape differs, or ranks fill different values.
+        ValueError: A shape differs, or ranks pass different names.
 
     Example:
         >>> whole = {"weight": torch.zeros(2)}
@@ -50,7 +51,8 @@ def state_dict_gather(src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> N
         asked = gather_objects(table.group, "agree on the tables to gather", sorted(sharded))
         if any(names != asked[0] for names in asked):
             raise ValueError(
-                f"Every rank must gather the same tables, or none would end; received {asked}."
+                f"Every rank must gather the same tables; received {asked}. Pass the same names in "
+                "dst on all ranks."
             )
     for name in sorted(dst):  # the same order on every rank
         dst[name].detach().copy_(src[name].detach())
@@ -59,13 +61,13 @@ def state_dict_gather(src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> N
 def state_dict_all_gather_keys(
     state_dict: Mapping[str, Any], pg: torch.distributed.ProcessGroup
 ) -> list[str]:
-    """Tell the names in the state dicts of all ranks, sorted. Every rank must call it.
+    """Return the sorted names in the state dicts of all ranks. Every rank must call it.
 
     Args:
-        state_dict: of this rank.
-        pg: the ranks.
+        state_dict: State dict of this rank.
+        pg: The ranks.
     """
-    names = gather_objects(pg, "tell names in a state dict", list(state_dict))
+    names = gather_objects(pg, "gather the names of a state dict", list(state_dict))
     return sorted({name for of_rank in names for name in of_rank})
 
 
@@ -75,16 +77,16 @@ def state_dict_to_device(
     pg: torch.distributed.ProcessGroup | None,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Give a state dict on another device; sharded tables stay sharded.
+    """Copy a state dict to another device; sharded tables stay sharded.
 
     Args:
-        state_dict: of this rank.
-        pg: the ranks that hold the parts of sharded tables from now on, such as a gloo group for
-            the CPU; None for one process.
-        device: where this rank's values go.
+        state_dict: State dict of this rank.
+        pg: Process group of the new sharded tables, such as a gloo group for the CPU; None for one
+            process.
+        device: The new device.
 
     Returns:
-        A new dict; values already on `device` are shared with the given one.
+        A new dict; it shares values that are on `device` already.
 
     Example:
         >>> state_dict_to_device({"bias": torch.ones(1)}, None, torch.device("meta"))["bias"].device

@@ -1,8 +1,7 @@
-"""Graphs of models that take jagged batches, and TorchScript of these graphs.
+"""Graphs of models with jagged batches, which `torch.jit.script` can compile.
 
-`Tracer` is `torch.fx`'s, which sees the collections of this library as their lookups: a trainable
-one as a call of one operation, a quantized one as a module of plain tensors. `torch.jit.script`
-compiles the graphs.
+`Tracer` is a tracer of `torch.fx`. It records the lookup of a trainable collection as a call of one
+operation, and the lookup of a quantized collection as a call of its exported form.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 from torch import fx, nn
 
 from recsys.inference.quantized_collection import QuantizedCollection
-from recsys.inference.served import Served
+from recsys.inference.quantized_tables import Served
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["Tracer", "symbolic_trace"]
@@ -22,10 +21,10 @@ _CONTAINERS = JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
 class Tracer(fx.Tracer):
-    """Traces a model of collections to a graph.
+    """Tracer of models with collections.
 
     Args:
-        leaf_modules: Names of classes of modules that are called as they are, not seen through.
+        leaf_modules: Names of module classes that are called instead of traced.
 
     Example:
         >>> import torch
@@ -48,21 +47,21 @@ class Tracer(fx.Tracer):
     ) -> fx.Graph:
         """Trace a model or a function to a graph; arguments as `symbolic_trace`."""
         graph = super().trace(root, concrete_args)
-        # under `from __future__ import annotations` they are texts, which TorchScript cannot read
+        # TorchScript does not support the strings of `from __future__ import annotations`
         if any(isinstance(node.type, str) for node in graph.nodes):
             hints = get_type_hints(root.forward if isinstance(root, nn.Module) else root)
             for node in graph.nodes:
                 if isinstance(node.type, str):
                     node.type = hints["return" if node.op == "output" else node.target]
         for node in graph.find_nodes(op="placeholder"):
-            # a batch that is used in the trace is not None
+            # a batch that the trace uses is not None
             kinds = [kind for kind in get_args(node.type) if kind is not type(None)]
             if node.users and not node.args and len(kinds) == 1 and kinds[0] in _CONTAINERS:
                 node.type = kinds[0]
         return graph
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a module is called as it is."""
+        """Return whether a module is called instead of traced."""
         return type(m).__name__ in self._leaf_names or super().is_leaf_module(
             m, module_qualified_name
         )
@@ -74,7 +73,7 @@ class Tracer(fx.Tracer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Trace the call of a module; of a quantized collection, the call of what is served."""
+        """Trace the call of a module; for a quantized collection, of its exported form."""
         is_quantized = isinstance(m, QuantizedCollection)
         path = self.path_of_module(m) + ".served" * is_quantized
         if not isinstance(m, QuantizedCollection | Served) or self.is_leaf_module(m, path):
@@ -82,10 +81,10 @@ class Tracer(fx.Tracer):
         (features,) = (*args, *kwargs.values())
         served = m.served if isinstance(m, QuantizedCollection) else m
         found = self.create_proxy("call_module", path.lstrip("."), (features,), {})
-        return found if isinstance(features, fx.Proxy) else served.opened(found, features)
+        return found if isinstance(features, fx.Proxy) else served.wrap_proxy(found, features)
 
     def create_arg(self, a: Any) -> Any:
-        """Return what a node takes for an argument; a batch of proxies is built by a node."""
+        """Convert an argument of a node; a batch of proxies becomes a node that builds it."""
         if isinstance(a, JaggedTensor | KeyedJaggedTensor):
             parts: dict[str, Any] = {"weights": a.weights_or_none(), "lengths": a.lengths()}
             if not isinstance(a, KeyedJaggedTensor):
@@ -120,14 +119,14 @@ def symbolic_trace(
 
     Args:
         root: The model, or a function.
-        concrete_args: Arguments by name that are not traced but fixed.
+        concrete_args: Constant arguments, by name.
         leaf_modules: As for `Tracer`.
 
     Returns:
-        A module that does what the model does, by its graph.
+        A module that runs the graph of the model.
 
     Raises:
-        torch.fx.proxy.TraceError: The model branches on the values of what is traced.
+        torch.fx.proxy.TraceError: The model branches on traced values.
 
     Example:
         >>> import torch

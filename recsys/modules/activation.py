@@ -11,8 +11,8 @@ class SwishLayerNorm(nn.Module):
     """Gate the input by the sigmoid of its own layer norm: `x * sigmoid(layer_norm(x))`.
 
     Args:
-        input_dims: sizes of the last dimensions, over which is normalized.
-        device: where the parameters are.
+        input_dims: Sizes of the normalized dimensions, which are the last ones.
+        device: Device of the parameters.
 
     Example:
         >>> SwishLayerNorm(4)(torch.zeros(2, 4)).shape

@@ -1,7 +1,7 @@
-"""Factorization machines, and the deep network that shares their input.
+"""Factorization machines, and a deep network with the same input.
 
-From Rendle, "Factorization Machines" (ICDM 2010); the deep network beside one, on the same
-embeddings, from Guo et al., "DeepFM" (IJCAI 2017, arXiv:1703.04247).
+From Rendle, "Factorization Machines" (ICDM 2010), and Guo et al., "DeepFM" (IJCAI 2017,
+arXiv:1703.04247).
 
 Shapes: `B` samples, `N` columns of all embeddings of a sample together.
 """
@@ -18,8 +18,8 @@ from recsys.sparse.recorded import recorded
 
 
 @recorded
-def _beside_each_other(embeddings: list[torch.Tensor]) -> torch.Tensor:
-    """Flatten each embedding to `[B, columns]` and lay them side by side: `[B, N]`."""
+def _concatenated(embeddings: list[torch.Tensor]) -> torch.Tensor:
+    """Flatten each embedding to `[B, columns]` and concatenate them: `[B, N]`."""
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         if isinstance(cast(object, embeddings), str | bytes):
             wrong_type("embeddings", "a list of tensors", embeddings)
@@ -35,10 +35,10 @@ def _beside_each_other(embeddings: list[torch.Tensor]) -> torch.Tensor:
 
 
 class DeepFM(nn.Module):
-    """Hand all embeddings of a sample, laid side by side, to a dense module.
+    """Apply a dense module to the concatenated embeddings of a sample.
 
     Args:
-        dense_module: maps `[B, N]` to the output, such as an MLP.
+        dense_module: Maps `[B, N]` to the output, such as an MLP.
 
     Example:
         >>> deep = DeepFM(nn.Linear(10, 2))
@@ -55,24 +55,23 @@ class DeepFM(nn.Module):
         """Apply the dense module.
 
         Args:
-            embeddings: `[B, ...]` each, `N` columns together when flattened.
+            embeddings: `[B, ...]` each, with `N` columns together after flattening.
 
         Returns:
-            What the dense module gives.
+            The output of the dense module.
 
         Raises:
-            ValueError: there is no embedding, or one of fewer than two dims.
+            ValueError: There is no embedding, or one has fewer than two dims.
         """
-        output: torch.Tensor = self.dense_module(_beside_each_other(embeddings))
+        output: torch.Tensor = self.dense_module(_concatenated(embeddings))
         return output
 
 
 class FactorizationMachine(nn.Module):
-    """The sum of the products of every two columns, in time linear in their number.
+    """Sum of the products of all pairs of columns, in linear time.
 
-    `sum_{i<j} v_i v_j = ((sum_i v_i)^2 - sum_i v_i^2) / 2`, which is Rendle's equation for the
-    pairs of features with one factor per column. Columns of all embeddings count, also two of one
-    embedding.
+    `sum_{i<j} v_i v_j = ((sum_i v_i)^2 - sum_i v_i^2) / 2`: Rendle's equation for pairs of
+    features, with one factor per column. Pairs of columns of the same embedding are included.
 
     Example:
         >>> FactorizationMachine()([torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])])
@@ -80,7 +79,7 @@ class FactorizationMachine(nn.Module):
     """
 
     def forward(self, embeddings: list[torch.Tensor]) -> torch.Tensor:
-        """Add up the products.
+        """Compute the sum.
 
         Args:
             embeddings: `[B, ...]` each.
@@ -89,9 +88,9 @@ class FactorizationMachine(nn.Module):
             `[B, 1]`.
 
         Raises:
-            ValueError: there is no embedding, or one of fewer than two dims.
+            ValueError: There is no embedding, or one has fewer than two dims.
         """
-        values_BN = _beside_each_other(embeddings)
+        values_BN = _concatenated(embeddings)
         square_of_sum = values_BN.sum(dim=1, keepdim=True).square()
         sum_of_squares = values_BN.square().sum(dim=1, keepdim=True)
         return (square_of_sum - sum_of_squares) * 0.5

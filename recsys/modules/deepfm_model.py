@@ -1,7 +1,7 @@
-"""A small model of Guo et al., "DeepFM" (IJCAI 2017, arXiv:1703.04247), with dense features too.
+"""A small model after Guo et al., "DeepFM" (IJCAI 2017, arXiv:1703.04247), with dense features.
 
-Dense features become one more embedding; all embeddings go through a deep network and through a
-factorization machine, and one layer over both gives a probability.
+Two layers map the dense features to one more embedding. A deep network and a factorization machine
+read all embeddings, and one layer maps their outputs to a probability.
 
 Shapes: `B` samples, `F` sparse features, `D` embedding dim.
 """
@@ -12,7 +12,7 @@ from torch import nn
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 from recsys.modules.deepfm import DeepFM, FactorizationMachine
-from recsys.modules.dense_inputs import check_dense_features
+from recsys.modules.dense_inputs import check_dense_features, common_dim
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.mlp import check_sizes
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
@@ -22,7 +22,7 @@ class SparseArch(nn.Module):
     """Look up every sparse feature.
 
     Args:
-        embedding_bag_collection: the tables. Sharding replaces it in this place.
+        embedding_bag_collection: The tables. Sharding replaces this submodule.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -44,21 +44,21 @@ class SparseArch(nn.Module):
         """Look up ids.
 
         Args:
-            features: the ids of all `F` features, stride `B`.
+            features: Ids of all `F` features, batch size `B`.
 
         Returns:
-            `[B, F * D]`, pooled; of a sharded collection pending.
+            `[B, F * D]`, pooled; pending if the collection is sharded.
         """
         pooled: KeyedTensor = self.embedding_bag_collection(features)
         return pooled
 
 
 class DenseArch(nn.Module):
-    """Bring the dense features to the embeddings' dim by two layers with relu.
+    """Map the dense features to the embedding dim by two layers with ReLU.
 
     Args:
-        in_features: columns of the dense features.
-        hidden_layer_size: columns of the first layer.
+        in_features: Columns of the dense features.
+        hidden_layer_size: Columns of the first layer.
         embedding_dim: `D`.
 
     Example:
@@ -94,12 +94,12 @@ class DenseArch(nn.Module):
 
 
 class FMInteractionArch(nn.Module):
-    """Put a deep network and a factorization machine of all embeddings beside the dense one.
+    """Concatenate the dense vector, a deep network and a factorization machine.
 
     Args:
-        fm_in_features: columns of all embeddings together, `(F + 1) * D`.
-        sparse_feature_names: the sparse features, as the collection names them.
-        deep_fm_dimension: columns of the deep network's output.
+        fm_in_features: Columns of all embeddings together, `(F + 1) * D`.
+        sparse_feature_names: Names of the sparse features in the collection's output.
+        deep_fm_dimension: Columns of the deep network's output.
 
     Example:
         >>> arch = FMInteractionArch(8, ["film"], deep_fm_dimension=3)
@@ -121,17 +121,17 @@ class FMInteractionArch(nn.Module):
         self.fm = FactorizationMachine()
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedTensor) -> torch.Tensor:
-        """Let the features interact.
+        """Compute the interactions.
 
         Args:
             dense_features: `[B, D]`.
-            sparse_features: `[B, F * D]`; features that were not named are left out.
+            sparse_features: `[B, F * D]`; other features are ignored.
 
         Returns:
-            `[B, D + deep_fm_dimension + 1]`: the dense features, the deep network, the machine.
+            `[B, D + deep_fm_dimension + 1]`: dense vector, deep network, factorization machine.
 
         Raises:
-            KeyError: a named feature is missing.
+            KeyError: A feature of `sparse_feature_names` is missing.
         """
         by_name = sparse_features.to_dict()
         embeddings = [dense_features]
@@ -140,10 +140,10 @@ class FMInteractionArch(nn.Module):
 
 
 class OverArch(nn.Module):
-    """Turn the interactions into a probability.
+    """Map the interactions to a probability.
 
     Args:
-        in_features: columns of the interactions.
+        in_features: Columns of the interactions.
 
     Example:
         >>> OverArch(8)(torch.ones(2, 8)).shape
@@ -163,7 +163,7 @@ class OverArch(nn.Module):
             features: `[B, in_features]`.
 
         Returns:
-            `[B, 1]`, between 0 and 1.
+            `[B, 1]` in (0, 1).
         """
         output: torch.Tensor = self.model(features)
         return output
@@ -173,13 +173,13 @@ class SimpleDeepFMNN(nn.Module):
     """Predict a probability from dense and sparse features.
 
     Args:
-        num_dense_features: columns of the dense features.
-        embedding_bag_collection: tables of one embedding dim `D`.
-        hidden_layer_size: columns of the dense features' hidden layer.
-        deep_fm_dimension: columns of the deep network's output.
+        num_dense_features: Columns of the dense features.
+        embedding_bag_collection: Tables of one embedding dim `D`.
+        hidden_layer_size: Columns of the hidden layer for dense features.
+        deep_fm_dimension: Columns of the deep network's output.
 
     Raises:
-        ValueError: tables differ in their dim.
+        ValueError: There is no table, or the tables have different dims.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -205,16 +205,8 @@ class SimpleDeepFMNN(nn.Module):
         check_sizes("SimpleDeepFMNN", num_dense_features, [], "num_dense_features")
         whole("SimpleDeepFMNN.hidden_layer_size", hidden_layer_size)
         whole("SimpleDeepFMNN.deep_fm_dimension", deep_fm_dimension)
-        dims = {
-            config.name: config.embedding_dim
-            for config in embedding_bag_collection.embedding_bag_configs()
-        }
-        if len(set(dims.values())) != 1:
-            raise ValueError(
-                "embedding_bag_collection must have tables, all of one embedding_dim; received "
-                f"{dims}. The dense features become one more embedding of that dim."
-            )
-        dim = next(iter(dims.values()))
+        reason = "The dense features become one more embedding of that dim."
+        dim = common_dim(embedding_bag_collection, reason)
         names = embedding_bag_collection.embedding_names
         self.sparse_arch = SparseArch(embedding_bag_collection)
         self.dense_arch = DenseArch(num_dense_features, hidden_layer_size, dim)
@@ -228,21 +220,22 @@ class SimpleDeepFMNN(nn.Module):
 
         Args:
             dense_features: `[B, num_dense_features]`.
-            sparse_features: the ids of all features, stride `B`.
+            sparse_features: Ids of all features, batch size `B`.
 
         Returns:
-            `[B, 1]`, between 0 and 1; train it by `binary_cross_entropy`.
+            `[B, 1]` in (0, 1), for `binary_cross_entropy`.
 
         Raises:
-            TypeError: the dense features are no tensor of floats.
-            ValueError: the dense features have another shape, or one of them is NaN or infinite; on
-                CUDA, this is raised with a later batch: see `recsys.sparse.finish_value_checks`.
+            TypeError: The dense features are not a tensor of floats.
+            ValueError: The dense features have another shape, or a value is NaN or infinite. On
+                CUDA, the latter is raised with a later batch; see
+                `recsys.sparse.finish_value_checks`.
         """
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             dense_features = check_dense_features(
                 dense_features, self.dense_arch, "num_dense_features"
             )
-        # The lookup first: sharded, it is a message on its way while the dense layers compute.
+        # look up first: the exchange of a sharded lookup overlaps with the dense layers
         pooled = self.sparse_arch(sparse_features)
         dense = self.dense_arch(dense_features)
         probabilities: torch.Tensor = self.over_arch(self.inter_arch(dense, pooled))

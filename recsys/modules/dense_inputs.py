@@ -1,31 +1,51 @@
-"""Checks of the dense features of a batch, before its ids are looked up."""
+"""Checks of a model's tables, and of the dense features of a batch before the lookup."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.traced import is_traced
 from recsys.sparse.value_checks import check_dense_values
 
-__all__ = ["check_dense_features"]
+__all__ = ["check_dense_features", "common_dim"]
+
+
+def common_dim(collection: EmbeddingBagCollection, reason: str) -> int:
+    """Return the dim of all tables of a model's collection.
+
+    Args:
+        collection: The tables.
+        reason: Why the dims must be equal, for the message.
+
+    Raises:
+        ValueError: There is no table, or the tables have different dims.
+    """
+    dims = {config.name: config.embedding_dim for config in collection.embedding_bag_configs()}
+    if len(set(dims.values())) != 1:
+        raise ValueError(
+            "embedding_bag_collection must have tables, all of one embedding_dim; received "
+            f"{dims}. {reason}"
+        )
+    return next(iter(dims.values()))
 
 
 def check_dense_features(dense_features: Tensor, dense_arch: nn.Module, size_name: str) -> Tensor:
-    """Check the dense features of a model, unless the model is only traced.
+    """Check the dense features of a model; a traced model skips the check.
 
     Args:
         dense_features: `[B, in_features]`.
-        dense_arch: reads them; its `in_features`, if it has any, is how many there must be.
-        size_name: the model's argument that says how many there are, for messages.
+        dense_arch: The module that reads them; its `in_features`, if any, is the required number.
+        size_name: The model's argument for this number, for messages.
 
     Returns:
-        The features; on CUDA with 0 in place of values that are not finite.
+        The features; on CUDA, values that are not finite are 0.
 
     Raises:
-        TypeError: they are no tensor of floats.
-        ValueError: they have another shape, or a value is NaN or infinite, in this batch or (CUDA)
-            in an earlier one.
+        TypeError: The features are not a tensor of floats.
+        ValueError: The shape differs, or a value is NaN or infinite, in this batch or (CUDA) in an
+            earlier batch.
 
     Example:
         >>> import torch
@@ -39,13 +59,13 @@ def check_dense_features(dense_features: Tensor, dense_arch: nn.Module, size_nam
         received = getattr(dense_features, "dtype", type(dense_features).__name__)
         raise TypeError(
             f"dense_features must be a tensor of floats, [samples, {in_features or 'columns'}]; "
-            f"received {received}. Batch.from_columns(..., dense=[...]) makes it from columns."
+            f"received {received}. Batch.from_columns(..., dense=[...]) builds it from columns."
         )
     shape = tuple(dense_features.shape)
     if len(shape) != 2 or shape[1] != (shape[1] if in_features is None else in_features):
         raise ValueError(
             f"dense_features must be [samples, {size_name}], and {size_name} is {in_features}; "
-            f"received shape {shape}. Pass as many columns, such as Batch.from_columns(..., "
-            f"dense=[...]) makes, or build the model with another {size_name}."
+            f"received shape {shape}. Pass that many columns, such as Batch.from_columns(..., "
+            f"dense=[...]) builds, or build the model with another {size_name}."
         )
     return check_dense_values(dense_features)

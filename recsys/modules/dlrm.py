@@ -1,12 +1,11 @@
 """The deep learning recommendation model of Naumov et al. (2019, arXiv:1906.00091).
 
-Dense features go through an MLP, sparse ones through embedding tables of the same width; the dot
-products of every two of them, beside the dense one, go through a second MLP to one logit.
+An MLP maps the dense features to the embedding dim. A second MLP maps this dense vector and the dot
+products of all pairs of vectors to one logit.
 
 Shapes: `B` samples, `F` sparse features, `D` embedding dim, `P = (F + 1) * F / 2` pairs.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from recsys.kernels.arguments import check_input
 from recsys.kernels.checked import checked
-from recsys.modules.dense_inputs import check_dense_features
+from recsys.modules.dense_inputs import check_dense_features, common_dim
 from recsys.modules.dot_interaction import dot_pairs, pair_of_position, pair_positions
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.mlp import MLP, check_sizes
@@ -29,10 +28,10 @@ class SparseArch(nn.Module):
     """Look up every sparse feature.
 
     Args:
-        embedding_bag_collection: tables of one embedding dim. Sharding replaces it in this place.
+        embedding_bag_collection: Tables of one embedding dim. Sharding replaces this submodule.
 
     Raises:
-        ValueError: there is no table, or tables differ in their dim.
+        ValueError: There is no table, or the tables have different dims.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -48,34 +47,22 @@ class SparseArch(nn.Module):
     @checked
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
         super().__init__()
-        dims = {
-            config.name: config.embedding_dim
-            for config in embedding_bag_collection.embedding_bag_configs()
-        }
-        if len(set(dims.values())) != 1:
-            raise ValueError(
-                "embedding_bag_collection must have tables, all of one embedding_dim; received "
-                f"{dims}. Dot products need vectors of equal size."
-            )
         self.embedding_bag_collection = embedding_bag_collection
-        self.D: int = next(iter(dims.values()))
-        self._sparse_feature_names = [
-            name
-            for config in embedding_bag_collection.embedding_bag_configs()
-            for name in config.feature_names
-        ]
+        self.D: int = common_dim(embedding_bag_collection, "Dot products need vectors of one size.")
+        configs = embedding_bag_collection.embedding_bag_configs()
+        self._sparse_feature_names = [name for config in configs for name in config.feature_names]
         self.F: int = len(self._sparse_feature_names)
 
     @property
     def sparse_feature_names(self) -> list[str]:
-        """Names of the features in the order of the output; one that two tables share is twice."""
+        """The features in the order of the output; a feature of two tables occurs twice."""
         return self._sparse_feature_names
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Look up ids.
 
         Args:
-            features: the ids of all `F` features, stride `B`.
+            features: Ids of all `F` features, batch size `B`.
 
         Returns:
             `[B, F, D]`, pooled.
@@ -83,28 +70,28 @@ class SparseArch(nn.Module):
         return self.stack(self.embedding_bag_collection(features))
 
     def stack(self, pooled: KeyedTensor) -> torch.Tensor:
-        """Give each feature a row of its own.
+        """Reshape the embeddings to one row per feature.
 
         Args:
-            pooled: what the collection returns; a sharded one answers later, when it is used here.
+            pooled: Output of the collection. This waits for the output of a sharded collection.
 
         Returns:
             `[B, F, D]`.
         """
         values: torch.Tensor = pooled.values()
-        # Named sizes: an empty batch leaves -1 undefined.
+        # explicit sizes, as -1 is undefined for an empty batch
         return values.reshape(values.size(0), self.F, self.D)
 
 
 class DenseArch(nn.Module):
-    """Bring the dense features to the embeddings' dim.
+    """Map the dense features to the embedding dim.
 
     Args:
-        in_features: columns of the dense features.
-        layer_sizes: of the MLP; the last is `D`.
-        device: where the parameters are.
-        batch_norm: as in `MLP`.
-        dropout: as in `MLP`.
+        in_features: Columns of the dense features.
+        layer_sizes: Layers of the MLP; the last is `D`.
+        device: Device of the parameters.
+        batch_norm: As in `MLP`.
+        dropout: As in `MLP`.
 
     Example:
         >>> DenseArch(13, [8, 4])(torch.ones(2, 13)).shape
@@ -140,15 +127,57 @@ class DenseArch(nn.Module):
         return output
 
 
-class InteractionArch(nn.Module):
-    """Put the dot products of every two features beside the dense feature.
+class FeatureInteraction(nn.Module):
+    """Base of interactions between the dense vector and the embeddings.
 
     Args:
-        num_sparse_features: `F`; with 0 the dense feature is given back.
-        device: where the pairs' positions are; they move with the module.
+        num_sparse_features: `F`; with 0 the output is the dense vector.
 
     Raises:
-        ValueError: the number is negative.
+        ValueError: The number is negative.
+    """
+
+    def __init__(self, num_sparse_features: int) -> None:
+        super().__init__()
+        if num_sparse_features < 0:
+            raise ValueError(
+                f"num_sparse_features must not be negative; received {num_sparse_features}."
+            )
+        self.F: int = num_sparse_features
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
+        """Compute the interactions.
+
+        Args:
+            dense_features: `[B, D]`.
+            sparse_features: `[B, F, D]`.
+
+        Returns:
+            `[B, columns]`; the class states the columns.
+        """
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_input(f"{type(self).__name__}.dense_features", dense_features, torch.Tensor)
+            check_input(f"{type(self).__name__}.sparse_features", sparse_features, torch.Tensor)
+        if self.F == 0:
+            return dense_features
+        vectors_BVD = torch.cat([dense_features.unsqueeze(1), sparse_features], dim=1)
+        return self._interact(dense_features, vectors_BVD)
+
+    def _interact(self, dense_BD: torch.Tensor, vectors_BVD: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class InteractionArch(FeatureInteraction):
+    """Concatenate the dense vector and the dot products of all pairs of vectors.
+
+    The output is `[B, D + P]`.
+
+    Args:
+        num_sparse_features: `F`; with 0 the output is the dense vector.
+        device: Device of the pairs' positions, which are buffers.
+
+    Raises:
+        ValueError: The number is negative.
 
     Example:
         >>> InteractionArch(num_sparse_features=2)(torch.ones(5, 4), torch.ones(5, 2, 4)).shape
@@ -160,9 +189,7 @@ class InteractionArch(nn.Module):
 
     @checked
     def __init__(self, num_sparse_features: int, device: torch.device | None = None) -> None:
-        super().__init__()
-        check_num_sparse(num_sparse_features)
-        self.F: int = num_sparse_features
+        super().__init__(num_sparse_features)
         for name, table in self._tables(device).items():
             self.register_buffer(name, table, persistent=False)
 
@@ -174,57 +201,27 @@ class InteractionArch(nn.Module):
 
     @torch.jit.unused
     def reset_parameters(self) -> None:
-        """Write the positions anew: `to_empty` after building on `meta` leaves them unset."""
+        """Write the positions again, after `to_empty` of a module built on `meta`."""
         for name, table in self._tables(self.positions_P.device).items():
             getattr(self, name).copy_(table)
 
-    def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
-        """Multiply.
-
-        Args:
-            dense_features: `[B, D]`.
-            sparse_features: `[B, F, D]`.
-
-        Returns:
-            `[B, D + P]`.
-        """
-        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-            check_input(f"{type(self).__name__}.dense_features", dense_features, torch.Tensor)
-            check_input(f"{type(self).__name__}.sparse_features", sparse_features, torch.Tensor)
-        if self.F == 0:
-            return dense_features
-        vectors_BVD = torch.cat([dense_features.unsqueeze(1), sparse_features], dim=1)
+    def _interact(self, dense_BD: torch.Tensor, vectors_BVD: torch.Tensor) -> torch.Tensor:
         pairs_BP = dot_pairs(vectors_BVD, self.positions_P, self.pair_of_VV)
-        return torch.cat([dense_features, pairs_BP], dim=1)
-
-
-def check_num_sparse(num_sparse_features: int) -> None:
-    """Refuse a negative number of sparse features.
-
-    Args:
-        num_sparse_features: `F`.
-
-    Raises:
-        ValueError: it is negative.
-    """
-    if num_sparse_features < 0:
-        raise ValueError(
-            f"num_sparse_features must not be negative; received {num_sparse_features}."
-        )
+        return torch.cat([dense_BD, pairs_BP], dim=1)
 
 
 class OverArch(nn.Module):
-    """Turn the interactions into one logit.
+    """Map the interactions to one logit.
 
     Args:
-        in_features: columns of the interactions.
-        layer_sizes: of the MLP, ending in 1; the last layer has no activation.
-        device: where the parameters are.
-        batch_norm: as in `MLP`, for all layers but the last.
-        dropout: as in `MLP`, for all layers but the last.
+        in_features: Columns of the interactions.
+        layer_sizes: Layers of the MLP; the last is 1 and has no activation.
+        device: Device of the parameters.
+        batch_norm: As in `MLP`, for all layers except the last.
+        dropout: As in `MLP`, for all layers except the last.
 
     Raises:
-        ValueError: there is no layer.
+        ValueError: There is no layer.
 
     Example:
         >>> OverArch(7, [8, 1])(torch.ones(5, 7)).shape
@@ -245,8 +242,8 @@ class OverArch(nn.Module):
         check_sizes("OverArch", in_features, layer_sizes)
         if not layer_sizes:
             raise ValueError(
-                "over_arch_layer_sizes must have at least one layer; received []. "
-                "The last one gives the logit: pass for example [64, 1]."
+                "over_arch_layer_sizes must have at least one layer; received []. The last layer "
+                "computes the logit: pass for example [64, 1]."
             )
         hidden_sizes = layer_sizes[:-1]
         self.model = nn.Sequential(
@@ -271,19 +268,18 @@ class DLRM(nn.Module):
     """Predict a logit from dense and sparse features.
 
     Args:
-        embedding_bag_collection: tables of one embedding dim `D`; None for a model without sparse
+        embedding_bag_collection: Tables of one embedding dim `D`; None for a model without sparse
             features.
-        dense_in_features: columns of the dense features; without any, 0, a learned vector takes
-            their place.
-        dense_arch_layer_sizes: of the first MLP; the last must be `D`.
-        over_arch_layer_sizes: of the second MLP; the last is 1 for a logit.
-        dense_device: where the MLPs' parameters are.
-        batch_norm: whether the MLPs' layers, but for the logit's, have batch norm; see `MLP`.
-        dropout: share of those layers' outputs that are set to 0 in training, in [0, 1).
+        dense_in_features: Columns of the dense features; with 0, a learned vector replaces them.
+        dense_arch_layer_sizes: Layers of the first MLP; the last must be `D`.
+        over_arch_layer_sizes: Layers of the second MLP; the last is 1 for a logit.
+        dense_device: Device of the dense parameters.
+        batch_norm: Use batch norm in all layers except the last; see `MLP`.
+        dropout: Fraction of the outputs of these layers that is zeroed in training, in [0, 1).
 
     Raises:
-        ValueError: a collection without tables, tables that differ in their dim, a last dense layer
-            of another size than the embeddings, no layer, or a dropout out of its range.
+        ValueError: The collection has no tables or tables of different dims, the last dense layer
+            does not match the embedding dim, there is no layer, or `dropout` is out of range.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -313,59 +309,43 @@ class DLRM(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-
-        def pairs(num_sparse: int, dim: int) -> tuple[nn.Module, int]:
-            num_pairs = (num_sparse + 1) * num_sparse // 2
-            return InteractionArch(num_sparse, dense_device), dim + num_pairs
-
-        self._build(
-            embedding_bag_collection, dense_in_features, dense_arch_layer_sizes,
-            over_arch_layer_sizes, pairs,
-            device=dense_device, batch_norm=batch_norm, dropout=dropout,
-        )  # fmt: skip
-
-    def _build(
-        self,
-        embedding_bag_collection: EmbeddingBagCollection | None,
-        dense_in_features: int,
-        dense_arch_layer_sizes: list[int],
-        over_arch_layer_sizes: list[int],
-        interaction: Callable[[int, int], tuple[nn.Module, int]],
-        **options: Any,
-    ) -> None:
-        """Make the parts.
-
-        Args:
-            embedding_bag_collection: as in `DLRM`, and so are the next three.
-            dense_in_features: see there.
-            dense_arch_layer_sizes: see there.
-            over_arch_layer_sizes: see there.
-            interaction: from the number of sparse features and their dim to what crosses them, and
-                the number of its columns.
-            options: of the MLPs.
-        """
         check_sizes(type(self).__name__, dense_in_features, [], "dense_in_features")
+        options: dict[str, Any] = {
+            "device": dense_device,
+            "batch_norm": batch_norm,
+            "dropout": dropout,
+        }
         self.sparse_arch = None
-        self._dim, self._num_sparse = [dense_in_features, *dense_arch_layer_sizes][-1], 0
+        dim, num_sparse = [dense_in_features, *dense_arch_layer_sizes][-1], 0
         if embedding_bag_collection is not None:
             self.sparse_arch = SparseArch(embedding_bag_collection)
-            self._dim, self._num_sparse = self.sparse_arch.D, self.sparse_arch.F
-            if dense_arch_layer_sizes[-1:] != [self._dim]:
+            dim, num_sparse = self.sparse_arch.D, self.sparse_arch.F
+            if dense_arch_layer_sizes[-1:] != [dim]:
                 raise ValueError(
                     "the last of dense_arch_layer_sizes must be the tables' embedding_dim "
-                    f"{self._dim}; received {dense_arch_layer_sizes}. The interaction multiplies "
+                    f"{dim}; received {dense_arch_layer_sizes}. The interaction multiplies "
                     "the dense vector with the embeddings: make the two equal."
                 )
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, **options)
-        self.inter_arch, in_features = interaction(self._num_sparse, self._dim)
+        self.inter_arch, in_features = self._interaction(num_sparse, dim, options)
         self.over_arch = OverArch(in_features, over_arch_layer_sizes, **options)
+
+    def _interaction(
+        self, num_sparse: int, dim: int, options: dict[str, Any]
+    ) -> tuple[nn.Module, int]:
+        """Return the interaction of `num_sparse` embeddings, and its number of columns."""
+        num_pairs = (num_sparse + 1) * num_sparse // 2
+        return InteractionArch(num_sparse, options["device"]), dim + num_pairs
 
     @checked
     def compile_dense_path(self, compile_mode: str = "reduce-overhead") -> None:
-        """Compile all but the lookup, in place; names in the state dict stay.
+        """Compile the dense modules in place; the state dict keeps its names.
 
         Args:
-            compile_mode: of `torch.compile`.
+            compile_mode: The mode of `torch.compile`.
+
+        Raises:
+            ValueError: `torch.compile` has no such mode.
         """
         for arch in (self.dense_arch, self.inter_arch, self.over_arch):
             try:
@@ -383,16 +363,17 @@ class DLRM(nn.Module):
 
         Args:
             dense_features: `[B, dense_in_features]`.
-            sparse_features: the ids of all features, stride `B`; read only by a model with
+            sparse_features: Ids of all features, batch size `B`; ignored by a model without
                 tables.
 
         Returns:
             `[B, over_arch_layer_sizes[-1]]` logits.
 
         Raises:
-            TypeError: the dense features are no tensor of floats.
-            ValueError: the dense features have another shape, or one of them is NaN or infinite; on
-                CUDA, this is raised with a later batch: see `recsys.sparse.finish_value_checks`.
+            TypeError: The dense features are not a tensor of floats.
+            ValueError: The dense features have another shape, or a value is NaN or infinite. On
+                CUDA, the latter is raised with a later batch; see
+                `recsys.sparse.finish_value_checks`.
         """
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             dense_features = check_dense_features(
@@ -404,10 +385,10 @@ class DLRM(nn.Module):
         else:
             if sparse_features is None:
                 raise ValueError(
-                    "sparse_features must be a KeyedJaggedTensor: the model has tables; received "
+                    "sparse_features must be a KeyedJaggedTensor for a model with tables; received "
                     "None."
                 )
-            # The lookup first: sharded, it is a message on its way while the dense MLP computes.
+            # look up first: the exchange of a sharded lookup overlaps with the dense MLP
             pooled = self.sparse_arch.embedding_bag_collection(sparse_features)
             dense = self.dense_arch(dense_features)
             embedded = self.sparse_arch.stack(pooled)
@@ -416,10 +397,10 @@ class DLRM(nn.Module):
 
 
 class DLRMTrain(nn.Module):
-    """Predict a batch and compare with its labels.
+    """Compute the loss of a model on a batch.
 
     Args:
-        dlrm_module: gives one logit per sample.
+        dlrm_module: Returns one logit per sample.
 
     Example:
         >>> from recsys.datasets.random import RandomRecDataset
@@ -447,13 +428,13 @@ class DLRMTrain(nn.Module):
             batch: `B` samples.
 
         Returns:
-            The mean binary cross entropy, to call `backward` on; and detached: loss, logits
-            `[B]` and labels `[B]`. An empty batch has loss 0, so that its rank can still take
-            part in the backward pass.
+            The mean binary cross entropy for `backward`; and, detached, loss, logits `[B]` and
+            labels `[B]`. The loss of an empty batch is 0, so that its rank can take part in the
+            backward pass.
 
         Raises:
-            ValueError: there are not as many labels as logits, or a label is NaN or not in [0, 1];
-                also what the model raises.
+            ValueError: Labels and logits differ in number, or a label is NaN or not in [0, 1]; and
+                errors of the model.
         """
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
         loss = mean_loss(logits, batch.labels)
@@ -462,18 +443,18 @@ class DLRMTrain(nn.Module):
 
 @torch.fx.wrap
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Compute the mean binary cross entropy, 0 for no samples.
+    """Compute the mean binary cross entropy; 0 for an empty batch.
 
     Args:
         logits: `[B]`.
-        labels: `[B]`, from 0 to 1, any dtype.
+        labels: `[B]` in [0, 1], any dtype.
 
     Returns:
         Scalar.
 
     Raises:
-        ValueError: they differ in shape, or a label is NaN or not in [0, 1]; on CUDA, this is
-            raised with a later batch: see `recsys.sparse.finish_value_checks`.
+        ValueError: The shapes differ, or a label is NaN or not in [0, 1]. On CUDA, the latter is
+            raised with a later batch; see `recsys.sparse.finish_value_checks`.
     """
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         check_input("mean_loss: logits", logits, torch.Tensor)

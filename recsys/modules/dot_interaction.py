@@ -1,4 +1,4 @@
-"""Dot products of every two of a sample's vectors.
+"""Dot products of all pairs of a sample's vectors.
 
 Shapes: `B` samples, `V` vectors, `D` dim, `P = V * (V - 1) / 2` pairs.
 """
@@ -10,11 +10,11 @@ from torch import nn
 
 
 def pair_positions(num_vectors: int, device: torch.device | None = None) -> torch.Tensor:
-    """Say where the pairs are in a flattened `V x V` matrix: its upper triangle, row by row.
+    """Return the positions of the pairs in a flattened `V x V` matrix: the upper triangle by rows.
 
     Args:
         num_vectors: `V`.
-        device: where the positions are.
+        device: Device of the result.
 
     Returns:
         `[P]` int64.
@@ -29,14 +29,14 @@ def pair_positions(num_vectors: int, device: torch.device | None = None) -> torc
 
 
 def pair_of_position(num_vectors: int, device: torch.device | None = None) -> torch.Tensor:
-    """Say which pair is at each place of a flattened, symmetric `V x V` matrix.
+    """Return the pair at each position of a flattened, symmetric `V x V` matrix.
 
     Args:
         num_vectors: `V`.
-        device: where the answer is.
+        device: Device of the result.
 
     Returns:
-        `[V * V]` int64; `P`, which is no pair, on the diagonal.
+        `[V * V]` int64; the diagonal, which has no pairs, is `P`.
 
     Example:
         >>> pair_of_position(2).tolist()
@@ -52,7 +52,7 @@ def pair_of_position(num_vectors: int, device: torch.device | None = None) -> to
 def dot_pairs(
     vectors_BVD: torch.Tensor, positions_P: torch.Tensor, pair_of_VV: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the dot products of every two vectors of a sample.
+    """Compute the dot products of all pairs of vectors of a sample.
 
     Args:
         vectors_BVD: `[B, V, D]`.
@@ -67,8 +67,8 @@ def dot_pairs(
         >>> dot_pairs(vectors, pair_positions(3), pair_of_position(3))
         tensor([[11., 17., 39.]])
     """
-    # TorchScript knows no autograd functions, and a tracer of torch.fx passes a proxy: both are on
-    # their way to inference, where the plain form is as fast.
+    # TorchScript has no autograd functions, and torch.fx passes a proxy; both are for inference,
+    # where the plain form is as fast
     scripting: bool = torch.jit.is_scripting()  # type: ignore[attr-defined]
     if scripting or not isinstance(vectors_BVD, torch.Tensor):
         return _plain_dot_pairs(vectors_BVD, positions_P)
@@ -85,8 +85,8 @@ def _plain_dot_pairs(vectors_BVD: torch.Tensor, positions_P: torch.Tensor) -> to
 class _DotPairs(torch.autograd.Function):
     """`_plain_dot_pairs` with one matrix product in backward instead of two.
 
-    With `Z = X X^T` the gradient is `(G + G^T) X`; autograd computes the two terms apart, each
-    with its own batched product. At B 1024, V 27, D 64 on one core: 3.0 ms instead of 7.9.
+    With `Z = X X^T` the gradient is `(G + G^T) X`; autograd computes the two terms by separate
+    batched products. At B 1024, V 27, D 64 on one core: 3.0 ms instead of 7.9 ms.
     """
 
     @staticmethod
@@ -99,8 +99,8 @@ class _DotPairs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BP: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         vectors_BVD, pair_of_VV = ctx.saved_tensors
-        # The column past the pairs is the diagonal's gradient. Under autocast the products, and so
-        # their gradient, are narrower than the vectors.
+        # the column after the pairs is the gradient of the diagonal; under autocast, products and
+        # gradients have a narrower dtype than the vectors
         padded = nn.functional.pad(grad_BP.to(vectors_BVD.dtype), (0, 1))
         size = vectors_BVD.size(1)
         grad_BVV = padded.index_select(1, pair_of_VV).view(-1, size, size)

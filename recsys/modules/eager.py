@@ -1,4 +1,4 @@
-"""Where a compiled model calls a collection of tables."""
+"""Graph break at collections of tables under `torch.compile`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 from torch import nn
 
 REASON = (
-    "a collection of embedding tables runs eagerly: the host reads how many ids a batch has, and "
-    "backward updates the tables"
+    "a collection of embedding tables runs eagerly: the host reads the number of ids of a batch, "
+    "and backward updates the tables"
 )
 
 
 def _run(collection: nn.Module, *given: Any) -> Any:
     """Run a collection's forward pass as one named graph break under `torch.compile`.
 
-    The dense parts before and after it are compiled. A pending output is awaited, as what follows
-    needs tensors to trace.
+    The dense modules before and after it are compiled. They need tensors, so this waits for a
+    pending output.
     """
     output = collection.forward(*given)
     output = output.wait() if hasattr(type(output), "wait") else output
-    if isinstance(output, dict):  # of jagged tensors, which are made when they are first read
-        for jagged in output.values():
+    if isinstance(output, dict):
+        for jagged in output.values():  # jagged tensors are computed at the first access
             jagged.values(), jagged.lengths()
     return output
 

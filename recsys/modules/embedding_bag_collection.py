@@ -12,17 +12,12 @@ from torch import Tensor
 
 from recsys.kernels.checked import checked
 from recsys.kernels.types import BoundsCheckMode
-from recsys.modules.embedding_configs import (
-    EmbeddingBagConfig,
-    PoolingType,
-    check_tables,
-)
+from recsys.modules.embedding_configs import EmbeddingBagConfig, check_tables
 from recsys.modules.embedding_inputs import expand_bags, is_on_meta
-from recsys.modules.embedding_interfaces import (
-    EmbeddingBagCollectionInterface,
-    get_embedding_names_by_table,
-)
-from recsys.modules.embedding_tables import EmbeddingTable, LookupGroup, TableCollection
+from recsys.modules.embedding_interfaces import EmbeddingBagCollectionInterface
+from recsys.modules.embedding_table import EmbeddingTable
+from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.table_lookups import LookupGroup
 from recsys.modules.traced import is_traced, look_up_bags
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
@@ -30,25 +25,25 @@ __all__ = ["EmbeddingBagCollection"]
 
 
 class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
-    """Looks up bags of ids in many tables at once and pools each bag.
+    """Pooled lookup of bags of ids in many tables at once.
 
-    Tables of the same dtype and pooling are one fused lookup. Each table's weight is an ordinary
-    parameter, `embedding_bags[table].weight`, which any torch optimizer trains; with
-    `apply_optimizer_in_backward` the table is updated during backward instead.
+    Tables of the same dtype and pooling share one fused lookup. Each table's weight is an ordinary
+    parameter, `embedding_bags[table].weight`, which any torch optimizer trains. With
+    `apply_optimizer_in_backward`, backward updates the table instead.
 
     Args:
-        tables: The tables; names and features must be unique within a collection and a table.
+        tables: The tables. Table names must be unique, and so must the features of a table.
         is_weighted: Multiply each row by the weight of its id before pooling.
-        device: Where the tables live; None: torch's default device; "meta": nothing is allocated.
-        bounds_check_mode: What to do with ids outside their table.
+        device: Device of the tables; None: torch's default device; "meta": nothing is allocated.
+        bounds_check_mode: Handling of ids outside their table.
 
     Attributes:
-        embedding_bags: Table name to the module that holds its `weight`.
+        embedding_bags: Modules that hold the `weight` of each table, by table name.
 
     Raises:
-        ValueError: No tables, repeated names, a table without features, pooling NONE, or a dtype
-            that cannot be trained.
-        TypeError: A table is no EmbeddingBagConfig.
+        ValueError: Table names repeat, a table has no features, pooling NONE or a dtype that cannot
+            be trained.
+        TypeError: A table is not an EmbeddingBagConfig.
 
     Example:
         >>> ebc = EmbeddingBagCollection(
@@ -77,21 +72,10 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
     ) -> None:
         tables = check_tables(type(self).__name__, tables, EmbeddingBagConfig)
-        for config in tables:
-            if config.pooling is PoolingType.NONE:
-                raise ValueError(
-                    f"EmbeddingBagCollection pools bags; received PoolingType.NONE for table "
-                    f"'{config.name}'. Use an EmbeddingCollection for one embedding per id."
-                )
-        poolings = [config.pooling for config in tables]
-        super().__init__(tables, poolings, device, bounds_check_mode)
+        super().__init__(tables, [c.pooling for c in tables], device, bounds_check_mode)
         self._is_weighted = is_weighted
-        by_table = get_embedding_names_by_table(tables)
-        self._names = [name for names in by_table for name in names]
         self._dims = [c.embedding_dim for c in tables for _ in c.feature_names]
         self._widths = [c.embedding_dim * c.num_features() for c in tables]
-        self._bag_dims = tuple(self._dims)
-        self._bag_features = tuple(f for c in tables for f in c.feature_names)
         self.embedding_bags = self._new_tables()
         self._fill()
 
@@ -99,19 +83,18 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         """Look up and pool a batch.
 
         Args:
-            features: Ids int32 or int64 for all features of the tables (others are ignored). With
-                one batch size per key it must carry inverse indices. On `meta`, as the tables,
-                what comes out has its shape and no values.
+            features: int32 or int64 ids of all features of the tables; other features are ignored.
+                With one batch size per key it needs inverse indices. If batch and tables are on
+                `meta`, the output has a shape and no values.
 
         Returns:
-            fp32 [B, sum of D], keyed by feature ("feature@table" if several tables read it),
-            tables in order, features in the order of their table.
+            fp32 [B, sum of D] with one key per feature ("feature@table" if several tables read it),
+            in the order of the tables and their features.
 
         Raises:
             KeyError: A feature is missing.
             TypeError: Ids are not integers.
-            ValueError: The batch is on another device, or has no weights or inverse indices where
-                they are needed.
+            ValueError: The batch is on another device, or lacks weights or inverse indices.
             IndexError: An id is outside its table (`BoundsCheckMode.FATAL`).
         """
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
@@ -142,8 +125,11 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         if not self._configs:
             nothing = torch.empty(features.stride(), 0, device=self.device)
             return KeyedTensor.from_parts([], [], nothing)
-        groups = self._groups()
-        features, are_safe = self._checked(features, is_pooled=True, is_weighted=self._is_weighted)
+        lookups = self._current_lookups()
+        groups = lookups.groups
+        features, are_safe = lookups.check_batch(
+            features, is_pooled=True, is_weighted=self._is_weighted
+        )
         weights = features.weights_or_none() if self._is_weighted else None
         pooled = [
             group.lookup(*group.selector.select(features, weights), are_safe=are_safe)
@@ -151,7 +137,7 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         ]
         values_BD = pooled[0] if len(groups) == 1 else self._in_table_order(groups, pooled)
         if features.variable_stride_per_key():
-            values_BD = expand_bags(values_BD, self._bag_dims, self._bag_features, features)
+            values_BD = expand_bags(values_BD, tuple(self._dims), tuple(self._read), features)
         return KeyedTensor.from_parts(self._names, self._dims, values_BD)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -161,10 +147,10 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
     @property
     @torch.jit.unused
     def _embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        return self.embedding_bag_configs()  # training code written for TorchRec reads it
+        return self.embedding_bag_configs()  # used by code for TorchRec
 
     def is_weighted(self) -> bool:
-        """Return whether ids come with weights."""
+        """Return whether ids have weights."""
         return self._is_weighted
 
     @property
@@ -180,7 +166,7 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         return torch.cat([parts[t] for t in group.tables], dim=1)
 
     def _in_table_order(self, groups: Sequence[LookupGroup], pooled: Sequence[Tensor]) -> Tensor:
-        """Columns of several groups -> columns in the order of the tables."""
+        """Reorder the columns of several groups by table."""
         widths = self._widths
         pieces: dict[int, Tensor] = {}
         for group, values in zip(groups, pooled, strict=True):

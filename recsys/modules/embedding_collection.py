@@ -14,11 +14,10 @@ from recsys.kernels.checked import checked
 from recsys.kernels.types import BoundsCheckMode, PoolingType
 from recsys.modules.embedding_configs import EmbeddingConfig, check_tables
 from recsys.modules.embedding_inputs import is_on_meta
-from recsys.modules.embedding_interfaces import (
-    EmbeddingCollectionInterface,
-    get_embedding_names_by_table,
-)
-from recsys.modules.embedding_tables import EmbeddingTable, LookupGroup, TableCollection
+from recsys.modules.embedding_interfaces import EmbeddingCollectionInterface
+from recsys.modules.embedding_table import EmbeddingTable
+from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.table_lookups import LookupGroup
 from recsys.modules.traced import is_traced, look_up_sequences
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 from recsys.sparse.features import FeatureViews
@@ -27,23 +26,23 @@ __all__ = ["EmbeddingCollection"]
 
 
 class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
-    """Looks up ids in many tables at once, without pooling: for sequences.
+    """Lookup of ids in many tables at once, without pooling, for sequences.
 
-    Everything else is as in `EmbeddingBagCollection`.
+    Training and storage work as in `EmbeddingBagCollection`.
 
     Args:
         tables: The tables, all of the same embedding_dim.
-        device: Where the tables live; None: torch's default device; "meta": nothing is allocated.
+        device: Device of the tables; None: torch's default device; "meta": nothing is allocated.
         need_indices: Return the ids too, as the weights of each JaggedTensor.
-        bounds_check_mode: What to do with ids outside their table.
+        bounds_check_mode: Handling of ids outside their table.
 
     Attributes:
-        embeddings: Table name to the module that holds its `weight`.
+        embeddings: Modules that hold the `weight` of each table, by table name.
 
     Raises:
-        ValueError: No tables, repeated names, a table without features, different dims, or a dtype
-            that cannot be trained.
-        TypeError: A table is no EmbeddingConfig.
+        ValueError: Table names repeat, dims differ, or a table has no features or a dtype that
+            cannot be trained.
+        TypeError: A table is not an EmbeddingConfig.
 
     Example:
         >>> ec = EmbeddingCollection(
@@ -67,16 +66,8 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL,
     ) -> None:
         tables = check_tables(type(self).__name__, tables, EmbeddingConfig)
-        dims = {config.name: config.embedding_dim for config in tables}
-        if len(set(dims.values())) > 1:
-            raise ValueError(
-                "EmbeddingCollection needs tables of one embedding_dim; received "
-                f"{dims}. Use one collection per dim."
-            )
         super().__init__(tables, [PoolingType.NONE] * len(tables), device, bounds_check_mode)
         self._need_indices = need_indices
-        self._names_by_table = get_embedding_names_by_table(tables)
-        self._names = [name for names in self._names_by_table for name in names]
         self.embeddings = self._new_tables()
         self._fill()
 
@@ -84,13 +75,13 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         """Look up a batch.
 
         Args:
-            features: Ids int32 or int64 for all features of the tables (others are ignored). On
-                `meta`, as the tables, what comes out has shapes and no values; where the number of
-                ids of each feature is not known, they are taken to have equally many.
+            features: int32 or int64 ids of all features of the tables; other features are ignored.
+                If batch and tables are on `meta`, the output has shapes and no values. A batch
+                without `length_per_key` is then assumed to have the same number of ids per feature.
 
         Returns:
-            By feature ("feature@table" if several tables read it): values fp32 [N, D], the
-            feature's lengths, and its ids as weights if asked for.
+            One JaggedTensor per feature ("feature@table" if several tables read it): fp32 [N, D]
+            values, the feature's lengths, and the ids as weights if `need_indices`.
 
         Raises:
             KeyError: A feature is missing.
@@ -117,12 +108,13 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
     @torch.jit.unused
     def _look_up(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         if is_traced(features):
-            names = [name for names in self._names_by_table for name in names]
-            return self._traced(look_up_sequences, features, self._need_indices, names)  # type: ignore[no-any-return]
+            parts = self._need_indices, self._names
+            return self._traced(look_up_sequences, features, *parts)  # type: ignore[no-any-return]
         if self.device.type == "meta" and is_on_meta(features):
             return self._on_meta(features)
-        groups = self._groups()
-        features, are_safe = self._checked(
+        lookups = self._current_lookups()
+        groups = lookups.groups
+        features, are_safe = lookups.check_batch(
             features, is_pooled=False, is_weighted=False, keeps_ids=self._need_indices
         )
         sizes_per_key, strides_per_key = features.length_per_key(), features.stride_per_key()
@@ -143,7 +135,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
             found |= JaggedTensor.from_views(names, views)
         if len(groups) == 1:
             return found
-        return {name: found[name] for names in self._names_by_table for name in names}
+        return {name: found[name] for name in self._names}
 
     def _on_meta(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         keys, ids = features.keys(), features.values()
@@ -167,27 +159,26 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
     @property
     @torch.jit.unused
     def _embedding_configs(self) -> list[EmbeddingConfig]:
-        return self.embedding_configs()  # training code written for TorchRec reads it
+        return self.embedding_configs()  # used by code for TorchRec
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the tables, in order."""
         return list(self._configs)  # type: ignore[arg-type]
 
     def need_indices(self) -> bool:
-        """Return whether the ids are returned too."""
+        """Return whether the output includes the ids."""
         return self._need_indices
 
     def embedding_dim(self) -> int:
-        """Columns of every table."""
+        """Return the number of columns of every table."""
         return self._configs[0].embedding_dim
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Per table the names of its outputs."""
+        """Return the names of the outputs of each table."""
         return [list(names) for names in self._names_by_table]
 
     def _gradient_of(self, group: LookupGroup, gradients: Sequence[Tensor]) -> Tensor:
-        names = [name for names in self._names_by_table for name in names]
-        parts = dict(zip(names, gradients, strict=False))  # those of the ids come after
+        parts = dict(zip(self._names, gradients, strict=False))  # then gradients of the ids
         return torch.cat([parts[n] for t in group.tables for n in self._names_by_table[t]])
 
     def _tables(self) -> list[EmbeddingTable]:

@@ -1,7 +1,6 @@
-"""What an embedding table is: size, features, dtype, pooling, initial values.
+"""Configs of embedding tables: size, features, dtype, pooling and initial values.
 
-These dataclasses are mutable and take positional arguments because that is how their users
-build and adapt them.
+The dataclasses are mutable and take positional arguments, as in TorchRec.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ __all__ = [
 
 
 class DataType(enum.Enum):
-    """Element type of a table. Training uses the first three; quantized tables the others."""
+    """Element type of a table. Training supports the first three."""
 
     FP32 = "FP32"
     FP16 = "FP16"
@@ -54,33 +53,21 @@ class DataType(enum.Enum):
         return self.value
 
 
-DATA_TYPE_NUM_BITS: Mapping[DataType, int] = {
-    DataType.FP32: 32,
-    DataType.FP16: 16,
-    DataType.BF16: 16,
-    DataType.INT64: 64,
-    DataType.INT32: 32,
-    DataType.INT8: 8,
-    DataType.UINT8: 8,
-    DataType.INT4: 4,
-    DataType.INT2: 2,
-    DataType.NFP8: 8,
+_ELEMENTS: Mapping[DataType, tuple[int, torch.dtype]] = {
+    DataType.FP32: (32, torch.float32),
+    DataType.FP16: (16, torch.float16),
+    DataType.BF16: (16, torch.bfloat16),
+    DataType.INT64: (64, torch.int64),
+    DataType.INT32: (32, torch.int32),
+    DataType.INT8: (8, torch.int8),
+    DataType.UINT8: (8, torch.uint8),
+    DataType.INT4: (4, torch.quint4x2),
+    DataType.INT2: (2, torch.quint2x4),
+    DataType.NFP8: (8, torch.float8_e4m3fn),
 }
+DATA_TYPE_NUM_BITS: Mapping[DataType, int] = {kind: bits for kind, (bits, _) in _ELEMENTS.items()}
 """Bits per element."""
-
-_DTYPES: Mapping[DataType, torch.dtype] = {
-    DataType.FP32: torch.float32,
-    DataType.FP16: torch.float16,
-    DataType.BF16: torch.bfloat16,
-    DataType.INT64: torch.int64,
-    DataType.INT32: torch.int32,
-    DataType.INT8: torch.int8,
-    DataType.UINT8: torch.uint8,
-    DataType.INT4: torch.quint4x2,
-    DataType.INT2: torch.quint2x4,
-    DataType.NFP8: torch.float8_e4m3fn,
-}
-_DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
+_DATA_TYPES = {dtype: data_type for data_type, (_, dtype) in _ELEMENTS.items()}
 
 
 @checked
@@ -91,7 +78,7 @@ def data_type_to_dtype(data_type: DataType) -> torch.dtype:
         >>> data_type_to_dtype(DataType.BF16)
         torch.bfloat16
     """
-    return _DTYPES[data_type]
+    return _ELEMENTS[data_type][1]
 
 
 @checked
@@ -99,7 +86,7 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     """Return the DataType of a torch dtype.
 
     Raises:
-        ValueError: No table has such elements.
+        ValueError: No DataType has this dtype.
 
     Example:
         >>> dtype_to_data_type(torch.float16)
@@ -107,8 +94,8 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     """
     if dtype not in _DATA_TYPES:
         raise ValueError(
-            f"dtype: No DataType has elements of {dtype}. Choose one of "
-            f"{[str(known) for known in _DATA_TYPES]}."
+            f"dtype must be the dtype of a DataType, one of {[str(d) for d in _DATA_TYPES]}; "
+            f"received {dtype}."
         )
     return _DATA_TYPES[dtype]
 
@@ -117,11 +104,11 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
 def pooling_type_to_pooling_mode(
     pooling_type: PoolingType, sharding_type: object = None
 ) -> PoolingType:
-    """Return the pooling itself, which is also the kernels' word for it.
+    """Return the pooling itself, which the kernels use too.
 
     Args:
         pooling_type: The pooling.
-        sharding_type: Means nothing: it is the same however a table is placed.
+        sharding_type: Ignored; the result does not depend on the placement of a table.
     """
     return pooling_type
 
@@ -131,7 +118,7 @@ def pooling_type_to_str(pooling_type: PoolingType) -> str:
     """Return the `mode` of `torch.nn.EmbeddingBag` for a pooling.
 
     Raises:
-        ValueError: It does not pool.
+        ValueError: `pooling_type` is NONE.
 
     Example:
         >>> pooling_type_to_str(PoolingType.MEAN)
@@ -145,7 +132,7 @@ def pooling_type_to_str(pooling_type: PoolingType) -> str:
 
 
 _OPTIONAL_SIZES = {"num_embeddings_post_pruning": 0, "input_dim": 1, "total_num_buckets": 1}
-"""And the least that each may be."""
+"""Optional sizes of a config, with the minimum of each."""
 
 
 @dataclass
@@ -153,10 +140,9 @@ class BaseEmbeddingConfig:
     """A table and the features that read it.
 
     Raises:
-        ValueError: Sizes that are not positive, a feature listed twice, initial values from an
-            empty range or one with an end that is not finite, an unknown pooling, or an option that
-            is not supported.
-        TypeError: Something is not of its type, such as `feature_names` that are one text.
+        ValueError: A size is not positive, a feature repeats, the range of initial values is empty
+            or not finite, the pooling is unknown, or an option is not supported.
+        TypeError: A field has another type, for example a string as `feature_names`.
     """
 
     num_embeddings: int
@@ -168,19 +154,19 @@ class BaseEmbeddingConfig:
     data_type: DataType = DataType.FP32
     """Element type."""
     feature_names: list[str] = field(default_factory=list)
-    """Keys of the KeyedJaggedTensor that are looked up in this table."""
+    """Keys of the KeyedJaggedTensor that read this table."""
     weight_init_max: float | None = None
-    """Initial values are uniform up to here; None: 1 / sqrt(num_embeddings)."""
+    """Upper end of the uniform initial values; None: 1 / sqrt(num_embeddings)."""
     weight_init_min: float | None = None
-    """... and from here; None: -1 / sqrt(num_embeddings)."""
+    """Lower end of the uniform initial values; None: -1 / sqrt(num_embeddings)."""
     num_embeddings_post_pruning: int | None = None
     """Rows left after pruning, for inference."""
     init_fn: Callable[[Tensor], Tensor | None] | None = None
-    """Fills a block of whole rows in place (or returns the values); replaces the uniform range."""
+    """Function that fills a block of rows in place or returns the values, instead of the range."""
     need_pos: bool = False
     """A position-weighted feature reads this table."""
     input_dim: int | None = None
-    """Size of the id space before the data is remapped; nothing here reads it."""
+    """Size of the id space before remapping; ignored."""
     total_num_buckets: int | None = None
     """Buckets of a table that is sharded by id bucket."""
     use_virtual_table: bool = False
@@ -248,7 +234,7 @@ class BaseEmbeddingConfig:
         return self.weight_init_min
 
     def num_features(self) -> int:
-        """Return how many features read the table."""
+        """Return the number of features that read the table."""
         return len(self.feature_names)
 
 
@@ -262,7 +248,7 @@ class EmbeddingBagConfig(BaseEmbeddingConfig):
     """
 
     pooling: PoolingType = PoolingType.SUM
-    """SUM or MEAN; also taken by name, such as "mean"."""
+    """SUM or MEAN, or its name, such as "mean"."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -282,14 +268,14 @@ class EmbeddingConfig(BaseEmbeddingConfig):
 
 @dataclass
 class EmbeddingTableConfig(BaseEmbeddingConfig):
-    """A table as a grouped lookup sees it: pooled or not, weighted or not."""
+    """A table of a grouped lookup, with or without pooling and weights."""
 
     pooling: PoolingType = PoolingType.SUM
     """NONE for a sequence table."""
     is_weighted: bool = False
-    """Ids come with weights."""
+    """Ids have weights."""
     has_feature_processor: bool = False
-    """The weights come from a feature processor."""
+    """A feature processor computes the weights."""
     embedding_names: list[str] = field(default_factory=list)
     """Names of the outputs, one per feature."""
 
@@ -302,13 +288,13 @@ class _QuantConfig(NamedTuple):
 
 @final
 class QuantConfig(_QuantConfig):
-    """How a collection is quantized, for `torch.quantization.quantize_dynamic`.
+    """Quantization of a collection, for `torch.quantization.quantize_dynamic`.
 
     Attributes:
-        activation: Makes an observer whose `dtype` is that of the looked up embeddings: float32,
-            float16 or bfloat16.
-        weight: Makes one whose `dtype` is that of the tables: int8, quint4x2, quint2x4, float16 or
-            float32.
+        activation: Function that returns an observer. Its `dtype` is the dtype of the output:
+            float32, float16 or bfloat16.
+        weight: Function that returns an observer. Its `dtype` is the dtype of the tables: int8,
+            quint4x2, quint2x4, float16 or float32.
         per_table_weight_dtype: Other dtypes by table name.
 
     Raises:
@@ -333,7 +319,7 @@ class QuantConfig(_QuantConfig):
         weight: Callable[[], Any],
         per_table_weight_dtype: dict[str, torch.dtype] | None = None,
     ) -> QuantConfig:
-        """Check the arguments, which a NamedTuple cannot do by itself."""
+        """Check the arguments; a NamedTuple has no `__post_init__`."""
         return super().__new__(cls, activation, weight, per_table_weight_dtype)
 
 
@@ -349,20 +335,21 @@ def check_tables(
     kind: type[_Config],
     data_types: Sequence[DataType] = _TRAINABLE,
 ) -> list[_Config]:
-    """Raise if tables cannot be one collection.
+    """Check the tables of a collection.
 
     Args:
         owner: The collection's class, for messages.
-        configs: Its tables, in any iterable.
+        configs: The tables, in any iterable.
         kind: The class of their configs.
-        data_types: Which element types the collection takes; those that can be trained.
+        data_types: Element types that the collection supports; default: types for training.
 
     Returns:
-        The tables. Each was checked once more, as configs can be changed after they were made.
+        The tables. Each config is checked again, as configs are mutable.
 
     Raises:
-        ValueError: Tables of the same name, without features, or of another dtype.
-        TypeError: Something is not a config of that class.
+        ValueError: Names repeat, dims differ without pooling, or a table has no features, another
+            dtype, or pooling NONE in a collection of bags.
+        TypeError: A table is not a config of this class.
     """
     found: list[_Config] = list(configs) if isinstance(configs, Iterable) else [configs]
     for config in found:
@@ -373,18 +360,18 @@ def check_tables(
     if twice:
         raise ValueError(
             f"{owner} needs tables with different names; received {twice} more than once. "
-            "Rename all but one; features that share a table go into its feature_names."
+            "Rename all but one. To share a table, list all its features in feature_names."
         )
     for config in found:
         if not config.name or "." in config.name:
             raise ValueError(
-                f"{owner} names parameters by table, so a table needs a name without dots; "
-                f"received '{config.name}'."
+                f"{owner}: each table must have a name without dots; received '{config.name}'. The "
+                "name is part of parameter names."
             )
         if not config.feature_names:
             raise ValueError(
                 f"{owner} table '{config.name}' needs feature_names; received none. Name the keys "
-                "of the KeyedJaggedTensor that are looked up in it."
+                "of the KeyedJaggedTensor that read it."
             )
         if config.data_type not in data_types:
             use = "trained" if data_types is _TRAINABLE else "served"
@@ -393,4 +380,15 @@ def check_tables(
                 f"{[str(d) for d in data_types]}; received {config.data_type}. Quantize a trained "
                 "collection instead."
             )
+        if getattr(config, "pooling", None) is PoolingType.NONE:
+            raise ValueError(
+                f"{owner} pools bags; received PoolingType.NONE for table '{config.name}'. Use an "
+                "EmbeddingCollection or QuantEmbeddingCollection for one embedding per id."
+            )
+    dims = {config.name: config.embedding_dim for config in found}
+    if issubclass(kind, EmbeddingConfig) and len(set(dims.values())) > 1:
+        raise ValueError(
+            f"{owner} needs tables of one embedding_dim; received {dims}. Use one collection per "
+            "dim."
+        )
     return found

@@ -1,9 +1,9 @@
-"""Initial values of tables that depend on seed, table, row and column, and on nothing else.
+"""Initial values of tables, which depend only on seed, table, row and column.
 
-Value `c` of row `r` is the half number `c % 2` of word `r * ceil(dim / 2) + c // 2 + 1` of
-SplitMix64, started at a hash of seed and table. A word is computed from its number alone, so a rank
-draws exactly the rows it owns, where it needs them: the values are the same on CPU and GPU, under
-every plan and world size, and, but for rounding, in every dtype.
+Value `c` of row `r` is half `c % 2` of word `r * ceil(dim / 2) + c // 2 + 1` of SplitMix64, started
+at a hash of seed and table. Each word is a function of its number, so a rank draws only its own
+rows. The values are the same on CPU and GPU, under every plan and world size, and in every dtype
+except for rounding.
 
 SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
 """
@@ -11,7 +11,7 @@ SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generato
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_d
 __all__ = ["BLOCK_ROWS", "draw_seed", "init_rows"]
 
 BLOCK_ROWS = 4096
-"""Rows that an `init_fn` is called with at a time, seeded by their number."""
+"""Rows per call of an `init_fn`; the position of the block is part of the seed."""
 
-# Drawn in one go: on a CPU what stays in a core's cache. Elsewhere each go is some ten launches,
-# and takes 24 bytes a word: 48 MiB.
+# Words per step: on a CPU they fit a core's cache; on a device a step takes about ten kernel
+# launches and 24 bytes per word, 48 MiB.
 _WORDS_ON_CPU, _WORDS_ON_DEVICE = 2**15, 2**21
 # of SplitMix64, as signed numbers
 _STEP, *_FACTORS = (
@@ -58,14 +58,14 @@ def init_rows(
     """Return the initial values of some rows of a table.
 
     Args:
-        seed: Of the collection, the same on all ranks.
-        table_index: Number of the table in its collection.
+        seed: Seed of the collection, equal on all ranks.
+        table_index: Position of the table in its collection.
         row_start: First row.
         row_end: One past the last row.
-        dim: Whole width of the table.
-        config: Gives the range or the `init_fn`.
-        out: [row_end - row_start, dim] any dtype and device, filled in place, where it is; None:
-            allocated, in the dtype of the config, on the CPU.
+        dim: Columns of the table.
+        config: The table's config, with the range or the `init_fn`.
+        out: [row_end - row_start, dim] of any dtype and device, filled in place; None: allocated in
+            the dtype of the config, on the CPU.
 
     Returns:
         `out`.
@@ -79,10 +79,10 @@ def init_rows(
     if out is None:
         dtype = data_type_to_dtype(config.data_type)
         out = torch.empty(row_end - row_start, dim, dtype=dtype, device="cpu")
-    if config.init_fn is None:
+    if config.init_fn is None or not out.shape[0]:
         _draw(seed, table_index, row_start, config, out)
         return out
-    for block in _blocks(row_start, row_end):
+    for block in range(row_start // BLOCK_ROWS, -(-row_end // BLOCK_ROWS)):
         first = block * BLOCK_ROWS
         num_rows = min(BLOCK_ROWS, config.num_embeddings - first)
         values = _call_init_fn(_seed_of(seed, table_index, block), num_rows, dim, config.init_fn)
@@ -94,7 +94,7 @@ def init_rows(
 def _draw(
     seed: int, table_index: int, row_start: int, config: BaseEmbeddingConfig, out: Tensor
 ) -> None:
-    """Fill rows, from `row_start` on, with uniform values."""
+    """Fill the rows from `row_start` with uniform values."""
     low, high = config.get_weight_init_min(), config.get_weight_init_max()
     num_rows, dim = out.shape
     words_per_row = -(-dim // 2)
@@ -108,15 +108,10 @@ def _draw(
         words = torch.arange(number, last, device=out.device).mul_(_STEP).add_(start)
         for shift, factor in ((30, _FACTORS[0]), (27, _FACTORS[1]), (31, 1)):
             words.bitwise_xor_((words >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
-        # each half gives the 24 bits that a float32 holds
+        # each half has more than the 24 bits of precision of a float32
         bits = words.view(torch.int32).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)
         values = bits.float().mul_((high - low) / 2**24).add_(low)
         rows.copy_(values.view(len(rows), -1)[:, :dim])
-
-
-def _blocks(row_start: int, row_end: int) -> Iterator[int]:
-    if row_end > row_start:
-        yield from range(row_start // BLOCK_ROWS, (row_end - 1) // BLOCK_ROWS + 1)
 
 
 def _seed_of(*numbers: int) -> int:
@@ -128,7 +123,7 @@ def _call_init_fn(
     seed: int, num_rows: int, dim: int, init_fn: Callable[[Tensor], Tensor | None]
 ) -> Tensor:
     values = torch.empty(num_rows, dim, dtype=torch.float32, device="cpu")
-    # The user's function draws from the global generator: lend it ours, and give the old one back.
+    # the user's function draws from the global generator, which is restored afterwards
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         returned = init_fn(values)

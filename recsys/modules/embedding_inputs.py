@@ -1,4 +1,4 @@
-"""From a KeyedJaggedTensor to the ids, offsets and weights of the features a lookup reads.
+"""Selection and sanitizing of the ids, offsets and weights that a lookup reads from a batch.
 
 Legend: `F` features of the lookup, `B` batch size, `N` ids.
 """
@@ -29,6 +29,7 @@ __all__ = [
     "are_checked_by_triton",
     "expand_bags",
     "make_safe",
+    "padded_lengths",
     "positions_of",
     "safe_features",
     "safe_inverse_indices",
@@ -37,7 +38,7 @@ __all__ = [
 
 @final
 class SelectedBags(NamedTuple):
-    """The bags of a lookup's features, feature by feature."""
+    """The bags of a lookup's features, feature-major."""
 
     indices: Tensor
     """[N]."""
@@ -49,15 +50,15 @@ class SelectedBags(NamedTuple):
 
 @final
 class FeatureSelector:
-    """Picks a lookup's features from a batch, in the lookup's order.
+    """Selector of a lookup's features from a batch, in the lookup's order.
 
-    Batches usually have the same keys in the same order as the one before, so the permutation is
-    kept; when the batch is in the lookup's order already, nothing is copied.
+    The permutation is cached for the keys of the last batch. A batch in the lookup's order is not
+    copied.
 
     Args:
-        features: [F] the features the lookup reads.
-        tables: [F] the table each of them reads, for messages.
-        owner: Who asks, for messages.
+        features: [F] features of the lookup.
+        tables: [F] table of each feature, for messages.
+        owner: Class of the caller, for messages.
 
     Example:
         >>> kjt = KeyedJaggedTensor(["a", "b"], torch.tensor([5, 6]), lengths=torch.tensor([1, 1]))
@@ -72,20 +73,20 @@ class FeatureSelector:
         self._keys: list[str] | None = None
         self._device: torch.device | None = None
         self.positions: list[int] = []
-        """Of the features among the batch's keys, for the batch seen last."""
+        """Positions of the features among the keys of the last batch."""
         self._permute_F: Tensor | None = None
         self._is_whole = False  # see `reads_whole`
 
     def select(self, batch: KeyedJaggedTensor, weights: Tensor | None) -> SelectedBags:
-        """Pick the features.
+        """Select the features.
 
         Args:
-            batch: With one batch size, or one per key.
+            batch: The batch, with one batch size or one per key.
             weights: [N] weights of the whole batch, or None.
 
         Returns:
-            The bags; with a batch size per key, shorter features are padded with empty bags up to
-            the longest of the batch.
+            The bags. With a batch size per key, features are padded with empty bags to the largest
+            batch size.
 
         Raises:
             KeyError: The batch lacks a feature.
@@ -108,12 +109,8 @@ class FeatureSelector:
         return SelectedBags(indices, ops.complete_cumsum(lengths_FB.flatten()), weights)
 
     def _select_variable(self, batch: KeyedJaggedTensor, weights: Tensor | None) -> SelectedBags:
-        strides = batch.stride_per_key()
-        longest = max(strides)
-        pieces = batch.lengths().split_with_sizes(strides)
-        lengths_FB = torch.stack(
-            [torch.nn.functional.pad(pieces[p], (0, longest - strides[p])) for p in self.positions]
-        )
+        lengths = padded_lengths(batch)
+        lengths_FB = torch.stack([lengths[p] for p in self.positions])
         sizes = batch.length_per_key()
         values = batch.values().split_with_sizes(sizes)
         indices = torch.cat([values[p] for p in self.positions])
@@ -123,30 +120,39 @@ class FeatureSelector:
         return SelectedBags(indices, ops.complete_cumsum(lengths_FB.flatten()), weights)
 
     def reads_whole(self, keys: Sequence[str]) -> bool:
-        """Return whether every feature of batches with these keys is read, and once."""
+        """Return whether the lookup reads each of these keys exactly once."""
         return sorted(self._features) == sorted(keys) == sorted(set(keys))
 
     def _route(self, batch: KeyedJaggedTensor) -> None:
         keys, device = batch.keys(), batch.device()
         self.positions = positions_of(self._features, keys, self._owner, self._tables)
         self._permute_F = None
-        whole = list(range(len(keys)))
         self._is_whole = self.reads_whole(keys)
-        if self.positions != whole:
+        if self.positions != list(range(len(keys))):
             self._permute_F = torch.tensor(self.positions, dtype=torch.int32, device=device)
         self._keys, self._device = list(keys), device
+
+
+def padded_lengths(batch: KeyedJaggedTensor) -> list[Tensor]:
+    """Return the lengths of each key, padded with empty bags to the largest batch size."""
+    strides = batch.stride_per_key()
+    longest = max(strides, default=0)
+    pieces = batch.lengths().split_with_sizes(strides)
+    return [
+        torch.nn.functional.pad(p, (0, longest - s)) for p, s in zip(pieces, strides, strict=True)
+    ]
 
 
 def positions_of(
     features: Sequence[str], keys: Sequence[str], owner: str, tables: Sequence[str] = ()
 ) -> list[int]:
-    """Return where the features that a lookup reads are among the keys of a batch.
+    """Return the positions of a lookup's features among the keys of a batch.
 
     Args:
-        features: [F].
-        keys: Of the batch.
-        owner: Who asks, for messages.
-        tables: [F] the table each feature is looked up in, for messages; or none.
+        features: [F] features of the lookup.
+        keys: Keys of the batch.
+        owner: Class of the caller, for messages.
+        tables: [F] table of each feature, for messages; may be empty.
 
     Returns:
         [F] positions.
@@ -161,18 +167,17 @@ def positions_of(
         raise KeyError(
             f"The batch lacks the features {missing}, which {owner} looks up"
             f"{f' in the tables {where}' if where else ''}; received the keys {preview(keys)}. Add "
-            "them (empty bags will do), or leave them out of the tables' feature_names."
+            "them (bags may be empty), or remove them from the tables' feature_names."
         )
     return [place[feature] for feature in features]
 
 
 def are_checked_by_triton(bags: Parts, mode: BoundsCheckMode) -> bool:
-    """Return whether `make_safe` takes a batch, and does what the mode says.
+    """Return whether `make_safe` supports a batch and the mode.
 
     Args:
-        bags: Of a batch that `check_features` has seen; with batch sizes of their own, features are
-            to be padded to one size first.
-        mode: What happens to bad ids.
+        bags: The bags of a batch after `check_features`, padded to one batch size.
+        mode: Handling of bad ids.
     """
     return (
         bags.values.is_cuda
@@ -185,29 +190,29 @@ def are_checked_by_triton(bags: Parts, mode: BoundsCheckMode) -> bool:
 def make_safe(
     bags: Parts, num_rows_F: Tensor, unpadded: Parts | None = None
 ) -> tuple[Tensor, Parts, Tensor]:
-    """Return a batch that can be read whatever its bags and ids are; no sync.
+    """Sanitize a batch: replace bad bags and ids, without a host wait.
 
-    Inverse indices stay as they are: see `safe_inverse_indices`.
+    Inverse indices are not changed: see `safe_inverse_indices`.
 
     Args:
-        bags: Of a batch that Triton checks, with one batch size.
-        num_rows_F: [F] int64 rows of the table that each feature reads; the largest number where
-            any id is good.
-        unpadded: The same bags before they were padded to one batch size, if they were.
+        bags: The bags of a batch for which `are_checked_by_triton` holds, with one batch size.
+        num_rows_F: [F] int64 rows of the table that each feature reads; the largest int64 if all
+            ids are valid.
+        unpadded: The same bags before padding, if they were padded to one batch size.
 
     Returns:
-        [2] int32, whether bags are bad, and whether ids are; the batch, with other bags where they
-        are, and 0 in place of bad ids; and [F] int64 how many ids each feature has now.
+        [2] int32, whether bags and whether ids are bad; the batch with valid bags and with 0 for
+        bad ids; and the [F] int64 number of ids of each feature.
 
     Raises:
-        ValueError: A `length_per_key` that cannot be.
+        ValueError: `length_per_key` is inconsistent.
     """
     from recsys.kernels import ops_triton
 
-    told, first_ids = bags.length_per_key, None
-    if told is not None:
-        check_length_per_key(bags.keys, told, bags.values)
-        first_ids = ops.upload([0, *accumulate(told)], bags.values.device)
+    known, first_ids = bags.length_per_key, None
+    if known is not None:
+        check_length_per_key(bags.keys, known, bags.values)
+        first_ids = ops.upload([0, *accumulate(known)], bags.values.device)
     given = None if unpadded is None else (unpadded.lengths, unpadded.offsets)
     found, lengths, offsets, values, counts = ops_triton.make_safe(
         bags.lengths, bags.offsets, bags.values, num_rows_F, first_ids, given
@@ -218,26 +223,26 @@ def make_safe(
 def safe_features(
     features: KeyedJaggedTensor, sizes: list[int] | None
 ) -> tuple[KeyedJaggedTensor, Tensor | None]:
-    """On a device: a batch whose bags can be read, and whether it had to be made so; no sync.
+    """Sanitize the bags of a batch on a device, without a host wait.
 
-    On the CPU `check_features` has raised, and there is nothing to do.
+    On the CPU, `check_features` has raised errors already, and the batch is returned.
 
     Args:
-        features: A batch that `check_features` has seen.
-        sizes: Its `length_per_key` if anything is sized by it, else None.
+        features: A batch after `check_features`.
+        sizes: Its `length_per_key` if buffers are allocated by it, else None.
 
     Returns:
-        The batch, with other lengths and inverse indices where they are bad; its features have as
-        many ids as the sizes tell, if they do. And [] bool, None for certainly not.
+        The batch, with valid lengths and inverse indices. If `sizes` are given, they are the
+        numbers of ids per feature. And a [] bool, whether the batch was bad; None if it cannot be.
 
     Raises:
-        ValueError: Ids but no bags, or a `length_per_key` that cannot be.
+        ValueError: A feature has ids but no bags, or `length_per_key` is inconsistent.
     """
     values, lengths = features.values(), features.lengths()
     num_ids = values.numel()
     if values.is_cpu or values.is_meta:
         return features, None
-    told = None
+    known = None
     if sizes is not None:
         check_length_per_key(features.keys(), sizes, values)
     if not lengths.numel():
@@ -245,9 +250,9 @@ def safe_features(
         return features, None
     is_bad = are_bags_bad(lengths, features.offsets(), num_ids)
     if sizes is not None:
-        first_bags, first_ids, sizes_F = _told_sizes(features, sizes)
+        first_bags, first_ids, sizes_F = _known_sizes(features, sizes)
         is_bad = is_bad | (features.offsets().index_select(0, first_bags) != first_ids).any()
-        told = first_bags, sizes_F
+        known = first_bags, sizes_F
     inverse, is_foreign = safe_inverse_indices(features)
     if is_foreign is not None:
         is_bad = is_bad | is_foreign
@@ -255,7 +260,7 @@ def safe_features(
         features.keys(),
         values,
         features.weights_or_none(),
-        safe_lengths(lengths, is_bad, num_ids, told),
+        safe_lengths(lengths, is_bad, num_ids, known),
         stride=features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() or None,
         length_per_key=sizes,
@@ -267,13 +272,13 @@ def safe_features(
 def safe_inverse_indices(
     features: KeyedJaggedTensor,
 ) -> tuple[tuple[list[str], Tensor] | None, Tensor | None]:
-    """On a device: inverse indices that name bags of the batch, and whether they did not; no sync.
+    """Clamp the inverse indices of a batch on a device to its bags, without a host wait.
 
     Args:
         features: A batch.
 
     Returns:
-        The indices, if it has any; and [] bool, None for certainly not.
+        The indices, or None; and a [] bool, whether an index was clamped, or None.
     """
     inverse = features.inverse_indices_or_none()
     if inverse is None or not inverse[1].numel():
@@ -287,8 +292,8 @@ def safe_inverse_indices(
     return (keys, safe_rows), (safe_rows != rows).any()
 
 
-def _told_sizes(features: KeyedJaggedTensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Return for each feature with bags the first, the first id, and how many ids there are.
+def _known_sizes(features: KeyedJaggedTensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Return the first bag, the first id and the number of ids of each feature with bags.
 
     Raises:
         ValueError: A feature has ids but no bags.
@@ -298,24 +303,24 @@ def _told_sizes(features: KeyedJaggedTensor, sizes: list[int]) -> tuple[Tensor, 
     if sizes_F[~has_bags].any():
         features.validate()
     before = [x.cumsum() - x for x in (bags_F, sizes_F)]
-    told = np.stack([*before, sizes_F])[:, has_bags]
-    return ops.upload(told, features.device()).unbind()
+    known = np.stack([*before, sizes_F])[:, has_bags]
+    return ops.upload(known, features.device()).unbind()
 
 
 def is_on_meta(features: object) -> bool:
-    """Return whether a batch has shapes and no values."""
+    """Return whether a batch is on the `meta` device."""
     return isinstance(features, KeyedJaggedTensor) and features.values().is_meta
 
 
 def expand_bags(
     pooled_BD: Tensor, dims: tuple[int, ...], names: tuple[str, ...], features: KeyedJaggedTensor
 ) -> Tensor:
-    """Give each sample the bag that its inverse index names, feature by feature.
+    """Gather the bag of each sample by inverse indices, per feature.
 
     Args:
-        pooled_BD: One row per bag; features of fewer bags are padded at the end.
+        pooled_BD: One row per bag; features with fewer bags are padded at the end.
         dims: [F] columns of each output.
-        names: [F] the feature of each output.
+        names: [F] feature of each output.
         features: The batch, with one batch size per key and inverse indices.
 
     Returns:
@@ -334,7 +339,7 @@ def expand_bags(
 def _feature_of_chunk(
     dims: tuple[int, ...], names: tuple[str, ...], keys: tuple[str, ...], device: torch.device
 ) -> tuple[int, Tensor]:
-    """Return the width of a chunk, and for each of a row the place of its inverse indices."""
+    """Return the width of a chunk, and the position of the inverse indices of each chunk."""
     chunk = gcd(*dims)
     place = {key: i for i, key in enumerate(keys)}
     features = [

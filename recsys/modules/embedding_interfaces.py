@@ -1,8 +1,9 @@
-"""What callers may expect of a collection, sharded or not."""
+"""Interfaces of collections, sharded or not."""
 
 from __future__ import annotations
 
 import abc
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import nn
@@ -35,7 +36,7 @@ class EmbeddingBagCollectionInterface(abc.ABC, nn.Module):
 
     @abc.abstractmethod
     def is_weighted(self) -> bool:
-        """Return whether ids come with weights."""
+        """Return whether ids have weights."""
 
 
 class EmbeddingCollectionInterface(abc.ABC, nn.Module):
@@ -51,20 +52,22 @@ class EmbeddingCollectionInterface(abc.ABC, nn.Module):
 
     @abc.abstractmethod
     def need_indices(self) -> bool:
-        """Return whether the ids are returned too."""
+        """Return whether the output includes the ids."""
 
     @abc.abstractmethod
     def embedding_dim(self) -> int:
-        """Columns of every table."""
+        """Return the number of columns of every table."""
 
     @abc.abstractmethod
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Per table the names of its outputs."""
+        """Return the names of the outputs of each table."""
 
 
 @checked
 def get_embedding_names_by_table(tables: Sequence[BaseEmbeddingConfig]) -> list[list[str]]:
-    """Per table the names of its outputs: feature, or "feature@table" if several tables read it.
+    """Return the names of the outputs of each table.
+
+    The name is the feature, or "feature@table" if several tables read the feature.
 
     Args:
         tables: The tables of one collection.
@@ -79,10 +82,7 @@ def get_embedding_names_by_table(tables: Sequence[BaseEmbeddingConfig]) -> list[
         ... ])
         [['user@users', 'friend'], ['user@bias']]
     """
-    readers: dict[str, int] = {}
-    for table in tables:
-        for feature in table.feature_names:
-            readers[feature] = readers.get(feature, 0) + 1
+    readers = Counter(feature for table in tables for feature in table.feature_names)
     return [
         [f if readers[f] == 1 else f"{f}@{table.name}" for f in table.feature_names]
         for table in tables

@@ -1,7 +1,6 @@
-"""Towers: an embedding module, and what makes one vector per sample of its embeddings.
+"""Towers: an embedding module, and an interaction module that maps its output to one vector.
 
-Sharding replaces the collections inside; the interactions stay dense and are replicated. Shape:
-`B` samples.
+Sharding replaces the collections inside; the dense interactions are replicated. Shape: `B` samples.
 """
 
 from typing import Any
@@ -17,14 +16,14 @@ from recsys.sparse import KeyedJaggedTensor
 
 @checked
 def tower_input_params(module: nn.Module) -> tuple[bool, bool]:
-    """Tell which of a model's two kinds of features an embedding module reads.
+    """Return the kinds of features that an embedding module reads.
 
     Args:
-        module: of a tower.
+        module: The embedding module of a tower.
 
     Returns:
-        Whether it is called with unweighted features, and whether with weighted ones. A module that
-        is no collection is called with both, in that order.
+        Whether it reads the unweighted features, and whether it reads the weighted features. A
+        module that is not a collection reads both, in this order.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -43,9 +42,9 @@ class EmbeddingTower(nn.Module):
     """Embeddings and their interaction.
 
     Args:
-        embedding_module: a collection, or a module that looks features up in several.
-        interaction_module: maps what that gives to `[B, columns]`.
-        device: where both are moved; None: they stay.
+        embedding_module: A collection, or a module with several collections.
+        interaction_module: Maps the output of the embedding module to `[B, columns]`.
+        device: Both modules are moved to this device; None: they are not moved.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -73,11 +72,11 @@ class EmbeddingTower(nn.Module):
             self.to(device)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Look features up and let them interact.
+        """Look up features and apply the interaction.
 
         Args:
-            args: of the embedding module.
-            kwargs: of the embedding module.
+            args: Arguments of the embedding module.
+            kwargs: Arguments of the embedding module.
 
         Returns:
             `[B, columns]`.
@@ -86,19 +85,19 @@ class EmbeddingTower(nn.Module):
         return output
 
     def script_form(self) -> nn.Module:
-        """Return what TorchScript compiles in place of this module."""
+        """Return the module that TorchScript compiles in place of this module."""
         return scripted_tower(self.embedding, self.interaction)
 
 
 class EmbeddingTowerCollection(nn.Module):
-    """Towers side by side.
+    """Several towers with concatenated outputs.
 
     Args:
-        towers: the towers; those whose collection is weighted read the weighted features.
-        device: where they are moved; None: they stay.
+        towers: The towers. A tower with a weighted collection reads the weighted features.
+        device: The towers are moved to this device; None: they are not moved.
 
     Raises:
-        ValueError: there is no tower.
+        ValueError: There is no tower.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -123,7 +122,7 @@ class EmbeddingTowerCollection(nn.Module):
         if not towers:
             raise ValueError("EmbeddingTowerCollection needs at least one tower; received none.")
         self.towers = nn.ModuleList(towers)
-        # Noted here: sharding replaces the collections by modules of another type.
+        # computed here, as sharding replaces the collections by modules of another type
         self._input_params = [tower_input_params(tower.embedding) for tower in towers]
         if device is not None:
             self.to(device)
@@ -136,14 +135,14 @@ class EmbeddingTowerCollection(nn.Module):
         """Apply all towers.
 
         Args:
-            features: of the towers that read unweighted ones.
-            weighted_features: of the towers that read weighted ones.
+            features: Unweighted features.
+            weighted_features: Weighted features.
 
         Returns:
             `[B, columns of all towers]`, in the order of the towers.
 
         Raises:
-            ValueError: a tower's features are missing.
+            ValueError: The features of a tower are missing.
         """
         outputs = []
         for place, (tower, reads) in enumerate(zip(self.towers, self._input_params, strict=True)):
@@ -159,5 +158,5 @@ class EmbeddingTowerCollection(nn.Module):
         return torch.cat(outputs, dim=1)
 
     def script_form(self) -> nn.Module:
-        """Return what TorchScript compiles in place of this module."""
+        """Return the module that TorchScript compiles in place of this module."""
         return ScriptedTowers(list(self.towers), self._input_params)

@@ -1,4 +1,4 @@
-"""Feature processors: modules that weigh the ids of a batch before they are looked up.
+"""Feature processors: modules that compute the weights of ids before the lookup.
 
 Legend: `P` positions of a bag, `N` ids.
 """
@@ -17,9 +17,7 @@ from recsys.modules.position_weights import (
     PositionGather,
     PositionWeights,
     ScriptedPositions,
-    trimmed,
     weigh,
-    with_weights,
 )
 from recsys.modules.traced import is_proxy, record
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
@@ -36,7 +34,7 @@ __all__ = [
 
 
 class FeatureProcessor(nn.Module, abc.ABC):
-    """Weighs the ids of one feature."""
+    """Base of processors that compute the weights of one feature's ids."""
 
     @abc.abstractmethod
     def forward(self, features: JaggedTensor) -> JaggedTensor:
@@ -44,7 +42,7 @@ class FeatureProcessor(nn.Module, abc.ABC):
 
 
 class FeatureProcessorsCollection(nn.Module, abc.ABC):
-    """Weighs the ids of many features at once."""
+    """Base of processors that compute the weights of many features' ids at once."""
 
     @abc.abstractmethod
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -52,7 +50,7 @@ class FeatureProcessorsCollection(nn.Module, abc.ABC):
 
 
 class BaseFeatureProcessor(nn.Module, abc.ABC):
-    """Weighs the ids of features in a dict; in new code a `FeatureProcessorsCollection`."""
+    """Base of processors of a dict of features; new code uses `FeatureProcessorsCollection`."""
 
     @abc.abstractmethod
     def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
@@ -60,7 +58,7 @@ class BaseFeatureProcessor(nn.Module, abc.ABC):
 
 
 class BaseGroupedFeatureProcessor(nn.Module, abc.ABC):
-    """Weighs the ids of some features; in new code a `FeatureProcessorsCollection`."""
+    """Base of processors of some features; new code uses `FeatureProcessorsCollection`."""
 
     @abc.abstractmethod
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -68,13 +66,13 @@ class BaseGroupedFeatureProcessor(nn.Module, abc.ABC):
 
 
 class PositionWeightedModule(FeatureProcessor):
-    """Weighs each id of one feature by its position in its bag, with weights that are learned.
+    """Learned weights of the ids of one feature by their position in a bag.
 
-    The first click of a session may say more than the tenth. All weights are 1 at first.
+    For example, the first click of a session may matter more than the tenth. Initial weights are 1.
 
     Args:
-        max_feature_length: How many ids a bag may have.
-        device: Where the weights live; None: torch's default device.
+        max_feature_length: Maximum number of ids of a bag.
+        device: Device of the weights; None: torch's default device.
 
     Attributes:
         position_weight: [P] parameter.
@@ -96,7 +94,7 @@ class PositionWeightedModule(FeatureProcessor):
         if max_feature_length < 1:
             raise ValueError(
                 "PositionWeightedModule.max_feature_length must be at least 1; received "
-                f"{max_feature_length}. Give the length of the longest bag."
+                f"{max_feature_length}. Pass the length of the longest bag."
             )
         self.position_weight = nn.Parameter(torch.ones(max_feature_length, device=device))
         self._gather = PositionGather({"": max_feature_length}, type(self).__name__)
@@ -111,16 +109,16 @@ class PositionWeightedModule(FeatureProcessor):
 
     @checked_late
     def forward(self, features: JaggedTensor) -> JaggedTensor:
-        """Weigh a batch.
+        """Set the weights of a batch.
 
         Args:
-            features: The bags of the feature; weights that they have are replaced.
+            features: The bags of the feature; their own weights are replaced.
 
         Returns:
             The same bags with weights, [N] of the parameter's dtype.
 
         Raises:
-            ValueError: A bag is too long (on CUDA one of an earlier batch: see `check_lengths`),
+            ValueError: A bag is too long (on CUDA, a bag of an earlier batch: see `check_lengths`),
                 or the bags are on another device than the weights.
         """
         check_input(f"{type(self).__name__}: features", features, JaggedTensor)
@@ -135,42 +133,40 @@ class PositionWeightedModule(FeatureProcessor):
         return JaggedTensor.from_parts(values, weights, lengths, offsets)
 
     def script_form(self) -> nn.Module:
-        """Return what TorchScript compiles in place of this module."""
-        return _ScriptedPosition(ScriptedPositions({"": self.position_weight}, type(self).__name__))
+        """Return the module that TorchScript compiles in place of this module."""
+        return _ScriptedPosition(self.position_weight, type(self).__name__)
 
 
 def _weigh_bags(features: JaggedTensor, weight: Tensor, owner: str) -> JaggedTensor:
-    """Weigh the bags of one feature, as one node of a graph of `torch.fx`."""
+    """Set the weights of one feature; one node of a graph of `torch.fx`."""
     keyed = KeyedJaggedTensor([""], features.values(), None, features.lengths())
     weighed = weigh(keyed, [weight], [""], owner)
-    return JaggedTensor(weighed.values(), weighed.weights(), features.lengths())
+    return JaggedTensor(features.values(), weighed.weights(), features.lengths())
 
 
 class _ScriptedPosition(nn.Module):
-    """A `PositionWeightedModule` as TorchScript compiles it."""
+    """A `PositionWeightedModule` for TorchScript."""
 
-    def __init__(self, positions: ScriptedPositions) -> None:
+    def __init__(self, weight: nn.Parameter, owner: str) -> None:
         super().__init__()
-        self.positions = positions
+        self.weight = weight
+        self.owner = owner
 
     def forward(self, features: JaggedTensor) -> JaggedTensor:
-        keyed = KeyedJaggedTensor([""], features.values(), None, features.lengths())
-        weights = self.positions(keyed).weights()
-        return JaggedTensor(features.values(), weights, features.lengths())
+        return _weigh_bags(features, self.weight, self.owner)
 
 
 class PositionWeightedModuleCollection(FeatureProcessorsCollection):
-    """Weighs each id by its position in its bag, with weights that are learned for each feature.
+    """Learned weights of ids by their position in a bag, for several features in one gather.
 
-    All features are weighed in one gather. All weights are 1 at first, and stay 1 for features of
-    a batch that the collection does not know.
+    Initial weights are 1. Ids of other features get weight 1.
 
     Args:
-        max_feature_lengths: Feature to how many ids one of its bags may have.
-        device: Where the weights live; None: torch's default device.
+        max_feature_lengths: Maximum number of ids of a bag, by feature.
+        device: Device of the weights; None: torch's default device.
 
     Attributes:
-        position_weights: Feature to parameter [P].
+        position_weights: Parameter [P] by feature.
 
     Raises:
         ValueError: A length is not positive.
@@ -198,7 +194,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
     @property
     @torch.jit.unused
     def position_weights_dict(self) -> dict[str, nn.Parameter]:
-        """Feature to parameter [P]."""
+        """The parameters [P] by feature."""
         return dict(self.position_weights.items())
 
     def reset_parameters(self) -> None:
@@ -211,32 +207,27 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
 
     @checked_late
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Weigh a batch.
+        """Set the weights of a batch.
 
         Args:
-            features: The batch, of one batch size or one per key; weights that it has are replaced.
+            features: The batch, with one batch size or one per key; its own weights are replaced.
 
         Returns:
             The same ids in the same bags with weights, [N] of the parameters' dtype.
 
         Raises:
-            ValueError: A bag is too long (on CUDA one of an earlier batch: see `check_lengths`),
+            ValueError: A bag is too long (on CUDA, a bag of an earlier batch: see `check_lengths`),
                 or the batch is on another device than the weights.
         """
-        weights = self.position_weights.tensors()
-        if is_proxy(features):
-            names = list(self.max_feature_lengths)
-            return record(weigh, features, weights, names, type(self).__name__)  # type: ignore[no-any-return]
-        features = trimmed(features)
-        return with_weights(features, self._gather(weights, features))
+        return self._gather.weigh(features, self.position_weights.tensors())
 
     def script_form(self) -> nn.Module:
-        """Return what TorchScript compiles in place of this module."""
+        """Return the module that TorchScript compiles in place of this module."""
         return ScriptedPositions(self.position_weights_dict, type(self).__name__)
 
 
 class PositionWeightedProcessor(PositionWeightedModuleCollection, BaseGroupedFeatureProcessor):
-    """As its base, and leaves out the features of a batch that it does not know.
+    """A `PositionWeightedModuleCollection` that drops other features from the batch.
 
     Example:
         >>> batch = KeyedJaggedTensor(
@@ -248,12 +239,12 @@ class PositionWeightedProcessor(PositionWeightedModuleCollection, BaseGroupedFea
 
     @checked_late
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Weigh a batch, and leave out its other features; arguments and errors as in the base."""
+        """Set the weights of a batch and drop other features; arguments and errors as the base."""
         keys = features.keys()
         known = [i for i, key in enumerate(keys) if key in self.max_feature_lengths]
         return super().forward(features if len(known) == len(keys) else features.permute(known))
 
     def script_form(self) -> nn.Module:
-        """Return what TorchScript compiles in place of this module."""
+        """Return the module that TorchScript compiles in place of this module."""
         weights, owner = self.position_weights_dict, type(self).__name__
         return ScriptedPositions(weights, owner, keeps_others=False)

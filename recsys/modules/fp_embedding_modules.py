@@ -1,4 +1,4 @@
-"""FeatureProcessedEmbeddingBagCollection: bags whose ids are weighed before they are pooled.
+"""FeatureProcessedEmbeddingBagCollection: feature processors before a pooled lookup.
 
 Legend: `B` batch size, `D` columns, `N` ids.
 """
@@ -23,10 +23,9 @@ from recsys.modules.position_weights import (
     PositionGather,
     ScriptedPositions,
     trimmed,
-    weigh,
     with_weights,
 )
-from recsys.modules.traced import is_exporting, is_proxy, record
+from recsys.modules.traced import is_exporting, is_proxy
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["FeatureProcessedEmbeddingBagCollection", "FeatureProcessorDictWrapper"]
@@ -35,14 +34,14 @@ __all__ = ["FeatureProcessedEmbeddingBagCollection", "FeatureProcessorDictWrappe
 class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
     """A collection of one processor per feature.
 
-    Position weights of all features are found in one gather; other processors are called feature by
-    feature, which on CUDA waits for the batch's lengths. Features without a processor get weight 1.
+    Position weights of all features need one gather. Other processors are called per feature; on
+    CUDA the host waits for the batch's lengths. Ids of features without a processor get weight 1.
 
     Args:
-        feature_processors: Feature to its processor.
+        feature_processors: Processors by feature.
 
     Raises:
-        TypeError: A processor is none.
+        TypeError: A value is not a `FeatureProcessor`.
 
     Example:
         >>> processors = FeatureProcessorDictWrapper({"clicks": PositionWeightedModule(3)})
@@ -68,25 +67,21 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
             self._gather = PositionGather(lengths, PositionWeightedModule.__name__)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Weigh a batch.
+        """Set the weights of a batch.
 
         Args:
-            features: The batch; a processor sees the weights it has.
+            features: The batch; processors receive its own weights.
 
         Returns:
             The same ids in the same bags, with weights [N].
 
         Raises:
-            ValueError: A processor returned no weights, or not one per id; processors of other
-                kinds are traced or exported; or as the processors.
+            ValueError: A processor did not return one weight per id, processors other than
+                `PositionWeightedModule` are traced or exported, or a processor raised it.
         """
         if self._gather is not None:
-            positions: list[Tensor] = [p.position_weight for p in self._processors().values()]
-            if is_proxy(features):
-                parts = positions, list(self._processors()), PositionWeightedModule.__name__
-                return record(weigh, features, *parts)  # type: ignore[no-any-return]
-            features = trimmed(features)
-            return with_weights(features, self._gather(positions, features))
+            weights: list[Tensor] = [p.position_weight for p in self._processors().values()]
+            return self._gather.weigh(features, weights)
         if is_exporting() or is_proxy(features):
             raise self._needs_eager_mode()
         features = trimmed(features)
@@ -94,10 +89,10 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
         return with_weights(features, weigh_each(self, features))
 
     def script_form(self) -> nn.Module:
-        """Return what TorchScript compiles in place of this module.
+        """Return the module that TorchScript compiles in place of this module.
 
         Raises:
-            ValueError: A processor is no `PositionWeightedModule`.
+            ValueError: A processor is not a `PositionWeightedModule`.
         """
         if self._gather is None:
             raise self._needs_eager_mode()
@@ -107,9 +102,9 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
     def _needs_eager_mode(self) -> ValueError:
         kinds = sorted({type(processor).__name__ for processor in self._modules.values()})
         return ValueError(
-            f"A graph has feature processors that work on the whole batch; received {kinds}, "
-            "which are called feature by feature. Pass a PositionWeightedModule for each "
-            "feature, or a FeatureProcessorsCollection."
+            f"A graph needs feature processors of the whole batch; received {kinds}, which are "
+            "called per feature. Pass a PositionWeightedModule for each feature, or a "
+            "FeatureProcessorsCollection."
         )
 
     def check_lengths(self) -> None:
@@ -143,23 +138,23 @@ def _weigh_each(processors: FeatureProcessorDictWrapper, features: KeyedJaggedTe
 
 
 _run_eagerly: Any = torch.compiler.disable(
-    _weigh_each, reason="feature processors in a dict run eagerly, feature by feature"
+    _weigh_each, reason="feature processors in a dict run eagerly, one per feature"
 )
 
 
 class FeatureProcessedEmbeddingBagCollection(nn.Module):
-    """Weighs the ids of a batch, and looks up and pools the bags.
+    """Pooled lookup of bags whose weights feature processors compute.
 
-    The processors are ordinary dense modules, trained by the gradient that reaches the weights.
+    The processors are ordinary dense modules, trained by the gradient of the weights.
 
     Args:
-        embedding_bag_collection: The tables; built with `is_weighted=True`.
+        embedding_bag_collection: The tables, built with `is_weighted=True`.
         feature_processors: One processor for each feature of the tables, by name; or a collection
-            for all of them.
+            for all features.
 
     Raises:
-        TypeError: A processor in a dict is no `FeatureProcessor`.
-        ValueError: The tables take no weights, or a dict has not exactly their features.
+        TypeError: A processor in a dict is not a `FeatureProcessor`.
+        ValueError: The tables have no weights, or the dict does not have exactly their features.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -183,8 +178,8 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         super().__init__()
         if not embedding_bag_collection.is_weighted():
             raise ValueError(
-                "FeatureProcessedEmbeddingBagCollection needs tables that take weights; received "
-                "an EmbeddingBagCollection without. Build it with is_weighted=True."
+                "FeatureProcessedEmbeddingBagCollection needs an EmbeddingBagCollection with "
+                "is_weighted=True; received is_weighted=False."
             )
         if not isinstance(feature_processors, FeatureProcessorsCollection):
             given = set(feature_processors)
@@ -193,24 +188,24 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
             if given != wanted:
                 raise ValueError(
                     "feature_processors must have exactly the features of the tables; missing: "
-                    f"{sorted(wanted - given)}, unknown: {sorted(given - wanted)}. To weigh only "
-                    "some features pass a FeatureProcessorsCollection."
+                    f"{sorted(wanted - given)}, unknown: {sorted(given - wanted)}. To process only "
+                    "some features, pass a FeatureProcessorsCollection."
                 )
             feature_processors = FeatureProcessorDictWrapper(feature_processors)
         self._embedding_bag_collection = embedding_bag_collection
         self._feature_processors = feature_processors
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Weigh, look up and pool a batch.
+        """Apply the processors, look up and pool a batch.
 
         Args:
-            features: Ids int32 or int64 for all features of the tables; weights are not needed.
+            features: int32 or int64 ids of all features of the tables; weights are not needed.
 
         Returns:
-            fp32 [B, sum of D], as the `EmbeddingBagCollection` returns it.
+            fp32 [B, sum of D], as returned by the `EmbeddingBagCollection`.
 
         Raises:
-            ValueError: As the processors, such as for a bag longer than its position weights.
+            ValueError: As the processors, for example a bag longer than its position weights.
             KeyError: As the `EmbeddingBagCollection`.
             TypeError: As the `EmbeddingBagCollection`.
             IndexError: As the `EmbeddingBagCollection`.
@@ -223,5 +218,5 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         return self._feature_processors, self._embedding_bag_collection
 
     def is_weighted(self) -> bool:
-        """Return whether ids come with weights: they do, from the processors."""
+        """Return True: the processors compute weights."""
         return True

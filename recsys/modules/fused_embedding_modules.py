@@ -1,7 +1,7 @@
-"""Collections that are made with the optimizer which updates their tables in backward.
+"""Collections built with an optimizer that updates their tables in backward.
 
-`EmbeddingBagCollection` and `EmbeddingCollection` after `apply_optimizer_in_backward` are the same;
-these take both steps at once and show the optimizer.
+They equal `EmbeddingBagCollection` and `EmbeddingCollection` after `apply_optimizer_in_backward`,
+and expose the optimizer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from recsys.optim.fused import FusedOptimizer, TablesGroup
 
 @final
 class _TablesOptimizer(FusedOptimizer):
-    """The optimizer of one unsharded collection; what it would do backward has done."""
+    """Optimizer of an unsharded collection, whose updates happen in backward."""
 
     def __init__(self, collection: TableCollection, tables_name: str) -> None:
         weights = collection.table_weights()
@@ -53,14 +53,14 @@ class _TablesOptimizer(FusedOptimizer):
         return None if closure is None else closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: no gradient is kept."""
+        """Do nothing, as no gradient is stored."""
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Do nothing: the tables have their state from the start."""
+        """Do nothing, as the tables have their state from the start."""
 
 
 class _OwnsOptimizer(TableCollection):
-    """What the two kinds of collections share: the optimizer that they were made with."""
+    """Base of collections with an optimizer in backward."""
 
     _tables_name: ClassVar[str]
 
@@ -73,10 +73,11 @@ class _OwnsOptimizer(TableCollection):
         name = getattr(location, "name", None)
         if name not in (None, "DEVICE", "HOST"):
             raise ValueError(
-                f"A {type(self).__name__} is on its device; received location {name}. Leave it "
-                "out, and shard the model with compute kernel 'fused_uvm' or 'fused_uvm_caching'."
+                f"{type(self).__name__}.location must be None, DEVICE or HOST; received {name}. "
+                "For other locations, shard the model with compute kernel 'fused_uvm' or "
+                "'fused_uvm_caching'."
             )
-        # One that tables do not know is an error now, not at the first lookup.
+        # an unsupported optimizer is an error here, not at the first lookup
         AttachedOptimizer(optimizer_type, optimizer_kwargs).spec()
         apply_optimizer_in_backward(optimizer_type, self.parameters(), optimizer_kwargs)
         self._optimizer_type = optimizer_type
@@ -87,13 +88,13 @@ class _OwnsOptimizer(TableCollection):
         return self._optimizer_type
 
     def optimizer_kwargs(self) -> dict[str, Any]:
-        """Its arguments."""
+        """Return the arguments of the tables' optimizer."""
         return self._optimizer_kwargs
 
     def fused_optimizer(self) -> FusedOptimizer:
-        """Return the tables' optimizer as it is now: its state to save and load, its `lr` to set.
+        """Return the tables' optimizer, to save and load its state and to set `lr`.
 
-        `step()` has nothing left to do. Ask again after the collection was moved.
+        `step()` does nothing. After the collection is moved, call this again.
         """
         return _TablesOptimizer(self, self._tables_name)
 
@@ -102,17 +103,17 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection, _OwnsOptimizer):
     """An `EmbeddingBagCollection` whose tables own an optimizer.
 
     Args:
-        tables: As of `EmbeddingBagCollection`.
-        optimizer_type: A class of torch.optim or recsys.optim that tables know.
-        optimizer_kwargs: Its arguments, such as `{"lr": 0.1}`.
-        is_weighted: As of `EmbeddingBagCollection`.
-        device: As of `EmbeddingBagCollection`.
-        location: None, `DEVICE` or `HOST`: the tables are on `device`.
-        bounds_check_mode: As of `EmbeddingBagCollection`.
+        tables: As for `EmbeddingBagCollection`.
+        optimizer_type: A class of torch.optim or recsys.optim that tables support.
+        optimizer_kwargs: Arguments of the optimizer, such as `{"lr": 0.1}`.
+        is_weighted: As for `EmbeddingBagCollection`.
+        device: As for `EmbeddingBagCollection`.
+        location: None, `DEVICE` or `HOST`; the tables are on `device`.
+        bounds_check_mode: As for `EmbeddingBagCollection`.
 
     Raises:
-        ValueError: As of `EmbeddingBagCollection`; an optimizer or a setting that tables do not
-            know, or another location.
+        ValueError: As `EmbeddingBagCollection`; or tables do not support the optimizer, a setting
+            of it, or the location.
 
     Example:
         >>> from recsys.sparse import KeyedJaggedTensor
@@ -147,17 +148,17 @@ class FusedEmbeddingCollection(EmbeddingCollection, _OwnsOptimizer):
     """An `EmbeddingCollection` whose tables own an optimizer.
 
     Args:
-        tables: As of `EmbeddingCollection`.
-        optimizer_type: A class of torch.optim or recsys.optim that tables know.
-        optimizer_kwargs: Its arguments, such as `{"lr": 0.1}`.
-        device: As of `EmbeddingCollection`.
-        need_indices: As of `EmbeddingCollection`.
-        location: None, `DEVICE` or `HOST`: the tables are on `device`.
-        bounds_check_mode: As of `EmbeddingCollection`.
+        tables: As for `EmbeddingCollection`.
+        optimizer_type: A class of torch.optim or recsys.optim that tables support.
+        optimizer_kwargs: Arguments of the optimizer, such as `{"lr": 0.1}`.
+        device: As for `EmbeddingCollection`.
+        need_indices: As for `EmbeddingCollection`.
+        location: None, `DEVICE` or `HOST`; the tables are on `device`.
+        bounds_check_mode: As for `EmbeddingCollection`.
 
     Raises:
-        ValueError: As of `EmbeddingCollection`; an optimizer or a setting that tables do not
-            know, or another location.
+        ValueError: As `EmbeddingCollection`; or tables do not support the optimizer, a setting of
+            it, or the location.
 
     Example:
         >>> films = EmbeddingConfig(100, 4, "films", feature_names=["film"])
@@ -192,20 +193,20 @@ def fuse_embedding_optimizer(
     device: torch.device,
     location: EmbeddingLocation | None = None,
 ) -> nn.Module:
-    """Replace, in place, every collection of a model by a fused one with its weights.
+    """Replace every collection of a model in place by a fused collection with the same weights.
 
     Args:
         model: The model, or a collection.
-        optimizer_type: Of all tables.
-        optimizer_kwargs: Of all tables.
-        device: Where the tables go.
-        location: As of `FusedEmbeddingBagCollection`.
+        optimizer_type: Class of the tables' optimizer.
+        optimizer_kwargs: Arguments of the optimizer.
+        device: Device of the new tables.
+        location: As for `FusedEmbeddingBagCollection`.
 
     Returns:
-        The model, or what takes the place of the collection.
+        The model, or the fused collection.
 
     Raises:
-        ValueError: As of `FusedEmbeddingBagCollection`.
+        ValueError: As `FusedEmbeddingBagCollection`.
 
     Example:
         >>> films = EmbeddingBagConfig(100, 4, "films", feature_names=["film"])
@@ -215,11 +216,8 @@ def fuse_embedding_optimizer(
         'FusedEmbeddingBagCollection'
     """
     made: dict[int, nn.Module] = {}
-
-    def fused(module: nn.Module) -> nn.Module:
-        if id(module) in made:
-            return made[id(module)]
-        settings: dict[str, Any] = {"device": device, "location": location}
+    settings: dict[str, Any] = {"device": device, "location": location}
+    for module in model.modules():
         new: TableCollection
         if type(module) is EmbeddingBagCollection:
             new = FusedEmbeddingBagCollection(
@@ -233,14 +231,11 @@ def fuse_embedding_optimizer(
                 **settings,
             )  # fmt: skip
         else:
-            made[id(module)] = module
-            for name, child in module._modules.items():
-                module._modules[name] = None if child is None else fused(child)
-            return module
+            continue
         if "meta" not in (module.device.type, new.device.type):
             new.load_state_dict(module.state_dict())
-        new.train(module.training)
-        made[id(module)] = new
-        return new
-
-    return fused(model)
+        made[id(module)] = new.train(module.training)
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            parent._modules[name] = made.get(id(child), child)
+    return made.get(id(model), model)

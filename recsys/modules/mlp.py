@@ -39,17 +39,17 @@ class Perceptron(nn.Module):
     """One linear layer and its activation.
 
     Args:
-        in_size: columns of the input; with 0 the output is the learned constant.
-        out_size: columns of the output.
-        bias: whether the layer adds a learned constant.
-        activation: applied to the layer's output.
-        device: where the parameters are.
-        dtype: of the parameters.
-        batch_norm: whether a `BatchNorm1d` stands between layer and activation.
-        dropout: share of the outputs that are set to 0 in training, in [0, 1).
+        in_size: Columns of the input; with 0 the output is a learned constant.
+        out_size: Columns of the output.
+        bias: Add a learned constant.
+        activation: Applied to the layer's output.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+        batch_norm: Apply a `BatchNorm1d` between layer and activation.
+        dropout: Fraction of the outputs that is zeroed in training, in [0, 1).
 
     Raises:
-        ValueError: `dropout` is out of its range.
+        ValueError: `dropout` is out of range.
 
     Example:
         >>> Perceptron(3, 2)(torch.ones(5, 3)).shape
@@ -74,17 +74,15 @@ class Perceptron(nn.Module):
         whole("Perceptron.out_size", out_size)
         if not 0 <= dropout < 1:
             raise ValueError(
-                f"dropout must be in [0, 1); received {dropout}. It is the share of outputs that "
-                "are set to 0."
+                f"dropout must be in [0, 1); received {dropout}. It is the fraction of zeroed "
+                "outputs."
             )
-        self._in_size = in_size
-        self._out_size = out_size
-        # The names of the parts are those of checkpoints that users already have.
+        # names match existing checkpoints
         with warnings.catch_warnings():
             if in_size == 0:
                 warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
             self._linear = nn.Linear(in_size, out_size, bias=bias, device=device, dtype=dtype)
-        if in_size == 0 and bias:  # torch sets it to 0, where relu lets no gradient through
+        if in_size == 0 and bias:  # torch initializes it to 0, where the gradient of relu is 0
             nn.init.uniform_(self._linear.bias, -1, 1)
         self._norm = nn.BatchNorm1d(out_size, device=device, dtype=dtype) if batch_norm else None
         self._activation_fn = activation
@@ -109,25 +107,25 @@ class Perceptron(nn.Module):
 
 
 class MLP(nn.Module):
-    """Layers one after another, each with its activation.
+    """Sequence of linear layers with activations.
 
     Args:
-        in_size: columns of the input; with 0 the first layer gives a learned constant.
-        layer_sizes: columns of each layer's output; without layers the input is given back.
-        bias: whether layers add a learned constant.
-        activation: a function; a module, shared by all layers; a module class or a function without
-            arguments, of which each layer gets its own; or one of the names `"relu"`,
-            `"sigmoid"`, `"swish_layernorm"`.
-        device: where the parameters are.
-        dtype: of the parameters.
-        activation_on_last: whether the last layer has the activation too; without it the last layer
-            has no batch norm and no dropout either.
-        batch_norm: whether layers have a `BatchNorm1d` before the activation.
-        dropout: share of each layer's outputs that are set to 0 in training, in [0, 1).
+        in_size: Columns of the input; with 0 the output of the first layer is a learned constant.
+        layer_sizes: Columns of each layer's output; without layers the output is the input.
+        bias: Add a learned constant in each layer.
+        activation: A function; a module, shared by all layers; a module class, or a function
+            without arguments that returns a module, called once per layer; or `"relu"`,
+            `"sigmoid"` or `"swish_layernorm"`.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+        activation_on_last: Apply the activation in the last layer too. Without it, the last layer
+            has no batch norm and no dropout.
+        batch_norm: Apply a `BatchNorm1d` before each activation.
+        dropout: Fraction of each layer's outputs that is zeroed in training, in [0, 1).
 
     Raises:
-        ValueError: an unknown activation name, a layer size below 1, an input size below 0, or
-            `dropout` out of its range.
+        ValueError: The activation name is unknown, a layer size is below 1, the input size is below
+            0, or `dropout` is out of range.
 
     Example:
         >>> MLP(3, [8, 2], activation="sigmoid")(torch.ones(5, 3)).shape
@@ -185,7 +183,7 @@ def _activation(
     size: int,
     device: torch.device | None,
 ) -> Activation:
-    """Give one layer's activation."""
+    """Return the activation of one layer."""
     if activation == "swish_layernorm":
         return SwishLayerNorm(size, device)
     if isinstance(activation, str):
@@ -201,8 +199,8 @@ def _activation(
 
 
 def _takes_nothing(function: Callable[..., object]) -> bool:
-    """Tell a function that builds activations from one that is an activation."""
+    """Return whether a function builds activations, instead of being an activation."""
     try:
         return not inspect.signature(function).parameters
-    except ValueError:  # Functions written in C, such as torch.relu, have no signature.
+    except ValueError:  # functions written in C, such as torch.relu, have no signature
         return False

@@ -1,10 +1,10 @@
 """Pools of vectors and of jagged features, which are read and overwritten by id.
 
-A pool holds state that is not trained, such as the last ids of each user. Id `i` is row `i`: ids
-are not hashed. A row that was never written holds zeros, or features without ids.
+A pool stores state that is not trained, such as the last ids of each user. Id `i` is row `i`,
+without hashing. Initial rows are zeros, or features without ids.
 
-Legend: `P` rows of a pool, `N` ids of a call, `D` columns, `K` features, `L` longest row of all
-features together.
+Legend: `P` rows of a pool, `N` ids of a call, `D` columns, `K` features, `L` maximum number of ids
+of a row over all features.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["KeyedJaggedTensorPool", "TensorPool"]
 class TensorPool(RowPool[Tensor]):
     """A pool of vectors, such as one embedding per user.
 
-    The state dict holds them as `_pool`.
+    The state dict has the vectors as `_pool`.
 
     Args:
         pool_size: P, the number of vectors.
         dim: D, values of a vector.
-        dtype: of the values.
-        device: of the pool. None: the meta device, without storage, for a pool that is sharded.
-        loaded_values: `[P, D]`, used as storage from then on; None: zeros.
-        enable_uvm: keep the pool in host memory. Vectors are copied to and from `device`.
+        dtype: Dtype of the values.
+        device: Device of the pool. None: the meta device, without storage, for sharding.
+        loaded_values: `[P, D]`, used as the storage; None: zeros.
+        enable_uvm: Keep the pool in host memory; vectors are copied to and from `device`.
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: A size is negative, or `loaded_values` have another shape, dtype or device.
+        ValueError: A size is negative, or `loaded_values` has another shape, dtype or device.
 
     Example:
         >>> pool = TensorPool(4, 2, torch.float32, device=torch.device("cpu"))
@@ -87,8 +87,8 @@ class TensorPool(RowPool[Tensor]):
 
         Raises:
             IndexError: An id is not in `0..pool_size - 1`.
-            TypeError: They are no int32 or int64 tensor.
-            ValueError: They are on another device than the pool.
+            TypeError: The ids are not an int32 or int64 tensor.
+            ValueError: The ids are on another device than the pool.
         """
         self.check(ids, any_shape=True)
         return self.read_rows(ids)[0]
@@ -103,7 +103,7 @@ class TensorPool(RowPool[Tensor]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """The dtype of the values."""
         return self.pool.dtype
 
     @property
@@ -112,14 +112,14 @@ class TensorPool(RowPool[Tensor]):
         return self.get_buffer("_pool")
 
     def resized(self, pool_size: int, device: torch.device) -> Self:
-        """Return an empty pool with other rows and the same settings, on a device."""
+        """Return an empty pool of another size with the same settings, on a device."""
         return type(self)(pool_size, self.dim, self.dtype, device, enable_uvm=self.enable_uvm)
 
     def to_rows(self, values: Tensor) -> list[Tensor]:
-        """Return the vectors themselves, `[N, D]`.
+        """Return the vectors, `[N, D]`.
 
         Raises:
-            ValueError: They have another shape, dtype or device than the pool.
+            ValueError: The vectors have another shape, dtype or device than the pool.
         """
         check_input("TensorPool.update.values", values, Tensor)
         if (
@@ -135,19 +135,19 @@ class TensorPool(RowPool[Tensor]):
         return [values.detach()]
 
     def from_rows(self, rows: Sequence[Tensor]) -> Tensor:
-        """Return the vectors themselves, `[N, D]`."""
+        """Return the vectors, `[N, D]`."""
         return rows[0]
 
 
 class KeyedJaggedTensorPool(RowPool[KeyedJaggedTensor]):
-    """A pool of jagged features: under each id the ids of every feature, such as a user's history.
+    """A pool of jagged features, such as the history of each user.
 
-    The state dict holds `key_lengths` `[P, K]` int32, `values` `[P, L]` and, of a weighted pool,
+    The state dict has `key_lengths` `[P, K]` int32, `values` `[P, L]` and, for a weighted pool,
     `weights` `[P, L]` float32. A row has the ids of all features one after the other, then zeros.
 
     Args:
         pool_size: P, the number of rows.
-        feature_max_lengths: feature to the most ids that a row may have of it.
+        feature_max_lengths: Maximum number of ids of a row, by feature.
         values_dtype: of the ids of features.
         is_weighted: whether each id of a feature has a weight.
         device: of the pool. None: the meta device, without storage, for a pool that is sharded.
@@ -194,21 +194,21 @@ class KeyedJaggedTensorPool(RowPool[KeyedJaggedTensor]):
 
     @property
     def feature_max_lengths(self) -> dict[str, int]:
-        """Feature to the most ids that a row may have of it."""
+        """The maximum number of ids of a row, by feature."""
         return self._feature_max_lengths
 
     @property
     def values_dtype(self) -> torch.dtype:
-        """Of the ids of features."""
+        """The dtype of the ids of features."""
         return self.get_buffer("values").dtype
 
     @property
     def is_weighted(self) -> bool:
-        """Whether each id of a feature has a weight."""
+        """True if each id of a feature has a weight."""
         return self._is_weighted
 
     def resized(self, pool_size: int, device: torch.device) -> Self:
-        """Return an empty pool with other rows and the same settings, on a device."""
+        """Return an empty pool of another size with the same settings, on a device."""
         return type(self)(
             pool_size,
             self._feature_max_lengths,
@@ -219,15 +219,15 @@ class KeyedJaggedTensorPool(RowPool[KeyedJaggedTensor]):
         )
 
     def to_rows(self, values: KeyedJaggedTensor) -> list[Tensor]:
-        """Return lengths `[N, K]`, ids `[N, L]` and, of a weighted pool, weights `[N, L]`.
+        """Return lengths `[N, K]`, ids `[N, L]` and, for a weighted pool, weights `[N, L]`.
 
-        Features are picked by name. Features that the pool does not have are left out, and so are
-        weights that it does not have.
+        Features are selected by name. Other features are ignored, and so are the weights if the
+        pool is unweighted.
 
         Raises:
             KeyError: A feature is missing.
             ValueError: A row of a feature is too long, weights are missing, the features have
-                different batch sizes, or a dtype or device is another one.
+                different batch sizes, or a dtype or device differs from the pool.
         """
         check_input("KeyedJaggedTensorPool.update.values", values, KeyedJaggedTensor)
         keys, maxima = list(self._feature_max_lengths), list(self._feature_max_lengths.values())
@@ -267,7 +267,7 @@ class KeyedJaggedTensorPool(RowPool[KeyedJaggedTensor]):
             raise ValueError(
                 f"KeyedJaggedTensorPool.update.values may have {maxima[index]} ids in a row of "
                 f"feature {keys[index]!r}; received {int(lengths_NK[:, index].max())}. Shorten the "
-                "rows, or raise feature_max_lengths."
+                "rows, or increase feature_max_lengths."
             )
         width = sum(maxima)
         place = _places(lengths_NK, width)
@@ -277,12 +277,12 @@ class KeyedJaggedTensorPool(RowPool[KeyedJaggedTensor]):
         return [lengths_NK.to(torch.int32), *rows]
 
     def from_rows(self, rows: Sequence[Tensor]) -> KeyedJaggedTensor:
-        """Return features with as many rows, and int32 lengths."""
+        """Return features of the same number of rows, with int32 lengths."""
         return _features_of(list(self._feature_max_lengths), list(rows), self._is_weighted)
 
 
 class _ScriptedTensorPool(nn.Module):
-    """A `TensorPool` as TorchScript compiles it: lookups alone."""
+    """A `TensorPool` for TorchScript: lookups only."""
 
     def __init__(self, pool: TensorPool) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ def _features_of(keys: list[str], rows: list[Tensor], is_weighted: bool) -> Keye
 
 
 def _places(lengths_NK: Tensor, width: int) -> Tensor:
-    """Return where the values of features, feature by feature, are in rows of this width."""
+    """Return the positions of feature-major values in flattened rows of this width."""
     lengths_KN = lengths_NK.long().T.reshape(-1)
     row_N = torch.arange(len(lengths_NK), device=lengths_NK.device) * width
     begin_KN = (lengths_NK.cumsum(1) - lengths_NK + row_N[:, None]).T.reshape(-1)

@@ -1,7 +1,7 @@
-"""Lookup of a collection by operations that ONNX has, for `torch.onnx.export`.
+"""Lookup of a collection with operations of ONNX, for `torch.onnx.export`.
 
 The exported program reads the number of ids of each feature from the lengths. It does not check
-ids: an id outside its table is an error of the runtime's Gather operator.
+ids: the runtime's Gather operator reports an id outside its table.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def look_up_plainly(
         stride: `B`, the batch size.
         values: `[N]` ids.
         lengths: `[K * B]`.
-        weights: `[N]` of the ids, or None.
+        weights: `[N]`, or None.
         read: `F` features to look up.
-        table_of: `F` numbers of tables.
-        poolings: of each table.
-        need_indices: whether to return the ids, too; of sequences only.
+        table_of: `F` positions of tables.
+        poolings: Pooling of each table.
+        need_indices: Return the ids too; only without pooling.
 
     Returns:
-        Pooled: `[B, sum of D over F]`, fp32. Sequences: `[ids of the feature, D]` fp32 per feature,
-        then the ids of each if they are needed.
+        With pooling, one fp32 tensor `[B, sum of D over F]`. Without, `[ids of the feature, D]` in
+        fp32 per feature, then the ids per feature if `need_indices`.
 
     Example:
         >>> look_up_plainly([torch.eye(3)], ["a"], 2, torch.tensor([0, 2, 2]),
@@ -54,7 +54,7 @@ def look_up_plainly(
     sizes: list[int] = lengths_KB.sum(1).tolist()
     starts = [0]
     for size in sizes:
-        torch._check(size >= 0)  # for `torch.export`, which does not know it
+        torch._check(size >= 0)  # for `torch.export`
         starts.append(starts[-1] + size)
     found, ids_of = [], []
     for feature, table in zip(read, table_of, strict=True):
@@ -81,7 +81,7 @@ def look_up_plainly(
 
 
 def _bags_of(lengths_B: Tensor, num_ids: int) -> Tensor:
-    """Return the bag of each id: how many bags end at or before it, `[num_ids]`."""
+    """Return the bag of each id, the number of bags that end at or before it: `[num_ids]`."""
     ends = lengths_B.new_zeros(num_ids + 1)
     ends = ends.scatter_add(0, lengths_B.cumsum(0), torch.ones_like(lengths_B))
     return ends.cumsum(0).narrow(0, 0, num_ids)

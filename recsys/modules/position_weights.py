@@ -1,4 +1,4 @@
-"""The weight of each id by its position in its bag, for all features of a batch in one gather.
+"""Weights of ids by their position in a bag, for all features of a batch in one gather.
 
 Legend: `K` features of a batch, `M` bags, `N` ids, `P` positions of all features together.
 """
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from recsys.kernels.bounds import NO_LIMIT, LateChecks
 from recsys.kernels.checked import checked
+from recsys.modules.traced import is_proxy, record
 from recsys.sparse import KeyedJaggedTensor
 
 __all__ = ["PositionGather", "PositionWeights", "ScriptedPositions", "with_weights"]
@@ -24,16 +25,16 @@ __all__ = ["PositionGather", "PositionWeights", "ScriptedPositions", "with_weigh
 
 @final
 class PositionWeights(nn.ParameterDict):
-    """One parameter per feature: a weight per position in its bags, 1 at first.
+    """One parameter per feature: a weight per position in a bag, initially 1.
 
-    In the order given, and under any name, also one that a dict has for itself, such as `items`.
+    The order is kept, and a feature may have a method name of a dict, such as `items`.
 
     Args:
-        max_feature_lengths: feature to the number of ids that its longest bag may have.
-        device: where the weights live; None: torch's default device.
+        max_feature_lengths: Maximum number of ids of a bag, by feature.
+        device: Device of the weights; None: torch's default device.
 
     Raises:
-        ValueError: a length is not positive.
+        ValueError: A length is not positive.
 
     Example:
         >>> PositionWeights({"clicks": 3})["clicks"].tolist()
@@ -48,9 +49,9 @@ class PositionWeights(nn.ParameterDict):
         if bad:
             raise ValueError(
                 f"A feature with position weights needs a maximum length of at least 1; received "
-                f"{bad}. Leave the feature out, or give the length of its longest bag."
+                f"{bad}. Remove the feature, or pass the length of its longest bag."
             )
-        super().__init__(  # pairs: of a dict it would sort the names
+        super().__init__(  # pairs, as it sorts the names of a dict
             (name, nn.Parameter(torch.ones(length, device=device)))
             for name, length in max_feature_lengths.items()
         )
@@ -59,7 +60,7 @@ class PositionWeights(nn.ParameterDict):
         return self._parameters[key]  # type: ignore[return-value]
 
     def __setitem__(self, key: str, value: nn.Parameter) -> None:
-        # an attribute, as the base makes of it, could not have the name of a method
+        # the base sets an attribute, which cannot have the name of a method
         self._keys[key] = None
         self._parameters[key] = value
 
@@ -69,32 +70,32 @@ class PositionWeights(nn.ParameterDict):
             nn.init.ones_(weight)
 
     def tensors(self) -> list[Tensor]:
-        """Return the parameters, in order; `values()` takes 2 us for each."""
+        """Return the parameters, in order, faster than `values()` with 2 us per parameter."""
         return list(self._parameters.values())  # type: ignore[arg-type]
 
 
 class _Route(NamedTuple):
-    """Where the weights of a batch's features are among those of all features."""
+    """Positions of the weights of a batch's features among all weights."""
 
     table_3K: Tensor
-    """Place of the first weight, place of the last one, and how many ids a bag may have."""
+    """Position of the first weight, position of the last weight, maximum number of ids of a bag."""
     limits: list[int]
-    """The last of these, on the host."""
+    """The maximum numbers on the host."""
     has_others: bool
-    """Whether a feature has no weights: all its ids then read a 1 behind the weights."""
+    """True if a feature has no weights; its ids then read a 1 after all weights."""
 
 
 @final
 class PositionGather:
-    """Picks the weight of each id by its position in its bag; ids of other features get 1.
+    """Gather of the weight of each id by its position in a bag; ids of other features get 1.
 
-    A bag longer than its feature has weights is an error: on a CPU at once; on CUDA, where nothing
-    waits for the device, at a later batch or with `check()`, and until then the ids beyond the end
-    get the last weight.
+    A bag with more ids than its feature has weights is an error. On CUDA the host does not wait:
+    the error is raised with a later batch or by `check()`, and the ids beyond the end get the last
+    weight.
 
     Args:
-        max_feature_lengths: feature to the number of its weights.
-        owner: Who asks, for messages.
+        max_feature_lengths: Number of weights by feature.
+        owner: Class of the caller, for messages.
 
     Example:
         >>> gather = PositionGather({"f": 2}, "test")
@@ -112,21 +113,21 @@ class PositionGather:
         self._late = LateChecks()
 
     def __reduce__(self) -> tuple[type[PositionGather], tuple[dict[str, int], str]]:
-        """Copy and pickle afresh: what was found out about earlier batches stays here."""
+        """Copy and pickle without the state of earlier batches."""
         return PositionGather, (self._lengths, self._owner)
 
     def __call__(self, weights: Sequence[Tensor], features: KeyedJaggedTensor) -> Tensor:
-        """Pick the weights of a batch.
+        """Gather the weights of a batch.
 
         Args:
             weights: One 1-D tensor per feature of `max_feature_lengths`, in that order.
-            features: The batch, on their device; weights that it has are not looked at.
+            features: The batch, on the same device; its own weights are ignored.
 
         Returns:
-            [N], differentiable by the weights.
+            [N], differentiable with respect to the weights.
 
         Raises:
-            ValueError: A bag is too long, in this batch or (CUDA) an earlier one; or the batch is
+            ValueError: A bag is too long, in this batch or (CUDA) an earlier batch; or the batch is
                 on another device.
         """
         device = features.device()
@@ -154,8 +155,18 @@ class PositionGather:
         ones = [torch.ones(1, dtype=dtype, device=device)] if has_others else []
         return torch.cat([*weights, *ones]).index_select(0, place_N)
 
+    def weigh(self, features: KeyedJaggedTensor, weights: list[Tensor]) -> KeyedJaggedTensor:
+        """Replace the weights of a batch; `torch.fx` records it as one node.
+
+        Arguments and errors as `__call__`.
+        """
+        if is_proxy(features):
+            return record(weigh, features, weights, list(self._lengths), self._owner)  # type: ignore[no-any-return]
+        features = trimmed(features)
+        return with_weights(features, self(weights, features))
+
     def places(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return where among the weights of all features, and a 1 behind them, each id's is.
+        """Return the position of each id's weight among all weights, followed by a 1.
 
         Args:
             features: The batch.
@@ -164,7 +175,7 @@ class PositionGather:
             int64 [N].
 
         Raises:
-            ValueError: A bag is too long, in this batch or (CUDA) an earlier one.
+            ValueError: A bag is too long, in this batch or (CUDA) an earlier batch.
         """
         device = features.device()
         route = self._route_for(features.keys(), device)
@@ -174,19 +185,16 @@ class PositionGather:
         self._check_lengths(lengths_M > limit_M, features, route.limits)
         place_N = (first_M - offsets_M1[:-1]).repeat_interleave(lengths_M, output_size=num_ids)
         place_N += torch.arange(num_ids, device=device)
-        if route.has_others or place_N.is_cuda:  # else every bag is known to fit
+        if route.has_others or place_N.is_cuda:  # else all bags are valid
             ends_N = last_M.repeat_interleave(lengths_M, output_size=num_ids)
             place_N = torch.minimum(place_N, ends_N)
         return place_N
 
     def check(self) -> None:
         """Wait for the device and raise if a bag of an earlier batch was too long."""
-        self._late.read_all()
-        self._traced()._late.read_all()
-
-    def _traced(self) -> PositionGather:
-        """Return the one that a traced lookup of these features calls."""
-        return _gather_of(tuple(self._lengths), tuple(self._lengths.values()), self._owner)
+        traced = _gather_of(tuple(self._lengths), tuple(self._lengths.values()), self._owner)
+        for gather in (self, traced):
+            gather._late.read_all()
 
     def _route_for(self, keys: list[str], device: torch.device) -> _Route:
         if self._seen is None or self._seen != (keys, device):
@@ -225,12 +233,12 @@ class PositionGather:
         raise ValueError(
             f"{self._owner}: a bag must not have more ids than its feature has position weights, "
             f"{limits[index]}; received {length} ids in {where} ({bags.numel()} such in the "
-            "batch). Shorten the bags, or raise the feature's maximum length."
+            "batch). Shorten the bags, or increase the feature's maximum length."
         )
 
 
 def _per_bag(table_3K: Tensor, features: KeyedJaggedTensor) -> tuple[Tensor, ...]:
-    """Values per feature -> values per bag."""
+    """Repeat the values of each feature for its bags."""
     if not features.variable_stride_per_key():
         return table_3K.repeat_interleave(features.stride(), dim=1).unbind()
     strides = features.stride_per_key()
@@ -239,7 +247,7 @@ def _per_bag(table_3K: Tensor, features: KeyedJaggedTensor) -> tuple[Tensor, ...
 
 
 def with_weights(features: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTensor:
-    """Put other weights on the ids of a batch.
+    """Replace the weights of a batch.
 
     Args:
         features: The batch.
@@ -268,7 +276,7 @@ def with_weights(features: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTen
 
 
 def trimmed(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return a batch without the values behind its last bag; a compiled graph has no such sizes.
+    """Drop values after the last bag; in a compiled graph, where sizes are unknown, keep them.
 
     Args:
         features: The batch.
@@ -279,13 +287,13 @@ def trimmed(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 def weigh(
     features: KeyedJaggedTensor, weights: list[Tensor], names: list[str], owner: str
 ) -> KeyedJaggedTensor:
-    """Weigh a batch by positions: in TorchScript, and as one node of a graph of `torch.fx`.
+    """Set position weights of a batch in TorchScript, and as one node of a graph of `torch.fx`.
 
     Args:
         features: The batch.
         weights: [P] per name.
-        names: The features that have weights; ids of others get 1.
-        owner: Who asks, for messages.
+        names: The features with weights; ids of other features get 1.
+        owner: Class of the caller, for messages.
     """
     sizes = [weight.numel() for weight in weights]
     if torch.jit.is_scripting():  # type: ignore[attr-defined]
@@ -298,19 +306,17 @@ def weigh(
         weights_N = torch.cat(weights + [one]).index_select(0, place_N)  # noqa: RUF005
         return KeyedJaggedTensor(keys, values, weights_N, lengths)
     else:
-        gather = _gather_of(tuple(names), tuple(sizes), owner)
-        features = trimmed(features)
-        return with_weights(features, gather(weights, features))
+        return _gather_of(tuple(names), tuple(sizes), owner).weigh(features, weights)
 
 
 @final
 class ScriptedPositions(nn.Module):
-    """Position weights as TorchScript compiles them.
+    """Position weights for TorchScript.
 
     Args:
-        weights: Feature to its parameter [P].
-        owner: Who asks, for messages.
-        keeps_others: Whether features without weights stay in the batch.
+        weights: Parameter [P] by feature.
+        owner: Class of the caller, for messages.
+        keeps_others: Keep features without weights in the batch.
     """
 
     @checked
@@ -324,7 +330,7 @@ class ScriptedPositions(nn.Module):
         self.keeps_others = keeps_others
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Weigh a batch of one batch size for all features."""
+        """Set the weights of a batch with one batch size for all features."""
         if not self.keeps_others:
             known: list[int] = []
             for i, key in enumerate(features.keys()):
@@ -337,7 +343,7 @@ class ScriptedPositions(nn.Module):
         return weigh(features, weights, self.names, self.owner)
 
 
-# -- the operation that finds places, for what compiles or exports a model -------------------------
+# -- the operation that computes positions, for compilation and export -----------------------------
 
 _LIBRARY = torch.library.Library("recsys", "FRAGMENT")
 _LIBRARY.define(
@@ -366,7 +372,9 @@ def _places(
         keys, values, None, lengths, stride=max(strides), stride_per_key_per_rank=ranks
     )
     place_N = _gather_of(tuple(names), tuple(sizes), owner).places(batch.trim())
-    return functional.pad(place_N, (0, values.shape[0] - place_N.shape[0]))  # of ids in no bag
+    return functional.pad(
+        place_N, (0, values.shape[0] - place_N.shape[0])
+    )  # ids after the last bag
 
 
 def _shape_of_places(keys: list[str], strides: list[int], values: Tensor, *rest: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""KTRegroupAsDict: embeddings side by side in the order in which dense layers want them."""
+"""KTRegroupAsDict: columns of keyed tensors, regrouped for dense layers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["KTRegroupAsDict"]
 
 
 class KTRegroupAsDict(nn.Module):
-    """Gathers keys of several keyed tensors into new tensors, named: `KeyedTensor.regroup_as_dict`.
+    """Regroup the keys of several keyed tensors into named tensors.
 
-    The place of the columns of each key is found once for each order of keys. Sharded outputs that
-    are still under way are awaited.
+    The module form of `KeyedTensor.regroup_as_dict`. The positions of columns are cached for each
+    order of keys. Pending outputs of sharded modules are awaited.
 
     Args:
-        groups: The keys of each result, in order; a key may serve several groups.
+        groups: The keys of each result, in order; a key may be in several groups.
         keys: The name of each result.
-        emb_dtype: What the embeddings are converted to; None: they stay as they are.
+        emb_dtype: Dtype of the results; None: the dtype of the inputs.
 
     Raises:
-        TypeError: A group is no list of keys.
+        TypeError: A group is not a list of keys.
         ValueError: Names and groups differ in number, a name repeats, or a group is empty.
 
     Example:
@@ -64,17 +64,17 @@ class KTRegroupAsDict(nn.Module):
         self._dtype = None if emb_dtype is None else data_type_to_dtype(emb_dtype)
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
-        """Gather the groups.
+        """Regroup the keys.
 
         Args:
-            keyed_tensors: Sources, alike in all but the keys; also pending ones.
+            keyed_tensors: Inputs, which may be pending. They differ in their keys only.
 
         Returns:
             [B, sum of widths] by name; differentiable.
 
         Raises:
-            KeyError: No source has a key.
-            ValueError: There is no source, two sources have a key, or sources differ in `key_dim`.
+            KeyError: No input has a key.
+            ValueError: There is no input, two inputs have the same key, or `key_dim` differs.
         """
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             _check_sources(keyed_tensors)

@@ -1,4 +1,4 @@
-"""Pools of objects that are read and overwritten by id, and the pools that keep them as rows.
+"""Base of pools whose objects are read and overwritten by id.
 
 Legend: `P` rows of a pool, `N` ids of a call.
 """
@@ -21,12 +21,12 @@ META = torch.device("meta")
 
 
 class ObjectPool(nn.Module, abc.ABC, Generic[T]):
-    """A module that stores objects under the ids `0..pool_size - 1`."""
+    """Base of modules that store objects under the ids `0..pool_size - 1`."""
 
     @property
     @abc.abstractmethod
     def pool_size(self) -> int:
-        """How many objects there are."""
+        """The number of objects."""
 
     @abc.abstractmethod
     def lookup(self, ids: Tensor) -> T:
@@ -34,10 +34,10 @@ class ObjectPool(nn.Module, abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def update(self, ids: Tensor, values: T) -> None:
-        """Overwrite the objects of these ids. Of an id that repeats, the last value stays."""
+        """Overwrite the objects of these ids; of a repeated id, the last value is stored."""
 
     def forward(self, ids: Tensor) -> T:
-        """Do what `lookup` does."""
+        """Call `lookup`."""
         return self.lookup(ids)
 
 
@@ -46,9 +46,9 @@ class RowPool(ObjectPool[T], Generic[T]):
 
     Args:
         pool_size: P.
-        columns: name, number of columns and dtype of each buffer.
-        device: of the objects. None: the meta device, without storage, for a pool that is sharded.
-        enable_uvm: keep the buffers in host memory. Rows are copied to and from `device`.
+        columns: Number of columns and dtype of each buffer, by name.
+        device: Device of the objects. None: the meta device, without storage, for sharding.
+        enable_uvm: Keep the buffers in host memory; rows are copied to and from `device`.
 
     Raises:
         TypeError: An argument is of another type.
@@ -56,8 +56,8 @@ class RowPool(ObjectPool[T], Generic[T]):
     """
 
     row_names: Sequence[str]
-    """The buffers, in the order of `to_rows`. Rows of the first are used whole. A row of each other
-    uses as many columns as the same row of the first adds up to."""
+    """The buffers, in the order of `to_rows`. Rows of the first buffer are used whole; their sum is
+    the number of used columns in the same row of each other buffer."""
 
     def __init__(
         self,
@@ -81,25 +81,25 @@ class RowPool(ObjectPool[T], Generic[T]):
         """Return the rows of objects, `[N, columns]` for each of `row_names`.
 
         Raises:
-            ValueError: They do not fit the pool.
+            ValueError: The values do not match the pool.
         """
 
     @abc.abstractmethod
     def from_rows(self, rows: Sequence[Tensor]) -> T:
-        """Return the objects of rows: the inverse of `to_rows`."""
+        """Return the objects of rows, the inverse of `to_rows`."""
 
     @abc.abstractmethod
     def resized(self, pool_size: int, device: torch.device) -> Self:
-        """Return an empty pool with other rows and the same settings, on a device."""
+        """Return an empty pool of another size with the same settings, on a device."""
 
     @property
     def pool_size(self) -> int:
-        """How many objects there are."""
+        """The number of objects."""
         return self._pool_size
 
     @property
     def device(self) -> torch.device:
-        """Where ids and objects are."""
+        """The device of ids and objects."""
         return self._device
 
     def buffers_of_rows(self) -> list[Tensor]:
@@ -113,7 +113,7 @@ class RowPool(ObjectPool[T], Generic[T]):
 
     @torch.no_grad()
     def write_rows(self, ids: Tensor, rows: Sequence[Tensor]) -> None:
-        """Overwrite rows, of an id that repeats by the last one; ids are not checked."""
+        """Overwrite rows; of a repeated id, the last row is stored; ids are not checked."""
         distinct, place_N = ids.unique(return_inverse=True)
         positions = torch.arange(len(ids), device=ids.device)
         last = torch.zeros_like(distinct, dtype=torch.int64)
@@ -126,11 +126,11 @@ class RowPool(ObjectPool[T], Generic[T]):
         check_ids(type(self).__name__, ids, self.pool_size, self.device, any_shape)
 
     def checked_rows(self, ids: Tensor, values: T) -> list[Tensor]:
-        """Return the rows of an update's objects, of which there is one for each id.
+        """Return the rows of an update's objects and check that there is one per id.
 
         Raises:
             TypeError: The values are of another type.
-            ValueError: The values do not fit the ids or the pool.
+            ValueError: The values do not match the ids or the pool.
         """
         rows = self.to_rows(values)
         if len(ids) != len(rows[0]):
@@ -148,14 +148,14 @@ class RowPool(ObjectPool[T], Generic[T]):
 
         Raises:
             IndexError: An id is not in `0..pool_size - 1`.
-            TypeError: They are no int32 or int64 tensor.
-            ValueError: They are on another device than the pool.
+            TypeError: The ids are not an int32 or int64 tensor.
+            ValueError: The ids are on another device than the pool.
         """
         self.check(ids)
         return self.from_rows(self.read_rows(ids))
 
     def update(self, ids: Tensor, values: T) -> None:
-        """Overwrite the objects of these ids. Of an id that repeats, the last value stays.
+        """Overwrite the objects of these ids; of a repeated id, the last value is stored.
 
         Args:
             ids: int32 or int64 `[N]`.
@@ -164,7 +164,7 @@ class RowPool(ObjectPool[T], Generic[T]):
         Raises:
             IndexError: An id is not in `0..pool_size - 1`.
             TypeError: An argument is of another type.
-            ValueError: The values do not fit the ids or the pool.
+            ValueError: The values do not match the ids or the pool.
         """
         self.check(ids)
         self.write_rows(ids, self.checked_rows(ids, values))
@@ -185,14 +185,14 @@ def check_ids(
         owner: Class of the pool, for messages.
         ids: `[N]`.
         pool_size: P.
-        device: of the pool.
-        any_shape: Whether ids may have other than one dimension.
+        device: Device of the pool.
+        any_shape: Allow ids of any number of dimensions.
 
     Raises:
         IndexError: An id is not in `0..pool_size - 1`.
-        TypeError: They are no int32 or int64 tensor.
-        ValueError: They have more than one dimension, are on another device than the pool, or the
-            pool has no storage.
+        TypeError: The ids are not an int32 or int64 tensor.
+        ValueError: The ids have more than one dimension or are on another device than the pool, or
+            the pool has no storage.
 
     Example:
         >>> check_ids("TensorPool", torch.tensor([0, 4]), 5, torch.device("cpu"))

@@ -1,7 +1,8 @@
-"""Towers as TorchScript compiles them: with arguments that are named. Shape: `B` samples."""
+"""Towers for TorchScript, with named arguments instead of `*args`. Shape: `B` samples."""
 
 import inspect
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import nn
@@ -22,15 +23,10 @@ class _TowerOfOne(nn.Module):
         return output
 
 
-class _TowerOfTwo(nn.Module):
+class _TowerOfTwo(_TowerOfOne):
     """A tower whose embedding module takes an unweighted and a weighted batch."""
 
-    def __init__(self, embedding: nn.Module, interaction: nn.Module) -> None:
-        super().__init__()
-        self.embedding = embedding
-        self.interaction = interaction
-
-    def forward(
+    def forward(  # type: ignore[override]
         self, features: KeyedJaggedTensor, weighted_features: KeyedJaggedTensor
     ) -> torch.Tensor:
         output: torch.Tensor = self.interaction(self.embedding(features, weighted_features))
@@ -38,11 +34,11 @@ class _TowerOfTwo(nn.Module):
 
 
 def scripted_tower(embedding: nn.Module, interaction: nn.Module) -> nn.Module:
-    """Return a tower that TorchScript compiles.
+    """Convert a tower for TorchScript.
 
     Args:
         embedding: Takes one KeyedJaggedTensor, or an unweighted and a weighted one.
-        interaction: Maps what that returns to `[B, columns]`.
+        interaction: Maps the output of `embedding` to `[B, columns]`.
 
     Raises:
         TypeError: `embedding` takes another number of arguments.
@@ -51,72 +47,56 @@ def scripted_tower(embedding: nn.Module, interaction: nn.Module) -> nn.Module:
     if len(taken) not in (1, 2):
         raise TypeError(
             "TorchScript compiles towers whose embedding module takes one batch, or an unweighted "
-            f"and a weighted one; received {type(embedding).__name__}, which takes {taken}."
+            f"and a weighted batch; received {type(embedding).__name__}, which takes {taken}."
         )
     return (_TowerOfOne, _TowerOfTwo)[len(taken) - 1](embedding, interaction)
 
 
-class _ReadsFeatures(nn.Module):
-    def __init__(self, tower: nn.Module) -> None:
+class _Reader(nn.Module):
+    """A tower with the arguments of a collection of towers.
+
+    TorchScript compiles only the branch that the constants select.
+    """
+
+    reads_features: Final[bool]
+    reads_weighted: Final[bool]
+
+    def __init__(self, tower: nn.Module, reads_features: bool, reads_weighted: bool) -> None:
         super().__init__()
         self.tower = tower
+        self.reads_features = reads_features
+        self.reads_weighted = reads_weighted
 
     def forward(
         self, features: KeyedJaggedTensor | None, weighted_features: KeyedJaggedTensor | None
     ) -> torch.Tensor:
-        if features is None:
-            raise ValueError("A tower reads features; received None.")
-        output: torch.Tensor = self.tower(features)
+        if self.reads_features and self.reads_weighted:
+            if features is None or weighted_features is None:
+                raise ValueError("A tower reads features and weighted_features; received None.")
+            output: torch.Tensor = self.tower(features, weighted_features)
+        elif self.reads_features:
+            if features is None:
+                raise ValueError("A tower reads features; received None.")
+            output = self.tower(features)
+        else:
+            if weighted_features is None:
+                raise ValueError("A tower reads weighted_features; received None.")
+            output = self.tower(weighted_features)
         return output
-
-
-class _ReadsWeighted(nn.Module):
-    def __init__(self, tower: nn.Module) -> None:
-        super().__init__()
-        self.tower = tower
-
-    def forward(
-        self, features: KeyedJaggedTensor | None, weighted_features: KeyedJaggedTensor | None
-    ) -> torch.Tensor:
-        if weighted_features is None:
-            raise ValueError("A tower reads weighted_features; received None.")
-        output: torch.Tensor = self.tower(weighted_features)
-        return output
-
-
-class _ReadsBoth(nn.Module):
-    def __init__(self, tower: nn.Module) -> None:
-        super().__init__()
-        self.tower = tower
-
-    def forward(
-        self, features: KeyedJaggedTensor | None, weighted_features: KeyedJaggedTensor | None
-    ) -> torch.Tensor:
-        if features is None or weighted_features is None:
-            raise ValueError("A tower reads features and weighted_features; received None.")
-        output: torch.Tensor = self.tower(features, weighted_features)
-        return output
-
-
-_READERS = {
-    (True, False): _ReadsFeatures,
-    (False, True): _ReadsWeighted,
-    (True, True): _ReadsBoth,
-}
 
 
 class ScriptedTowers(nn.Module):
-    """Towers side by side that TorchScript compiles.
+    """A collection of towers for TorchScript.
 
     Args:
         towers: The towers.
-        reads: Per tower whether it reads the unweighted features, and whether the weighted ones.
+        reads: Per tower, whether it reads the unweighted features, and the weighted features.
     """
 
     def __init__(self, towers: Sequence[nn.Module], reads: Sequence[tuple[bool, bool]]) -> None:
         super().__init__()
         self.towers = nn.ModuleList(
-            _READERS[kinds](tower) for tower, kinds in zip(towers, reads, strict=True)
+            _Reader(tower, *kinds) for tower, kinds in zip(towers, reads, strict=True)
         )
 
     def forward(

@@ -1,21 +1,19 @@
-"""A lookup as one registered operation, for what traces, compiles or exports a model.
+"""The lookup of a collection as one registered operation, for tracing, compilation and export.
 
-`torch.fx`, `torch.compile` and `torch.export` see a collection's lookup as one call of
-`torch.ops.recsys.look_up` on plain tensors: which ids a batch has is read when the program runs,
-not when it is traced, so that ragged batches need no new compilation. The eager forward pass does
-not come by here.
+`torch.fx`, `torch.compile` and `torch.export` record a collection's lookup as one call of
+`torch.ops.recsys.look_up` on plain tensors. The program reads the ids of a batch at run time, so
+ragged batches need no new compilation. The eager forward pass does not use the operation.
 
-In a process in which the tables belong to a collection, the operation is that collection's own
-lookup, with its checks and its kernels. A program that was exported, and loaded without the model,
-looks up table by table with PyTorch's operations. `torch.onnx.export` records those of
-`recsys.modules.onnx_lookup` instead.
+If the tables belong to a collection of the process, the operation runs that collection's lookup,
+with its checks and kernels. A program that is loaded without the model looks up table by table with
+PyTorch's operations. `torch.onnx.export` records the operations of `recsys.modules.onnx_lookup`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -43,29 +41,29 @@ __all__ = [
 
 
 def is_traced(features: object) -> bool:
-    """Return whether a forward pass is only traced, compiled or exported now.
+    """Return whether a forward pass is being traced, compiled or exported.
 
     Args:
-        features: What the collection was called with; `torch.fx` passes a proxy.
+        features: The argument of the collection; `torch.fx` passes a proxy.
     """
     return torch.compiler.is_compiling() or is_proxy(features)
 
 
 def is_exporting() -> bool:
-    """Return whether `torch.export` follows this call; under torch 2.11, too.
+    """Return whether `torch.export` traces this call.
 
-    There `torch.compile` takes `torch.compiler.is_exporting()` for true, but not what it returns.
+    `torch.compile` of torch 2.11 assumes that `torch.compiler.is_exporting()` is true.
     """
     return torch.compiler._is_exporting_flag
 
 
 def record(function: Callable[..., Any], features: object, *arguments: object) -> Any:
-    """Call a function of a batch; under `torch.fx`, make it one node of the graph.
+    """Call a function with a batch; `torch.fx` records it as one node of the graph.
 
     Args:
-        function: Of the batch and the arguments; of a module, so that a graph can name it.
+        function: A function of a Python module, which a graph can import.
         features: The batch, or its proxy.
-        arguments: What else it takes.
+        arguments: Further arguments.
     """
     if isinstance(features, fx.Proxy):
         return features.tracer.create_proxy("call_function", function, (features, *arguments), {})
@@ -86,30 +84,18 @@ def look_up_bags(
 
     Args:
         features: One batch size for all keys.
-        is_weighted: Whether its weights count.
+        is_weighted: Multiply rows by the weights of the batch.
         tables: `[R, D]` weights.
         read: `F` features.
-        table_of: `F` numbers of tables.
-        poolings: Of each table.
+        table_of: `F` positions of tables.
+        poolings: Pooling of each table.
         names: `F` keys of the result.
         dims: `F` widths of the result.
     """
-    _check_one_batch_size(features)
     weights: Tensor | None = None
     if is_weighted:
         weights = features.weights()
-    found = _look_up_in_graph(
-        tables,
-        features.keys(),
-        features.stride(),
-        features.values(),
-        features.lengths(),
-        weights,
-        read,
-        table_of,
-        poolings,
-        False,
-    )
+    found = _look_up_in_graph(features, weights, tables, read, table_of, poolings, False)
     return KeyedTensor(names, dims, found[0])
 
 
@@ -126,28 +112,16 @@ def look_up_sequences(
 
     Args:
         features: One batch size for all keys.
-        need_indices: Whether the result holds the ids, as weights.
+        need_indices: Return the ids as weights.
         tables: `[R, D]` weights.
         read: `F` features.
-        table_of: `F` numbers of tables.
-        poolings: Of each table: NONE.
+        table_of: `F` positions of tables.
+        poolings: NONE for each table.
         names: `F` keys of the result.
     """
-    _check_one_batch_size(features)
-    keys, lengths = features.keys(), features.lengths()
-    found = _look_up_in_graph(
-        tables,
-        keys,
-        features.stride(),
-        features.values(),
-        lengths,
-        None,
-        read,
-        table_of,
-        poolings,
-        need_indices,
-    )
-    lengths_KB = lengths.view(len(keys), -1)
+    keys = features.keys()
+    found = _look_up_in_graph(features, None, tables, read, table_of, poolings, need_indices)
+    lengths_KB = features.lengths().view(len(keys), -1)
     result: dict[str, JaggedTensor] = {}
     for i in range(len(read)):
         ids: Tensor | None = None
@@ -158,29 +132,24 @@ def look_up_sequences(
 
 
 def _look_up_in_graph(
-    tables: list[Tensor],
-    keys: list[str],
-    stride: int,
-    values: Tensor,
-    lengths: Tensor,
+    features: KeyedJaggedTensor,
     weights: Tensor | None,
+    tables: list[Tensor],
     read: list[str],
     table_of: list[int],
     poolings: list[str],
     need_indices: bool,
 ) -> list[Tensor]:
-    batch = tables, keys, stride, values, lengths, weights
+    if features.variable_stride_per_key():
+        raise ValueError("A traced model takes batches with one batch size for all features.")
+    keys, stride = features.keys(), features.stride()
+    batch = tables, keys, stride, features.values(), features.lengths(), weights
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         is_for_onnx = torch.onnx.is_in_onnx_export()  # TorchScript cannot compile this
         if is_for_onnx:
             return look_up_plainly(*batch, read, table_of, poolings, need_indices)
     found: list[Tensor] = torch.ops.recsys.look_up(*batch, read, table_of, poolings, need_indices)
     return found
-
-
-def _check_one_batch_size(features: KeyedJaggedTensor) -> None:
-    if features.variable_stride_per_key():
-        raise ValueError("A traced model takes batches with one batch size for all features.")
 
 
 # -- the operation ---------------------------------------------------------------------------------
@@ -198,12 +167,12 @@ _found: WeakValueDictionary[tuple[Any, ...], TableCollection] = WeakValueDiction
 
 
 def add_collection(collection: TableCollection) -> None:
-    """Let traced lookups of a collection's tables be its own."""
+    """Register a collection for traced lookups of its tables."""
     _collections.add(collection)
 
 
 def _collection_of(tables: Sequence[Tensor], *reads: Sequence[object]) -> TableCollection | None:
-    """Return the collection whose tables these are, if it lives in this process."""
+    """Return the collection of this process that owns the tables, or None."""
     pointers = [*map(Tensor.data_ptr, tables)]
     key = (*pointers, *map(tuple, reads))
     found = _found.get(key)
@@ -217,115 +186,100 @@ def _collection_of(tables: Sequence[Tensor], *reads: Sequence[object]) -> TableC
     return None
 
 
-# disabled, for where a graph breaks at the operation: what it calls is not compiled then
+class _Call(NamedTuple):
+    """The arguments of `look_up`."""
+
+    tables: list[Tensor]
+    keys: list[str]
+    stride: int
+    values: Tensor
+    lengths: Tensor
+    weights: Tensor | None
+    read: list[str]
+    table_of: list[int]
+    poolings: list[str]
+    need_indices: bool
+
+    def batch(self) -> KeyedJaggedTensor:
+        """Return the batch."""
+        return KeyedJaggedTensor.from_parts(
+            self.keys, self.values, self.weights, self.lengths, stride=self.stride
+        )
+
+    def collection(self) -> TableCollection | None:
+        """Return the collection that owns the tables, or None."""
+        return _collection_of(self.tables, self.read, self.table_of, self.poolings)
+
+
+# disabled, as a graph may break at the operation; its body must not be compiled then
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _look_up(
-    tables: list[Tensor],
-    keys: list[str],
-    stride: int,
-    values: Tensor,
-    lengths: Tensor,
-    weights: Tensor | None,
-    read: list[str],
-    table_of: list[int],
-    poolings: list[str],
-    need_indices: bool,
-) -> list[Tensor]:
-    batch = KeyedJaggedTensor.from_parts(keys, values, weights, lengths, stride=stride)
-    own = _collection_of(tables, read, table_of, poolings)
+def _look_up(*arguments: Any) -> list[Tensor]:
+    call = _Call(*arguments)
+    own = call.collection()
     with torch.no_grad():
         if own is None:
-            return _table_by_table(tables, batch, read, table_of, poolings, need_indices)
-        found = own.forward(batch)  # hooks of the module run where it is called
+            return _table_by_table(call)
+        found = own.forward(call.batch())  # hooks of the module run where the module is called
         if isinstance(found, KeyedTensor):
             return [found.values()]
-        rows = [jagged.values().clone() for jagged in found.values()]  # apart from each other
-        return rows + [jagged.weights().clone() for jagged in found.values() if need_indices]
+        rows = [jagged.values().clone() for jagged in found.values()]  # outputs must not overlap
+        return rows + [jagged.weights().clone() for jagged in found.values() if call.need_indices]
 
 
-def _table_by_table(
-    tables: Sequence[Tensor],
-    batch: KeyedJaggedTensor,
-    read: Sequence[str],
-    table_of: Sequence[int],
-    poolings: Sequence[str],
-    need_indices: bool,
-) -> list[Tensor]:
-    parts = batch.to_dict()
+def _table_by_table(call: _Call) -> list[Tensor]:
+    parts = call.batch().to_dict()
     found: list[Tensor] = []
-    for feature, table in zip(read, table_of, strict=True):
-        bags = parts[feature]
-        if poolings[table] == PoolingType.NONE.name:
-            found.append(functional.embedding(bags.values(), tables[table]).float())
+    for feature, table in zip(call.read, call.table_of, strict=True):
+        bags, weight, pooling = parts[feature], call.tables[table], call.poolings[table]
+        if pooling == PoolingType.NONE.name:
+            found.append(functional.embedding(bags.values(), weight).float())
             continue
-        weights, lengths = bags.weights_or_none(), bags.lengths()
-        summed = sum_bags(tables[table], bags.values(), bags.offsets(), weights)
-        if poolings[table] == PoolingType.MEAN.name:
-            summed = summed / lengths.clamp(min=1).unsqueeze(1)
+        summed = sum_bags(weight, bags.values(), bags.offsets(), bags.weights_or_none())
+        if pooling == PoolingType.MEAN.name:
+            summed = summed / bags.lengths().clamp(min=1).unsqueeze(1)
         found.append(summed)
-    if poolings[0] == PoolingType.NONE.name:
-        return found + [parts[feature].values().clone() for feature in read if need_indices]
+    if call.poolings[0] == PoolingType.NONE.name:
+        return found + [parts[f].values().clone() for f in call.read if call.need_indices]
     return [torch.cat(found, dim=1)]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _look_up_backward(
-    gradients: list[Tensor],
-    tables: list[Tensor],
-    keys: list[str],
-    stride: int,
-    values: Tensor,
-    lengths: Tensor,
-    weights: Tensor | None,
-    read: list[str],
-    table_of: list[int],
-    poolings: list[str],
-    need_indices: bool,
-) -> list[Tensor]:
-    """Return the gradient of all tables end to end, fp32, and of the weights if there are any.
+def _look_up_backward(gradients: list[Tensor], *arguments: Any) -> list[Tensor]:
+    """Return the fp32 gradient of all tables end to end, and of the weights if there are any.
 
-    What an operation returns may not overlap: not a gradient for each table.
+    The tables' gradients are one tensor, as outputs of an operation must not overlap.
     """
-    own = _collection_of(tables, read, table_of, poolings)
+    call = _Call(*arguments)
+    own = call.collection()
     if own is not None:
         with torch.no_grad():
-            batch = KeyedJaggedTensor.from_parts(keys, values, weights, lengths, stride=stride)
-            return own.gradients(batch, gradients)
+            return own.gradients(call.batch(), gradients)
     with torch.enable_grad():
-        leaves = [table.detach().requires_grad_() for table in tables]
+        leaves = [table.detach().requires_grad_() for table in call.tables]
         inputs = list(leaves)
-        if weights is not None:
-            weights = weights.detach().requires_grad_()
-            inputs.append(weights)
-        batch = KeyedJaggedTensor.from_parts(keys, values, weights, lengths, stride=stride)
-        found = _table_by_table(leaves, batch, read, table_of, poolings, False)
+        if call.weights is not None:
+            inputs.append(call.weights.detach().requires_grad_())
+            call = call._replace(weights=inputs[-1])
+        found = _table_by_table(call._replace(tables=leaves, need_indices=False))
         of_inputs = torch.autograd.grad(found, inputs, gradients[: len(found)])
-        flat = torch.cat([gradient.flatten().float() for gradient in of_inputs[: len(tables)]])
-        return [flat, *of_inputs[len(tables) :]]
+        flat = torch.cat([gradient.flatten().float() for gradient in of_inputs[: len(leaves)]])
+        return [flat, *of_inputs[len(leaves) :]]
 
 
-def _shapes(
-    tables: list[Tensor],
-    keys: list[str],
-    stride: int,
-    values: Tensor,
-    lengths: Tensor,
-    weights: Tensor | None,
-    read: list[str],
-    table_of: list[int],
-    poolings: list[str],
-    need_indices: bool,
-) -> list[Tensor]:
-    dims = [tables[table].shape[1] for table in table_of]
-    new = partial(values.new_empty, dtype=torch.float32)
-    if poolings[0] != PoolingType.NONE.name:
-        return [new(stride, sum(dims))]
-    sizes: dict[str, Any] = {keys[0]: values.shape[0]} if len(keys) == 1 else {}
-    for feature in read:
+def _shapes(*arguments: Any) -> list[Tensor]:
+    call = _Call(*arguments)
+    dims = [call.tables[table].shape[1] for table in call.table_of]
+    new = partial(call.values.new_empty, dtype=torch.float32)
+    if call.poolings[0] != PoolingType.NONE.name:
+        return [new(call.stride, sum(dims))]
+    sizes: dict[str, Any] = {}
+    if len(call.keys) == 1:
+        sizes[call.keys[0]] = call.values.shape[0]
+    for feature in call.read:
         if feature not in sizes:
             sizes[feature] = torch.library.get_ctx().new_dynamic_size()
-    rows = [new(sizes[feature], dim) for feature, dim in zip(read, dims, strict=True)]
-    return rows + [values.new_empty(sizes[feature]) for feature in read if need_indices]
+    rows = [new(sizes[feature], dim) for feature, dim in zip(call.read, dims, strict=True)]
+    return rows + [call.values.new_empty(sizes[f]) for f in call.read if call.need_indices]
 
 
 def _shapes_backward(gradients: list[Tensor], tables: list[Tensor], *parts: Any) -> list[Tensor]:

@@ -142,7 +142,7 @@ def _first_name(pooled: Any) -> str:
     inner = pooled
     if isinstance(pooled, FeatureProcessedEmbeddingBagCollection):
         _, inner = pooled.split()
-    name: str = inner._names[0]
+    name: str = (inner.lookups().names if hasattr(inner, "lookups") else inner._names)[0]
     return name
 
 

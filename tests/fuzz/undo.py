@@ -91,7 +91,7 @@ UNDONE: dict[str, Callable[[], Patches]] = {
     ],
     "features are looked at": lambda: [
         _instead("distributed.stages.input_dist:check_features", _unchecked_parts),
-        _instead("modules.embedding_tables:check_features", _nothing),
+        _instead("modules.table_lookups:check_features", _nothing),
     ],
     "ids are checked": lambda: [
         _instead("distributed.stages.batch_checker:BatchChecker._find_bad_ids", _nothing)

@@ -118,7 +118,7 @@ def test_modules_that_nobody_named(served: ModuleType, tmp_path: Path) -> None:
 
 
 def test_configs_are_for_code_of_packages() -> None:
-    with pytest.raises(RuntimeError, match="code from a package"):
+    with pytest.raises(RuntimeError, match="code of a package"):
         load_config_text("value")
-    with pytest.raises(RuntimeError, match="code from a package"):
+    with pytest.raises(RuntimeError, match="code of a package"):
         load_pickle_config("sizes", dict)

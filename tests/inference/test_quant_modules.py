@@ -34,6 +34,7 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCo
 from recsys.modules.feature_processor import PositionWeightedModuleCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor
+from tests.inference.row_sizes import table_bytes
 from tests.saved import through_torch_save
 
 BITS = {
@@ -249,7 +250,7 @@ def test_processors_must_be_there() -> None:
     with pytest.raises(TypeError, match=r"must be a FeatureProcessorsCollection; received NoneTy"):
         QuantFeatureProcessedEmbeddingBagCollection([config], True, CPU)
     processors = PositionWeightedModuleCollection({"x": 3})
-    with pytest.raises(ValueError, match="received is_weighted=False"):
+    with pytest.raises(ValueError, match=r"is_weighted must be True.*received False"):
         QuantFeatureProcessedEmbeddingBagCollection(
             [config], False, CPU, feature_processor=processors
         )
@@ -345,7 +346,7 @@ def test_tables_are_buffers_under_their_names() -> None:
     assert list(quantized.parameters()) == []
     sequence = quantize_embeddings(_sequence())
     assert list(sequence.state_dict()) == [f"embeddings.{name}.weight" for name in "abc"]
-    assert quantized["ebc"].table_bytes() == [40 * 68] * 2
+    assert table_bytes(quantized["ebc"]) == [40 * 68] * 2
 
 
 def test_row_alignment_is_the_callers() -> None:
@@ -571,13 +572,17 @@ def test_constructors_refuse_what_they_cannot_serve() -> None:
     none.pooling = PoolingType.NONE
     for tables, options, message in (
         ([config, other], {}, r"table 'u' needs a data_type that can be served.*received BF16"),
-        ([none], {}, "received PoolingType.NONE for table 'n'. Use a QuantEmbeddingCollection"),
+        (
+            [none],
+            {},
+            "received PoolingType.NONE for table 'n'. Use an EmbeddingCollection or Quant",
+        ),
         ([config], {"output_dtype": torch.int8}, r"output_dtype must be one of .*torch\.int8"),
         ([config], {"register_tbes": True}, "register_tbes is not supported; received True"),
         (
             [config],
             {"quant_state_dict_split_scale_bias": True, "row_alignment": 1},
-            "row_alignment must be even; received 1",
+            "row_alignment must be even.*received 1",
         ),
         ([config], {"row_alignment": 0}, "row_alignment must be .*; received 0"),
     ):

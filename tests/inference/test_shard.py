@@ -41,6 +41,7 @@ from recsys.modules.embedding_configs import (
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.feature_processor import PositionWeightedModuleCollection
 from recsys.sparse import KeyedJaggedTensor
+from tests.inference.row_sizes import table_bytes
 from tests.inference.test_export import Mixed, Processed, dlrm, inputs_of, plain_tensors
 from tests.inference.test_quant_modules import _batch, _flat, _pooled, _processed, _sequence
 from tests.pretended_cuda import CUDA, PretendedCuda
@@ -242,7 +243,7 @@ def test_what_becomes_of_a_sharded_collection(make: Any, kind: ShardingType) -> 
             assert torch.equal(values, rows[name][0])
             assert torch.equal(header, rows[name][1])
     assert sharded.device == CPU
-    assert sharded.table_bytes() == whole.table_bytes()
+    assert table_bytes(sharded) == table_bytes(whole)
     assert whole.stored_row_bytes("a", 8, "cpu") == whole.stored_row_bytes("a", 8, "cuda") == 16
 
 
@@ -360,7 +361,7 @@ class TestArguments:
         model = quantize_inference_model(_pooled())
         _, plan = shard_quant_model(model, 2, "cpu")
         constraints = {"a": ParameterConstraints()}
-        with pytest.raises(ValueError, match=r"received both, constraints for \['a'\]"):
+        with pytest.raises(ValueError, match=r"received both, .*constraints for \['a'\]"):
             shard_quant_model(model, 2, "cpu", constraints=constraints, sharding_plan=plan)
         shard_quant_model(model, 2, "cpu", ddr_cap=10**6, sharding_plan=plan)
         with pytest.raises(PlannerError, match=r"MiB"):
@@ -397,7 +398,7 @@ class TestArguments:
             _, plan = shard_quant_model(model, 2, "cpu", sharders=sharders)
             assert plan.plan.keys() == expected
         other = [QuantEmbeddingCollectionSharder(shardable_params=["other"])]
-        with pytest.raises(ValueError, match="no quantized collection to shard"):
+        with pytest.raises(ValueError, match="a quantized collection to shard"):
             shard_quant_model(model, 2, "cpu", sharders=other)
 
 

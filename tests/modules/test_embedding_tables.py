@@ -144,7 +144,7 @@ def test_tables_that_move_are_allocated_once(
     ebc = EmbeddingBagCollection(tables=tables)
     features = KeyedJaggedTensor(["a", "b", "c"], torch.zeros(3).int(), lengths=torch.ones(3).int())
     ebc(features)
-    with Allocations(*(group.tbe.storage for group in ebc._groups())) as allocated:
+    with Allocations(*(group.tbe.storage for group in ebc._current_lookups().groups)) as allocated:
         changed = change(ebc)
         with torch.no_grad():
             changed(features)
@@ -177,7 +177,7 @@ def test_a_half_child_is_noticed() -> None:
     train(ebc, "user")
     ebc.embedding_bags["b"].bfloat16()
     train(ebc, "user")
-    assert len(ebc._groups()) == 2
+    assert len(ebc._current_lookups().groups) == 2
 
 
 def test_pickle_carries_each_table_once() -> None:
@@ -206,16 +206,16 @@ def test_shared_memory_is_shared_with_another_process() -> None:
     assert all(p.is_shared() for p in ebc.parameters())
 
 
-def test_training_does_not_link_again() -> None:
+def test_training_does_not_rebuild_lookups() -> None:
     ebc = build("table")
     train(ebc, "table")
-    link = ebc._link
+    lookups = ebc._lookups
     train(ebc, "table")
     ebc.eval()
     ebc(batch())
     ebc.load_state_dict(ebc.state_dict())
     ebc(batch())
-    assert ebc._link is link
+    assert ebc._lookups is lookups
 
 
 # -- tables that own an optimizer -------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_fused_tables_are_updated_in_backward_without_gradients() -> None:
     ebc = build("table")
     before = [p.detach().clone() for p in ebc.parameters()]
     ebc(batch()).values().sum().backward()
-    (group,) = ebc._groups()
+    (group,) = ebc._current_lookups().groups
     assert group.tbe.update_mode is UpdateMode.FUSED
     for old, parameter in zip(before, ebc.parameters(), strict=True):
         assert parameter.grad is None

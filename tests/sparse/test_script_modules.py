@@ -185,7 +185,7 @@ def test_parameters_are_shared_and_trained_through_the_program() -> None:
 def test_tables_that_are_updated_in_backward_do_not_train_in_a_program() -> None:
     model = updated()
     loss = script(model)(batch(3)).sum()
-    with pytest.raises(ValueError, match="updated in backward, which a program does not do"):
+    with pytest.raises(ValueError, match="updated in backward, which an exported"):
         loss.backward()
 
 
@@ -210,7 +210,7 @@ def test_processors_of_other_kinds_are_named() -> None:
             return features
 
     model = processed({key: Own() for key in KEYS})
-    with pytest.raises(ValueError, match=r"work on the whole batch; received \['Own'\]"):
+    with pytest.raises(ValueError, match=r"of the whole batch; received \['Own'\]"):
         script(model)
 
 

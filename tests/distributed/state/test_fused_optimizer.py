@@ -386,7 +386,7 @@ def _rates(case: Case, tolerance: dict[str, float]) -> None:
     assert_same(whole_state(sharded), whole_state(reference), **tolerance)
     own = sharded.module.ebc
     assert len(own._lookups) <= 4  # pooling x whether it exchanges row statistics
-    assert len(reference.ebc._current_link().groups) <= 2  # pooling
+    assert len(reference.ebc._current_lookups().groups) <= 2  # pooling
 
 
 @pytest.mark.parametrize("seed", range(700, 706))

@@ -1,0 +1,109 @@
+"""Checks of a batch in an exported program, in eager mode, TorchScript and `torch.export`.
+
+Legend: `K` keys of a batch, `B` batch size, `N` ids.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recsys.sparse import KeyedJaggedTensor
+
+__all__ = ["by_key", "fails", "positions_in", "read_sizes", "to_device"]
+
+
+def positions_in(features: KeyedJaggedTensor, names: list[str]) -> list[int]:
+    """Return the positions of features among the keys of a batch.
+
+    Raises:
+        KeyError: The batch lacks a feature.
+        ValueError: The batch has a batch size per key.
+    """
+    if features.variable_stride_per_key():
+        raise ValueError("A traced model takes batches with one batch size for all features.")
+    keys = features.keys()
+    positions: list[int] = []
+    for name in names:
+        if name not in keys:
+            raise KeyError(f"The batch lacks the feature {name}; received {keys}.")
+        positions.append(keys.index(name))
+    return positions
+
+
+def by_key(values: Tensor, lengths: Tensor, num_keys: int) -> Tensor:
+    """Return the lengths of a batch, `[K, B]`.
+
+    Raises:
+        TypeError: The ids are not integers.
+        ValueError: The ids have two dims, or the lengths do not match the keys.
+    """
+    if values.is_floating_point():
+        raise TypeError("ids must be integers; received floats. Convert with values.long().")
+    if values.dim() != 1:
+        raise ValueError(f"ids must have one dim; received {values.dim()}.")
+    if lengths.numel() % num_keys != 0:
+        raise ValueError(
+            f"lengths must have one value per feature and sample, {num_keys} features; "
+            f"received {lengths.numel()} values."
+        )
+    return lengths.view(num_keys, lengths.numel() // num_keys)
+
+
+def fails(holds: Tensor, message: str) -> bool:
+    """Return whether a condition is false; this waits for the device.
+
+    `torch.export` records an assertion instead, as a program cannot branch on the value.
+
+    Args:
+        holds: One bool.
+        message: Message of the assertion.
+    """
+    if not torch.jit.is_scripting() and torch.compiler.is_compiling():  # type: ignore[attr-defined]
+        torch._assert_async(holds, message)
+        return False
+    return not bool(holds)
+
+
+def read_sizes(values: Tensor, lengths_KB: Tensor, is_needed: bool) -> list[int]:
+    """Return the number of ids of each key; this waits for the device once.
+
+    Args:
+        values: `[N]` ids.
+        lengths_KB: `[K, B]` ids per bag.
+        is_needed: If False, `torch.export` gets no sizes and needs no symbols for them.
+
+    Raises:
+        ValueError: The lengths do not match the ids.
+    """
+    if not torch.jit.is_scripting() and torch.compiler.is_compiling():  # type: ignore[attr-defined]
+        return _traced_sizes(values, lengths_KB, is_needed)
+    num_negative = (lengths_KB < 0).sum().view(1)
+    found: list[int] = torch.cat([lengths_KB.sum(1), num_negative]).tolist()
+    sizes = found[:-1]
+    if found[-1] > 0 or sum(sizes) != values.numel():
+        raise ValueError(
+            f"lengths must not be negative and must add up to the number of ids, {values.numel()}; "
+            f"received {found[-1]} negative lengths and a sum of {sum(sizes)}."
+        )
+    return sizes
+
+
+def _traced_sizes(values: Tensor, lengths_KB: Tensor, is_needed: bool) -> list[int]:
+    ids_per_key = lengths_KB.sum(1)
+    fit = (lengths_KB >= 0).all() & (ids_per_key.sum() == values.numel())
+    fails(fit, "lengths must add up to the number of ids.")
+    sizes: list[int] = ids_per_key.tolist() if is_needed else []
+    for size in sizes:
+        torch._check(size >= 0)
+    if is_needed:
+        torch._check(sum(sizes) == values.numel())
+    return sizes
+
+
+def to_device(values: list[int], device: torch.device) -> Tensor:
+    """Copy numbers to a device as an int64 tensor; the host does not wait."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    if device.type == "cuda":  # a copy from pinned memory is asynchronous
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
