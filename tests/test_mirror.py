@@ -60,7 +60,6 @@ TESTED_THROUGH = {
     "distributed/stages/bags.py": "distributed/stages/test_input_dist.py",
     "distributed/stages/batch_checker.py": "distributed/stages/test_input_dist.py",
     "distributed/stages/streams.py": "distributed/stages/test_header.py",
-    "distributed/checkpoint/complete.py": "distributed/checkpoint/test_load.py",
     "distributed/checkpoint/errors.py": "distributed/checkpoint/test_load.py",
     "distributed/checkpoint/state.py": "distributed/checkpoint/test_load.py",
     "distributed/placement/plan.py": "distributed/test_types.py",

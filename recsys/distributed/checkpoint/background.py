@@ -1,4 +1,4 @@
-"""Saves that go on while the model trains: copies on the host, and the thread that writes them."""
+"""Saves during training: copies on the host, and the thread that writes them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _buffers: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 @final
 class PendingSave:
-    """A save that is under way, by `save_checkpoint_async`.
+    """A save in progress, made by `save_checkpoint_async`.
 
     A process that ends normally waits for it.
 
     Args:
-        model: that is saved.
-        work: writes it.
+        model: The model that is saved.
+        work: Writes the values; returns the folder.
     """
 
     def __init__(self, model: nn.Module, work: Callable[[], Path]) -> None:
@@ -41,17 +41,17 @@ class PendingSave:
         self._thread.start()
 
     def done(self) -> bool:
-        """Return whether it has ended, well or not; does not wait."""
+        """Return whether it has ended, successfully or not; does not wait."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
         """Wait for its end.
 
         Returns:
-            The folder of the version, which is complete.
+            The folder of the complete version.
 
         Raises:
-            CheckpointError: on every rank, if it failed on one.
+            CheckpointError: On every rank, if it failed on one.
         """
         self._thread.join()
         if self._error is not None:
@@ -65,22 +65,22 @@ class PendingSave:
         except Exception as error:
             self._error = error
             logger.error("An asynchronous save failed: %s", error)
-        del self._work  # and with it the values
+        del self._work  # frees the values
 
 
 def end_pending(model: nn.Module) -> None:
-    """Wait for a model's save that is under way, and raise its error; every rank must."""
+    """Wait for the model's save in progress and raise its error. Every rank must call it."""
     pending = _pending.pop(model, None)
     if pending is not None:
         pending.wait()
 
 
 def copy_to_host(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Copy values to host memory that is kept for the model's next save.
+    """Copy values to host memory that is reused by the model's next save.
 
     Args:
-        model: whose values they are.
-        state: nested dicts of values.
+        model: The model of the values.
+        state: Nested dicts of values.
     """
     buffers = _buffers.setdefault(model, {})
     copied: dict[str, Any] = _copied("", state, buffers)

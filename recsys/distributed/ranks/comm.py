@@ -256,7 +256,7 @@ def raise_together(env: ShardingEnv, what: str, error: Exception | None) -> None
             raise_failure(rank, failure, error)
 
 
-_met_outside: ContextVar[bool] = ContextVar("met_outside", default=False)
+_caller_handles_errors: ContextVar[bool] = ContextVar("caller_handles_errors", default=False)
 
 
 @contextmanager
@@ -269,9 +269,9 @@ def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
-def met_outside() -> AbstractContextManager[None]:
+def caller_handles_errors() -> AbstractContextManager[None]:
     """Leave it to the caller to tell the other ranks of errors: `together` only works."""
-    return holding(_met_outside, True)
+    return holding(_caller_handles_errors, True)
 
 
 def together(env: ShardingEnv, what: str, work: Callable[[], T]) -> T:
@@ -282,7 +282,7 @@ def together(env: ShardingEnv, what: str, work: Callable[[], T]) -> T:
         what: the function does, for messages, such as "load a state dict".
         work: the function.
     """
-    if env.world_size == 1 or _met_outside.get():
+    if env.world_size == 1 or _caller_handles_errors.get():
         return work()
     result, error = None, None
     try:
@@ -302,7 +302,7 @@ def failure_of(error: Exception | None) -> Failure | None:
     if error is None:
         return None
     known = (kind for kind in type(error).__mro__ if _kind_of(kind.__name__) is kind)
-    return next(known).__name__, _text_of(error)
+    return next(known).__name__, text_of(error)
 
 
 def raise_failure(rank: int, failure: Failure, cause: Exception | None) -> NoReturn:
@@ -330,7 +330,8 @@ def _kind_of(name: str) -> type[Exception]:
     return kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
 
 
-def _text_of(error: Exception) -> str:
+def text_of(error: Exception) -> str:
+    """Return the message of an error, or the name of its type if it has none."""
     if isinstance(error, KeyError) and error.args:  # str() would quote it
         return str(error.args[0])
     return str(error) or type(error).__name__
