@@ -56,7 +56,7 @@ TESTED_THROUGH = {
     "distributed/state/moves.py": "distributed/test_reshard.py",
     "contact.py": "distributed/ranks/test_comm.py",
     "lazy.py": "test_public_surface.py",
-    "distributed/ranks/agreement.py": "distributed/ranks/test_construction.py",
+    "distributed/ranks/agreement.py": "distributed/ranks/test_build_transaction.py",
     "distributed/stages/bags.py": "distributed/stages/test_input_dist.py",
     "distributed/stages/batch_checker.py": "distributed/stages/test_input_dist.py",
     "distributed/stages/streams.py": "distributed/stages/test_header.py",

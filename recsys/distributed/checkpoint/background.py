@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -95,20 +95,17 @@ def _copied(name: str, value: Any, buffers: dict[str, Tensor]) -> Any:
     if isinstance(value, list | tuple):
         parts = (_copied(f"{name}.{i}", part, buffers) for i, part in enumerate(value))
         return type(value)(parts)
+    shards: Sequence[Any] | None = None
     if isinstance(value, ShardedTable):
-        shards = [
-            (offsets, _copied(f"{name}/{i}", part, buffers))
-            for i, (offsets, part) in enumerate(value.local_shards())
-        ]
+        shards = value.local_shards()
+    elif isinstance(value, DTensor):
+        mesh, placements, part = value.device_mesh, value.placements, value.to_local()
+        _, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+        shards = [(tuple(offsets), part)] if part.numel() else []
+    if shards is not None:
+        copies = [(at, _copied(f"{name}/{i}", p, buffers)) for i, (at, p) in enumerate(shards)]
         cpu = torch.device("cpu")
-        return ShardedTable(value.shape, shards, dtype=value.dtype, device=cpu)
-    if isinstance(value, DTensor):
-        _, start = compute_local_shape_and_global_offset(
-            value.shape, value.device_mesh, value.placements
-        )
-        part = _copied(name, value.to_local(), buffers)
-        held = [(tuple(start), part)] if part.numel() else []
-        return ShardedTable(value.shape, held, dtype=value.dtype, device=part.device)
+        return ShardedTable(value.shape, copies, dtype=value.dtype, device=cpu)
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     buffer = buffers.get(name)

@@ -83,13 +83,19 @@ def _tuples(value: Any) -> Any:
 
 
 def check_progress(parts: object) -> None:
-    """Check that progress is a dict or None.
+    """Check that progress is None, or a dict of objects with a state.
 
     Raises:
-        TypeError: It has another type.
+        TypeError: It has another type, or an object has no state.
     """
     if parts is not None and not isinstance(parts, Mapping):
         wrong_type("progress", "a dict of objects with state_dict and load_state_dict", parts)
+    for name, part in (parts or {}).items():
+        if not isinstance(part, Stateful):
+            raise TypeError(
+                f"progress[{name!r}] must have state_dict and load_state_dict; received a "
+                f"{type(part).__qualname__}."
+            )
 
 
 def progress_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
@@ -97,13 +103,10 @@ def progress_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: A state is not plain data.
-        TypeError: An object has no state.
     """
-    found = {}
-    for name, part in parts.items():
-        _check_stateful(name, part)
-        found[name] = part.state_dict()
-        check_plain(f"progress[{name!r}]", found[name])
+    found = {name: part.state_dict() for name, part in parts.items()}
+    for name, state in found.items():
+        check_plain(f"progress[{name!r}]", state)
     return found
 
 
@@ -130,10 +133,8 @@ def load_progress(
 
     Raises:
         CheckpointError: An object was not saved, or cannot continue with another number of ranks.
-        TypeError: An object has no state.
     """
     for name, part in parts.items():
-        _check_stateful(name, part)
         if not saved or any(name not in of_rank for of_rank in saved.values()):
             raise CheckpointError(
                 f"{subject} has no progress {name!r}. Leave it out of progress=, or pass "
@@ -150,11 +151,3 @@ def load_progress(
                 "load_state_dicts(states). Leave it out of progress=, or define this method."
             )
         load([saved[rank_key(rank)][name] for rank in range(num_saved)])
-
-
-def _check_stateful(name: str, part: object) -> None:
-    if not isinstance(part, Stateful):
-        raise TypeError(
-            f"progress[{name!r}] must have state_dict and load_state_dict; received a "
-            f"{type(part).__qualname__}."
-        )

@@ -103,19 +103,15 @@ def flat(state: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def in_blocks(state: Mapping[str, Any]) -> dict[str, Any]:
+def in_blocks(value: Any) -> Any:
     """Return nested state with its large tensors as tables of blocks of at most 64 MiB.
 
     The blocks of a table start at the same rows under every plan. So a few rows can be read without
     the rest, and a range of rows of all columns without reading a block twice. Writing a value on a
     GPU needs little memory of the host.
     """
-    return {name: _in_blocks(value) for name, value in state.items()}
-
-
-def _in_blocks(value: Any) -> Any:
     if isinstance(value, dict):
-        return in_blocks(value)
+        return {name: in_blocks(member) for name, member in value.items()}
     if type(value) not in (Tensor, nn.Parameter, ShardedTable) or value.dim() == 0:
         return value
     row_bytes = max(value.shape[1:].numel() * value.element_size(), 1)

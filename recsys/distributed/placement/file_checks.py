@@ -229,12 +229,32 @@ def wrong_type(subject: str, rule: str, value: object) -> NoReturn:
     raise TypeError(f"{subject} must be {rule}; received {shown}.")
 
 
-def bracket(lines: Sequence[str], pair: str, indent: str = "") -> str:
-    """Return the JSON of an object ("{}") or a list ("[]") with a line for each member."""
-    body = ",\n".join(f"{indent}  {line}" for line in lines)
-    return f"{pair[0]}\n{body}\n{indent}{pair[1]}" if lines else pair
+def to_json(value: object, levels: int = 0, indent: str = "") -> str:
+    """Return JSON with a line for each member of the outer levels, and for each object in a list.
 
+    Args:
+        value: The value.
+        levels: Number of levels with a line for each member.
+        indent: Indentation of the line with the value.
 
-def json_object(members: Mapping[str, str], indent: str = "") -> str:
-    """Return the JSON of an object with a line for each member; the values are JSON already."""
-    return bracket([f"{json.dumps(key)}: {text}" for key, text in members.items()], "{}", indent)
+    Example:
+        >>> print(to_json({"a": {"b": [1, 2]}, "c": 3}, levels=1))
+        {
+          "a": {"b": [1, 2]},
+          "c": 3
+        }
+    """
+    is_list = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    if not value or not (is_list or isinstance(value, dict)):
+        return json.dumps(value)
+    is_split = is_list or levels > 0
+    inner = indent + "  " if is_split else indent
+    start, end = "[]" if is_list else "{}"
+    if isinstance(value, dict):
+        members = [f"{json.dumps(k)}: {to_json(v, levels - 1, inner)}" for k, v in value.items()]
+    else:
+        members = [to_json(member) for member in value]  # type: ignore[attr-defined]
+    if not is_split:
+        return f"{start}{', '.join(members)}{end}"
+    lines = f",\n{inner}".join(members)
+    return f"{start}\n{inner}{lines}\n{indent}{end}"

@@ -263,7 +263,7 @@ class Layout:
 
     @property
     def averaged_slots(self) -> tuple[int, ...]:
-        """Positions in `split_slots` of slots that divide their sums by the number of ids in a bag."""
+        """Positions in `split_slots` of slots whose sums are divided by the ids in a bag."""
         rules = [ROW_PARTS[self.slots[slot].combine] for slot in self.split_slots]
         return tuple(place for place, rule in enumerate(rules) if rule.is_averaged)
 

@@ -6,7 +6,6 @@ Otherwise, for example for rows divided by hand, it lists them.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -122,42 +121,36 @@ def write(plan: ShardingPlan) -> str:
     """Return the text of a plan file."""
     made_for = plan.made_for or _guess_ranks(plan)
     modules = {
-        path: files.json_object(
-            {name: _entry(own, made_for) for name, own in tables.items()}, "    "
-        )
+        path: {name: _entry(sharding, made_for) for name, sharding in tables.items()}
         for path, tables in plan.plan.items()
     }
-    ranks = {name: json.dumps(value) for name, value in asdict(made_for).items()}
-    plans = files.json_object(modules, "  ")
-    return files.json_object({"format": str(FORMAT), **ranks, "plan": plans}) + "\n"
+    content = {"format": FORMAT, **asdict(made_for), "plan": modules}
+    return files.to_json(content, levels=3) + "\n"
 
 
-def _entry(sharding: ParameterSharding, made_for: PlanRanks) -> str:
-    entry = {
-        "sharding_type": json.dumps(sharding.sharding_type),
-        "compute_kernel": json.dumps(sharding.compute_kernel),
-    }
-    shards = sharding.sharding_spec.shards if sharding.sharding_spec is not None else []
-    ranks = sharding.ranks if sharding.ranks is not None else [shard.rank for shard in shards]
+def _entry(sharding: ParameterSharding, made_for: PlanRanks) -> dict[str, object]:
+    kind, spec, ranks = sharding.sharding_type, sharding.sharding_spec, sharding.ranks
+    entry: dict[str, object] = {"sharding_type": kind, "compute_kernel": sharding.compute_kernel}
+    shards = spec.shards if spec is not None else []
+    if ranks is None:
+        ranks = [shard.rank for shard in shards]
     size = [
         max((shard.shard_offsets[i] + shard.shard_sizes[i] for shard in shards), default=0)
         for i in (0, 1)
     ]
-    follows = not shards or _shards_of(sharding.sharding_type, size, ranks, made_for) == [
-        replace(shard, placement=str(shard.placement)) for shard in shards
-    ]
+    placed = [replace(shard, placement=str(shard.placement)) for shard in shards]
+    follows = not shards or _shards_of(kind, size, ranks, made_for) == placed
     if follows and ranks:
-        entry["ranks"] = json.dumps(_runs(ranks))
+        entry["ranks"] = _runs(ranks)
     if shards and follows:
-        entry["size"] = json.dumps(size)
+        entry["size"] = size
     elif shards:
-        lines = [_shard(shard, made_for) for shard in shards]
-        entry["shards"] = files.bracket(lines, "[]", "      ")
+        entry["shards"] = [_shard(shard, made_for) for shard in shards]
     for name, (attribute, _, shown) in _SETTINGS.items():
         value = getattr(sharding, attribute)
         if value is not None and shown(value) is not None:
-            entry[name] = json.dumps(shown(value))
-    return "{" + ", ".join(f"{json.dumps(k)}: {v}" for k, v in entry.items()) + "}"
+            entry[name] = shown(value)
+    return entry
 
 
 def _shards_of(
@@ -173,7 +166,7 @@ def _shards_of(
     return spec.shards if spec is not None else []
 
 
-def _shard(shard: ShardMetadata, made_for: PlanRanks) -> str:
+def _shard(shard: ShardMetadata, made_for: PlanRanks) -> dict[str, object]:
     (row, col), (rows, cols) = shard.shard_offsets, shard.shard_sizes
     entry: dict[str, object] = {
         "rank": shard.rank,
@@ -183,7 +176,7 @@ def _shard(shard: ShardMetadata, made_for: PlanRanks) -> str:
     usual = placement(made_for.compute_device, shard.rank, made_for.local_world_size)
     if str(shard.placement) != usual:
         entry["placement"] = str(shard.placement)
-    return json.dumps(entry)
+    return entry
 
 
 def _runs(ranks: Sequence[int]) -> list[int | str]:

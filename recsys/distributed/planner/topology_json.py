@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,22 +30,17 @@ def write(
         tables: Measurements by the name of their table.
     """
     columns = {name: [getattr(rank, name) for rank in hardware] for name in ("name", *NUMBERS)}
-    numbers = {
-        name: json.dumps(values[0] if len(set(values)) == 1 else values)
-        for name, values in columns.items()
-    }
     members = {
-        "format": str(FORMAT),
-        "compute_device": json.dumps(hardware[0].compute_device),
-        "world_size": str(len(hardware)),
-        "local_world_size": str(local_world_size),
-        "hardware": files.json_object(numbers, "  "),
+        "format": FORMAT,
+        "compute_device": hardware[0].compute_device,
+        "world_size": len(hardware),
+        "local_world_size": local_world_size,
+        "hardware": {
+            name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()
+        },
+        **{name: [asdict(point) for point in points] for name, points in tables.items() if points},
     }
-    for name, points in tables.items():
-        rows = [json.dumps({f.name: getattr(p, f.name) for f in fields(p)}) for p in points]
-        if rows:
-            members[name] = files.bracket(rows, "[]", "  ")
-    return files.json_object(members) + "\n"
+    return files.to_json(members, levels=2) + "\n"
 
 
 def read(text: str, subject: str) -> dict[str, Any]:

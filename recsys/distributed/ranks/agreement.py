@@ -1,4 +1,4 @@
-"""Whether all ranks are about to do the same; if not, the same error on every rank."""
+"""Cross-rank consistency check: raises the same error on all ranks on a mismatch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recsys.distributed.ranks.comm import (
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 Facts = Mapping[str, str]
-"""What has to be the same on all ranks, in words, by its name."""
+"""Texts that must be the same on all ranks, by name."""
 
 T = TypeVar("T")
 
@@ -33,25 +33,25 @@ def agree(
     own: T,
     differs_as: Callable[[str], Exception] = ValueError,
 ) -> list[T]:
-    """Exchange what ranks are about to do, in one collective; raise on all if they do not agree.
+    """Compare the ranks' next actions in one collective; raise on all ranks if they differ.
 
-    Where facts differ, two more collectives find out which.
+    If facts differ, two more collectives find the difference.
 
     Args:
-        group: the ranks. Every rank must call it, from whatever stage it is at.
-        stage: what comes next, such as "plan the model".
-        facts: what has to agree, or why this rank cannot go on.
-        own: what else the ranks tell each other; small.
-        differs_as: makes the error, of its message, where ranks differ.
+        group: The ranks. Every rank must call it, from any stage.
+        stage: Next action, such as "plan the model".
+        facts: Facts that must be equal, or the error of this rank.
+        own: Further small value to exchange.
+        differs_as: Converts the message to an error if ranks differ.
 
     Returns:
         `own` of each rank.
 
     Raises:
-        Exception: this rank's error, if all ranks have the same; else, on every rank alike, the
-            error of the lowest rank that has one, led by its number.
-        ValueError: if the ranks are at different stages; or what `differs_as` makes, if their
-            facts differ. It names a rank that differs from rank 0, and in what.
+        Exception: This rank's error, if all ranks have the same; otherwise, on every rank, the
+            error of the lowest rank that has one, with the rank's number.
+        ValueError: The ranks are at different stages, or have different facts (an error of
+            `differs_as`). It names the fact and a rank that differs from rank 0.
     """
     error = facts if isinstance(facts, Exception) else None
     lines = {} if isinstance(facts, Exception) else dict(facts)
@@ -80,7 +80,7 @@ def agree(
 
 
 def is_raised_on_all(error: BaseException) -> bool:
-    """Return whether every rank has this error: of `agree`, or that a rank is lost."""
+    """Return whether every rank has this error: an error of `agree`, or a lost rank."""
     return getattr(error, "_raised_on_all_ranks", False)
 
 
@@ -99,14 +99,14 @@ def _find_difference(group: dist.ProcessGroup, stage: str, lines: Facts) -> str:
 
 
 def differs(stage: str, rank: int, name: str, first: str, own: str) -> str:
-    """Return what is wrong where a fact of a rank is not that of rank 0.
+    """Return the message for a fact that differs from rank 0.
 
     Args:
-        stage: what the ranks are to do.
-        rank: which differs.
-        name: of the fact.
-        first: the fact on rank 0; parts set off by "; " are left out where both have them.
-        own: the fact on the rank.
+        stage: Action of the ranks.
+        rank: The rank that differs.
+        name: Name of the fact.
+        first: The fact on rank 0. Parts separated by "; " are omitted if both ranks have them.
+        own: The fact on the rank.
     """
     ours, theirs = first.split("; "), own.split("; ")
     if len(ours) == len(theirs):
@@ -122,11 +122,11 @@ def differs(stage: str, rank: int, name: str, first: str, own: str) -> str:
 
 
 def raise_if_facts_differ(stage: str, facts: Sequence[Facts]) -> None:
-    """Raise ValueError, on every rank alike, unless all ranks have the same facts.
+    """Raise ValueError, the same on every rank, unless all ranks have the same facts.
 
     Args:
-        stage: what the ranks are to do.
-        facts: of each rank, with the same names; all ranks have exchanged them.
+        stage: Action of the ranks.
+        facts: Exchanged facts of each rank, with the same names.
     """
     for rank, own in enumerate(facts):
         for name, value in own.items():
@@ -135,12 +135,12 @@ def raise_if_facts_differ(stage: str, facts: Sequence[Facts]) -> None:
 
 
 def stable(value: object) -> str:
-    """Return what prints the same in every process."""
+    """Return a text that is the same in every process."""
     return _ADDRESS.sub("", repr(value))
 
 
 def in_words(settings: object) -> str:
-    """Return the fields of a dataclass, and of those in it, set off by "; ".
+    """Return the fields of a dataclass, and of nested ones, separated by "; ".
 
     Example:
         >>> from recsys.distributed.types import CacheParams
@@ -159,7 +159,7 @@ def in_words(settings: object) -> str:
 
 
 def in_words_by_name(**arguments: object) -> dict[str, str]:
-    """Return arguments in words, by their names; see `in_words`."""
+    """Return the texts of arguments by name; see `in_words`."""
     return {name: in_words(value) for name, value in arguments.items()}
 
 

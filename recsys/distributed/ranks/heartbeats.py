@@ -103,7 +103,7 @@ def _machine() -> str:
 
 
 def lives(process: int) -> bool:
-    """Return whether a process of this machine runs and is no zombie.
+    """Return whether a process of this machine is running, and not a zombie.
 
     Args:
         process: Process id.
@@ -122,7 +122,7 @@ def lives(process: int) -> bool:
 
 @final
 class Heartbeats:
-    """Thread that writes this rank's beats and reads those of other ranks.
+    """Thread that writes this rank's beats and reads the beats of other ranks.
 
     Args:
         store: Store of the job; the thread opens its own connection to it.
@@ -227,11 +227,11 @@ class Heartbeats:
     def _notice(self, dead: list[int]) -> None:
         """Announce the end of the job if it needs ranks whose processes have ended."""
         stays = monotonic() - self._position.place[2]
-        heard = monotonic() - self.answered < 1
+        is_connected = monotonic() - self.answered < 1
         for rank in dead:
             beat = self.beats[rank]
             assert beat is not None
-            if (beat.left or not heard) and stays < 3:
+            if (beat.left or not is_connected) and stays < 3:
                 continue  # the training may be over
             what = "has ended its training" if beat.left else "is gone, its process has ended"
             self.announce(End(text=f"rank {rank} {what}; it was last seen in {beat.place}"))
@@ -262,7 +262,7 @@ def late_ranks(beats: Mapping[int, Beat | None], silent: Mapping[int, float]) ->
     """Return the ranks that keep the others waiting.
 
     These are ranks that have not begun, are silent, or have left while another waits. Otherwise
-    they are the ranks with the fewest exchanges, if possible those that do not wait; if all ranks
+    they are the ranks with the fewest exchanges, if possible ranks that do not wait; if all ranks
     are equal, the one that has been in its stage longest.
 
     Args:
@@ -294,7 +294,7 @@ def in_words(beats: Mapping[int, Beat | None], silent: Mapping[int, float], late
         silent: Silent ranks -> seconds since their last beat.
         late: Ranks that keep the others waiting.
     """
-    said: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     for rank in (*late, *(rank for rank in beats if rank not in late)):
         beat = beats[rank]
         if beat is None:
@@ -309,8 +309,8 @@ def in_words(beats: Mapping[int, Beat | None], silent: Mapping[int, float], late
             text = f"{{wait}} in {beat.place} to {beat.waits_to}"
         else:
             text = f"{{is}} in {beat.place}"
-        said.setdefault(text, []).append(rank)
-    return "; ".join(_phrase(text, ranks) for text, ranks in said.items())
+        ranks_by_text.setdefault(text, []).append(rank)
+    return "; ".join(_phrase(text, ranks) for text, ranks in ranks_by_text.items())
 
 
 def _phrase(text: str, ranks: list[int]) -> str:

@@ -6,8 +6,11 @@ import copy
 
 import pytest
 
-from recsys.distributed.ranks.comm import LazyAwaitable
-from recsys.distributed.ranks.lazy_items import GetItemLazyAwaitable, LazyGetItemMixin
+from recsys.distributed.ranks.awaitables import (
+    GetItemLazyAwaitable,
+    LazyAwaitable,
+    LazyGetItemMixin,
+)
 
 
 class Pending(LazyGetItemMixin[str, int], LazyAwaitable[dict[str, int]]):
