@@ -176,13 +176,13 @@ class BlockReader(FileSystemReader):
 
     Args:
         folder: Folder of the version.
-        files: The files of its manifest; None for a folder without one.
+        manifest: Its manifest; None for a folder without one.
     """
 
-    def __init__(self, folder: Path, files: Files | None) -> None:
+    def __init__(self, folder: Path, manifest: versions.Manifest | None) -> None:
         super().__init__(folder)
         self._folder = folder
-        self._blocks = None if files is None else _blocks_of(files)
+        self._blocks = None if manifest is None else _blocks_of(manifest["files"])
         self._metadata: Metadata | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._unused = memoryview(bytearray(_PIECE_BYTES))
@@ -191,10 +191,15 @@ class BlockReader(FileSystemReader):
         """Return the metadata of the version.
 
         Raises:
-            CheckpointError: The file is damaged, or is not metadata.
+            CheckpointError: The file is missing or damaged, or is not metadata.
         """
         if self._metadata is None:
-            data = versions.regular_file(self._folder / METADATA).read_bytes()
+            try:
+                data = versions.regular_file(self._folder / METADATA).read_bytes()
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._folder} is not a readable checkpoint: {error}"
+                ) from error
             if self._blocks is not None:
                 expected = self._blocks.get((METADATA, 0), (-1, -1))
                 self._check(METADATA, 0, (len(data), crc32(data)), expected)

@@ -36,7 +36,7 @@ from recsys.distributed.checkpoint.state import (
     whole_names,
 )
 from recsys.distributed.checkpoint.torchrec_names import own_names
-from recsys.distributed.checkpoint.versions import open_version
+from recsys.distributed.checkpoint.versions import Manifest, open_version
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.kernels.checked import checked_but
 from recsys.optim.keyed import KeyedOptimizer
@@ -92,7 +92,7 @@ def load_checkpoint(
     group = env.process_group
     what = f"Loading {path}"
 
-    def choose() -> tuple[Path, dict[str, Any] | None] | None:
+    def choose() -> tuple[Path, Manifest | None] | None:
         # all ranks load the version of rank 0, even if another job saves meanwhile
         return open_version(path) if env.rank == 0 else None
 
@@ -100,7 +100,7 @@ def load_checkpoint(
     assert chosen is not None
     folder, manifest = chosen
     subject = f"The checkpoint {folder}"
-    reader = BlockReader(folder, None if manifest is None else manifest["files"])
+    reader = BlockReader(folder, manifest)
     settings: Settings | None = None if manifest is None else manifest["optimizer"]
     state: dict[str, Any] = {}
     resized: Resized = []
@@ -162,14 +162,11 @@ def _state_to_fill(
     settings: Settings | None,
 ) -> dict[str, Any]:
     """Return the live state to fill, with names checked."""
-    try:
-        saved = {
-            name: metadata
-            for name, metadata in reader.read_metadata().state_dict_metadata.items()
-            if not name.startswith("progress.")
-        }
-    except OSError as error:
-        raise CheckpointError(f"{folder} is not a readable checkpoint: {error}") from error
+    saved = {
+        name: metadata
+        for name, metadata in reader.read_metadata().state_dict_metadata.items()
+        if not name.startswith("progress.")
+    }
 
     def live() -> dict[str, Any]:
         state = state_of(model, optimizer)

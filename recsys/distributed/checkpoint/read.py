@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
@@ -21,10 +20,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from recsys.distributed.checkpoint.blocks import BlockReader, Files
+from recsys.distributed.checkpoint.blocks import BlockReader
 from recsys.distributed.checkpoint.errors import CheckpointError, failures_named
 from recsys.distributed.checkpoint.safe_pickle import decode
-from recsys.distributed.checkpoint.versions import open_version
+from recsys.distributed.checkpoint.versions import Manifest, open_version
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.kernels.arguments import path_of
@@ -102,21 +101,18 @@ class SavedValues:
 
     Args:
         folder: Folder of the version.
-        files: The files of its manifest; None for a folder without one.
+        manifest: Its manifest; None for a folder without one.
         optimizer: Whether to include optimizer state.
 
     Raises:
         CheckpointError: The metadata is missing or damaged.
     """
 
-    def __init__(self, folder: Path, files: Files | None, optimizer: bool = False) -> None:
+    def __init__(self, folder: Path, manifest: Manifest | None, optimizer: bool = False) -> None:
         self.folder = folder
-        self._reader = BlockReader(folder, files)
-        try:
-            found = self._reader.read_metadata().state_dict_metadata
-        except OSError as error:
-            raise CheckpointError(f"{folder} is not a readable checkpoint: {error}") from error
-        is_ours = files is not None or all(name.split(".")[0] in _SECTIONS for name in found)
+        self._reader = BlockReader(folder, manifest)
+        found = self._reader.read_metadata().state_dict_metadata
+        is_ours = manifest is not None or all(name.split(".")[0] in _SECTIONS for name in found)
         self._saved_as = {
             name.removeprefix("model.") if is_ours else name: name
             for name in found
@@ -135,8 +131,7 @@ class SavedValues:
         Raises:
             CheckpointError: It is not a checkpoint, or is damaged.
         """
-        folder, manifest = open_version(path)
-        return cls(folder, None if manifest is None else manifest["files"], optimizer)
+        return cls(*open_version(path), optimizer)
 
     def named(self, table: str) -> list[str]:
         """Return the names of the values of a table or module.
@@ -207,23 +202,17 @@ class SavedValues:
             if isinstance(value, BytesStorageMetadata):
                 state[self._saved_as[name]] = b""
                 continue
-            first = 0 if rows is None else rows.start
-            size = list(value.size)
+            size, offsets = list(value.size), [0] * len(value.size)
             if rows is not None:
-                size[0] = len(rows)
-            read[name] = torch.empty(size, dtype=value.properties.dtype)
-            state[self._saved_as[name]] = part_of(value.size, read[name], first)
+                size[0], offsets[0] = len(rows), rows.start
+            part = read[name] = torch.empty(size, dtype=value.properties.dtype)
+            shards = [(tuple(offsets), part)] if part.numel() else []
+            whole = ShardedTable(value.size, shards, dtype=part.dtype, device=part.device)
+            state[self._saved_as[name]] = whole
         failed = f"{self.folder} cannot be read. Read an earlier version, or copy it again."
         with failures_named(failed, ShardingEnv.from_local(), "read a checkpoint"):
             load(state, storage_reader=self._reader, planner=CompleteLoadPlanner(), no_dist=True)
         return {name: read[name] if name in read else state[self._saved_as[name]] for name in names}
-
-
-def part_of(size: Sequence[int], values: Tensor, first_row: int) -> ShardedTable:
-    """Wrap some rows as a table that a load of the whole table fills."""
-    offsets = (first_row, *(0 for _ in size[1:])) if size else ()
-    shards = [(offsets, values)] if values.numel() else []
-    return ShardedTable(size, shards, dtype=values.dtype, device=values.device)
 
 
 class CompleteLoadPlanner(DefaultLoadPlanner):

@@ -281,7 +281,7 @@ class _Save:
         """Write values; `env` has the process group to use."""
 
         def consolidate(folder: Path, files: Files) -> None:
-            write_safetensors(SavedValues(folder, files), folder / "model.safetensors")
+            write_safetensors(SavedValues(folder, {"files": files}), folder / "model.safetensors")
 
         group = env.process_group
         with failures_named(f"{folder} cannot be saved.", env, "save a checkpoint"):

@@ -36,22 +36,25 @@ def settings_of(optimizer: KeyedOptimizer, wholes: Mapping[str, str]) -> Setting
     Raises:
         CheckpointError: A setting is not a plain value.
     """
-    kinds = optimizer.optimizer_kinds()
+    kinds = {wholes[name]: kind for name, kind in optimizer.optimizer_kinds().items()}
     found: Settings = []
-    for group, names in _groups(optimizer):
+    for group, names in _groups(optimizer, wholes):
         settings = {
             key: _plain(names, key, value)
             for key, value in group.items()
             if key not in _OWN and key != "params"
         }
         for kind in sorted({kinds[name] for name in names}):
-            own = sorted({wholes[name] for name in names if kinds[name] == kind})
+            own = sorted({name for name in names if kinds[name] == kind})
             found.append({"params": own, "optimizer": kind, "settings": settings})
     return found
 
 
-def _groups(optimizer: KeyedOptimizer) -> list[tuple[dict[str, Any], list[str]]]:
-    names = {id(param): name for name, param in optimizer.params.items()}
+def _groups(
+    optimizer: KeyedOptimizer, wholes: Mapping[str, str]
+) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return the parameter groups, and the checkpoint names of their parameters."""
+    names = {id(param): wholes[name] for name, param in optimizer.params.items()}
     return [
         (group, [names[id(param)] for param in group["params"]]) for group in optimizer.param_groups
     ]
@@ -115,25 +118,24 @@ def check_settings(
             kind or with a setting that cannot be changed, or the parameters of one group were saved
             with different settings.
     """
-    kinds = optimizer.optimizer_kinds()
     entries = {name: entry for entry in saved for name in entry["params"]}
-    missing = sorted({whole for whole in wholes.values() if whole not in entries})
+    missing = sorted({*wholes.values()} - entries.keys())
     if missing and not allow_partial:
         raise CheckpointError(
             f"{source} lacks the optimizer of {len(missing)} parameters: {missing[:10]}. Pass "
             "allow_partial=True to keep the current settings."
         )
-    for name, kind in kinds.items():
-        entry = entries.get(wholes[name])
-        if entry is not None and entry["optimizer"] != kind:
+    for name, kind in optimizer.optimizer_kinds().items():
+        entry = entries.get(wholes[name], {"optimizer": kind})
+        if entry["optimizer"] != kind:
             raise CheckpointError(
                 f"{source} holds the state of {entry['optimizer']} for {wholes[name]!r}; this "
                 f"optimizer is {kind}, for which that state has another meaning. Load without the "
                 "optimizer, or attach the one that was saved."
             )
     updates: Updates = []
-    for group, names in () if keep else _groups(optimizer):
-        found = _saved_for(source, names, wholes, entries)
+    for group, names in () if keep else _groups(optimizer, wholes):
+        found = _saved_for(source, names, entries)
         for key in getattr(group, "fixed", ()):
             own = _plain(names, key, group[key])
             if key not in _OWN and key in found and found[key] != own:
@@ -147,27 +149,18 @@ def check_settings(
 
 
 def _saved_for(
-    source: str,
-    names: Sequence[str],
-    wholes: Mapping[str, str],
-    entries: Mapping[str, dict[str, Any]],
+    source: str, names: Sequence[str], entries: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the saved settings of all parameters of a group; empty if there are none."""
-    found: dict[str, Any] | None = None
-    first = ""
-    for name in names:
-        entry = entries.get(wholes[name])
-        if entry is None:
-            continue
-        if found is None:
-            found, first = entry["settings"], wholes[name]
-        elif json.dumps(found, sort_keys=True) != json.dumps(entry["settings"], sort_keys=True):
+    found = [(name, entries[name]["settings"]) for name in names if name in entries]
+    for name, settings in found:
+        first, expected = found[0]
+        if settings != expected:
             raise CheckpointError(
-                f"{source} has {entry['settings']} for {wholes[name]!r} and {found} for "
-                f"{first!r}, which are in one parameter group here. Use separate groups, "
-                "or pass keep_settings=True."
+                f"{source} has {settings} for {name!r} and {expected} for {first!r}, which are in "
+                "one parameter group here. Use separate groups, or pass keep_settings=True."
             )
-    return found or {}
+    return found[0][1] if found else {}
 
 
 def load_settings(updates: Updates) -> None:

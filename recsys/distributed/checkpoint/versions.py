@@ -26,6 +26,9 @@ _LOCK = "saving.lock"
 _FORMAT = 1
 _TRIES = 100
 
+Manifest = Mapping[str, Any]
+"""Content of a manifest: `files` with their blocks, and `optimizer` settings."""
+
 
 @checked
 def newest_version(path: str | Path) -> Path | None:
@@ -73,7 +76,7 @@ def find_version(path: Path) -> Path:
     )
 
 
-def open_version(path: Path) -> tuple[Path, dict[str, Any] | None]:
+def open_version(path: Path) -> tuple[Path, Manifest | None]:
     """Return the folder of `find_version`, and its manifest; None for a folder without one.
 
     Raises:

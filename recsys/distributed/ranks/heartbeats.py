@@ -37,9 +37,9 @@ class Beat:
         stage: Stage of the training step.
         module: Path of the stage's module; "" for none.
         seconds: Time since entering the stage.
-        waits_to: Purpose of the exchange that it waits for; "" if it does not wait.
+        waiting_for: Purpose of the exchange that it waits for; "" if it does not wait.
         exchanges: Number of exchanges started.
-        declared: Name of its long section, or "".
+        long_section: Name of its long section, or "".
         left: Whether it has left the training loop.
         process: Process id.
         machine: Name of the machine and the process namespace.
@@ -49,9 +49,9 @@ class Beat:
     stage: str
     module: str
     seconds: float
-    waits_to: str
+    waiting_for: str
     exchanges: int
-    declared: str
+    long_section: str
     left: bool
     process: int
     machine: str
@@ -65,9 +65,9 @@ class Beat:
             stage=stage,
             module=module,
             seconds=monotonic() - since,
-            waits_to=position.waits_to,
+            waiting_for=position.waiting_for,
             exchanges=position.exchanges,
-            declared=position.declared,
+            long_section=position.long_section,
             left=left,
             process=os.getpid(),
             machine=_machine(),
@@ -276,11 +276,11 @@ def late_ranks(beats: Mapping[int, Beat | None], silent: Mapping[int, float]) ->
         return lacking
     left = [rank for rank, beat in beats.items() if beat is not None and beat.left]
     if left:
-        waits = any(beat.waits_to for beat in here.values() if not beat.left)
+        waits = any(beat.waiting_for for beat in here.values() if not beat.left)
         return left if waits else []
     fewest = min(beat.exchanges for beat in here.values())
     found = [rank for rank, beat in here.items() if beat.exchanges == fewest]
-    found = [rank for rank in found if not here[rank].waits_to] or found
+    found = [rank for rank in found if not here[rank].waiting_for] or found
     if len(found) == len(beats) > 1:
         return [max(found, key=lambda rank: here[rank].seconds)]
     return found
@@ -305,8 +305,8 @@ def in_words(beats: Mapping[int, Beat | None], silent: Mapping[int, float], late
             text = f"{{has}} sent no heartbeat for {silent[rank]:.0f} s, last seen in {beat.place}"
         elif rank in late:
             text = f"{{has}} been in {beat.place} for {beat.seconds:.0f} s"
-        elif beat.waits_to:
-            text = f"{{wait}} in {beat.place} to {beat.waits_to}"
+        elif beat.waiting_for:
+            text = f"{{wait}} in {beat.place} to {beat.waiting_for}"
         else:
             text = f"{{is}} in {beat.place}"
         ranks_by_text.setdefault(text, []).append(rank)

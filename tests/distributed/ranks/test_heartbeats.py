@@ -28,14 +28,14 @@ WAITS = Beat(
     stage="input_dist",
     module="ebc",
     seconds=30.0,
-    waits_to="exchange id counts",
+    waiting_for="exchange id counts",
     exchanges=7,
-    declared="",
+    long_section="",
     left=False,
     process=1,
     machine="here",
 )
-WORKS = replace(WAITS, stage="the loop", module="", waits_to="", seconds=31.0)
+WORKS = replace(WAITS, stage="the loop", module="", waiting_for="", seconds=31.0)
 BEHIND = replace(WORKS, exchanges=6)
 LEFT = replace(WORKS, left=True)
 
