@@ -418,7 +418,7 @@ def _copy_out_of_reach() -> list[str]:
                 attempt()
             messages.append(str(raised.value))
         patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-        patch.setattr(ShardingEnv, "_beside", lambda env, *rest: env)
+        patch.setattr(ShardingEnv, "_with_group", lambda env, *rest: env)
         logits_of(case, model.copy(CPU))  # in the given group: none of NCCL can be made here
     return messages
 

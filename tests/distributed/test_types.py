@@ -431,9 +431,9 @@ def _groups_of_lopsided_ranks(members: list[int]) -> bool | None:
     assert received.tolist() == list(range(len(members)))
     if env.for_ids is env:  # and it must not be used by two threads
         with pytest.raises(ValueError, match="received a group of 2 ranks"):
-            env.aside()
+            env.for_saves()
     else:
-        assert env.aside().process_group is not env.process_group
+        assert env.for_saves().process_group is not env.process_group
     return env.for_ids is not env
 
 

@@ -95,7 +95,7 @@ def write_safetensors(saved: SavedValues, file: Path) -> None:
         with new_file(file) as temporary, temporary.open("wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
             for name in [*header][1:]:
-                for rows in saved.stretches(name):
+                for rows in saved.row_ranges(name):
                     values = saved.read({name: rows})[name]
                     out.write(values.view(-1).view(torch.uint8).numpy())
         versions.sync_folder(file.parent)

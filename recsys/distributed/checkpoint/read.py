@@ -174,7 +174,7 @@ class SavedValues:
         value = self.values[name]
         return value.size if isinstance(value, TensorStorageMetadata) else ()
 
-    def stretches(self, name: str) -> list[range | None]:
+    def row_ranges(self, name: str) -> list[range | None]:
         """Return consecutive row ranges to read a tensor by, without reading any block twice."""
         value = self.values[name]
         assert isinstance(value, TensorStorageMetadata)

@@ -162,7 +162,7 @@ def save_checkpoint_async(
     """
     job = _Save("save_checkpoint_async", path, model, optimizer, step, keep, consolidated)
     state = job.collect_state(extra, progress)
-    aside = job.env.aside()
+    env_of_saves = job.env.for_saves()
     copied: dict[str, Any] = {}
     with contextlib.ExitStack() as until_copied:
         folder = job.create_folder(until_copied)
@@ -171,8 +171,8 @@ def save_checkpoint_async(
 
     def work() -> Path:
         with until_saved:
-            job.write(aside, folder, copied)
-        job.remove_old(aside, folder)
+            job.write(env_of_saves, folder, copied)
+        job.remove_old(env_of_saves, folder)
         return folder
 
     return PendingSave(model, work)

@@ -190,7 +190,7 @@ def _join_parts(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, dict[s
                     f"{tuple(value.shape)} for a part of shape {tuple(shard.parameter.shape)}. "
                     "Save without the optimizer, or attach one by apply_optimizer_in_backward."
                 )
-            offsets = (shard.rect.row_start, shard.rect.col_start)[:dims]
+            offsets = shard.rect.offsets[:dims]
             held.setdefault((whole, key), []).append((offsets, value))
             sizes[whole, key] = table.table.shape[:dims]
     for (whole, key), shards in held.items():

@@ -72,7 +72,7 @@ def load_table(model: nn.Module, table: str, values: np.ndarray[Any, Any] | str 
             shape, fill = tuple(weight.shape), weight.detach().__setitem__
             ranges = [(0, len(weight))]
         _check(name, shape, source)
-        for rows in _stretches(ranges, source):
+        for rows in _row_blocks(ranges, source):
             block = torch.from_numpy(np.array(source[rows], source.dtype.newbyteorder("=")))
             fill(rows, _converted(name, rows, block, weight.dtype))
         for shard in shards:
@@ -142,7 +142,7 @@ def _converted(name: str, rows: slice, values: Tensor, dtype: torch.dtype) -> Te
     return converted
 
 
-def _stretches(ranges: Sequence[tuple[int, int]], values: Any) -> Iterator[slice]:
+def _row_blocks(ranges: Sequence[tuple[int, int]], values: Any) -> Iterator[slice]:
     """Yield blocks of rows that cover sorted row ranges once."""
     step = max(_BLOCK_BYTES // max(values.shape[1] * values.itemsize, 1), 1)
     done = 0

@@ -39,6 +39,16 @@ class Rect:
     rank: int
 
     @property
+    def offsets(self) -> tuple[int, int]:
+        """First row and column."""
+        return self.row_start, self.col_start
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows and columns."""
+        return self.num_rows, self.num_cols
+
+    @property
     def num_rows(self) -> int:
         """Rows in the rectangle."""
         return self.row_end - self.row_start

@@ -176,11 +176,7 @@ def sharding_of_rects(
         [0, 1]
     """
     shards = [
-        ShardMetadata(
-            shard_offsets=[rect.row_start, rect.col_start],
-            shard_sizes=[rect.num_rows, rect.num_cols],
-            placement=place,
-        )
+        ShardMetadata([*rect.offsets], [*rect.shape], place)
         for rect, place in zip(rects, placements, strict=True)
     ]
     ranks = [rect.rank for rect in rects]

@@ -85,17 +85,21 @@ def is_raised_on_all(error: BaseException) -> bool:
 
 
 def _find_difference(group: dist.ProcessGroup, stage: str, lines: Facts) -> str:
-    first, rank = broadcast_object(group, stage, lines), dist.get_rank(group)
-    differing = [name for name in {**first, **lines} if first.get(name) != lines.get(name)]
-    own = None
-    if differing:
-        name = differing[0]
-        own = differs(stage, rank, name, first.get(name, "nothing"), lines.get(name, "nothing"))
-    elif list(first) != list(lines):
-        ours, theirs = next(p for p in zip(first, lines, strict=True) if p[0] != p[1])
-        own = differs(stage, rank, "the order", ours, theirs)
+    first = broadcast_object(group, stage, lines)
+    own = _compare_facts(stage, dist.get_rank(group), first, lines)
     found = gather_objects(group, stage, own)
     return next((text for text in found if text is not None), f"Ranks differ: {stage}.")
+
+
+def _compare_facts(stage: str, rank: int, first: Facts, own: Facts) -> str | None:
+    """Return the message for the first difference between two ranks' facts, or None."""
+    for name in {**first, **own}:
+        if first.get(name) != own.get(name):
+            return differs(stage, rank, name, first.get(name, "nothing"), own.get(name, "nothing"))
+    for ours, theirs in zip(first, own, strict=True):
+        if ours != theirs:
+            return differs(stage, rank, "the order", ours, theirs)
+    return None
 
 
 def differs(stage: str, rank: int, name: str, first: str, own: str) -> str:
@@ -116,8 +120,8 @@ def differs(stage: str, rank: int, name: str, first: str, own: str) -> str:
         first = "; ".join(part for part in ours if part not in theirs) or "nothing more"
         own = "; ".join(part for part in theirs if part not in ours) or "nothing more"
     return (
-        f"All ranks must {stage} from the same arguments; {name} differs: rank 0 has {_cut(first)}"
-        f", rank {rank} has {_cut(own)}. Pass the same on every rank."
+        f"All ranks must {stage} from the same arguments; {name} differs: rank 0 has "
+        f"{_truncate(first)}, rank {rank} has {_truncate(own)}. Pass the same on every rank."
     )
 
 
@@ -129,9 +133,8 @@ def raise_if_facts_differ(stage: str, facts: Sequence[Facts]) -> None:
         facts: Exchanged facts of each rank, with the same names.
     """
     for rank, own in enumerate(facts):
-        for name, value in own.items():
-            if value != facts[0][name]:
-                raise ValueError(differs(stage, rank, name, facts[0][name], value))
+        if (text := _compare_facts(stage, rank, facts[0], own)) is not None:
+            raise ValueError(text)
 
 
 def stable(value: object) -> str:
@@ -163,5 +166,5 @@ def in_words_by_name(**arguments: object) -> dict[str, str]:
     return {name: in_words(value) for name, value in arguments.items()}
 
 
-def _cut(text: str, most: int = 400) -> str:
+def _truncate(text: str, most: int = 400) -> str:
     return text if len(text) <= most else f"{text[:most]}..."

@@ -65,7 +65,7 @@ class ShardingEnv:
             return True
         return "cuda:nccl" in str(torch.distributed.get_backend_config(self.process_group))
 
-    def adds_up_on_the_way(self, device: torch.device) -> bool:
+    def prefers_reduce_scatter(self, device: torch.device) -> bool:
         """Return whether reduce-scatter is the better collective for sums over ranks.
 
         Each rank then receives only the sum, and NCCL adds up the values of a node's GPUs before it
@@ -107,12 +107,12 @@ class ShardingEnv:
         these ranks. Gloo uses threads instead of a queue, and more threads would only cost time:
         then it is this environment itself.
         """
-        return self._beside("ids") if self.exchanges_in_streams else self
+        return self._with_group("ids") if self.exchanges_in_streams else self
 
     @cached_property
     def for_embeddings(self) -> ShardingEnv:
         """The same ranks, with a process group for embeddings; see `for_ids`."""
-        return self._beside("embeddings") if self.exchanges_in_streams else self
+        return self._with_group("embeddings") if self.exchanges_in_streams else self
 
     def connect(self) -> None:
         """Make the process groups of later exchanges and asynchronous saves, on every rank.
@@ -126,9 +126,9 @@ class ShardingEnv:
         _ = self.for_ids, self.for_embeddings
         backends = str(torch.distributed.get_backend_config(self.process_group))
         if "gloo" in backends or "nccl" in backends:  # not for `fake` and the like
-            self._beside("saves", "gloo")
+            self._with_group("saves", "gloo")
 
-    def aside(self) -> ShardingEnv:
+    def for_saves(self) -> ShardingEnv:
         """Return the same ranks with their own gloo group, for exchanges of another thread.
 
         Every rank must call it in the same order; the group is made once.
@@ -136,16 +136,16 @@ class ShardingEnv:
         Raises:
             ValueError: On all ranks, if they cannot have one.
         """
-        own = self._beside("saves", "gloo")
+        own = self._with_group("saves", "gloo")
         if own is self and self.world_size > 1:
             raise ValueError(
-                "To save beside training, ranks need a process group of their own. "
+                "To save during training, ranks need a process group of their own. "
                 f"{_NEEDS}; received a group of {self.world_size} ranks for which this does not "
                 "hold. Make the same groups on all ranks, or use save_checkpoint."
             )
         return own
 
-    def _beside(self, purpose: str, backend: str | None = None) -> ShardingEnv:
+    def _with_group(self, purpose: str, backend: str | None = None) -> ShardingEnv:
         """Return the same ranks with a group of their own; itself if that is not possible."""
         if self.process_group is None or self.world_size == 1:
             return self

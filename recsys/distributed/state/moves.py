@@ -124,8 +124,8 @@ def _transfers(old: TableShards, new: TableShards, env: ShardingEnv) -> Iterator
     """Yield the values of one table, in the same order on every rank."""
     group = new.table.group
     assert isinstance(group, GroupSettings)
-    old_shards = {(s.rect.row_start, s.rect.col_start): s for s in old.shards}
-    new_shards = {(s.rect.row_start, s.rect.col_start): s for s in new.shards}
+    old_shards = {shard.rect.offsets: shard for shard in old.shards}
+    new_shards = {shard.rect.offsets: shard for shard in new.shards}
 
     def values_of(shard: LocalShard, name: str) -> Tensor:
         return shard.states[name] if name else shard.kernel.weights[shard.place]
@@ -138,9 +138,9 @@ def _transfers(old: TableShards, new: TableShards, env: ShardingEnv) -> Iterator
         for source, target, rows, cols in moves_of(old.table, new.table, env.world_size, moved_as):
             sent = received = None
             if source.rank == env.rank:
-                sent = values_of(old_shards[source.row_start, source.col_start], name)
+                sent = values_of(old_shards[source.offsets], name)
             if target.rank == env.rank:
-                received = values_of(new_shards[target.row_start, target.col_start], name)
+                received = values_of(new_shards[target.offsets], name)
             width = cols[1] - cols[0] if kind == "element" else 1
             step = max(ROUND_BYTES // (width * dtype.itemsize), 1)
             starts = [rows[0]] if kind == "table" else range(rows[0], rows[1], step)

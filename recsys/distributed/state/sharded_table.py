@@ -104,14 +104,14 @@ class ShardedTensorMetadata:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Home:
+class _Owners:
     """The ranks of a table, shared by its copies."""
 
     group: torch.distributed.ProcessGroup | None
     rects: Sequence[Rect]
     node_size: int
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Home:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Owners:
         return self
 
 
@@ -153,7 +153,7 @@ class ShardedTable(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _shards: list[Part]
-    _home: _Home
+    _owners: _Owners
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -171,7 +171,7 @@ class ShardedTable(Tensor):
             cls, torch.Size(size), dtype=dtype, device=device
         )
         table._shards = [(tuple(offsets), tensor.detach()) for offsets, tensor in shards]
-        table._home = _Home(group, rects, node_size)
+        table._owners = _Owners(group, rects, node_size)
         return table
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -180,7 +180,7 @@ class ShardedTable(Tensor):
     @property
     def group(self) -> torch.distributed.ProcessGroup | None:
         """Ranks with the other shards; None for one rank."""
-        return self._home.group
+        return self._owners.group
 
     def local_shards(self) -> list[Shard]:
         """Return this rank's shards as live views; each unpacks to (offsets, tensor)."""
@@ -210,11 +210,11 @@ class ShardedTable(Tensor):
         """
         parts = [
             ShardMetadata(
-                [rect.row_start, rect.col_start][: self.dim()],
-                [rect.num_rows, rect.num_cols][: self.dim()],
-                placement(self.device.type, rect.rank, self._home.node_size),
+                [*rect.offsets[: self.dim()]],
+                [*rect.shape[: self.dim()]],
+                placement(self.device.type, rect.rank, self._owners.node_size),
             )
-            for rect in self._home.rects
+            for rect in self._owners.rects
         ]
         return ShardedTensorMetadata(
             parts or [shard.metadata for shard in self.local_shards()],
@@ -225,10 +225,10 @@ class ShardedTable(Tensor):
     def _with(self, parts: Sequence[Tensor], like: Tensor) -> ShardedTable:
         """Return a table with other values for the same shards, with another's dtype and device."""
         offsets = (offsets for offsets, _ in self._shards)
-        home = self._home
+        owners = self._owners
         return ShardedTable(
             self.shape, zip(offsets, parts, strict=True), dtype=like.dtype, device=like.device,
-            group=home.group, rects=home.rects, node_size=home.node_size,
+            group=owners.group, rects=owners.rects, node_size=owners.node_size,
         )  # fmt: skip
 
     def full_tensor(self) -> Tensor:
@@ -318,8 +318,15 @@ class ShardedTable(Tensor):
         return f"ShardedTable({tuple(self.shape)}, {self.dtype}, this rank holds {parts})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        home = self._home
-        whole = tuple(self.shape), self._shards, self.dtype, self.device, home.rects, home.node_size
+        owners = self._owners
+        whole = (
+            tuple(self.shape),
+            self._shards,
+            self.dtype,
+            self.device,
+            owners.rects,
+            owners.node_size,
+        )
         return _rebuild, whole
 
     def __copy__(self) -> ShardedTable:

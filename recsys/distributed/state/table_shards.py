@@ -100,13 +100,9 @@ class TableShards(nn.Module):
     ) -> Tensor:
         if not self.table.rects:
             return held[0][1].detach()
-        size = (self.table.num_rows, self.table.dim)
-        shards = [
-            ((shard.rect.row_start, shard.rect.col_start)[:dims], tensor) for shard, tensor in held
-        ]
         return ShardedTable(
-            size[:dims],
-            shards,
+            self.table.shape[:dims],
+            [(shard.rect.offsets[:dims], tensor) for shard, tensor in held],
             dtype=dtype,
             device=self.device,
             group=self.env.process_group,
