@@ -16,7 +16,7 @@ from recsys.lazy import lazy_names
 if TYPE_CHECKING:  # what editors and type checkers see of _HOMES
     from recsys.distributed.model_parallel import DistributedModelParallel
     from recsys.distributed.placement.plan import ParameterSharding
-    from recsys.distributed.ranks.awaitables import Awaitable, NoWait
+    from recsys.distributed.ranks.comm import Awaitable, NoWait
     from recsys.distributed.ranks.env import ShardingEnv
     from recsys.distributed.ranks.node import get_local_rank, get_local_size
     from recsys.distributed.sharder import ModuleSharder, ShardedModule

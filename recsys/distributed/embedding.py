@@ -11,7 +11,7 @@ from torch import nn
 
 from recsys.distributed.collection_stages import OutputStageFactory
 from recsys.distributed.placement.plan import ParameterSharding
-from recsys.distributed.ranks.awaitables import LazyAwaitable
+from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import SEQUENCE_OPS, QuantizedCommCodecs
 from recsys.distributed.sharded_collection import ShardedCollection

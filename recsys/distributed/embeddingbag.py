@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from recsys.distributed.ranks.awaitables import LazyAwaitable
+from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.wire import POOLED_OPS
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.sharder import CollectionSharder

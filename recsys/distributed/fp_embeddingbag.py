@@ -17,7 +17,7 @@ from recsys.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
 )
 from recsys.distributed.placement.plan import ParameterSharding
-from recsys.distributed.ranks.awaitables import Awaitable, LazyAwaitable
+from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import ModuleSharder, ShardedModule

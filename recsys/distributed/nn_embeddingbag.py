@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from recsys.distributed.ranks.awaitables import Awaitable, LazyAwaitable
+from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharder import CollectionSharder
 from recsys.distributed.stages.batch import BatchContext

@@ -32,9 +32,9 @@ from recsys.distributed.placement.plan import (
     ParameterSharding,
 )
 from recsys.distributed.placement.strategies import check_plan_covers
-from recsys.distributed.ranks.awaitables import Awaitable, LazyAwaitable
+from recsys.distributed.ranks.agreement import run_on_all_ranks
 from recsys.distributed.ranks.build_transaction import build_on_all_ranks
-from recsys.distributed.ranks.comm import run_on_all_ranks
+from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import CommOp, QuantizedCommCodecs, codecs_for
 from recsys.distributed.reshard import check_moves, merged_plan

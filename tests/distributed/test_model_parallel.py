@@ -222,9 +222,7 @@ def test_shapes_are_checked() -> None:
     model = alone()
     state = dict(model.state_dict())
     state["ebc.embedding_bags.row_wise.weight"] = torch.zeros(5, 8)
-    with pytest.raises(
-        RuntimeError, match=r"row_wise.weight: A table of shape \(12, 8\) .* shape \(5, 8\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"row_wise.weight: .* \(12, 8\); received .* \(5, 8\)"):
         model.load_state_dict(state)
 
 

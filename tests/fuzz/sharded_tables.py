@@ -16,7 +16,7 @@ from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_st
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.utils import _pytree as pytree
 
-from recsys.distributed.ranks.awaitables import LazyAwaitable
+from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.state.sharded_table import ShardedTable
 from tests.saved import through_torch_save
 

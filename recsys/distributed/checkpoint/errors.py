@@ -10,7 +10,8 @@ from typing import TypeVar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from recsys.contact import explain
-from recsys.distributed.ranks.comm import caller_handles_errors, gather_objects, text_of
+from recsys.distributed.ranks.agreement import caller_handles_errors, text_of
+from recsys.distributed.ranks.comm import gather_objects
 from recsys.distributed.ranks.env import ShardingEnv
 
 T = TypeVar("T")
@@ -50,7 +51,7 @@ def on_every_rank(env: ShardingEnv, what: str, work: Callable[[], T]) -> list[T]
             name, text = failure
             kind = {"TypeError": TypeError, "ValueError": ValueError}.get(name, CheckpointError)
             failed = kind(f"On rank {rank}: {text}" if env.world_size > 1 else text)
-            failed._of_rank = rank  # type: ignore[attr-defined]  # see comm.raise_failure
+            failed._of_rank = rank  # type: ignore[attr-defined]  # see agreement.raise_failure
             raise failed from error
     return [result for result, _ in outcomes]  # type: ignore[misc]  # no failure: all are results
 

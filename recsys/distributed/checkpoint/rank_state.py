@@ -83,7 +83,7 @@ def _tuples(value: Any) -> Any:
 
 
 def check_progress(parts: object) -> None:
-    """Check that progress is None, or a dict of objects with a state.
+    """Check that progress is a dict of objects with a state, or None.
 
     Raises:
         TypeError: It has another type, or an object has no state.

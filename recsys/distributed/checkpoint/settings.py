@@ -169,10 +169,10 @@ def load_settings(updates: Updates) -> None:
         for key in found.keys() - _OWN - set(getattr(group, "fixed", ())):
             # schedulers add initial_lr to a group when they start, and need it to continue
             if key in group or key == "initial_lr":
-                group[key] = _like(group.get(key), found[key])
+                group[key] = _convert_like(group.get(key), found[key])
 
 
-def _like(own: object, value: Any) -> Any:
+def _convert_like(own: object, value: Any) -> Any:
     """Return a value with the type of the value it replaces."""
     if isinstance(own, Tensor):
         return torch.full_like(own, value)

@@ -168,8 +168,7 @@ def _join_parts(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, dict[s
     state = optimizer.state_dict()["state"]
     parts = _parts_of(model, optimizer)
     joined = {name: values for name, values in state.items() if name not in parts}
-    held: dict[tuple[str, str], list[tuple[tuple[int, ...], Tensor]]] = {}
-    sizes: dict[tuple[str, str], tuple[int, ...]] = {}
+    shards: dict[tuple[str, str, tuple[int, ...]], list[tuple[tuple[int, ...], Tensor]]] = {}
     for name, (whole, table, shard) in parts.items():
         for key, value in state.get(name, {}).items():
             if isinstance(value, dict | list | tuple):
@@ -190,13 +189,12 @@ def _join_parts(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, dict[s
                     f"{tuple(value.shape)} for a part of shape {tuple(shard.parameter.shape)}. "
                     "Save without the optimizer, or attach one by apply_optimizer_in_backward."
                 )
-            offsets = shard.rect.offsets[:dims]
-            held.setdefault((whole, key), []).append((offsets, value))
-            sizes[whole, key] = table.table.shape[:dims]
-    for (whole, key), shards in held.items():
-        joined.setdefault(whole, {})[key] = ShardedTable(
-            sizes[whole, key], shards, dtype=shards[0][1].dtype, device=shards[0][1].device
-        )
+            size, offsets = table.table.shape[:dims], shard.rect.offsets[:dims]
+            shards.setdefault((whole, key, size), []).append((offsets, value))
+    for (whole, key, size), own in shards.items():
+        like = own[0][1]
+        table_state = ShardedTable(size, own, dtype=like.dtype, device=like.device)
+        joined.setdefault(whole, {})[key] = table_state
     return joined
 
 

@@ -57,7 +57,7 @@ def load_table(model: nn.Module, table: str, values: np.ndarray[Any, Any] | str 
         wrong_type("load_table.table", "the name of a table", table)
 
     def work() -> None:
-        name, weight = _find(model, table)
+        name, weight = _find_table(model, table)
         source: Any = values
         if isinstance(values, str | Path):
             source = np.load(regular_file(Path(values)), mmap_mode="r")
@@ -74,14 +74,14 @@ def load_table(model: nn.Module, table: str, values: np.ndarray[Any, Any] | str 
         _check(name, shape, source)
         for rows in _row_blocks(ranges, source):
             block = torch.from_numpy(np.array(source[rows], source.dtype.newbyteorder("=")))
-            fill(rows, _converted(name, rows, block, weight.dtype))
+            fill(rows, _convert(name, rows, block, weight.dtype))
         for shard in shards:
             shard.kernel.drop_cache()
 
     on_every_rank(env_of(model), f"Loading table {table!r}", work)
 
 
-def _find(model: nn.Module, table: str) -> tuple[str, TableShards | Tensor]:
+def _find_table(model: nn.Module, table: str) -> tuple[str, TableShards | Tensor]:
     """Return the full name of a table's weight, and the table."""
     found: dict[str, TableShards | Tensor] = {}
     for prefix, module in model.named_modules():
@@ -124,7 +124,7 @@ def _check(name: str, shape: tuple[int, ...], values: Any) -> None:
         )
 
 
-def _converted(name: str, rows: slice, values: Tensor, dtype: torch.dtype) -> Tensor:
+def _convert(name: str, rows: slice, values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values of some rows in the table's dtype.
 
     Raises:

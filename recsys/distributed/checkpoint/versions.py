@@ -134,7 +134,7 @@ def _claim(path: Path, step: int | None) -> tuple[Path, int]:
         except (FileExistsError, FileNotFoundError):  # another process claims or removes it
             continue
         with contextlib.suppress(BlockingIOError):
-            _take(lock)
+            _lock_file(lock)
             if os.fstat(lock).st_nlink:
                 return folder, lock
         os.close(lock)
@@ -144,7 +144,7 @@ def _claim(path: Path, step: int | None) -> tuple[Path, int]:
     )
 
 
-def _take(lock: int) -> None:
+def _lock_file(lock: int) -> None:
     """Lock a file until it is closed or the process ends.
 
     Raises:

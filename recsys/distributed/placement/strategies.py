@@ -295,10 +295,7 @@ def pooling_of_parts(pooling: PoolingType, rects: Sequence[Rect]) -> PoolingType
 
 def _merge_neighbors(rects: Sequence[Rect]) -> list[Rect]:
     """Merge column neighbors of the same rows and rank, if all rows are split the same way."""
-    splits: dict[tuple[int, int], list[Rect]] = {}
-    for rect in rects:
-        splits.setdefault((rect.row_start, rect.row_end), []).append(rect)
-    if len(splits) > 1:
+    if len({(rect.row_start, rect.row_end) for rect in rects}) > 1:
         return list(rects)
     merged: list[Rect] = []
     for rect in sorted(rects, key=lambda r: r.col_start):

@@ -1,22 +1,22 @@
-"""Cross-rank consistency check: raises the same error on all ranks on a mismatch."""
+"""Cross-rank consistency checks and errors: raises the same error on all ranks."""
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from recsys.distributed.ranks.comm import (
-    broadcast_object,
-    failure_of,
-    gather_objects,
-    raise_failure,
-)
+from recsys.contact import LostContactError
+from recsys.distributed.ranks.comm import broadcast_object, gather_objects, set_context
+from recsys.distributed.ranks.env import ShardingEnv
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -168,3 +168,95 @@ def in_words_by_name(**arguments: object) -> dict[str, str]:
 
 def _truncate(text: str, most: int = 400) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+# -- errors of one rank, raised on all ranks -------------------------------------------------------
+
+
+def raise_together(env: ShardingEnv, what: str, error: Exception | None) -> None:
+    """Raise the same error on every rank if any rank has one.
+
+    Every rank must call it. The error of the lowest failing rank is raised; its message starts with
+    that rank's number.
+
+    Args:
+        env: The ranks.
+        what: Action in messages, such as "load a state dict".
+        error: This rank's error, or None.
+    """
+    if isinstance(error, LostContactError):
+        raise error
+    for rank, failure in enumerate(gather_objects(env.process_group, what, failure_of(error))):
+        if failure is not None:
+            raise_failure(rank, failure, error)
+
+
+_caller_handles_errors: ContextVar[bool] = ContextVar("caller_handles_errors", default=False)
+
+
+def caller_handles_errors() -> AbstractContextManager[None]:
+    """Disable error propagation in `run_on_all_ranks`; the caller handles it."""
+    return set_context(_caller_handles_errors, True)
+
+
+def run_on_all_ranks(env: ShardingEnv, what: str, work: Callable[[], T]) -> T:
+    """Call a function on every rank, and raise an error of one rank on all ranks.
+
+    Args:
+        env: The ranks; each must call it.
+        what: Action in messages, such as "load a state dict".
+        work: The function.
+    """
+    if env.world_size == 1 or _caller_handles_errors.get():
+        return work()
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as raised:  # any error: the other ranks would continue otherwise
+        error = raised
+    raise_together(env, what, error)
+    return result  # type: ignore[return-value]  # no error: it is one
+
+
+Failure: TypeAlias = tuple[str, str]
+"""An error in an exchange: the name of its type, and its message."""
+
+
+def failure_of(error: Exception | None) -> Failure | None:
+    """Return an error in the form that is sent to other ranks."""
+    if error is None:
+        return None
+    known = (kind for kind in type(error).__mro__ if _kind_of(kind.__name__) is kind)
+    return next(known).__name__, text_of(error)
+
+
+def raise_failure(rank: int, failure: Failure, cause: Exception | None) -> NoReturn:
+    """Raise a rank's error, with the rank's number at its start.
+
+    Args:
+        rank: The failed rank.
+        failure: Its error.
+        cause: This rank's own error, or None.
+    """
+    name, text = failure
+    text = f"On rank {rank}: {text}"
+    try:
+        error = _kind_of(name)(text)
+    except TypeError:  # a type with further arguments
+        error = RuntimeError(text)
+    error._of_rank = rank  # type: ignore[attr-defined]  # a watchdog shows the traceback of this rank
+    raise error from cause
+
+
+def _kind_of(name: str) -> type[Exception]:
+    """Return the error type of this name, from Python or derived from its ValueError."""
+    ours = {kind.__name__: kind for kind in ValueError.__subclasses__()}
+    kind = getattr(builtins, name, ours.get(name))
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
+
+
+def text_of(error: Exception) -> str:
+    """Return the message of an error, or the name of its type if it has none."""
+    if isinstance(error, KeyError) and error.args:  # str() would quote it
+        return str(error.args[0])
+    return str(error) or type(error).__name__

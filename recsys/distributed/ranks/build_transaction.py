@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from recsys.distributed.ranks import comm
-from recsys.distributed.ranks.agreement import agree, is_raised_on_all
+from recsys.distributed.ranks.agreement import agree, is_raised_on_all, raise_together
 from recsys.distributed.ranks.env import ShardingEnv
 
 _STAGE = "build the model"
@@ -115,7 +115,7 @@ class BuildTransaction:
             except Exception as failed:  # the other ranks continue to exchange: so must this one
                 error = error or failed
         if self._may_fail_alone:
-            comm.raise_together(self.env, "fill the tables", error)
+            raise_together(self.env, "fill the tables", error)
         if error is not None:
             raise error
         for change in self._changes:

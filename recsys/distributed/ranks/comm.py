@@ -1,31 +1,35 @@
-"""Asynchronous collectives of the stages, and errors that are raised on all ranks.
+"""Asynchronous collectives of the stages, and results of modules in progress.
 
 With one rank every exchange is the identity and no process group is needed. A CUDA tensor is
 exchanged on the process group's own stream; `Pending.wait` makes the current stream wait for it and
-does not block the host.
+does not block the host. `LazyAwaitable` is the result of a module in progress.
 """
 
 from __future__ import annotations
 
-import builtins
+import abc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeAlias, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from recsys import step_stages
-from recsys.contact import LostContactError, explained, raise_explained
+from recsys.contact import explained, raise_explained
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.ranks.wire import WireFormat
+from recsys.kernels.arguments import wrong_type
 from recsys.step_stages import Stage, exchange_finished, exchange_started, waiting
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @final
@@ -123,8 +127,15 @@ def all_to_all(
         into = slice(own, None) if rank == 0 else slice(0, out.numel() - own)
         sent, received = send[kept], out[into]
         send_sizes[rank] = recv_sizes[rank] = 0
-    pending = Pending(out, None, send, decode, env, what)
-    _start(pending, dist.all_to_all_single, received, sent, recv_sizes, send_sizes)
+    try:
+        work = dist.all_to_all_single(
+            received, sent, recv_sizes, send_sizes, group=env.process_group, async_op=True
+        )
+    except RuntimeError as error:
+        raise_explained(error, env.process_group, what)
+    pending = Pending(out, work, send, decode, env, what)
+    if step_stages.observers:
+        exchange_started(pending)
     if received is not out:  # copied during the exchange
         own_to = slice(0, own) if rank == 0 else slice(out.numel() - own, None)
         own_from = slice(0, own) if rank == 0 else slice(send.numel() - own, None)
@@ -213,27 +224,6 @@ def broadcast(env: ShardingEnv, what: ExchangeName, tensor: Tensor) -> None:
             dist.broadcast(tensor, group=env.process_group, group_src=0)
 
 
-def raise_together(env: ShardingEnv, what: str, error: Exception | None) -> None:
-    """Raise the same error on every rank if any rank has one.
-
-    Every rank must call it. The error of the lowest failing rank is raised; its message starts with
-    that rank's number.
-
-    Args:
-        env: The ranks.
-        what: Action in messages, such as "load a state dict".
-        error: This rank's error, or None.
-    """
-    if isinstance(error, LostContactError):
-        raise error
-    for rank, failure in enumerate(gather_objects(env.process_group, what, failure_of(error))):
-        if failure is not None:
-            raise_failure(rank, failure, error)
-
-
-_caller_handles_errors: ContextVar[bool] = ContextVar("caller_handles_errors", default=False)
-
-
 @contextmanager
 def set_context(variable: ContextVar[T], value: T) -> Iterator[None]:
     """Set a context variable for the duration of a block."""
@@ -244,69 +234,209 @@ def set_context(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
-def caller_handles_errors() -> AbstractContextManager[None]:
-    """Disable error propagation in `run_on_all_ranks`; the caller handles it."""
-    return set_context(_caller_handles_errors, True)
+class Awaitable(abc.ABC, Generic[T]):
+    """A result in progress.
+
+    Subclasses define `_wait_impl`, which returns the result.
+
+    Example:
+        >>> class Ones(Awaitable[torch.Tensor]):
+        ...     def _wait_impl(self) -> torch.Tensor:
+        ...         return torch.ones(2)
+        >>> Ones().wait().tolist()
+        [1.0, 1.0]
+    """
+
+    _callbacks: list[Callable[[T], T]] | None = None
+
+    @abc.abstractmethod
+    def _wait_impl(self) -> T:
+        """Wait for the result and return it."""
+
+    @property
+    def callbacks(self) -> list[Callable[[T], T]]:
+        """Functions that `wait` applies to the result in order; append to it."""
+        if self._callbacks is None:
+            self._callbacks = []
+        return self._callbacks
+
+    def wait(self) -> T:
+        """Wait for the result and return it."""
+        result = self._wait_impl()
+        for callback in self._callbacks or ():
+            result = callback(result)
+        return result
 
 
-def run_on_all_ranks(env: ShardingEnv, what: str, work: Callable[[], T]) -> T:
-    """Call a function on every rank, and raise an error of one rank on all ranks.
+class NoWait(Awaitable[T]):
+    """A result that is available already.
 
     Args:
-        env: The ranks; each must call it.
-        what: Action in messages, such as "load a state dict".
-        work: The function.
+        obj: The result.
     """
-    if env.world_size == 1 or _caller_handles_errors.get():
-        return work()
-    result, error = None, None
-    try:
-        result = work()
-    except Exception as raised:  # any error: the other ranks would continue otherwise
-        error = raised
-    raise_together(env, what, error)
-    return result  # type: ignore[return-value]  # no error: it is one
+
+    def __init__(self, obj: T) -> None:
+        self._obj = obj
+
+    def _wait_impl(self) -> T:
+        return self._obj
 
 
-Failure: TypeAlias = tuple[str, str]
-"""An error in an exchange: the name of its type, and its message."""
+_UNSET: Any = object()
 
 
-def failure_of(error: Exception | None) -> Failure | None:
-    """Return an error in the form that is sent to other ranks."""
-    if error is None:
-        return None
-    known = (kind for kind in type(error).__mro__ if _kind_of(kind.__name__) is kind)
-    return next(known).__name__, text_of(error)
+class LazyAwaitable(Awaitable[T]):
+    """A result in progress that is awaited by `wait` or by its first use.
 
-
-def raise_failure(rank: int, failure: Failure, cause: Exception | None) -> NoReturn:
-    """Raise a rank's error, with the rank's number at its start.
+    Attributes, indexing, iteration, arithmetic and torch functions wait first, so that code for the
+    result itself works unchanged. So do `copy`, `deepcopy` and `pickle`, whose copies hold the
+    result. A pytree has it as one leaf: call `wait` to map the result's tensors. Subclasses may
+    define `_wait_impl` instead of passing `finish`.
 
     Args:
-        rank: The failed rank.
-        failure: Its error.
-        cause: This rank's own error, or None.
+        finish: Computes the result; called once, at the first use.
+
+    Example:
+        >>> later = LazyAwaitable(lambda: torch.ones(3))
+        >>> (later + 1).tolist()
+        [2.0, 2.0, 2.0]
     """
-    name, text = failure
-    text = f"On rank {rank}: {text}"
-    try:
-        error = _kind_of(name)(text)
-    except TypeError:  # a type with further arguments
-        error = RuntimeError(text)
-    error._of_rank = rank  # type: ignore[attr-defined]  # a watchdog shows the traceback of this rank
-    raise error from cause
+
+    _finish: Callable[[], T] | None = None
+    _result: T = _UNSET
+
+    def __init__(self, finish: Callable[[], T] | None = None) -> None:
+        if finish is not None and not callable(finish):
+            wrong_type(f"{type(self).__name__}.finish", "a function, or None", finish)
+        if finish is None and type(self)._wait_impl is LazyAwaitable._wait_impl:
+            raise TypeError(
+                f"{type(self).__name__} needs a function that computes its result; received none. "
+                "Pass finish, or define _wait_impl in a subclass."
+            )
+        self._finish = finish
+
+    def _wait_impl(self) -> T:
+        assert self._finish is not None
+        return self._finish()
+
+    def wait(self) -> T:
+        """Wait for the result and return it; the same object at every call."""
+        if self._result is _UNSET:
+            result = self._wait_impl() if self._finish is None else self._finish()
+            for callback in self._callbacks or ():
+                result = callback(result)
+            self._result, self._finish = result, None
+        return self._result
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Wait: only the result can be copied or pickled, not the exchange."""
+        return LazyNoWait, (self.wait(),)
+
+    def __fx_create_arg__(self, tracer: Any) -> Any:
+        """Wait: a graph of `torch.fx` contains the result."""
+        return tracer.create_arg(self.wait())
+
+    def __repr__(self) -> str:
+        state = "in progress" if self._result is _UNSET else repr(self._result)
+        return f"{type(self).__name__}({state})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying, pickling, probing
+            raise AttributeError(name)
+        return getattr(self.wait(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        resolve = torch.utils._pytree.tree_map_only
+        args, kwargs = resolve(LazyAwaitable, lambda lazy: lazy.wait(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.wait()[key]  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.wait())  # type: ignore[call-overload, no-any-return]
+
+    def __len__(self) -> int:
+        return len(self.wait())  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self.wait())
+
+    def __int__(self) -> int:
+        return int(self.wait())  # type: ignore[call-overload, no-any-return]
+
+    def __float__(self) -> float:
+        return float(self.wait())  # type: ignore[arg-type]
 
 
-def _kind_of(name: str) -> type[Exception]:
-    """Return the error type of this name, from Python or derived from its ValueError."""
-    ours = {kind.__name__: kind for kind in ValueError.__subclasses__()}
-    kind = getattr(builtins, name, ours.get(name))
-    return kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
+def _forward_operator(name: str) -> Callable[..., Any]:
+    def operate(self: LazyAwaitable[Any], *others: Any) -> Any:
+        others = tuple(o.wait() if isinstance(o, LazyAwaitable) else o for o in others)
+        return getattr(self.wait(), name)(*others)
+
+    return operate
 
 
-def text_of(error: Exception) -> str:
-    """Return the message of an error, or the name of its type if it has none."""
-    if isinstance(error, KeyError) and error.args:  # str() would quote it
-        return str(error.args[0])
-    return str(error) or type(error).__name__
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul floordiv rfloordiv mod rmod pow "
+    "rpow neg pos abs and rand or ror xor rxor invert lshift rlshift rshift rrshift eq ne lt le gt "
+    "ge setitem contains"
+)
+for _name in _OPERATORS.split():
+    setattr(LazyAwaitable, f"__{_name}__", _forward_operator(f"__{_name}__"))
+LazyAwaitable.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+class LazyNoWait(LazyAwaitable[T]):
+    """A result that is available already.
+
+    Args:
+        obj: The result.
+    """
+
+    def __init__(self, obj: T) -> None:
+        super().__init__(lambda: obj)
+        self.wait()
+
+
+class GetItemLazyAwaitable(LazyAwaitable[V]):
+    """An entry of a result in progress; it is available with the result.
+
+    Args:
+        parent: The result.
+        key: Key of the entry.
+
+    Example:
+        >>> GetItemLazyAwaitable(LazyAwaitable(lambda: {"a": 3}), "a").wait()
+        3
+    """
+
+    def __init__(self, parent: LazyAwaitable[Any], key: object) -> None:
+        super().__init__(lambda: parent.wait()[key])
+
+
+class LazyGetItemMixin(Generic[K, V]):
+    """Mixin that makes entries of a `LazyAwaitable` awaitable: `pending[key]` does not wait.
+
+    Name it before `LazyAwaitable` among the bases of a class.
+
+    Example:
+        >>> class Pending(LazyGetItemMixin[str, int], LazyAwaitable[dict[str, int]]):
+        ...     def _wait_impl(self):
+        ...         print("waits")
+        ...         return {"a": 3}
+        >>> entry = Pending()["a"]
+        >>> entry + 1
+        waits
+        4
+    """
+
+    def __getitem__(self, key: K) -> GetItemLazyAwaitable[V]:
+        return GetItemLazyAwaitable(self, key)  # type: ignore[arg-type]  # a LazyAwaitable

@@ -208,7 +208,7 @@ class ShardingEnv:
             return agreed[key]
         to_make, alone = [] if key in known else [wanted], len(wanted) < whole.size()
         if alone:
-            missing, alone = _missing(group, wanted, key in known)
+            missing, alone = _find_missing_groups(group, wanted, key in known)
             if not alone:
                 if len(members) < whole.size():
                     return None
@@ -322,7 +322,7 @@ def _timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
     return None
 
 
-def _missing(
+def _find_missing_groups(
     group: torch.distributed.ProcessGroup, ranks: tuple[int, ...], known: bool
 ) -> tuple[list[tuple[int, ...]], bool]:
     """Return the requested groups to make, the same on all ranks of a group.

@@ -52,16 +52,16 @@ class FusedTablesOptimizer(FusedOptimizer):
         }
         params: dict[str, Tensor] = {name: tables[name].whole() for name in owned}
         state = {params[name]: tables[name].states() for name in owned}
-        same: dict[TableOptimizer, list[str]] = {}
+        names_by_optimizer: dict[TableOptimizer, list[str]] = {}
         for name, optimizer in owned.items():
-            same.setdefault(optimizer, []).append(name)
+            names_by_optimizer.setdefault(optimizer, []).append(name)
         groups: list[dict[str, Any]] = [
             _group_of(
                 optimizer,
                 [params[name] for name in names],
                 [shard for name in names for shard in tables[name].shards],
             )
-            for optimizer, names in same.items()
+            for optimizer, names in names_by_optimizer.items()
         ]
         super().__init__(params, state, groups)
         self._tables = list(tables.values())

@@ -222,7 +222,7 @@ class ShardedTable(Tensor):
             TensorProperties(dtype=self.dtype),
         )
 
-    def _with(self, parts: Sequence[Tensor], like: Tensor) -> ShardedTable:
+    def _replace_values(self, parts: Sequence[Tensor], like: Tensor) -> ShardedTable:
         """Return a table with other values for the same shards, with another's dtype and device."""
         offsets = (offsets for offsets, _ in self._shards)
         owners = self._owners
@@ -318,22 +318,15 @@ class ShardedTable(Tensor):
         return f"ShardedTable({tuple(self.shape)}, {self.dtype}, this rank holds {parts})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        owners = self._owners
-        whole = (
-            tuple(self.shape),
-            self._shards,
-            self.dtype,
-            self.device,
-            owners.rects,
-            owners.node_size,
-        )
-        return _rebuild, whole
+        rects, node_size = self._owners.rects, self._owners.node_size
+        state = tuple(self.shape), self._shards, self.dtype, self.device, rects, node_size
+        return _rebuild, state
 
     def __copy__(self) -> ShardedTable:
-        return self._with([tensor for _, tensor in self._shards], self)
+        return self._replace_values([tensor for _, tensor in self._shards], self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTable:
-        return self._with([tensor.clone() for _, tensor in self._shards], self)
+        return self._replace_values([tensor.clone() for _, tensor in self._shards], self)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -417,7 +410,7 @@ class ShardedTable(Tensor):
             results.append(func(*map(here, args), **named))
         if written is not None:
             return written if func._schema.returns else None
-        return self._with(results if self._shards else [], results[0])
+        return self._replace_values(results if self._shards else [], results[0])
 
     # -- torch.distributed.checkpoint ------------------------------------------------------------
 

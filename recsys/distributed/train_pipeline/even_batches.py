@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar, final
 
 from torch import Tensor, nn
 
-from recsys.distributed.ranks.agreement import agree
-from recsys.distributed.ranks.comm import broadcast_object, run_on_all_ranks
+from recsys.distributed.ranks.agreement import agree, run_on_all_ranks
+from recsys.distributed.ranks.comm import broadcast_object
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.stages.header import EndOfData
 from recsys.distributed.stages.input_dist import InputDist
