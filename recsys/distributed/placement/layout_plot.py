@@ -10,7 +10,6 @@ from collections.abc import Callable
 from math import ceil, log
 from typing import TYPE_CHECKING, Any
 
-from recsys.distributed.placement.layout import Layout
 from recsys.distributed.placement.traffic import Traffic, traffic_of
 from recsys.kernels.checked import checked
 
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from torch import Tensor
+
+    from recsys.distributed.placement.layout import Layout
 
 
 _TABLES_WIDTH, _RANKS_WIDTH = 6.2, 5.8  # inches; the tables are on the left

@@ -9,14 +9,16 @@ Shape suffixes: R ranks; the first R sends, the second receives.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
 
-from recsys.distributed.placement.layout import Layout
-from recsys.kernels.arguments import finite, whole
+from recsys.kernels.arguments import finite, whole, wrong_type
 from recsys.kernels.checked import checked
+
+if TYPE_CHECKING:
+    from recsys.distributed.placement.layout import Layout
 
 _ID_BYTES, _LENGTH_BYTES, _VALUE_BYTES = 4, 4, 4
 
@@ -59,6 +61,8 @@ def traffic_of(
         >>> traffic.ids_RR[0].tolist(), traffic.embeddings_RR[1].tolist()
         ([0.0, 8.0], [32.0, 32.0])
     """
+    if not hasattr(layout, "streams"):
+        wrong_type("traffic_of: layout", "a Layout, as layout_of_plan returns it", layout)
     whole("traffic_of: samples_per_rank", samples_per_rank)
     finite("traffic_of: ids_per_sample", ids_per_sample, least=0)
     world_size, node_size = layout.world_size, layout.node_size
