@@ -209,7 +209,7 @@ def measure(plan: str, world: int) -> dict[str, float]:
             mock.patch.object(comm, "_all_gather", echo.all_gather),
             mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(NODE)}),
             # as NCCL does
-            mock.patch.object(ShardingEnv, "adds_up_on_the_way", return_value=True),
+            mock.patch.object(ShardingEnv, "prefers_reduce_scatter", return_value=True),
         ):
             began = time.perf_counter()
             model = build(plan, world)

@@ -220,8 +220,8 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         _corrupt_checkpoint,
         CheckpointError,
         "The checkpoint /.../c/step-1 cannot be loaded. Load an earlier one, or copy this one "
-        "anew. rank 0: /.../c/step-1/...-rank-0.distcp is damaged: the block at byte 0 has 100 "
-        "bytes with CRC ...; the manifest says ...",
+        "again. rank 0: /.../c/step-1/...-rank-0.distcp is damaged: the block at byte 0 has 100 "
+        "bytes with CRC ...; the manifest has ...",
     ),
     "truncated dataset file": (
         _truncated_dataset,

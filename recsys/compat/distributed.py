@@ -23,7 +23,8 @@ from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.module_tree import outermost
 from recsys.distributed.planner.planners import EmbeddingShardingPlanner
 from recsys.distributed.planner.types import PlannerError
-from recsys.distributed.ranks.comm import broadcast_object, failure_of, raise_failure
+from recsys.distributed.ranks.agreement import failure_of, raise_failure
+from recsys.distributed.ranks.comm import broadcast_object
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.shard import materialize_dense

@@ -18,7 +18,7 @@ from recsys.distributed.stages.input_dist import InputDist
 from recsys.distributed.stages.lookup import GroupSettings, Lookup, build_lookups, needs_one_width
 from recsys.distributed.stages.output_dist import OutputStage
 from recsys.distributed.stages.streams import StagedModule
-from recsys.distributed.state.row_updates import BackwardFinisher
+from recsys.distributed.state.row_updates import PostBackwardUpdater
 from recsys.distributed.state.table_shards import TableShards
 from recsys.distributed.table_options import TableOptions, facts_of_tables, group_settings
 from recsys.kernels.types import BoundsCheckMode, PoolingType
@@ -115,7 +115,7 @@ class CollectionStages:
     output_dist: OutputStage[Any]
     lookups: Sequence[Lookup]
     replicas: Sequence[Lookup]
-    finisher: BackwardFinisher
+    finisher: PostBackwardUpdater
     tables: Mapping[str, TableShards]
 
 
@@ -154,7 +154,7 @@ def build_stages(
     built_replicas = build_lookups(
         layout.replica_groups, layout.tables, device, replicated=True, known=replicas
     )
-    finisher = BackwardFinisher(built, built_replicas, layout, env, device)
+    finisher = PostBackwardUpdater(built, built_replicas, layout, env, device)
     names = [n for of_table in get_embedding_names_by_table(settings.configs) for n in of_table]
     output_dist = settings.output_stage(
         layout,

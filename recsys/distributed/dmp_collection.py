@@ -24,7 +24,7 @@ from recsys.distributed.module_tree import outermost
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.ranks.agreement import agree, in_words_by_name
-from recsys.distributed.ranks.construction import constructing
+from recsys.distributed.ranks.build_transaction import build_on_all_ranks
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.shard import check_made_for, replace_modules, resolve_device
@@ -155,7 +155,7 @@ class DMPCollection(DistributedModelParallel):
             self.set_all_reduce_hook(custom_all_reduce)
         groups = [made[split] for split in splits]
         wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
-        with constructing(env, groups) as construction:
+        with build_on_all_ranks(env, groups) as construction:
             construction.add(
                 type(self).__name__,
                 in_words_by_name(

@@ -17,10 +17,9 @@ from recsys.distributed.data_parallel import DataParallelWrapper, DefaultDataPar
 from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner import EmbeddingShardingPlanner
-from recsys.distributed.ranks import comm
-from recsys.distributed.ranks.agreement import in_words_by_name, stable
+from recsys.distributed.ranks.agreement import in_words_by_name, run_on_all_ranks, stable
+from recsys.distributed.ranks.build_transaction import build_on_all_ranks
 from recsys.distributed.ranks.comm import LazyAwaitable
-from recsys.distributed.ranks.construction import constructing
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.reshard import Moves, moves_by_module
 from recsys.distributed.shard import (
@@ -134,7 +133,7 @@ class DistributedModelParallel(nn.Module):
         super().__init__()
         env = env or ShardingEnv.default()
         wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
-        with constructing(env) as construction:
+        with build_on_all_ranks(env) as construction:
             check_not_wrapped(module)
             placed = place_model(module, env, device, plan, sharders, planner)
             construction.add(
@@ -269,7 +268,7 @@ class DistributedModelParallel(nn.Module):
             if isinstance(child, ShardedCollection)
         }
         after = dict(self._plan.plan)
-        with constructing(self.env) as construction:
+        with build_on_all_ranks(self.env) as construction:
             moves = moves_by_module(plan, collections, self._plan_world_size)
             for path, (inner, entry) in moves.items():
                 after[path] = collections[inner].plan_after(entry)
@@ -380,7 +379,7 @@ class DistributedModelParallel(nn.Module):
             TypeError: if the state is no mapping.
         """
         load = partial(self._load_state_dict, state_dict, strict, assign)
-        return comm.together(self.env, "load a state dict", load)
+        return run_on_all_ranks(self.env, "load a state dict", load)
 
     def _load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         flag("DistributedModelParallel.load_state_dict: strict", strict)

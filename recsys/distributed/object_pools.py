@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from recsys.distributed.placement.layout import Rect
 from recsys.distributed.placement.plan import ObjectPoolShardingPlan, ObjectPoolShardingType
-from recsys.distributed.ranks import comm
+from recsys.distributed.ranks.agreement import run_on_all_ranks
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.sharded_collection import canonical_device, default_device
@@ -231,7 +231,7 @@ class ShardedObjectPool(ObjectPool[T], ShardedModule, Generic[T]):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As of any module; every rank must call it, and an error on one is raised on all."""
         load = partial(super().load_state_dict, state_dict, *args, **kwargs)
-        return comm.together(self._env, "load a state dict", load)
+        return run_on_all_ranks(self._env, "load a state dict", load)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         probe = fn(torch.empty(0, device=self.device))

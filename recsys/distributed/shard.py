@@ -24,7 +24,7 @@ from recsys.distributed.placement.plan import EmbeddingModuleShardingPlan, Param
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.placement.strategies import check_plan_paths
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
-from recsys.distributed.ranks.construction import constructing
+from recsys.distributed.ranks.build_transaction import build_on_all_ranks
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.sharded_collection import canonical_device, default_device
 from recsys.distributed.sharder import (
@@ -87,7 +87,7 @@ def shard(
         ('ShardedEmbeddingBagCollection', ['embedding_bags.t.weight'])
     """
     env = env or ShardingEnv.default()
-    with constructing(env):
+    with build_on_all_ranks(env):
         device = resolve_device(env, device)
         sharder = sharder or sharder_of(module)
         placed = _placements(module, plan, env, device, sharder)
@@ -233,7 +233,7 @@ def place_model(
     Returns:
         What `replace_modules` does, the plan, and this rank's device.
     """
-    with constructing(env):
+    with build_on_all_ranks(env):
         device = resolve_device(env, device)
         chosen = get_default_sharders() if sharders is None else sharders
         by_type = {sharder.module_type: sharder for sharder in chosen}
@@ -260,7 +260,7 @@ def replace_modules(
     """Replace, in place, every module that the plan names; one used twice stays one.
 
     The model changes when all ranks have built their parts: at the end of the outermost
-    `constructing`.
+    `build_on_all_ranks`.
 
     Args:
         module: the model.
@@ -301,7 +301,7 @@ def replace_modules(
             "modules only."
         )
     made: dict[int, nn.Module] = {}
-    with constructing(env) as construction:
+    with build_on_all_ranks(env) as construction:
         for path, child in given.items():
             construction.path = path
             shard_one = sharders[type(child)].shard
@@ -312,7 +312,7 @@ def replace_modules(
             made[id(child)] = shard_one(child, plan.plan[path], ranks, device, **options)
         construction.path = ""
         construction.add("the model", {"the rest": _rest(module, is_leaf)})
-        construction.at_the_end(lambda: _put_in(module, made, is_leaf))
+        construction.on_commit(lambda: _put_in(module, made, is_leaf))
     return made.get(id(module), module)
 
 

@@ -32,8 +32,9 @@ from recsys.distributed.placement.plan import (
     ParameterSharding,
 )
 from recsys.distributed.placement.strategies import check_plan_covers
-from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable, together
-from recsys.distributed.ranks.construction import constructing
+from recsys.distributed.ranks.agreement import run_on_all_ranks
+from recsys.distributed.ranks.build_transaction import build_on_all_ranks
+from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import CommOp, QuantizedCommCodecs, codecs_for
 from recsys.distributed.reshard import check_moves, merged_plan
@@ -109,7 +110,7 @@ class ShardedCollection(ShardedModule):
     ) -> None:
         super().__init__()
         env.check_can_exchange()
-        with constructing(env) as construction:
+        with build_on_all_ranks(env) as construction:
             weights = module.table_weights()
             plan = EmbeddingModuleShardingPlan(table_name_to_parameter_sharding)
             path = construction.path or module_fqn or type(module).__name__
@@ -147,7 +148,7 @@ class ShardedCollection(ShardedModule):
             self._set_stages(build_stages(settings))
             self._tables_optimizer = self._optimizer_of(self._stages)
             self._fused_optimizer = CombinedOptimizer([self._tables_optimizer])
-            construction.works_on(settings.device)
+            construction.set_device(settings.device)
             construction.add(path, self._facts(settings, self._stages))
             construction.connect(self._stages.output_dist.connect)
             construction.load(
@@ -355,7 +356,7 @@ class ShardedCollection(ShardedModule):
                     "compute(ctx, input_dist(ctx, features).wait().wait())."
                 )
         if self._stages.finisher.under_way:
-            self._stages.finisher.forget_failed_backward()
+            self._stages.finisher.reset()
         received = ctx.received
         replicas = list(self._outputs(self._stages.replicas, received.replicas))
         return chain(replicas, self._outputs(self._stages.lookups, received.lookups))
@@ -469,7 +470,7 @@ class ShardedCollection(ShardedModule):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state dict; a collective call. An error of one rank is raised on all."""
         load = partial(super().load_state_dict, state_dict, *args, **kwargs)
-        return together(self._settings.env, "load a state dict", load)
+        return run_on_all_ranks(self._settings.env, "load a state dict", load)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_to_pickle(self)
@@ -537,7 +538,7 @@ class ShardedCollection(ShardedModule):
         """
         try:
             settings, stages = self._settings, self._stages
-            with constructing(settings.env) as construction:
+            with build_on_all_ranks(settings.env) as construction:
                 if stages.finisher.deferred.wait_for_step:
                     raise ValueError(
                         f"Gradients of the tables of {settings.path!r} wait for a step, and would "
@@ -551,7 +552,7 @@ class ShardedCollection(ShardedModule):
                 construction.connect(moved.output_dist.connect)
                 tables = stages.tables, moved.tables
                 construction.load(0, lambda _: move_tables(*tables, settings.env))
-                construction.at_the_end(lambda: self._swap_in(after, moved))
+                construction.on_commit(lambda: self._swap_in(after, moved))
         finally:
             for group in self._fused_optimizer.param_groups:  # of kernels that serve both
                 group["lr"] = group["lr"]

@@ -240,7 +240,7 @@ class Watchdog:
             self._end(beats.end)
         stays = monotonic() - self._position.place[2]
         beats.look = stays > 3 * self._interval
-        if self._position.declared:
+        if self._position.long_section:
             faulthandler.cancel_dump_traceback_later()
         else:  # for a call that holds the GIL: then this thread does not run
             _dump_and_end_after(self._abort_after + _MARGIN)
@@ -250,7 +250,7 @@ class Watchdog:
             return
         known, silent = dict(beats.beats), beats.silent()
         known[self._rank] = Beat.of(self._position, 0)
-        if any(beat is not None and beat.declared for beat in known.values()):
+        if any(beat is not None and beat.long_section for beat in known.values()):
             return
         late = late_ranks(known, silent)
         text = in_words(known, silent, late)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recsys.distributed.placement.layout import PlacedTable, Rect
 from recsys.distributed.ranks import comm
-from recsys.distributed.ranks.agreement import agree
+from recsys.distributed.ranks.agreement import agree, raise_together
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.sharded_collection import ShardedCollection
@@ -119,7 +119,7 @@ def quantize_shards(
         exchange.run(waiting)
     if exchange.error is not None and env.world_size == 1:
         raise exchange.error
-    comm.raise_together(env, ExchangeName.QUANTIZED_ROWS, exchange.error)
+    raise_together(env, ExchangeName.QUANTIZED_ROWS, exchange.error)
 
 
 @final

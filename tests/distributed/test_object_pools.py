@@ -154,7 +154,7 @@ def _states_are_saved_and_loaded(folder: str, is_jagged: bool) -> None:
     _assert_same(again.lookup(torch.arange(5)).wait(), pool.lookup(torch.arange(5)))
     with pytest.raises(RuntimeError, match=r"Unexpected key.*other"):
         again.load_state_dict({"other": torch.ones(1)})
-    with pytest.raises(RuntimeError, match="cannot take the values of one of shape"):
+    with pytest.raises(RuntimeError, match="received one of shape"):
         again.load_state_dict(_pool(is_jagged, 6).state_dict())
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(again)

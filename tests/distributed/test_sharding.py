@@ -130,7 +130,7 @@ class OnAllRanks(Case):
 def _train_by_sums(case: Case) -> tuple[int, int]:
     """As over NCCL, where sums are made on the way."""
     with (
-        mock.patch.object(ShardingEnv, "adds_up_on_the_way", return_value=True),
+        mock.patch.object(ShardingEnv, "prefers_reduce_scatter", return_value=True),
         mock.patch.object(comm, "reduce_scatter", wraps=comm.reduce_scatter) as sums,
         mock.patch.object(comm, "all_gather", wraps=comm.all_gather) as gathers,
     ):
@@ -329,7 +329,7 @@ def test_places_of_ids_are_kept_where_rows_return_for_them(ranks: RankPool, long
 
 def _most_ids(adds_up: bool, node_size: int) -> float:
     case = EachType(0, 4, (ShardingType.ROW_WISE,), node_size=node_size)
-    with mock.patch.object(ShardingEnv, "adds_up_on_the_way", return_value=adds_up):
+    with mock.patch.object(ShardingEnv, "prefers_reduce_scatter", return_value=adds_up):
         most: float = shard(case).module.ebc.input_stage.most_ids
     return most
 

@@ -73,7 +73,7 @@ class TestLazyAwaitable:
     def test_computes_once_and_only_when_it_must(self) -> None:
         result = Result(VALUES)
         lazy = LazyAwaitable(result)
-        assert repr(lazy) == "LazyAwaitable(under way)"
+        assert repr(lazy) == "LazyAwaitable(in progress)"
         assert result.calls == 0
         assert lazy.wait() is VALUES
         assert lazy.wait() is VALUES
@@ -222,11 +222,11 @@ class TestLazyAwaitable:
                 return torch.ones(self._size)
 
         ones = Ones([3, 2])
-        assert repr(ones) == "Ones(under way)"
+        assert repr(ones) == "Ones(in progress)"
         assert (ones + 1).tolist() == [[2.0, 2.0]] * 3
         assert ones.wait() is ones.wait()
         assert ones.calls == 1
-        with pytest.raises(TypeError, match=r"LazyAwaitable needs a way to its result: pass a fun"):
+        with pytest.raises(TypeError, match=r"LazyAwaitable needs a function"):
             LazyAwaitable()
 
 
@@ -431,9 +431,9 @@ def _groups_of_lopsided_ranks(members: list[int]) -> bool | None:
     assert received.tolist() == list(range(len(members)))
     if env.for_ids is env:  # and it must not be used by two threads
         with pytest.raises(ValueError, match="received a group of 2 ranks"):
-            env.aside()
+            env.for_saves()
     else:
-        assert env.aside().process_group is not env.process_group
+        assert env.for_saves().process_group is not env.process_group
     return env.for_ids is not env
 
 
@@ -443,7 +443,7 @@ def _groups_of_lopsided_nodes() -> None:
     rank, whole = dist.get_rank(), ShardingEnv.default()
     half = dist.new_group([0, 1])
     if rank < 2:
-        with pytest.raises(ValueError, match=r"Ranks \[0, 1\] of 2 .* equally many groups"):
+        with pytest.raises(ValueError, match=r"Ranks \[0, 1\] of 2 .* the same number of groups"):
             ShardingEnv.from_process_group(half).of_node(2)
     for _ in range(2):
         node = whole.of_node(2)
@@ -508,7 +508,7 @@ def _groups_of_exchanges(members: list[int]) -> None:
         for _ in range(2):
             model = DistributedModelParallel(case.model(), env=env, device=CPU, plan=case.plan())
             model(case.batches(0)[env.rank])[1].sum().backward()
-    ids = used.pop("tell how many ids come")
+    ids = used.pop("exchange id counts")
     assert ids == used.pop("send ids to their owners")
     embeddings = used.pop("send embeddings back")
     assert embeddings == used.pop("send gradients to the tables")

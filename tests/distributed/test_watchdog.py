@@ -115,7 +115,7 @@ def test_a_late_rank_is_named_by_one_that_waits(ranks: RankPool) -> None:
     waiting, late = ranks(2, _trains_beside_a_late_rank, False)
     said = (
         r"rank 1 has been in the loop between two steps \(data, logs\) for \d s; "
-        r"rank 0 waits in input_dist of \w+ to tell how many ids come"
+        r"rank 0 waits in input_dist of \w+ to exchange id counts"
     )
     assert any(re.fullmatch(said, text) for text in waiting), waiting
     assert len(waiting) <= 2  # again only after twice the time

@@ -97,7 +97,7 @@ UNDONE: dict[str, Callable[[], Patches]] = {
         _instead("distributed.stages.batch_checker:BatchChecker._find_bad_ids", _nothing)
     ],
     "ranks agree on what they build": lambda: [
-        _instead("distributed.ranks.construction:agree", _do_not_compare)
+        _instead("distributed.ranks.build_transaction:agree", _do_not_compare)
     ],
     "narrow tables are laid out": lambda: [
         _rewritten(

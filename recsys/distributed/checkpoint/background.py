@@ -1,10 +1,10 @@
-"""Saves that go on while the model trains: copies on the host, and the thread that writes them."""
+"""Saves during training: copies on the host, and the thread that writes them."""
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -23,13 +23,13 @@ _buffers: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 @final
 class PendingSave:
-    """A save that is under way, by `save_checkpoint_async`.
+    """A save in progress, made by `save_checkpoint_async`.
 
     A process that ends normally waits for it.
 
     Args:
-        model: that is saved.
-        work: writes it.
+        model: The model that is saved.
+        work: Writes the values; returns the folder.
     """
 
     def __init__(self, model: nn.Module, work: Callable[[], Path]) -> None:
@@ -41,17 +41,17 @@ class PendingSave:
         self._thread.start()
 
     def done(self) -> bool:
-        """Return whether it has ended, well or not; does not wait."""
+        """Return whether it has ended, successfully or not; does not wait."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
         """Wait for its end.
 
         Returns:
-            The folder of the version, which is complete.
+            The folder of the complete version.
 
         Raises:
-            CheckpointError: on every rank, if it failed on one.
+            CheckpointError: On every rank, if it failed on one.
         """
         self._thread.join()
         if self._error is not None:
@@ -65,22 +65,22 @@ class PendingSave:
         except Exception as error:
             self._error = error
             logger.error("An asynchronous save failed: %s", error)
-        del self._work  # and with it the values
+        del self._work  # frees the values
 
 
 def end_pending(model: nn.Module) -> None:
-    """Wait for a model's save that is under way, and raise its error; every rank must."""
+    """Wait for the model's save in progress and raise its error. Every rank must call it."""
     pending = _pending.pop(model, None)
     if pending is not None:
         pending.wait()
 
 
 def copy_to_host(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Copy values to host memory that is kept for the model's next save.
+    """Copy values to host memory that is reused by the model's next save.
 
     Args:
-        model: whose values they are.
-        state: nested dicts of values.
+        model: The model of the values.
+        state: Nested dicts of values.
     """
     buffers = _buffers.setdefault(model, {})
     copied: dict[str, Any] = _copied("", state, buffers)
@@ -95,20 +95,17 @@ def _copied(name: str, value: Any, buffers: dict[str, Tensor]) -> Any:
     if isinstance(value, list | tuple):
         parts = (_copied(f"{name}.{i}", part, buffers) for i, part in enumerate(value))
         return type(value)(parts)
+    shards: Sequence[Any] | None = None
     if isinstance(value, ShardedTable):
-        shards = [
-            (offsets, _copied(f"{name}/{i}", part, buffers))
-            for i, (offsets, part) in enumerate(value.local_shards())
-        ]
+        shards = value.local_shards()
+    elif isinstance(value, DTensor):
+        mesh, placements, part = value.device_mesh, value.placements, value.to_local()
+        _, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+        shards = [(tuple(offsets), part)] if part.numel() else []
+    if shards is not None:
+        copies = [(at, _copied(f"{name}/{i}", p, buffers)) for i, (at, p) in enumerate(shards)]
         cpu = torch.device("cpu")
-        return ShardedTable(value.shape, shards, dtype=value.dtype, device=cpu)
-    if isinstance(value, DTensor):
-        _, start = compute_local_shape_and_global_offset(
-            value.shape, value.device_mesh, value.placements
-        )
-        part = _copied(name, value.to_local(), buffers)
-        held = [(tuple(start), part)] if part.numel() else []
-        return ShardedTable(value.shape, held, dtype=value.dtype, device=part.device)
+        return ShardedTable(value.shape, copies, dtype=value.dtype, device=cpu)
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     buffer = buffers.get(name)

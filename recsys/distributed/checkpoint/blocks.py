@@ -1,8 +1,8 @@
 """Writes and reads the blocks of a checkpoint, each with its CRC.
 
-A block is one value, or one rank's part of one. The files are those of
-`torch.distributed.checkpoint` (which can read them, too): blocks in a row, each as `torch.save`
-writes it. How long they are and what their CRCs are is in the manifest.
+A block is one value, or one rank's shard of one. The files have the format of
+`torch.distributed.checkpoint`, which can read them, too: consecutive blocks, each written by
+`torch.save`. The manifest contains their lengths and CRCs.
 """
 
 from __future__ import annotations
@@ -39,25 +39,24 @@ from torch.utils.serialization import config
 
 from recsys.distributed.checkpoint import versions
 from recsys.distributed.checkpoint.errors import CheckpointError
-from recsys.distributed.checkpoint.metadata import decode_metadata
-from recsys.distributed.checkpoint.plain import KnownUnpickler
+from recsys.distributed.checkpoint.safe_pickle import KnownUnpickler, decode_metadata
 
 METADATA = ".metadata"
-_PIECE_BYTES = 1 << 20  # read or written at a time: still in cache when its CRC was taken
-_AHEAD_BYTES = 8 << 20  # after so many the disk begins, rather than at fsync
+_PIECE_BYTES = 1 << 20  # read or written at a time; stays in cache for the CRC
+_AHEAD_BYTES = 8 << 20  # written to the disk after so many bytes, not only at fsync
 
 Files = Mapping[str, Sequence[Sequence[int]]]
-"""For each file of a version `[bytes, CRC]` of its blocks, in their order."""
+"""`[bytes, CRC]` of each block in order, by file of a version."""
 
 
 class BlockWriter(FileSystemWriter):
-    """Writes a version: every rank its blocks, then rank 0 metadata and manifest.
+    """Writes a version: each rank its blocks, then rank 0 metadata and manifest.
 
     Args:
-        folder: of the version; it exists.
-        about: further members of the manifest; read on rank 0.
-        then: called on rank 0 with the folder and what the manifest says of its files, before the
-            version is complete.
+        folder: Existing folder of the version.
+        about: Further members of the manifest; read on rank 0.
+        then: Function called on rank 0 with the folder and the manifest's files, before the version
+            is complete.
     """
 
     def __init__(
@@ -72,11 +71,11 @@ class BlockWriter(FileSystemWriter):
         self._then = then
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return it as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Names each rank's file; no rank left over from another save has one of that name."""
+        """Choose a file name for each rank that no other save has used."""
         save = uuid.uuid4().hex[:8]
         return [
             dataclasses.replace(plan, storage_data=f"{save}-rank-{rank}.distcp")
@@ -84,19 +83,19 @@ class BlockWriter(FileSystemWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's blocks; return, once they are on the disk, where and their CRCs."""
+        """Write this rank's blocks to the disk; return their positions and CRCs."""
         results: list[WriteResult] = []
         if plan.items:
-            # torch.load looks at no CRC of its own
+            # torch.load does not check the CRC of torch.save
             without_zip_crc = cast(Any, config).patch("save.compute_crc32", False)
             with (self._folder / plan.storage_data).open("xb") as file, without_zip_crc:
-                sent = 0
+                flushed = 0
                 for item in plan.items:
                     data = planner.resolve_data(item)
                     results.append(_write_block(file, plan.storage_data, item, data))
-                    if file.tell() - sent >= _AHEAD_BYTES:
-                        _tell_disk(file, "POSIX_FADV_DONTNEED", sent, file.tell() - sent)
-                        sent = file.tell()
+                    if file.tell() - flushed >= _AHEAD_BYTES:
+                        _advise_disk(file, "POSIX_FADV_DONTNEED", flushed, file.tell() - flushed)
+                        flushed = file.tell()
                 file.flush()
                 os.fsync(file.fileno())
             versions.sync_folder(self._folder)
@@ -105,7 +104,7 @@ class BlockWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write metadata and manifest, by which the version is complete."""
+        """Write metadata and manifest, which make the version complete."""
         files: dict[str, list[tuple[int, int]]] = {}
         written = []
         for result in (result for of_rank in results for result in of_rank):
@@ -120,10 +119,10 @@ class BlockWriter(FileSystemWriter):
         versions.write_manifest(self._folder, {"files": files, **self._about})
 
 
-def _tell_disk(file: IO[bytes] | io.FileIO, what: str, start: int, length: int) -> None:
-    """Say what a file's bytes are needed for, where that can be said."""
+def _advise_disk(file: IO[bytes] | io.FileIO, advice: str, start: int, length: int) -> None:
+    """Pass the expected use of a file's bytes to the operating system, if it supports that."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
-        os.posix_fadvise(file.fileno(), start, length, getattr(os, what))
+        os.posix_fadvise(file.fileno(), start, length, getattr(os, advice))
 
 
 def _write_block(
@@ -136,23 +135,23 @@ def _write_block(
     else:
         tensor = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
         try:
-            torch.save(_without_surroundings(tensor), cast(IO[bytes], stream))
+            torch.save(_with_own_storage(tensor), cast(IO[bytes], stream))
         except Exception as error:
-            raise stream.error or error from None  # torch replaces what the stream raised
+            raise stream.error or error from None  # torch replaces the stream's error
     length = file.tell() - start
     info = _StorageInfo(name, start, length)
     return WriteResult(item.index, length, storage_data=(info, stream.crc))
 
 
-def _without_surroundings(tensor: Tensor) -> Tensor:
-    """Return a tensor whose storage ends where it ends: `torch.save` writes whole storages."""
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """Return a tensor whose storage has no other values: `torch.save` writes whole storages."""
     start = tensor.storage_offset() * tensor.element_size()
     own = tensor.untyped_storage()[start : start + tensor.nbytes]  # shares the memory
     return torch.empty(0, dtype=tensor.dtype).set_(own, 0, tensor.shape, tensor.stride())
 
 
 class _CrcStream(io.RawIOBase):
-    """Writes to a file and takes the CRC of what passes."""
+    """Stream that writes to a file and computes the CRC of the written bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -166,49 +165,54 @@ class _CrcStream(io.RawIOBase):
                 piece = rest[start : start + _PIECE_BYTES]
                 self.crc = crc32(piece, self.crc)
                 self._file.write(piece)
-        except BaseException as error:  # also an interrupt, which torch would replace as well
+        except BaseException as error:  # also an interrupt, which torch would replace, too
             self.error = error
             raise
         return len(rest)
 
 
 class BlockReader(FileSystemReader):
-    """Reads a version, or a folder that `torch.distributed.checkpoint` wrote.
+    """Reads a version, or a folder written by `torch.distributed.checkpoint`.
 
     Args:
-        folder: of the version.
-        files: what its manifest says; None for a folder without one, of which nothing is known.
+        folder: Folder of the version.
+        manifest: Its manifest; None for a folder without one.
     """
 
-    def __init__(self, folder: Path, files: Files | None) -> None:
+    def __init__(self, folder: Path, manifest: versions.Manifest | None) -> None:
         super().__init__(folder)
         self._folder = folder
-        self._blocks = None if files is None else _blocks_of(files)
+        self._blocks = None if manifest is None else _blocks_of(manifest["files"])
         self._metadata: Metadata | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._unused = memoryview(bytearray(_PIECE_BYTES))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what the version holds.
+        """Return the metadata of the version.
 
         Raises:
-            CheckpointError: if it is damaged, or no metadata.
+            CheckpointError: The file is missing or damaged, or is not metadata.
         """
         if self._metadata is None:
-            data = versions.regular_file(self._folder / METADATA).read_bytes()
+            try:
+                data = versions.regular_file(self._folder / METADATA).read_bytes()
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._folder} is not a readable checkpoint: {error}"
+                ) from error
             if self._blocks is not None:
-                length, crc = self._blocks.get((METADATA, 0), (-1, -1))
-                self._check(METADATA, 0, (len(data), crc32(data)), (length, crc))
+                expected = self._blocks.get((METADATA, 0), (-1, -1))
+                self._check(METADATA, 0, (len(data), crc32(data)), expected)
             self._metadata = decode_metadata(str(self._folder / METADATA), data)
             if getattr(self._metadata, "storage_meta", None) is None:
                 self._metadata.storage_meta = StorageMeta()
         return self._metadata
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Have values go by other names from now on.
+        """Rename values.
 
         Args:
-            names: by the one that the checkpoint has.
+            names: New names by the names in the checkpoint.
         """
         metadata = self.read_metadata()
         metadata.state_dict_metadata = {
@@ -220,20 +224,18 @@ class BlockReader(FileSystemReader):
         }
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the blocks that a plan needs, each once, and fill in their values."""
+        """Read the blocks of a plan, each once, and fill in their values."""
         needs: dict[str, dict[int, list[ReadItem]]] = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
             if self._blocks is None and getattr(info, "transform_descriptors", None):
-                return super().read_data(plan, planner)  # such as compressed ones
+                return super().read_data(plan, planner)  # for example compressed values
             needs.setdefault(info.relative_path, {}).setdefault(info.offset, []).append(item)
         for name, items_at in needs.items():
-            if self._blocks is not None and any(
-                (name, start) not in self._blocks for start in items_at
-            ):
+            if self._blocks is not None and not all((name, s) in self._blocks for s in items_at):
                 raise CheckpointError(f"{self._folder / name} is not in the manifest.")
             with versions.regular_file(self._folder / name).open("rb", buffering=0) as file:
-                _tell_disk(file, "POSIX_FADV_SEQUENTIAL", 0, 0)  # it reads farther ahead
+                _advise_disk(file, "POSIX_FADV_SEQUENTIAL", 0, 0)  # increases the read-ahead
                 for start in sorted(items_at):
                     self._load_block(file, name, start, items_at[start], planner)
         done: Future[None] = Future()
@@ -248,8 +250,9 @@ class BlockReader(FileSystemReader):
         items: Sequence[ReadItem],
         planner: LoadPlanner,
     ) -> None:
-        """Fill in what is needed of a block; of its rows only those are kept."""
-        length = self._length(name, start, items[0])
+        """Fill in the needed values of a block; only the needed rows are kept in memory."""
+        info = self.storage_data[items[0].storage_index]
+        length = info.length if self._blocks is None else self._blocks[name, start][0]
         if items[0].type == LoadItemType.BYTE_IO:
             data = memoryview(bytearray(length))
             self._read(file, name, start, [data])
@@ -258,25 +261,25 @@ class BlockReader(FileSystemReader):
             return
         dtype, sizes = self._saved_as(items[0])
         num_bytes = sizes.numel() * dtype.itemsize
-        place = _place_of_values(file, start, length, num_bytes, self._blocks is not None)
-        if place == -1:
+        offset = _offset_of_values(file, start, length, num_bytes, self._blocks is not None)
+        if offset == -1:
             self._load_whole(file, start, length, items, planner)
             return
-        if place is None:
+        if offset is None:
             self._read(file, name, start, [length])
             raise CheckpointError(
-                f"{self._folder / name} does not hold at byte {start} what its metadata says."
+                f"{self._folder / name} has other values at byte {start} than in its metadata."
             )
         targets = [planner.resolve_tensor(item).detach() for item in items]
         rows = _rows_of(items, sizes)
         row_bytes = num_bytes // max(sizes[0], 1) if sizes else num_bytes
         num_kept = len(rows) * row_bytes
-        is_direct = len(items) == 1 and _lies_alike(items[0], targets[0], dtype, sizes)
+        is_direct = len(items) == 1 and _is_direct(items[0], targets[0], dtype, sizes)
         if not is_direct and self._buffer.numel() < num_kept:
             self._buffer = torch.empty(num_kept, dtype=torch.uint8)
         values = targets[0].view(-1).view(torch.uint8) if is_direct else self._buffer[:num_kept]
         memory: Any = values.numpy()
-        before = place + rows.start * row_bytes
+        before = offset + rows.start * row_bytes
         parts: list[memoryview | int] = [before, memoryview(memory), length - before - num_kept]
         self._read(file, name, start, parts)
         if not is_direct:
@@ -298,19 +301,13 @@ class BlockReader(FileSystemReader):
         items: Sequence[ReadItem],
         planner: LoadPlanner,
     ) -> None:
-        """Fill in what is needed of a tensor that is not saved row by row."""
+        """Fill in the needed values of a tensor that is not saved row by row."""
         view = cast(IO[bytes], _create_file_view(file, start, length))
         saved = torch.load(view, map_location="cpu", weights_only=True)
         for item in items:
             target = planner.resolve_tensor(item).detach()
             target.copy_(narrow_tensor_by_index(saved, item.storage_offsets, item.lengths))
             planner.commit_tensor(item, target)
-
-    def _length(self, name: str, start: int, item: ReadItem) -> int:
-        if self._blocks is not None:
-            return self._blocks[name, start][0]
-        length: int = self.storage_data[item.storage_index].length
-        return length
 
     def _saved_as(self, item: ReadItem) -> tuple[torch.dtype, torch.Size]:
         index = item.storage_index
@@ -322,13 +319,13 @@ class BlockReader(FileSystemReader):
     def _read(
         self, file: io.FileIO, name: str, start: int, parts: Sequence[memoryview | int]
     ) -> None:
-        """Read a block into memory, part by part, and check its CRC.
+        """Read a block into memory in consecutive pieces, and check its CRC.
 
         Args:
-            file: that has the block.
-            name: of the file.
-            start: of the block in it.
-            parts: memory to fill, or how many bytes are of no interest but for the CRC.
+            file: File with the block.
+            name: Name of the file.
+            start: Position of the block.
+            parts: Buffers to fill, or numbers of bytes to use for the CRC only.
         """
         file.seek(start)
         crc = length = 0
@@ -360,7 +357,7 @@ class BlockReader(FileSystemReader):
         if found != expected:
             raise CheckpointError(
                 f"{self._folder / name} is damaged: the block at byte {start} has {found[0]} bytes "
-                f"with CRC {found[1]:08x}; the manifest says {expected[0]} with {expected[1]:08x}."
+                f"with CRC {found[1]:08x}; the manifest has {expected[0]} with {expected[1]:08x}."
             )
 
 
@@ -376,15 +373,15 @@ def _blocks_of(files: Files) -> dict[tuple[str, int], tuple[int, int]]:
 
 
 def _rows_of(items: Sequence[ReadItem], sizes: torch.Size) -> range:
-    """Return the rows of a block from the first to the last that is needed."""
+    """Return the range of needed rows of a block."""
     if not sizes:
         return range(1)
     first = min(item.storage_offsets[0] for item in items)
     return range(first, max(item.storage_offsets[0] + item.lengths[0] for item in items))
 
 
-def _lies_alike(item: ReadItem, target: Tensor, dtype: torch.dtype, sizes: torch.Size) -> bool:
-    """Return whether rows of a block can be read right into the memory that they are for."""
+def _is_direct(item: ReadItem, target: Tensor, dtype: torch.dtype, sizes: torch.Size) -> bool:
+    """Return whether rows of a block can be read directly into the target tensor."""
     return (
         target.device.type == "cpu"
         and target.is_contiguous()
@@ -394,13 +391,13 @@ def _lies_alike(item: ReadItem, target: Tensor, dtype: torch.dtype, sizes: torch
     )
 
 
-def _place_of_values(
+def _offset_of_values(
     file: io.FileIO, start: int, length: int, num_bytes: int, is_ours: bool
 ) -> int | None:
-    """Return where in a block the values begin; None, or anywhere, if the block is damaged.
+    """Return the position of the values in a block; None, or any position, if the block is damaged.
 
-    A block is the archive that `torch.save` writes; the bytes of the values are one record of it.
-    -1 if they are not there row by row, as of a transposed tensor that someone else saved.
+    A block is an archive of `torch.save`, in which the bytes of the values are one record. -1 if
+    they are not stored row by row, as in a transposed tensor of another writer.
     """
     try:
         view = cast(IO[bytes], _create_file_view(file, start, length))
@@ -414,7 +411,7 @@ def _place_of_values(
 
 
 def _is_in_order(pickled: bytes) -> bool:
-    """Return whether a saved tensor is its storage, row by row."""
+    """Return whether a saved tensor equals its storage, row by row."""
     try:
         offset, sizes, strides = _LayoutUnpickler(pickled).load()
     except (pickle.UnpicklingError, ValueError, TypeError):
@@ -424,17 +421,17 @@ def _is_in_order(pickled: bytes) -> bool:
 
 
 class _LayoutUnpickler(KnownUnpickler):
-    """Reads of a saved tensor's pickle only where in the storage its values are."""
+    """Unpickler that reads only offset, sizes and strides of a saved tensor."""
 
     def __init__(self, data: bytes) -> None:
         known = {
             ("torch._utils", "_rebuild_tensor_v2"): lambda _, *layout: layout[:3],
             ("collections", "OrderedDict"): dict,
         }
-        super().__init__(data, known, "{} is no plain tensor")
+        super().__init__(data, known, "{} is not a plain tensor")
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return anything for a kind of storage."""
+        """Return None for any type of storage."""
         return None if name.endswith("Storage") else super().find_class(module, name)
 
     def persistent_load(self, _: object) -> None:

@@ -39,16 +39,17 @@ def export_safetensors(path: str | Path, file: str | Path) -> None:
     """Write the weights of a checkpoint as one file, which the `safetensors` library reads.
 
     It needs neither that library, nor a model or a process group. Tables are copied by blocks of
-    rows of 64 MiB. The file is there once it is whole; one of that name is replaced. Its SHA-256 is
-    written beside it, to `film.safetensors.sha256`: see `recsys.inference.verify_checksum`.
+    rows of 64 MiB. The file appears once it is complete; a file of that name is replaced. Its
+    SHA-256 is written to `<file>.sha256`, such as `film.safetensors.sha256`: see
+    `recsys.inference.verify_checksum`.
 
     Args:
-        path: as for `read_checkpoint`.
-        file: to write, such as `film.safetensors`; its folder is created.
+        path: As for `read_checkpoint`.
+        file: File to write, such as `film.safetensors`; its folder is created.
 
     Raises:
-        CheckpointError: if the checkpoint cannot be read, has values of a dtype that such files
-            cannot hold, or the file cannot be written.
+        CheckpointError: The checkpoint cannot be read, has values of a dtype that such files do not
+            support, or the file cannot be written.
 
     Example:
         >>> import tempfile
@@ -63,14 +64,14 @@ def export_safetensors(path: str | Path, file: str | Path) -> None:
 
 
 def write_safetensors(saved: SavedValues, file: Path) -> None:
-    """Write the tensors of a checkpoint; what is not a tensor is left out.
+    """Write the tensors of a checkpoint, without its other values.
 
     Args:
-        saved: the checkpoint.
-        file: to write.
+        saved: The checkpoint.
+        file: File to write.
 
     Raises:
-        CheckpointError: as for `export_safetensors`.
+        CheckpointError: As for `export_safetensors`.
     """
     tensors = {
         name: value
@@ -79,7 +80,7 @@ def write_safetensors(saved: SavedValues, file: Path) -> None:
     }
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    # wide ones first: so each begins at a multiple of its width
+    # wide dtypes first, so that each tensor starts at a multiple of its element size
     for name in sorted(tensors, key=lambda name: -tensors[name].properties.dtype.itemsize):
         dtype, size = tensors[name].properties.dtype, tensors[name].size
         if dtype not in _NAMES:
@@ -94,7 +95,7 @@ def write_safetensors(saved: SavedValues, file: Path) -> None:
         with new_file(file) as temporary, temporary.open("wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
             for name in [*header][1:]:
-                for rows in saved.stretches(name):
+                for rows in saved.row_ranges(name):
                     values = saved.read({name: rows})[name]
                     out.write(values.view(-1).view(torch.uint8).numpy())
         versions.sync_folder(file.parent)

@@ -11,17 +11,22 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from recsys.distributed.checkpoint.background import end_pending
 from recsys.distributed.checkpoint.blocks import BlockReader
-from recsys.distributed.checkpoint.complete import CompleteLoadPlanner
-from recsys.distributed.checkpoint.errors import (
-    CheckpointError,
-    failures_named,
-    on_every_rank,
-    without_expected_warnings,
+from recsys.distributed.checkpoint.errors import CheckpointError, failures_named, on_every_rank
+from recsys.distributed.checkpoint.rank_state import (
+    Stateful,
+    check_progress,
+    load_progress,
+    rank_key,
 )
-from recsys.distributed.checkpoint.plain import decode, decode_pickle
-from recsys.distributed.checkpoint.progress import Stateful, check_progress, load_progress, rank_key
+from recsys.distributed.checkpoint.read import CompleteLoadPlanner
 from recsys.distributed.checkpoint.resize import Resized, fit_rows, restore
-from recsys.distributed.checkpoint.settings import Settings, check_settings, load_settings
+from recsys.distributed.checkpoint.safe_pickle import decode, decode_pickle
+from recsys.distributed.checkpoint.settings import (
+    Settings,
+    Updates,
+    check_settings,
+    load_settings,
+)
 from recsys.distributed.checkpoint.state import (
     checked_path,
     env_of,
@@ -31,7 +36,7 @@ from recsys.distributed.checkpoint.state import (
     whole_names,
 )
 from recsys.distributed.checkpoint.torchrec_names import own_names
-from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_manifest
+from recsys.distributed.checkpoint.versions import Manifest, open_version
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.kernels.checked import checked_but
 from recsys.optim.keyed import KeyedOptimizer
@@ -50,36 +55,36 @@ def load_checkpoint(
     progress: Mapping[str, Stateful] | None = None,
     resize: str | Collection[str] = (),
 ) -> dict[str, Any]:
-    """Load what `save_checkpoint` saved, in place, under any plan and on any ranks.
+    """Load the values of `save_checkpoint`, in place, under any plan and on any ranks.
 
-    Every rank that the model is sharded over must call it, as for `save_checkpoint`. Nothing
-    that the files name is run; what is read is checked against the CRCs taken as it was saved.
+    Every rank that the model is sharded over must call it, as for `save_checkpoint`. Code named in
+    the files is not run. All data read is checked against the CRCs of the save.
 
     Args:
-        path: the folder given to `save_checkpoint`, of which the newest complete version is
-            loaded; or one of its versions, `path/step-N`.
-        model: receives the weights.
-        optimizer: receives its state, learning rates and other settings.
-        allow_partial: leave what the checkpoint lacks as it is, instead of raising.
-        keep_settings: leave the optimizer its own learning rates and other settings, to train on
-            with others than were saved.
-        progress: objects that go on from what each rank kept for itself, by the names that
-            `save_checkpoint` was given. With another number of ranks than saved, they need a
-            method `load_state_dicts` that takes the states of all ranks.
-        resize: names of tables that may have another number of rows than saved. Rows that were
-            saved and are there are loaded, with the optimizer's state of them. New rows keep what
-            the model has, rows beyond the table's end are left out.
+        path: The folder passed to `save_checkpoint`, whose newest complete version is loaded; or
+            one of its versions, `path/step-N`.
+        model: Receives the weights.
+        optimizer: Receives its state, learning rates and other settings.
+        allow_partial: Whether values that the checkpoint lacks keep their current value, instead of
+            raising an error.
+        keep_settings: Whether the optimizer keeps its own learning rates and other settings.
+        progress: Objects that continue from the state of each rank, by the names passed to
+            `save_checkpoint`. With another number of ranks than saved, they need a method
+            `load_state_dicts` that takes the states of all ranks.
+        resize: Names of tables that may have another number of rows than saved. Rows in both are
+            loaded with their optimizer state. New rows keep the model's values; saved rows beyond
+            the table's end are ignored.
 
     Returns:
-        The `extra` that was saved; its tensors are on the CPU.
+        The saved `extra`, with tensors on the CPU.
 
     Raises:
-        CheckpointError: on every rank, naming path and cause, and the rank where it failed: if the
-            folder is no checkpoint, is damaged, or lacks a part of the model or of the optimizer's
-            state or of `progress`, or if that state is of an optimizer of another kind, or a table
-            has another shape than saved.
-        TypeError: if path, model or optimizer is of another type, or `progress` holds something
-            without a state.
+        CheckpointError: On every rank, with path, cause and failing rank: the folder is not a
+            checkpoint, is damaged, or lacks a part of the model, of the optimizer's state or of
+            `progress`; the state is of another kind of optimizer; or a table has another shape than
+            saved.
+        TypeError: path, model or optimizer has another type, or a member of `progress` has no
+            state.
     """
     path = checked_path("load_checkpoint", path, model, optimizer)
     end_pending(model)
@@ -87,19 +92,19 @@ def load_checkpoint(
     group = env.process_group
     what = f"Loading {path}"
 
-    def choose() -> tuple[Path, dict[str, Any] | None] | None:
-        if env.rank != 0:  # all load what rank 0 finds, whoever saves meanwhile
-            return None
-        folder = find_version(path)
-        return folder, read_manifest(folder) if (folder / MANIFEST).exists() else None
+    def choose() -> tuple[Path, Manifest | None] | None:
+        # all ranks load the version of rank 0, even if another job saves meanwhile
+        return open_version(path) if env.rank == 0 else None
 
     chosen = on_every_rank(env, what, choose)[0]
     assert chosen is not None
     folder, manifest = chosen
-    reader = BlockReader(folder, None if manifest is None else manifest["files"])
+    subject = f"The checkpoint {folder}"
+    reader = BlockReader(folder, manifest)
     settings: Settings | None = None if manifest is None else manifest["optimizer"]
     state: dict[str, Any] = {}
     resized: Resized = []
+    updates: Updates = []
     tables = [resize] if isinstance(resize, str) else resize
 
     def prepare() -> None:
@@ -112,45 +117,36 @@ def load_checkpoint(
             own = [rank_key(env.rank)] if len(keys) == env.world_size else keys
             state["progress"] = dict.fromkeys(own, b"")
         if optimizer is not None and settings is not None:
-            check_settings(
-                f"The checkpoint {folder}",
-                optimizer,
-                whole_names(model, optimizer),
-                settings,
-                allow_partial=allow_partial,
-                keep=keep_settings,
+            updates.extend(
+                check_settings(
+                    subject,
+                    optimizer,
+                    whole_names(model, optimizer),
+                    settings,
+                    allow_partial=allow_partial,
+                    keep=keep_settings,
+                )
             )
 
     on_every_rank(env, what, prepare)
     planner = CompleteLoadPlanner(allow_partial_load=allow_partial)
-    failed = (
-        f"The checkpoint {folder} cannot be loaded. Load an earlier one, or copy this one anew."
-    )
-    with failures_named(failed, env, "load a checkpoint"), without_expected_warnings(group is None):
-        load(
-            state,
-            storage_reader=reader,
-            planner=planner,
-            process_group=group,
-            no_dist=group is None,
-        )
+    failed = f"{subject} cannot be loaded. Load an earlier one, or copy this one again."
+    with failures_named(failed, env, "load a checkpoint"):
+        load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=not group)
 
-    def take_over() -> None:
+    def finish() -> None:
         restore(state, resized)
         model.load_state_dict(state["model"])
         if optimizer is not None:
-            if settings is not None and not keep_settings:  # first: a warm-up then sets its rate
-                names = whole_names(model, optimizer)
-                load_settings(f"The checkpoint {folder}", optimizer, names, settings)
+            load_settings(updates)  # before the state: a warm-up then sets its rate
             load_optimizer(model, optimizer, state["optimizer"])
         if progress and (state["progress"] or not allow_partial):
             num_saved = len(_progress_keys(reader))
-            subject = f"The checkpoint {folder}"
             saved = {key: decode(subject, data) for key, data in state["progress"].items()}
             load_progress(subject, progress, saved, num_saved, env)
 
-    on_every_rank(env, what, take_over)
-    if not state.get("extra"):  # of a folder that torch.distributed.checkpoint wrote
+    on_every_rank(env, what, finish)
+    if not state.get("extra"):  # a folder written by torch.distributed.checkpoint
         return {}
     read = decode if manifest is not None else decode_pickle
     extra: dict[str, Any] = read(f"The extra values of {folder}", state["extra"])
@@ -165,21 +161,18 @@ def _state_to_fill(
     allow_partial: bool,
     settings: Settings | None,
 ) -> dict[str, Any]:
-    """Return the live state to fill, names checked."""
-    try:
-        saved = {
-            name: metadata
-            for name, metadata in reader.read_metadata().state_dict_metadata.items()
-            if not name.startswith("progress.")
-        }
-    except OSError as error:
-        raise CheckpointError(f"{folder} is not a readable checkpoint: {error}") from error
+    """Return the live state to fill, with names checked."""
+    saved = {
+        name: metadata
+        for name, metadata in reader.read_metadata().state_dict_metadata.items()
+        if not name.startswith("progress.")
+    }
 
     def live() -> dict[str, Any]:
         state = state_of(model, optimizer)
         groups = state.get("optimizer", {}).pop("param_groups", None)
         has_groups = any(name.startswith("optimizer.param_groups.") for name in saved)
-        if groups is not None and has_groups:  # of a folder without versions
+        if groups is not None and has_groups:  # a folder without versions
             state["optimizer"]["param_groups"] = [
                 {
                     key: value
@@ -195,7 +188,7 @@ def _state_to_fill(
         reader.rename(renamed)
         saved = {renamed.get(name, name): value for name, value in saved.items()}
     if optimizer is not None and any(name.startswith("optimizer.") for name in saved):
-        # a fresh optimizer has no state yet that a load could fill
+        # a fresh optimizer has no state to fill yet
         if saved.keys() - flat(state).keys() - {"extra"}:
             optimizer.init_state()
         state = live()
@@ -206,9 +199,9 @@ def _state_to_fill(
     if missing and not allow_partial:
         raise CheckpointError(
             f"The checkpoint {folder} lacks {len(missing)} of the values to load: {missing[:10]}. "
-            "Pass allow_partial=True to keep what the model has for them."
+            "Pass allow_partial=True to keep the current values."
         )
-    elsewhere = [  # tables of which this rank holds nothing, and so keeps no torch optimizer state
+    elsewhere = [  # tables without a shard on this rank, and so without torch optimizer state
         f".{name}."
         for name, value in state["model"].items()
         if isinstance(value, ShardedTable) and not value.local_shards()
@@ -222,13 +215,13 @@ def _state_to_fill(
     if unread and not allow_partial:
         raise CheckpointError(
             f"The checkpoint {folder} holds {len(unread)} values that the model or the optimizer "
-            f"has no place for: {unread[:10]}. Pass allow_partial=True to leave them out."
+            f"has no place for: {unread[:10]}. Pass allow_partial=True to ignore them."
         )
     return state
 
 
 def _progress_keys(reader: BlockReader) -> list[str]:
-    """Return by what names a checkpoint has the progress of ranks."""
+    """Return the names of the ranks' progress in a checkpoint."""
     start = "progress."
     saved = reader.read_metadata().state_dict_metadata
     return [name.removeprefix(start) for name in saved if name.startswith(start)]

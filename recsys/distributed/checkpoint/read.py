@@ -1,29 +1,29 @@
-"""Reads a checkpoint, or a part of one, into one process: no model, no process group."""
+"""Reads a checkpoint, or a part of it, into one process without a model or a process group."""
 
 from __future__ import annotations
 
 import difflib
+import io
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from recsys.distributed.checkpoint.blocks import BlockReader, Files
-from recsys.distributed.checkpoint.complete import CompleteLoadPlanner
-from recsys.distributed.checkpoint.errors import (
-    CheckpointError,
-    failures_named,
-    without_expected_warnings,
-)
-from recsys.distributed.checkpoint.versions import MANIFEST, find_version, read_manifest
+from recsys.distributed.checkpoint.blocks import BlockReader
+from recsys.distributed.checkpoint.errors import CheckpointError, failures_named
+from recsys.distributed.checkpoint.safe_pickle import decode
+from recsys.distributed.checkpoint.versions import Manifest, open_version
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.kernels.arguments import path_of
@@ -40,28 +40,27 @@ def read_checkpoint(
     *,
     optimizer: bool = False,
 ) -> dict[str, Any]:
-    """Read a checkpoint of any number of ranks into this process, or some tables or rows of it.
+    """Read a checkpoint of any number of ranks, or some tables or rows of it, into this process.
 
-    It needs neither a model nor a process group. Of a range of rows only the blocks (of up to 64
-    MiB) that hold some of them are read; what is read is checked against the CRCs taken as it was
-    saved.
+    It needs neither a model nor a process group. For a range of rows, only the blocks (up to 64 MiB
+    each) that overlap it are read. All data read is checked against the CRCs of the save.
 
     Args:
-        path: the folder given to `save_checkpoint`, of which the newest complete version is read;
-            or one of its versions; or a folder that `torch.distributed.checkpoint` wrote.
-        tables: names of tables, parameters or modules; with a mapping, the rows of each. A name may
-            be any part of a full one between dots: `t_user` means
+        path: The folder passed to `save_checkpoint`, whose newest complete version is read; or one
+            of its versions; or a folder written by `torch.distributed.checkpoint`.
+        tables: Names of tables, parameters or modules; a mapping gives the rows of each. A name may
+            be any part of a full name between dots: `t_user` means
             `ebc.embedding_bags.t_user.weight`, and `over` a layer's weight and bias. None for all.
-        optimizer: also read the optimizer's state of them.
+        optimizer: Whether to read the optimizer state of these tables, too.
 
     Returns:
-        Tensors on the CPU by the names of the unsharded model's state dict; the optimizer's as
-        `optimizer.state.<parameter>.<state>`. What is not a tensor is returned as it was saved.
-        Names of another writer's folder are as they are there.
+        Tensors on the CPU by the names of the unsharded model's state dict; optimizer state as
+        `optimizer.state.<parameter>.<state>`. Values that are not tensors are returned as they were
+        saved. A folder of another writer keeps its own names.
 
     Raises:
-        CheckpointError: if the folder is no checkpoint or is damaged, if it has no such table, or
-            rows beyond its end are asked for.
+        CheckpointError: The folder is not a checkpoint or is damaged, it has no such table, or rows
+            beyond the end of a table are requested.
 
     Example:
         >>> import tempfile
@@ -88,7 +87,7 @@ def read_checkpoint(
 
 
 def is_named(name: str, part: str) -> bool:
-    """Return whether a name is another one's, or a part of it between dots.
+    """Return whether a name equals another, or is a part of it between dots.
 
     Example:
         >>> is_named("ebc.embedding_bags.t1.weight", "t1"), is_named("ebc.t11.weight", "t1")
@@ -98,26 +97,22 @@ def is_named(name: str, part: str) -> bool:
 
 
 class SavedValues:
-    """What a checkpoint holds of model and optimizer, to be read piece by piece.
+    """Values of model and optimizer in a checkpoint, read one by one.
 
     Args:
-        folder: of the version.
-        files: what its manifest says; None for a folder without one.
-        optimizer: whether to show the optimizer's state, too.
+        folder: Folder of the version.
+        manifest: Its manifest; None for a folder without one.
+        optimizer: Whether to include optimizer state.
 
     Raises:
-        CheckpointError: if the metadata is missing or damaged.
+        CheckpointError: The metadata is missing or damaged.
     """
 
-    def __init__(self, folder: Path, files: Files | None, optimizer: bool = False) -> None:
+    def __init__(self, folder: Path, manifest: Manifest | None, optimizer: bool = False) -> None:
         self.folder = folder
-        self._reader = BlockReader(folder, files)
-        try:
-            found = self._reader.read_metadata().state_dict_metadata
-        except OSError as error:
-            raise CheckpointError(f"{folder} is not a readable checkpoint: {error}") from error
-        has_manifest = files is not None
-        is_ours = has_manifest or all(name.split(".")[0] in _SECTIONS for name in found)
+        self._reader = BlockReader(folder, manifest)
+        found = self._reader.read_metadata().state_dict_metadata
+        is_ours = manifest is not None or all(name.split(".")[0] in _SECTIONS for name in found)
         self._saved_as = {
             name.removeprefix("model.") if is_ours else name: name
             for name in found
@@ -131,20 +126,18 @@ class SavedValues:
 
     @classmethod
     def find(cls, path: Path, optimizer: bool = False) -> SavedValues:
-        """Return those of a path as `read_checkpoint` takes it.
+        """Return the values of a path, which is as for `read_checkpoint`.
 
         Raises:
-            CheckpointError: if it is no checkpoint, or damaged.
+            CheckpointError: It is not a checkpoint, or is damaged.
         """
-        folder = find_version(path)
-        has_manifest = (folder / MANIFEST).exists()
-        return cls(folder, read_manifest(folder)["files"] if has_manifest else None, optimizer)
+        return cls(*open_version(path), optimizer)
 
     def named(self, table: str) -> list[str]:
-        """Return the names of a table's or module's values.
+        """Return the names of the values of a table or module.
 
         Raises:
-            CheckpointError: if there are none; it lists names that are near.
+            CheckpointError: There are none; the error lists similar names.
         """
         names = [n for n in self.values if is_named(n.removeprefix(_STATE), table)]
         if not names:
@@ -158,14 +151,14 @@ class SavedValues:
         return names
 
     def rows_of(self, name: str, rows: slice) -> range | None:
-        """Return the rows to read of a value; None for all, and what has none, such as a counter.
+        """Return the rows to read of a value; None for all, and for a scalar.
 
         Raises:
-            CheckpointError: if the value has fewer.
+            CheckpointError: The value has fewer rows.
         """
         if rows == slice(None) or not (size := self._size(name)):
             return None
-        if name.startswith(_STATE):  # one value per row, or something else
+        if name.startswith(_STATE):  # not all state has one value per row
             param = next((n for n in self.values if name.startswith(f"{_STATE}{n}.")), None)
             if param is not None and self._size(param)[:1] != size[:1]:
                 return None
@@ -181,8 +174,8 @@ class SavedValues:
         value = self.values[name]
         return value.size if isinstance(value, TensorStorageMetadata) else ()
 
-    def stretches(self, name: str) -> list[range | None]:
-        """Return rows that a tensor can be read by, one after the other, no block twice."""
+    def row_ranges(self, name: str) -> list[range | None]:
+        """Return consecutive row ranges to read a tensor by, without reading any block twice."""
         value = self.values[name]
         assert isinstance(value, TensorStorageMetadata)
         if not value.size or not value.size.numel():
@@ -197,10 +190,10 @@ class SavedValues:
         return [*found, range(first, end)]
 
     def read(self, names: Mapping[str, range | None]) -> dict[str, Any]:
-        """Return values by name, each whole or some rows of it.
+        """Return values by name, whole or some rows each.
 
         Raises:
-            CheckpointError: if a file is damaged.
+            CheckpointError: A file is damaged.
         """
         read: dict[str, Any] = {}
         state: dict[str, Any] = {}
@@ -209,21 +202,46 @@ class SavedValues:
             if isinstance(value, BytesStorageMetadata):
                 state[self._saved_as[name]] = b""
                 continue
-            first = 0 if rows is None else rows.start
-            size = list(value.size)
+            size, offsets = list(value.size), [0] * len(value.size)
             if rows is not None:
-                size[0] = len(rows)
-            read[name] = torch.empty(size, dtype=value.properties.dtype)
-            state[self._saved_as[name]] = part_of(value.size, read[name], first)
-        failed = f"{self.folder} cannot be read. Read an earlier version, or copy it anew."
-        env = ShardingEnv.from_local()
-        with failures_named(failed, env, "read a checkpoint"), without_expected_warnings(True):
+                size[0], offsets[0] = len(rows), rows.start
+            part = read[name] = torch.empty(size, dtype=value.properties.dtype)
+            shards = [(tuple(offsets), part)] if part.numel() else []
+            whole = ShardedTable(value.size, shards, dtype=part.dtype, device=part.device)
+            state[self._saved_as[name]] = whole
+        failed = f"{self.folder} cannot be read. Read an earlier version, or copy it again."
+        with failures_named(failed, ShardingEnv.from_local(), "read a checkpoint"):
             load(state, storage_reader=self._reader, planner=CompleteLoadPlanner(), no_dist=True)
         return {name: read[name] if name in read else state[self._saved_as[name]] for name in names}
 
 
-def part_of(size: Sequence[int], values: Tensor, first_row: int) -> ShardedTable:
-    """Return some rows as a part of a table, which a load of the table fills."""
-    offsets = (first_row, *(0 for _ in size[1:])) if size else ()
-    shards = [(offsets, values)] if values.numel() else []
-    return ShardedTable(size, shards, dtype=values.dtype, device=values.device)
+class CompleteLoadPlanner(DefaultLoadPlanner):
+    """Load planner that rejects incomplete checkpoints and unpickles plain data only."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return the reads of this rank.
+
+        Raises:
+            CheckpointError: The checkpoint lacks some of the values.
+        """
+        plan: LoadPlan = super().create_local_plan()
+        covered: dict[tuple[str, tuple[int, ...]], int] = {}
+        for item in plan.items:
+            key = (item.dest_index.fqn, tuple(item.dest_index.offset or ()))
+            covered[key] = covered.get(key, 0) + int(prod(item.lengths))
+        for name, value in self.state_dict.items():
+            if not hasattr(value, "local_shards"):
+                continue
+            for offsets, tensor in dict(value.local_shards()).items():
+                found = covered.get((name, offsets), 0)
+                if found < tensor.numel() and not self.allow_partial_load:
+                    raise CheckpointError(
+                        f"{name}: the checkpoint holds {found} of the {tensor.numel()} values of "
+                        f"the shard at {offsets}"
+                    )
+        return plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Restore a value that is not a tensor."""
+        name = read_item.dest_index.fqn
+        set_element(self.original_state_dict, self.mappings[name], decode(name, value))

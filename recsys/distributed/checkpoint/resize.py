@@ -1,4 +1,4 @@
-"""Tables that grew or shrank since they were saved: a load fills the rows that both have."""
+"""Tables with more or fewer rows than saved: a load fills the rows in both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recsys.distributed.checkpoint.read import is_named
 from recsys.distributed.state.sharded_table import ShardedTable
 
 Resized = list[tuple[Any, Tensor]]
-"""Where in the state, and what was there."""
+"""Path in the state, and the replaced value."""
 
 
 def fit_rows(
@@ -25,20 +25,21 @@ def fit_rows(
     saved: Mapping[str, STORAGE_TYPES],
     resize: Collection[str],
 ) -> Resized:
-    """Have a load fill those rows of tables that were saved and are there; others stay.
+    """Load the rows that exist in both the checkpoint and the table; keep the rest.
 
     Args:
-        folder: of the checkpoint, for errors.
-        state: live; tables of another number of rows than saved are replaced by one of as many.
-        saved: what the checkpoint holds.
-        resize: tables that may have another number of rows.
+        folder: Folder of the checkpoint, for errors.
+        state: Live state. A table with another number of rows than saved is replaced by a table
+            with the saved number.
+        saved: Values in the checkpoint.
+        resize: Tables that may have another number of rows.
 
     Returns:
-        What was replaced, for `restore`.
+        The replaced values, for `restore`.
 
     Raises:
-        CheckpointError: if a shape is not the saved one, but for the rows of such a table; or the
-            model has no such table.
+        CheckpointError: A shape differs from the saved one in more than the rows of such a table,
+            or the model has no such table.
     """
     values, places = flatten_state_dict(state)
     for table in resize:
@@ -63,13 +64,13 @@ def fit_rows(
         ):
             raise CheckpointError(
                 f"{differs} The parameter has the same shape in both: this is the state of another "
-                "optimizer, or of a part of the columns. Load without the optimizer."
+                "optimizer, or of some of the columns. Load without the optimizer."
             )
         if not any(is_named(name, table) for table in resize):
             table = name.removesuffix(".weight").split(".")[-1]
             raise CheckpointError(
-                f"{differs} To load the rows that both have, pass resize=[{table!r}]: rows that "
-                "were not saved stay as they are, and those that are not here are left out."
+                f"{differs} To load the rows that both have, pass resize=[{table!r}]: other rows "
+                "of the table keep their values, and other saved rows are ignored."
             )
         resized.append(name.removeprefix("model."))
         set_element(state, places[name], _first_rows(value, found.size))
@@ -78,7 +79,7 @@ def fit_rows(
 
 
 def restore(state: dict[str, Any], replaced: Resized) -> None:
-    """Put back what `fit_rows` replaced, once the load has filled it."""
+    """Put the values that `fit_rows` replaced back, after the load has filled them."""
     for place, value in replaced:
         set_element(state, place, value)
 

@@ -1,7 +1,7 @@
-"""What an optimizer's parameter groups say: learning rates, decay and the like, by parameter.
+"""Settings of an optimizer's parameter groups, such as learning rates and decay, by parameter.
 
-The parameters of a group differ from rank to rank and from plan to plan; what holds for a parameter
-does not. So a checkpoint says for each parameter which optimizer it has, and with what settings.
+The parameters of a group differ between ranks and plans; the settings of a parameter do not. So a
+checkpoint contains the optimizer and the settings of each parameter.
 """
 
 from __future__ import annotations
@@ -16,39 +16,45 @@ from torch import Tensor
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.optim.keyed import KeyedOptimizer
 
-# How the optimizer computes, not what: these stay as they are where a checkpoint is loaded.
+# Settings that do not change the result: a load keeps the values of the live optimizer.
 _OWN = {"foreach", "fused", "capturable", "differentiable", "update_mode", "row_state"}
 
 Settings = list[dict[str, Any]]
-"""`{"params": [...], "optimizer": kind, "settings": {...}}`, for parameters that are alike."""
+"""`{"params": [...], "optimizer": kind, "settings": {...}}` for parameters with equal settings."""
+
+Updates = list[tuple[dict[str, Any], dict[str, Any]]]
+"""Live parameter groups, and the saved settings of each."""
 
 
 def settings_of(optimizer: KeyedOptimizer, wholes: Mapping[str, str]) -> Settings:
     """Return the settings of this rank's parameters.
 
     Args:
-        optimizer: all optimizers of the model.
-        wholes: for each of its parameters the name in the checkpoint.
+        optimizer: All optimizers of the model.
+        wholes: Checkpoint name of each of its parameters.
 
     Raises:
-        CheckpointError: if a setting is no plain value.
+        CheckpointError: A setting is not a plain value.
     """
-    kinds = optimizer.optimizer_kinds()
+    kinds = {wholes[name]: kind for name, kind in optimizer.optimizer_kinds().items()}
     found: Settings = []
-    for group, names in _groups(optimizer):
+    for group, names in _groups(optimizer, wholes):
         settings = {
             key: _plain(names, key, value)
             for key, value in group.items()
             if key not in _OWN and key != "params"
         }
         for kind in sorted({kinds[name] for name in names}):
-            own = sorted({wholes[name] for name in names if kinds[name] == kind})
+            own = sorted({name for name in names if kinds[name] == kind})
             found.append({"params": own, "optimizer": kind, "settings": settings})
     return found
 
 
-def _groups(optimizer: KeyedOptimizer) -> list[tuple[dict[str, Any], list[str]]]:
-    names = {id(param): name for name, param in optimizer.params.items()}
+def _groups(
+    optimizer: KeyedOptimizer, wholes: Mapping[str, str]
+) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return the parameter groups, and the checkpoint names of their parameters."""
+    names = {id(param): wholes[name] for name, param in optimizer.params.items()}
     return [
         (group, [names[id(param)] for param in group["params"]]) for group in optimizer.param_groups
     ]
@@ -70,22 +76,22 @@ def merge(of_ranks: Iterable[Settings]) -> Settings:
     """Return the settings of all ranks.
 
     Raises:
-        CheckpointError: if ranks have different ones for a parameter.
+        CheckpointError: Ranks have different settings for a parameter.
     """
-    alike: dict[str, set[str]] = {}
+    merged: dict[str, set[str]] = {}
     first: dict[str, tuple[int, str]] = {}
     for rank, found in enumerate(of_ranks):
         for entry in found:
-            said = json.dumps({**entry, "params": None}, sort_keys=True)
+            text = json.dumps({**entry, "params": None}, sort_keys=True)
             for name in entry["params"]:
-                other, before = first.setdefault(name, (rank, said))
-                if before != said:
+                other, before = first.setdefault(name, (rank, text))
+                if before != text:
                     raise CheckpointError(
                         f"The optimizer settings of {name!r} must be the same on all ranks; "
-                        f"received {before} on rank {other} and {said} on rank {rank}."
+                        f"received {before} on rank {other} and {text} on rank {rank}."
                     )
-            alike.setdefault(said, set()).update(entry["params"])
-    return [{**json.loads(said), "params": sorted(names)} for said, names in sorted(alike.items())]
+            merged.setdefault(text, set()).update(entry["params"])
+    return [{**json.loads(text), "params": sorted(names)} for text, names in sorted(merged.items())]
 
 
 def check_settings(
@@ -96,42 +102,40 @@ def check_settings(
     *,
     allow_partial: bool,
     keep: bool,
-) -> None:
-    """Raise unless `load_settings` can set what was saved.
+) -> Updates:
+    """Return the updates of the optimizer's groups for `load_settings`, checked.
 
     Args:
-        source: the checkpoint, for errors.
-        optimizer: that is to be loaded.
-        wholes: for each of its parameters the name in the checkpoint.
-        saved: what the checkpoint says.
-        allow_partial: whether it may lack parameters.
-        keep: whether the optimizer keeps its own settings.
+        source: The checkpoint, for errors.
+        optimizer: The optimizer to load.
+        wholes: Checkpoint name of each of its parameters.
+        saved: Settings in the checkpoint.
+        allow_partial: Whether the checkpoint may lack parameters.
+        keep: Whether the optimizer keeps its own settings.
 
     Raises:
-        CheckpointError: if the checkpoint lacks a parameter, or was saved by an optimizer of
-            another kind or with a setting that cannot be changed, or one group has parameters that
-            were saved with different settings.
+        CheckpointError: The checkpoint lacks a parameter, or was saved by an optimizer of another
+            kind or with a setting that cannot be changed, or the parameters of one group were saved
+            with different settings.
     """
-    kinds = optimizer.optimizer_kinds()
     entries = {name: entry for entry in saved for name in entry["params"]}
-    missing = sorted({whole for whole in wholes.values() if whole not in entries})
+    missing = sorted({*wholes.values()} - entries.keys())
     if missing and not allow_partial:
         raise CheckpointError(
             f"{source} lacks the optimizer of {len(missing)} parameters: {missing[:10]}. Pass "
-            "allow_partial=True to keep what theirs has."
+            "allow_partial=True to keep the current settings."
         )
-    for name, kind in kinds.items():
-        entry = entries.get(wholes[name])
-        if entry is not None and entry["optimizer"] != kind:
+    for name, kind in optimizer.optimizer_kinds().items():
+        entry = entries.get(wholes[name], {"optimizer": kind})
+        if entry["optimizer"] != kind:
             raise CheckpointError(
                 f"{source} holds the state of {entry['optimizer']} for {wholes[name]!r}; this "
-                f"optimizer is {kind}, to which that state means something else. Load without the "
+                f"optimizer is {kind}, for which that state has another meaning. Load without the "
                 "optimizer, or attach the one that was saved."
             )
-    if keep:
-        return
-    for group, names in _groups(optimizer):
-        found = _saved_for(source, names, wholes, entries)
+    updates: Updates = []
+    for group, names in () if keep else _groups(optimizer, wholes):
+        found = _saved_for(source, names, entries)
         for key in getattr(group, "fixed", ()):
             own = _plain(names, key, group[key])
             if key not in _OWN and key in found and found[key] != own:
@@ -140,47 +144,36 @@ def check_settings(
                     "part of the tables' update, which cannot be changed. Attach the optimizer "
                     "with the saved one, or pass keep_settings=True to train on with this one."
                 )
+        updates.append((group, found))
+    return updates
 
 
 def _saved_for(
-    source: str,
-    names: Sequence[str],
-    wholes: Mapping[str, str],
-    entries: Mapping[str, dict[str, Any]],
+    source: str, names: Sequence[str], entries: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the settings that were saved for all parameters of a group; none if none were."""
-    found: dict[str, Any] | None = None
-    first = ""
-    for name in names:
-        entry = entries.get(wholes[name])
-        if entry is None:
-            continue
-        if found is None:
-            found, first = entry["settings"], wholes[name]
-        elif json.dumps(found, sort_keys=True) != json.dumps(entry["settings"], sort_keys=True):
+    """Return the saved settings of all parameters of a group; empty if there are none."""
+    found = [(name, entries[name]["settings"]) for name in names if name in entries]
+    for name, settings in found:
+        first, expected = found[0]
+        if settings != expected:
             raise CheckpointError(
-                f"{source} has {entry['settings']} for {wholes[name]!r} and {found} for "
-                f"{first!r}, which are in one parameter group here. Give them groups of their own, "
-                "or pass keep_settings=True."
+                f"{source} has {settings} for {name!r} and {expected} for {first!r}, which are in "
+                "one parameter group here. Use separate groups, or pass keep_settings=True."
             )
-    return found or {}
+    return found[0][1] if found else {}
 
 
-def load_settings(
-    source: str, optimizer: KeyedOptimizer, wholes: Mapping[str, str], saved: Settings
-) -> None:
-    """Set what was saved in the groups of an optimizer, as far as they have it."""
-    entries = {name: entry for entry in saved for name in entry["params"]}
-    for group, names in _groups(optimizer):
-        found = _saved_for(source, names, wholes, entries)
+def load_settings(updates: Updates) -> None:
+    """Set saved settings in the groups of an optimizer that have them."""
+    for group, found in updates:
         for key in found.keys() - _OWN - set(getattr(group, "fixed", ())):
-            # schedulers add it to a group when they start, and look for it when they go on
+            # schedulers add initial_lr to a group when they start, and need it to continue
             if key in group or key == "initial_lr":
-                group[key] = _like(group.get(key), found[key])
+                group[key] = _convert_like(group.get(key), found[key])
 
 
-def _like(own: object, value: Any) -> Any:
-    """Return a value as the kind of the one it takes the place of."""
+def _convert_like(own: object, value: Any) -> Any:
+    """Return a value with the type of the value it replaces."""
     if isinstance(own, Tensor):
         return torch.full_like(own, value)
     return tuple(value) if isinstance(own, tuple) else value

@@ -1,6 +1,6 @@
-"""State whose tables are torch's `ShardedTensor`, for tools that save no other sharded class.
+"""State dicts whose tables are torch's `ShardedTensor`, for tools that save no other sharded class.
 
-`torch.distributed.checkpoint` needs none of this: it saves and loads a `ShardedTable`.
+`torch.distributed.checkpoint` does not need them: it saves and loads a `ShardedTable`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class _HasState(Protocol):
 
 @final
 class WithShardedTensors:
-    """A model or an optimizer whose state dict has `ShardedTensor`s in place of `ShardedTable`s.
+    """Model or optimizer whose state has `ShardedTensor`s instead of `ShardedTable`s.
 
-    torchsnapshot saves and restores it, under another plan, too. Give each part its own snapshot:
-    `Snapshot.take(path, {"model": WithShardedTensors(model)})`. A table that is data-parallel as it
-    is saved must be so as it is restored: torchsnapshot leaves others unfilled, without an error.
+    torchsnapshot saves and restores it, also under another plan. Give model and optimizer a
+    snapshot each: `Snapshot.take(path, {"model": WithShardedTensors(model)})`. A table that is
+    data-parallel when saved must be data-parallel when restored: torchsnapshot leaves other tables
+    unfilled, without an error.
 
     Args:
-        part: a model or an optimizer of sharded tables.
+        part: A model or an optimizer of sharded tables.
 
     Example:
         >>> WithShardedTensors(torch.nn.Linear(2, 1)).state_dict().keys()
@@ -50,7 +51,7 @@ class WithShardedTensors:
         self.part = part
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, whose tables are views: what is written to them is in the model."""
+        """Return the state. Its tables are views: writing to them changes the model."""
         state = self.part.state_dict()
         return pytree.tree_map_only(ShardedTable, to_sharded_tensor, state)  # type: ignore[no-any-return]
 
@@ -60,18 +61,18 @@ class WithShardedTensors:
 
 
 def to_sharded_tensor(table: ShardedTable) -> Tensor:
-    """Return a table as torch's `ShardedTensor`, which shares this rank's parts with it.
+    """Return a table as torch's `ShardedTensor`, which shares this rank's memory.
 
     Every rank must call it, after `init_process_group`.
 
     Args:
-        table: of a state dict.
+        table: A table of a state dict.
 
     Returns:
-        A copy, as a plain tensor, of a table without dims: a number.
+        The `ShardedTensor`; for a scalar a copy, as a plain tensor.
 
     Raises:
-        ValueError: parts repeat, as in row-wise states of tables that are split by column.
+        ValueError: Shards repeat, as in row-wise states of tables that are split by column.
 
     Example:
         >>> table = model.state_dict()["ebc.embedding_bags.film.weight"]  # doctest: +SKIP
@@ -83,8 +84,8 @@ def to_sharded_tensor(table: ShardedTable) -> Tensor:
     whole = table.metadata()
     if sum(math.prod(part.shard_sizes) for part in whole.shards_metadata) > table.numel():
         raise ValueError(
-            f"A ShardedTensor has no parts that repeat; received {table}, as of a row-wise "
-            "optimizer whose table is split by column. Save it by torch.distributed.checkpoint."
+            f"table must have no parts that repeat; received {table}, such as state of a row-wise "
+            "optimizer of a table split by column. Save it by torch.distributed.checkpoint."
         )
     properties = TorchProperties(dtype=table.dtype)
     sharded: Tensor = ShardedTensor._init_from_local_shards_and_global_metadata(

@@ -1,8 +1,8 @@
-"""The state of a model and its optimizer, by names that do not depend on the plan."""
+"""State of a model and its optimizer, by names that do not depend on the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -26,17 +26,17 @@ _BLOCK_BYTES = 64 << 20
 
 
 def checked_path(function: str, path: object, model: object, optimizer: object = None) -> Path:
-    """Return the path; raise unless path, model and optimizer are of their types.
+    """Return the path; raise unless path, model and optimizer have the right types.
 
     Args:
-        function: whose arguments they are, for messages.
-        path: text or a pathlib.Path.
-        model: an nn.Module.
-        optimizer: a KeyedOptimizer, or None.
+        function: Name of the public function, for messages.
+        path: Text or a pathlib.Path.
+        model: An nn.Module.
+        optimizer: A KeyedOptimizer, or None.
 
     Raises:
-        TypeError: naming the argument.
-        ValueError: if the path is empty.
+        TypeError: An argument has another type; the error names it.
+        ValueError: The path is empty.
     """
     if isinstance(path, nn.Module):
         raise TypeError(
@@ -56,11 +56,11 @@ def checked_path(function: str, path: object, model: object, optimizer: object =
 
 
 def env_of(model: nn.Module) -> ShardingEnv:
-    """Return the ranks that share the model: those it is sharded over, else all there are."""
+    """Return the ranks that share the model: the ranks it is sharded over, otherwise all ranks."""
     for module in model.modules():
         if isinstance(env := getattr(module, "env", None), ShardingEnv):
             return env
-    # a job may have ended its process group, and rank 0 go on with a model of its own
+    # a job may have ended its process group while rank 0 continues with its own model
     return ShardingEnv.default() if dist.is_initialized() else ShardingEnv.from_local()
 
 
@@ -68,8 +68,8 @@ def state_of(model: nn.Module, optimizer: KeyedOptimizer | None) -> dict[str, An
     """Return the live values to save, or to load into.
 
     Raises:
-        CheckpointError: if a torch optimizer keeps for a part of a table what cannot be placed in
-            the whole.
+        CheckpointError: State that a torch optimizer keeps for a shard has no position in the whole
+            table.
     """
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
@@ -82,40 +82,36 @@ def tables_without(model: nn.Module, optimizer: KeyedOptimizer | None) -> list[s
     known = set() if optimizer is None else set(map(id, optimizer.params.values()))
     found = []
     for path, module in get_unwrapped_module(model).named_modules():
+        stateful: Iterable[tuple[str, Tensor]] = ()
         if isinstance(module, ShardedCollection):
-            own = module.fused_optimizer
-            state = own.state_dict()["state"]
-            for name, parameter in own.params.items():
-                if state.get(name) and id(parameter) not in known:
-                    found.append(f"{path}.{name}" if path else name)
+            state = module.fused_optimizer.state_dict()["state"]
+            owned = module.fused_optimizer.params.items()
+            stateful = (item for item in owned if state.get(item[0]))
         elif isinstance(module, TableCollection):
             tables = {id(weight): name for name, weight in module.table_weights().items()}
             states = module.optimizer_states()
-            for name, parameter in module.named_parameters():
-                if states.get(tables.get(id(parameter), "")) and id(parameter) not in known:
-                    found.append(f"{path}.{name}" if path else name)
+            params = module.named_parameters()
+            stateful = (item for item in params if states.get(tables.get(id(item[1]), "")))
+        names = (name for name, parameter in stateful if id(parameter) not in known)
+        found += [f"{path}.{name}" if path else name for name in names]
     return found
 
 
 def flat(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of nested state by the names that a checkpoint has for them."""
+    """Return the values of nested state by their names in a checkpoint."""
     values: dict[str, Any] = flatten_state_dict(dict(state))[0]
     return values
 
 
-def in_blocks(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested state with its large tensors as tables of blocks, none above 64 MiB.
+def in_blocks(value: Any) -> Any:
+    """Return nested state with its large tensors as tables of blocks of at most 64 MiB.
 
-    The blocks of a table begin at the same rows whatever the plan. So a few rows can be read
-    without the rest, a stretch of rows of all columns without reading any block twice, and a value
-    on a GPU needs little memory of the host to be written.
+    The blocks of a table start at the same rows under every plan. So a few rows can be read without
+    the rest, and a range of rows of all columns without reading a block twice. Writing a value on a
+    GPU needs little memory of the host.
     """
-    return {name: _in_blocks(value) for name, value in state.items()}
-
-
-def _in_blocks(value: Any) -> Any:
     if isinstance(value, dict):
-        return in_blocks(value)
+        return {name: in_blocks(member) for name, member in value.items()}
     if type(value) not in (Tensor, nn.Parameter, ShardedTable) or value.dim() == 0:
         return value
     row_bytes = max(value.shape[1:].numel() * value.element_size(), 1)
@@ -134,7 +130,7 @@ def _in_blocks(value: Any) -> Any:
 
 
 def whole_names(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, str]:
-    """Return the optimizer's parameter names; for parts of a table that of the whole."""
+    """Return the names of the optimizer's parameters; for a shard, the name of the whole table."""
     parts = _parts_of(model, optimizer)
     return {name: parts[name].whole if name in parts else name for name in optimizer.params}
 
@@ -144,16 +140,16 @@ def whole_names(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, str]:
 
 @final
 class _Part(NamedTuple):
-    """A parameter that is a part of a table."""
+    """A parameter that is a shard of a table."""
 
     whole: str
-    """The name that the optimizer would have for the whole table."""
+    """Name of the whole table in the optimizer."""
     table: TableShards
     shard: LocalShard
 
 
 def _parts_of(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, _Part]:
-    """Return which of the optimizer's parameters are parts of tables, by their names."""
+    """Return the optimizer's parameters that are shards of tables, by name."""
     places = {
         id(shard.parameter): (f"_{i}" if i else "", table, shard)
         for table in model.modules()
@@ -168,12 +164,11 @@ def _parts_of(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, _Part]:
 
 
 def _join_parts(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, dict[str, Any]]:
-    """Return the optimizer's state, that of the parts of a table as the whole table's; live."""
+    """Return the optimizer's live state, with the state of shards joined to whole tables."""
     state = optimizer.state_dict()["state"]
     parts = _parts_of(model, optimizer)
     joined = {name: values for name, values in state.items() if name not in parts}
-    held: dict[tuple[str, str], list[tuple[tuple[int, ...], Tensor]]] = {}
-    sizes: dict[tuple[str, str], tuple[int, ...]] = {}
+    shards: dict[tuple[str, str, tuple[int, ...]], list[tuple[tuple[int, ...], Tensor]]] = {}
     for name, (whole, table, shard) in parts.items():
         for key, value in state.get(name, {}).items():
             if isinstance(value, dict | list | tuple):
@@ -194,18 +189,17 @@ def _join_parts(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, dict[s
                     f"{tuple(value.shape)} for a part of shape {tuple(shard.parameter.shape)}. "
                     "Save without the optimizer, or attach one by apply_optimizer_in_backward."
                 )
-            offsets = (shard.rect.row_start, shard.rect.col_start)[:dims]
-            held.setdefault((whole, key), []).append((offsets, value))
-            sizes[whole, key] = (table.table.num_rows, table.table.dim)[:dims]
-    for (whole, key), shards in held.items():
-        joined.setdefault(whole, {})[key] = ShardedTable(
-            sizes[whole, key], shards, dtype=shards[0][1].dtype, device=shards[0][1].device
-        )
+            size, offsets = table.table.shape[:dims], shard.rect.offsets[:dims]
+            shards.setdefault((whole, key, size), []).append((offsets, value))
+    for (whole, key, size), own in shards.items():
+        like = own[0][1]
+        table_state = ShardedTable(size, own, dtype=like.dtype, device=like.device)
+        joined.setdefault(whole, {})[key] = table_state
     return joined
 
 
 def load_optimizer(model: nn.Module, optimizer: KeyedOptimizer, loaded: dict[str, Any]) -> None:
-    """Take over what was loaded; tensors that were joined have been filled in place."""
+    """Load the loaded state into the optimizer; joined tensors have been filled in place."""
     state = optimizer.state_dict()["state"]
     parts = _parts_of(model, optimizer)
     wholes = {part.whole for part in parts.values()}

@@ -1,9 +1,9 @@
-"""Weights of one table from elsewhere: an array, or a file of one, however large."""
+"""Weights of one table from an array or a file of any size."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from recsys.distributed.checkpoint.errors import on_every_rank
 from recsys.distributed.checkpoint.read import is_named
 from recsys.distributed.checkpoint.state import env_of
 from recsys.distributed.checkpoint.versions import regular_file
+from recsys.distributed.stages.lookup import LocalShard
 from recsys.distributed.state.table_shards import TableShards
 from recsys.kernels.arguments import wrong_type
 from recsys.kernels.checked import checked_but
@@ -26,22 +27,23 @@ _BLOCK_BYTES = 64 << 20
 def load_table(model: nn.Module, table: str, values: np.ndarray[Any, Any] | str | Path) -> None:
     """Fill a table, sharded or not, with the values of an array or a `.npy` file.
 
-    Each rank reads the rows that it holds, 64 MiB at a time, so that a file or `np.memmap` may be
-    larger than its memory. The optimizer's state stays as it is. Every rank that the model is
-    sharded over must call it.
+    Each rank reads its own rows, 64 MiB at a time, so that a file or `np.memmap` may be larger than
+    its memory. The optimizer's state does not change. Every rank that the model is sharded over
+    must call it.
 
     Args:
-        model: such as a `DistributedModelParallel`.
-        table: its name, `t_user`, or a longer part of its weight's name between dots, such as
-            `user_tower.ebc.embedding_bags.t_user`, where two have it.
-        values: `[rows, columns]` of floating point numbers, converted to the table's dtype; a file
-            is one of `np.save`. For other files give a `np.memmap`.
+        model: The model, such as a `DistributedModelParallel`.
+        table: Name of the table, `t_user`. If two tables have this name: a longer part of the
+            weight's name between dots, such as `user_tower.ebc.embedding_bags.t_user`.
+        values: `[rows, columns]` of floating point numbers, converted to the table's dtype, or a
+            file written by `np.save`. For other files pass a `np.memmap`.
 
     Raises:
-        CheckpointError: on every rank, if a file cannot be read.
-        TypeError: if `model` is not an nn.Module, or `table` not text.
-        ValueError: on every rank, if the model has no such table or several, or the values are of
-            another shape, not of floating point, NaN, infinite, or too large for the table's dtype.
+        CheckpointError: On every rank, if a file cannot be read.
+        TypeError: `model` is not an nn.Module, or `table` is not text.
+        ValueError: On every rank, if the model has no such table or several, or the values have
+            another shape, are not of floating point, or are NaN, infinite, or too large for the
+            table's dtype.
 
     Example:
         >>> model = nn.ModuleDict({"t_user": nn.Embedding(3, 2)})
@@ -55,26 +57,32 @@ def load_table(model: nn.Module, table: str, values: np.ndarray[Any, Any] | str 
         wrong_type("load_table.table", "the name of a table", table)
 
     def work() -> None:
-        name, weight = _find(model, table)
+        name, weight = _find_table(model, table)
         source: Any = values
         if isinstance(values, str | Path):
             source = np.load(regular_file(Path(values)), mmap_mode="r")
-        _check(name, weight, source)
-        fill = weight.fill if isinstance(weight, TableShards) else _filler(weight)
+        shards: Sequence[LocalShard] = ()
+        shape: tuple[int, ...]
+        fill: Callable[[slice, Tensor], None]
         if isinstance(weight, TableShards):
             weight.flush()
-        for rows in _stretches(weight, source):
+            shape, fill, shards = weight.table.shape, weight.fill, weight.shards
+            ranges = sorted({(s.rect.row_start, s.rect.row_end) for s in shards})
+        else:
+            shape, fill = tuple(weight.shape), weight.detach().__setitem__
+            ranges = [(0, len(weight))]
+        _check(name, shape, source)
+        for rows in _row_blocks(ranges, source):
             block = torch.from_numpy(np.array(source[rows], source.dtype.newbyteorder("=")))
-            fill(rows, _converted(name, rows, block, weight.dtype))
-        if isinstance(weight, TableShards):
-            for shard in weight.shards:
-                shard.kernel.drop_cache()
+            fill(rows, _convert(name, rows, block, weight.dtype))
+        for shard in shards:
+            shard.kernel.drop_cache()
 
     on_every_rank(env_of(model), f"Loading table {table!r}", work)
 
 
-def _find(model: nn.Module, table: str) -> tuple[str, TableShards | Tensor]:
-    """Return a table by its name, with the name of its weight."""
+def _find_table(model: nn.Module, table: str) -> tuple[str, TableShards | Tensor]:
+    """Return the full name of a table's weight, and the table."""
     found: dict[str, TableShards | Tensor] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, TableShards):
@@ -89,7 +97,7 @@ def _find(model: nn.Module, table: str) -> tuple[str, TableShards | Tensor]:
     if names:
         raise ValueError(
             f"table must be the name of one table; received {table!r}, which is a part of {names}. "
-            "Give a longer part of one of them."
+            "Pass a longer part of one of them."
         )
     known = {part for name in found for part in name.split(".")} - {"weight"}
     near = difflib.get_close_matches(table, sorted(known), n=5, cutoff=0.5)
@@ -99,11 +107,7 @@ def _find(model: nn.Module, table: str) -> tuple[str, TableShards | Tensor]:
     )
 
 
-def _check(name: str, weight: TableShards | Tensor, values: Any) -> None:
-    if isinstance(weight, TableShards):
-        shape: tuple[int, ...] = (weight.table.num_rows, weight.table.dim)
-    else:
-        shape = tuple(weight.shape)
+def _check(name: str, shape: tuple[int, ...], values: Any) -> None:
     if not isinstance(values, np.ndarray):
         raise ValueError(
             f"The values of {name!r} must be an array, or the path of a file of np.save; received "
@@ -120,11 +124,11 @@ def _check(name: str, weight: TableShards | Tensor, values: Any) -> None:
         )
 
 
-def _converted(name: str, rows: slice, values: Tensor, dtype: torch.dtype) -> Tensor:
+def _convert(name: str, rows: slice, values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values of some rows in the table's dtype.
 
     Raises:
-        ValueError: if one is NaN or infinite, or too large for the dtype.
+        ValueError: A value is NaN or infinite, or too large for the dtype.
     """
     converted = values.to(dtype)
     is_bad = ~torch.isfinite(converted)
@@ -138,22 +142,11 @@ def _converted(name: str, rows: slice, values: Tensor, dtype: torch.dtype) -> Te
     return converted
 
 
-def _filler(weight: Tensor) -> Callable[[slice, Tensor], None]:
-    def fill(rows: slice, values: Tensor) -> None:
-        weight.detach()[rows].copy_(values)
-
-    return fill
-
-
-def _stretches(weight: TableShards | Tensor, values: Any) -> Iterator[slice]:
-    """Yield stretches of rows that hold all rows of this rank."""
+def _row_blocks(ranges: Sequence[tuple[int, int]], values: Any) -> Iterator[slice]:
+    """Yield blocks of rows that cover sorted row ranges once."""
     step = max(_BLOCK_BYTES // max(values.shape[1] * values.itemsize, 1), 1)
-    if isinstance(weight, TableShards):
-        held = sorted({(s.rect.row_start, s.rect.row_end) for s in weight.shards})
-    else:
-        held = [(0, len(weight))]
     done = 0
-    for first, end in held:
+    for first, end in ranges:
         for start in range(max(first, done), end, step):
             yield slice(start, min(start + step, end))
         done = max(done, end)

@@ -1,7 +1,8 @@
-"""What TorchRec calls the optimizer's state of a table, in files of `torch.distributed.checkpoint`.
+"""TorchRec's names of optimizer state, in files of `torch.distributed.checkpoint`.
 
-The state of a table has the table's name once more: `optimizer.state.<table>.weight.<table>.<key>`.
-The only state that an optimizer keeps, such as the sum of Adagrad, is called `momentum1`.
+The state of a table contains the table's name again:
+`optimizer.state.<table>.weight.<table>.<key>`. If an optimizer has only one state, such as the sum
+of Adagrad, its name is `momentum1`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ _STATE = re.compile(r"(optimizer\.state\.(?:.+\.)?([^.]+)\.weight)\.\2\.([^.]+)"
 
 
 def own_names(saved: Iterable[str], live: Collection[str]) -> dict[str, str]:
-    """Return by what names this model has the values that TorchRec saved under others.
+    """Return this model's names of values that TorchRec saved under other names.
 
     Args:
-        saved: names in the checkpoint.
-        live: of the model that loads, `model.<name>` and `optimizer.state.<parameter>.<key>`.
+        saved: Names in the checkpoint.
+        live: Names of the loading model, `model.<name>` and `optimizer.state.<parameter>.<key>`.
 
     Example:
         >>> own_names(

@@ -1,9 +1,8 @@
-"""The versions of a checkpoint: folders `step-N`, complete once their manifest is in place.
+"""Versions of a checkpoint: folders `step-N`, complete once their manifest is in place.
 
-While a version is written its folder has a lock file, held by the process that writes. A version
-is complete when its manifest has been moved into place, by one atomic rename, after everything else
-is on the disk. So whatever dies on the way, the versions before are untouched, and what it leaves
-is told apart from a version that someone is writing right now.
+The process that writes a version holds a lock file in its folder. A version is complete when its
+manifest has been moved into place by one atomic rename, after everything else is on the disk. A
+process that dies leaves earlier versions untouched, and an unfinished folder without a held lock.
 """
 
 from __future__ import annotations
@@ -27,13 +26,16 @@ _LOCK = "saving.lock"
 _FORMAT = 1
 _TRIES = 100
 
+Manifest = Mapping[str, Any]
+"""Content of a manifest: `files` with their blocks, and `optimizer` settings."""
+
 
 @checked
 def newest_version(path: str | Path) -> Path | None:
-    """Return the newest complete version that `save_checkpoint` made in a folder, None if none.
+    """Return the newest complete version of `save_checkpoint` in a folder, or None.
 
     Args:
-        path: what was given to `save_checkpoint`; it need not exist.
+        path: The folder passed to `save_checkpoint`; it need not exist.
 
     Example:
         >>> newest_version("/runs/of/nobody") is None
@@ -47,11 +49,11 @@ def find_version(path: Path) -> Path:
     """Return the folder to load: the newest complete version, or the path itself.
 
     Args:
-        path: what was given to `save_checkpoint`, or one of the versions in it, or a folder that
-            `torch.distributed.checkpoint` wrote.
+        path: The folder passed to `save_checkpoint`, or one of its versions, or a folder written by
+            `torch.distributed.checkpoint`.
 
     Raises:
-        CheckpointError: if there is none.
+        CheckpointError: There is no checkpoint.
     """
     if regular_file(path / MANIFEST).exists():
         return path
@@ -69,25 +71,35 @@ def find_version(path: Path) -> Path:
         )
     raise CheckpointError(
         f"{path} is not a readable checkpoint: "
-        f"{'it holds no version step-N' if path.is_dir() else 'there is no such folder'}. Give the "
+        f"{'it holds no version step-N' if path.is_dir() else 'there is no such folder'}. Pass the "
         "folder that save_checkpoint wrote."
     )
 
 
+def open_version(path: Path) -> tuple[Path, Manifest | None]:
+    """Return the folder of `find_version`, and its manifest; None for a folder without one.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or its manifest is damaged.
+    """
+    folder = find_version(path)
+    return folder, read_manifest(folder) if (folder / MANIFEST).exists() else None
+
+
 @contextlib.contextmanager
 def new_version(path: Path, step: int | None) -> Iterator[Path]:
-    """Make the folder of a new version, which is removed again unless it becomes complete.
+    """Create the folder of a new version, and remove it again unless the version becomes complete.
 
     Args:
-        path: the checkpoint's folder, which is created.
-        step: the version's number; None for the next one.
+        path: The checkpoint's folder, created if missing.
+        step: Number of the version; None for the next one.
 
     Yields:
         The folder. Call `write_manifest` on it last.
 
     Raises:
-        CheckpointError: if the step is not after the newest complete one, or someone else is saving
-            it right now.
+        CheckpointError: The step is not after the newest complete version, or another process is
+            saving it.
     """
     path.mkdir(parents=True, exist_ok=True)
     for unfinished in set(_steps(path)) - set(_complete(path)):
@@ -98,7 +110,7 @@ def new_version(path: Path, step: int | None) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        with contextlib.suppress(OSError):  # what cannot be removed now is removed by a later save
+        with contextlib.suppress(OSError):  # a later save removes the rest
             if (folder / MANIFEST).exists():
                 (folder / _LOCK).unlink()
             else:
@@ -107,47 +119,47 @@ def new_version(path: Path, step: int | None) -> Iterator[Path]:
 
 
 def _claim(path: Path, step: int | None) -> tuple[Path, int]:
-    """Make a folder that this process alone has the lock of; return both."""
+    """Create a folder and take its lock; return both."""
     newest = max(_complete(path), default=-1)
     if step is not None and step <= newest:
         raise CheckpointError(
             f"step must be after the newest version, {_folder(path, newest)}, which a load takes; "
-            f"received {step}. Give a larger one, or remove the versions that are not wanted."
+            f"received {step}. Pass a larger step, or remove unwanted versions."
         )
     for _ in range(_TRIES):
         folder = _folder(path, step if step is not None else max(_steps(path), default=0) + 1)
         try:
             folder.mkdir()
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        except (FileExistsError, FileNotFoundError):  # someone else claims it, or tidies up
+        except (FileExistsError, FileNotFoundError):  # another process claims or removes it
             continue
         with contextlib.suppress(BlockingIOError):
-            _take(lock)
+            _lock_file(lock)
             if os.fstat(lock).st_nlink:
                 return folder, lock
         os.close(lock)
     raise CheckpointError(
-        f"{folder} cannot be written: someone else is saving there, or left files of another kind "
-        "in it. Save under another step or path, or remove the folder."
+        f"{folder} cannot be written: someone else is saving there, or it contains other "
+        "files. Save under another step or path, or remove the folder."
     )
 
 
-def _take(lock: int) -> None:
-    """Take a lock file, until it is closed or the process ends.
+def _lock_file(lock: int) -> None:
+    """Lock a file until it is closed or the process ends.
 
     Raises:
-        BlockingIOError: if someone else has it.
+        BlockingIOError: Another process holds the lock.
     """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
-    except OSError:  # a filesystem without locks: what is left unfinished there stays
+    except OSError:  # a filesystem without locks: unfinished versions are not removed there
         pass
 
 
 def _remove_unless_in_use(folder: Path) -> None:
-    """Remove what a save that died has left; nothing that is not a version of ours."""
+    """Remove an unfinished version of a dead process, and nothing else."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR)
     except OSError:
@@ -164,26 +176,24 @@ def _remove_unless_in_use(folder: Path) -> None:
         os.close(lock)
 
 
-def keep_newest(path: Path, keep: int | None, current: Path) -> None:
-    """Remove all complete versions but the newest; all but `current` may go. Links stay.
+def keep_newest(path: Path, keep: int, current: Path) -> None:
+    """Remove all complete versions except the newest and `current`. Links are kept.
 
     Args:
-        path: the checkpoint's folder.
-        keep: how many stay; None for all.
-        current: the version just saved.
+        path: The checkpoint's folder.
+        keep: Number of versions to keep.
+        current: The version just saved.
     """
-    if keep is None:
-        return
-    # a link is not a version that a save has made: what it leads to belongs to somebody else
+    # a link is not made by a save: its target belongs to someone else
     own = [n for n in _complete(path) if not _folder(path, n).is_symlink()]
     for number in own[:-keep]:
         folder = _folder(path, number)
         if folder != current:
             try:
-                (folder / _LOCK).touch()  # should this die half-way, a later save removes the rest
+                (folder / _LOCK).touch()  # if this process dies here, a later save removes the rest
                 _remove(folder)
             except OSError as error:
-                warnings.warn(f"{folder} is no longer needed and stays: {error}", stacklevel=3)
+                warnings.warn(f"{folder} is unused but could not be removed: {error}", stacklevel=3)
 
 
 def _remove(folder: Path) -> None:
@@ -219,8 +229,8 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Make a version complete. Everything else in it must be on the disk.
 
     Args:
-        folder: of the version.
-        content: what JSON can say.
+        folder: Folder of the version.
+        content: Content of the manifest, as JSON values.
     """
     temporary = folder / f"{MANIFEST}.tmp"
     with temporary.open("wb") as file:
@@ -234,10 +244,10 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return what a version's manifest says.
+    """Return the content of a version's manifest.
 
     Raises:
-        CheckpointError: if it is damaged, or of a later format.
+        CheckpointError: It is damaged, or has a later format.
     """
     file = regular_file(folder / MANIFEST)
     data = file.read_bytes()
@@ -248,11 +258,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         is_whole = False
     if not is_whole:
-        raise CheckpointError(f"{file} is damaged: its CRC is not that of its text.")
+        raise CheckpointError(f"{file} is damaged: its CRC does not match its text.")
     if found != _FORMAT:
         raise CheckpointError(
             f"{file} is of format {found}; this version of recsys reads format {_FORMAT}. Load it "
-            "by the version that wrote it, or a later one."
+            "with the version that wrote it, or a later one."
         )
     return dict(content)
 
@@ -266,18 +276,19 @@ def regular_file(file: Path) -> Path:
     """Return the path of a file to read.
 
     Raises:
-        CheckpointError: if it is a folder, a pipe or the like: reading a pipe would wait for ever.
+        CheckpointError: It is a folder, a pipe or another special file: reading a pipe would block
+            forever.
     """
     if file.exists() and not file.is_file():
         raise CheckpointError(
             f"{file} must be a regular file; received a folder, a pipe or a device. Load another "
-            "version, or copy this one anew."
+            "version, or copy this one again."
         )
     return file
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the disk know a folder's entries."""
+    """Flush the entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

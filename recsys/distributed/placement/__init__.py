@@ -1,6 +1,6 @@
-"""Where tables go, as data: no tensors, no process group.
+"""Placement of tables as data: no tensors, no process group.
 
-`plan` is what a plan says and `plan_json` its file. `strategies` turns it into rectangles,
-which `layout` compiles for the stages; `plan_layout`, `layout_plot` and `traffic` show
-them.
+`plan` has the classes of a plan and `plan_json` its file format. `strategies` converts a plan to
+rectangles, which `layout` compiles for the stages. `plan_layout`, `layout_plot` and `traffic` show
+a layout without a job.
 """

@@ -1,4 +1,4 @@
-"""Checks of what people write into files: errors name the place, what is there, and the fix."""
+"""Checks of edited files: errors name the position, the received value and the fix."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any, NoReturn, TypeAlias, TypeGuard
 from recsys.kernels.arguments import repeated, whole
 
 MOST_RANKS = 1 << 20
-"""Of a job. Files that name more are refused before lists of so many are made."""
+"""Most ranks of a job. Files with more are rejected before lists of that size are created."""
 
 MOST_ROWS = (1 << 63) - 1
-"""Of a table, and so of anything that is counted in a file."""
+"""Most rows of a table, and largest count in a file."""
 
 
 def read_source(source: str | Path, what: str) -> tuple[str, str]:
-    """Return a text, and how errors call it.
+    """Return a text, and its name in errors.
 
     Args:
-        source: a path, or JSON itself, which starts with a brace.
-        what: such as "Plan file".
+        source: A path, or JSON text, which starts with a brace.
+        what: Kind of file, such as "Plan file".
 
     Raises:
-        OSError: if the file cannot be read.
+        OSError: The file cannot be read.
     """
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return source, what
@@ -34,11 +34,11 @@ def read_source(source: str | Path, what: str) -> tuple[str, str]:
 
 
 def parse_json(text: str, subject: str) -> object:
-    """Return what JSON says.
+    """Return the value of JSON text.
 
     Raises:
-        ValueError: if the text is no JSON, an object has a key twice, or it is nested deeper or
-            has longer numbers than Python reads.
+        ValueError: The text is not JSON, an object has a repeated key, or the nesting is deeper or
+            a number longer than Python reads.
     """
     twice: list[str] = []
 
@@ -64,47 +64,11 @@ def parse_json(text: str, subject: str) -> object:
 
 
 Reader: TypeAlias = Callable[[str, object], object]
-"""Checks a part of a file: takes how errors call it, and the part; returns what it means."""
+"""Function that checks a part of a file: it takes the name of the part in errors and the part, and
+returns the converted value."""
 
-Readers: TypeAlias = Mapping[str, Reader]
-"""By key, what reads a member of an object."""
-
-
-def members_of(
-    subject: str,
-    value: object,
-    required: Sequence[str] = (),
-    optional: Sequence[str] = (),
-    hint: str = "",
-) -> Mapping[str, Any]:  # Any: what is built from the values checks them
-    """Return an object's members, all of which are known.
-
-    Args:
-        subject: how errors call the object.
-        value: what should be one.
-        required: keys that must be there.
-        optional: keys that may be.
-        hint: how to come by the missing ones.
-
-    Raises:
-        ValueError: if a key is unknown or missing.
-        TypeError: if it is no object.
-    """
-    members = object_of(subject, value)
-    known = (*required, *optional)
-    for key in members:
-        if key not in known:
-            raise ValueError(
-                f"{subject} has keys among {', '.join(known)}; received {key!r}. "
-                f"{nearest(str(key), known)}"
-            )
-    missing = [key for key in required if key not in members]
-    if missing:
-        raise ValueError(
-            f"{subject} must have the keys {', '.join(required)}; received none for "
-            f"{', '.join(missing)}.{hint and f' {hint}'}"
-        )
-    return members
+Readers: TypeAlias = Mapping[str, Reader | None]
+"""Reader of each member of an object, by key; None for a value that the caller checks."""
 
 
 def read_members(
@@ -114,28 +78,38 @@ def read_members(
     optional: Readers = MappingProxyType({}),
     hint: str = "",
 ) -> dict[str, Any]:
-    """Return what an object says, each member as its reader has it; absent ones are left out.
+    """Return the members of an object, converted by their readers, without absent ones.
 
     Args:
-        subject: how errors call the object.
-        value: what should be one.
-        required: a reader for each key that must be there: it takes how errors call the member, and
-            the member, and returns what it means.
-        optional: likewise for keys that may be.
-        hint: how to come by the missing ones.
+        subject: Name of the object in errors.
+        value: The object.
+        required: Readers of required keys.
+        optional: Readers of optional keys.
+        hint: Advice if a key is missing.
 
     Raises:
-        ValueError: if a key is unknown or missing, or a reader says so.
-        TypeError: if it is no object, or a reader says so.
+        ValueError: A key is unknown or missing, or a reader raises it.
+        TypeError: The value is not an object, or a reader raises it.
 
     Example:
         >>> read_members("Tables file: table 't'", {"rows": 5}, {"rows": whole_of})
         {'rows': 5}
     """
-    members = members_of(subject, value, [*required], [*optional], hint)
-    readers = {**required, **optional}
+    members, readers = object_of(subject, value), {**required, **optional}
+    for key in members:
+        if key not in readers:
+            raise ValueError(
+                f"{subject} has keys among {', '.join(readers)}; received {key!r}. "
+                f"{nearest(str(key), readers)}"
+            )
+    missing = [key for key in required if key not in members]
+    if missing:
+        raise ValueError(
+            f"{subject} must have the keys {', '.join(required)}; received none for "
+            f"{', '.join(missing)}.{hint and f' {hint}'}"
+        )
     return {
-        key: read(f"{subject}: {key}", members[key])
+        key: members[key] if read is None else read(f"{subject}: {key}", members[key])
         for key, read in readers.items()
         if key in members
     }
@@ -145,7 +119,7 @@ def check_format(subject: str, value: object, known: int) -> int:
     """Return the format of a file.
 
     Raises:
-        ValueError: if it is not the one that is known.
+        ValueError: It is not the known one.
     """
     if value != known:
         raise ValueError(
@@ -156,10 +130,10 @@ def check_format(subject: str, value: object, known: int) -> int:
 
 
 def object_of(subject: str, value: object) -> Mapping[str, Any]:
-    """Return an object's members.
+    """Return the members of an object.
 
     Raises:
-        TypeError: if it is no object.
+        TypeError: The value is not an object.
     """
     if not isinstance(value, dict):
         wrong_type(subject, "an object, {...}", value)
@@ -170,12 +144,12 @@ def list_of(subject: str, value: object, each: Reader | None = None) -> list[Any
     """Return a list.
 
     Args:
-        subject: how errors call it.
-        value: what should be one.
-        each: reads a member, as in `read_members`; they are returned as they are if None.
+        subject: Name of the list in errors.
+        value: The list.
+        each: Reader of a member, as in `read_members`; None to leave members unchanged.
 
     Raises:
-        TypeError: if it is none, or a reader says so.
+        TypeError: The value is not a list, or a reader raises it.
     """
     if not isinstance(value, list):
         wrong_type(subject, "a list", value)
@@ -183,10 +157,10 @@ def list_of(subject: str, value: object, each: Reader | None = None) -> list[Any
 
 
 def flag_of(subject: str, value: object) -> bool:
-    """Return whether something holds.
+    """Return a boolean.
 
     Raises:
-        TypeError: if it is neither true nor false.
+        TypeError: The value is neither true nor false.
     """
     if not isinstance(value, bool):
         wrong_type(subject, "true or false", value)
@@ -197,7 +171,7 @@ def text_of(subject: str, value: object) -> str:
     """Return a text.
 
     Raises:
-        TypeError: if it is none.
+        TypeError: The value is not a text.
     """
     if not isinstance(value, str):
         wrong_type(subject, "text", value)
@@ -205,23 +179,23 @@ def text_of(subject: str, value: object) -> str:
 
 
 def whole_of(subject: str, value: object, least: int = 1, most: int | None = None) -> int:
-    """Return a whole number that is large enough, and not too large.
+    """Return a whole number within limits.
 
     Raises:
-        ValueError: if it is too small or too large.
-        TypeError: if it is no whole number.
+        ValueError: It is too small or too large.
+        TypeError: The value is not a whole number.
     """
     if not isinstance(value, int) or isinstance(value, bool):
-        wrong_type(subject, "a whole number", value)  # says what the file has, as JSON
+        wrong_type(subject, "a whole number", value)  # shows the value as JSON
     return whole(subject, value, least, most)
 
 
 def choice_of(subject: str, value: object, choices: Sequence[str]) -> str:
-    """Return one of some texts.
+    """Return one of the given texts.
 
     Raises:
-        ValueError: if it is another text.
-        TypeError: if it is no text.
+        ValueError: The value is another text.
+        TypeError: The value is not a text.
     """
     text = text_of(subject, value)
     if text not in choices:
@@ -233,7 +207,7 @@ def choice_of(subject: str, value: object, choices: Sequence[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a sentence about the known word that is most like another.
+    """Return a sentence that names the known word most similar to a given one.
 
     Example:
         >>> nearest("row_wize", ["table_wise", "row_wise"])
@@ -249,13 +223,38 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def wrong_type(subject: str, rule: str, value: object) -> NoReturn:
-    """Raise TypeError: a value is not what it must be."""
+    """Raise TypeError for a value of another type."""
     text = json.dumps(value, default=str)
     shown = text if len(text) <= 60 else f"{text[:60]}..."
     raise TypeError(f"{subject} must be {rule}; received {shown}.")
 
 
-def bracket(lines: Sequence[str], pair: str, indent: str = "") -> str:
-    """Return the JSON of an object ("{}") or a list ("[]") with a line for each member."""
-    body = ",\n".join(f"{indent}  {line}" for line in lines)
-    return f"{pair[0]}\n{body}\n{indent}{pair[1]}" if lines else pair
+def to_json(value: object, levels: int = 0, indent: str = "") -> str:
+    """Return JSON with a line for each member of the outer levels, and for each object in a list.
+
+    Args:
+        value: The value.
+        levels: Number of levels with a line for each member.
+        indent: Indentation of the line with the value.
+
+    Example:
+        >>> print(to_json({"a": {"b": [1, 2]}, "c": 3}, levels=1))
+        {
+          "a": {"b": [1, 2]},
+          "c": 3
+        }
+    """
+    is_list = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    if not value or not (is_list or isinstance(value, dict)):
+        return json.dumps(value)
+    is_split = is_list or levels > 0
+    inner = indent + "  " if is_split else indent
+    start, end = "[]" if is_list else "{}"
+    if isinstance(value, dict):
+        members = [f"{json.dumps(k)}: {to_json(v, levels - 1, inner)}" for k, v in value.items()]
+    else:
+        members = [to_json(member) for member in value]  # type: ignore[attr-defined]
+    if not is_split:
+        return f"{start}{', '.join(members)}{end}"
+    lines = f",\n{inner}".join(members)
+    return f"{start}\n{inner}{lines}\n{indent}{end}"

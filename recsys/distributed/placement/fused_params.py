@@ -1,7 +1,7 @@
-"""What a sharder's `fused_params` may say: the optimizer, and settings of tables.
+"""Settings in a sharder's `fused_params`: the optimizer, and settings of tables.
 
-The settings are those of a plan's entries under the names that FBGEMM's users know; where both say
-something, the plan's entry holds.
+Settings of tables are fields of a plan's entries under the names of FBGEMM. The plan's entry has
+priority.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ __all__ = [
 ]
 
 unnamed_optimizer: EmbOptimType | None = None
-"""The optimizer of `fused_params` that name none; an error if None. For `recsys.compat`."""
+"""Optimizer of `fused_params` without one; None for an error. Set by `recsys.compat`."""
 
 dense_tables_are_plain = False
-"""Whether `fused_params` pass over tables of the kernel `dense`. For `recsys.compat`."""
+"""True if tables of the kernel `dense` ignore `fused_params`. Set by `recsys.compat`."""
 
 _INSTEAD = {
-    "NONE": "Name none, and give the table none: backward fills its .grad.",
-    "ROWWISE_ADAGRAD": "FBGEMM has deprecated it: take EXACT_ROWWISE_ADAGRAD.",
+    "NONE": "Remove it, and give the table no optimizer: backward fills its .grad.",
+    "ROWWISE_ADAGRAD": "FBGEMM has deprecated it: use EXACT_ROWWISE_ADAGRAD.",
     **dict.fromkeys(
         (
             *("EMAINPLACE_ROWWISE_ADAGRAD", "ENSEMBLE_ROWWISE_ADAGRAD", "MADGRAD", "SHAMPOO"),
             *("EXACT_ROWWISE_WEIGHTED_ADAGRAD", "SHAMPOO_V2"),
         ),
-        "No kernel here computes it: give the table no optimizer, and let one of your own step on "
-        "its .grad (docs/optimizers.md).",
+        "It has no kernel here: give the table no optimizer, and step your own optimizer on its "
+        ".grad (docs/optimizers.md).",
     ),
 }
-"""What to do without the optimizers that FBGEMM alone has."""
+"""Replacements for optimizers that only FBGEMM has."""
 _CLIPPING = ("gradient_clipping", "max_gradient", "max_norm")
 _OF_TABLES = ("enforce_hbm", "bounds_check_mode", "output_dtype")
 _OF_CACHES = {
@@ -67,7 +67,7 @@ _OF_CACHES = {
     "prefetch_pipeline": "prefetch_pipeline",
     "multipass_prefetch_config": "multipass_prefetch_config",
 }
-"""What fused_params call a field of CacheParams."""
+"""Fields of CacheParams by their names in fused_params."""
 
 
 @checked
@@ -75,11 +75,11 @@ def merge_fused_params(
     fused_params: Mapping[str, Any] | None = None,
     param_fused_params: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the settings of a sharder with those of one table, which hold where both say one.
+    """Return the settings of a sharder merged with the settings of one table, which have priority.
 
     Args:
-        fused_params: of the sharder; left as they are.
-        param_fused_params: of the table.
+        fused_params: Settings of the sharder; not changed.
+        param_fused_params: Settings of the table.
 
     Example:
         >>> merge_fused_params({"learning_rate": 0.1, "eps": 1e-6}, {"learning_rate": 0.2})
@@ -92,11 +92,11 @@ def merge_fused_params(
 def add_params_from_parameter_sharding(
     fused_params: dict[str, Any] | None, parameter_sharding: ParameterSharding
 ) -> dict[str, Any]:
-    """Return `fused_params`, with what a plan's entry says added to them.
+    """Return `fused_params` with the settings of a plan's entry added.
 
     Args:
-        fused_params: changed in place; a new dict if None.
-        parameter_sharding: of a table. What it leaves None is left out.
+        fused_params: Changed in place; a new dict if None.
+        parameter_sharding: Placement of a table. Its fields that are None are omitted.
 
     Example:
         >>> entry = ParameterSharding(
@@ -107,23 +107,23 @@ def add_params_from_parameter_sharding(
     """
     params = {} if fused_params is None else fused_params
     cache = parameter_sharding.cache_params
-    said = {name: getattr(cache, field) for name, field in _OF_CACHES.items()} if cache else {}
+    found = {name: getattr(cache, field) for name, field in _OF_CACHES.items()} if cache else {}
     for name in ("stochastic_rounding", *_OF_TABLES):
-        said[name] = getattr(parameter_sharding, name)
-    params.update((name, value) for name, value in said.items() if value is not None)
+        found[name] = getattr(parameter_sharding, name)
+    params.update((name, value) for name, value in found.items() if value is not None)
     return params
 
 
 @checked
 def convert_to_fbgemm_types(fused_params: dict[str, Any]) -> dict[str, Any]:
-    """Return `fused_params` as FBGEMM's own modules take them: element types are `SparseType`.
+    """Return `fused_params` in the format of FBGEMM's modules: element types are `SparseType`.
 
     Args:
-        fused_params: changed in place: `cache_precision` and `output_dtype`, if they are there.
+        fused_params: `cache_precision` and `output_dtype` are changed in place, if present.
 
     Raises:
-        ImportError: if FBGEMM is not installed.
-        ValueError: if FBGEMM has no such element type.
+        ImportError: FBGEMM is not installed.
+        ValueError: FBGEMM has no such element type.
 
     Example:
         >>> convert_to_fbgemm_types({"output_dtype": DataType.FP16, "eps": 1e-8})
@@ -138,10 +138,10 @@ def convert_to_fbgemm_types(fused_params: dict[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_params(fused_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is left for the optimizer.
+    """Return the settings of the optimizer.
 
     Args:
-        fused_params: of a sharder.
+        fused_params: Settings of a sharder.
 
     Example:
         >>> optimizer_params({"optimizer": "ADAM", "output_dtype": torch.float32})
@@ -153,28 +153,28 @@ def optimizer_params(fused_params: Mapping[str, Any]) -> dict[str, Any]:
 def with_table_settings(
     plan: EmbeddingModuleShardingPlan, fused_params: Mapping[str, Any]
 ) -> EmbeddingModuleShardingPlan:
-    """Return a plan whose entries also say what a sharder's `fused_params` say of tables.
+    """Return a plan whose entries include the table settings of a sharder's `fused_params`.
 
     Args:
-        plan: left as it is.
-        fused_params: of the sharder.
+        plan: The plan; not changed.
+        fused_params: Settings of the sharder.
 
     Example:
         >>> plan = EmbeddingModuleShardingPlan(t=ParameterSharding("table_wise", "fused", [0]))
         >>> with_table_settings(plan, {"cache_load_factor": 0.1})["t"].cache_params.load_factor
         0.1
     """
-    said = {name: fused_params[name] for name in _OF_TABLES if name in fused_params}
+    found = {name: fused_params[name] for name in _OF_TABLES if name in fused_params}
     cache = {
         field: fused_params[name] for name, field in _OF_CACHES.items() if name in fused_params
     }
     if cache:
-        said["cache_params"] = CacheParams(**cache)
-    if not said:
+        found["cache_params"] = CacheParams(**cache)
+    if not found:
         return plan
     return EmbeddingModuleShardingPlan(
         {
-            name: replace(entry, **{k: v for k, v in said.items() if getattr(entry, k) is None})
+            name: replace(entry, **{k: v for k, v in found.items() if getattr(entry, k) is None})
             for name, entry in plan.items()
         }
     )
@@ -183,34 +183,32 @@ def with_table_settings(
 def settings_of_table(
     fused_params: Mapping[str, Any] | None, sharding: ParameterSharding
 ) -> Mapping[str, Any]:
-    """Return the `fused_params` of a sharder that hold for a table.
+    """Return the `fused_params` of a sharder that apply to a table.
 
     Args:
-        fused_params: of the sharder.
-        sharding: of the table.
+        fused_params: Settings of the sharder.
+        sharding: Placement of the table.
     """
     is_dense = sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value
     return {} if dense_tables_are_plain and is_dense else fused_params or {}
 
 
 def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimizer:
-    """Return the optimizer that a sharder's `fused_params` describe.
+    """Return the optimizer in a sharder's `fused_params`.
 
-    Its `weight_decay` acts on the rows of the batch, never on the rest of the table: on MovieLens
-    100K a DLRM comes to an AUC of 0.7821 so, and to 0.7877 with `torch.optim.Adam`, which decays
-    all rows (1e-4; docs/optimizers.md). To decay all rows, give the table no optimizer of its own
+    Its `weight_decay` is applied to the rows of the batch, never to the rest of the table. On
+    MovieLens 100K a DLRM reaches an AUC of 0.7821 this way, and of 0.7877 with `torch.optim.Adam`,
+    which decays all rows (1e-4; docs/optimizers.md). To decay all rows, give the table no optimizer
     and step `torch.optim.Adam` on it.
 
     Args:
-        fused_params: `optimizer` (an `EmbOptimType`, FBGEMM's enum
-            of the same name, or its name) and its hyperparameters: the fields of
-            `OptimizerSpec`; `update_mode` and `row_state` as for
-            `apply_optimizer_in_backward`. Settings of tables, such as
-            `cache_load_factor`, are passed over.
+        fused_params: `optimizer` (an `EmbOptimType`, FBGEMM's enum of the same name, or its name)
+            and its hyperparameters, which are the fields of `OptimizerSpec`; `update_mode` and
+            `row_state` as for `apply_optimizer_in_backward`. Settings of tables, such as
+            `cache_load_factor`, are ignored.
 
     Raises:
-        ValueError: if no optimizer is named, or one that does not exist, or a hyperparameter that
-            does not.
+        ValueError: No optimizer is named, or the optimizer or a hyperparameter does not exist.
 
     Example:
         >>> optimizer = optimizer_from_fused_params(
@@ -227,7 +225,7 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimiz
     if chosen is None and unnamed_optimizer is not None:
         warnings.warn(
             f"fused_params name no optimizer, and so mean {unnamed_optimizer.name}, as in "
-            "TorchRec. Add 'optimizer' to say so.",
+            "TorchRec. Add 'optimizer' to name it.",
             stacklevel=2,
         )
         chosen = unnamed_optimizer
@@ -262,14 +260,15 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimiz
 def optimizer_of_table(
     weight: nn.Parameter, fused_params: Mapping[str, Any]
 ) -> TableOptimizer | None:
-    """Return the optimizer that a table owns: the one attached to it, else the sharder's.
+    """Return a table's optimizer: the attached one, otherwise the sharder's.
 
     Args:
-        weight: of the table.
-        fused_params: of its sharder, for tables that have none of their own; may be empty.
+        weight: Weight of the table.
+        fused_params: Settings of its sharder, for tables without an attached optimizer; may be
+            empty.
 
     Returns:
-        None for a frozen table, and for one that any torch optimizer may train.
+        The optimizer; None for a frozen table and for a table that any torch optimizer may train.
     """
     if not weight.requires_grad:
         return None

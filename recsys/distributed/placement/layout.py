@@ -1,11 +1,11 @@
-"""Compiles a placement of tables into the routes that the three stages of a batch follow.
+"""Compiles a placement of tables into the routes of a batch through the three stages.
 
 Every sharding strategy is a set of rectangles (row range x column range) with an owner. This file
-turns the rectangles of one module into a frozen `Layout`: what each rank is sent and in
-which order, which lookups it makes, and where each column of their output goes. It knows nothing
-of tensors' contents; the stages know nothing of strategies.
+converts the rectangles of one module to a frozen `Layout`: the segments that each rank receives in
+order, its lookups, and the output column of each of their columns. It does not depend on the
+contents of tensors, and the stages do not depend on strategies.
 
-Words used here and in the stages:
+Terms of this file and the stages:
 
 - *slot*: one (table, feature) pair, in the order of the unsharded module's output.
 - *segment*: the ids of one feature, or of one row block of it, within one rank's batch.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
@@ -39,6 +39,16 @@ class Rect:
     rank: int
 
     @property
+    def offsets(self) -> tuple[int, int]:
+        """First row and column."""
+        return self.row_start, self.col_start
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows and columns."""
+        return self.num_rows, self.num_cols
+
+    @property
     def num_rows(self) -> int:
         """Rows in the rectangle."""
         return self.row_end - self.row_start
@@ -52,11 +62,11 @@ class Rect:
 @final
 @dataclass(frozen=True, slots=True)
 class IdRange:
-    """The ids `0..end`, each the row of its number: the one id space so far.
+    """The ids `0..end`, each equal to its row number: the only id space so far.
 
-    An id is no row. What is asked about ids (which ones there are, which row block holds one) is
-    asked of the id space of their table, never of its rows, so that another space can stand here. A
-    step from ids to rows would come after the check in the input stage, `InputDist._checked`.
+    Ids are not rows. Questions about ids (the valid ids, the row block of an id) go to the id space
+    of the table, never to its rows, so that another id space can replace this one. A conversion
+    from ids to rows would follow the check in the input stage, `InputDist._checked`.
     """
 
     end: int
@@ -69,10 +79,10 @@ class IdRange:
 @final
 @dataclass(frozen=True, slots=True)
 class RowParts:
-    """How the rows of a bag that are in several row blocks are combined.
+    """Combination of a bag's rows from several row blocks.
 
-    Each block's rows are pooled as `pooling` says, the results added up, and the sum divided by
-    the number of ids in the bag if it `is_averaged`.
+    The rows of each block are pooled by `pooling`, and the results added up. The sum is divided by
+    the number of ids in the bag if `is_averaged`.
     """
 
     pooling: PoolingType
@@ -84,19 +94,25 @@ ROW_PARTS: Mapping[PoolingType, RowParts] = {
     PoolingType.MEAN: RowParts(PoolingType.SUM, is_averaged=True),
     PoolingType.NONE: RowParts(PoolingType.NONE),
 }
-"""Per combine rule, what row blocks and the sum of them do. A rule that adds nothing up (a maximum)
-also needs its own reduction in the output stage."""
+"""Combination of row blocks by pooling. A pooling that is not a sum (a maximum) also needs its own
+reduction in the output stage."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedTable:
-    """A table with its place.
+    """A table with its placement.
 
-    `features` are indices into the module's features. `group` is equal for tables that one
-    lookup can serve together. `rects` is empty for a replicated (data-parallel) table.
-    `combine` says what becomes of the rows of a bag. A lookup of tables with `one_width`
-    serves rectangles of one width only. `id_space` None: the range of the rows.
+    Attributes:
+        name: Name of the table.
+        num_rows: Number of rows.
+        dim: Number of columns.
+        features: Indices into the module's features.
+        group: Key of a lookup: tables with equal keys can share one.
+        rects: Shards; empty for a replicated (data-parallel) table.
+        combine: Pooling of the rows of a bag.
+        one_width: Whether a lookup of the table requires rectangles of one width.
+        id_space: Valid ids; None for the range of the rows.
     """
 
     name: str
@@ -114,8 +130,13 @@ class PlacedTable:
             check_tiling(self)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows and columns."""
+        return self.num_rows, self.dim
+
+    @property
     def ids(self) -> IdRange:
-        """The ids that there are."""
+        """The valid ids."""
         return self.id_space or IdRange(self.num_rows)
 
     @property
@@ -125,7 +146,7 @@ class PlacedTable:
 
     @property
     def whole(self) -> Rect:
-        """The rectangle of all rows and columns, as a replica has it on each rank."""
+        """The rectangle of all rows and columns, which each rank has of a replica."""
         return Rect(row_start=0, row_end=self.num_rows, col_start=0, col_end=self.dim, rank=0)
 
 
@@ -133,7 +154,7 @@ def check_tiling(table: PlacedTable) -> None:
     """Check that the rectangles of a table are a grid that covers it exactly once.
 
     Raises:
-        ValueError: naming the table and the rows or columns at fault.
+        ValueError: They are not. The error names the table and the wrong rows or columns.
     """
     rows = sorted({(rect.row_start, rect.row_end) for rect in table.rects})
     cols = sorted({(rect.col_start, rect.col_end) for rect in table.rects})
@@ -170,7 +191,7 @@ class Slot(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """The ids of one slot that one rectangle serves, and the output columns that come of them."""
+    """The ids of one slot that one rectangle serves, and their output columns."""
 
     slot: int
     rect: Rect
@@ -180,10 +201,16 @@ class Stream(NamedTuple):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LookupGroup:
-    """One lookup of one rank: its rectangles and, per stream, which of them serves it.
+    """One lookup of one rank.
 
-    `streams` is the stretch of the rank's streams that this lookup reads, `width` its output
-    columns, which are added up within the node before they travel where `in_node`.
+    Attributes:
+        key: Key of the tables.
+        tables: Numbers of the tables.
+        rects: Rectangle of each table.
+        feature_table_map: Index of the rectangle of each stream.
+        streams: Range of the lookup's streams among the rank's.
+        width: Number of output columns.
+        in_node: Whether the output is added up within the node before it is sent on.
     """
 
     key: Hashable
@@ -198,24 +225,25 @@ class LookupGroup:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """All that the stages need to know about the placement of one module's tables.
+    """Placement of one module's tables, compiled for the stages.
 
     Attributes:
-        world_size: number of ranks.
-        tables: the placed tables, in the module's order.
-        slots: (table, feature) pairs in the order of the output; `width` is the sum of their
-            dims.
-        split_slots: slots of row-split tables; their ids are bucketized. `num_buckets` is the
-            largest number of row blocks of any of them (0 if there are none).
-        send_segments: per destination rank, the segments it is sent, in its stream order. Segment
-            `f` is feature `f` of the module; segment `num_features + bucket *
-            len(split_slots) + i` is one row block of `split_slots[i]`.
-        groups: per rank, its lookups.
-        streams: per rank, what it is sent, in the order of its lookups' output columns.
-        replica_groups: the lookups of replicated tables, which every rank makes on its own batch.
-        replica_streams: their streams.
-        node_size: ranks per node where some tables' sums take two hops, else `world_size`.
-        node_tables: tables whose row parts are added up within a node first.
+        world_size: Number of ranks.
+        num_features: Number of the module's unique features.
+        tables: Placed tables, in the module's order.
+        slots: (table, feature) pairs in the order of the output.
+        width: Number of output columns.
+        split_slots: Slots of row-split tables, whose ids are bucketized.
+        num_buckets: Largest number of row blocks of a split slot; 0 without split slots.
+        send_segments: Segments sent to each rank, in its stream order. Segment `f` is feature `f`
+            of the module. Segment `num_features + bucket * len(split_slots) + i` is one row block
+            of `split_slots[i]`.
+        groups: Lookups of each rank.
+        streams: Received streams of each rank, in the order of its lookups' output columns.
+        replica_groups: Lookups of replicated tables, which every rank runs on its own batch.
+        replica_streams: Streams of these lookups.
+        node_size: Ranks per node if sums of some tables take two hops, otherwise `world_size`.
+        node_tables: Tables whose row shards are added up within a node first.
     """
 
     world_size: int
@@ -235,23 +263,23 @@ class Layout:
 
     @property
     def rank_widths(self) -> tuple[int, ...]:
-        """Per rank, the total width of its lookups' output."""
+        """Total width of the lookups' output of each rank."""
         return tuple(sum(g.width for g in rank_groups) for rank_groups in self.groups)
 
     @property
     def is_pooled(self) -> bool:
-        """Whether rows are combined bag by bag; else each returns to its id."""
+        """True if rows are combined bag by bag; False if each returns to its id."""
         return all(table.combine is not PoolingType.NONE for table in self.tables)
 
     @property
     def averaged_slots(self) -> tuple[int, ...]:
-        """Which of `split_slots`, by place, divide their sums by the number of ids in a bag."""
+        """Positions in `split_slots` of slots whose sums are divided by the ids in a bag."""
         rules = [ROW_PARTS[self.slots[slot].combine] for slot in self.split_slots]
         return tuple(place for place, rule in enumerate(rules) if rule.is_averaged)
 
     @property
     def is_hierarchical(self) -> bool:
-        """Whether outputs travel in two hops."""
+        """True if outputs take two hops."""
         return bool(self.node_tables)
 
     def plot(
@@ -260,15 +288,15 @@ class Layout:
         """Draw the tables over the ranks, and the bytes that a forward pass exchanges.
 
         Args:
-            samples_per_rank: batch size of each rank.
-            ids_per_sample: of each feature, on average.
-            pooled: whether one embedding per sample travels back, or one per id.
+            samples_per_rank: Batch size of each rank.
+            ids_per_sample: Average number of ids per sample and feature.
+            pooled: Whether one embedding per sample is returned, or one per id.
 
         Returns:
-            A matplotlib figure; `figure.savefig("plan.svg")` keeps it.
+            A matplotlib figure; `figure.savefig("plan.svg")` saves it.
 
         Raises:
-            ImportError: if matplotlib is missing; the extra `plot` has it.
+            ImportError: matplotlib is missing; install the extra `plot`.
         """
         from recsys.distributed.placement.layout_plot import plot_layout
 
@@ -287,13 +315,14 @@ def build_layout(
     """Compile placed tables into a layout.
 
     Args:
-        tables: the tables of one module in its order. Where any is looked up without pooling, a
-            lookup serves rectangles of one width only, and nothing is added up, so that nodes do
-            not matter.
-        num_features: number of the module's distinct features.
-        world_size: number of ranks; every rectangle's owner is below it.
-        node_size: ranks per node; ranks of one node are neighbours. A table whose row parts are all
-            on one node (per column block) is added up there before it travels on. None: one node.
+        tables: Tables of one module in its order. If any table is looked up without pooling, a
+            lookup requires rectangles of one width, and nothing is added up, so that nodes do not
+            matter.
+        num_features: Number of the module's unique features.
+        world_size: Number of ranks; every rectangle's owner is below it.
+        node_size: Ranks per node; ranks of one node are consecutive. If all row shards of a table
+            are on one node (per column block), they are added up there before the sum is sent on.
+            None for a single node.
 
     Returns:
         The layout; the same on every rank.
@@ -325,7 +354,7 @@ def build_layout(
         for rect in table.rects or [table.whole]:
             width = rect.num_cols if is_apart else 0
             block = block_of.get(rect.row_start, 0)
-            # what takes two hops is looked up first
+            # tables with two hops are looked up first
             order = (index not in in_node, group, width, index, block, rect.col_start)
             (owned[rect.rank] if table.rects else replicated).append((order, rect))
     per_rank = [_plan_lookups(tables, sources, parts) for parts in owned]
@@ -349,7 +378,7 @@ def build_layout(
 
 
 def adds_up_in_node(table: PlacedTable, node_size: int) -> bool:
-    """Return whether the row parts of every column block are on one node."""
+    """Return whether the row shards of every column block are on one node."""
     nodes: dict[int, set[int]] = {}
     for rect in table.rects:
         nodes.setdefault(rect.col_start, set()).add(rect.rank // node_size)
@@ -357,28 +386,27 @@ def adds_up_in_node(table: PlacedTable, node_size: int) -> bool:
 
 
 def _number_slots(tables: Sequence[PlacedTable]) -> tuple[Slot, ...]:
-    slots: list[Slot] = []
-    col = 0
-    for index, table in enumerate(tables):
-        for feature in table.features:
-            slots.append(Slot(index, feature, col, table.dim, table.combine))
-            col += table.dim
-    return tuple(slots)
+    pairs = [(i, feature) for i, table in enumerate(tables) for feature in table.features]
+    columns = accumulate((tables[i].dim for i, _ in pairs), initial=0)
+    return tuple(
+        Slot(i, feature, column, tables[i].dim, tables[i].combine)
+        for (i, feature), column in zip(pairs, columns, strict=False)
+    )
 
 
 class _Source(NamedTuple):
-    """A slot of a table: its number and first column, and where the ids of its row blocks are."""
+    """A slot of a table: its number and first column, and the segments of its row blocks."""
 
     slot: int
     col: int
     segment: int  # of row block 0
-    step: int  # from there to the next block's
+    step: int  # to the segment of the next block
 
 
 _Part: TypeAlias = tuple[tuple[bool, int, int, int, int, int], Rect]
-"""A rectangle, after what sorts those of a rank into lookups, and these into the module's order:
-whether its sums travel in one hop, number and width of its lookup, the number of its table, its row
-block, its first column."""
+"""Sort key and rectangle. The key sorts the rectangles of a rank into lookups and these into the
+module's order: whether the sums take one hop, number and width of the lookup, number of the table,
+row block, first column."""
 
 
 def _plan_lookups(
@@ -418,7 +446,7 @@ def _plan_lookups(
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Join ranges that touch, in the order given.
+    """Join adjacent ranges, in the given order.
 
     Example:
         >>> merge_ranges([(0, 4), (4, 8), (12, 16)])

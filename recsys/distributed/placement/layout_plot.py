@@ -1,6 +1,6 @@
-"""Draws a layout: its tables as rectangles, what each rank holds, and who sends what to whom.
+"""Plot of a layout: tables as rectangles, weights per rank, and bytes between ranks.
 
-matplotlib is imported when a picture is asked for.
+matplotlib is imported when a plot is requested.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _TABLES_WIDTH, _RANKS_WIDTH = 6.2, 5.8  # inches; the tables are on the left
-_LEAST_CELL = 0.62  # inches that a table takes when there are many
+_LEAST_CELL = 0.62  # inches per table if there are many
 _INK, _FAINT, _REPLICA = "#222222", "#888888", "#d9d9d9"
 _FONT = 8.0
 _POINTS = 72.0  # per inch
@@ -44,7 +44,7 @@ _Color = tuple[float, float, float]
 def plot_layout(
     layout: Layout, *, samples_per_rank: int = 1, ids_per_sample: float = 1.0, pooled: bool = True
 ) -> Figure:
-    """Draw a layout; see `plot`."""
+    """Draw a layout; see `Layout.plot`."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -99,7 +99,7 @@ def _draw(
 
 
 def rank_colors(world_size: int, node_size: int) -> list[_Color]:
-    """Return a colour per rank: hues tell nodes apart, and ranks if there is one node.
+    """Return a color per rank: hues distinguish nodes, or ranks if there is only one node.
 
     Example:
         >>> len(set(rank_colors(64, 8)))
@@ -118,27 +118,27 @@ def rank_colors(world_size: int, node_size: int) -> list[_Color]:
 def _draw_tables(
     axes: Axes, layout: Layout, colors: list[_Color], columns: int, cell: float
 ) -> None:
-    """Draw each table in a cell of a grid, in inches: by its columns and rows."""
+    """Draw each table in a grid cell, with a size in inches by its columns and rows."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
     parts: list[Rectangle] = []
     font = min(_FONT, cell * 7.0)
     label = 2.8 * font / _POINTS
-    room = cell - label - 0.08
+    free = cell - label - 0.08
     most_columns = max(table.dim for table in layout.tables)
     most_rows = max(log(table.num_rows + 1) for table in layout.tables)
     for index, table in enumerate(layout.tables):
         line, column = divmod(index, columns)
         width = (cell - 0.12) * (0.25 + 0.75 * table.dim / most_columns)
-        height = room * (0.3 + 0.7 * log(table.num_rows + 1) / most_rows)
+        height = free * (0.3 + 0.7 * log(table.num_rows + 1) / most_rows)
         left, bottom = column * cell, label - (line + 1) * cell
         for rect in table.rects or [table.whole]:
             x, y = rect.col_start / table.dim, 1 - rect.row_end / table.num_rows
             w, h = rect.num_cols / table.dim, rect.num_rows / table.num_rows
             color = colors[rect.rank] if table.rects else _REPLICA
             corner, sides = (left + x * width, bottom + y * height), (w * width, h * height)
-            line_width = min(0.6, 0.1 * min(sides) * _POINTS)  # thin parts keep their colour
+            line_width = min(0.6, 0.1 * min(sides) * _POINTS)  # thin shards keep their color
             parts.append(Rectangle(corner, *sides, fc=color, ec="white", lw=line_width))
             name = str(rect.rank) if table.rects else "all"
             if sides[0] * _POINTS > 5 * len(name) and sides[1] * _POINTS > 9:
@@ -149,7 +149,7 @@ def _draw_tables(
         for place, (text, ink) in enumerate(zip(names, (_INK, _FAINT), strict=True)):
             y = bottom - (0.3 + 1.25 * place) * font / _POINTS
             axes.text(left, y, text, ha="left", va="top", fontsize=font, color=ink, in_layout=False)
-    # clipping would name its paths anew in each picture
+    # clipping would give its paths other names in each picture
     axes.add_collection(PatchCollection(parts, match_original=True, clip_on=False))
     axes.set_xlim(0, columns * cell)
     axes.set_ylim(-ceil(len(layout.tables) / columns) * cell, 0)
@@ -159,7 +159,7 @@ def _draw_tables(
 
 
 def _draw_ranks(axes: Axes, layout: Layout, colors: list[_Color]) -> None:
-    """Draw a bar per rank: the weights it holds, table by table."""
+    """Draw a bar per rank: its weights, table by table."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -185,12 +185,12 @@ def _draw_ranks(axes: Axes, layout: Layout, colors: list[_Color]) -> None:
 
 
 def _draw_exchange(axes: Axes, layout: Layout, title: str, bytes_RR: Tensor, font: float) -> None:
-    """Draw a matrix of bytes; darker is more."""
+    """Draw a matrix of bytes; darker cells have more bytes."""
     world_size = layout.world_size
     darkest = max(float(bytes_RR.max()) * 1.6, 1.0)
     image = axes.imshow(bytes_RR.tolist(), cmap="Blues", vmin=0, vmax=darkest)
     image.set_clip_on(False)
-    if font >= 4:  # else nobody could read it
+    if font >= 4:  # smaller text is not readable
         for source, line in enumerate(bytes_RR.tolist()):
             for target, size in enumerate(line):
                 if size:
@@ -199,7 +199,7 @@ def _draw_exchange(axes: Axes, layout: Layout, title: str, bytes_RR: Tensor, fon
         axes.axhline(edge - 0.5, color=_FAINT, lw=0.8, clip_on=False)
         axes.axvline(edge - 0.5, color=_FAINT, lw=0.8, clip_on=False)
     total, kept = float(bytes_RR.sum()), float(bytes_RR.trace())
-    axes.set_title(f"{title}\n{_short(total - kept, 'B')} travel", loc="center")
+    axes.set_title(f"{title}\n{_short(total - kept, 'B')} sent", loc="center")
     axes.set_xlabel("to rank")
     _label_ranks(axes, layout, "x")
     _label_ranks(axes, layout, "y")
@@ -222,7 +222,7 @@ def _shorten(name: str, letters: int) -> str:
 
 
 def _short(number: float, unit: str = "") -> str:
-    """Return a number in three digits.
+    """Return a number with three digits.
 
     Example:
         >>> _short(0.5), _short(999), _short(1536, "B"), _short(20_000_000)

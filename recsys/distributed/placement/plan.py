@@ -1,8 +1,8 @@
-"""What a plan says: sharding types, compute kernels, and the rectangles of tables with their ranks.
+"""Classes of a plan: sharding types, compute kernels, and the shards of tables.
 
-A plan is data. It names, for every table of every sharded module, a sharding type and the
-rectangles (row range x column range) of the table with the rank that owns each. Nothing here
-moves a tensor.
+A plan is data. For every table of every sharded module it contains a sharding type, and the
+rectangles (row range x column range) of the table with the rank that owns each. Nothing here moves
+a tensor.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from recsys.modules.embedding_configs import DataType, data_type_to_dtype
 
 @unique
 class ShardingType(Enum):
-    """How the rows and columns of a table are divided among ranks."""
+    """Division of a table's rows and columns among ranks."""
 
     DATA_PARALLEL = "data_parallel"
     """Every rank holds a whole copy; gradients are all-reduced."""
     TABLE_WISE = "table_wise"
     """One rank owns the whole table."""
     COLUMN_WISE = "column_wise"
-    """Columns are divided; each part is owned by any rank."""
+    """Columns are divided; any rank can own a shard."""
     ROW_WISE = "row_wise"
     """Rows are divided among all ranks."""
     TABLE_ROW_WISE = "table_row_wise"
@@ -39,23 +39,23 @@ class ShardingType(Enum):
     TABLE_COLUMN_WISE = "table_column_wise"
     """Columns are divided among the ranks of one node."""
     GRID_SHARD = "grid_shard"
-    """Columns are divided among nodes, the rows of each part among that node's ranks."""
+    """Columns are divided among nodes, and the rows of each column block among the node's ranks."""
 
 
 @unique
 class EmbeddingComputeKernel(Enum):
-    """Where a table lives."""
+    """Memory that holds a table."""
 
     DENSE = "dense"
-    """As `FUSED`: whether a table updates itself depends on its optimizer alone.
-    Under `recsys.compat`, the `fused_params` of a sharder are not for such a table."""
+    """The same as `FUSED`: the optimizer of a table determines whether it is updated in backward.
+    Under `recsys.compat`, the `fused_params` of a sharder do not apply to such a table."""
     FUSED = "fused"
-    """Device memory, or host memory on a CPU. The optimizer attached to a table, if any, updates it
-    in the backward pass; one without is a plain parameter, and backward fills its `.grad`."""
+    """Device memory, or host memory on a CPU. The optimizer attached to a table updates it in the
+    backward pass. A table without one is a plain parameter, and backward fills its `.grad`."""
     FUSED_UVM = "fused_uvm"
-    """As `FUSED`, in host memory that the GPU reads directly."""
+    """Like `FUSED`, in host memory that the GPU reads directly."""
     FUSED_UVM_CACHING = "fused_uvm_caching"
-    """As `FUSED_UVM`, with a cache in device memory."""
+    """Like `FUSED_UVM`, with a cache in device memory."""
     QUANT = "quant"
     """Quantized rows, for inference."""
 
@@ -64,13 +64,13 @@ class EmbeddingComputeKernel(Enum):
 def compute_kernel_to_embedding_location(
     compute_kernel: EmbeddingComputeKernel,
 ) -> EmbeddingLocation:
-    """Return where the rows of a table with this compute kernel are.
+    """Return the memory that holds the rows of a table with this compute kernel.
 
     Args:
-        compute_kernel: of the table.
+        compute_kernel: Compute kernel of the table.
 
     Raises:
-        ValueError: if it is no `EmbeddingComputeKernel`, nor the value of one.
+        ValueError: It is not an `EmbeddingComputeKernel` or the value of one.
 
     Example:
         >>> compute_kernel_to_embedding_location(EmbeddingComputeKernel.FUSED_UVM)
@@ -94,12 +94,12 @@ class ShardMetadata:
     Args:
         shard_offsets: `[first row, first column]`.
         shard_sizes: `[rows, columns]`.
-        placement: `"rank:<rank>/<device>"`, such as `"rank:0/cuda:0"` or `"rank:1/cpu"`. An
-            object with a `rank()` method (torch's `_remote_device`) is accepted as well.
+        placement: `"rank:<rank>/<device>"`, such as `"rank:0/cuda:0"` or `"rank:1/cpu"`. An object
+            with a `rank()` method (torch's `_remote_device`) is accepted, too.
 
     Raises:
-        TypeError: if offsets or sizes are no lists of whole numbers.
-        ValueError: if there are not two of each, or as many for a part that is no table, or one is
+        TypeError: Offsets or sizes are not lists of whole numbers.
+        ValueError: Offsets and sizes have different lengths or more than two members, or one is
             negative.
     """
 
@@ -123,14 +123,14 @@ class ShardMetadata:
         """The owning rank.
 
         Raises:
-            ValueError: if the placement names no rank.
+            ValueError: The placement has no rank.
         """
         return placement_rank(self.placement)
 
 
 @final
 class Placement(str):
-    """Where a shard is: the text `"rank:<rank>/<device>"`, which knows its parts.
+    """Rank and device of a shard: a text `"rank:<rank>/<device>"` with methods for its parts.
 
     Example:
         >>> Placement("rank:3/cuda:1").rank(), Placement("rank:3/cuda:1").device()
@@ -143,43 +143,37 @@ class Placement(str):
         """Return the owning rank.
 
         Raises:
-            ValueError: if it names none.
+            ValueError: The text has no rank.
         """
-        return _rank_in(self)
+        match = re.fullmatch(r"rank:(\d+)(/.*)?", self)
+        if match is None:
+            raise ValueError(
+                "A shard's placement must be 'rank:<rank>/<device>', such as 'rank:0/cpu'; "
+                f"received {str(self)!r}."
+            )
+        return int(match.group(1))
 
     def device(self) -> torch.device:
-        """Return the device, of that rank."""
+        """Return the device on that rank."""
         return torch.device(self.partition("/")[2])
 
 
 def placement_rank(placement: object) -> int:
-    """Return the rank a placement names, such as 3 for `"rank:3/cuda:3"`.
+    """Return the rank of a placement, such as 3 for `"rank:3/cuda:3"`.
 
     Raises:
-        ValueError: if it names none.
+        ValueError: The placement has no rank.
     """
     rank = getattr(placement, "rank", None)
     if callable(rank):
         rank = rank()
-    if isinstance(rank, int):
-        return rank
-    return _rank_in(str(placement))
-
-
-def _rank_in(placement: str) -> int:
-    match = re.fullmatch(r"rank:(\d+)(/.*)?", placement)
-    if match is None:
-        raise ValueError(
-            "A shard's placement must be 'rank:<rank>/<device>', such as 'rank:0/cpu'; "
-            f"received {placement!r}."
-        )
-    return int(match.group(1))
+    return rank if isinstance(rank, int) else Placement(placement).rank()
 
 
 @final
 @dataclass
 class EnumerableShardingSpec:
-    """The rectangles of one table; together they cover it once."""
+    """The rectangles of one table, which cover it once."""
 
     shards: list[ShardMetadata]
 
@@ -209,15 +203,15 @@ class CacheParams:
     """Device cache of a `fused_uvm_caching` table, with TorchRec's arguments.
 
     The cache evicts the least recently used rows. Cached rows have the dtype of the table. All
-    arguments but `load_factor` are accepted for TorchRec scripts, and ignored with one warning per
-    process. For statistics pass `pooling_stats` to the planner.
+    arguments except `load_factor` are accepted for TorchRec scripts, and ignored with one warning
+    per process. For statistics pass `pooling_stats` to the planner.
 
     Args:
         load_factor: Share of the table's rows in the cache, in (0, 1]; None for FBGEMM's default,
             0.2.
 
     Raises:
-        ValueError: If `load_factor` is out of its range.
+        ValueError: `load_factor` is out of its range.
 
     Example:
         >>> CacheParams(load_factor=0.1).load_factor
@@ -247,29 +241,28 @@ class CacheParams:
 @final
 @dataclass
 class ParameterSharding:
-    """How one table is placed.
+    """Placement of one table.
 
     Args:
-        sharding_type: a `ShardingType` value, such as `"table_wise"`.
-        compute_kernel: an `EmbeddingComputeKernel` value, such as `"fused"`.
-        ranks: the owners of the shards in order; the sharding spec says the same in full.
-        sharding_spec: the rectangles. `None` for data-parallel tables, or to let them follow from
+        sharding_type: A `ShardingType` value, such as `"table_wise"`.
+        compute_kernel: An `EmbeddingComputeKernel` value, such as `"fused"`.
+        ranks: Owners of the shards in order; the sharding spec contains them, too.
+        sharding_spec: The rectangles. `None` for data-parallel tables, or if they follow from
             `sharding_type` and `ranks`.
-        cache_params: of `fused_uvm_caching`; FBGEMM's defaults if None.
-        stochastic_rounding: whether the optimizer of a table of fp16 or bf16 rounds at random, as
-            in `OptimizerSpec`; None: the optimizer's setting. Ignored for other dtypes.
-        bounds_check_mode: what to do with an id outside the table.
-        output_dtype: dtype of the looked-up embeddings, one for all tables of a module: float32
-            (None), float16 or bfloat16, also as a
-            `DataType`. Sums are made in float32 and
-            converted at the end; what travels is chosen by `qcomm_codecs_registry`.
+        cache_params: Cache of a `fused_uvm_caching` table; FBGEMM's defaults if None.
+        stochastic_rounding: Whether the optimizer of a table of fp16 or bf16 rounds at random, as
+            in `OptimizerSpec`; None for the optimizer's setting. Ignored for other dtypes.
+        bounds_check_mode: Reaction to an id outside the table.
+        output_dtype: Dtype of the looked-up embeddings, one for all tables of a module: float32
+            (None), float16 or bfloat16, also as a `DataType`. Sums are computed in float32 and
+            converted at the end. `qcomm_codecs_registry` sets the dtype of exchanges.
 
     `enforce_hbm` and `key_value_params` are accepted for TorchRec scripts, and ignored with one
     warning per process.
 
     Raises:
-        TypeError: if ranks are no list of whole numbers.
-        ValueError: if there is no such type or kernel, or a rank is negative.
+        TypeError: `ranks` is not a list of whole numbers.
+        ValueError: There is no such type or kernel, or a rank is negative.
     """
 
     sharding_type: str
@@ -296,7 +289,9 @@ class ParameterSharding:
             self.output_dtype = data_type_to_dtype(DataType[given.name])
         check_fields(self)
         if self.enforce_hbm:
-            warn_once(f"{where}.enforce_hbm", True, "States are where the compute kernel says.")
+            warn_once(
+                f"{where}.enforce_hbm", True, "The compute kernel determines the memory of states."
+            )
         if self.key_value_params is not None:
             warn_once(
                 f"{where}.key_value_params",
@@ -309,7 +304,7 @@ class ParameterSharding:
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
     """The placement of one module's tables: table name to `ParameterSharding`.
 
-    Printing it shows the table that users of TorchRec know: one line per table, then one per shard.
+    Its text is TorchRec's table: one line per table, then one line per shard.
     """
 
     def __str__(self) -> str:
@@ -337,7 +332,7 @@ def format_table(
     numbers: Container[int] = (),
     gap: str = "  ",
 ) -> str:
-    """Return text columns under a head, each as wide as its widest cell; numbers end right."""
+    """Return text columns under a head, padded to their widest cell, with numbers aligned right."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     lines = [head, tuple("-" * width for width in widths), *rows]
     return "\n".join(
@@ -351,27 +346,27 @@ def format_table(
 
 @unique
 class ObjectPoolShardingType(Enum):
-    """How the rows of a pool are divided among ranks."""
+    """Division of a pool's rows among ranks."""
 
     ROW_WISE = "row_wise"
-    """Among all ranks."""
+    """Rows are divided among all ranks."""
     REPLICATED_ROW_WISE = "replicated_row_wise"
-    """Among the ranks of a node. Every node holds all rows: lookups stay inside the node, and
-    updates go to all nodes."""
+    """Rows are divided among the ranks of a node, and every node holds all rows. Lookups stay
+    inside the node; updates are sent to all nodes."""
 
 
 @dataclass
 class ObjectPoolShardingPlan:
-    """The plan of one pool.
+    """Plan of one pool.
 
     Args:
-        sharding_type: how rows are divided among ranks.
-        inference: True is refused: serve the unsharded pool.
+        sharding_type: Division of the rows among ranks.
+        inference: Must be False: serve the unsharded pool.
         memory_capacity_per_rank: Ignored; every rank has the same number of rows.
 
     Raises:
-        NotImplementedError: if `inference` is True.
-        ValueError: if there is no such sharding type.
+        NotImplementedError: `inference` is True.
+        ValueError: There is no such sharding type.
 
     Example:
         >>> ObjectPoolShardingPlan(ObjectPoolShardingType.ROW_WISE).sharding_type.value

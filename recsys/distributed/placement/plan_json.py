@@ -1,12 +1,11 @@
-"""A whole plan and its file: JSON, one line per table, which people can edit; checked when read.
+"""A plan of a whole model and its file: editable JSON with a line per table, checked when read.
 
-A table's rectangles follow from its sharding type, its ranks and its size, and are left out; they
-are written where they do not follow, such as rows divided by hand.
+The file omits a table's rectangles if they follow from its sharding type, ranks and size.
+Otherwise, for example for rows divided by hand, it lists them.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -42,9 +41,9 @@ class PlanRanks:
     """The ranks that a plan is made for.
 
     Attributes:
-        world_size: how many.
-        local_world_size: of a node.
-        compute_device: where they compute, "cpu" or "cuda".
+        world_size: Number of ranks.
+        local_world_size: Ranks per node.
+        compute_device: Device type of the ranks, "cpu" or "cuda".
     """
 
     world_size: int
@@ -57,8 +56,8 @@ class ShardingPlan:
     """The placement of a whole model: module path to the plan of that module.
 
     Args:
-        plan: by module path.
-        made_for: the ranks, where they are known: planners and files say them.
+        plan: Plans by module path.
+        made_for: The ranks, if known: planners and files set them.
 
     Example:
         >>> tables = EmbeddingModuleShardingPlan()
@@ -81,10 +80,10 @@ class ShardingPlan:
 
     @checked
     def to_json(self, path: str | Path | None = None) -> str:
-        """Return the plan as JSON, one line per table, and write it to a file if one is given.
+        """Return the plan as JSON, one line per table, and write it to a file if a path is given.
 
         Args:
-            path: of the file.
+            path: Path of the file.
         """
         text = write(self)
         if path is not None:
@@ -94,19 +93,18 @@ class ShardingPlan:
     @staticmethod
     @checked
     def from_json(source: str | Path) -> ShardingPlan:
-        """Return the plan that a file describes.
+        """Return the plan in a file.
 
-        Whether it is one for a model is checked when it is used: by
-        `EmbeddingShardingPlanner.rate` and by `DistributedModelParallel`.
+        `EmbeddingShardingPlanner.rate` and `DistributedModelParallel` check that it fits a model.
 
         Args:
-            source: a path, or the JSON text itself, which starts with a brace.
+            source: A path, or JSON text, which starts with a brace.
 
         Raises:
-            OSError: if the file cannot be read.
-            ValueError: if the text is no JSON, or a key, a choice, a rank or a size is wrong; the
+            OSError: The file cannot be read.
+            ValueError: The text is not JSON, or a key, a choice, a rank or a size is wrong. The
                 message names module and table.
-            TypeError: if a value has the wrong type.
+            TypeError: A value has another type.
         """
         return read(*files.read_source(source, "Plan file"))
 
@@ -123,51 +121,42 @@ def write(plan: ShardingPlan) -> str:
     """Return the text of a plan file."""
     made_for = plan.made_for or _guess_ranks(plan)
     modules = {
-        path: _object({name: _entry(sharding, made_for) for name, sharding in tables.items()}, 4)
+        path: {name: _entry(sharding, made_for) for name, sharding in tables.items()}
         for path, tables in plan.plan.items()
     }
-    ranks = {name: json.dumps(value) for name, value in asdict(made_for).items()}
-    return _object({"format": str(FORMAT), **ranks, "plan": _object(modules, 2)}) + "\n"
+    content = {"format": FORMAT, **asdict(made_for), "plan": modules}
+    return files.to_json(content, levels=3) + "\n"
 
 
-def _object(members: Mapping[str, str], indent: int = 0) -> str:
-    """Return the JSON of an object with a line for each member, whose values are JSON already."""
-    lines = [f"{json.dumps(name)}: {value}" for name, value in members.items()]
-    return files.bracket(lines, "{}", " " * indent)
-
-
-def _entry(sharding: ParameterSharding, made_for: PlanRanks) -> str:
-    entry = {
-        "sharding_type": json.dumps(sharding.sharding_type),
-        "compute_kernel": json.dumps(sharding.compute_kernel),
-    }
-    shards = sharding.sharding_spec.shards if sharding.sharding_spec is not None else []
-    ranks = sharding.ranks if sharding.ranks is not None else [shard.rank for shard in shards]
+def _entry(sharding: ParameterSharding, made_for: PlanRanks) -> dict[str, object]:
+    kind, spec, ranks = sharding.sharding_type, sharding.sharding_spec, sharding.ranks
+    entry: dict[str, object] = {"sharding_type": kind, "compute_kernel": sharding.compute_kernel}
+    shards = spec.shards if spec is not None else []
+    if ranks is None:
+        ranks = [shard.rank for shard in shards]
     size = [
         max((shard.shard_offsets[i] + shard.shard_sizes[i] for shard in shards), default=0)
         for i in (0, 1)
     ]
-    follows = not shards or _shards_of(sharding.sharding_type, size, ranks, made_for) == [
-        replace(shard, placement=str(shard.placement)) for shard in shards
-    ]
+    placed = [replace(shard, placement=str(shard.placement)) for shard in shards]
+    follows = not shards or _shards_of(kind, size, ranks, made_for) == placed
     if follows and ranks:
-        entry["ranks"] = json.dumps(_runs(ranks))
+        entry["ranks"] = _runs(ranks)
     if shards and follows:
-        entry["size"] = json.dumps(size)
+        entry["size"] = size
     elif shards:
-        lines = [_shard(shard, made_for) for shard in shards]
-        entry["shards"] = files.bracket(lines, "[]", "      ")
+        entry["shards"] = [_shard(shard, made_for) for shard in shards]
     for name, (attribute, _, shown) in _SETTINGS.items():
         value = getattr(sharding, attribute)
         if value is not None and shown(value) is not None:
-            entry[name] = json.dumps(shown(value))
-    return "{" + ", ".join(f"{json.dumps(k)}: {v}" for k, v in entry.items()) + "}"
+            entry[name] = shown(value)
+    return entry
 
 
 def _shards_of(
     kind: str, size: Sequence[int], ranks: Sequence[int], made_for: PlanRanks
 ) -> list[ShardMetadata]:
-    """Return the shards that follow from a type, a size and ranks; none if they are no such."""
+    """Return the shards that follow from a type, a size and ranks; empty if none do."""
     if not ranks or kind == ShardingType.DATA_PARALLEL.value:
         return []
     (rows, dim), device, local_size = size, made_for.compute_device, made_for.local_world_size
@@ -177,7 +166,7 @@ def _shards_of(
     return spec.shards if spec is not None else []
 
 
-def _shard(shard: ShardMetadata, made_for: PlanRanks) -> str:
+def _shard(shard: ShardMetadata, made_for: PlanRanks) -> dict[str, object]:
     (row, col), (rows, cols) = shard.shard_offsets, shard.shard_sizes
     entry: dict[str, object] = {
         "rank": shard.rank,
@@ -187,11 +176,11 @@ def _shard(shard: ShardMetadata, made_for: PlanRanks) -> str:
     usual = placement(made_for.compute_device, shard.rank, made_for.local_world_size)
     if str(shard.placement) != usual:
         entry["placement"] = str(shard.placement)
-    return json.dumps(entry)
+    return entry
 
 
 def _runs(ranks: Sequence[int]) -> list[int | str]:
-    """Return ranks with three and more consecutive ones as "first-last"."""
+    """Return ranks, with three or more consecutive ones as "first-last"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -205,7 +194,7 @@ def _runs(ranks: Sequence[int]) -> list[int | str]:
 
 
 def _guess_ranks(plan: ShardingPlan) -> PlanRanks:
-    """Return the fewest ranks that a plan can be for."""
+    """Return the smallest number of ranks that the plan fits."""
     entries = [sharding for tables in plan.plan.values() for sharding in tables.values()]
     shards = [s for e in entries if e.sharding_spec is not None for s in e.sharding_spec.shards]
     ranks = {rank for e in entries for rank in e.ranks or ()} | {shard.rank for shard in shards}
@@ -224,23 +213,23 @@ def _guess_ranks(plan: ShardingPlan) -> PlanRanks:
 
 
 def read(text: str, subject: str) -> ShardingPlan:
-    """Return the plan that a file describes.
+    """Return the plan in a text.
 
     Args:
         text: JSON.
-        subject: what the text is, for errors.
+        subject: Name of the text in errors.
 
     Raises:
-        ValueError: if the text is no JSON, a key is missing, unknown or there twice, a value is not
-            one of its choices, or ranks and sizes do not go with each other.
-        TypeError: if a value has the wrong type.
+        ValueError: The text is not JSON, a key is missing, unknown or repeated, a value is not one
+            of its choices, or ranks and sizes do not match.
+        TypeError: A value has another type.
     """
     members = files.read_members(subject, files.parse_json(text, subject), _FILE, hint=_HINT)
     made_for = PlanRanks(**{own.name: members[own.name] for own in fields(PlanRanks)})
     if made_for.world_size % made_for.local_world_size:
         raise ValueError(
-            f"{subject}: local_world_size must divide world_size, as nodes have equally many "
-            f"ranks; received {made_for.local_world_size} and {made_for.world_size}."
+            f"{subject}: local_world_size must divide world_size, because nodes have the same "
+            f"number of ranks; received {made_for.local_world_size} and {made_for.world_size}."
         )
     plan = ShardingPlan(made_for=made_for)
     for path, tables in members["plan"].items():
@@ -325,8 +314,7 @@ _SETTINGS: Mapping[str, tuple[str, Reader, Callable[[Any], object]]] = {
     "stochastic_rounding": ("stochastic_rounding", files.flag_of, bool),
     "output_dtype": ("output_dtype", _dtype, lambda dtype: str(dtype).removeprefix("torch.")),
 }
-"""Settings by their names in a file: the attribute of ParameterSharding, and what reads and writes
-it."""
+"""Attribute of ParameterSharding, its reader and its writer, by the setting's name in a file."""
 
 
 def _spec(
@@ -341,28 +329,29 @@ def _spec(
     if len(shards) != len(ranks):
         raise ValueError(
             f"{subject} ({kind}): {size[0]} rows x {size[1]} columns must make a shard for "
-            f"each of {len(ranks)} ranks; received ranks {_runs(ranks)}, of which {len(shards)} "
-            "would own a shard. Name as many."
+            f"each of {len(ranks)} ranks; received ranks {_runs(ranks)}; only {len(shards)} "
+            "of them would own a shard. Name that many ranks."
         )
     return EnumerableShardingSpec(shards)
 
 
 def _read_shard(subject: str, entry: object, made_for: PlanRanks) -> ShardMetadata:
-    members = files.members_of(subject, entry, ("rank", "rows", "columns"), ("placement",))
-    rank = _rank(f"{subject}: rank", members["rank"], made_for.world_size)
-    top, bottom = _pair(f"{subject}: rows", members["rows"], "[first, one past the last]")
-    left, right = _pair(f"{subject}: columns", members["columns"], "[first, one past the last]")
+    interval = partial(_pair, rule="[first, one past the last]")
+    rank_of = partial(_rank, world_size=made_for.world_size)
+    required: Readers = {"rank": rank_of, "rows": interval, "columns": interval}
+    members = files.read_members(subject, entry, required, {"placement": files.text_of})
+    rank, (top, bottom), (left, right) = members["rank"], members["rows"], members["columns"]
     if top > bottom or left > right:
         raise ValueError(
             f"{subject}: rows and columns must not end before they start; received rows "
             f"{members['rows']} and columns {members['columns']}."
         )
     usual = placement(made_for.compute_device, rank, made_for.local_world_size)
-    place = files.text_of(f"{subject}: placement", members.get("placement", usual))
-    shard = ShardMetadata([top, left], [bottom - top, right - left], place)
+    device = members.get("placement", usual)
+    shard = ShardMetadata([top, left], [bottom - top, right - left], device)
     if shard.rank != rank:
         raise ValueError(
-            f"{subject}: placement must be on the shard's rank, {rank}; received {place!r}."
+            f"{subject}: placement must be on the shard's rank, {rank}; received {device!r}."
         )
     return shard
 
@@ -404,7 +393,7 @@ def _rank(subject: str, value: object, world_size: int) -> int:
 def _check_ranks(
     subject: str, kind: ShardingType, ranks: Sequence[int], made_for: PlanRanks
 ) -> None:
-    """Raise unless the ranks are such as the sharding type can use."""
+    """Raise unless the sharding type can use the ranks."""
     size = made_for.local_world_size
     nodes = [[rank // size for rank in ranks[i : i + size]] for i in range(0, len(ranks), size)]
     is_one_node = len({rank // size for rank in ranks}) == 1

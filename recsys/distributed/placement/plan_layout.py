@@ -1,4 +1,4 @@
-"""The layout of a plan, without the ranks: to look at a placement before a job is started."""
+"""Layout of a plan without its ranks, to inspect a placement before a job starts."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def layout_of_plan(
     world_size: int,
     local_size: int | None = None,
 ) -> Layout:
-    """Compile the plan of one collection, as sharding it on so many ranks would.
+    """Compile the plan of one collection, as sharding it on that many ranks would.
 
-    Lookups are grouped by their pooling alone: other reasons to keep tables apart, such as
-    different optimizers, are known once the collection is sharded.
+    Lookups are grouped by their pooling alone. Other reasons to separate tables, such as different
+    optimizers, are known only when the collection is sharded.
 
     Args:
-        module: an EmbeddingBagCollection or EmbeddingCollection; may be on the `meta` device.
-        plan: by table name, such as `construct_module_sharding_plan` and planners make it.
-        world_size: number of ranks.
-        local_size: ranks per node; as in this job if None.
+        module: An EmbeddingBagCollection or EmbeddingCollection; may be on the `meta` device.
+        plan: Placements by table name, from `construct_module_sharding_plan` or a planner.
+        world_size: Number of ranks.
+        local_size: Ranks per node; None for the value of this job.
 
     Returns:
         The layout; `layout.plot()` draws it.
 
     Raises:
-        ValueError: if the plan does not fit the tables or the ranks.
+        ValueError: The plan does not fit the tables or the ranks.
 
     Example:
         >>> from recsys.distributed.sharding_plan import construct_module_sharding_plan, row_wise
@@ -78,20 +78,21 @@ def place_tables(
     group_of: Callable[[int, Sequence[Rect]], Hashable],
     needs_one_width: Callable[[int, Sequence[Rect]], bool] = lambda number, rects: False,
 ) -> tuple[list[str], Layout]:
-    """Place tables.
+    """Compile the placement of tables.
 
     Args:
-        configs: of the tables.
-        poolings: of the tables.
-        plan: by table name.
-        world_size: number of ranks.
-        local_size: ranks per node.
-        group_of: from a table's number and rectangles to what the tables of one lookup must have in
-            common.
-        needs_one_width: from the same to whether a lookup of that table serves one width only.
+        configs: Configs of the tables.
+        poolings: Poolings of the tables.
+        plan: Placements by table name.
+        world_size: Number of ranks.
+        local_size: Ranks per node.
+        group_of: Function from a table's number and rectangles to the key of its lookup. Tables
+            with the same key share a lookup.
+        needs_one_width: Function from the same arguments to whether a lookup of that table requires
+            rectangles of one width.
 
     Returns:
-        The distinct features in the layout's numbering, and the layout.
+        The unique features in the layout's numbering, and the layout.
     """
     names = dict.fromkeys(f for config in configs for f in config.feature_names)
     number = {name: i for i, name in enumerate(names)}

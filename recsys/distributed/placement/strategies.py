@@ -1,8 +1,8 @@
-"""From a strategy's name to rectangles, and from a plan's shards to checked rectangles.
+"""Rectangles of sharding strategies, and checked rectangles of a plan's shards.
 
-This is all a sharding strategy is: a function that returns rectangles. The stages of a batch know
-no names. By name go plans written by hand (`sharding_plan`), plan files (`plan_json`) and what the
-planner proposes (`option_lister`, `tables`).
+A sharding strategy is a function that returns rectangles. The stages of a batch do not know
+strategies. Strategy names occur in plans written by hand (`sharding_plan`), in plan files
+(`plan_json`) and in proposals of the planner (`option_lister`, `tables`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIN_COLUMNS = 4  # FBGEMM's kernels read rows in groups of four columns
 
 
 def even_block(size: int, parts: int, multiple: int = 1) -> int:
-    """Return the size of the blocks that `split_evenly` makes, but for the last.
+    """Return the size of the blocks of `split_evenly`, except the last.
 
     Example:
         >>> even_block(10, 4)
@@ -44,12 +44,12 @@ def even_block(size: int, parts: int, multiple: int = 1) -> int:
 
 
 def split_evenly(size: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """Split `0..size` into blocks of equal size, the last ones smaller; empty blocks are left out.
+    """Split `0..size` into blocks of equal size, the last ones smaller; empty blocks are omitted.
 
     Args:
-        size: what to split.
-        parts: the number of blocks wanted.
-        multiple: every block but the last is a multiple of this.
+        size: Size to split.
+        parts: Number of blocks.
+        multiple: Divisor of every block's size, except the last.
 
     Returns:
         `(start, end)` per block, at most `parts` of them.
@@ -121,7 +121,7 @@ STRATEGIES: Mapping[ShardingType, Callable[[int, int, Sequence[int], int], list[
     ShardingType.TABLE_COLUMN_WISE: _column_wise,
     ShardingType.GRID_SHARD: _grid,
 }
-"""Per strategy the function from (rows, columns, owning ranks, ranks per node) to rectangles."""
+"""Function from (rows, columns, owning ranks, ranks per node) to rectangles, by strategy."""
 
 
 def parameter_sharding(
@@ -134,18 +134,18 @@ def parameter_sharding(
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
     local_size: int | None = None,
 ) -> ParameterSharding:
-    """Place one table.
+    """Return the placement of one table.
 
     Args:
-        sharding_type: the strategy.
-        num_rows: rows of the table.
-        dim: columns of the table.
-        ranks: the owners, in order of their part; all ranks for a data-parallel table, the ranks of
-            one node for `table_row_wise` and `table_column_wise`, of some nodes, node by node,
+        sharding_type: The strategy.
+        num_rows: Rows of the table.
+        dim: Columns of the table.
+        ranks: Owners in the order of their shards: all ranks for a data-parallel table, the ranks
+            of one node for `table_row_wise` and `table_column_wise`, of some nodes, node by node,
             for `grid_shard`.
-        device_type: "cpu" or "cuda", for the placements.
-        compute_kernel: where the table lives.
-        local_size: ranks per node, which number their GPUs from 0; all on one node if None.
+        device_type: Device type of the placements, "cpu" or "cuda".
+        compute_kernel: Compute kernel of the table.
+        local_size: Ranks per node, which number their GPUs from 0; None for a single node.
 
     Example:
         >>> placed = parameter_sharding(ShardingType.ROW_WISE, 10, 8, [0, 1])
@@ -176,11 +176,7 @@ def sharding_of_rects(
         [0, 1]
     """
     shards = [
-        ShardMetadata(
-            shard_offsets=[rect.row_start, rect.col_start],
-            shard_sizes=[rect.num_rows, rect.num_cols],
-            placement=place,
-        )
+        ShardMetadata([*rect.offsets], [*rect.shape], place)
         for rect, place in zip(rects, placements, strict=True)
     ]
     ranks = [rect.rank for rect in rects]
@@ -190,12 +186,12 @@ def sharding_of_rects(
 
 @checked
 def placement(compute_device: str, rank: int, local_size: int) -> str:
-    """Return where a rank keeps its shards, as a plan writes it.
+    """Return rank and device of a rank's shards, in the format of plans.
 
     Args:
         compute_device: "cpu" or "cuda".
-        rank: among all ranks.
-        local_size: ranks per node; every node numbers its GPUs from 0.
+        rank: Rank among all ranks.
+        local_size: Ranks per node; every node numbers its GPUs from 0.
 
     Example:
         >>> placement("cuda", rank=5, local_size=4)
@@ -207,12 +203,12 @@ def placement(compute_device: str, rank: int, local_size: int) -> str:
 
 @checked
 def placement_helper(device_type: str, index: int = 0, rank: int = 0) -> str:
-    """Return where a rank keeps its shards, as a plan writes it; see `placement`.
+    """Return rank and device of a rank's shards, in the format of plans; see `placement`.
 
     Args:
         device_type: "cpu" or "cuda".
-        index: of the GPU on its node.
-        rank: among all ranks.
+        index: Number of the GPU on its node.
+        rank: Rank among all ranks.
 
     Example:
         >>> placement_helper("cuda", index=1, rank=5), placement_helper("cpu", rank=5)
@@ -232,20 +228,20 @@ def rects_of(
     world_size: int,
     node_size: int | None = None,
 ) -> tuple[Rect, ...]:
-    """Return the rectangles a plan gives a table, neighbours merged; none if replicated.
+    """Return the rectangles of a table in a plan, with neighbors merged; empty if replicated.
 
     Args:
-        name: of the table.
-        num_rows: rows of the table.
-        dim: columns of the table.
-        sharding: the plan's entry. Without shards they follow from its type and ranks.
-        world_size: the number of ranks there are.
-        node_size: ranks per node; None: all are on one.
+        name: Name of the table.
+        num_rows: Rows of the table.
+        dim: Columns of the table.
+        sharding: The plan's entry. Without shards they follow from its type and ranks.
+        world_size: Number of ranks.
+        node_size: Ranks per node; None for a single node.
 
     Raises:
-        ValueError: if a rank does not exist, a shard has not two offsets and two sizes, or the plan
-            has neither shards nor ranks. (Gaps and overlaps are found when the layout is built.)
-        TypeError: if an offset, a size or a rank is no whole number.
+        ValueError: A rank does not exist, a shard does not have two offsets and two sizes, or the
+            plan has neither shards nor ranks. (`build_layout` finds gaps and overlaps.)
+        TypeError: An offset, a size or a rank is not a whole number.
     """
     sharding_type = ShardingType(sharding.sharding_type)
     if sharding_type is ShardingType.DATA_PARALLEL:
@@ -270,7 +266,7 @@ def rects_of(
                 f"{world_size} ranks (0..{world_size - 1}). Make the plan for this world size."
             )
     kept = [rect for rect in rects if rect.num_rows > 0 and rect.num_cols > 0]
-    return tuple(_merge_neighbours(kept))
+    return tuple(_merge_neighbors(kept))
 
 
 def _rect_of(table: str, shard: ShardMetadata) -> Rect:
@@ -282,10 +278,10 @@ def _rect_of(table: str, shard: ShardMetadata) -> Rect:
 
 
 def pooling_of_parts(pooling: PoolingType, rects: Sequence[Rect]) -> PoolingType:
-    """Return how a table's parts are pooled: those of a mean are sums, divided at the end.
+    """Return the pooling of a table's shards: shards of a mean are sums, divided at the end.
 
     Raises:
-        ValueError: Parts of bags cannot be combined so.
+        ValueError: The pooling cannot be split by rows.
     """
     if len({rect.row_start for rect in rects}) <= 1:
         return pooling
@@ -297,12 +293,9 @@ def pooling_of_parts(pooling: PoolingType, rects: Sequence[Rect]) -> PoolingType
     return ROW_PARTS[pooling].pooling
 
 
-def _merge_neighbours(rects: Sequence[Rect]) -> list[Rect]:
-    """Merge column neighbours of the same rows on the same rank, where all rows are split alike."""
-    splits: dict[tuple[int, int], list[Rect]] = {}
-    for rect in rects:
-        splits.setdefault((rect.row_start, rect.row_end), []).append(rect)
-    if len(splits) > 1:
+def _merge_neighbors(rects: Sequence[Rect]) -> list[Rect]:
+    """Merge column neighbors of the same rows and rank, if all rows are split the same way."""
+    if len({(rect.row_start, rect.row_end) for rect in rects}) > 1:
         return list(rects)
     merged: list[Rect] = []
     for rect in sorted(rects, key=lambda r: r.col_start):
@@ -318,7 +311,8 @@ def check_plan_paths(plan: ShardingPlan, module_paths: Collection[str]) -> None:
     """Check that a plan names exactly the modules of a model that can be sharded.
 
     Raises:
-        ValueError: listing the modules that are missing from the plan, or not in the model.
+        ValueError: It does not. The error lists modules that are missing from the plan or the
+            model.
     """
     missing = sorted(module_paths - plan.plan.keys())
     unknown = sorted(plan.plan.keys() - module_paths)
@@ -336,7 +330,8 @@ def check_plan_covers(
     """Check that a plan names exactly the tables of a module.
 
     Raises:
-        ValueError: listing the tables that are missing from the plan, or not in the module.
+        ValueError: It does not. The error lists tables that are missing from the plan or the
+            module.
     """
     known = set(table_names)
     missing = [name for name in table_names if name not in plan]

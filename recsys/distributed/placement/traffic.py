@@ -1,7 +1,7 @@
-"""How many bytes a layout sends from rank to rank in one forward pass, as far as it alone says.
+"""Bytes that a layout sends between ranks in one forward pass.
 
-Row ids are taken to be spread evenly over a table's rows. Backward sends the gradients of the
-embeddings the other way, so many bytes again.
+Row ids are assumed to be spread evenly over a table's rows. Backward sends the gradients of the
+embeddings in the other direction, with the same number of bytes.
 
 Shape suffixes: R ranks; the first R sends, the second receives.
 """
@@ -26,12 +26,12 @@ _ID_BYTES, _LENGTH_BYTES, _VALUE_BYTES = 4, 4, 4
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Bytes between ranks, fp64 `[R, R]` on the CPU; what a rank keeps is on the diagonal.
+    """Bytes between ranks, fp64 `[R, R]` on the CPU; the diagonal is data that stays on its rank.
 
     Attributes:
-        ids: ids and lengths on their way to the owners.
-        node_sums: embeddings on their way to the ranks of the owner's node that add them up.
-        embeddings: embeddings on their way to the samples.
+        ids_RR: Ids and lengths, sent to the owners.
+        node_sums_RR: Embeddings, sent to the ranks of the owner's node that add them up.
+        embeddings_RR: Embeddings, sent to the ranks of the samples.
     """
 
     ids_RR: Tensor
@@ -43,13 +43,13 @@ class Traffic:
 def traffic_of(
     layout: Layout, *, samples_per_rank: int = 1, ids_per_sample: float = 1.0, pooled: bool = True
 ) -> Traffic:
-    """Return what one forward pass sends.
+    """Return the bytes that one forward pass sends.
 
     Args:
-        layout: of one module.
-        samples_per_rank: batch size of each rank.
-        ids_per_sample: of each feature, on average.
-        pooled: whether one embedding per sample travels back, or one per id.
+        layout: Layout of one module.
+        samples_per_rank: Batch size of each rank.
+        ids_per_sample: Average number of ids per sample and feature.
+        pooled: Whether one embedding per sample is returned, or one per id.
 
     Example:
         >>> from recsys.distributed.placement.layout import PlacedTable, Rect, build_layout
@@ -80,9 +80,9 @@ def traffic_of(
             if index not in layout.node_tables:
                 embeddings[owner] += row * (samples_per_rank if pooled else num_ids)
                 continue
-            # each rank of the node adds up the samples of the ranks with its place in their nodes
+            # each rank of the node adds up the samples of all ranks with its local rank
             sums[owner, list(node)] += row * samples_per_rank * (world_size // node_size)
-            if stream.rect.row_start == 0:  # once per column block: the sum
+            if stream.rect.row_start == 0:  # one sum per column block
                 for adder in node:
                     embeddings[adder, adder % node_size :: node_size] += row * samples_per_rank
     return Traffic(ids_RR=ids, node_sums_RR=sums, embeddings_RR=embeddings)

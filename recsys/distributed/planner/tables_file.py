@@ -111,7 +111,9 @@ def read_tables(path: str | Path) -> TablesFile:
     constraints: dict[str, ParameterConstraints] = {}
     for index, row in enumerate(members["tables"]):
         numbered = f"{subject}: tables[{index}]"
-        name = files.members_of(numbered, row, [*_NAMED], [*_TABLE])["name"]
+        name = files.read_members(numbered, row, dict.fromkeys(_NAMED), dict.fromkeys(_TABLE))[
+            "name"
+        ]
         owner = f"{subject}: table {files.text_of(f'{numbered}.name', name)!r}"
         if name in constraints:
             raise ValueError(f"{owner} must occur once; received it again as tables[{index}].")

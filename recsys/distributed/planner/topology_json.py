@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,22 +30,17 @@ def write(
         tables: Measurements by the name of their table.
     """
     columns = {name: [getattr(rank, name) for rank in hardware] for name in ("name", *NUMBERS)}
-    numbers = [
-        f"{json.dumps(name)}: {json.dumps(values[0] if len(set(values)) == 1 else values)}"
-        for name, values in columns.items()
-    ]
     members = {
-        "format": str(FORMAT),
-        "compute_device": json.dumps(hardware[0].compute_device),
-        "world_size": str(len(hardware)),
-        "local_world_size": str(local_world_size),
-        "hardware": files.bracket(numbers, "{}", "  "),
+        "format": FORMAT,
+        "compute_device": hardware[0].compute_device,
+        "world_size": len(hardware),
+        "local_world_size": local_world_size,
+        "hardware": {
+            name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()
+        },
+        **{name: [asdict(point) for point in points] for name, points in tables.items() if points},
     }
-    for name, points in tables.items():
-        rows = [json.dumps({f.name: getattr(p, f.name) for f in fields(p)}) for p in points]
-        if rows:
-            members[name] = files.bracket(rows, "[]", "  ")
-    return files.bracket([f"{json.dumps(k)}: {v}" for k, v in members.items()], "{}") + "\n"
+    return files.to_json(members, levels=2) + "\n"
 
 
 def read(text: str, subject: str) -> dict[str, Any]:
@@ -78,19 +72,19 @@ def read(text: str, subject: str) -> dict[str, Any]:
         _HINT,
     )
     world_size, owner = members.pop("world_size"), f"{subject}: hardware"
-    given = files.members_of(owner, members["hardware"], NUMBERS, ("name",), _HINT)
-    there = [name for name in (*NUMBERS, "name") if name in given]
-    columns = {name: per_rank(owner, name, given[name], world_size) for name in there}
+    unchecked = dict.fromkeys(NUMBERS), {"name": None}
+    given = files.read_members(owner, members["hardware"], *unchecked, _HINT)
+    columns = {name: per_rank(owner, name, own, world_size) for name, own in given.items()}
     members["hardware"] = build_hardware(members.pop("compute_device"), columns)
     del members["format"]
     return members
 
 
 def _points(subject: str, rows: object, *, kind: type[_Point]) -> tuple[_Point, ...]:
-    names = [f.name for f in fields(kind)]
+    readers = dict.fromkeys(f.name for f in fields(kind))
     points = []
     for index, row in enumerate(files.list_of(subject, rows)):
-        members = files.members_of(f"{subject}[{index}]", row, names, hint=_HINT)
+        members = files.read_members(f"{subject}[{index}]", row, readers, hint=_HINT)
         try:
             points.append(kind(**members))
         except (TypeError, ValueError) as error:

@@ -1,27 +1,26 @@
-"""Collectives as the stages use them: plain tensors in, plain tensors out, finished later.
+"""Asynchronous collectives of the stages, and results of modules in progress.
 
 With one rank every exchange is the identity and no process group is needed. A CUDA tensor is
-exchanged on the process group's own stream; `Pending.wait` makes the current stream wait for it
-and does not block the host. `LazyAwaitable` is the result of a module that is under way.
+exchanged on the process group's own stream; `Pending.wait` makes the current stream wait for it and
+does not block the host. `LazyAwaitable` is the result of a module in progress.
 """
 
 from __future__ import annotations
 
 import abc
-import builtins
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from recsys import step_stages
-from recsys.contact import LostContactError, raise_explained
+from recsys.contact import explained, raise_explained
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.ranks.wire import WireFormat
@@ -29,6 +28,8 @@ from recsys.kernels.arguments import wrong_type
 from recsys.step_stages import Stage, exchange_finished, exchange_started, waiting
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @final
@@ -37,12 +38,12 @@ class Pending:
     """A tensor that an exchange is filling.
 
     Attributes:
-        tensor: what is being filled.
-        work: the exchange, if there is one.
-        keep: the input, which must outlive the exchange.
-        decode: turns what arrived into the result.
-        env: the ranks that take part.
-        what: the ranks do in the exchange, for messages.
+        tensor: The tensor.
+        work: The exchange, if there is one.
+        keep: The input, which must exist until the exchange has ended.
+        decode: Converts the received tensor to the result.
+        env: Ranks of the exchange.
+        what: Purpose of the exchange, for messages.
     """
 
     tensor: Tensor
@@ -56,10 +57,10 @@ class Pending:
         """Wait for the exchange and return the tensor.
 
         Args:
-            decode: whether to turn what arrived into the result.
+            decode: Whether to convert the received tensor to the result.
 
         Raises:
-            LostContactError: if contact with another rank is lost.
+            LostContactError: Contact with another rank is lost.
         """
         if self.work is not None:
             try:
@@ -86,19 +87,20 @@ def all_to_all(
     out: Tensor | None = None,
     wire: WireFormat | None = None,
 ) -> Pending:
-    """Start an all-to-all of stretches of a flat tensor.
+    """Start an all-to-all of blocks of a flat tensor.
 
     Args:
-        env: the ranks that take part.
-        what: the exchange.
-        send: `[sum(send_sizes)]`, the stretch for rank 0 first. Do not change it before the wait.
-        send_sizes: elements for each rank.
-        recv_sizes: elements from each rank.
-        out: `[sum(recv_sizes)]`, to receive into; allocated if None.
-        wire: what fp32 values look like while they travel; None: as they are.
+        env: Ranks of the exchange.
+        what: Name of the exchange.
+        send: `[sum(send_sizes)]`, starting with the block for rank 0. Do not change it before the
+            wait.
+        send_sizes: Number of elements for each rank.
+        recv_sizes: Number of elements from each rank.
+        out: `[sum(recv_sizes)]`, the output buffer; allocated if None.
+        wire: Format of fp32 values during the exchange; None to send them unchanged.
 
     Returns:
-        The pending `[sum(recv_sizes)]`, the stretch from rank 0 first.
+        The pending `[sum(recv_sizes)]`, starting with the block from rank 0.
     """
     rank = env.rank
     if env.world_size == 1:
@@ -111,15 +113,15 @@ def all_to_all(
         send, send_sizes = wire.encode(send, send_sizes)
         out, recv_sizes = None, wire.encoded_sizes(recv_sizes)
 
-        def decode(arrived: Tensor) -> Tensor:
-            return wire.decode(arrived, value_sizes, final)
+        def decode(received: Tensor) -> Tensor:
+            return wire.decode(received, value_sizes, final)
 
     if out is None:
         out = send.new_empty(sum(recv_sizes))
     send_sizes, recv_sizes = list(send_sizes), list(recv_sizes)
     sent, received = send, out
     if send.device.type == "cpu" and rank in (0, env.world_size - 1):
-        # gloo moves a rank's own stretch slower than a copy does; at either end it can be left out
+        # gloo copies a rank's own block slowly; the first and last rank can omit theirs
         own = send_sizes[rank]
         kept = slice(own, None) if rank == 0 else slice(0, send.numel() - own)
         into = slice(own, None) if rank == 0 else slice(0, out.numel() - own)
@@ -134,7 +136,7 @@ def all_to_all(
     pending = Pending(out, work, send, decode, env, what)
     if step_stages.observers:
         exchange_started(pending)
-    if received is not out:  # while the others' stretches are under way
+    if received is not out:  # copied during the exchange
         own_to = slice(0, own) if rank == 0 else slice(out.numel() - own, None)
         own_from = slice(0, own) if rank == 0 else slice(send.numel() - own, None)
         out[own_to].copy_(send[own_from])
@@ -147,121 +149,84 @@ def all_reduce(
     tensor: Tensor,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Pending:
-    """Start an in-place sum over ranks, or another reduction; `what` as for `all_to_all`."""
+    """Start an in-place sum over ranks, or another reduction; arguments as for `all_to_all`."""
     if env.world_size == 1:
         return Pending(tensor)
-    return _start(env, what, partial(dist.all_reduce, op=op), tensor)
+    return _start(Pending(tensor, env=env, what=what), partial(dist.all_reduce, op=op), tensor)
 
 
 def reduce_scatter(env: ShardingEnv, what: ExchangeName, send: Tensor, out: Tensor) -> Pending:
-    """Start a sum over ranks of which each gets a stretch, in no fixed order of the ranks.
+    """Start a sum over ranks that gives each rank one block, in no fixed order of the ranks.
 
     Args:
-        env: the ranks that take part, more than one.
-        what: as for `all_to_all`.
-        send: `[R * N]`, the stretch for rank 0 first. Do not change it before the wait.
-        out: `[N]`, to receive into.
+        env: Ranks of the exchange, more than one.
+        what: Name of the exchange.
+        send: `[R * N]`, starting with the block for rank 0. Do not change it before the wait.
+        out: `[N]`, the output buffer.
     """
-    return _start(env, what, _reduce_scatter, out, send)
+    return _start(Pending(out, None, send, None, env, what), _reduce_scatter, out, send)
 
 
 def all_gather(env: ShardingEnv, what: ExchangeName, send: Tensor) -> Pending:
-    """Start to gather what all ranks have: `[N]` each, `[R * N]` on all; else as before."""
+    """Start to gather `[N]` of each rank as `[R * N]` on all; arguments as for `all_to_all`."""
     out = send.new_empty(env.world_size * send.numel())
-    return _start(env, what, _all_gather, out, send)
+    return _start(Pending(out, None, send, None, env, what), _all_gather, out, send)
 
 
-# of newer PyTorch, and of older
+# the name in newer PyTorch, and in older
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _start(
-    env: ShardingEnv,
-    what: ExchangeName,
-    exchange: Callable[..., Any],
-    out: Tensor,
-    send: Tensor | None = None,
-) -> Pending:
-    tensors = (out,) if send is None else (out, send)
+def _start(pending: Pending, exchange: Callable[..., Any], *args: Any) -> Pending:
+    env = pending.env
+    assert env is not None
     try:
-        work: dist.Work = exchange(*tensors, group=env.process_group, async_op=True)
+        pending.work = exchange(*args, group=env.process_group, async_op=True)
     except RuntimeError as error:
-        raise_explained(error, env.process_group, what)
-    pending = Pending(out, work, send, env=env, what=what)
+        raise_explained(error, env.process_group, pending.what)
     if step_stages.observers:
         exchange_started(pending)
     return pending
 
 
 def gather_objects(group: dist.ProcessGroup | None, what: str, own: T) -> list[T]:
-    """Return what each rank has, by rank; every rank must call it.
+    """Return the object of each rank, by rank. Every rank must call it.
 
     Args:
-        group: the ranks; None for this process alone.
-        what: the ranks do in it, for messages, such as "agree on a plan".
-        own: what this rank has; small, and picklable.
+        group: The ranks; None for this process alone.
+        what: Action in messages, such as "agree on a plan".
+        own: Object of this rank; small, and picklable.
 
     Raises:
-        LostContactError: if contact with another rank is lost.
+        LostContactError: Contact with another rank is lost.
     """
     if group is None or group.size() == 1:
         return [own]
     gathered = [own] * group.size()
-    try:
-        with waiting(what):
-            dist.all_gather_object(gathered, own, group=group)
-    except RuntimeError as error:
-        raise_explained(error, group, what)
+    with explained(group, what), waiting(what):
+        dist.all_gather_object(gathered, own, group=group)
     return gathered
 
 
 def broadcast_object(group: dist.ProcessGroup, what: str, own: T, source: int = 0) -> T:
-    """Return what rank `source` of the group has; else as `gather_objects`."""
+    """Return the object of rank `source` of the group; arguments as for `gather_objects`."""
     box = [own]
-    try:
-        with waiting(what):
-            dist.broadcast_object_list(box, group=group, group_src=source)
-    except RuntimeError as error:
-        raise_explained(error, group, what)
+    with explained(group, what), waiting(what):
+        dist.broadcast_object_list(box, group=group, group_src=source)
     return box[0]
 
 
 def broadcast(env: ShardingEnv, what: ExchangeName, tensor: Tensor) -> None:
-    """Fill `tensor` on every rank with what rank 0 has; `what` as for `all_to_all`."""
-    if env.world_size == 1:
-        return
-    try:
-        with waiting(what):
+    """Fill `tensor` on every rank with the values of rank 0; `what` as for `all_to_all`."""
+    if env.world_size > 1:
+        with explained(env.process_group, what), waiting(what):
             dist.broadcast(tensor, group=env.process_group, group_src=0)
-    except RuntimeError as error:
-        raise_explained(error, env.process_group, what)
-
-
-def raise_together(env: ShardingEnv, what: str, error: Exception | None) -> None:
-    """Raise the same error on every rank if any rank has one.
-
-    Every rank must call it. The error of the lowest failing rank is raised, its message led by
-    that rank's number.
-
-    Args:
-        env: the ranks that take part.
-        what: they have done, for messages, such as "load a state dict".
-        error: this rank's error, or None.
-    """
-    if isinstance(error, LostContactError):
-        raise error
-    for rank, failure in enumerate(gather_objects(env.process_group, what, failure_of(error))):
-        if failure is not None:
-            raise_failure(rank, failure, error)
-
-
-_met_outside: ContextVar[bool] = ContextVar("met_outside", default=False)
 
 
 @contextmanager
-def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Give a context variable a value for as long as the block runs."""
+def set_context(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Set a context variable for the duration of a block."""
     token = variable.set(value)
     try:
         yield
@@ -269,77 +234,10 @@ def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
-def met_outside() -> AbstractContextManager[None]:
-    """Leave it to the caller to tell the other ranks of errors: `together` only works."""
-    return holding(_met_outside, True)
-
-
-def together(env: ShardingEnv, what: str, work: Callable[[], T]) -> T:
-    """Call a function on every rank; an error on one of them is raised on all.
-
-    Args:
-        env: the ranks that take part; each must call it.
-        what: the function does, for messages, such as "load a state dict".
-        work: the function.
-    """
-    if env.world_size == 1 or _met_outside.get():
-        return work()
-    result, error = None, None
-    try:
-        result = work()
-    except Exception as raised:  # whatever it is: the other ranks go on otherwise
-        error = raised
-    raise_together(env, what, error)
-    return result  # type: ignore[return-value]  # no error: it is one
-
-
-Failure: TypeAlias = tuple[str, str]
-"""An error as it travels: the name of its type, and its text."""
-
-
-def failure_of(error: Exception | None) -> Failure | None:
-    """Return what other ranks are told of an error."""
-    if error is None:
-        return None
-    known = (kind for kind in type(error).__mro__ if _kind_of(kind.__name__) is kind)
-    return next(known).__name__, _text_of(error)
-
-
-def raise_failure(rank: int, failure: Failure, cause: Exception | None) -> NoReturn:
-    """Raise a rank's error, led by its number.
-
-    Args:
-        rank: which failed.
-        failure: its error.
-        cause: this rank's own error, if it has one.
-    """
-    name, text = failure
-    text = f"On rank {rank}: {text}"
-    try:
-        error = _kind_of(name)(text)
-    except TypeError:  # a type that takes more than a text
-        error = RuntimeError(text)
-    error._of_rank = rank  # type: ignore[attr-defined]  # whose traceback a watchdog shows
-    raise error from cause
-
-
-def _kind_of(name: str) -> type[Exception]:
-    """Return the error of this name, of Python or made from its ValueError."""
-    ours = {kind.__name__: kind for kind in ValueError.__subclasses__()}
-    kind = getattr(builtins, name, ours.get(name))
-    return kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
-
-
-def _text_of(error: Exception) -> str:
-    if isinstance(error, KeyError) and error.args:  # str() would quote it
-        return str(error.args[0])
-    return str(error) or type(error).__name__
-
-
 class Awaitable(abc.ABC, Generic[T]):
-    """A result that is under way.
+    """A result in progress.
 
-    A class of your own defines `_wait_impl`, which returns the result.
+    Subclasses define `_wait_impl`, which returns the result.
 
     Example:
         >>> class Ones(Awaitable[torch.Tensor]):
@@ -353,17 +251,17 @@ class Awaitable(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def _wait_impl(self) -> T:
-        """Block until the result is there and return it."""
+        """Wait for the result and return it."""
 
     @property
     def callbacks(self) -> list[Callable[[T], T]]:
-        """Function that `wait` applies to the result, one after the other; append to it."""
+        """Functions that `wait` applies to the result in order; append to it."""
         if self._callbacks is None:
             self._callbacks = []
         return self._callbacks
 
     def wait(self) -> T:
-        """Block until the result is there and return it."""
+        """Wait for the result and return it."""
         result = self._wait_impl()
         for callback in self._callbacks or ():
             result = callback(result)
@@ -371,10 +269,10 @@ class Awaitable(abc.ABC, Generic[T]):
 
 
 class NoWait(Awaitable[T]):
-    """A result that is there already.
+    """A result that is available already.
 
     Args:
-        obj: the result.
+        obj: The result.
     """
 
     def __init__(self, obj: T) -> None:
@@ -388,15 +286,15 @@ _UNSET: Any = object()
 
 
 class LazyAwaitable(Awaitable[T]):
-    """A result that is under way, and arrives by `wait` or by being used.
+    """A result in progress that is awaited by `wait` or by its first use.
 
-    Attributes, indexing, iteration, arithmetic and torch functions all wait first, so that code
-    written for the result itself works unchanged; so do `copy`, `deepcopy` and `pickle`, whose
-    copies hold the result. A pytree takes it as one leaf: call `wait` to map the result's tensors.
-    A class of your own may define `_wait_impl` in place of passing `finish`.
+    Attributes, indexing, iteration, arithmetic and torch functions wait first, so that code for the
+    result itself works unchanged. So do `copy`, `deepcopy` and `pickle`, whose copies hold the
+    result. A pytree has it as one leaf: call `wait` to map the result's tensors. Subclasses may
+    define `_wait_impl` instead of passing `finish`.
 
     Args:
-        finish: computes the result; called once, at the first use.
+        finish: Computes the result; called once, at the first use.
 
     Example:
         >>> later = LazyAwaitable(lambda: torch.ones(3))
@@ -412,8 +310,8 @@ class LazyAwaitable(Awaitable[T]):
             wrong_type(f"{type(self).__name__}.finish", "a function, or None", finish)
         if finish is None and type(self)._wait_impl is LazyAwaitable._wait_impl:
             raise TypeError(
-                f"{type(self).__name__} needs a way to its result: pass a function, or define "
-                "_wait_impl in a class of your own."
+                f"{type(self).__name__} needs a function that computes its result; received none. "
+                "Pass finish, or define _wait_impl in a subclass."
             )
         self._finish = finish
 
@@ -422,7 +320,7 @@ class LazyAwaitable(Awaitable[T]):
         return self._finish()
 
     def wait(self) -> T:
-        """Block until the result is there and return it; the same object at every call."""
+        """Wait for the result and return it; the same object at every call."""
         if self._result is _UNSET:
             result = self._wait_impl() if self._finish is None else self._finish()
             for callback in self._callbacks or ():
@@ -435,11 +333,11 @@ class LazyAwaitable(Awaitable[T]):
         return LazyNoWait, (self.wait(),)
 
     def __fx_create_arg__(self, tracer: Any) -> Any:
-        """Wait: a graph of `torch.fx` takes the result."""
+        """Wait: a graph of `torch.fx` contains the result."""
         return tracer.create_arg(self.wait())
 
     def __repr__(self) -> str:
-        state = "under way" if self._result is _UNSET else repr(self._result)
+        state = "in progress" if self._result is _UNSET else repr(self._result)
         return f"{type(self).__name__}({state})"
 
     def __getattr__(self, name: str) -> Any:
@@ -497,12 +395,48 @@ LazyAwaitable.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 class LazyNoWait(LazyAwaitable[T]):
-    """A result that is already there.
+    """A result that is available already.
 
     Args:
-        obj: the result.
+        obj: The result.
     """
 
     def __init__(self, obj: T) -> None:
         super().__init__(lambda: obj)
         self.wait()
+
+
+class GetItemLazyAwaitable(LazyAwaitable[V]):
+    """An entry of a result in progress; it is available with the result.
+
+    Args:
+        parent: The result.
+        key: Key of the entry.
+
+    Example:
+        >>> GetItemLazyAwaitable(LazyAwaitable(lambda: {"a": 3}), "a").wait()
+        3
+    """
+
+    def __init__(self, parent: LazyAwaitable[Any], key: object) -> None:
+        super().__init__(lambda: parent.wait()[key])
+
+
+class LazyGetItemMixin(Generic[K, V]):
+    """Mixin that makes entries of a `LazyAwaitable` awaitable: `pending[key]` does not wait.
+
+    Name it before `LazyAwaitable` among the bases of a class.
+
+    Example:
+        >>> class Pending(LazyGetItemMixin[str, int], LazyAwaitable[dict[str, int]]):
+        ...     def _wait_impl(self):
+        ...         print("waits")
+        ...         return {"a": 3}
+        >>> entry = Pending()["a"]
+        >>> entry + 1
+        waits
+        4
+    """
+
+    def __getitem__(self, key: K) -> GetItemLazyAwaitable[V]:
+        return GetItemLazyAwaitable(self, key)  # type: ignore[arg-type]  # a LazyAwaitable

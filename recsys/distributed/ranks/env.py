@@ -18,19 +18,19 @@ from recsys.kernels.checked import checked
 
 @final
 class ShardingEnv:
-    """The ranks a module is sharded over.
+    """The ranks that a module is sharded over.
 
     Args:
-        world_size: number of ranks.
-        rank: this rank.
-        pg: the process group; `None` when there is only one rank.
+        world_size: Number of ranks.
+        rank: This rank.
+        pg: Process group; `None` for a single rank.
 
     Attributes:
-        replicas: where several groups of ranks hold the whole model each (see `DMPCollection`), the
-            ranks that hold what this one holds, itself among them; else None.
+        replicas: If several groups of ranks hold the whole model each (see `DMPCollection`): the
+            ranks with the same shards as this one, including itself. Otherwise None.
 
     Raises:
-        ValueError: if the rank is none of these, or several have no process group.
+        ValueError: The rank is out of range, or several ranks have no process group.
 
     Example:
         >>> ShardingEnv(world_size=1, rank=0).world_size
@@ -55,24 +55,24 @@ class ShardingEnv:
 
     @cached_property
     def node_size(self) -> int:
-        """Ranks per node, as `get_local_size` says."""
+        """Ranks per node, as in `get_local_size`."""
         return node_size_of(self.world_size)
 
     @property
     def exchanges_in_streams(self) -> bool:
-        """Whether streams of a GPU wait for exchanges, not the host: by NCCL, or with one rank."""
+        """True if GPU streams wait for exchanges, not the host: with NCCL, or with one rank."""
         if self.process_group is None or self.world_size == 1:
             return True
         return "cuda:nccl" in str(torch.distributed.get_backend_config(self.process_group))
 
-    def adds_up_on_the_way(self, device: torch.device) -> bool:
-        """Return whether sums over ranks are better made while values travel, by reduce-scatter.
+    def prefers_reduce_scatter(self, device: torch.device) -> bool:
+        """Return whether reduce-scatter is the better collective for sums over ranks.
 
-        Nothing is then received but the sum, and NCCL sends over a node's network cards what
-        its GPUs have added up. The order in which it adds is its own. Gloo sends everything to all.
+        Each rank then receives only the sum, and NCCL adds up the values of a node's GPUs before it
+        sends them to other nodes, in an order of its own. Gloo sends all values to all ranks.
 
         Args:
-            device: where the values are.
+            device: Device of the values.
         """
         if torch.are_deterministic_algorithms_enabled() or device.type != "cuda":
             return False
@@ -81,18 +81,18 @@ class ShardingEnv:
     def of_node(self, node_size: int) -> ShardingEnv:
         """Return the environment of the ranks on this rank's node.
 
-        Every rank must ask in the same order; the group is made once.
+        Every rank must call it in the same order; the group is made once.
 
         Args:
-            node_size: ranks per node; divides `world_size`. Ranks of one node are neighbours.
+            node_size: Ranks per node; divides `world_size`. Ranks of one node are consecutive.
         """
         first = self.rank - self.rank % node_size
         return self.of_ranks(range(first, first + node_size))
 
     def of_ranks(self, ranks: Sequence[int]) -> ShardingEnv:
-        """Return the environment of some of these ranks, this one among them; see `group_of`.
+        """Return the environment of some of these ranks, including this one; see `group_of`.
 
-        Where one rank asks for itself alone, all do.
+        If one rank requests only itself, all ranks must.
         """
         if len(ranks) == 1:
             return ShardingEnv(1, 0)
@@ -100,105 +100,105 @@ class ShardingEnv:
 
     @cached_property
     def for_ids(self) -> ShardingEnv:
-        """The same ranks, with a process group in which nothing but ids travels.
+        """The same ranks, with a process group for ids.
 
-        So what is computed next never waits in a queue behind what is computed now: ids of the
-        batch to come, embeddings, and the gradients of dense layers have a group each. They are
-        made with the first model over these ranks. Gloo has threads in place
-        of a queue, and more of them would only cost time: there it is this environment itself.
+        Ids of the next batch, embeddings, and gradients of dense layers have separate groups, so
+        that none waits in a queue behind the others. The groups are made with the first model over
+        these ranks. Gloo uses threads instead of a queue, and more threads would only cost time:
+        then it is this environment itself.
         """
-        return self._beside("ids") if self.exchanges_in_streams else self
+        return self._with_group("ids") if self.exchanges_in_streams else self
 
     @cached_property
     def for_embeddings(self) -> ShardingEnv:
-        """The same ranks, with a process group for embeddings, or itself; see `for_ids`."""
-        return self._beside("embeddings") if self.exchanges_in_streams else self
+        """The same ranks, with a process group for embeddings; see `for_ids`."""
+        return self._with_group("embeddings") if self.exchanges_in_streams else self
 
     def connect(self) -> None:
-        """Make the process groups of later exchanges and asynchronous saves; every rank must.
+        """Make the process groups of later exchanges and asynchronous saves, on every rank.
 
         Making a group waits for all its ranks, up to the timeout of the default group. A model
-        makes its groups while it is built, where a rank that is lost ends the job at once, so that
-        training and saves do not wait for a rank that was lost meanwhile.
+        makes its groups while it is built, where a lost rank ends the job at once, so that training
+        and saves do not wait for such a rank.
         """
         if self.process_group is None or self.world_size == 1:
             return
         _ = self.for_ids, self.for_embeddings
         backends = str(torch.distributed.get_backend_config(self.process_group))
-        if "gloo" in backends or "nccl" in backends:  # others, such as `fake`, have no real ranks
-            self._beside("saves", "gloo")
+        if "gloo" in backends or "nccl" in backends:  # not for `fake` and the like
+            self._with_group("saves", "gloo")
 
-    def aside(self) -> ShardingEnv:
-        """Return the same ranks with a gloo group of their own, for exchanges of another thread.
+    def for_saves(self) -> ShardingEnv:
+        """Return the same ranks with their own gloo group, for exchanges of another thread.
 
-        Every rank must ask in the same order; the group is made once.
+        Every rank must call it in the same order; the group is made once.
 
         Raises:
-            ValueError: on all ranks, if they cannot have one.
+            ValueError: On all ranks, if they cannot have one.
         """
-        own = self._beside("saves", "gloo")
+        own = self._with_group("saves", "gloo")
         if own is self and self.world_size > 1:
             raise ValueError(
-                "To save beside training, ranks need a process group of their own. "
+                "To save during training, ranks need a process group of their own. "
                 f"{_NEEDS}; received a group of {self.world_size} ranks for which this does not "
-                "hold. Make groups on all ranks alike, or use save_checkpoint."
+                "hold. Make the same groups on all ranks, or use save_checkpoint."
             )
         return own
 
-    def _beside(self, purpose: str, backend: str | None = None) -> ShardingEnv:
-        """Return the same ranks with a group of their own; itself if it can have none."""
+    def _with_group(self, purpose: str, backend: str | None = None) -> ShardingEnv:
+        """Return the same ranks with a group of their own; itself if that is not possible."""
         if self.process_group is None or self.world_size == 1:
             return self
         whole = torch.distributed.group.WORLD
         assert whole is not None
         if whole.bound_device_id and backend is None and self.world_size < whole.size():
-            return self  # new groups are split off the bound one: all of its ranks must take part
+            return self  # new groups are split from the bound one, which needs all of its ranks
         own = self._group_of(range(self.world_size), backend, purpose)
         return self if own is None else ShardingEnv(self.world_size, self.rank, own)
 
     def group_of(
         self, ranks: Sequence[int], backend: str | None = None
     ) -> torch.distributed.ProcessGroup:
-        """Return the process group of some of these ranks, this one among them.
+        """Return the process group of some of these ranks, including this one.
 
-        Every rank of this environment must ask, in the same order, each for its part of a split of
-        the ranks; no two splits may have a part in common. The group is made once, also for another
-        environment of the same ranks. It has the timeout of this environment's group, and ends with
-        the default group: PyTorch names groups of some ranks by these and by how many groups there
-        are, so that one made anew would find in the store what the old one left there.
+        Every rank of this environment must call it, in the same order, each for its part of a
+        division of the ranks. No two divisions may have a part in common. The group is made once,
+        also for another environment of the same ranks. It has the timeout of this environment's
+        group, and ends with the default group: PyTorch names a group by its ranks and the number of
+        groups, so that a new group would find the old one's entries in the store.
 
         Args:
-            ranks: numbers in this environment.
-            backend: of the group, such as "gloo"; that of this environment's group if None.
+            ranks: Ranks in this environment.
+            backend: Backend of the group, such as "gloo"; None for this environment's.
 
         Raises:
-            ValueError: on all ranks, if PyTorch cannot make it.
+            ValueError: On all ranks, if PyTorch cannot make it.
         """
         found = self._group_of(ranks, backend)
         if found is None:
             raise ValueError(
                 f"Ranks {list(ranks)} of {self.world_size} need a process group of their own. "
-                f"{_NEEDS}; received a group for which this does not hold. Make groups on all "
-                "ranks alike."
+                f"{_NEEDS}; received a group for which this does not hold. Make the same "
+                "groups on all ranks."
             )
         return found
 
     def _group_of(
         self, ranks: Sequence[int], backend: str | None, purpose: str = ""
     ) -> torch.distributed.ProcessGroup | None:
-        """Return what `group_of` does; None on all ranks if PyTorch cannot make it.
+        """Return the group of `group_of`; None on all ranks if PyTorch cannot make it.
 
         Args:
-            ranks: numbers in this environment.
-            backend: of the group; that of this environment's group if None.
-            purpose: tells groups of the same ranks apart.
+            ranks: Ranks in this environment.
+            backend: Backend of the group; None for this environment's.
+            purpose: Distinguishes groups of the same ranks.
         """
         group, whole = self.process_group, torch.distributed.group.WORLD
         assert group is not None
         assert whole is not None
         members = torch.distributed.get_process_group_ranks(group)
         if members != sorted(members):
-            return None  # a new group would number its ranks otherwise
+            return None  # a new group would order its ranks differently
         backend = backend or str(torch.distributed.get_backend_config(group))
         timeout = _timeout_of(group)
         wanted = tuple(members[rank] for rank in ranks)
@@ -208,7 +208,7 @@ class ShardingEnv:
             return agreed[key]
         to_make, alone = [] if key in known else [wanted], len(wanted) < whole.size()
         if alone:
-            missing, alone = _missing(group, wanted, key in known)
+            missing, alone = _find_missing_groups(group, wanted, key in known)
             if not alone:
                 if len(members) < whole.size():
                     return None
@@ -225,17 +225,17 @@ class ShardingEnv:
     @classmethod
     @checked
     def from_process_group(cls, pg: torch.distributed.ProcessGroup) -> ShardingEnv:
-        """Make the environment of a process group."""
+        """Return the environment of a process group."""
         return cls(torch.distributed.get_world_size(pg), torch.distributed.get_rank(pg), pg)
 
     @classmethod
     @checked
     def from_local(cls, world_size: int = 1, rank: int = 0) -> ShardingEnv:
-        """Make the environment of a single process, without a process group.
+        """Return the environment of a single process, without a process group.
 
         Args:
-            world_size: one; or the number of the process's devices, over which quantized models
-                are sharded, and only they.
+            world_size: One; or the number of the process's devices, for sharded quantized models
+                only.
             rank: 0.
         """
         env = cls(1, 0)
@@ -244,10 +244,10 @@ class ShardingEnv:
         return env
 
     def check_can_exchange(self) -> None:
-        """Check that there is a process group, if there are several ranks.
+        """Check that several ranks have a process group.
 
         Raises:
-            ValueError: if there is none.
+            ValueError: They have none.
         """
         if self.process_group is None and self.world_size > 1:
             raise ValueError(
@@ -257,11 +257,11 @@ class ShardingEnv:
 
     @classmethod
     def default(cls) -> ShardingEnv:
-        """Make the environment of the default process group, or of one process without one.
+        """Return the environment of the default process group, or of one process without one.
 
         Raises:
-            ValueError: if this is one process of several, as `WORLD_SIZE` of torchrun tells, and
-                there is no process group yet: each would train a model of its own.
+            ValueError: This is one of several processes (`WORLD_SIZE` of torchrun) without a
+                process group: each would train its own model.
         """
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             assert torch.distributed.group.WORLD is not None
@@ -279,19 +279,19 @@ class ShardingEnv:
 
 @cache
 def _let_threads_finish() -> None:
-    """Have a process that ends wait a moment for the threads of its process groups.
+    """Wait briefly for process-group threads at interpreter exit.
 
-    A thread of gloo that has not yet dropped the tensors of the last exchange asks for Python's
-    lock to do so. Up to Python 3.13 a thread that asks while Python ends is ended itself, in C++
-    that must not be left so: the whole process aborts, after all its work was done.
+    A gloo thread needs Python's lock to free the tensors of the last exchange. Up to Python 3.13, a
+    thread that requests the lock during exit is terminated inside C++ code, which aborts the
+    process after its work is done.
     """
     atexit.register(time.sleep, _LAST_MOMENT)
 
 
-_LAST_MOMENT = 0.1  # seconds; the threads need one turn each
+_LAST_MOMENT = 0.1  # seconds; each thread needs the lock once
 _NEEDS = (
-    "PyTorch makes one for a part of a job's ranks only if each is in equally many groups, and "
-    "numbers them in ascending order"
+    "PyTorch makes one for some of a job's ranks only if all of them are in the same number of "
+    "groups, and orders them by rank"
 )
 
 
@@ -308,13 +308,13 @@ _Groups = WeakKeyDictionary[
     dict[tuple[tuple[int, ...], str, timedelta | None, str], torch.distributed.ProcessGroup],
 ]
 _groups: _Groups = WeakKeyDictionary()
-"""Those that were made under a default group, by ranks in it, backend, timeout and purpose."""
+"""Groups by default group, and by ranks, backend, timeout and purpose."""
 _agreed: _Groups = WeakKeyDictionary()
-"""Those of them that all ranks of a group have asked for."""
+"""Groups that all ranks of a group have requested."""
 
 
 def _timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
-    """Return after what time exchanges of a group fail; None: PyTorch's default."""
+    """Return the timeout of a group's exchanges; None for PyTorch's default."""
     for device in sorted(group._device_types, key=lambda device: device.type == "cpu"):
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
@@ -322,29 +322,29 @@ def _timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
     return None
 
 
-def _missing(
+def _find_missing_groups(
     group: torch.distributed.ProcessGroup, ranks: tuple[int, ...], known: bool
 ) -> tuple[list[tuple[int, ...]], bool]:
-    """Return, to all ranks of a group alike, which of the groups that they want are to be made.
+    """Return the requested groups to make, the same on all ranks of a group.
 
-    And whether the ranks of each can make it without the others: PyTorch then tells groups apart
-    by how many a rank is in, which must be equal for all ranks of it.
+    Also return whether the ranks of each group can make it without the others: PyTorch then names a
+    group by the number of groups that a rank is in, which must be the same for all its ranks.
 
     Args:
-        group: whose ranks all ask.
-        ranks: those that this rank wants a group of.
-        known: that they have it already.
+        group: Group of all requesting ranks.
+        ranks: Ranks of the group that this rank requests.
+        known: Whether that group exists already.
     """
     own = ranks, None if known else len(torch.distributed.distributed_c10d._world.pg_names)
-    told = [own] * group.size()
-    torch.distributed.all_gather_object(told, own, group=group)
-    asked = dict.fromkeys(one for one in told if one[1] is not None)
+    requests = [own] * group.size()
+    torch.distributed.all_gather_object(requests, own, group=group)
+    asked = dict.fromkeys(one for one in requests if one[1] is not None)
     missing = list(dict.fromkeys(ranks for ranks, _ in asked))
     return missing, len(missing) == len(asked)
 
 
 def node_size_of(world_size: int) -> int:
-    """Return the ranks per node among so many, as `LOCAL_WORLD_SIZE` says."""
+    """Return the ranks per node for a number of ranks, from `LOCAL_WORLD_SIZE`."""
     local_size = setting("LOCAL_WORLD_SIZE")
     if local_size is None:
         return world_size
@@ -355,8 +355,7 @@ def node_size_of(world_size: int) -> int:
         job_size = torch.distributed.get_world_size()
     if world_size == job_size:
         raise ValueError(
-            "The environment variable LOCAL_WORLD_SIZE must divide the number of ranks: nodes have "
-            f"equally many; received {local_size} for {world_size} ranks. Start as many on each "
-            "node."
+            "The environment variable LOCAL_WORLD_SIZE must divide the number of ranks; received "
+            f"{local_size} for {world_size} ranks. Start the same number on each node."
         )
     return world_size

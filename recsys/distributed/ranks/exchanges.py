@@ -7,7 +7,7 @@ from enum import StrEnum, unique
 class ExchangeName(StrEnum):
     """The exchanges of tensors. The value completes a message: "rank 0 waits to ..."."""
 
-    ID_COUNTS = "tell how many ids come"
+    ID_COUNTS = "exchange id counts"
     IDS = "send ids to their owners"
     EMBEDDINGS = "send embeddings back"
     EMBEDDINGS_IN_NODE = "add up embeddings inside a node"
@@ -17,7 +17,7 @@ class ExchangeName(StrEnum):
     GRADIENTS_OF_REPLICAS = "add up gradients of replicated tables"
     ROW_STATISTICS = "add up row statistics"
     AVERAGES = "average the tables of all groups"
-    DENSE_VALUES = "take dense values of rank 0"
+    DENSE_VALUES = "broadcast dense values"
     TABLE_MOVES = "move tables to other ranks"
     TABLE_VALUES = "fill the tables"
     QUANTIZED_ROWS = "quantize the tables"

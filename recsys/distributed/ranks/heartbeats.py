@@ -37,9 +37,9 @@ class Beat:
         stage: Stage of the training step.
         module: Path of the stage's module; "" for none.
         seconds: Time since entering the stage.
-        waits_to: Purpose of the exchange that it waits for; "" if it does not wait.
+        waiting_for: Purpose of the exchange that it waits for; "" if it does not wait.
         exchanges: Number of exchanges started.
-        declared: Name of its long section, or "".
+        long_section: Name of its long section, or "".
         left: Whether it has left the training loop.
         process: Process id.
         machine: Name of the machine and the process namespace.
@@ -49,9 +49,9 @@ class Beat:
     stage: str
     module: str
     seconds: float
-    waits_to: str
+    waiting_for: str
     exchanges: int
-    declared: str
+    long_section: str
     left: bool
     process: int
     machine: str
@@ -65,9 +65,9 @@ class Beat:
             stage=stage,
             module=module,
             seconds=monotonic() - since,
-            waits_to=position.waits_to,
+            waiting_for=position.waiting_for,
             exchanges=position.exchanges,
-            declared=position.declared,
+            long_section=position.long_section,
             left=left,
             process=os.getpid(),
             machine=_machine(),
@@ -103,7 +103,7 @@ def _machine() -> str:
 
 
 def lives(process: int) -> bool:
-    """Return whether a process of this machine runs and is no zombie.
+    """Return whether a process of this machine is running, and not a zombie.
 
     Args:
         process: Process id.
@@ -122,7 +122,7 @@ def lives(process: int) -> bool:
 
 @final
 class Heartbeats:
-    """Thread that writes this rank's beats and reads those of other ranks.
+    """Thread that writes this rank's beats and reads the beats of other ranks.
 
     Args:
         store: Store of the job; the thread opens its own connection to it.
@@ -227,11 +227,11 @@ class Heartbeats:
     def _notice(self, dead: list[int]) -> None:
         """Announce the end of the job if it needs ranks whose processes have ended."""
         stays = monotonic() - self._position.place[2]
-        heard = monotonic() - self.answered < 1
+        is_connected = monotonic() - self.answered < 1
         for rank in dead:
             beat = self.beats[rank]
             assert beat is not None
-            if (beat.left or not heard) and stays < 3:
+            if (beat.left or not is_connected) and stays < 3:
                 continue  # the training may be over
             what = "has ended its training" if beat.left else "is gone, its process has ended"
             self.announce(End(text=f"rank {rank} {what}; it was last seen in {beat.place}"))
@@ -262,7 +262,7 @@ def late_ranks(beats: Mapping[int, Beat | None], silent: Mapping[int, float]) ->
     """Return the ranks that keep the others waiting.
 
     These are ranks that have not begun, are silent, or have left while another waits. Otherwise
-    they are the ranks with the fewest exchanges, if possible those that do not wait; if all ranks
+    they are the ranks with the fewest exchanges, if possible ranks that do not wait; if all ranks
     are equal, the one that has been in its stage longest.
 
     Args:
@@ -276,11 +276,11 @@ def late_ranks(beats: Mapping[int, Beat | None], silent: Mapping[int, float]) ->
         return lacking
     left = [rank for rank, beat in beats.items() if beat is not None and beat.left]
     if left:
-        waits = any(beat.waits_to for beat in here.values() if not beat.left)
+        waits = any(beat.waiting_for for beat in here.values() if not beat.left)
         return left if waits else []
     fewest = min(beat.exchanges for beat in here.values())
     found = [rank for rank, beat in here.items() if beat.exchanges == fewest]
-    found = [rank for rank in found if not here[rank].waits_to] or found
+    found = [rank for rank in found if not here[rank].waiting_for] or found
     if len(found) == len(beats) > 1:
         return [max(found, key=lambda rank: here[rank].seconds)]
     return found
@@ -294,7 +294,7 @@ def in_words(beats: Mapping[int, Beat | None], silent: Mapping[int, float], late
         silent: Silent ranks -> seconds since their last beat.
         late: Ranks that keep the others waiting.
     """
-    said: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     for rank in (*late, *(rank for rank in beats if rank not in late)):
         beat = beats[rank]
         if beat is None:
@@ -305,12 +305,12 @@ def in_words(beats: Mapping[int, Beat | None], silent: Mapping[int, float], late
             text = f"{{has}} sent no heartbeat for {silent[rank]:.0f} s, last seen in {beat.place}"
         elif rank in late:
             text = f"{{has}} been in {beat.place} for {beat.seconds:.0f} s"
-        elif beat.waits_to:
-            text = f"{{wait}} in {beat.place} to {beat.waits_to}"
+        elif beat.waiting_for:
+            text = f"{{wait}} in {beat.place} to {beat.waiting_for}"
         else:
             text = f"{{is}} in {beat.place}"
-        said.setdefault(text, []).append(rank)
-    return "; ".join(_phrase(text, ranks) for text, ranks in said.items())
+        ranks_by_text.setdefault(text, []).append(rank)
+    return "; ".join(_phrase(text, ranks) for text, ranks in ranks_by_text.items())
 
 
 def _phrase(text: str, ranks: list[int]) -> str:

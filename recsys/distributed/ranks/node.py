@@ -1,4 +1,4 @@
-"""Which ranks share a node, and with it the numbers of its GPUs and its memory."""
+"""Ranks of a node, which share its GPUs and memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from recsys.kernels.checked import checked
 def get_local_size(world_size: int | None = None) -> int:
     """Return the number of ranks on a node.
 
-    That is `LOCAL_WORLD_SIZE`, which torchrun sets; all ranks where it is not set. For fewer or
-    more ranks than the job has it is taken where it divides them, else all are on one node.
+    This is `LOCAL_WORLD_SIZE`, which torchrun sets; all ranks if it is not set. For another number
+    of ranks than the job's, it is used if it divides them; otherwise all are on one node.
 
     Args:
-        world_size: the number of ranks; those of the default process group if None.
+        world_size: Number of ranks; None for the default process group.
 
     Raises:
-        ValueError: if `LOCAL_WORLD_SIZE` is no positive number, or does not divide the ranks of
-            the job.
+        ValueError: `LOCAL_WORLD_SIZE` is not a positive number, or does not divide the ranks of the
+            job.
 
     Example:
         >>> get_local_size(world_size=4)
@@ -33,17 +33,17 @@ def get_local_size(world_size: int | None = None) -> int:
 
 @checked
 def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
-    """Return this process's place among the ranks of its node, which is also its GPU.
+    """Return this process's rank within its node, which is also its GPU.
 
-    That is `LOCAL_RANK`, which torchrun sets; where it is not set, nodes are taken to hold
+    This is `LOCAL_RANK`, which torchrun sets. If it is not set, nodes are assumed to hold
     consecutive ranks.
 
     Args:
-        world_size: the number of ranks; those of the default process group if None.
-        rank: of this process; its rank in the default process group if None.
+        world_size: Number of ranks; None for the default process group.
+        rank: Rank of this process; None for its rank in the default process group.
 
     Raises:
-        ValueError: if `LOCAL_RANK` is no number from 0 on.
+        ValueError: `LOCAL_RANK` is not a number from 0.
 
     Example:
         >>> get_local_rank(world_size=4, rank=3)
@@ -59,20 +59,20 @@ def get_local_rank(world_size: int | None = None, rank: int | None = None) -> in
 def intra_and_cross_node_pg(
     device: torch.device | None = None, backend: str | None = None
 ) -> tuple[torch.distributed.ProcessGroup | None, torch.distributed.ProcessGroup | None]:
-    """Return the process group of this rank's node, and that of its peers on all nodes.
+    """Return the process group of this rank's node, and of its peers on all nodes.
 
-    Peers have the same place on their node. Every rank must call it; groups are made once. Nodes
-    hold consecutive ranks, `get_local_size` each.
+    Peers have the same local rank. Every rank must call it; groups are made once. Nodes hold
+    consecutive ranks, `get_local_size` each.
 
     Args:
-        device: on `meta` there are no groups; else it makes no difference.
-        backend: of the groups, such as "gloo"; that of the default group if None.
+        device: On `meta` there are no groups; otherwise ignored.
+        backend: Backend of the groups, such as "gloo"; None for the default group's.
 
     Returns:
-        The two groups, or twice None on `meta`.
+        The two groups, or None twice on `meta`.
 
     Raises:
-        ValueError: if there is no default process group, or nodes are not equally large.
+        ValueError: There is no default process group, or nodes have different sizes.
     """
     if device is not None and device.type == "meta":
         return None, None
@@ -83,9 +83,9 @@ def intra_and_cross_node_pg(
             "one. Call torch.distributed.init_process_group first."
         )
     size = env.node_size
-    place = env.rank % size
-    first = env.rank - place
+    local_rank = env.rank % size
+    first = env.rank - local_rank
     return (
         env.group_of(range(first, first + size), backend),
-        env.group_of(range(place, env.world_size, size), backend),
+        env.group_of(range(local_rank, env.world_size, size), backend),
     )

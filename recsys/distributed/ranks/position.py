@@ -27,26 +27,26 @@ class Position:
     Attributes:
         place: Name of the stage or of the code after it, the path of its module ("" for none), and
             the time of entering it (`monotonic`, in seconds). Replaced as a whole.
-        waits_to: Purpose of the exchange that the process waits for; "" while it does not wait.
+        waiting_for: Purpose of the exchange that the process waits for; "" while it does not wait.
         exchanges: Number of exchanges started. It is the same on every rank at the same place.
-        declared: Name of the long section that the process is in; "" outside.
+        long_section: Name of the long section that the process is in; "" outside.
     """
 
     def __init__(self) -> None:
         self.place = "the time before its first step", "", monotonic()
-        self.waits_to = self.declared = ""
+        self.waiting_for = self.long_section = ""
         self.exchanges = 0
         self._outer: list[tuple[str, str, str]] = []  # places, and long sections, to return to
 
     def enter(self, stage: Stage, subject: str) -> None:
         """Move to a stage."""
         if stage is Stage.WAIT:
-            self.waits_to = subject
+            self.waiting_for = subject
             return
         if stage not in _BY_HOOKS:
-            self._outer.append((*self.place[:2], self.declared))
+            self._outer.append((*self.place[:2], self.long_section))
         if stage is Stage.LONG_SECTION:
-            self.declared = subject
+            self.long_section = subject
             self._move(subject, "")
         else:
             self._move(stage.value, subject)
@@ -54,10 +54,10 @@ class Position:
     def leave(self, stage: Stage, subject: str, *, failed: bool) -> None:
         """Move out of a stage: to the stage around it, or to the code after it."""
         if stage is Stage.WAIT:
-            self.waits_to = self.waits_to if failed else ""
+            self.waiting_for = self.waiting_for if failed else ""
             return
         if stage not in _BY_HOOKS:
-            outer, path, self.declared = self._outer.pop()
+            outer, path, self.long_section = self._outer.pop()
             if failed:
                 return
             if self._outer or stage is Stage.LONG_SECTION:

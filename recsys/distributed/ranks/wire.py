@@ -1,12 +1,12 @@
-"""How embeddings and their gradients look while they travel between ranks.
+"""Number formats of embeddings and gradients in exchanges between ranks.
 
-By default they travel as they are, fp32. Fewer bytes are opt-in, per direction: fp16 and bf16
-round each value; int8 and fp8 round it relative to the largest of its block, a short stretch of
-values that travels with its scale. Whatever arrives is fp32 again before anything is added to it,
-so parts of row-split tables sum without further loss. Nothing is rounded on a single rank, where
-nothing travels.
+By default values are sent unchanged, as fp32. Smaller formats are opt-in, per direction. fp16 and
+bf16 round each value. int8 and fp8 round it relative to the largest of its block, a short range of
+values that is sent with its scale. Received values are converted to fp32 before anything is added
+to them, so sums of row-split tables have no further loss. On a single rank nothing is sent and
+nothing is rounded.
 
-The bound on the error of one value x, m being the largest magnitude of its block:
+Bounds on the error of a value x, where m is the largest magnitude of its block:
 
 | format | error at most | bytes per value |
 |---|---|---|
@@ -18,8 +18,8 @@ The bound on the error of one value x, m being the largest magnitude of its bloc
 
 NaN and infinity stay visible: they make their value, or their whole block, NaN or infinite.
 
-FP8 formats: Micikevicius et al., "FP8 formats for deep learning", 2022. Loss scale: Micikevicius
-et al., "Mixed precision training", 2018.
+FP8 formats: Micikevicius et al., "FP8 formats for deep learning", 2022. Loss scale: Micikevicius et
+al., "Mixed precision training", 2018.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SCALE_BYTES = 4
 
 @unique
 class CommType(Enum):
-    """What a value looks like while it travels."""
+    """Format of a value in an exchange."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -56,7 +56,7 @@ class CommType(Enum):
 
 @unique
 class CommOp(Enum):
-    """The exchanges whose precision can be chosen."""
+    """Exchanges with a configurable precision."""
 
     POOLED_EMBEDDINGS_ALL_TO_ALL = "pooled_embeddings_all_to_all"
     POOLED_EMBEDDINGS_REDUCE_SCATTER = "pooled_embeddings_reduce_scatter"
@@ -69,14 +69,15 @@ class CommOp(Enum):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WireFormat:
-    """One direction's format.
+    """Format of one direction.
 
     Args:
-        precision: of a value.
-        loss_scale: multiplies before rounding, and divides after: moves small gradients into the
-            range of fp16. None: 1.
-        block: values that share a scale, for fp8 and int8; 0: what suits the tables.
-        fp8_dtype: which of the fp8 formats.
+        precision: Format of a value.
+        loss_scale: Factor before rounding, divided out after the exchange: moves small gradients
+            into the range of fp16. None for 1.
+        block: Number of values that share a scale, for fp8 and int8; 0 to derive it from the
+            tables.
+        fp8_dtype: The fp8 format.
 
     Example:
         >>> wire = WireFormat(precision=CommType.INT8, block=32)
@@ -94,40 +95,40 @@ class WireFormat:
 
     @property
     def bytes_per_value(self) -> float:
-        """Bytes that a value takes on its way, its share of a scale included."""
+        """Bytes sent per value, including its share of a scale."""
         if self.precision in _CASTS:
             return _CASTS[self.precision].itemsize
         return 1 + _SCALE_BYTES / (self.block or _MIN_BLOCK)
 
     @property
     def cast(self) -> torch.dtype | None:
-        """What each value becomes by itself; None: values share scales, or stay as they are."""
+        """Dtype of values that are rounded one by one; None for shared scales or no rounding."""
         return None if self.precision is CommType.FP32 else _CASTS.get(self.precision)
 
     def fitted(self, chunk: int) -> WireFormat | None:
-        """Return the format whose blocks fit values that come in multiples of `chunk`.
+        """Return the format with blocks that fit values in multiples of `chunk`.
 
-        A block that was chosen is kept. None: values travel as they are.
+        A block size that was set is kept. None if values are sent unchanged.
         """
         if self.precision is CommType.FP32:
             return None
         return self if self.block else replace(self, block=chunk * -(-_MIN_BLOCK // chunk))
 
     def encoded_sizes(self, sizes: Sequence[int]) -> list[int]:
-        """Return how many elements of the encoded tensor stand for stretches of values."""
+        """Return the number of encoded elements of blocks of values."""
         if self.precision in _CASTS:
             return list(sizes)
         return [-(-size // self.block) * (self.block + _SCALE_BYTES) for size in sizes]
 
     def encode(self, values_N: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Make values ready to travel.
+        """Encode values for an exchange.
 
         Args:
-            values_N: fp32 `[sum(sizes)]`; or of the dtype `cast`, if they are ready.
-            sizes: of the stretches that go to each rank.
+            values_N: fp32 `[sum(sizes)]`; or of the dtype `cast`, if encoded already.
+            sizes: Number of values for each rank.
 
         Returns:
-            The encoded values, fp16, bf16 or bytes; and the sizes of the stretches in it.
+            The encoded values, fp16, bf16 or bytes; and the number of elements for each rank.
         """
         if values_N.dtype is self.cast:
             return values_N, list(sizes)
@@ -149,12 +150,12 @@ class WireFormat:
         return encoded.view(-1), self.encoded_sizes(sizes)
 
     def decode(self, encoded: Tensor, sizes: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """Turn what arrived into values.
+        """Decode received values.
 
         Args:
-            encoded: as `encode` made it on the senders.
-            sizes: values in the stretch from each rank.
-            out: what to fill; allocated if None.
+            encoded: Output of `encode` on the senders.
+            sizes: Number of values from each rank.
+            out: Output buffer; allocated if None.
 
         Returns:
             fp32 `[sum(sizes)]`.
@@ -169,18 +170,18 @@ class WireFormat:
             # a copy: within a single row the scale may start at an odd byte
             scales = rows[:, self.block :].clone(memory_format=torch.contiguous_format)
             scales = scales.view(torch.float32)
-            values_N.copy_(self._cut((small.view(dtype).float() * scales).view(-1), sizes))
+            values_N.copy_(self._unpad((small.view(dtype).float() * scales).view(-1), sizes))
         return values_N if self.loss_scale is None else values_N.div_(self.loss_scale)
 
     def _pad(self, values_N: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Let every rank's stretch end with a whole block."""
+        """Pad every rank's values to whole blocks."""
         if all(size % self.block == 0 for size in sizes):
             return values_N
         pieces = values_N.split(list(sizes))
         return torch.cat([functional.pad(p, (0, -p.numel() % self.block)) for p in pieces])
 
-    def _cut(self, padded: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Drop what `_pad` added."""
+    def _unpad(self, padded: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Remove the padding of `_pad`."""
         if all(size % self.block == 0 for size in sizes):
             return padded
         pieces = padded.split([-(-size // self.block) * self.block for size in sizes])
@@ -197,42 +198,42 @@ _CASTS = {
 EXACT = WireFormat()
 
 POOLED_OPS = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
-"""The names of the exchange of pooled embeddings."""
+"""Names of the exchange of pooled embeddings."""
 SEQUENCE_OPS = (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,)
-"""The names of the exchange of sequences."""
+"""Names of the exchange of sequences."""
 
 
 class QuantizedCommCodecs(NamedTuple):
-    """The formats of an exchange, there and back."""
+    """Formats of an exchange in both directions."""
 
     forward: WireFormat = EXACT
     backward: WireFormat = EXACT
 
     def fitted(self, chunk: int) -> tuple[WireFormat | None, WireFormat | None]:
-        """Return the formats whose blocks fit values that come in multiples of `chunk`."""
+        """Return the formats with blocks that fit values in multiples of `chunk`."""
         return self.forward.fitted(chunk), self.backward.fitted(chunk)
 
 
 @final
 @dataclass
 class QCommsConfig:
-    """The precision of embeddings on their way to the samples, and of gradients on their way back.
+    """Precision of embeddings sent to the samples, and of gradients sent back.
 
     Args:
-        forward_precision: of embeddings.
-        backward_precision: of gradients.
-        forward_loss_scale: multiplies embeddings while they travel; None: 1.
-        backward_loss_scale: multiplies gradients while they travel; None: 1. Choose it for fp16 so
-            that gradients are well within 6e-5 to 65,504.
-        fp8_quantize_dim: embeddings' values that share a scale, for fp8 and int8; None: as many as
-            every table's columns are a multiple of, at least 32.
-        fp8_quantize_dim_bwd: the same for gradients.
-        fp8_bwd_uses_143: whether fp8 gradients have 3 bits of mantissa (e4m3), as embeddings do, in
-            place of 2 (e5m2).
+        forward_precision: Precision of embeddings.
+        backward_precision: Precision of gradients.
+        forward_loss_scale: Factor of embeddings during the exchange; None for 1.
+        backward_loss_scale: Factor of gradients during the exchange; None for 1. For fp16, choose
+            it so that gradients are well within 6e-5 to 65,504.
+        fp8_quantize_dim: Number of values of embeddings that share a scale, for fp8 and int8; None
+            for a common divisor of all tables' columns, at least 32.
+        fp8_quantize_dim_bwd: The same for gradients.
+        fp8_bwd_uses_143: Whether fp8 gradients have 3 bits of mantissa (e4m3), like embeddings,
+            instead of 2 (e5m2).
 
     Raises:
-        ValueError: if a precision is no `CommType`, or a number is not positive.
-        TypeError: if a number of values is no int.
+        ValueError: A precision is not a `CommType`, or a number is not positive.
+        TypeError: A number of values is not an int.
 
     Example:
         >>> config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
@@ -281,15 +282,15 @@ def get_qcomm_codecs_registry(
     comm_ops: Sequence[CommOp] | None = None,
     device: torch.device | None = None,
 ) -> dict[str, QuantizedCommCodecs]:
-    """Return what a sharder takes as `qcomm_codecs_registry`.
+    """Return the `qcomm_codecs_registry` argument of a sharder.
 
     Args:
-        qcomms_config: the precisions.
-        comm_ops: the exchanges that use them; None: all.
+        qcomms_config: The precisions.
+        comm_ops: Exchanges that use them; None for all.
         device: Ignored; any device can send any format.
 
     Returns:
-        By the name of the exchange its formats.
+        Formats by the name of the exchange.
     """
     config = qcomms_config
     forward = WireFormat(
@@ -310,19 +311,19 @@ def get_qcomm_codecs_registry(
 def codecs_for(
     registry: Mapping[str, QuantizedCommCodecs] | None, *names: CommOp
 ) -> QuantizedCommCodecs:
-    """Return the formats of an exchange that goes by several names in a registry.
+    """Return the formats of an exchange that has several names in a registry.
 
     Args:
-        registry: of `get_qcomm_codecs_registry`, or None.
-        names: the exchange's names: here one exchange serves what others do by several.
+        registry: Result of `get_qcomm_codecs_registry`, or None.
+        names: Names of the exchange: one exchange here replaces several in TorchRec.
 
     Raises:
-        ValueError: if the registry says different things for those names.
+        ValueError: The registry has different formats for these names.
     """
     found = [registry[op.name] for op in names if registry and op.name in registry]
     if any(codecs != found[0] for codecs in found):
         raise ValueError(
-            f"One exchange carries all pooled embeddings, so {[op.name for op in names]} must have "
-            f"one precision; received {found}. Give them the same."
+            f"One exchange sends all pooled embeddings, so {[op.name for op in names]} must have "
+            f"one precision; received {found}. Set the same for all."
         )
     return found[0] if found else QuantizedCommCodecs()

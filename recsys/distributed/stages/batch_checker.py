@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed.ranks import comm
+from recsys.distributed.ranks.agreement import raise_together
 from recsys.distributed.stages.bags import smallest_table, with_one_batch_size
 from recsys.distributed.stages.batch import NO_FAULTS, BatchContext, CheckedBatch
 from recsys.distributed.stages.header import Flag, check_same_call
@@ -140,7 +140,7 @@ class BatchChecker:
         if ctx.is_good and own_flag & (Flag.FAILED | Flag.WARNED):
             error, warning = self._describe(ctx.checked, own_flag)
         if (flags_R & Flag.FAILED).any():
-            comm.raise_together(self._module.env, "tell of a bad batch", error)
+            raise_together(self._module.env, "tell of a bad batch", error)
         return warning
 
     def report_late(self, checked: CheckedBatch) -> None:
@@ -148,7 +148,7 @@ class BatchChecker:
         are_bags_bad = bool(checked.faults[:1].any())
         flag = Flag.FAILED if are_bags_bad else self.flag_of_bad_ids()
         error, warning = self._describe(checked, flag)
-        comm.raise_together(self._module.env, "tell of a bad batch", error)
+        raise_together(self._module.env, "tell of a bad batch", error)
         if warning:
             warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=4)
 

@@ -57,7 +57,7 @@ def may_add_up(
     """
     is_exact = codecs == (None, None)
     is_uniform = len(blocks) > 1 and blocks[0] and all(block == blocks[0] for block in blocks)
-    return bool(env.adds_up_on_the_way(device) and is_exact and is_uniform)
+    return bool(env.prefers_reduce_scatter(device) and is_exact and is_uniform)
 
 
 def node_columns(layout: Layout, node: int) -> Ranges:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.ranks import comm
+from recsys.distributed.ranks.agreement import raise_together
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 
@@ -63,7 +64,7 @@ def send_ids(
     ones = [1] * num_ranks
     received = comm.all_to_all(env, what, sizes, ones, ones).wait().tolist()
     if _FAILED in received:
-        comm.raise_together(env, what, error)
+        raise_together(env, what, error)
     order = torch.arange(len(ids), device=device).repeat(copies)[owner.argsort(stable=True)]
     sent = sizes.tolist()
     arrived = comm.all_to_all(env, what, ids.long()[order] % block_size, sent, received)

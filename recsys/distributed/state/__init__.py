@@ -1,6 +1,7 @@
-"""What outlives a batch: the shards of tables and their optimizers.
+"""Shards of tables and their optimizers, which live longer than a batch.
 
-`table_shards` holds them and `sharded_table` is a table as a whole to checkpoints;
-`row_updates` applies what backward left, `fused_optimizer` shows what it applied itself, with
-the settings of `fused_params`.
+`table_shards` holds the shards, and `sharded_table` is a whole table in state dicts. `moves` sends
+tables to other ranks. `row_updates` applies gradients after backward. `fused_optimizer` is the
+optimizer of all tables, with the settings of `fused_params`. `replica_average` averages tables over
+groups of ranks.
 """

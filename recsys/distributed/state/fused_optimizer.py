@@ -1,4 +1,4 @@
-"""The optimizers that tables own, seen as one keyed optimizer."""
+"""The optimizers of all tables as one keyed optimizer."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["FusedTablesOptimizer", "optimizer_from_fused_params", "optimizer_of_
 
 @final
 class FusedTablesOptimizer(FusedOptimizer):
-    """Learning rates, state and held gradients of the tables that own an optimizer.
+    """Learning rates, state and accumulated gradients of the tables with their own optimizer.
 
-    Fused tables update themselves in the backward pass: for them `step` and
-    `zero_grad` have nothing left to do. Deferred tables are updated by `step`, which
-    also drops their gradients: each is applied once. Setting a group's `lr` takes effect at the
-    next update; there is one group for tables that have all settings in common. Every rank lists
-    every table, also those it holds no part of, and must step alike.
+    Fused tables are updated in the backward pass: for them `step` and `zero_grad` do nothing.
+    Deferred tables are updated by `step`, which also drops their gradients, so that each is applied
+    once. Setting a group's `lr` takes effect at the next update; tables with equal settings share a
+    group. Every rank lists every table, also tables without a shard on it, and must make the same
+    steps.
 
     Args:
-        tables: the parts of each table, by the name of its weight in the state dict.
-        optimizers: what each table owns, None if it owns nothing; in the same order.
-        deferred: the gradients of deferred tables.
+        tables: Shards of each table, by the name of its weight in the state dict.
+        optimizers: Optimizer of each table, None for none; in the same order.
+        deferred: Gradients of deferred tables.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class FusedTablesOptimizer(FusedOptimizer):
         }
         params: dict[str, Tensor] = {name: tables[name].whole() for name in owned}
         state = {params[name]: tables[name].states() for name in owned}
-        alike: dict[TableOptimizer, list[str]] = {}
+        names_by_optimizer: dict[TableOptimizer, list[str]] = {}
         for name, optimizer in owned.items():
-            alike.setdefault(optimizer, []).append(name)
+            names_by_optimizer.setdefault(optimizer, []).append(name)
         groups: list[dict[str, Any]] = [
             _group_of(
                 optimizer,
                 [params[name] for name in names],
                 [shard for name in names for shard in tables[name].shards],
             )
-            for optimizer, names in alike.items()
+            for optimizer, names in names_by_optimizer.items()
         ]
         super().__init__(params, state, groups)
         self._tables = list(tables.values())
@@ -70,7 +70,7 @@ class FusedTablesOptimizer(FusedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the gradients of deferred tables; the others were updated in backward."""
+        """Apply the gradients of deferred tables; other tables were updated in backward."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -79,19 +79,19 @@ class FusedTablesOptimizer(FusedOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of deferred tables; the others keep none."""
+        """Drop the gradients of deferred tables; other tables keep none."""
         self._deferred.zero_grad()
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Do nothing: the tables have their state from the start."""
+        """Do nothing: the state of the tables exists from the start."""
 
     def follow(self, other: FusedTablesOptimizer) -> None:
-        """Be the optimizer of another one's tables, which are the same and have moved.
+        """Rebind to the resharded tables of `other`.
 
-        Whoever holds this one or its groups, such as a scheduler, has what it wants.
+        References to this optimizer and its groups, for example in a scheduler, stay valid.
 
         Args:
-            other: of the tables in their new place; it is not used any more.
+            other: Optimizer of the same tables in their new placement; not used afterwards.
         """
         self.params, self.state = other.params, other.state
         self._tables, self._deferred = other._tables, other._deferred
@@ -102,7 +102,7 @@ class FusedTablesOptimizer(FusedOptimizer):
         """Return the gradients of the deferred tables.
 
         Raises:
-            ValueError: if there are fused tables, whose gradients are never kept.
+            ValueError: There are fused tables, whose gradients are never kept.
         """
         if self._fused:
             raise ValueError(
@@ -114,7 +114,7 @@ class FusedTablesOptimizer(FusedOptimizer):
         return [self._deferred]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tables' optimizer state by name; live."""
+        """Return the tables' live optimizer state by name."""
         for table in self._tables:
             table.flush()
         return super().state_dict()
@@ -129,7 +129,7 @@ class FusedTablesOptimizer(FusedOptimizer):
         }
 
     def post_load_state_dict(self) -> None:
-        """Drop what device caches hold of the state before the load."""
+        """Invalidate the device caches, which hold state from before the load."""
         for table in self._tables:
             for shard in table.shards:
                 shard.kernel.drop_cache()
@@ -138,7 +138,7 @@ class FusedTablesOptimizer(FusedOptimizer):
 def _group_of(
     optimizer: TableOptimizer, params: list[Tensor], shards: Sequence[LocalShard]
 ) -> TablesGroup:
-    """Return a group whose `lr` is the kernels' own, so that schedulers reach them."""
+    """Return a group whose `lr` sets the learning rate of the kernels."""
     places: dict[int, tuple[TableBatchedEmbedding, list[int]]] = {}
     for shard in shards:
         places.setdefault(id(shard.kernel), (shard.kernel, []))[1].append(shard.place)

@@ -1,12 +1,13 @@
-"""Moves the values of tables from one placement to another while the job lives.
+"""Moves tables from one placement to another while the job runs.
 
-Every rank knows both placements, and so what every rank sends to every other: nothing has to be
-said about it. The values travel in rounds of a bounded number of bytes, whatever the tables' size.
+Every rank knows both placements, and so the data that each rank sends to each other. No sizes are
+exchanged. Values are sent in rounds with a limited number of bytes, for tables of any size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple, final
 
@@ -17,16 +18,16 @@ from recsys.distributed.placement.layout import PlacedTable, Rect
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
-from recsys.distributed.stages.lookup import GroupSettings
+from recsys.distributed.stages.lookup import GroupSettings, LocalShard
 from recsys.distributed.state.table_shards import TableShards
 
-ROUND_BYTES = 32 << 20  # that a rank sends, and receives, at a time
-_ALIGNED = 16  # values of several dtypes travel in one buffer
+ROUND_BYTES = 32 << 20  # sent and received by a rank in one round
+_ALIGNED = 16  # one buffer holds values of several dtypes
 
 
 @final
 class Move(NamedTuple):
-    """Rows and columns of a table that one part gives another. Ranges are half open."""
+    """Rows and columns of a table that move from one shard to another. Ranges are half open."""
 
     source: Rect
     target: Rect
@@ -37,22 +38,22 @@ class Move(NamedTuple):
 def moves_of(
     old: PlacedTable, new: PlacedTable, world_size: int, kind: str = "element"
 ) -> Iterator[Move]:
-    """Yield how the parts of a table in its new place are put together from the old ones.
+    """Yield the moves that fill the new shards of a table from the old ones.
 
     Args:
-        old: the table where it is.
-        new: the same table where it is to go.
-        world_size: number of ranks.
-        kind: of the values: one per "element", per "row" or per "table". Of the last two every
-            part has all of its own; what a rank has itself is not taken from another.
+        old: The table in its old placement.
+        new: The same table in its new placement.
+        world_size: Number of ranks.
+        kind: Kind of the values: one per "element", per "row" or per "table". Every shard has a
+            copy of its values per row or table; a rank prefers its own copy.
     """
-    sources = _parts(old, world_size)
-    for target in _parts(new, world_size):
+    sources = _shards_of(old, world_size)
+    for target in _shards_of(new, world_size):
         found: dict[int, Move] = {}
         for source in sources:
             is_local = source.rank == target.rank
             if not old.rects and not is_local:
-                continue  # each rank has the whole
+                continue  # each rank has the whole table
             rows = max(source.row_start, target.row_start), min(source.row_end, target.row_end)
             cols = max(source.col_start, target.col_start), min(source.col_end, target.col_end)
             move = Move(source, target, rows, cols)
@@ -66,57 +67,52 @@ def moves_of(
         yield from found.values()
 
 
-def _parts(table: PlacedTable, world_size: int) -> Sequence[Rect]:
-    whole = table.whole
-    replicas = [
-        Rect(row_start=0, row_end=whole.row_end, col_start=0, col_end=whole.col_end, rank=rank)
-        for rank in range(world_size if not table.rects else 0)
-    ]
-    return table.rects or replicas
+def _shards_of(table: PlacedTable, world_size: int) -> Sequence[Rect]:
+    return table.rects or [replace(table.whole, rank=rank) for rank in range(world_size)]
 
 
 @final
-class _Piece(NamedTuple):
-    """Values that one rank gives another, with the tensors of this rank: None elsewhere."""
+class _Transfer(NamedTuple):
+    """Values that one rank sends another, with this rank's tensors; None on other ranks."""
 
     source: int
     target: int
     num_bytes: int
-    given: Tensor | None
-    taken: Tensor | None
+    sent: Tensor | None
+    received: Tensor | None
 
 
 @torch.no_grad()
 def move_tables(
     old: Mapping[str, TableShards], new: Mapping[str, TableShards], env: ShardingEnv
 ) -> None:
-    """Fill the new parts of tables, weights and optimizer state, from the old ones.
+    """Fill the new shards of tables, weights and optimizer state, from the old ones.
 
-    Every rank calls it. Besides the tables it takes memory for what travels at a time.
+    Every rank must call it. Besides the tables it allocates memory for one round.
 
     Args:
-        old: the parts of this rank, by table.
-        new: those to fill; what has the storage of an old one is left alone.
-        env: the ranks.
+        old: This rank's shards, by table.
+        new: The shards to fill; a shard that shares storage with an old one is not changed.
+        env: The ranks.
     """
-    waiting: list[_Piece] = []
-    loads: list[list[int]] = [[0] * env.world_size, [0] * env.world_size]
+    waiting: list[_Transfer] = []
+    loads = [[0] * env.world_size, [0] * env.world_size]
     for name, table in new.items():
         old[name].flush()
-        for piece in _pieces(old[name], table, env):
-            if piece.source == piece.target:
-                if piece.taken is not None and piece.given is not None:
-                    piece.taken.copy_(piece.given)
+        for transfer in _transfers(old[name], table, env):
+            if transfer.source == transfer.target:
+                if transfer.received is not None and transfer.sent is not None:
+                    transfer.received.copy_(transfer.sent)
                 continue
-            ends = tuple(zip(loads, piece[:2], strict=True))
-            if any(load[rank] + piece.num_bytes > ROUND_BYTES for load, rank in ends):
+            ends = tuple(zip(loads, transfer[:2], strict=True))
+            if any(load[rank] + transfer.num_bytes > ROUND_BYTES for load, rank in ends):
                 _exchange(waiting, env, table.device)
                 waiting = []
                 for load in loads:
                     load[:] = [0] * env.world_size
-            waiting.append(piece)
+            waiting.append(transfer)
             for load, rank in ends:
-                load[rank] += piece.num_bytes
+                load[rank] += transfer.num_bytes
     if waiting:
         _exchange(waiting, env, table.device)
     for table in new.values():
@@ -124,27 +120,27 @@ def move_tables(
             shard.kernel.drop_cache()
 
 
-def _pieces(old: TableShards, new: TableShards, env: ShardingEnv) -> Iterator[_Piece]:
-    """Yield the values of one table, in one order on every rank."""
+def _transfers(old: TableShards, new: TableShards, env: ShardingEnv) -> Iterator[_Transfer]:
+    """Yield the values of one table, in the same order on every rank."""
     group = new.table.group
     assert isinstance(group, GroupSettings)
-    here = {(s.rect.row_start, s.rect.col_start): s for s in old.shards}
-    there = {(s.rect.row_start, s.rect.col_start): s for s in new.shards}
+    old_shards = {shard.rect.offsets: shard for shard in old.shards}
+    new_shards = {shard.rect.offsets: shard for shard in new.shards}
+
+    def values_of(shard: LocalShard, name: str) -> Tensor:
+        return shard.states[name] if name else shard.kernel.weights[shard.place]
+
     kinds = {} if group.optimizer is None else dict(group.optimizer.rule.state)
     for name, kind in {"": "element", **kinds}.items():
         dtype = torch.float32 if name else new.dtype
-        # a row's state of some of its columns goes where they go
-        way = "element" if kind == "row" and group.splits_row_state else kind
-        for source, target, rows, cols in moves_of(old.table, new.table, env.world_size, way):
-            mine = here.get((source.row_start, source.col_start))
-            theirs = there.get((target.row_start, target.col_start))
-            given = taken = None
+        # state of some of a row's columns moves with the columns
+        moved_as = "element" if kind == "row" and group.splits_row_state else kind
+        for source, target, rows, cols in moves_of(old.table, new.table, env.world_size, moved_as):
+            sent = received = None
             if source.rank == env.rank:
-                assert mine is not None
-                given = mine.states[name] if name else mine.kernel.weights[mine.place]
+                sent = values_of(old_shards[source.offsets], name)
             if target.rank == env.rank:
-                assert theirs is not None
-                taken = theirs.states[name] if name else theirs.kernel.weights[theirs.place]
+                received = values_of(new_shards[target.offsets], name)
             width = cols[1] - cols[0] if kind == "element" else 1
             step = max(ROUND_BYTES // (width * dtype.itemsize), 1)
             starts = [rows[0]] if kind == "table" else range(rows[0], rows[1], step)
@@ -153,51 +149,42 @@ def _pieces(old: TableShards, new: TableShards, env: ShardingEnv) -> Iterator[_P
                 numel = 1 if kind == "table" else (end - start) * width
                 parts = [
                     None if whole is None else _region(whole, part, (start, end), cols, kind)
-                    for whole, part in ((given, source), (taken, target))
+                    for whole, part in ((sent, source), (received, target))
                 ]
                 size = -(-numel * dtype.itemsize // _ALIGNED) * _ALIGNED
-                yield _Piece(source.rank, target.rank, size, *parts)
+                yield _Transfer(source.rank, target.rank, size, *parts)
 
 
 def _region(
     values: Tensor, part: Rect, rows: tuple[int, int], cols: tuple[int, int], kind: str
 ) -> Tensor:
-    """Return a view of a part's values, by rows and columns of the table."""
+    """Return a view of a shard's values, by rows and columns of the table."""
     if kind == "table":
         return values
     own = values[rows[0] - part.row_start : rows[1] - part.row_start]
     return own if kind == "row" else own[:, cols[0] - part.col_start : cols[1] - part.col_start]
 
 
-def _exchange(pieces: Sequence[_Piece], env: ShardingEnv, device: torch.device) -> None:
-    sends = [piece for piece in pieces if piece.source == env.rank]
-    takes = [piece for piece in pieces if piece.target == env.rank]
-    sends.sort(key=lambda piece: piece.target)
-    takes.sort(key=lambda piece: piece.source)
+def _exchange(transfers: Sequence[_Transfer], env: ShardingEnv, device: torch.device) -> None:
+    sends = sorted((t for t in transfers if t.source == env.rank), key=lambda t: t.target)
+    receives = sorted((t for t in transfers if t.target == env.rank), key=lambda t: t.source)
     send_sizes, recv_sizes = [0] * env.world_size, [0] * env.world_size
-    for piece in sends:
-        send_sizes[piece.target] += piece.num_bytes
-    for piece in takes:
-        recv_sizes[piece.source] += piece.num_bytes
+    for transfer in sends:
+        send_sizes[transfer.target] += transfer.num_bytes
+    for transfer in receives:
+        recv_sizes[transfer.source] += transfer.num_bytes
     buffer = torch.empty(sum(send_sizes), dtype=torch.uint8, device=device)
-    for place, piece in _places(sends, buffer):
-        assert piece.given is not None
-        _values(place, piece.given).copy_(piece.given)
+    for part, transfer in zip(buffer.split([t.num_bytes for t in sends]), sends, strict=True):
+        assert transfer.sent is not None
+        _values(part, transfer.sent).copy_(transfer.sent)
     what = ExchangeName.TABLE_MOVES
-    came = comm.all_to_all(env, what, buffer, send_sizes, recv_sizes).wait()
-    for place, piece in _places(takes, came):
-        assert piece.taken is not None
-        piece.taken.copy_(_values(place, piece.taken))
+    buffer = comm.all_to_all(env, what, buffer, send_sizes, recv_sizes).wait()
+    for part, transfer in zip(buffer.split([t.num_bytes for t in receives]), receives, strict=True):
+        assert transfer.received is not None
+        transfer.received.copy_(_values(part, transfer.received))
 
 
-def _places(pieces: Sequence[_Piece], buffer: Tensor) -> Iterator[tuple[Tensor, _Piece]]:
-    at = 0
-    for piece in pieces:
-        yield buffer[at : at + piece.num_bytes], piece
-        at += piece.num_bytes
-
-
-def _values(place: Tensor, like: Tensor) -> Tensor:
-    """Return the stretch of a buffer as values of a shape and dtype."""
+def _values(part: Tensor, like: Tensor) -> Tensor:
+    """Return a part of a buffer with the shape and dtype of a tensor."""
     num_bytes = prod(like.shape) * like.dtype.itemsize
-    return place[:num_bytes].view(like.dtype).view(like.shape)
+    return part[:num_bytes].view(like.dtype).view(like.shape)

@@ -1,4 +1,4 @@
-"""The mean over ranks of tensors that each of them holds, in place, bucket by bucket."""
+"""Average of replicated tensors over ranks, in place, in buckets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 
 BUCKET_BYTES = 64 << 20
-"""How much travels in one all-reduce, and twice that is the most memory it takes."""
+"""Bytes of one all-reduce; at most twice as many are allocated."""
 
 
 @final
-class _Travelling(NamedTuple):
-    """A bucket under way."""
+class _Bucket(NamedTuple):
+    """A bucket in an all-reduce."""
 
     pieces: list[Tensor]
     pending: comm.Pending
@@ -33,43 +33,43 @@ def average_over_ranks(
     device: torch.device,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Give every rank the mean of the ranks' tensors.
+    """Replace the tensors of every rank by their mean over the ranks.
 
-    Sums are fp32, whatever the tensors are, and divided once. A stretch of one tensor that fills a
-    bucket travels from where it lies; smaller ones are put together.
+    Sums are fp32 for all dtypes, and divided once. A range of one tensor that fills a bucket is
+    sent without a copy; smaller tensors are concatenated.
 
     Args:
-        env: the ranks; each must call it, with as many values in the same order.
-        what: the exchange.
-        tensors: contiguous, fp32, fp16 or bf16; changed in place.
-        device: where they are exchanged; what is elsewhere is copied there and back.
-        bucket_bytes: the most that travels at a time.
+        env: The ranks; each must call it, with the same number of values in the same order.
+        what: Name of the exchange.
+        tensors: Contiguous, fp32, fp16 or bf16; changed in place.
+        device: Device of the exchange; other tensors are copied to it and back.
+        bucket_bytes: Most bytes of one all-reduce.
 
     Raises:
-        LostContactError: if contact with another rank is lost.
+        LostContactError: Contact with another rank is lost.
     """
     if env.world_size == 1:
         return
-    travelling: deque[_Travelling] = deque()
+    running: deque[_Bucket] = deque()
     for pieces in _buckets(tensors, max(bucket_bytes // 4, 1)):
         first = pieces[0]
-        lies_ready = len(pieces) == 1 and first.dtype is torch.float32 and first.device == device
-        flat = first if lies_ready else torch.cat([piece.to(device).float() for piece in pieces])
-        travelling.append(_Travelling(pieces, comm.all_reduce(env, what, flat)))
-        if len(travelling) > 1:  # the one before travels while this one is put together
-            _arrive(travelling.popleft(), env.world_size)
-    while travelling:
-        _arrive(travelling.popleft(), env.world_size)
+        is_ready = len(pieces) == 1 and first.dtype is torch.float32 and first.device == device
+        flat = first if is_ready else torch.cat([piece.to(device).float() for piece in pieces])
+        running.append(_Bucket(pieces, comm.all_reduce(env, what, flat)))
+        if len(running) > 1:  # overlaps with the concatenation of the next bucket
+            _finish(running.popleft(), env.world_size)
+    while running:
+        _finish(running.popleft(), env.world_size)
 
 
 def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Yield stretches of the tensors that hold, together, at most `limit` values."""
+    """Yield ranges of the tensors with at most `limit` values in total."""
     bucket: list[Tensor] = []
     free = limit
     for tensor in tensors:
         rest = tensor.view(-1)
         while rest.numel():
-            # what fills a bucket alone need not be put together with anything
+            # a range that fills a bucket alone needs no concatenation
             if bucket and rest.numel() >= limit:
                 yield bucket
                 bucket, free = [], limit
@@ -82,7 +82,7 @@ def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _arrive(bucket: _Travelling, num_ranks: int) -> None:
+def _finish(bucket: _Bucket, num_ranks: int) -> None:
     total = bucket.pending.wait().div_(num_ranks)
     for piece, mean in zip(
         bucket.pieces, total.split([piece.numel() for piece in bucket.pieces]), strict=True

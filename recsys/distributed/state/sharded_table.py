@@ -1,9 +1,8 @@
-"""A whole table in a state dict, of which this rank holds some rectangles.
+"""A whole table in a state dict; this rank holds some of its shards.
 
-The shape is that of the unsharded table and the name in the state dict is the unsharded name, so
-nothing in a checkpoint depends on the plan. `torch.distributed.checkpoint` saves and loads it
-natively: it asks a tensor for its chunks by the three methods below, and reads whatever saved
-chunks overlap them.
+Shape and state dict name equal the unsharded table's, so a checkpoint does not depend on the plan.
+`torch.distributed.checkpoint` saves and loads it natively: it requests chunks by the three methods
+below, and reads all saved chunks that overlap them.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ _aten = torch.ops.aten
 @final
 @dataclass(slots=True, eq=False)
 class Shard:
-    """A part of a table on one rank. It may be unpacked: `offsets, tensor = shard`.
+    """A shard of a table on one rank. It can be unpacked: `offsets, tensor = shard`.
 
     Args:
-        tensor: the values.
-        metadata: where they are in the table, and on which rank.
+        tensor: The values.
+        metadata: Position in the table, and rank.
 
     Raises:
-        ValueError: if the tensor has another shape than the metadata says.
+        ValueError: The tensor's shape differs from the metadata.
 
     Example:
         >>> shard = Shard.from_tensor_and_offsets(torch.ones(2, 4), [6, 0], rank=3)
@@ -71,16 +70,16 @@ class Shard:
         """Make the shard of a rank.
 
         Args:
-            tensor: the values.
-            shard_offsets: first row and column in the table.
-            rank: that holds them, on the tensor's device.
+            tensor: The values.
+            shard_offsets: First row and column in the table.
+            rank: The owner; its device is the tensor's.
         """
         place = f"rank:{rank}/{tensor.device}"
         return cls(tensor, ShardMetadata(shard_offsets, list(tensor.shape), place))
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """First row and column; of row-wise states the first row."""
+        """First row and column; for row-wise states the first row."""
         return tuple(self.metadata.shard_offsets)
 
     def __iter__(self) -> Iterator[Any]:
@@ -90,12 +89,12 @@ class Shard:
 @final
 @dataclass
 class ShardedTensorMetadata:
-    """What is known of a table without its values.
+    """Description of a table without its values.
 
     Args:
-        shards_metadata: its parts, on all ranks.
-        size: shape of the whole.
-        tensor_properties: its dtype.
+        shards_metadata: Shards on all ranks.
+        size: Shape of the whole table.
+        tensor_properties: Dtype of the table.
     """
 
     shards_metadata: list[ShardMetadata] = field(default_factory=list)
@@ -105,44 +104,43 @@ class ShardedTensorMetadata:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Home:
-    """The ranks of a table, which its copies share."""
+class _Owners:
+    """The ranks of a table, shared by its copies."""
 
     group: torch.distributed.ProcessGroup | None
     rects: Sequence[Rect]
     node_size: int
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Home:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Owners:
         return self
 
 
 @final
 class ShardedTable(Tensor):
-    """A table (or a state of its optimizer) of which this rank holds parts.
+    """A table, or a state of its optimizer, with some of its shards on this rank.
 
-    It has the shape and dtype of the whole but no storage of its own; `local_shards` are
-    live views of what this rank trains. Three kinds of operations are defined:
+    It has the shape and dtype of the whole table but no storage of its own; `local_shards` are live
+    views of this rank's weights. Three kinds of operations are defined:
 
-    - By element, each rank on its parts, without communication: `clone`, `half`, `to`, `isfinite`,
-      `zeros_like`, `mul_`, `table == other`, ... The other tensors have the same parts, or are
-      plain tensors of the whole table. The result is a ShardedTable.
+    - Elementwise, each rank on its shards, without communication: `clone`, `half`, `to`,
+      `isfinite`, `zeros_like`, `mul_`, `table == other`, ... The other tensors have the same
+      shards, or are plain tensors of the whole table. The result is a ShardedTable.
     - Reductions to one value: `norm`, `sum`, `mean`, `max`, `min`, `all`, `any`, `torch.equal`,
-      `torch.allclose`. The ranks exchange partial results, so every rank must call them; the
-      result is the same on every rank.
-    - The whole: `full_tensor()`, or `tensor.copy_(table)`. Every rank must call them.
+      `torch.allclose`. The ranks exchange partial results, so every rank must call them; the result
+      is the same on every rank.
+    - Gathers of the whole: `full_tensor()`, or `tensor.copy_(table)`. Every rank must call them.
 
     All others, such as views and products of matrices, raise NotImplementedError.
 
     Args:
-        size: shape of the whole, `[rows, columns]` or, for row-wise states, `[rows]`.
-        shards: `(offsets, tensor)` for each part this rank holds. Parts may repeat, on one rank
-            or on several (a row-wise state is with every column owner): one is saved, all are
-            loaded.
-        dtype: of the parts.
-        device: of the parts.
-        group: the ranks that hold the other parts, None for one rank.
-        rects: the parts of all ranks, if they are known.
-        node_size: ranks per node; with `rects`.
+        size: Shape of the whole, `[rows, columns]` or, for row-wise states, `[rows]`.
+        shards: `(offsets, tensor)` of each shard on this rank. Shards may repeat, on one rank or on
+            several (every column owner has a row-wise state): one is saved, all are loaded.
+        dtype: Dtype of the shards.
+        device: Device of the shards.
+        group: Ranks with the other shards; None for one rank.
+        rects: Shards of all ranks, if known.
+        node_size: Ranks per node; with `rects`.
 
     Example:
         >>> parts = [((0, 0), torch.ones(1, 2)), ((1, 0), torch.zeros(2, 2))]
@@ -155,7 +153,7 @@ class ShardedTable(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _shards: list[Part]
-    _home: _Home
+    _owners: _Owners
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -173,19 +171,19 @@ class ShardedTable(Tensor):
             cls, torch.Size(size), dtype=dtype, device=device
         )
         table._shards = [(tuple(offsets), tensor.detach()) for offsets, tensor in shards]
-        table._home = _Home(group, rects, node_size)
+        table._owners = _Owners(group, rects, node_size)
         return table
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Everything is set by `__new__`."""
+        """Do nothing: `__new__` sets everything."""
 
     @property
     def group(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks that hold the other parts; None for one rank."""
-        return self._home.group
+        """Ranks with the other shards; None for one rank."""
+        return self._owners.group
 
     def local_shards(self) -> list[Shard]:
-        """Return each part this rank holds, as live views; each unpacks to (offsets, tensor)."""
+        """Return this rank's shards as live views; each unpacks to (offsets, tensor)."""
         rank = 0 if self.group is None else self.group.rank()
         return [
             Shard.from_tensor_and_offsets(tensor, list(offsets), rank)
@@ -193,10 +191,10 @@ class ShardedTable(Tensor):
         ]
 
     def local_tensor(self) -> Tensor:
-        """Return the one part this rank holds, as a live view.
+        """Return this rank's only shard, as a live view.
 
         Raises:
-            NotImplementedError: if this rank holds none, or several: call `local_shards`.
+            NotImplementedError: This rank has none, or several: call `local_shards`.
         """
         if len(self._shards) != 1:
             raise NotImplementedError(
@@ -206,17 +204,17 @@ class ShardedTable(Tensor):
         return self._shards[0][1]
 
     def metadata(self) -> ShardedTensorMetadata:
-        """Return the parts of all ranks, shape and dtype; no rank waits for another.
+        """Return shards of all ranks, shape and dtype, without communication.
 
-        For a table that was made by hand, without `rects`, the parts are those of this rank.
+        For a table that was made by hand, without `rects`, the shards are this rank's.
         """
         parts = [
             ShardMetadata(
-                [rect.row_start, rect.col_start][: self.dim()],
-                [rect.num_rows, rect.num_cols][: self.dim()],
-                placement(self.device.type, rect.rank, self._home.node_size),
+                [*rect.offsets[: self.dim()]],
+                [*rect.shape[: self.dim()]],
+                placement(self.device.type, rect.rank, self._owners.node_size),
             )
-            for rect in self._home.rects
+            for rect in self._owners.rects
         ]
         return ShardedTensorMetadata(
             parts or [shard.metadata for shard in self.local_shards()],
@@ -224,23 +222,23 @@ class ShardedTable(Tensor):
             TensorProperties(dtype=self.dtype),
         )
 
-    def _with(self, parts: Sequence[Tensor], like: Tensor) -> ShardedTable:
-        """Return a table with other values at the same places, of another's dtype and device."""
+    def _replace_values(self, parts: Sequence[Tensor], like: Tensor) -> ShardedTable:
+        """Return a table with other values for the same shards, with another's dtype and device."""
         offsets = (offsets for offsets, _ in self._shards)
-        home = self._home
+        owners = self._owners
         return ShardedTable(
             self.shape, zip(offsets, parts, strict=True), dtype=like.dtype, device=like.device,
-            group=home.group, rects=home.rects, node_size=home.node_size,
+            group=owners.group, rects=owners.rects, node_size=owners.node_size,
         )  # fmt: skip
 
     def full_tensor(self) -> Tensor:
         """Gather the whole on every rank. Every rank must call it.
 
         Returns:
-            A new tensor of the whole's shape, on the parts' device.
+            A new tensor of the whole's shape, on the shards' device.
 
         Raises:
-            ValueError: if some part is held by none of the ranks.
+            ValueError: No rank holds some shard.
         """
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         if self.is_meta:
@@ -264,11 +262,11 @@ class ShardedTable(Tensor):
         """Gather the whole into a tensor on one rank. Every rank must call it.
 
         Args:
-            dst: the rank, of those that hold the parts.
-            out: on that rank, of the whole's shape; on others ignored.
+            dst: The rank, within the group of the shards.
+            out: On that rank, a tensor of the whole's shape; ignored on other ranks.
 
         Raises:
-            ValueError: if `out` is missing on `dst`, or some part is held by none of the ranks.
+            ValueError: `out` is missing on `dst`, or no rank holds some shard.
         """
         whole = self.full_tensor()
         if self.group is None or self.group.rank() == dst:
@@ -280,29 +278,29 @@ class ShardedTable(Tensor):
             out.detach().copy_(whole)
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> ShardedTable:
-        """Copy this rank's parts from a whole table, or from one that is sharded alike.
+        """Copy this rank's shards from a whole table, or from a table with the same shards.
 
         Args:
-            source: a plain tensor of the whole's shape, or a ShardedTable with the same parts.
-            non_blocking: as in `copy_`.
+            source: A plain tensor of the whole's shape, or a ShardedTable with the same shards.
+            non_blocking: As in `Tensor.copy_`.
 
         Raises:
-            ValueError: if shapes differ or the parts have other places.
+            ValueError: Shapes differ, or the shards have other offsets.
         """
         if source.shape != self.shape:
             raise ValueError(
-                f"A table of shape {tuple(self.shape)} cannot take the values of one of shape "
+                f"source must have the table's shape, {tuple(self.shape)}; received one of shape "
                 f"{tuple(source.shape)}."
             )
         if isinstance(source, ShardedTable):
-            if [o for o, _ in source._shards] != [o for o, _ in self._shards]:
+            own, others = ([o for o, _ in table._shards] for table in (self, source))
+            if own != others:
                 raise ValueError(
-                    f"This rank holds the parts at {[o for o, _ in self._shards]}; the source "
-                    f"holds {[o for o, _ in source._shards]}. To load under another plan, save and "
-                    "load with torch.distributed.checkpoint."
+                    f"source must have the parts at {own} on this rank; received {others}. To load "
+                    "under another plan, save and load with torch.distributed.checkpoint."
                 )
             for (_, tensor), (_, given) in zip(self._shards, source._shards, strict=True):
-                if tensor.data_ptr() != given.data_ptr():  # else they were filled in place
+                if tensor.data_ptr() != given.data_ptr():  # otherwise they were filled in place
                     tensor.copy_(given, non_blocking=non_blocking)
         else:
             for offsets, tensor in self._shards:
@@ -310,7 +308,7 @@ class ShardedTable(Tensor):
         return self
 
     def share_memory_(self) -> ShardedTable:
-        """Move this rank's parts to shared memory."""
+        """Move this rank's shards to shared memory."""
         for _, tensor in self._shards:
             tensor.share_memory_()
         return self
@@ -320,21 +318,15 @@ class ShardedTable(Tensor):
         return f"ShardedTable({tuple(self.shape)}, {self.dtype}, this rank holds {parts})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        whole = (
-            tuple(self.shape),
-            self._shards,
-            self.dtype,
-            self.device,
-            self._home.rects,
-            self._home.node_size,
-        )
-        return _rebuild, whole
+        rects, node_size = self._owners.rects, self._owners.node_size
+        state = tuple(self.shape), self._shards, self.dtype, self.device, rects, node_size
+        return _rebuild, state
 
     def __copy__(self) -> ShardedTable:
-        return self._with([tensor for _, tensor in self._shards], self)
+        return self._replace_values([tensor for _, tensor in self._shards], self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTable:
-        return self._with([tensor.clone() for _, tensor in self._shards], self)
+        return self._replace_values([tensor.clone() for _, tensor in self._shards], self)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -363,7 +355,7 @@ class ShardedTable(Tensor):
             if is_by_element(func) and (written is None or isinstance(written, ShardedTable)):
                 return table._by_element(func, args, kwargs)
         raise NotImplementedError(
-            f"{func} is not defined on a ShardedTable, of which this rank holds only parts. "
+            f"{func} is not defined on a ShardedTable: this rank holds only parts of it. "
             "Use full_tensor() or tensor.copy_(table) to gather the whole, or local_shards()."
         )
 
@@ -371,7 +363,7 @@ class ShardedTable(Tensor):
         return torch.empty((0,) * self.dim(), dtype=self.dtype, device=self.device)
 
     def _check_fits(self, func: OpOverload, other: Tensor) -> None:
-        """Raise unless this rank has what an operation by element needs of another tensor."""
+        """Raise unless an elementwise operation can use another tensor."""
         if not isinstance(other, ShardedTable):
             try:
                 other.broadcast_to(self.shape)
@@ -392,7 +384,7 @@ class ShardedTable(Tensor):
             )
 
     def _by_element(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Apply an operation to each part, and to what the other arguments have in its place."""
+        """Apply an operation to each shard, and to the same positions of the other arguments."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
                 self._check_fits(func, value)
@@ -404,7 +396,7 @@ class ShardedTable(Tensor):
             if isinstance(written, ShardedTable) and written._shards:
                 storage = offsets, written._shards[place][1].data_ptr()
                 if storage in done:
-                    continue  # a part that is listed twice
+                    continue  # a shard that is listed twice
                 done.add(storage)
 
             def here(value: Any, place: int = place, part: Part = (offsets, tensor)) -> Any:
@@ -418,7 +410,7 @@ class ShardedTable(Tensor):
             results.append(func(*map(here, args), **named))
         if written is not None:
             return written if func._schema.returns else None
-        return self._with(results if self._shards else [], results[0])
+        return self._replace_values(results if self._shards else [], results[0])
 
     # -- torch.distributed.checkpoint ------------------------------------------------------------
 
@@ -441,8 +433,8 @@ class ShardedTable(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        # the index is a hint, which counts the chunks of this rank or of all; it tells parts apart
-        # that repeat
+        # the index is a hint: a position among the chunks of this rank or of all ranks. It
+        # distinguishes repeated shards.
         if index.index is not None and index.index < len(self._shards):
             offsets, tensor = self._shards[index.index]
             if index.offset is None or index.offset == torch.Size(offsets):

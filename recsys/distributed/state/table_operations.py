@@ -1,9 +1,9 @@
-"""Torch operations that are defined on a table whose parts are on several ranks.
+"""Torch operations that are defined on a table with shards on several ranks.
 
-There are two kinds. An operation by element gives each element of its result from the elements at
-the same place: every rank applies it to its parts. A reduction combines all elements into one
-value: every rank reduces its parts, the ranks exchange the partial results, and the reduction of
-these is the result.
+There are two kinds. An elementwise operation computes each element of its result from the elements
+at the same position: every rank applies it to its shards. A reduction combines all elements into
+one value: every rank reduces its shards, the ranks exchange the partial results, and the reduction
+of these is the result.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from recsys.distributed.ranks.comm import gather_objects
 __all__ = ["Part", "is_by_element", "is_reduction", "like_of", "reduce_parts", "written_argument"]
 
 Part: TypeAlias = tuple[tuple[int, ...], Tensor]
-"""First row and column of a part, and its values."""
+"""First row and column of a shard, and its values."""
 
 _aten = torch.ops.aten
-_BY_ELEMENT = {  # besides those that torch tags as pointwise
+_BY_ELEMENT = {  # besides the operations that torch tags as pointwise
     _aten._to_copy.default,
     _aten._pin_memory.default,
     _aten.alias.default,
@@ -45,7 +45,7 @@ _LIKE = {
     _aten.new_ones.default: _aten.ones_like.default,
     _aten.new_zeros.default: _aten.zeros_like.default,
 }
-# The reduction of partial results is the reduction of the whole: also the norm of norms.
+# Reducing partial results gives the reduction of the whole; also the norm of norms does.
 _REDUCTIONS = {
     _aten.all.default,
     _aten.amax.default,
@@ -61,14 +61,14 @@ _REDUCTIONS = {
 
 
 def is_by_element(function: OpOverload) -> bool:
-    """Return whether each rank may apply an operation to its parts alone."""
+    """Return whether each rank may apply an operation to its shards alone."""
     tags = function.tags
     is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     return (function in _BY_ELEMENT or is_pointwise) and len(function._schema.returns) <= 1
 
 
 def like_of(function: OpOverload) -> OpOverload | None:
-    """Return the operation by element for one that makes a tensor of a given size, if any.
+    """Return the elementwise operation that replaces a `new_*` operation, if any.
 
     Example:
         >>> like_of(torch.ops.aten.new_zeros.default).name()
@@ -81,19 +81,23 @@ def is_reduction(function: OpOverload, args: Sequence[Any], kwargs: dict[str, An
     """Return whether an operation reduces all elements of its first argument to one value."""
     if function not in _REDUCTIONS:
         return False
-    names = [argument.name for argument in function._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    counts_nonzeros = 0 in (given.get("ord", 2), given.get("p", 2))  # no norm of norms
+    given = _by_name(function, args) | kwargs
+    counts_nonzeros = 0 in (
+        given.get("ord", 2),
+        given.get("p", 2),
+    )  # cannot be combined
     return not (given.get("dim") or given.get("keepdim") or counts_nonzeros)
 
 
 def written_argument(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the argument that an operation in place writes into; None if it makes a tensor."""
-    arguments = function._schema.arguments
-    names = [argument.name for argument in arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    written = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    return next((given[name] for name in written if name in given), None)
+    """Return the argument that an in-place operation modifies; None for other operations."""
+    given = _by_name(function, args) | kwargs
+    written = (a for a in function._schema.arguments if a.alias_info and a.alias_info.is_write)
+    return next((given[a.name] for a in written if a.name in given), None)
+
+
+def _by_name(function: OpOverload, args: Sequence[Any]) -> dict[str, Any]:
+    return {a.name: value for a, value in zip(function._schema.arguments, args, strict=False)}
 
 
 def reduce_parts(
@@ -107,15 +111,15 @@ def reduce_parts(
     """Reduce a table to one value, the same on every rank. Every rank must call it.
 
     Args:
-        function: a reduction.
-        parts: those of this rank. Parts that repeat count once.
-        like: has the table's shape, dtype and device.
-        group: the ranks that hold the other parts; None for this process alone.
-        rest: the other arguments of the reduction.
-        kwargs: its keyword arguments.
+        function: A reduction.
+        parts: Shards of this rank. Repeated shards count once.
+        like: A tensor with the table's shape, dtype and device.
+        group: Ranks with the other shards; None for this process alone.
+        rest: Further arguments of the reduction.
+        kwargs: Keyword arguments of the reduction.
 
     Raises:
-        ValueError: if some part is held by none of the ranks.
+        ValueError: No rank holds some shard.
     """
     if function is _aten.mean.default:
         total = reduce_parts(_aten.sum.default, parts, like, group, rest, kwargs)
@@ -123,7 +127,7 @@ def reduce_parts(
     if like.is_meta:
         whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         return function(whole, *rest, **kwargs)  # type: ignore[no-any-return]
-    function(torch.ones(1, dtype=like.dtype), *rest, **kwargs)  # raises on every rank alike
+    function(torch.ones(1, dtype=like.dtype), *rest, **kwargs)  # raises on every rank
     own = [
         (offsets, part.numel(), function(part, *rest, **kwargs).cpu())
         for offsets, part in parts

@@ -1,4 +1,4 @@
-"""The parts of one table that a rank holds: parameters, state dict entry, filling with values."""
+"""Shards of one table on a rank: parameters, state dict entry, filling with values."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _BLOCK_BYTES = 64 << 20  # how much of a table is broadcast at a time
 
 @final
 class TableShards(nn.Module):
-    """Stands where the unsharded collection has the table's module: `embedding_bags["t"].weight`.
+    """Replacement of the table's module in the unsharded collection: `embedding_bags["t"].weight`.
 
-    `weight` is a parameter if this rank holds one part of the table, the common case; a rank
-    that holds several separate parts has `weight`, `weight_1`, ... and one that holds none
-    has no parameter. The state dict entry is always one `ShardedTable` (a plain tensor for
-    a replicated table) under the unsharded name.
+    `weight` is a parameter if this rank holds one shard of the table, the common case. A rank with
+    several separate shards has `weight`, `weight_1`, ..., and a rank without a shard has no
+    parameter. The state dict entry is always one `ShardedTable` (a plain tensor for a replicated
+    table) under the unsharded name.
 
     Args:
-        table: the placed table.
-        dtype: of the weights.
-        device: of the parts.
-        env: the ranks.
-        shards: the parts of this rank.
+        table: The placed table.
+        dtype: Dtype of the weights.
+        device: Device of the shards.
+        env: The ranks.
+        shards: Shards of this rank.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TableShards(nn.Module):
         self.device: torch.device
         self.env: ShardingEnv
         self.shards: tuple[LocalShard, ...]
-        # past nn.Module, which looks at each for parameters: models have thousands of tables
+        # nn.Module.__setattr__ is slow, and models have thousands of tables
         self.__dict__.update(table=table, dtype=dtype, device=device, env=env, shards=tuple(shards))
         for i, shard in enumerate(shards):
             self.register_parameter(f"weight_{i}" if i else "weight", shard.parameter)
@@ -61,17 +61,17 @@ class TableShards(nn.Module):
                 mark_part(shard.parameter)
 
     def whole(self) -> Tensor:
-        """Return the table's weights as they appear in a state dict; live."""
+        """Return the table's live weights as in a state dict."""
         self.flush()
         return self._view([(s, s.parameter) for s in self.shards], self.dtype, dims=2)
 
     def flush(self) -> None:
-        """Write rows that a device cache holds back to the table (`fused_uvm_caching`)."""
+        """Write rows of a device cache back to the table (`fused_uvm_caching`)."""
         for shard in self.shards:
             shard.kernel.flush()
 
     def states(self) -> dict[str, Tensor]:
-        """Return the optimizer's state as it appears in a state dict; live."""
+        """Return the live optimizer state as in a state dict."""
         group = self.table.group
         assert isinstance(group, GroupSettings)
         if group.optimizer is None:
@@ -80,7 +80,7 @@ class TableShards(nn.Module):
         for name, kind in group.optimizer.rule.state.items():
             held = [(shard, shard.states[name]) for shard in self.shards]
             if kind == "row" and group.splits_row_state:
-                # named by its columns, so that a load where they are split otherwise must fail
+                # the name contains the columns, so that a load fails if they are split differently
                 for start, end in sorted({(r.col_start, r.col_end) for r in self.table.rects}):
                     own = [(s, state) for s, state in held if s.rect.col_start == start]
                     rects = [rect for rect in self.table.rects if rect.col_start == start]
@@ -100,13 +100,9 @@ class TableShards(nn.Module):
     ) -> Tensor:
         if not self.table.rects:
             return held[0][1].detach()
-        size = (self.table.num_rows, self.table.dim)
-        shards = [
-            ((shard.rect.row_start, shard.rect.col_start)[:dims], tensor) for shard, tensor in held
-        ]
         return ShardedTable(
-            size[:dims],
-            shards,
+            self.table.shape[:dims],
+            [(shard.rect.offsets[:dims], tensor) for shard, tensor in held],
             dtype=dtype,
             device=self.device,
             group=self.env.process_group,
@@ -116,7 +112,7 @@ class TableShards(nn.Module):
 
     @torch.no_grad()
     def fill(self, rows: slice, values: Tensor) -> None:
-        """Copy `values` (whole width) of a stretch of rows into the parts that are there."""
+        """Copy `values` (whole width) of a range of rows into the shards of this rank."""
         for shard in self.shards:
             first, last = max(rows.start, shard.rect.row_start), min(rows.stop, shard.rect.row_end)
             if first < last:
@@ -127,7 +123,7 @@ class TableShards(nn.Module):
 
     @torch.no_grad()
     def copy_from(self, other: TableShards) -> None:
-        """Copy weights and optimizer state from the same parts elsewhere."""
+        """Copy weights and optimizer state from the same shards elsewhere."""
         other.flush()
         for mine, theirs in zip(self.shards, other.shards, strict=True):
             mine.parameter.copy_(theirs.parameter)
@@ -137,9 +133,9 @@ class TableShards(nn.Module):
     _names = SimpleNamespace(weight=None)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Return where names lead that exist on every rank, also on one that holds no part.
+        """Return the attribute for names that exist on every rank, also without a shard.
 
-        `torch.distributed.checkpoint.state_dict` looks them up.
+        `torch.distributed.checkpoint.state_dict` resolves names through it.
         """
         return {"weight": "_names"}
 
@@ -159,14 +155,11 @@ class TableShards(nn.Module):
         error_msgs: list[str],
     ) -> None:
         key = prefix + "weight"
-        unexpected_keys += [
-            name
-            for name in (state_dict if strict else ())
-            if name.startswith(prefix)
-            and name.removeprefix(prefix) not in (*self._parameters, "weight")
-        ]
+        known = {prefix + name for name in (*self._parameters, "weight")}
+        own = (name for name in (state_dict if strict else ()) if name.startswith(prefix))
+        unexpected_keys += [name for name in own if name not in known]
         if key not in state_dict:
-            if self.shards:  # some rank has a part, and its error is raised on all
+            if self.shards:  # the error of one rank is raised on all
                 missing_keys.append(key)
             return
         try:
@@ -181,7 +174,7 @@ class TableShards(nn.Module):
 def _copy(own: Tensor, given: Tensor) -> None:
     if isinstance(given, ShardedTable) and not isinstance(own, ShardedTable):
         raise ValueError(
-            f"This table is whole on every rank; the source is {given}. To load under another "
+            f"source must be a whole table; received {given}. To load under another "
             "plan, save and load with torch.distributed.checkpoint."
         )
     own.copy_(given if isinstance(given, ShardedTable) else given.detach())
@@ -190,17 +183,17 @@ def _copy(own: Tensor, given: Tensor) -> None:
 def load_tables(
     tables: Mapping[str, TableShards], module: TableCollection, env: ShardingEnv, seed: int
 ) -> None:
-    """Give the shards the values of the unsharded module, rank 0's where ranks differ.
+    """Fill the shards with the values of the unsharded module; rank 0's if ranks differ.
 
-    Tables on the `meta` device are initialised block by block, so that no rank ever holds a
-    whole table; the values depend on the seed and the row, not on the plan. They come last, after
-    all exchanges, as a user's `init_fn` may fail on one rank only.
+    Tables on the `meta` device are initialized block by block, so that no rank ever holds a whole
+    table. Their values depend on the seed and the row, not on the plan. They come last, after all
+    exchanges, because a user's `init_fn` may fail on one rank only.
 
     Args:
-        tables: the parts of this rank, in the module's order.
-        module: the unsharded collection.
-        env: the ranks.
-        seed: of the initial values, rank 0's.
+        tables: This rank's shards, in the module's order.
+        module: The unsharded collection.
+        env: The ranks.
+        seed: Rank 0's seed of the initial values.
     """
     module.init_seed = seed
     weights = [weight.detach() for weight in module.table_weights().values()]
@@ -215,21 +208,18 @@ def load_tables(
     for index, (table, weight) in enumerate(zip(parts, weights, strict=True)):
         if weight.is_meta and table.shards:
             for rows in _row_blocks(table, weight):
-                if any(
-                    s.rect.row_start < rows.stop and rows.start < s.rect.row_end
-                    for s in table.shards
-                ):
-                    table.fill(
-                        rows, module.initial_rows(index, rows.start, rows.stop, table.device)
-                    )
+                rects = (shard.rect for shard in table.shards)
+                if any(r.row_start < rows.stop and rows.start < r.row_end for r in rects):
+                    values = module.initial_rows(index, rows.start, rows.stop, table.device)
+                    table.fill(rows, values)
 
 
 _Block = tuple[TableShards, Tensor, slice]
-"""The parts of a table, its unsharded weight, and a stretch of its rows."""
+"""Shards of a table, its unsharded weight, and a range of its rows."""
 
 
 def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
-    """Yield blocks of one dtype that are broadcast together, for the sake of many small tables."""
+    """Yield blocks of one dtype that are broadcast in one exchange, for many small tables."""
     batch: list[_Block] = []
     num_bytes = 0
     for block in blocks:
@@ -254,9 +244,8 @@ def _load(blocks: Sequence[_Block], env: ShardingEnv) -> None:
         else:
             flat = torch.empty(sum(sizes), dtype=values[0].dtype, device=device)
         comm.broadcast(env, ExchangeName.TABLE_VALUES, flat)
-        values = [
-            part.view(value.shape) for part, value in zip(flat.split(sizes), values, strict=True)
-        ]
+        received = zip(flat.split(sizes), values, strict=True)
+        values = [part.view(value.shape) for part, value in received]
     for (table, _, rows), value in zip(blocks, values, strict=True):
         table.fill(rows, value)
 

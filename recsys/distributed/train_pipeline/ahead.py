@@ -25,7 +25,7 @@ from torch import nn
 
 from recsys import step_stages
 from recsys.distributed.ranks.agreement import agree
-from recsys.distributed.ranks.comm import LazyAwaitable, holding
+from recsys.distributed.ranks.comm import LazyAwaitable, set_context
 from recsys.distributed.sharded_collection import ShardedCollection, started_ahead
 from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.header import EndOfData, FeaturesAbsentError
@@ -127,7 +127,7 @@ class InputsAhead:
                     _check_made(names[module], self._made[module](*args, **kwargs), features)
 
         given = {id(features): path for path, features in _features_in((args, kwargs))}
-        with holding(started_ahead, note):
+        with set_context(started_ahead, note):
             yield
         paths: dict[ShardedCollection, _Path] = {}
         reasons = {}
@@ -311,7 +311,7 @@ class Started:
                 return outputs.pop(module, (None, None))[1]
             return self._output_of(module, ctx)
 
-        with holding(started_ahead, take):
+        with set_context(started_ahead, take):
             yield
         for module in (*contexts, *outputs):
             self._ahead._leave_out(module)

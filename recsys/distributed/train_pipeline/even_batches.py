@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar, final
 
 from torch import Tensor, nn
 
-from recsys.distributed.ranks.agreement import agree
-from recsys.distributed.ranks.comm import broadcast_object, together
+from recsys.distributed.ranks.agreement import agree, run_on_all_ranks
+from recsys.distributed.ranks.comm import broadcast_object
 from recsys.distributed.sharded_collection import ShardedCollection
 from recsys.distributed.stages.header import EndOfData
 from recsys.distributed.stages.input_dist import InputDist
@@ -184,7 +184,7 @@ class EvenBatches(Generic[B]):
         def sample() -> bytes:
             return pickle.dumps(empty_batch(batch)) if env.rank == source else b""
 
-        packed = together(env, _START, sample)  # an error of the source is raised on all
+        packed = run_on_all_ranks(env, _START, sample)  # an error of the source is raised on all
         received = broadcast_object(group, _START, packed, source)
         if not self.is_filler:
             return batch

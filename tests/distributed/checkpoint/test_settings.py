@@ -120,7 +120,7 @@ def test_the_rate_of_tables_is_that_of_their_kernels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("saved", "own"), [(LAMB, Adam), (Adam, LAMB)])
 def test_lamb_does_not_load_into_adam(tmp_path: Path, saved: Any, own: Any) -> None:
     kinds = {LAMB: "lamb", Adam: "adam"}
-    names = rf"holds the state of {kinds[saved]} for .*; this optimizer is {kinds[own]}, to which"
+    names = rf"holds the state of {kinds[saved]} for .*; this optimizer is {kinds[own]}"
     model = _table_and_dense(saved)
     save_checkpoint(tmp_path / "tables", model, model.fused_optimizer)
     other = _table_and_dense(own)

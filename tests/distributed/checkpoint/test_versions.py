@@ -23,7 +23,8 @@ def _save(path: Path, step: int | None = None, keep: int | None = None) -> Path:
     with new_version(path, step) as folder:
         (folder / "data").write_text("whole")
         write_manifest(folder, {"files": {}})
-    keep_newest(path, keep, folder)
+    if keep is not None:
+        keep_newest(path, keep, folder)
     return folder
 
 

@@ -28,14 +28,14 @@ WAITS = Beat(
     stage="input_dist",
     module="ebc",
     seconds=30.0,
-    waits_to="tell how many ids come",
+    waiting_for="exchange id counts",
     exchanges=7,
-    declared="",
+    long_section="",
     left=False,
     process=1,
     machine="here",
 )
-WORKS = replace(WAITS, stage="the loop", module="", waits_to="", seconds=31.0)
+WORKS = replace(WAITS, stage="the loop", module="", waiting_for="", seconds=31.0)
 BEHIND = replace(WORKS, exchanges=6)
 LEFT = replace(WORKS, left=True)
 
@@ -63,7 +63,7 @@ def test_places_are_said_together() -> None:
     beats = dict(enumerate([WAITS, BEHIND, WAITS, WAITS]))
     assert in_words(beats, {}, [1]) == (
         "rank 1 has been in the loop for 31 s; "
-        "ranks 0, 2, 3 wait in input_dist of ebc to tell how many ids come"
+        "ranks 0, 2, 3 wait in input_dist of ebc to exchange id counts"
     )
     silent = "rank 3 has sent no heartbeat for 9 s, last seen in input_dist of ebc; "
     assert in_words(beats, {3: 9.0}, [3]).startswith(silent)

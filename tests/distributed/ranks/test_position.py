@@ -22,12 +22,12 @@ def test_a_long_section_is_declared_inside_its_block() -> None:
             pass
         began = position.place[2]
         with long_section("evaluation"):
-            assert position.declared == "evaluation"
+            assert position.long_section == "evaluation"
             assert position.place[:2] == ("evaluation", "")
             with long_section("save"):
-                assert position.declared == "save"
-            assert (position.declared, position.place[0]) == ("evaluation", "evaluation")
-    assert position.declared == ""
+                assert position.long_section == "save"
+            assert (position.long_section, position.place[0]) == ("evaluation", "evaluation")
+    assert position.long_section == ""
     assert position.place[:2] == ("lookup", "ebc")
     assert position.place[2] > began
 
@@ -55,7 +55,7 @@ def test_an_error_leaves_the_place_where_it_happened(
     with observe(position):
         with suppress(ValueError), section():  # type: ignore[attr-defined]
             raise ValueError
-        assert position.declared == ""
+        assert position.long_section == ""
         assert position.place[:2] == place
         with step_stages.running((Stage.OUTPUT_DIST, "ebc")):
             pass
@@ -66,8 +66,8 @@ def test_a_wait_is_reported_while_it_lasts() -> None:
     position = Position()
     with observe(position):
         with waiting("agree on a plan"):
-            assert position.waits_to == "agree on a plan"
-        assert position.waits_to == ""
+            assert position.waiting_for == "agree on a plan"
+        assert position.waiting_for == ""
 
 
 class Recorder(Position):  # type: ignore[misc]  # final for users
@@ -90,7 +90,7 @@ def _places_of_a_step() -> tuple[list[tuple[str, str]], int]:
     position = Recorder()
     with observe(position):
         plain(model, optimizer, [batch])
-    assert position.waits_to == ""
+    assert position.waiting_for == ""
     return position.seen, position.exchanges
 
 

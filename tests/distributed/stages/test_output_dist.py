@@ -379,7 +379,7 @@ def _stage_of_nodes(others: bool) -> OutputDist:
         )
 
     rank_1: Any = SimpleNamespace(world_size=6, rank=1, node_size=3)
-    rank_1.adds_up_on_the_way = lambda device: False
+    rank_1.prefers_reduce_scatter = lambda device: False
     placed = [range(3), range(3, 6), *(range(rank, rank + 1) for rank in range(6 * others))]
     tables = [table(feature, ranks) for feature, ranks in enumerate(placed)]
     names = [placed.name for placed in tables]

@@ -344,10 +344,10 @@ def _order() -> list[str]:
 
 def test_ids_travel_behind_the_batch_before(ranks: RankPool) -> None:
     for events in ranks(2, _order):
-        assert events[:2] == ["send ids to their owners", "tell how many ids come"]
+        assert events[:2] == ["send ids to their owners", "exchange id counts"]
         assert events.index("dense layers") > 1
         assert events.count("send ids to their owners") == 1
-        assert events.count("tell how many ids come") == 1
+        assert events.count("exchange id counts") == 1
 
 
 def _collectives() -> list[int]:

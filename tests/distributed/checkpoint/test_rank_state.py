@@ -70,7 +70,7 @@ def test_every_rank_finds_its_own(ranks: RankPool, tmp_path: Path, wait: bool) -
     assert ranks(3, _load, path, Sharing) == [21] * 3
     assert _load(path, Sharing) == 21
     refused = _load(path, Loader)
-    assert "has the progress 'loader' of 2 ranks, for as many; received 1, and a Loader" in refused
+    assert "has the progress 'loader' of 2 ranks; received 1 ranks, and a Loader" in refused
     model = nn.Linear(2, 1)
     assert load_checkpoint(path, model) == {}  # who does not ask needs none
     with pytest.raises(CheckpointError, match="has no progress 'other'"):

@@ -1,4 +1,4 @@
-"""What each rank keeps for itself in a checkpoint: positions in the data, random generators."""
+"""State of each rank in a checkpoint: data positions, random generators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from recsys.distributed.checkpoint.errors import CheckpointError
-from recsys.distributed.checkpoint.plain import check_plain
+from recsys.distributed.checkpoint.safe_pickle import check_plain
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.kernels.arguments import wrong_type
 from recsys.kernels.checked import checked
@@ -18,24 +18,24 @@ from recsys.kernels.checked import checked
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can say where it is, and go on from there.
+    """An object that can save its state and continue from it.
 
-    One that also has `load_state_dicts(states)`, with the state of each rank that saved, can go on
-    with another number of ranks.
+    An object that also has `load_state_dicts(states)`, which takes the state of each saved rank,
+    can continue with another number of ranks.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it is, as plain data."""
+        """Return the state as plain data."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a state."""
 
 
 @final
 class RandomState:
-    """The random generators of a process: of torch on CPU and GPU, NumPy and Python.
+    """Random generators of a process: torch on CPU and GPU, NumPy and Python.
 
-    With another number of ranks than saved, each goes on with its own.
+    With another number of ranks than saved, each rank keeps its own generators.
 
     Example:
         >>> state = RandomState()
@@ -48,7 +48,7 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generators' states."""
-        kind, keys, *rest = np.random.get_state()  # what users' code may draw from
+        kind, keys, *rest = np.random.get_state()  # users' code may draw from it
         found: dict[str, Any] = {
             "torch": torch.get_rng_state(),
             "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
@@ -60,11 +60,11 @@ class RandomState:
 
     @checked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the generators go on from these states."""
+        """Set the states of the generators."""
         missing = [name for name in ("torch", "numpy", "python") if name not in state_dict]
         if missing:
             raise ValueError(
-                "RandomState.load_state_dict: state_dict must be what state_dict() returned; "
+                "RandomState.load_state_dict: state_dict must be the result of state_dict(); "
                 f"received one without {missing}, with {list(state_dict)}."
             )
         torch.set_rng_state(state_dict["torch"])
@@ -75,7 +75,7 @@ class RandomState:
             torch.cuda.set_rng_state(state_dict["cuda"])
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Do nothing: generators of other ranks are of no use."""
+        """Do nothing: generators of other ranks are not usable."""
 
 
 def _tuples(value: Any) -> Any:
@@ -83,32 +83,35 @@ def _tuples(value: Any) -> Any:
 
 
 def check_progress(parts: object) -> None:
-    """Refuse what is neither a dict nor None.
+    """Check that progress is a dict of objects with a state, or None.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: It has another type, or an object has no state.
     """
     if parts is not None and not isinstance(parts, Mapping):
         wrong_type("progress", "a dict of objects with state_dict and load_state_dict", parts)
+    for name, part in (parts or {}).items():
+        if not isinstance(part, Stateful):
+            raise TypeError(
+                f"progress[{name!r}] must have state_dict and load_state_dict; received a "
+                f"{type(part).__qualname__}."
+            )
 
 
 def progress_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Return the states of this rank's parts, checked to be plain data.
+    """Return the states of this rank's objects, checked to be plain data.
 
     Raises:
-        CheckpointError: if a state is not.
-        TypeError: if a part has no state.
+        CheckpointError: A state is not plain data.
     """
-    found = {}
-    for name, part in parts.items():
-        _check_stateful(name, part)
-        found[name] = part.state_dict()
-        check_plain(f"progress[{name!r}]", found[name])
+    found = {name: part.state_dict() for name, part in parts.items()}
+    for name, state in found.items():
+        check_plain(f"progress[{name!r}]", state)
     return found
 
 
 def rank_key(rank: int) -> str:
-    """Return by what name a checkpoint has the progress of a rank."""
+    """Return the name of a rank's progress in a checkpoint."""
     return f"rank-{rank}"
 
 
@@ -119,26 +122,23 @@ def load_progress(
     num_saved: int,
     env: ShardingEnv,
 ) -> None:
-    """Let this rank's parts go on from what was saved.
+    """Load the saved states into this rank's objects.
 
     Args:
-        subject: how errors call the checkpoint.
-        parts: by name.
-        saved: by `rank_key`, the states of this rank, or of all that saved if they were not as
-            many.
-        num_saved: ranks that saved.
-        env: the ranks that go on.
+        subject: Name of the checkpoint in errors.
+        parts: Objects by name.
+        saved: States by `rank_key`: of this rank, or of all saved ranks if their number differs.
+        num_saved: Number of saved ranks.
+        env: The current ranks.
 
     Raises:
-        CheckpointError: if a part was not saved, or cannot go on with another number of ranks.
-        TypeError: if a part has no state.
+        CheckpointError: An object was not saved, or cannot continue with another number of ranks.
     """
     for name, part in parts.items():
-        _check_stateful(name, part)
         if not saved or any(name not in of_rank for of_rank in saved.values()):
             raise CheckpointError(
                 f"{subject} has no progress {name!r}. Leave it out of progress=, or pass "
-                "allow_partial=True to go on without."
+                "allow_partial=True to continue without."
             )
         if num_saved == env.world_size:
             part.load_state_dict(saved[rank_key(env.rank)][name])
@@ -146,16 +146,8 @@ def load_progress(
         load = getattr(part, "load_state_dicts", None)
         if load is None:
             raise CheckpointError(
-                f"{subject} has the progress {name!r} of {num_saved} ranks, for as many; received "
-                f"{env.world_size}, and a {type(part).__qualname__} without a load_state_dicts "
-                "that takes the states of all. Leave it out of progress=, or give it one."
+                f"{subject} has the progress {name!r} of {num_saved} ranks; received "
+                f"{env.world_size} ranks, and a {type(part).__qualname__} without "
+                "load_state_dicts(states). Leave it out of progress=, or define this method."
             )
         load([saved[rank_key(rank)][name] for rank in range(num_saved)])
-
-
-def _check_stateful(name: str, part: object) -> None:
-    if not isinstance(part, Stateful):
-        raise TypeError(
-            f"progress[{name!r}] must have state_dict and load_state_dict; received a "
-            f"{type(part).__qualname__}."
-        )

@@ -22,7 +22,7 @@ from recsys.distributed import sharded_collection
 from recsys.distributed.checkpoint import save_checkpoint_async
 from recsys.distributed.data_parallel import DefaultDataParallelWrapper
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.ranks import construction
+from recsys.distributed.ranks import build_transaction
 from recsys.distributed.shard import shard, shard_modules
 from recsys.distributed.sharded_collection import default_device
 from recsys.distributed.sharding_plan import (
@@ -390,7 +390,7 @@ def test_placing_costs_a_few_times_what_building_costs(
 
 def _on_one_gpu(gpus: list[str]) -> str:
     gpu = gpus[dist.get_rank()]
-    with mock.patch.object(construction, "gpu_of", return_value=gpu):
+    with mock.patch.object(build_transaction, "gpu_of", return_value=gpu):
         try:
             shard(_model()["ebc"], row_wise(), device=CPU)  # type: ignore[index]
         except ValueError as error:
@@ -401,12 +401,12 @@ def _on_one_gpu(gpus: list[str]) -> str:
 def test_two_ranks_of_nccl_need_two_gpus(ranks: RankPool) -> None:
     first, second = ranks(2, _on_one_gpu, ["GPU-1 of here", "GPU-1 of here"])
     assert first == second
-    assert "ranks 0 and 1 both work on GPU GPU-1 of here. Call torch.cuda.set_device" in first
+    assert "ranks 0 and 1 both use GPU GPU-1 of here. Call torch.cuda.set_device" in first
     assert ranks(2, _on_one_gpu, ["GPU-1 of here", "GPU-1 of there"]) == ["", ""]
 
 
 def test_a_gpu_is_shared_freely_without_nccl() -> None:
-    assert construction.gpu_of(ShardingEnv(1, 0), torch.device("cuda", 0)) is None
+    assert build_transaction.gpu_of(ShardingEnv(1, 0), torch.device("cuda", 0)) is None
 
 
 @pytest.mark.parametrize(
