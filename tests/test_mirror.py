@@ -34,6 +34,7 @@ BROAD = {
     "test_docstrings.py",
     "test_imports_one_way.py",
     "test_lean_import.py",
+    "test_messages.py",
     "test_mirror.py",
     "test_public_surface.py",
     "test_ranks.py",
