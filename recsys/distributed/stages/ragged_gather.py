@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recsys.distributed.placement.layout import Layout
+from recsys.distributed.ranks.wire import EXACT
 from recsys.distributed.stages.bags import joined
 from recsys.distributed.stages.batch import NO_COUNTS, BatchContext
 from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot
@@ -308,7 +309,7 @@ class RaggedRows:
     """
 
     adds_up = scales_early = False
-    read_codecs: Codecs = (None, None)
+    read_codecs: Codecs = (EXACT, EXACT)
 
     def __init__(self, gather: RaggedGather, layout: Layout, rank: int, ctx: BatchContext) -> None:
         given, shape = ctx.stage, ctx.shape

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed.ranks.wire import QuantizedCommCodecs
+from recsys.distributed.ranks.wire import EXACT, QuantizedCommCodecs
 from recsys.distributed.stages.bags import joined, sent_places
 from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.exchanged_rows import Codecs
@@ -115,7 +115,7 @@ class SequenceRows:
     """
 
     adds_up = scales_early = False
-    read_codecs: Codecs = (None, None)
+    read_codecs: Codecs = (EXACT, EXACT)
 
     def __init__(self, stage: SequenceDist, ctx: BatchContext) -> None:
         routes, header = ctx.checked.routes, ctx.header
