@@ -21,9 +21,10 @@ from torch.nn import functional
 
 from recsys.distributed.ranks.wire import EXACT, WireFormat
 from recsys.distributed.stages.bags import in_order
-from recsys.distributed.stages.batch import NO_COUNTS, BatchContext
+from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.exchanged_rows import Codecs, PooledStage, Ranges
 from recsys.kernels import ops
+from recsys.modules.batch_checker import NO_COUNTS
 
 if TYPE_CHECKING:
     from recsys.kernels.output_triton import Columns
