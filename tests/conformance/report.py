@@ -198,7 +198,8 @@ and the names of the state dict.
 - They agree bit for bit for table-wise tables, and for column-wise tables under elementwise
   optimizers. Exceptions are deduplicated ids and samples that share bags on three ranks.
 - Narrow wires are held to an error bound for each value (`tests/conformance/bounds.py`). A
-  forgotten loss scale, a coarser wire and misplaced values exceed it (`tests/conformance/test_bounds.py`).
+  forgotten loss scale, a coarser wire and misplaced values exceed it
+  (`tests/conformance/test_bounds.py`).
 
 `mixed` draws a strategy for each table. One rank sends nothing, so it has one wire format.
 
