@@ -91,6 +91,7 @@ def test_the_command_prints_findings(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_pages_have_no_findings() -> None:
-    files = list(files_below(PAGES))
+    generated = ROOT / "docs" / "reference"
+    files = [file for file in files_below(PAGES) if generated not in file.parents]
     assert len(files) > 50
     assert [finding for file in files for finding in findings_of_file(file)] == []
