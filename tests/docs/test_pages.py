@@ -98,6 +98,21 @@ def test_decisions_and_pages_that_code_names_exist() -> None:
     assert missing == set()
 
 
+def test_files_that_pages_name_exist() -> None:
+    named = {
+        (name, str(page.relative_to(ROOT)))
+        for page in TEXTS
+        for name in re.findall(
+            r"`((?:benchmarks|docs|examples|recsys|tests)/[\w/.-]+\.(?:py|json|txt|md|cpp))`",
+            page.read_text(),
+        )
+    }
+    assert len(named) > 60
+    package = Path(recsys.__file__).parents[1]  # the tests may run on an installed wheel
+    roots = {name: package if name.startswith("recsys/") else ROOT for name, _ in named}
+    assert {(name, page) for name, page in named if not (roots[name] / name).exists()} == set()
+
+
 def test_the_address_of_the_repository_has_one_place() -> None:
     """It is `[project.urls]` in pyproject.toml: absent before publication (RELEASING.md)."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
