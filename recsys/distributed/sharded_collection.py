@@ -467,7 +467,7 @@ class ShardedCollection(ShardedModule):
 
         On a GPU without other ranks the host does not wait if it knows the number of ids of each
         feature (`features.length_per_key_or_none()` is not None) or does not need it
-        (docs/gpu.md, "The host waits once per step, or never"). Invalid values (ids,
+        (docs/engine.md, "On a GPU the host waits once a step, or never"). Invalid values (ids,
         lengths, inverse indices) are then raised by a later call or by `check_ids`. Lookups stay
         within their tables meanwhile.
         """

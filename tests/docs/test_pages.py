@@ -98,6 +98,18 @@ def test_decisions_and_pages_that_code_names_exist() -> None:
     assert missing == set()
 
 
+def test_sections_that_docstrings_name_exist() -> None:
+    named = {
+        (page, " ".join(section.split()))
+        for path in Path(recsys.__file__).parent.rglob("*.py")
+        for page, section in re.findall(r'docs/([\w/]+\.md), "([^"]+)"', path.read_text())
+    }
+    headings = {
+        page: re.findall(r"^#+ (.+)$", (DOCS / page).read_text(), re.M) for page, _ in named
+    }
+    assert {(page, section) for page, section in named if section not in headings[page]} == set()
+
+
 def test_files_that_pages_name_exist() -> None:
     named = {
         (name, str(page.relative_to(ROOT)))
