@@ -115,16 +115,19 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         lookups = self._current_lookups()
         groups = lookups.groups
         checked = lookups.check_batch(features, is_weighted=False)
-        features = checked.safe
-        sizes_per_key, strides_per_key = features.length_per_key(), features.stride_per_key()
-        lengths = features.lengths().split_with_sizes(strides_per_key)
+        safe = checked.safe
+        sizes_per_key = checked.bags.length_per_key or safe.length_per_key()
+        batch = checked.bags._replace(length_per_key=sizes_per_key)
+        given = batch._replace(values=checked.found.values)
+        strides_per_key = safe.stride_per_key()
+        lengths = safe.lengths().split_with_sizes(strides_per_key)
         found: dict[str, JaggedTensor] = {}
         for group in groups:
-            rows_ND = group.lookup(*group.selector.select(checked.bags, None))
+            rows_ND = group.lookup(*group.selector.select(batch, None))
             positions = group.selector.positions
             views = FeatureViews(
                 rows_ND,
-                group.selector.select(checked.found, None).indices if self._need_indices else None,
+                group.selector.select(given, None).indices if self._need_indices else None,
                 torch.cat([lengths[p] for p in positions]),
                 [sizes_per_key[p] for p in positions],
                 [strides_per_key[p] for p in positions],

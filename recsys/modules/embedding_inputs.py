@@ -80,7 +80,7 @@ class FeatureSelector:
         """
         device = bags.values.device
         if bags.keys != self._keys or device != self._device:
-            self._route(bags.keys, device)
+            self.route(bags.keys, device)
         if self._permute_F is None:
             return SelectedBags(bags.values, bags.offsets, weights)
         lengths_FB = bags.lengths.view(len(bags.keys), -1)
@@ -98,7 +98,12 @@ class FeatureSelector:
         """Return whether the lookup reads each of these keys exactly once."""
         return sorted(self._features) == sorted(keys) == sorted(set(keys))
 
-    def _route(self, keys: Sequence[str], device: torch.device) -> None:
+    def route(self, keys: Sequence[str], device: torch.device) -> None:
+        """Prepare for batches with these keys.
+
+        Raises:
+            KeyError: A feature is missing.
+        """
         self.positions = positions_of(self._features, keys, self._owner, self._tables)
         self._permute_F = None
         self._is_whole = self.reads_whole(keys)

@@ -283,6 +283,8 @@ class TableLookups(AliasedStorage):
             names=self._features,
         )
         if bags.keys != self._keys:
+            for group in self.groups:
+                group.selector.route(bags.keys, self._device)
             self._keys, self._limits = list(bags.keys), self.checker.limits_of(bags.keys)
             self._reads_whole = all(group.selector.reads_whole(bags.keys) for group in self.groups)
         limits, has_one_size = self._limits, bags.stride_per_key_per_rank is None
