@@ -14,7 +14,7 @@ from recsys.distributed.fused_embedding import (
     FusedEmbeddingBagCollectionSharder,
     FusedEmbeddingCollectionSharder,
 )
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharded.sharder import ModuleSharder
 from recsys.kernels.arguments import instance
 from recsys.kernels.checked import checked
 

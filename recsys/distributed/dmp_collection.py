@@ -20,16 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from recsys.distributed.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.model_parallel import DistributedModelParallel, check_not_wrapped
-from recsys.distributed.module_tree import outermost
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.ranks.agreement import agree, in_words_by_name
 from recsys.distributed.ranks.build_transaction import build_on_all_ranks
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
-from recsys.distributed.shard import check_made_for, replace_modules, resolve_device
-from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.sharder import ModuleSharder, has_tables
+from recsys.distributed.shard import check_made_for, replace_modules
+from recsys.distributed.sharded.collection import ShardedCollection
+from recsys.distributed.sharded.devices import resolve_device
+from recsys.distributed.sharded.module_tree import outermost
+from recsys.distributed.sharded.sharder import ModuleSharder, has_tables
 from recsys.distributed.state.replica_average import average_over_ranks
 from recsys.kernels.arguments import setting, wrong_type
 from recsys.kernels.checked import checked

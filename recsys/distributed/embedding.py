@@ -9,13 +9,13 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
-from recsys.distributed.collection_stages import OutputStageFactory
 from recsys.distributed.placement.plan import ParameterSharding
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import SEQUENCE_OPS, QuantizedCommCodecs
-from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.sharder import CollectionSharder
+from recsys.distributed.sharded.collection import ShardedCollection
+from recsys.distributed.sharded.collection_stages import OutputStageFactory
+from recsys.distributed.sharded.sharder import CollectionSharder
 from recsys.distributed.stages.sequence_dist import SequenceDist
 from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import EmbeddingConfig

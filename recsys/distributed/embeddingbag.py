@@ -8,8 +8,8 @@ from torch import nn
 
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.wire import POOLED_OPS
-from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.sharder import CollectionSharder
+from recsys.distributed.sharded.collection import ShardedCollection
+from recsys.distributed.sharded.sharder import CollectionSharder
 from recsys.distributed.stages.output_dist import OutputDist
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection

@@ -20,7 +20,7 @@ from recsys.distributed.placement.plan import ParameterSharding
 from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
-from recsys.distributed.sharder import ModuleSharder, ShardedModule
+from recsys.distributed.sharded.sharder import ModuleSharder, ShardedModule
 from recsys.distributed.stages.batch import BatchContext
 from recsys.kernels.checked import checked
 from recsys.modules.feature_processor import FeatureProcessorsCollection

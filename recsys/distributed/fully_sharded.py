@@ -21,11 +21,11 @@ from recsys.distributed.model_parallel import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
 )
-from recsys.distributed.module_tree import outermost
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.shard import sharded_modules, sharded_names
+from recsys.distributed.sharded.module_tree import outermost
 from recsys.kernels.checked import check_fields
 
 __all__ = ["FullyShardWrapper"]

@@ -21,17 +21,17 @@ from recsys.distributed.ranks.agreement import in_words_by_name, run_on_all_rank
 from recsys.distributed.ranks.build_transaction import build_on_all_ranks
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.reshard import Moves, moves_by_module
 from recsys.distributed.shard import (
     materialize_dense,
     move_dense,
     place_model,
     sharded_modules,
-    why_no_exchange,
     with_own_parts,
 )
-from recsys.distributed.sharded_collection import ShardedCollection, canonical_device
-from recsys.distributed.sharder import (
+from recsys.distributed.sharded.collection import ShardedCollection
+from recsys.distributed.sharded.devices import canonical_device, why_no_exchange
+from recsys.distributed.sharded.reshard import Moves, moves_by_module
+from recsys.distributed.sharded.sharder import (
     ModuleSharder,
     ShardedModule,
     copy_around_sharded,

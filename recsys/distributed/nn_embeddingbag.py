@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from recsys.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
-from recsys.distributed.sharder import CollectionSharder
+from recsys.distributed.sharded.sharder import CollectionSharder
 from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.state.table_shards import TableShards
 from recsys.kernels.checked import checked

@@ -22,8 +22,8 @@ from recsys.distributed.placement.plan import ObjectPoolShardingPlan, ObjectPool
 from recsys.distributed.ranks.agreement import run_on_all_ranks
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.sharded_collection import canonical_device, default_device
-from recsys.distributed.sharder import ModuleSharder, ShardedModule, refuse_to_pickle
+from recsys.distributed.sharded.devices import canonical_device, default_device
+from recsys.distributed.sharded.sharder import ModuleSharder, ShardedModule, refuse_to_pickle
 from recsys.distributed.stages.pool_rows import send_ids, start_rows
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.kernels.arguments import instance

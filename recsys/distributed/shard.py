@@ -19,15 +19,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from recsys.distributed.default_sharders import get_default_sharders, sharder_of
-from recsys.distributed.module_tree import check_untied, outermost, walk
 from recsys.distributed.placement.plan import EmbeddingModuleShardingPlan, ParameterSharding
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.placement.strategies import check_plan_paths
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.ranks.build_transaction import build_on_all_ranks
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.sharded_collection import canonical_device, default_device
-from recsys.distributed.sharder import (
+from recsys.distributed.sharded.devices import resolve_device
+from recsys.distributed.sharded.module_tree import check_untied, outermost, walk
+from recsys.distributed.sharded.sharder import (
     ModuleSharder,
     ShardedModule,
     has_tables,
@@ -179,37 +179,6 @@ def shard_modules(
 
 
 # -- the steps, which DistributedModelParallel takes as well ---------------------------------------
-
-
-def resolve_device(env: ShardingEnv, device: torch.device | None) -> torch.device:
-    """Return this rank's device, the default one if None.
-
-    Of several ranks' GPUs it becomes the current one, which torch's exchange of objects uses.
-
-    Raises:
-        ValueError: if the ranks cannot exchange tensors of that device.
-    """
-    device = canonical_device(device or default_device(env))
-    obstacle = why_no_exchange(env, device)
-    if obstacle:
-        raise ValueError(obstacle)
-    if device.type == "cuda" and env.world_size > 1 and env.process_group is not None:
-        torch.cuda.set_device(device)
-    return device
-
-
-def why_no_exchange(env: ShardingEnv, device: torch.device) -> str:
-    """Return why the ranks cannot exchange tensors of a device; empty if they can."""
-    if env.world_size == 1 or env.process_group is None:
-        return ""
-    config = str(torch.distributed.get_backend_config(env.process_group))  # "cpu:gloo,cuda:nccl"
-    if any(part.startswith(f"{device.type}:") for part in config.split(",")):
-        return ""
-    return (
-        f"The ranks' process group must exchange tensors of the model's device; received a model "
-        f"on {device} and the backends {config}. Keep the model on a device that they serve, or "
-        "initialise torch.distributed with a backend for each, such as 'cpu:gloo,cuda:nccl'."
-    )
 
 
 def place_model(

@@ -34,8 +34,8 @@ from recsys.distributed.placement.strategies import (
 )
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.node import get_local_size
-from recsys.distributed.sharded_collection import default_device
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharded.devices import default_device
+from recsys.distributed.sharded.sharder import ModuleSharder
 from recsys.kernels.arguments import choice, whole, whole_list, wrong_type
 from recsys.kernels.checked import checked
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer

@@ -26,7 +26,7 @@ from torch import nn
 from recsys import step_stages
 from recsys.distributed.ranks.agreement import agree
 from recsys.distributed.ranks.comm import LazyAwaitable, set_context
-from recsys.distributed.sharded_collection import ShardedCollection, started_ahead
+from recsys.distributed.sharded.collection import ShardedCollection, started_ahead
 from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.header import EndOfData, FeaturesAbsentError
 from recsys.distributed.stages.input_dist import start_together

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from recsys.distributed.ranks.agreement import agree, run_on_all_ranks
 from recsys.distributed.ranks.comm import broadcast_object
-from recsys.distributed.sharded_collection import ShardedCollection
+from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.distributed.stages.header import EndOfData
 from recsys.distributed.stages.input_dist import InputDist
 from recsys.distributed.train_pipeline.batches import map_batch

@@ -368,7 +368,7 @@ def _is_of_library(file: str) -> bool:
 
 
 _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
-_LIBRARIES = f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"
+_LIBRARIES = f"{Path(__file__).parents[2]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"
 
 
 def _print_no_more_of(error: BaseException) -> None:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Generic, NoReturn, Self, TypeVar, cast
 import torch
 from torch import nn
 
-from recsys.distributed.module_tree import outermost, walk
 from recsys.distributed.placement.plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
@@ -20,6 +19,7 @@ from recsys.distributed.placement.plan import (
 )
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
+from recsys.distributed.sharded.module_tree import outermost, walk
 from recsys.kernels.arguments import wrong_type
 from recsys.kernels.checked import checked
 

@@ -17,14 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from recsys import step_stages
-from recsys.distributed.collection_stages import (
-    CollectionSettings,
-    CollectionStages,
-    OutputStageFactory,
-    build_stages,
-    facts_of,
-)
-from recsys.distributed.module_tree import check_untied
 from recsys.distributed.placement.fused_params import settings_of_table, with_table_settings
 from recsys.distributed.placement.layout import Layout
 from recsys.distributed.placement.plan import (
@@ -37,8 +29,22 @@ from recsys.distributed.ranks.build_transaction import build_on_all_ranks
 from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import CommOp, QuantizedCommCodecs, codecs_for
-from recsys.distributed.reshard import check_moves, merged_plan
-from recsys.distributed.sharder import ShardedModule, refuse_to_pickle
+from recsys.distributed.sharded.collection_stages import (
+    CollectionSettings,
+    CollectionStages,
+    OutputStageFactory,
+    build_stages,
+    facts_of,
+)
+from recsys.distributed.sharded.devices import canonical_device, default_device
+from recsys.distributed.sharded.module_tree import check_untied
+from recsys.distributed.sharded.reshard import check_moves, merged_plan
+from recsys.distributed.sharded.sharder import ShardedModule, refuse_to_pickle
+from recsys.distributed.sharded.table_options import (
+    TableOptions,
+    bounds_check_mode_of,
+    output_dtype_of,
+)
 from recsys.distributed.stages.batch import Bags, BatchContext
 from recsys.distributed.stages.input_dist import InputDist, start_together
 from recsys.distributed.stages.lookup import Lookup
@@ -46,12 +52,6 @@ from recsys.distributed.stages.output_dist import OutputStage
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer
 from recsys.distributed.state.moves import move_tables
 from recsys.distributed.state.table_shards import TableShards, load_tables
-from recsys.distributed.table_options import (
-    TableOptions,
-    bounds_check_mode_of,
-    output_dtype_of,
-)
-from recsys.kernels.arguments import setting
 from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_table import TableDict
 from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection
@@ -564,29 +564,3 @@ class ShardedCollection(ShardedModule):
         self._settings = settings
         self._set_stages(stages)
         self._tables_optimizer.follow(self._optimizer_of(stages))
-
-
-def canonical_device(device: torch.device | str) -> torch.device:
-    """Return the device as tensors name it: `cuda:0`, not `cuda`."""
-    return torch.empty(0, device=device).device
-
-
-def default_device(env: ShardingEnv) -> torch.device:
-    """Return the device a rank works on: a GPU under NCCL, else the CPU.
-
-    That is the GPU the process group is bound to, or the current one. A process that has not chosen
-    one, so that it is still GPU 0, takes the one of its `LOCAL_RANK`.
-    """
-    group = env.process_group
-    # a group made with no backend named serves both kinds of device
-    if group is not None and torch.distributed.get_backend(group) in ("gloo", "mpi"):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    bound = getattr(group, "bound_device_id", None)
-    if bound is not None:
-        return torch.device(bound)
-    current = torch.cuda.current_device()
-    local_rank = setting("LOCAL_RANK", least=0) or 0
-    chosen = current == 0 and local_rank < torch.cuda.device_count()
-    return torch.device("cuda", local_rank if chosen else current)

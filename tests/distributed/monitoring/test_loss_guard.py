@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recsys.distributed import loss_guard
-from recsys.distributed.loss_guard import BadLossError, LossGuard
+from recsys.distributed.monitoring import loss_guard
+from recsys.distributed.monitoring.loss_guard import BadLossError, LossGuard
 from recsys.distributed.train_pipeline import TrainPipelineSparseDist
 from recsys.sparse import KeyedJaggedTensor, kjt_is_equal, set_value_checks
 from tests.distributed.cases import whole_state
