@@ -1,4 +1,4 @@
-"""The names that users of TorchRec import from here, each from its own file."""
+"""Names that TorchRec users import from this path."""
 
 from recsys.distributed.placement.plan import (
     CacheParams,

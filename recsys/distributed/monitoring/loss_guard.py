@@ -115,10 +115,8 @@ class LossGuard:
             return False
         host, copied = _copy_aside(value)
         self._unread.append((self._step, host, copied, batch))
-        while self._unread[0][2].query() or len(self._unread) > _MOST_UNREAD:
+        while self._unread and (self._unread[0][2].query() or len(self._unread) > _MOST_UNREAD):
             self._read_one()
-            if not self._unread:
-                break
         return False
 
     def finish(self) -> None:

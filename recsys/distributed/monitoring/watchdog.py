@@ -48,9 +48,9 @@ _PR_SET_PDEATHSIG = 1
 def end_with_launcher() -> bool:
     """Make the kernel kill this process when its parent, torchrun's agent, ends.
 
-    The agent ends its workers unless it is killed itself. Without this call they would then go on
-    training beside the workers of the next attempt. Call it at the start of a training script, on
-    the main thread.
+    The agent ends its workers unless it is killed itself. Without this call they would then
+    continue training beside the workers of the next attempt. Call it at the start of a training
+    script, on the main thread.
 
     Returns:
         Whether the process is set up so: on Linux, in a process that torchrun started.
@@ -276,7 +276,7 @@ class Watchdog:
         self._end(end, 128 + signal.SIGTERM)
 
     def _end(self, end: End, code: int = 1) -> NoReturn:
-        """Print the reason and end the process, whatever its main thread does."""
+        """Print the reason and end the process without its main thread."""
         _dump_and_end_after(2 * _MARGIN)  # in case this function hangs
         self._print_reason(end)
         if end.stacks:
@@ -314,8 +314,8 @@ def _restore_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-# A forked process, such as a data loader's, has no watching thread; its signals would wake that of
-# its parent.
+# A forked process, such as a data loader's, has no watching thread; its signals would wake the
+# thread of its parent.
 os.register_at_fork(after_in_child=_restore_sigterm)
 
 

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from recsys.distributed.placement.fused_params import settings_of_table
 from recsys.distributed.placement.layout import Layout, Rect
 from recsys.distributed.placement.plan import (
     EmbeddingComputeKernel,
@@ -55,6 +56,20 @@ class TableOptions:
                 rounds,
                 "It is for tables of float16 or bfloat16 that own an optimizer.",
             )
+
+
+def options_of_tables(
+    weights: Mapping[str, nn.Parameter],
+    plan: Mapping[str, ParameterSharding],
+    fused_params: Mapping[str, Any] | None,
+) -> list[TableOptions]:
+    """Return the properties of each table of a plan."""
+    return [
+        TableOptions(
+            weight, settings_of_table(fused_params, plan[name]), plan[name].stochastic_rounding
+        )
+        for name, weight in weights.items()
+    ]
 
 
 def facts_of_tables(

@@ -131,7 +131,7 @@ def test_what_is_hidden_of_exchanges(pauses: int, low: float, high: float) -> No
         report.step(1)
     assert low <= report.overlap <= high
     if pauses == 2:
-        assert f"under way for {report.numbers()['under way'] * 1e3:.2f} ms" in str(report)
+        assert f"exchanges took {report.numbers()['under way'] * 1e3:.2f} ms" in str(report)
 
 
 class Writer:

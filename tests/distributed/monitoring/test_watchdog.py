@@ -23,7 +23,7 @@ from tests.distributed.train_pipeline.test_pipelines import build, plain, sample
 from tests.examples.kills import lives
 from tests.ranks import RankPool
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WORKER = """
 import sys, time
 from recsys.distributed.monitoring.watchdog import end_with_launcher
