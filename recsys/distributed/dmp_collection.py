@@ -184,10 +184,6 @@ class DMPCollection(DistributedModelParallel):
         self._custom_all_reduce = other._custom_all_reduce
         self._is_averaged = other._is_averaged
 
-    @property
-    def _plan_world_size(self) -> int:
-        return self._groups[0].world_size
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; it exchanges ids and embeddings within a group."""
         if torch.is_grad_enabled():

@@ -75,7 +75,11 @@ class FullyShardWrapper:
         model = dmp.module
         chosen = self._chosen(model)
         others = sharded_names(model)
-        names = {f"{path}.{name}" for path, child in chosen for name in _names_of(child)}
+        names = {
+            f"{path}.{name}"
+            for path, child in chosen
+            for name, _ in (*child.named_parameters(), *child.named_buffers())
+        }
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name in names and name not in others:
                 comm.broadcast(env, ExchangeName.DENSE_VALUES, tensor.data)
@@ -114,7 +118,3 @@ class FullyShardWrapper:
                     f"{path!r}. The largest are {[path for path, _ in units]}."
                 )
         return [(path, found[path]) for path in sorted(set(self.modules))]
-
-
-def _names_of(module: nn.Module) -> list[str]:
-    return [name for name, _ in (*module.named_parameters(), *module.named_buffers())]

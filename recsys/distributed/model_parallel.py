@@ -219,10 +219,6 @@ class DistributedModelParallel(nn.Module):
         """The plan of every sharded module."""
         return self._plan
 
-    @property
-    def _plan_world_size(self) -> int:
-        return self.env.world_size
-
     def reshard(self, plan: Moves) -> None:
         """Move tables to other ranks during training, with their optimizer state.
 
@@ -267,7 +263,8 @@ class DistributedModelParallel(nn.Module):
         }
         after = dict(self._plan.plan)
         with build_on_all_ranks(self.env) as construction:
-            moves = moves_by_module(plan, collections, self._plan_world_size)
+            group = self._groups[0] if self._groups else self.env
+            moves = moves_by_module(plan, collections, group.world_size)
             for path, (inner, entry) in moves.items():
                 after[path] = collections[inner].plan_after(entry)
                 construction.add(path or "the model", {"the new plan": stable(after[path])})
@@ -387,9 +384,9 @@ class DistributedModelParallel(nn.Module):
             )
         if not isinstance(state_dict, Mapping):
             raise TypeError(
-                "DistributedModelParallel.load_state_dict takes values by name, as state_dict() "
+                "DistributedModelParallel.load_state_dict needs values by name, as state_dict() "
                 f"returns them; received {type(state_dict).__qualname__}. To load a file, pass "
-                "what torch.load returned, or use recsys.distributed.checkpoint.load_checkpoint."
+                "the result of torch.load or use recsys.distributed.checkpoint.load_checkpoint."
             )
         return self.module.load_state_dict(with_own_parts(self.module, state_dict), strict=strict)
 

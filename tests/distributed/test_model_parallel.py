@@ -207,7 +207,7 @@ def _load_less_on_one_rank(given: str) -> str:
     [
         ("less", r'RuntimeError: On rank 1: .*Missing key\(s\) in state_dict: "over.bias"'),
         ("less of a collection", r'RuntimeError: On rank 1: .*: "embedding_bags.row_wise.weight"'),
-        ("None", r"TypeError: On rank 1: .*load_state_dict takes values by name, .* NoneType\. "),
+        ("None", r"TypeError: On rank 1: .*load_state_dict needs values by name, .* NoneType\. "),
     ],
 )
 def test_a_load_that_fails_on_one_rank_fails_on_all(

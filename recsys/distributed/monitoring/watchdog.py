@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import itertools
 import os
 import select
 import signal
@@ -70,9 +71,6 @@ def end_with_launcher() -> bool:
     return True
 
 
-_open: Watchdog | None = None
-
-
 @final
 class Watchdog:
     """Warns of ranks that keep others waiting, and ends all ranks when one fails.
@@ -124,8 +122,7 @@ class Watchdog:
         self._printing, self._has_printed = threading.Lock(), False
 
     def __enter__(self) -> Self:
-        global _open
-        if _open is not None:
+        if contact.ask_watchdog is not None:
             raise RuntimeError("A Watchdog is open in this process already; close it first.")
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self
@@ -138,7 +135,6 @@ class Watchdog:
         self._beats = Heartbeats(
             _store(), self._rank, dist.get_world_size(), self._interval, self._position
         )
-        _open = self
         self._closing.enter_context(observe(self._position))
         contact.ask_watchdog = self._ask
         self._signals, self._waker = socket.socketpair()
@@ -150,7 +146,6 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        global _open
         if self._beats is None:
             return
         beats, self._ends = self._beats, error is not None
@@ -165,7 +160,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         self._closing.close()
         contact.ask_watchdog = None
-        _open = self._beats = None
+        self._beats = None
 
     @checked
     def pause(self, name: str) -> AbstractContextManager[None]:
@@ -321,14 +316,12 @@ os.register_at_fork(after_in_child=_restore_sigterm)
 
 def _store() -> Store:
     """Return the store of the job, with a prefix for each attempt and each watchdog."""
-    global _opened
-    _opened += 1
     tries = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.distributed_c10d._get_default_store()
-    return PrefixStore(f"recsys/watchdog/{tries}/{_opened}", store)
+    return PrefixStore(f"recsys/watchdog/{tries}/{next(_numbers)}", store)
 
 
-_opened = 0
+_numbers = itertools.count(1)
 
 
 def _timeout_of_group() -> float:

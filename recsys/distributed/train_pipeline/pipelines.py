@@ -117,12 +117,10 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
         device: torch.device,
         custom_model_fwd: ModelForward | None = None,
     ) -> None:
-        name = type(self).__name__
-        if not isinstance(model, nn.Module):
-            wrong_type(f"{name}.model", "an nn.Module", model)
         is_class = isinstance(cast(object, optimizer), type)
         if self._needs_optimizer and (is_class or not callable(getattr(optimizer, "step", None))):
-            wrong_type(f"{name}.optimizer", "an optimizer with step() and zero_grad()", optimizer)
+            subject = f"{type(self).__name__}.optimizer"
+            wrong_type(subject, "an optimizer with step() and zero_grad()", optimizer)
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._custom_forward = custom_model_fwd
         self._copies = _stream(self._device)
