@@ -1,14 +1,14 @@
-# All targets share one set-up: the folder .venv, with the extra that fits this machine.
+# All targets share one environment: the folder .venv, with the extra that fits this machine.
 #
 #   make train      train, checkpoint, quantize, export and score DLRM on MovieLens
 #   make test       the test suite; pass arguments with ARGS="-k jagged"
 #   make test SLOW=1  the test suite with its slow cases, as CI runs it
-#   make conformance  every way to shard, against the unsharded model and TorchRec; about an hour
+#   make conformance  every sharding type, compared with the unsharded model and TorchRec; an hour
 #   make bench      CPU benchmarks against TorchRec
 #   make gpu        tests and benchmarks that need a GPU
 #   make lint       ruff, codespell, mypy
 #   make docs       build the documentation into site/
-#   make clean      remove everything that make has made
+#   make clean      remove everything that make creates
 #
 # Python is python3; another one: make train PYTHON=python3.12
 # torch's CPU or CUDA build is chosen by whether nvidia-smi works; otherwise: make train EXTRA=cpu
@@ -20,11 +20,11 @@ RANKS ?= 2
 # Relative, so that the path to here may hold spaces.
 VENV := .venv
 BIN := $(VENV)/bin
-# Without --no-compile, pip spends a minute on bytecode of which little is ever run.
+# Without --no-compile, pip spends a minute on bytecode that is rarely used.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-# An empty file per set of packages, renewed when it is older than the packages' list. Its name has
-# the extra: a machine that gets a GPU installs anew.
+# An empty file per set of packages, renewed when it is older than pyproject.toml. Its name contains
+# the extra, so a machine that gets a GPU installs again.
 BASE := $(VENV)/.installed-$(EXTRA)
 stamp = $(VENV)/.installed-$(EXTRA)-$(1)
 
@@ -57,12 +57,12 @@ lint: $(call stamp,dev)
 	$(BIN)/mypy
 
 docs: $(call stamp,docs)
-	$(BIN)/mkdocs build --strict
+	$(BIN)/python docs/build.py
 
 peers: $(call stamp,peers)
 
 clean:
-	rm -rf $(VENV) build dist site runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site docs/reference .cache runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -78,7 +78,7 @@ $(call stamp,test) $(call stamp,dev) $(call stamp,docs) $(call stamp,triton) $(c
 	$(PIP) --editable ".[$(EXTRA),$*]"
 	@touch $@
 
-# TorchRec asks for fbgemm-gpu with no version and would replace the pair that is installed.
+# TorchRec requires fbgemm-gpu without a version and would replace the installed pair.
 $(call stamp,peers): $(BASE)
 	$(PIP) --editable ".[$(EXTRA),peers]"
 	$(PIP) --no-deps torchrec==1.8.0

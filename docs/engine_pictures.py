@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/engine.md from real layouts: ``python docs/engine_pictures.py``.
+"""Draw the pictures of docs/engine.md from real layouts: `python docs/engine_pictures.py`.
 
-Each picture carries a digest of what it shows, by which a test finds out that it is out of date.
+Each picture contains a digest of its layout, by which a test detects an outdated picture.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PLANS: Mapping[str, Mapping[str, ParameterShardingGenerator]] = {
 
 
 def layout_of(generators: Mapping[str, ParameterShardingGenerator]) -> Layout:
-    """Returns the layout of tables of 1,000,000 x 64 on two nodes of two ranks."""
+    """Return the layout of tables of 1,000,000 x 64 on two nodes of two ranks."""
     tables = [
         EmbeddingBagConfig(
             name=name, embedding_dim=64, num_embeddings=1_000_000, feature_names=[name]
@@ -62,7 +62,7 @@ def layout_of(generators: Mapping[str, ParameterShardingGenerator]) -> Layout:
 
 
 def digest_of(layout: Layout) -> str:
-    """Returns what a picture of a layout depends on, in short."""
+    """Return a digest of the facts that a picture of a layout shows."""
     traffic = traffic_of(layout, samples_per_rank=SAMPLES)
     shown = [(table.name, table.num_rows, table.dim, table.rects) for table in layout.tables]
     sizes = [
@@ -73,7 +73,7 @@ def digest_of(layout: Layout) -> str:
 
 
 def draw(folder: Path) -> None:
-    """Writes every picture."""
+    """Write every picture."""
     import matplotlib as mpl
 
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Our docstrings say ``Example:``; the documentation's parser knows ``Examples:`` as code."""
+"""Griffe extension: docstrings use the heading `Example:`, the parser expects `Examples:`."""
 
 from typing import Any
 
@@ -9,6 +9,6 @@ class ExampleSections(griffe.Extension):
     """Rename the section while the documentation is built."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrite one docstring."""
+        """Rename the section of one docstring."""
         if obj.docstring is not None:
             obj.docstring.value = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # what editors and type checkers see of _HOMES
     from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from recsys.streamable import Multistreamable, Pipelineable
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "DataType",

@@ -1,4 +1,4 @@
-"""`python -m recsys`: the package's commands."""
+"""Command line: `recsys`, or `python -m recsys`."""
 
 from __future__ import annotations
 
@@ -10,37 +10,42 @@ from collections.abc import Mapping, Sequence
 import recsys
 
 _COMMANDS: Mapping[str, str] = {
-    "doctor": "say what is installed, whether it fits, and what to do if not",
-    "calibrate": "measure how fast this machine looks up, exchanges and updates, for the planner",
-    "plan": "plan where tables go on a machine that need not be there, and explain the plan",
+    "doctor": "check the installed versions, and suggest repairs",
+    "calibrate": "measure lookups, exchanges and updates on this machine, for the planner",
+    "plan": "plan the placement of tables, also for another machine, and explain the plan",
 }
-"""Name to what it does. The command is `main(options)` of the module `recsys.<name>`, which may
-have `add_arguments(parser)` for options of its own. Only the one that runs is imported."""
+"""Description of each command. Command `x` is the function `main(options)` of the module
+`recsys.x`, which may have `add_arguments(parser)`. Only the module of the given command is
+imported."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name (`sys.argv` if None); return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m recsys", description=_first_line(recsys))
+    """Run a command and return its exit code.
+
+    Args:
+        arguments: The command and its arguments; `sys.argv` if None.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m recsys", description=(recsys.__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--version", action="version", version=f"recsys {recsys.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     parsers = {
-        name: commands.add_parser(name, help=description, description=f"{description}.")
+        name: commands.add_parser(
+            name, help=description, description=f"{description}.".capitalize()
+        )
         for name, description in _COMMANDS.items()
     }
     given = sys.argv[1:] if arguments is None else arguments
     command = next((word for word in given if not word.startswith("-")), None)
     if command is None or command not in parsers:
-        parser.parse_args(given)  # ends here: says so, or what else was asked for
+        parser.parse_args(given)  # exits: prints the help, the version or an error
         raise AssertionError
     module = importlib.import_module(f"recsys.{command}")
     if hasattr(module, "add_arguments"):
         module.add_arguments(parsers[command])
     exit_code: int = module.main(parser.parse_args(given))
     return exit_code
-
-
-def _first_line(documented: object) -> str:
-    return (documented.__doc__ or "").partition("\n")[0]
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ TESTED_THROUGH = {
     "lazy.py": "test_public_surface.py",
     "distributed/ranks/agreement.py": "distributed/ranks/test_build_transaction.py",
     "distributed/stages/bags.py": "distributed/stages/test_input_dist.py",
-    "distributed/stages/batch_checker.py": "distributed/stages/test_input_dist.py",
+    "distributed/stages/faults.py": "distributed/stages/test_input_dist.py",
     "distributed/stages/streams.py": "distributed/stages/test_header.py",
     "distributed/checkpoint/errors.py": "distributed/checkpoint/test_load.py",
     "distributed/checkpoint/state.py": "distributed/checkpoint/test_load.py",

@@ -1,4 +1,4 @@
-"""The data sets of the DLRM example, seen alike."""
+"""The data sets of the DLRM example, behind one interface."""
 
 import argparse
 import sys
@@ -29,7 +29,7 @@ class TrainBatches(Iterable[Batch], Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Train, validation and test batches of this rank, and what the model must know of them."""
+    """Train, validation and test batches of this rank, and their sizes for the model."""
 
     num_embeddings: dict[str, int]
     tables: list[list[str]]  # the features that share each table
@@ -48,7 +48,7 @@ class Data:
         return list(self.num_embeddings)
 
     def baselines(self, part: Literal["validation", "test"]) -> dict[str, dict[str, float]]:
-        """Score what knows no features: the base rate, and the popularity of the film."""
+        """Score predictions without features: the base rate, and the popularity of the film."""
         data = self.movielens
         if data is None:
             return {}

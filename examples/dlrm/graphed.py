@@ -1,8 +1,8 @@
-"""The dense parts of a DLRM as CUDA graphs: one launch each way in place of one per kernel.
+"""The dense parts of a DLRM as CUDA graphs: one launch per direction instead of one per kernel.
 
 With small batches a GPU waits for the host, which launches the kernels of the MLPs one by one. The
-lookup and the exchanges stay as they are: the numbers of ids differ from batch to batch.
-`python -m benchmarks.gpu` measures a step with it and without.
+lookup and the exchanges are not captured, because the number of ids differs from batch to batch.
+`python -m benchmarks.gpu` measures a step with and without graphs.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from recsys.modules.dlrm import DLRM
 def graph_dense(model: DLRM, dense_features: Tensor) -> None:
     """Let the dense parts of a model train as CUDA graphs, in place.
 
-    Call it once they are on the GPU, and before DistributedDataParallel holds them, whose hooks
-    must stay outside of the graphs: build with `init_data_parallel=False`, call this, then
+    Call it when they are on the GPU, before DistributedDataParallel wraps them, because its hooks
+    must stay outside the graphs: build with `init_data_parallel=False`, call this, then
     `init_data_parallel()`. Batches of another size, and `eval()`, run as before. Graphs read the
-    parameters where they are: load into them, do not replace or move them. A graph writes its
-    outputs and gradients where it wrote them the step before: copy what is kept longer, such as
-    logits, and clear gradients in each step.
+    parameters in place: load into them, do not replace or move them. Each step overwrites the
+    outputs and gradients of the previous step: copy outputs that you keep longer, such as logits,
+    and clear gradients in each step.
 
     Args:
         model: its tables may be sharded.
@@ -53,7 +53,7 @@ def graph_dense(model: DLRM, dense_features: Tensor) -> None:
 def _where_shapes_fit(
     shapes: list[torch.Size], graphed: Callable[..., Tensor], eager: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """Call the graph with what it was made for; it would copy a smaller batch over and over."""
+    """Call the graph only with the captured shapes; it would repeat a smaller batch."""
 
     def forward(*given: Tensor) -> Tensor:
         fits = [tensor.shape for tensor in given] == shapes

@@ -1,4 +1,4 @@
-"""Score an exported model. Needs torch and fbgemm_gpu only: this is what a server runs.
+"""Score an exported model. Needs only torch and fbgemm_gpu, like a server.
 
 python examples/dlrm/score.py MODEL.pt TEST.pt SCORES.pt
 

@@ -1,12 +1,12 @@
 """Train, checkpoint, quantize, export and score a sharded DLRM.
 
-    torchrun --standalone --nproc-per-node=2 examples/dlrm/train.py
-    torchrun --standalone --nproc-per-node=2 examples/dlrm/train.py --split random
-    torchrun --standalone --nproc-per-node=2 examples/dlrm/train.py --dataset criteo --data DIR
-    torchrun --standalone --nproc-per-node=2 examples/dlrm/train.py --dataset random
+- `torchrun --standalone --nproc-per-node=2 examples/dlrm/train.py`
+- `torchrun --standalone --nproc-per-node=2 examples/dlrm/train.py --split random`
+- `torchrun --standalone --nproc-per-node=2 examples/dlrm/train.py --dataset criteo --data DIR`
+- `torchrun --standalone --nproc-per-node=2 examples/dlrm/train.py --dataset random`
 
-It also runs on one process without torchrun. With `--resume auto` a job that was killed goes on
-where it last saved: start the same command again, or let torchrun (`--max-restarts`).
+It also runs on one process without torchrun. With `--resume auto` a killed job resumes from its
+last save: start the same command again, or let torchrun do it (`--max-restarts`).
 """
 
 import argparse
@@ -305,7 +305,7 @@ def print_table(rows: dict[str, dict[str, float]]) -> None:
 
 
 def end(error: BaseException, out: Path, env: ShardingEnv) -> NoReturn:
-    """End this process; rank 0 says what was saved last."""
+    """End this process; rank 0 reports the last save."""
     is_interrupt = isinstance(error, KeyboardInterrupt)
     if env.rank == 0:
         saves = {name: newest_version(out / name) for name in ("resume", "checkpoint")}
@@ -314,7 +314,7 @@ def end(error: BaseException, out: Path, env: ShardingEnv) -> NoReturn:
         text = f"Training has ended: {cause}. "
         text += f"The last save is {last}." if last else f"Nothing was saved in {out}."
         if saves["resume"]:
-            text += " The same command with --resume auto goes on from there."
+            text += " Resume from it by the same command with --resume auto."
         print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(130 if is_interrupt else 1)  # the other ranks may be gone: wait for nothing

@@ -1,4 +1,4 @@
-"""What DLRM has to beat: the base rate, popularity, and logistic regression on the same features.
+"""Baselines for DLRM: base rate, popularity, and logistic regression on the same features.
 
 .venv/bin/python examples/movielens/baselines.py [--split time|random] [--data FOLDER]
 """

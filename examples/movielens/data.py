@@ -1,18 +1,17 @@
 """MovieLens: will this user rate this film 4 or more?
 
-``load_movielens`` reads ratings (fetching the 100K release if no folder is named), builds features
-that know only the past, and splits; ``MovieLens.batches`` gives them out.
+`load_movielens` reads ratings (fetching the 100K release if no folder is given), builds features
+from the past of each rating, and splits the ratings; `MovieLens.batches` returns batches.
 
 The two splits:
 
 - ``time``: of each user's ``n`` ratings in order of time, the last ``n // 10`` are for test and the
   ``n // 10`` before them for validation. Ratings that a user made in the same second stay
-  together: the whole group goes where its last member falls, to the later side. So every
-  training rating of a user is strictly older than every validation rating, and those strictly older
-  than every test rating. All ratings feed the features of strictly later ones, as in a system that
-  is running.
-- ``random``: a random 80%, 10% and 10% of all ratings. Only training ratings feed the features of
-  strictly later ones: otherwise a training sample's history would tell labels of the test split.
+  together, in the part of the last of them. So every training rating of a user is strictly older
+  than every validation rating, and every validation rating is strictly older than every test
+  rating. All ratings contribute to the features of strictly later ones, as in a running system.
+- ``random``: a random 80%, 10% and 10% of all ratings. Only training ratings contribute to
+  the features of strictly later ones: the history of a training sample must not reveal test labels.
 """
 
 from collections.abc import Iterator
@@ -118,7 +117,7 @@ class MovieLens:
     def popularity(self, part: Part) -> NDArray[np.float64]:
         """Score ratings by their film alone: the share of likes it got in training.
 
-        What a model has to beat. Films of few ratings are drawn to the base rate.
+        A baseline. Films with few ratings are smoothed towards the base rate.
 
         Args:
             part: ``"train"``, ``"validation"`` or ``"test"``.
@@ -199,8 +198,8 @@ class MovieLens:
 class MovieLensBatches(IterableDataset[Batch]):
     """One rank's batches of some ratings.
 
-    The step's ``batch_size * world_size`` samples are dealt to the ranks in order; those of the
-    last, smaller step are dealt evenly, so its batches may differ by one sample. Under a DataLoader
+    The step's ``batch_size * world_size`` samples are assigned to the ranks in order. The last,
+    smaller step is divided evenly, so its batches may differ by one sample. Under a DataLoader
     (`batch_size=None`), its workers take the steps in turn; call ``set_epoch`` before each epoch.
 
     Args:
@@ -272,7 +271,7 @@ def load_movielens(
 
     Args:
         folder: a release of GroupLens; ``None`` to fetch MovieLens 100K.
-        split: ``"time"`` or ``"random"``, as the module's docstring says.
+        split: ``"time"`` or ``"random"``; see the module's docstring.
         history: longest history of liked items.
         seed: of the random split.
         cache: where fetched data is kept; see `fetch_movielens_100k`.
@@ -304,7 +303,7 @@ def build_movielens(
     """Build features and split of ratings that have been read.
 
     Args:
-        files: what was read.
+        files: the result of `read_movielens`.
         split: ``"time"`` or ``"random"``.
         history: longest history of liked items.
         seed: of the random split.

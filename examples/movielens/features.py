@@ -19,7 +19,7 @@ LIKED = 4.0
 """A user who gives this rating or more likes the film: the label."""
 
 _SMOOTHING = 10.0
-"""Past ratings that the base rate counts for in a like rate: a film's first rating says little."""
+"""Weight of the base rate in a like rate, in ratings: a film's first rating has little weight."""
 
 _SECONDS_PER_DAY = 86_400.0
 
@@ -77,9 +77,9 @@ def past_of(
     """Sum columns over the strictly earlier ratings of the same group.
 
     Args:
-        group_N: what is looked back on: the rating's user, or its item, or a constant.
+        group_N: the rating's group: its user, its item, or a constant.
         timestamp_N: seconds.
-        columns_N: what is summed.
+        columns_N: the columns to sum.
 
     Returns:
         For each column its sums ``[N]``, in the order of the ratings.
@@ -118,7 +118,7 @@ def liked_history(
 ) -> Jagged:
     """Give each rating its user's latest liked items from strictly before it, oldest first.
 
-    Likes of the same second are ordered by item id, whatever the order of the file.
+    Likes of the same second are ordered by item id, regardless of their order in the file.
 
     Args:
         user_N: the rating's user.
@@ -134,7 +134,7 @@ def liked_history(
     order = np.lexsort((item_N, timestamp_N, user_N))
     values_V = item_N[order][liked_N[order]]
     (likes_N,) = past_of(user_N, timestamp_N, liked_N.astype(np.float64))
-    # Likes are listed user by user, so a user's list starts after those of the users before.
+    # Likes are listed user by user, so a user's list starts after the previous users' lists.
     per_user = np.bincount(user_N, weights=liked_N)
     first_N = (np.cumsum(per_user) - per_user)[user_N]
     end_N = (first_N + likes_N).astype(np.int64)
@@ -143,7 +143,7 @@ def liked_history(
 
 
 def _single(ids_K: NDArray[np.int64], of_N: NDArray[np.int64], num_embeddings: int) -> Jagged:
-    """Exactly one id a rating: that of its user or item."""
+    """Return exactly one id per rating, of its user or item."""
     return Jagged(ids_K, of_N, of_N + 1, num_embeddings)
 
 
@@ -166,7 +166,7 @@ def sparse_features(
     """Build every sparse feature.
 
     Args:
-        files: what was read.
+        files: the result of `read_movielens`.
         user_N: position of the rating's user in ``users``.
         item_N: position of the rating's item in ``items``.
         users: the users.
@@ -212,7 +212,7 @@ def dense_features(
     """Build the dense features, not yet brought to a common scale.
 
     Args:
-        files: what was read.
+        files: the result of `read_movielens`.
         user_N: position of the rating's user in ``users``.
         item_N: position of the rating's item in ``items``.
         users: the users.

@@ -28,7 +28,7 @@ _YEAR = re.compile(r"\((\d{4})\)\s*$")
 @final
 @dataclass(frozen=True, slots=True)
 class User:
-    """What is known of a user; empty or 0 for what the layout does not tell."""
+    """A user; fields that the layout lacks are empty or 0."""
 
     age: int = 0
     gender: str = ""
@@ -39,7 +39,7 @@ class User:
 @final
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What is known of a film; ``year`` 0 and no genres for what is not."""
+    """A film; an unknown ``year`` is 0, unknown genres are empty."""
 
     year: int = 0
     genres: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class MovieLensFiles:
 
 
 def read_movielens(folder: str | Path) -> MovieLensFiles:
-    """Read MovieLens from a folder, whichever release is there.
+    """Read MovieLens from a folder, of any release.
 
     Args:
         folder: holds ``u.data`` (100K), ``ratings.dat`` (1M, 10M), ``ratings.csv`` (20M, 25M and
@@ -70,8 +70,8 @@ def read_movielens(folder: str | Path) -> MovieLensFiles:
 
     Raises:
         FileNotFoundError: no known layout is there, or a companion file is missing.
-        ValueError: a file is truncated or damaged; the message names file, line and what was
-            due. Or there are ratings of users or items that the companion files do not have.
+        ValueError: a file is truncated or damaged; the message names file, line and the
+            expected content. Or ratings refer to users or items missing in companion files.
     """
     folder = Path(folder)
     for ratings, (reader, users, items) in _LAYOUTS.items():
@@ -250,7 +250,7 @@ def _read_1m(ratings: Path, users_path: Path | None, items_path: Path) -> MovieL
 
 
 def _read_csv(ratings: Path, users_path: Path | None, items_path: Path) -> MovieLensFiles:
-    del users_path  # These releases tell nothing of the users.
+    del users_path  # These releases have no data about users.
     items = {}
     for line, f in _rows(items_path, ",", "movieId title genres", "utf-8", True):
         items[_integer(items_path, line, "movieId", f[0])] = _titled_item(f[1], f[2])

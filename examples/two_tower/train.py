@@ -1,12 +1,12 @@
-"""Train a tower of users and a tower of films; recommend the films whose vectors lie nearest.
+"""Train a tower of users and a tower of films; recommend the films with the nearest vectors.
 
-    torchrun --standalone --nproc-per-node=2 examples/two_tower/train.py
-    torchrun --standalone --nproc-per-node=2 examples/two_tower/train.py --data DIR
+- `torchrun --standalone --nproc-per-node=2 examples/two_tower/train.py`
+- `torchrun --standalone --nproc-per-node=2 examples/two_tower/train.py --data DIR`
 
-The towers never see each other's features, so films' vectors are computed once and searched by dot
-product. Each liked film is told from the other films of its batch by a softmax whose scores are
-corrected for how often a film is drawn (Yi et al., "Sampling-bias-corrected neural modeling for
-large corpus item recommendations", RecSys 2019). It also runs on one process without torchrun.
+The towers do not share features, so films' vectors are computed once and searched by dot product.
+The loss is a softmax over the films of a batch, whose scores are corrected for the sampling
+frequency of each film (Yi et al., "Sampling-bias-corrected neural modeling for large corpus item
+recommendations", RecSys 2019). It also runs on one process without torchrun.
 """
 
 import argparse
@@ -60,12 +60,12 @@ class Tower(nn.Module):
         self.mlp = MLP(len(tables) * dim, [128, dim])
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Give ``[B, dim]``."""
+        """Return vectors of shape ``[B, dim]``."""
         return nn.functional.normalize(self.mlp(self.bags(features).values()))
 
 
 class TwoTower(nn.Module):
-    """Tells each user's film from the other films of the batch."""
+    """Classifies each user's film among the films of the batch."""
 
     def __init__(self, data: MovieLens, dim: int, temperature: float) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class TwoTower(nn.Module):
         self.register_buffer("log_share", (counts / counts.sum()).log().float())
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Give the loss of a batch of likes."""
+        """Return the loss of a batch of likes."""
         film = features["item_id"].values()
         scores = self.user(features) @ self.film(features).T / self.temperature
         scores = scores - self.log_share[film]
@@ -87,21 +87,21 @@ class TwoTower(nn.Module):
 
 
 def liked(data: MovieLens, part: str) -> np.ndarray:
-    """Positions of the part's ratings of 4 or more."""
+    """Return positions of the part's ratings of 4 or more."""
     rows = data.rows(part)
     return rows[data.label_N[rows] == 1]
 
 
 def ids(data: MovieLens, name: str) -> np.ndarray:
-    """The id of every rating in a feature that has one."""
+    """Return the id of every rating in a feature with one id per rating."""
     return data.sparse[name].values_V[data.sparse[name].start_N]
 
 
 @torch.no_grad()
 def recall(model: TwoTower, data: MovieLens, part: str, device: torch.device) -> dict[str, float]:
-    """How many of the part's liked films are among the nearest that the user has not rated before.
+    """Return the share of the part's liked films among the nearest films not rated before.
 
-    Every rank scores all of it: sharded tables answer a batch of every rank at once.
+    Every rank scores all samples, because a lookup in sharded tables needs a batch of every rank.
     """
     model.eval()
     film_N, user_N = ids(data, "item_id"), ids(data, "user_id")

@@ -5,15 +5,11 @@ Shape suffixes: N ids, F features, B bags per feature.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
-
-from recsys.kernels.types import BoundsCheckMode
 
 NO_LIMIT: int = torch.iinfo(torch.int64).max
 """Number of rows of a feature without a table."""
@@ -185,99 +181,3 @@ class LateChecks:
         for _, done, _ in self.pending:
             done.synchronize()
         self.read_arrived()
-
-
-@final
-class IdGuard:
-    """Applies a BoundsCheckMode to the ids of one lookup, batch after batch.
-
-    On a CPU a bad id raises (or warns) at once. On CUDA the host does not wait: bad ids are
-    replaced by row 0 on the device, and a later batch, or `check()`, raises the error.
-
-    Args:
-        num_rows: [F] rows of the table that each feature reads.
-        feature_names: [F].
-        table_names: [F] the table each feature reads.
-        mode: Response to bad ids.
-        device: Device of the ids.
-
-    Example:
-        >>> guard = IdGuard([3], ["f"], ["t"], BoundsCheckMode.IGNORE, torch.device("cpu"))
-        >>> guard(torch.tensor([2, 9]), torch.tensor([0, 2]))
-        tensor([2, 0])
-    """
-
-    def __init__(
-        self,
-        num_rows: Sequence[int],
-        feature_names: Sequence[str],
-        table_names: Sequence[str],
-        mode: BoundsCheckMode,
-        device: torch.device,
-    ) -> None:
-        self.mode = mode
-        self._names = (list(feature_names), list(table_names))
-        self._num_rows_F = torch.tensor(num_rows, dtype=torch.int64, device=device)
-        self._smallest = min(num_rows)
-        self._late = LateChecks()
-
-    def __call__(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        """Check a batch.
-
-        Args:
-            indices: [N] int32 or int64.
-            offsets: [F * B + 1].
-
-        Returns:
-            [N] ids that are safe to look up.
-
-        Raises:
-            IndexError: Mode FATAL and a bad id, in this batch or (CUDA) an earlier one.
-        """
-        if self.mode is BoundsCheckMode.NONE or not indices.numel():
-            return indices
-        if indices.is_cuda:
-            return self._check_on_device(indices, offsets)
-        low, high = indices.aminmax()
-        if int(low) >= 0 and int(high) < self._smallest:
-            return indices
-        bad_N = find_bad_ids(indices, offsets, self._num_rows_F)
-        if not bool(bad_N.any()):
-            return indices
-        self._complain(bad_N, indices, offsets)
-        return indices.masked_fill(bad_N, 0)
-
-    def check(self) -> None:
-        """Wait for the device and raise (or warn) about bad ids of earlier batches."""
-        self._late.read_all()
-
-    def complain(self, indices: Tensor, offsets: Tensor) -> bool:
-        """Raise (or warn) about bad ids of a batch; waits for the device.
-
-        Args:
-            indices: [N] int32 or int64.
-            offsets: [F * B + 1].
-
-        Returns:
-            Whether there were any.
-        """
-        bad_N = find_bad_ids(indices, offsets, self._num_rows_F)
-        is_any = bool(bad_N.any())
-        if is_any:
-            self._complain(bad_N, indices, offsets)
-        return is_any
-
-    def _check_on_device(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        self._late.read_arrived()
-        bad_N = find_bad_ids(indices, offsets, self._num_rows_F)
-        if self.mode is not BoundsCheckMode.IGNORE:
-            self._late.add(bad_N, partial(self._complain, bad_N, indices, offsets))
-        return indices.masked_fill(bad_N, 0)
-
-    def _complain(self, bad_N: Tensor, indices: Tensor, offsets: Tensor) -> None:
-        if self.mode is BoundsCheckMode.IGNORE:
-            return
-        message = bad_id_message(bad_N, indices, offsets, self._num_rows_F, *self._names)
-        if self.mode is BoundsCheckMode.FATAL:
-            raise IndexError(message)
-        warnings.warn(f"{message} Row 0 is read instead.", UserWarning, stacklevel=4)

@@ -281,7 +281,7 @@ def block_bucketize(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Route ids to the owners of the row blocks they fall in.
 
-    Ids must be in range: a bad one lands in an unspecified bucket (check before, see `IdGuard`).
+    Ids must be in range (see `find_bad_ids`): bad ids go to an unspecified bucket.
 
     Args:
         lengths_FB: `[F * B]`, feature-major, int32 or int64: ids per bag.

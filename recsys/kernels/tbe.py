@@ -200,7 +200,7 @@ class TableBatchedEmbedding:
         or its own number for each of R ranks; the output is then sorted by rank, as it is sent.
 
         Args:
-            indices: [N] int32 or int64, in range (see `IdGuard`), on the tables' device.
+            indices: [N] int32 or int64, in range (see `find_bad_ids`), on the tables' device.
             offsets: [F * B + 1]; bag b of feature f is `indices[offsets[f * B + b]:...]`. With
                 `bags`: [sum of bags + 1], those of the first feature first.
             per_sample_weights: [N] floats, or None. Receives a gradient when it requires one.

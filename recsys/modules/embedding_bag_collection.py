@@ -127,17 +127,13 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
             return KeyedTensor.from_parts([], [], nothing)
         lookups = self._current_lookups()
         groups = lookups.groups
-        features, are_safe = lookups.check_batch(
-            features, is_pooled=True, is_weighted=self._is_weighted
-        )
-        weights = features.weights_or_none() if self._is_weighted else None
-        pooled = [
-            group.lookup(*group.selector.select(features, weights), are_safe=are_safe)
-            for group in groups
-        ]
+        checked = lookups.check_batch(features, is_weighted=self._is_weighted)
+        bags = checked.bags
+        weights = bags.weights if self._is_weighted else None
+        pooled = [group.lookup(*group.selector.select(bags, weights)) for group in groups]
         values_BD = pooled[0] if len(groups) == 1 else self._in_table_order(groups, pooled)
-        if features.variable_stride_per_key():
-            values_BD = expand_bags(values_BD, tuple(self._dims), tuple(self._read), features)
+        if checked.is_variable:
+            values_BD = expand_bags(values_BD, tuple(self._dims), tuple(self._read), checked.safe)
         return KeyedTensor.from_parts(self._names, self._dims, values_BD)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:

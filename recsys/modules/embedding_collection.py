@@ -114,19 +114,17 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
             return self._on_meta(features)
         lookups = self._current_lookups()
         groups = lookups.groups
-        features, are_safe = lookups.check_batch(
-            features, is_pooled=False, is_weighted=False, keeps_ids=self._need_indices
-        )
+        checked = lookups.check_batch(features, is_weighted=False)
+        features = checked.safe
         sizes_per_key, strides_per_key = features.length_per_key(), features.stride_per_key()
         lengths = features.lengths().split_with_sizes(strides_per_key)
         found: dict[str, JaggedTensor] = {}
         for group in groups:
-            bags = group.selector.select(features, None)
-            rows_ND = group.lookup(*bags, are_safe=are_safe)
+            rows_ND = group.lookup(*group.selector.select(checked.bags, None))
             positions = group.selector.positions
             views = FeatureViews(
                 rows_ND,
-                bags.indices if self._need_indices else None,
+                group.selector.select(checked.found, None).indices if self._need_indices else None,
                 torch.cat([lengths[p] for p in positions]),
                 [sizes_per_key[p] for p in positions],
                 [strides_per_key[p] for p in positions],

@@ -149,10 +149,7 @@ class TableCollection(nn.Module):
 
     def check_ids(self) -> None:
         """On CUDA, wait, and raise if an earlier batch had bad lengths or ids."""
-        lookups = self._current_lookups()
-        lookups.late.read_all()
-        for group in lookups.groups:
-            group.guard.check()
+        self._current_lookups().late.read_all()
 
     def _fill(self) -> None:
         for t, (config, table) in enumerate(zip(self._configs, self._tables(), strict=True)):
@@ -219,17 +216,18 @@ class TableCollection(nn.Module):
                 f"The tables of {type(self).__name__} are updated in backward, which an exported "
                 "program cannot do. Train the model itself, and run programs under torch.no_grad()."
             )
-        weights = batch.weights_or_none()
-        groups, of_tables = self._current_lookups().groups, dict[int, Tensor]()
+        weights, lookups = batch.weights_or_none(), self._current_lookups()
+        whole = lookups.check_batch(batch, is_weighted=weights is not None).bags
+        groups, of_tables = lookups.groups, dict[int, Tensor]()
         of_weights = [] if weights is None else [torch.zeros_like(weights)]
         for group in groups:
-            bags, tbe = group.selector.select(batch, weights), group.tbe
-            part = Batch(group.guard(bags.indices, bags.offsets), bags.offsets, bags.weights)
+            bags, tbe = group.selector.select(whole, weights), group.tbe
+            part = Batch(bags.indices, bags.offsets, bags.weights)
             grad = self._gradient_of(group, gradients)
             flat = tbe.dense_gradients(grad, part)
             of_tables.update(zip(group.tables, tbe.layout.table_views(flat), strict=True))
             for total in of_weights:
-                numbers = batch.with_values(torch.arange(total.numel(), device=total.device))
+                numbers = whole._replace(values=torch.arange(total.numel(), device=total.device))
                 places = group.selector.select(numbers, None).indices
                 total.index_add_(0, places, tbe.weight_gradients(grad, part).to(total.dtype))
         order = groups[0].tbe.layout.storage_order

@@ -6,7 +6,6 @@ parameters become views of its storage.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, final
@@ -15,19 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from recsys import step_stages
-from recsys.kernels import ops
-from recsys.kernels.bounds import NO_LIMIT, OVERWRITTEN, IdGuard, LateChecks
+from recsys.kernels.bounds import LateChecks
 from recsys.kernels.support import shared_optimizer
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.types import BoundsCheckMode, PoolingType, TableSpec, UpdateMode
 from recsys.modules.aliased_storage import AliasedStorage
+from recsys.modules.batch_checker import (
+    NO_COUNTS,
+    NO_FAULTS,
+    BatchChecker,
+    CheckedBatch,
+    RowLimits,
+)
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from recsys.modules.embedding_inputs import (
     FeatureSelector,
-    are_checked_by_triton,
-    make_safe,
-    safe_features,
 )
 from recsys.optim.apply_optimizer_in_backward import (
     AttachedOptimizer,
@@ -88,14 +90,12 @@ class LookupGroup:
         tables: The tables, with equal `lookup_key`.
         states: Optimizer state to restore, by table name.
         owner: Class of the collection, for messages.
-        bounds_check_mode: Handling of ids outside their table.
 
     Attributes:
         tables: Positions of the tables in the collection.
         selector: Selects the group's features from a batch.
         tbe: The kernel.
         parameters: The tables' parameters, views of the kernel's storage.
-        guard: Checks ids.
     """
 
     def __init__(
@@ -103,7 +103,6 @@ class LookupGroup:
         tables: Sequence[TableSlot],
         states: Mapping[str, Mapping[str, Tensor]],
         owner: str,
-        bounds_check_mode: BoundsCheckMode,
     ) -> None:
         first = tables[0]
         configs = [table.config for table in tables]
@@ -123,10 +122,7 @@ class LookupGroup:
         )
         self._alias_parameters(configs, states, is_updated=attached is not None)
         features = [feature for config in configs for feature in config.feature_names]
-        readers = [config for config in configs for _ in config.feature_names]
-        names = [config.name for config in readers]
-        num_rows = [config.num_embeddings for config in readers]
-        self.guard = IdGuard(num_rows, features, names, bounds_check_mode, device)
+        names = [config.name for config in configs for _ in config.feature_names]
         self.selector = FeatureSelector(features, names, owner)
         self._owners: dict[AttachedOptimizer, list[int]] = {}
         for i, table in enumerate(tables):
@@ -154,21 +150,16 @@ class LookupGroup:
                 if not value.is_meta:  # after `to_empty` of tables without state
                     state[name].copy_(value)
 
-    def lookup(
-        self, indices: Tensor, offsets: Tensor, weights: Tensor | None, *, are_safe: bool
-    ) -> Tensor:
+    def lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Look up checked ids: [B, sum of dims], or [N, D] without pooling.
 
         Args:
             indices: [N] ids.
             offsets: [F * B + 1].
             weights: [N], or None.
-            are_safe: The ids have been checked already.
         """
         if self._owners:
             self._update_learning_rates()
-        if not are_safe:
-            indices = self.guard(indices, offsets)
         with step_stages.running((Stage.LOOKUP, "")):
             output = self.tbe.forward(indices, offsets, weights, self.parameters)
         if step_stages.observers:
@@ -225,22 +216,25 @@ class TableLookups(AliasedStorage):
             )
         keys = [table.lookup_key() for table in tables]
         self.groups = tuple(
-            LookupGroup([tables[t] for t in members], states, owner, bounds_check_mode)
+            LookupGroup([tables[t] for t in members], states, owner)
             for members in _positions_by_key(keys)
         )
         super().__init__([table.slots for table in tables])
         self.late = LateChecks()
         self._attachments = attachment_count()
-        self._owner, self._mode, self._device = owner, bounds_check_mode, device
-        reads = [
-            (f, table.config.num_embeddings) for table in tables for f in table.config.feature_names
+        self._owner, self._device = owner, device
+        readers = [
+            (feature, table.config.name, table.config.num_embeddings)
+            for table in tables
+            for feature in table.config.feature_names
         ]
-        self._features = [feature for feature, _ in reads]
-        self._num_rows = dict(reads)
-        self._has_one_size = all(self._num_rows[feature] == rows for feature, rows in reads)
-        # of the last batch: keys, rows of the table that each reads, whether each is read once
+        self._features = [feature for feature, _, _ in readers]
+        is_pooled = any(table.pooling is not PoolingType.NONE for table in tables)
+        self._is_pooled = is_pooled
+        self.checker = BatchChecker(readers, bounds_check_mode, device, is_pooled=is_pooled)
+        # of the last batch: keys, their limits, and whether each is read once
         self._keys: list[str] | None = None
-        self._rows_K: Tensor | None = None
+        self._limits: RowLimits
         self._reads_whole = False
 
     def is_current(self) -> bool:
@@ -273,94 +267,42 @@ class TableLookups(AliasedStorage):
 
         return view
 
-    def check_batch(
-        self,
-        features: KeyedJaggedTensor,
-        *,
-        is_pooled: bool,
-        is_weighted: bool,
-        keeps_ids: bool = False,
-    ) -> tuple[KeyedJaggedTensor, bool]:
-        """Validate a batch; on CUDA, errors are raised with a later batch.
+    def check_batch(self, features: KeyedJaggedTensor, *, is_weighted: bool) -> CheckedBatch:
+        """Return a batch that can be looked up; on CUDA, errors are raised with a later batch.
 
         Args:
             features: The batch.
-            is_pooled: The output has one row per sample.
-            is_weighted: The lookup multiplies rows by weights.
-            keeps_ids: The output includes the ids, also bad ones.
-
-        Returns:
-            The batch with readable bags, and whether its ids are known to be readable.
+            is_weighted: Whether the lookup multiplies rows by weights.
         """
         features, bags = check_features(
             features,
             self._owner,
             self._device,
-            is_pooled=is_pooled,
+            is_pooled=self._is_pooled,
             is_weighted=is_weighted,
             names=self._features,
         )
-        if bags.values.is_cpu:
-            return features, False
         if bags.keys != self._keys:
-            self._set_keys(bags.keys)
-        has_one_size = bags.stride_per_key_per_rank is None
-        if is_pooled and has_one_size and self._reads_whole:  # then no size is needed
-            bags = bags._replace(length_per_key=None)
-        is_usual = has_one_size and bags.inverse_indices is None
-        is_checked = is_usual and not keeps_ids and are_checked_by_triton(bags, self._mode)
-        if self._rows_K is None or not is_checked:
-            safe, is_bad = safe_features(features, bags.length_per_key)
-            if is_bad is not None:
-                self.late.read_arrived()
-                self.late.add(is_bad, features.validate)
-            return safe, False
-        self.late.read_arrived()
-        found, bags, _ = make_safe(bags, self._rows_K)
-        reported = found[:1] if self._mode is BoundsCheckMode.IGNORE else found
-        # no reference to `self`, which would keep the tables alive until a garbage collection
-        self.late.add(reported, partial(_report, features, found, self.groups, self._mode))
-        return KeyedJaggedTensor.from_parts(**bags._asdict()), True
-
-    def _set_keys(self, keys: list[str]) -> None:
-        """Find the rows of the table that reads each key.
-
-        There are none if tables of several sizes read a key, or if a feature is missing, which
-        `FeatureSelector.select` reports.
-        """
-        self._keys, self._rows_K = list(keys), None
-        self._reads_whole = all(group.selector.reads_whole(keys) for group in self.groups)
-        if self._has_one_size and self._num_rows.keys() <= set(keys):
-            rows = [self._num_rows.get(key, NO_LIMIT) for key in keys]
-            self._rows_K = ops.upload(rows, self._device)
-
-
-def _report(
-    features: KeyedJaggedTensor,
-    found: Tensor,
-    groups: Sequence[LookupGroup],
-    mode: BoundsCheckMode,
-) -> None:
-    """Raise an error, or warn, about a batch that failed a check on the device.
-
-    Args:
-        features: The batch.
-        found: [2], whether bags are bad, and whether ids are bad.
-        groups: The lookups that read the batch.
-        mode: Handling of bad ids.
-    """
-    features.validate()
-    if not bool(found[1]):  # as for bad bags, and for ids that are ignored
-        return
-    bags = [group.selector.select(features, None) for group in groups]
-    were_bad = [
-        group.guard.complain(of_group.indices, of_group.offsets)
-        for group, of_group in zip(groups, bags, strict=True)
-    ]
-    if not any(were_bad):
-        if mode is BoundsCheckMode.FATAL:
-            raise IndexError(OVERWRITTEN)
-        warnings.warn(f"{OVERWRITTEN} Row 0 is read instead.", UserWarning, stacklevel=5)
+            self._keys, self._limits = list(bags.keys), self.checker.limits_of(bags.keys)
+            self._reads_whole = all(group.selector.reads_whole(bags.keys) for group in self.groups)
+        limits, has_one_size = self._limits, bags.stride_per_key_per_rank is None
+        mode = self.checker.mode
+        if (
+            bags.values.is_cpu
+            and has_one_size
+            and (mode is BoundsCheckMode.NONE or bags.are_ids_below(limits.least))
+        ):
+            return CheckedBatch(features, features, bags, bags, NO_COUNTS, limits, NO_FAULTS, False)
+        needs_sizes = not (self._is_pooled and has_one_size and self._reads_whole)
+        checked = self.checker.check(features, bags, limits, needs_sizes=needs_sizes)
+        flags = self.checker.flags_to_check_late(checked.faults)
+        if flags.is_cuda:
+            self.late.read_arrived()
+            # no reference to `self`, which would keep the tables alive until a garbage collection
+            self.late.add(flags, partial(self.checker.report, checked))
+        elif bool(flags.any()):
+            self.checker.report(checked)
+        return checked
 
 
 def new_weights(

@@ -88,7 +88,7 @@ DIFFERENT = {
     (
         r"Topology[.(](pod_size|\w*compute_multiplier|uneven_\w+|generalized_\w+|"
         r"created_by_factory|comms_bandwidths|intra_group_size)\)?"
-    ): "costs are bytes over speeds: docs/decisions/0013",
+    ): "costs are bytes over speeds: docs/decisions/planner.md",
     r"EmbeddingEnumerator\(use_exact_enumerate_order\)": "the order is always the same",
     r"calculate_shard_storages\(\w+\)|EmbeddingStorageEstimator\(run_embedding_\w+\)": (
         "the memory model counts a training step at its peak"

@@ -94,7 +94,7 @@ UNDONE: dict[str, Callable[[], Patches]] = {
         _instead("modules.table_lookups:check_features", _nothing),
     ],
     "ids are checked": lambda: [
-        _instead("distributed.stages.batch_checker:BatchChecker._find_bad_ids", _nothing)
+        _instead("modules.batch_checker:BatchChecker._find_bad_ids", _nothing)
     ],
     "ranks agree on what they build": lambda: [
         _instead("distributed.ranks.build_transaction:agree", _do_not_compare)

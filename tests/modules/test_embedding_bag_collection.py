@@ -121,7 +121,7 @@ def test_keys_in_lookup_order_are_not_copied() -> None:
     ebc = EmbeddingBagCollection(tables=TABLES[:1])
     features = batch(keys=("user", "friend"))
     (group,) = ebc._current_lookups().groups
-    assert group.selector.select(features, None).indices is features.values()
+    assert group.selector.select(features.parts(), None).indices is features.values()
 
 
 @pytest.mark.parametrize(

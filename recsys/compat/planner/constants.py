@@ -1,7 +1,7 @@
 """Numbers for planner components written for TorchRec, as published by TorchRec 1.8.
 
 Memory is in bytes, speeds in bytes per millisecond. The planner itself uses the numbers of its
-`Topology` and measured speeds (docs/planner.md).
+`Topology` and measured speeds (docs/topology.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Machines by name, from published numbers; docs/planner.md has the source of each number."""
+"""Machines by name, from published numbers; docs/topology.md has the source of each number."""
 
 from __future__ import annotations
 

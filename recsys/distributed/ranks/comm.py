@@ -23,7 +23,7 @@ from recsys import step_stages
 from recsys.contact import explained, raise_explained
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
-from recsys.distributed.ranks.wire import WireFormat
+from recsys.distributed.ranks.wire import EXACT, WireFormat
 from recsys.kernels.arguments import wrong_type
 from recsys.step_stages import Stage, exchange_finished, exchange_started, waiting
 
@@ -85,7 +85,7 @@ def all_to_all(
     send_sizes: Sequence[int],
     recv_sizes: Sequence[int],
     out: Tensor | None = None,
-    wire: WireFormat | None = None,
+    wire: WireFormat = EXACT,
 ) -> Pending:
     """Start an all-to-all of blocks of a flat tensor.
 
@@ -97,7 +97,7 @@ def all_to_all(
         send_sizes: Number of elements for each rank.
         recv_sizes: Number of elements from each rank.
         out: `[sum(recv_sizes)]`, the output buffer; allocated if None.
-        wire: Format of fp32 values during the exchange; None to send them unchanged.
+        wire: Format of fp32 values during the exchange.
 
     Returns:
         The pending `[sum(recv_sizes)]`, starting with the block from rank 0.
@@ -108,7 +108,7 @@ def all_to_all(
             return Pending(send)
         return Pending(out.copy_(send))
     decode = None
-    if wire is not None:
+    if wire is not EXACT:
         final, value_sizes = out, recv_sizes
         send, send_sizes = wire.encode(send, send_sizes)
         out, recv_sizes = None, wire.encoded_sizes(recv_sizes)

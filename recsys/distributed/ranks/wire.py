@@ -105,13 +105,13 @@ class WireFormat:
         """Dtype of values that are rounded one by one; None for shared scales or no rounding."""
         return None if self.precision is CommType.FP32 else _CASTS.get(self.precision)
 
-    def fitted(self, chunk: int) -> WireFormat | None:
+    def fitted(self, chunk: int) -> WireFormat:
         """Return the format with blocks that fit values in multiples of `chunk`.
 
-        A block size that was set is kept. None if values are sent unchanged.
+        A block size that was set is kept. `EXACT` if values are sent unchanged.
         """
         if self.precision is CommType.FP32:
-            return None
+            return EXACT
         return self if self.block else replace(self, block=chunk * -(-_MIN_BLOCK // chunk))
 
     def encoded_sizes(self, sizes: Sequence[int]) -> list[int]:
@@ -196,6 +196,7 @@ _CASTS = {
 
 
 EXACT = WireFormat()
+"""Format of values that are sent unchanged."""
 
 POOLED_OPS = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
 """Names of the exchange of pooled embeddings."""
@@ -209,7 +210,7 @@ class QuantizedCommCodecs(NamedTuple):
     forward: WireFormat = EXACT
     backward: WireFormat = EXACT
 
-    def fitted(self, chunk: int) -> tuple[WireFormat | None, WireFormat | None]:
+    def fitted(self, chunk: int) -> tuple[WireFormat, WireFormat]:
         """Return the formats with blocks that fit values in multiples of `chunk`."""
         return self.forward.fitted(chunk), self.backward.fitted(chunk)
 

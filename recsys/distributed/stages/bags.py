@@ -11,32 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed.placement.layout import Layout
-from recsys.distributed.stages.batch import Bags, BatchContext, CheckedBatch, PreparedBatch
+from recsys.distributed.stages.batch import Bags, BatchContext, PreparedBatch
 from recsys.distributed.stages.header import COUNT_BITS, Header
 from recsys.distributed.stages.routes import Positions, Routes
 from recsys.distributed.stages.streams import Streams
 from recsys.kernels import ops
+from recsys.modules.batch_checker import CheckedBatch
 from recsys.sparse.keyed_jagged import Parts
 
 _MAX_KEPT = 0.9  # padding is left out if at most this share of the values would be kept
 _FEW_SEGMENTS = 8  # up to this number, segments are moved one by one, which saves a copy
-
-
-def with_one_batch_size(bags: Parts, strides: Sequence[int]) -> Parts:
-    """Pad the features of fewer samples with empty bags."""
-    longest = max(strides, default=0)
-    bags_K = np.array(strides, dtype=np.int64)
-    # the zeros of all features are appended, then each feature's zeros are moved behind its lengths
-    empty_K = longest - bags_K
-    with_zeros = torch.nn.functional.pad(bags.lengths, (0, int(empty_K.sum())))
-    lengths = ops.swap_segments(with_zeros, np.stack([bags_K, empty_K]))
-    return bags._replace(
-        lengths=lengths,
-        offsets=ops.complete_cumsum(lengths),
-        stride=longest,
-        stride_per_key_per_rank=None,
-    )
 
 
 def one_bag_per_key(bags: Parts, counts_K: Tensor) -> Parts:
@@ -118,7 +102,7 @@ def select_bags(
         The bags of each lookup; and for sequences the positions in the batch of their ids.
     """
     module, header = ctx.stage.module, ctx.header
-    prepared, routes = ctx.prepared, ctx.checked.routes
+    prepared, routes = ctx.prepared, ctx.routes
     bags, found, places = prepared.bags, [], []
     num_ids, num_keys = bags.values.numel(), routes.num_keys
     lengths_KB = bags.lengths.view(num_keys, bags.stride)
@@ -149,15 +133,16 @@ def select_bags(
     return found, places
 
 
-def bags_of_streams(streams: Streams, checked: CheckedBatch) -> np.ndarray:
+def bags_of_streams(streams: Streams, routes: Routes, checked: CheckedBatch) -> np.ndarray:
     """Return `[D]` bags of each stream if leaving out padding saves enough; else `[0]`.
 
     Args:
         streams: The module's streams.
+        routes: Index tensors of the batch.
         checked: The batch, whose features have their own batch sizes.
     """
     longest = checked.bags.stride
-    bags_D: np.ndarray = np.array(checked.given.stride_per_key())[checked.routes.stream_keys]
+    bags_D: np.ndarray = np.array(checked.given.stride_per_key())[routes.stream_keys]
     kept, padded = int(bags_D @ streams.dims_D), longest * int(streams.dims_D.sum())
     fits = longest < 1 << (63 - COUNT_BITS)
     return bags_D if fits and padded and kept <= _MAX_KEPT * padded else bags_D[:0]
@@ -179,17 +164,3 @@ def sent_places(
         counts = header.counts_G if routes.use_raw else header.counts_G[routes.num_keys :]
         found.insert(0, ops.move_segments(joined(places), routes.sent, counts))
     return joined(found) if found else prepared.counts_G.new_empty(0)
-
-
-def smallest_table(layout: Layout, feature_names: Sequence[str], key: str) -> str:
-    """Return the name of the smallest table that reads a feature, or nothing.
-
-    Args:
-        layout: The compiled placement.
-        feature_names: The module's distinct features, in the layout's numbering.
-        key: The feature.
-    """
-    tables = [
-        layout.tables[slot.table] for slot in layout.slots if feature_names[slot.feature] == key
-    ]
-    return min(tables, key=lambda table: table.ids.end).name if tables else ""

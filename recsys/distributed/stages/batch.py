@@ -25,6 +25,7 @@ from recsys.distributed.stages.header import (
     Header,
 )
 from recsys.distributed.stages.routes import Routes
+from recsys.modules.batch_checker import CheckedBatch
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import Parts
 from recsys.streamable import Multistreamable
@@ -48,38 +49,6 @@ class Bags(NamedTuple):
     of_features: np.ndarray | None = None
     """`[F, R]` bags of each feature from each rank, if they differ. The offsets then are
     `[their sum + 1]`, and rows are looked up rank by rank."""
-
-
-NO_COUNTS = torch.empty(0, dtype=torch.int64)
-"""Ids per bag of row-split tables, without such tables."""
-NO_FAULTS = torch.empty(0, dtype=torch.bool)
-"""Faults of a batch that certainly has none."""
-
-
-@final
-class CheckedBatch(NamedTuple):
-    """A batch that kernels can read: bad ids are 0, bad lengths are replaced.
-
-    Attributes:
-        given: The batch as given.
-        safe: The same with lengths and inverse indices that can be read.
-        routes: Index tensors for the batch's keys.
-        found: The bags with one batch size, before bad ids were replaced; for messages.
-        bags: The bags with one batch size.
-        counts_K: `[K]` ids of each feature.
-        faults: `[2]` on the device, whether bags and whether ids were bad and replaced; empty if
-            they were certainly good.
-        is_variable: Whether features have their own batch sizes.
-    """
-
-    given: KeyedJaggedTensor
-    safe: KeyedJaggedTensor
-    routes: Routes
-    found: Parts
-    bags: Parts
-    counts_K: Tensor
-    faults: Tensor
-    is_variable: bool
 
 
 @final
@@ -169,6 +138,7 @@ class BatchContext(Multistreamable):
         end_of_data: End-of-data status of the epoch.
         flag: Flag of this rank's header.
         is_absent: Whether the batches of all ranks lack the module's features.
+        routes: Set by `prepare`, if the batch is good.
         checked: Set by `prepare`, if the batch is good.
         prepared: Set by `prepare`, if the batch is good.
         pending_headers: The header exchange, with its contexts and their copy on the way to the
@@ -186,6 +156,7 @@ class BatchContext(Multistreamable):
     end_of_data: EndOfData = field(init=False)
     flag: int = 0
     is_absent: bool = False
+    routes: Routes = field(init=False)
     checked: CheckedBatch = field(init=False)
     prepared: PreparedBatch = field(init=False)
     pending_headers: Sequence[
@@ -214,7 +185,7 @@ def known_header(ctx: BatchContext) -> Header | None:
     none = np.zeros(0, dtype=np.int64)
     if not ctx.is_good:  # only the flag is read
         return Header(np.array([ctx.flag]), none, none, none, none)
-    prepared, routes = ctx.prepared, ctx.checked.routes
+    prepared, routes = ctx.prepared, ctx.routes
     bags = prepared.bags
     known, num_keys, num_ids = bags.length_per_key or [], len(bags.keys), bags.values.numel()
     if not known and (num_keys == 1 or not num_ids):

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recsys.distributed.ranks.wire import WireFormat
+from recsys.distributed.ranks.wire import EXACT, WireFormat
 from recsys.distributed.stages.bags import in_order
-from recsys.distributed.stages.batch import NO_COUNTS, BatchContext
+from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.exchanged_rows import Codecs, PooledStage, Ranges
 from recsys.kernels import ops
+from recsys.modules.batch_checker import NO_COUNTS
 
 if TYPE_CHECKING:
     from recsys.kernels.output_triton import Columns
@@ -133,10 +134,8 @@ class ColumnGather:
             num_ranks: Number of ranks of the exchange; one rank encodes nothing.
         """
         may = self.entries_4E.is_cuda and ops.HAS_TRITON and num_ranks > 1
-        there, back = (
-            wire if may and wire is not None and wire.cast is not None else None for wire in codecs
-        )
-        return there, back
+        forward, backward = (wire if may and wire.cast else EXACT for wire in codecs)
+        return forward, backward
 
     def gather(
         self,
@@ -144,7 +143,7 @@ class ColumnGather:
         batch_size: int,
         counts: Tensor = NO_COUNTS,
         arrived: Tensor | None = None,
-        wire: WireFormat | None = None,
+        wire: WireFormat = EXACT,
     ) -> Tensor:
         """Return the output, `[B, D]`.
 
@@ -160,9 +159,8 @@ class ColumnGather:
         if buffer.is_cuda and ops.HAS_TRITON:
             from recsys.kernels.output_triton import collect
 
-            loss_scale = None if wire is None else wire.loss_scale
             of_means = counts if self.mean_slots else None
-            return collect(buffer, batch_size, self.columns, of_means, arrived, loss_scale)
+            return collect(buffer, batch_size, self.columns, of_means, arrived, wire.loss_scale)
         index = self._indexes.get(batch_size) or self._index(batch_size)
         rows = buffer.view(-1, self.chunk)
         if not index.offsets.numel():
@@ -182,7 +180,7 @@ class ColumnGather:
         counts: Tensor = NO_COUNTS,
         scale: float = 1.0,
         num_sent: int = 0,
-        wire: WireFormat | None = None,
+        wire: WireFormat = EXACT,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient of the buffer, and the values to send: the transpose of `gather`.
 
@@ -197,8 +195,8 @@ class ColumnGather:
         if grad_BD.is_cuda and ops.HAS_TRITON and grad_BD.numel():
             from recsys.kernels.output_triton import spread
 
-            narrow = (None, None) if wire is None else (wire.cast, wire.loss_scale)
             of_means = counts if self.mean_slots else None
+            narrow = wire.cast, wire.loss_scale
             return spread(grad_BD, self.columns, of_means, scale, num_sent, *narrow)
         if self.mean_slots:
             grad_BD = grad_BD.clone()
@@ -264,7 +262,7 @@ class PooledRows:
         self.receives: list[int] = receives.tolist()
         self.read_codecs = stage.read_codecs
         # in a narrow format scaled gradients may underflow: they are scaled after the exchange
-        self.scales_early = stage.codecs[1] is None
+        self.scales_early = stage.codecs[1] is EXACT
 
     def pack(self, lookups: Sequence[Tensor]) -> Tensor:
         """Return the send buffer, flat.
@@ -296,7 +294,7 @@ class PooledRows:
             arrived: Its received elements in their wire format.
         """
         wire = self.read_codecs[0]
-        read = () if wire is None else (arrived, wire)
+        read = () if wire is EXACT else (arrived, wire)
         return self._gather.gather(buffer, self._num_samples, self._counts, *read)
 
     def scatter_grad(self, grad_BD: Tensor, num_received: int) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,8 @@ from recsys.kernels.scaled_loss import TableUpdates
 if TYPE_CHECKING:
     from recsys.distributed.stages.column_gather import ColumnGather
 
-Codecs: TypeAlias = tuple[WireFormat | None, WireFormat | None]
-"""Wire formats of embeddings and of gradients; None for float32."""
+Codecs: TypeAlias = tuple[WireFormat, WireFormat]
+"""Wire formats of embeddings and of gradients."""
 Ranges: TypeAlias = Sequence[tuple[int, int]]
 """Ranges of columns, half open."""
 
@@ -46,7 +46,7 @@ class ExchangeStage(Protocol):
 
     Attributes:
         device: Device of the embeddings.
-        codecs: Wire formats of embeddings and of gradients; None for as they are.
+        codecs: Wire formats of embeddings and of gradients.
         tasks: Names of the exchanges of embeddings and of gradients.
         has_exchange: Whether any rank sends anything.
         backward: Callbacks for backward passes.

@@ -7,7 +7,7 @@ the lengths, the ids and the bits of the weights. Both ends pack and unpack it b
 segments: whole features, or the ids of a feature in one block of rows of a row-split table (see
 `layout`).
 
-Every batch passes through this file; the special cases are elsewhere: bad values (`batch_checker`),
+Every batch passes through this file; the special cases are elsewhere: faults (`faults`),
 ragged batches (`header`), replicated tables (`bags`), gradients of weights (`weight_gradients`).
 
 Shape names: `B` samples of this rank, `K` features of the given batch, `G` segments, `S` streams
@@ -16,8 +16,8 @@ of this rank, `D` streams of all destinations, `R` ranks, `N` ids.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -33,18 +33,15 @@ from recsys.distributed.stages.bags import (
     select_bags,
 )
 from recsys.distributed.stages.batch import (
-    NO_COUNTS,
-    NO_FAULTS,
     Bags,
     BatchContext,
-    CheckedBatch,
     CopiedHeaders,
     PreparedBatch,
     ReceivedBatch,
     Segments,
     known_header,
 )
-from recsys.distributed.stages.batch_checker import BatchChecker
+from recsys.distributed.stages.faults import flag_of_bad_ids, raise_faults, report_late
 from recsys.distributed.stages.header import (
     COUNT_BITS,
     BatchShape,
@@ -63,11 +60,19 @@ from recsys.distributed.stages.routes import (
     SplitRound,
     build_routes,
 )
-from recsys.distributed.stages.streams import StagedModule, Streams, streams_of
+from recsys.distributed.stages.streams import StagedModule, Streams, readers_of, streams_of
 from recsys.distributed.stages.weight_gradients import with_weight_gradients
 from recsys.kernels import ops
 from recsys.kernels.bounds import LateChecks
 from recsys.kernels.types import BoundsCheckMode
+from recsys.modules.batch_checker import (
+    NO_COUNTS,
+    NO_FAULTS,
+    BatchChecker,
+    CheckedBatch,
+    RowLimits,
+    warn_of_bad_ids,
+)
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_jagged import Parts, check_features
 
@@ -102,11 +107,13 @@ class InputDist:
         layout, device, num_ranks = module.layout, module.device.type, module.env.world_size
         # only the device knows how many ids are in a block of rows
         self.may_skip_header = device == "cuda" and num_ranks == 1 and not layout.split_slots
-        self.checker = BatchChecker(module, needs_sizes=self.may_skip_header)
+        self.checker = BatchChecker(
+            readers_of(module), module.mode, module.device, is_pooled=module.is_pooled
+        )
         self.streams = streams_of(module)
         self._module_bits = module_bits(module.path)
         self._keys: list[str] | None = None
-        self._routes: Routes
+        self._routes: tuple[Routes, RowLimits]
         # padded bags are sent if ranks of a node add up, or without the kernels
         can_leave_out = device == "cpu" or (device == "cuda" and ops.HAS_TRITON)
         self.leaves_out = layout.is_pooled and can_leave_out and not layout.is_hierarchical
@@ -137,13 +144,13 @@ class InputDist:
                 raise error
             if isinstance(features, Exception):
                 raise features
-            ctx.checked = checked = self._check(features)
-            ctx.prepared = self._split(checked.bags, checked)
+            ctx.routes, ctx.checked = routes, checked = self._check(features)
+            ctx.prepared = self._split(checked.bags, routes, checked)
         except Exception as error:
             ctx.is_good, ctx.error, ctx.flag = False, error, failure_flag(error)
         return ctx
 
-    def _check(self, features: KeyedJaggedTensor) -> CheckedBatch:
+    def _check(self, features: KeyedJaggedTensor) -> tuple[Routes, CheckedBatch]:
         """Return the batch with one batch size and valid ids."""
         features, bags = check_features(
             features,
@@ -155,7 +162,7 @@ class InputDist:
         )
         if bags.keys != self._keys:
             num_padding = 1 if self.module.distinct else 0
-            self._routes = build_routes(
+            routes = build_routes(
                 self.module.layout,
                 self.module.feature_names,
                 bags.keys,
@@ -163,28 +170,30 @@ class InputDist:
                 self.module.device,
                 num_padding,
             )
+            self._routes = routes, self.checker.limits_of(bags.keys)
             self._keys = list(bags.keys)
-        routes = self._routes
+        routes, limits = self._routes
         if (
             bags.values.is_cpu
             and bags.stride_per_key_per_rank is None
-            and (
-                self.module.mode is BoundsCheckMode.NONE or bags.are_ids_below(routes.limits.least)
-            )
+            and (self.module.mode is BoundsCheckMode.NONE or bags.are_ids_below(limits.least))
         ):
-            counts_K = bags.ids_per_key()
-            return CheckedBatch(features, features, routes, bags, bags, counts_K, NO_FAULTS, False)
-        return self.checker.check(features, bags, routes)
+            checked = CheckedBatch(
+                features, features, bags, bags, NO_COUNTS, limits, NO_FAULTS, False
+            )
+            return routes, checked
+        needs_sizes = self.may_skip_header and not (self.module.is_pooled and routes.reads_whole)
+        return routes, self.checker.check(features, bags, limits, needs_sizes=needs_sizes)
 
-    def _split(self, bags: Parts, checked: CheckedBatch) -> PreparedBatch:
+    def _split(self, bags: Parts, routes: Routes, checked: CheckedBatch) -> PreparedBatch:
         """Split a batch into segments."""
-        routes, counts_K = checked.routes, checked.counts_K
+        counts_K = checked.counts_K if checked.counts_K.numel() else bags.ids_per_key()
         given_counts_K = inverse = counts_K[:0]
         bags_D = _NONE
         if not self.module.is_pooled:
             bags = one_bag_per_key(bags, counts_K)
         elif self.leaves_out and checked.is_variable and self.module.env.world_size > 1:
-            bags_D = bags_of_streams(self.streams, checked)
+            bags_D = bags_of_streams(self.streams, routes, checked)
         if self.module.distinct:
             given_counts_K = counts_K
             bags, inverse = keep_distinct(bags)
@@ -286,7 +295,7 @@ class InputDist:
         if ctx.is_good:
             late = self.checker.flags_to_check_late(ctx.checked.faults)
             if late.is_cuda:
-                self.late.add(late, lambda: self.checker.report_late(ctx.checked))
+                self.late.add(late, partial(report_late, self, ctx.checked))
         return True
 
     def header_of(self, ctx: BatchContext) -> Tensor:
@@ -308,17 +317,17 @@ class InputDist:
         if prepared.is_short:
             flag |= Flag.SHORT
         ctx.flag = flag
-        size, order, counts_G = prepared.bags.stride, ctx.checked.routes.header, prepared.counts_G
+        size, order, counts_G = prepared.bags.stride, ctx.routes.header, prepared.counts_G
         if faults.is_cuda and ops.HAS_TRITON:
             from recsys.kernels.ops_triton import build_header
 
-            bits = Flag.FAILED, self.checker.flag_of_bad_ids()
+            bits = Flag.FAILED, flag_of_bad_ids(self.checker)
             words = build_header(order, counts_G, faults.int(), flag, size, *bits)
         else:
             head = ops.upload([flag, size], self.module.device)
             if faults.numel():
                 head[FLAG] |= faults[0] * Flag.FAILED
-                head[FLAG] |= faults[1] * self.checker.flag_of_bad_ids()
+                head[FLAG] |= faults[1] * flag_of_bad_ids(self.checker)
             words = torch.cat([head, counts_G])[order]
         if prepared.bags_D.size:
             bags = np.zeros(sum(streams.header_sizes), dtype=np.int64)
@@ -345,11 +354,11 @@ class InputDist:
         if not is_usual:
             ctx.is_absent = bool((flags_R & Flag.ABSENT).all())
             if not ctx.is_absent:
-                warning = self.checker.raise_faults(ctx, flags_R)
+                warning = raise_faults(ctx, flags_R)
         ctx.end_of_data.flags_R = flags_R
         if ctx.is_absent:
             return ctx
-        routes, prepared, streams = ctx.checked.routes, ctx.prepared, self.streams
+        routes, prepared, streams = ctx.routes, ctx.prepared, self.streams
         segments, sizes_R = prepared.segments, header.batch_sizes_R
         bags_RS = np.repeat(sizes_R[:, None], streams.num_received, 1)
         bags_D, ids_D = prepared.bags_D, header.counts_G
@@ -380,7 +389,7 @@ class InputDist:
         if not shape.is_by_id:
             segments.moved_to.clear()
         if warning:
-            warnings.warn(f"{warning} Row 0 is read instead.", UserWarning, stacklevel=2)
+            warn_of_bad_ids(warning)
         return ctx
 
     def per_rank(self, values_D: np.ndarray) -> list[int]:
@@ -393,7 +402,7 @@ class InputDist:
 
     def ids(self, ctx: BatchContext) -> BatchContext:
         """Wait for the ids, and order them for the lookups."""
-        routes, shape, header = ctx.checked.routes, ctx.shape, ctx.header
+        routes, shape, header = ctx.routes, ctx.shape, ctx.header
         replicas, places, lookups = list[Bags](), list[Tensor](), list[Bags]()
         anchors: list[Tensor] = []
         if routes.replicas:

@@ -12,7 +12,7 @@ import torch
 from recsys.distributed.placement.layout import Layout, Stream, merge_ranges
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
-from recsys.distributed.ranks.wire import QuantizedCommCodecs
+from recsys.distributed.ranks.wire import EXACT, QuantizedCommCodecs
 from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.column_gather import ColumnGather, PooledRows
 from recsys.distributed.stages.exchanged_rows import NO_UPDATES, Codecs, Ranges, SentBlocks
@@ -55,7 +55,7 @@ def may_add_up(
         device: Device of the embeddings.
         codecs: Wire formats of embeddings and of gradients.
     """
-    is_exact = codecs == (None, None)
+    is_exact = codecs == (EXACT, EXACT)
     is_uniform = len(blocks) > 1 and blocks[0] and all(block == blocks[0] for block in blocks)
     return bool(env.prefers_reduce_scatter(device) and is_exact and is_uniform)
 

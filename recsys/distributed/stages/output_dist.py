@@ -31,7 +31,7 @@ from recsys.distributed.placement.layout import Layout, merge_ranges
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
-from recsys.distributed.ranks.wire import QuantizedCommCodecs
+from recsys.distributed.ranks.wire import EXACT, QuantizedCommCodecs
 from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot, PooledRows
 from recsys.distributed.stages.exchanged_rows import (
@@ -139,7 +139,7 @@ class Exchange:
 
     def finish_forward(self, buffer: Tensor) -> Tensor:
         """Wait for the exchange and return the output."""
-        arrived = self._wait(decode=self.rows.read_codecs[0] is None)
+        arrived = self._wait(decode=self.rows.read_codecs[0] is EXACT)
         return self.rows.gather(buffer, arrived)
 
     def start_backward(self, grad: Tensor) -> Tensor:

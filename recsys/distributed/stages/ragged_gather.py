@@ -24,11 +24,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from recsys.distributed.placement.layout import Layout
+from recsys.distributed.ranks.wire import EXACT
 from recsys.distributed.stages.bags import joined
-from recsys.distributed.stages.batch import NO_COUNTS, BatchContext
+from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot
 from recsys.distributed.stages.exchanged_rows import Codecs, Ranges
 from recsys.kernels import ops
+from recsys.modules.batch_checker import NO_COUNTS
 
 if TYPE_CHECKING:
     from recsys.kernels.ragged_triton import Ragged
@@ -308,7 +310,7 @@ class RaggedRows:
     """
 
     adds_up = scales_early = False
-    read_codecs: Codecs = (None, None)
+    read_codecs: Codecs = (EXACT, EXACT)
 
     def __init__(self, gather: RaggedGather, layout: Layout, rank: int, ctx: BatchContext) -> None:
         given, shape = ctx.stage, ctx.shape
@@ -350,7 +352,7 @@ class RaggedRows:
 
 def split_ids(ctx: BatchContext, num_blocks: int) -> SplitIds:
     """Return the segments of ids that return as rows."""
-    routes, segment_K = ctx.checked.routes, np.full(num_blocks, NO_SEGMENT)
+    routes, segment_K = ctx.routes, np.full(num_blocks, NO_SEGMENT)
     by_id_D, prepared = ctx.shape.by_id_D, ctx.prepared
     of_streams = routes.segments - routes.num_keys  # whole features are before the others
     segment_K[: len(by_id_D)] = np.where(by_id_D, of_streams, NO_SEGMENT)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.placement.layout import Layout, LookupGroup
-from recsys.kernels.bounds import NO_LIMIT
 from recsys.modules.embedding_inputs import positions_of
 
 FLAG, BATCH, COUNTS = 0, 1, 2  # positions in the header for one rank
@@ -89,21 +88,6 @@ class SplitRound:
 
 
 @final
-class RowLimits(NamedTuple):
-    """Limits of the ids of a batch.
-
-    Attributes:
-        rows_K: `[K]` rows of the smallest table that reads each feature.
-        least: The smallest of them.
-        unread_K: `[K]` bool, features that no table reads; empty if there are none.
-    """
-
-    rows_K: Tensor
-    least: int
-    unread_K: Tensor
-
-
-@final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routes:
     """Index tensors for batches with one order of keys. `D` is the streams of all destinations.
@@ -121,7 +105,6 @@ class Routes:
         segments: `[D]` segments, destination by destination.
         stream_keys: `[D]` positions in the batch of the segments' features.
         sent: `[D]` int32, positions of the segments in the send buffers.
-        limits: Limits of the ids.
         is_identity: Whether one rank looks up the batch as it is.
         reads_whole: Whether there is one rank, whose lookups each read every feature once.
     """
@@ -138,7 +121,6 @@ class Routes:
     segments: np.ndarray
     stream_keys: np.ndarray
     sent: np.ndarray
-    limits: RowLimits
     is_identity: bool
     reads_whole: bool
 
@@ -255,11 +237,6 @@ def build_routes(
     payload = np.concatenate(
         [s - skipped + part * num_segments for s in segments for part in range(parts)]
     )
-    rows = np.full(len(keys), NO_LIMIT)
-    for slot in layout.slots:
-        place = at[slot.feature]
-        rows[place] = min(rows[place], layout.tables[slot.table].ids.end)
-    is_unread = rows == NO_LIMIT
     replicas = tuple(
         np.array([at[f] for t in group.tables for f in layout.tables[t].features])
         for group in layout.replica_groups
@@ -285,10 +262,5 @@ def build_routes(
         segments=np.concatenate(segments),
         stream_keys=slot_keys[[s.slot for streams in layout.streams for s in streams]],
         sent=(np.concatenate(segments) - skipped).astype(np.int32),
-        limits=RowLimits(
-            rows_K=torch.from_numpy(rows).to(device),
-            least=int(rows.min()),
-            unread_K=torch.from_numpy(is_unread[: len(rows) * is_unread.any()]).to(device),
-        ),
         is_identity=is_alone and np.array_equal(segments[0], whole),
     )

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed.ranks.wire import QuantizedCommCodecs
+from recsys.distributed.ranks.wire import EXACT, QuantizedCommCodecs
 from recsys.distributed.stages.bags import joined, sent_places
 from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.exchanged_rows import Codecs
@@ -82,7 +82,7 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
         self, rows: Tensor, exchanged: SequenceRows, ctx: BatchContext
     ) -> dict[str, JaggedTensor]:
         given, inverse = ctx.checked.given, ctx.prepared.inverse
-        slots, strides = ctx.checked.routes.slot_keys, given.stride_per_key()
+        slots, strides = ctx.routes.slot_keys, given.stride_per_key()
         counts_K, order = exchanged.counts_K, self.slot_order
         if ctx.stage.module.distinct:
             counts_K, order = ctx.header.given_counts_K, []
@@ -115,10 +115,10 @@ class SequenceRows:
     """
 
     adds_up = scales_early = False
-    read_codecs: Codecs = (None, None)
+    read_codecs: Codecs = (EXACT, EXACT)
 
     def __init__(self, stage: SequenceDist, ctx: BatchContext) -> None:
-        routes, header = ctx.checked.routes, ctx.header
+        routes, header = ctx.routes, ctx.header
         self.slot_keys = routes.slot_keys
         self.counts_K = counts_K = header.counts_G[: routes.num_keys]
         # ids of each slot, and the position in the batch of the first of them

@@ -49,6 +49,13 @@ class StagedModule:
     path: str
 
 
+def readers_of(module: StagedModule) -> list[tuple[str, str, int]]:
+    """Return the feature, the name and the rows of each table that reads a feature."""
+    tables, names = module.layout.tables, module.feature_names
+    slots = [(names[slot.feature], tables[slot.table]) for slot in module.layout.slots]
+    return [(feature, table.name, table.ids.end) for feature, table in slots]
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Streams:

@@ -36,7 +36,7 @@ def with_weight_gradients(ctx: BatchContext, bags: Bags) -> tuple[Bags, Tensor]:
     assert given_N is not None
     if not given_N.requires_grad:  # the weights of another rank do
         given_N = given_N.detach().requires_grad_()
-    places = sent_places(ctx.checked.routes, prepared, ctx.header, ())
+    places = sent_places(ctx.routes, prepared, ctx.header, ())
     num_ids, env, by_rank = prepared.bags.values.numel(), stage.module.env, stage.streams.by_rank
     sent = stage.per_rank(shape.ids_sent_D)
     received = shape.ids_received_RS.sum(1).tolist()

@@ -1,4 +1,4 @@
-"""Presets are what docs/planner.md says, with its sources."""
+"""Presets are what docs/topology.md says, with its sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from recsys.distributed.planner import presets
 from recsys.distributed.planner.presets import DATASHEETS, PRESETS, check_preset
 
-PAGE = Path(__file__).parents[3] / "docs" / "planner.md"
+PAGE = Path(__file__).parents[3] / "docs" / "topology.md"
 
 
 def rows_of_the_page() -> dict[str, list[float]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.ranks.wire import (
+    EXACT,
     CommOp,
     CommType,
     QCommsConfig,
@@ -154,7 +155,7 @@ def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="must have one precision"):
         codecs_for(registry, *ops)
     assert codecs_for({"POOLED_EMBEDDINGS_REDUCE_SCATTER": half}, *ops) == half
-    assert codecs_for(None, *ops).forward.fitted(4) is None
+    assert codecs_for(None, *ops).forward.fitted(4) is EXACT
 
 
 def _sharders(config: QCommsConfig) -> list[Any]:

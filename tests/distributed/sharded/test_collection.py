@@ -299,7 +299,7 @@ def _recorded(case: Case) -> None:
     with mock.patch.object(torch.Tensor, "record_stream", record):
         ids.record_stream("a stream")
     prepared, received = context.prepared, ids.received
-    read = [batch.values(), prepared.counts_G, context.checked.routes.header]
+    read = [batch.values(), prepared.counts_G, context.routes.header]
     read += [tensor for bags in (*received.lookups, *received.replicas) for tensor in bags[:2]]
     read += [
         w for bags in (*received.lookups, *received.replicas) if (w := bags.weights) is not None

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.stages.batch import (
-    NO_FAULTS,
     Bags,
     BatchContext,
-    CheckedBatch,
     PreparedBatch,
     ReceivedBatch,
     Segments,
     known_header,
 )
 from recsys.distributed.stages.header import EndOfData, Flag
+from recsys.modules.batch_checker import NO_FAULTS, CheckedBatch
 from recsys.sparse import KeyedJaggedTensor
 
 
@@ -37,7 +36,9 @@ def _context(length_per_key: list[int] | None, *, reads_whole: bool = False) -> 
     ctx = BatchContext(stage)
     bags, counts, none = batch.parts(), torch.tensor([3, 2]), np.zeros(0, dtype=np.int64)
     ctx.given, ctx.end_of_data = batch, EndOfData()
-    ctx.checked = CheckedBatch(batch, batch, routes, bags, bags, counts, NO_FAULTS, False)
+    limits: Any = None
+    ctx.routes = routes
+    ctx.checked = CheckedBatch(batch, batch, bags, bags, counts, limits, NO_FAULTS, False)
     segments = Segments([bags.lengths], [bags.values], [], [], [])
     ctx.prepared = PreparedBatch(
         bags, segments, counts, counts[:0], counts[:0], none, counts[:0], bags.offsets, False, False

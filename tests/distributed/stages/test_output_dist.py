@@ -333,7 +333,8 @@ def _sequence(seed: int) -> None:
     )
     ctx: Any = SimpleNamespace(
         stage=STAGE,
-        checked=SimpleNamespace(given=batch, safe=batch, routes=routes),
+        routes=routes,
+        checked=SimpleNamespace(given=batch, safe=batch),
         prepared=SimpleNamespace(inverse=torch.empty(0), segments=Segments([], [], [], [], [])),
         header=SimpleNamespace(counts_G=own, given_counts_K=own[:0]),
         shape=SimpleNamespace(
