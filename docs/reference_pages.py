@@ -73,9 +73,9 @@ PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         "Watching a job",
         "Watchdog, loss guard, step report. Guide: [failures](../faults.md).",
         (
-            "recsys.distributed.loss_guard",
-            "recsys.distributed.step_report",
-            "recsys.distributed.watchdog",
+            "recsys.distributed.monitoring.loss_guard",
+            "recsys.distributed.monitoring.step_report",
+            "recsys.distributed.monitoring.watchdog",
             "recsys.distributed.watching",
             "recsys.step_stages",
         ),
