@@ -73,10 +73,7 @@ PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         "Watching a job",
         "Watchdog, loss guard, step report. Guide: [failures](../faults.md).",
         (
-            "recsys.distributed.monitoring.loss_guard",
-            "recsys.distributed.monitoring.step_report",
-            "recsys.distributed.monitoring.watchdog",
-            "recsys.distributed.watching",
+            "recsys.distributed.monitoring",
             "recsys.step_stages",
         ),
     ),

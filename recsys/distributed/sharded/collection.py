@@ -375,9 +375,9 @@ class ShardedCollection(OwnShardsModule):
                 invalid.
 
         On a GPU without other ranks the host does not wait if it knows the number of ids of each
-        feature or does not need it (docs/engine.md, "On a GPU the host waits once a step, or
-        never"). A later call or `check_ids` then raises the error of invalid ids, lengths or
-        inverse indices. Lookups stay within their tables meanwhile.
+        feature, or does not need it (docs/engine.md has the cases). A later call or `check_ids`
+        then raises the error of invalid ids, lengths or inverse indices. Lookups stay within their
+        tables meanwhile.
         """
         if torch.compiler.is_dynamo_compiling():
             return run_eagerly(self, features)  # type: ignore[no-any-return]
