@@ -73,10 +73,7 @@ PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         "Watching a job",
         "Watchdog, loss guard, step report. Guide: [failures](../faults.md).",
         (
-            "recsys.distributed.loss_guard",
-            "recsys.distributed.step_report",
-            "recsys.distributed.watchdog",
-            "recsys.distributed.watching",
+            "recsys.distributed.monitoring",
             "recsys.step_stages",
         ),
     ),

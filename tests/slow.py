@@ -88,8 +88,8 @@ QUICK_CASE_OF: dict[str, str] = {
     f"{PLANNER}/test_storage.py::test_weights_and_state_to_the_byte": (
         f"{PLANNER}/test_storage.py::test_a_grid_over_two_nodes"
     ),
-    "tests/distributed/test_watchdog.py::test_the_others_end_and_name_the_rank": (
-        "tests/distributed/test_watchdog.py::test_a_late_rank_is_named_by_one_that_waits"
+    "tests/distributed/monitoring/test_watchdog.py::test_the_others_end_and_name_the_rank": (
+        "tests/distributed/monitoring/test_watchdog.py::test_a_late_rank_is_named_by_one_that_waits"
     ),
     "tests/docs/test_tutorials.py::test_the_readme_runs_by_python_and_by_torchrun[2]": (
         "tests/docs/test_tutorials.py::test_tutorial_runs_as_a_job_of_several_processes[2]"

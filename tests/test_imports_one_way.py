@@ -18,10 +18,12 @@ ROAD = ["kernels", "sparse", "optim", "modules", "distributed", "inference"]
 INSIDE = {
     "ranks": [],
     "placement": ["ranks"],
-    "planner": ["ranks", "placement", "sharder", "module_tree"],
+    "planner": ["ranks", "placement", "sharded"],
     "stages": ["ranks", "placement"],
     "state": ["ranks", "placement", "stages"],
-    "train_pipeline": ["ranks", "stages", "sharded_collection"],
+    "sharded": ["ranks", "placement", "stages", "state"],
+    "train_pipeline": ["ranks", "stages", "sharded"],
+    "monitoring": ["ranks"],
 }
 # A planner's default sharders, for `collective_plan(model)` and for files that describe tables.
 ABOVE = {

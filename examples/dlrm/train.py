@@ -37,10 +37,10 @@ from recsys.distributed.checkpoint import (
     save_checkpoint_async,
 )
 from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.monitoring.watchdog import Watchdog, end_with_launcher
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.train_pipeline import TrainPipelineSparseDist
 from recsys.distributed.types import ShardingEnv
-from recsys.distributed.watchdog import Watchdog, end_with_launcher
 from recsys.inference import export_torchscript, quantize_embeddings
 from recsys.metrics import AUC, NormalizedEntropy
 from recsys.modules.dlrm import DLRM, DLRMTrain

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from recsys.compat.planner.types import ShardingOption
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.module_tree import outermost
 from recsys.distributed.planner.planners import EmbeddingShardingPlanner
 from recsys.distributed.planner.types import PlannerError
 from recsys.distributed.ranks.agreement import failure_of, raise_failure
@@ -28,6 +27,7 @@ from recsys.distributed.ranks.comm import broadcast_object
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.shard import materialize_dense
+from recsys.distributed.sharded.module_tree import outermost
 from recsys.distributed.train_pipeline.pipelines import TrainPipelineBase
 from recsys.distributed.types import ModuleSharder, ShardedModule, ShardingPlan
 from recsys.inference import QuantEmbeddingBagCollection, QuantEmbeddingCollection

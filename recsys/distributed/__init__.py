@@ -1,10 +1,10 @@
-"""Placing embedding tables on many devices and moving a batch through them.
+"""Embedding tables on many devices, and the exchanges of a batch between them.
 
-In the order of a run: `ranks` (who takes part) -> `placement` (plans and layouts, as data) ->
-`planner` (finds a plan) and `stages` (one batch) -> `state` (what outlives a batch). On these
-stand the modules that users name: `embeddingbag`, `embedding`, `fp_embeddingbag` (over
-`sharded_collection`), `sharding_plan`, `shard` and `model_parallel`; over whole models
-`train_pipeline` and `checkpoint`.
+In the order of a run: `ranks` (processes and their groups), `placement` (plans and layouts),
+`planner` (finds a plan), `stages` (one batch), `state` (tables and optimizers). `sharded` is
+the engine of sharded modules. The modules that users name are built on it: `embeddingbag`,
+`embedding`, `fp_embeddingbag`, `sharding_plan`, `shard` and `model_parallel`. `train_pipeline`,
+`checkpoint` and `monitoring` serve whole models.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # what editors and type checkers see of _HOMES
     from recsys.distributed.ranks.comm import Awaitable, NoWait
     from recsys.distributed.ranks.env import ShardingEnv
     from recsys.distributed.ranks.node import get_local_rank, get_local_size
-    from recsys.distributed.sharder import ModuleSharder, ShardedModule
+    from recsys.distributed.sharded.sharder import ModuleSharder, ShardedModule
     from recsys.distributed.train_pipeline.pipelines import (
         EvalPipelineSparseDist,
         PrefetchTrainPipelineSparseDist,

@@ -1,4 +1,4 @@
-"""Dense parts replicated over the ranks by DistributedDataParallel, in buckets of a fixed order."""
+"""Dense parameters replicated by DistributedDataParallel, with gradient buckets in fixed order."""
 
 from __future__ import annotations
 
@@ -31,32 +31,31 @@ _BROADCAST_BUFFERS = (
 
 
 class DataParallelWrapper(Protocol):
-    """Replicates the dense parts of a model."""
+    """Wrapper that replicates the dense parameters of a model."""
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wrap `dmp` 's inner module in place."""
+        """Wrap the inner module of `dmp` in place."""
 
 
 @final
 @dataclass(eq=False)
 class DefaultDataParallelWrapper:
-    """Wraps the dense parts in DistributedDataParallel, as many as there are trainable.
+    """Wrapper that replicates trainable dense parameters by DistributedDataParallel.
 
     Args:
-        bucket_cap_mb: size of a gradient bucket in MB.
-        static_graph: whether every step uses the same parameters.
-        find_unused_parameters: whether some steps leave dense parameters unused.
-        params_to_ignore: names of parameters and buffers that each rank keeps for itself: they are
-            neither copied from rank 0 nor reduced. Names that
-            `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` was given for the
-            model are ignored as well.
-        broadcast_buffers: whether rank 0's buffers replace the others' before every forward pass,
-            which costs a collective. If None, where a batch or instance norm changes them; else
-            buffers are taken to stay as they are.
+        bucket_cap_mb: Size of a gradient bucket in MB.
+        static_graph: Whether every step uses the same parameters.
+        find_unused_parameters: Whether some steps do not use all dense parameters.
+        params_to_ignore: Names of parameters and buffers that are neither copied from rank 0 nor
+            reduced. Names passed to
+            `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` are ignored too.
+        broadcast_buffers: Whether the buffers of rank 0 are copied to other ranks before every
+            forward pass, which costs a collective. None: only if the model has a batch or instance
+            norm with running statistics.
 
     Raises:
-        ValueError: when the model is wrapped, if `params_to_ignore` has a name that the model does
-            not have, or a dense parameter is updated in backward.
+        ValueError: When the model is wrapped, if `params_to_ignore` has an unknown name, or a dense
+            parameter is updated in backward.
     """
 
     bucket_cap_mb: int = 25
@@ -70,7 +69,7 @@ class DefaultDataParallelWrapper:
         whole("DefaultDataParallelWrapper.bucket_cap_mb", self.bucket_cap_mb)
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wrap the inner module in place, if there are several ranks and dense parameters."""
+        """Wrap the inner module in place if there are several ranks and dense parameters."""
         module = dmp._dmp_wrapped_module
         if env.world_size == 1 or isinstance(module, DistributedDataParallel):
             return
@@ -79,7 +78,7 @@ class DefaultDataParallelWrapper:
         unknown = [name for name in ignored if name not in everything]
         if unknown:
             raise ValueError(
-                "DefaultDataParallelWrapper.params_to_ignore must hold names of the model's "
+                "DefaultDataParallelWrapper.params_to_ignore must have names of the model's "
                 f"parameters and buffers; received {unknown}. The model has "
                 f"{list(everything)[:8]} (at most 8 shown)."
             )
@@ -87,15 +86,15 @@ class DefaultDataParallelWrapper:
         excluded = names_excluded_from_ddp(module)
         dense = {n: t for n, t in everything.items() if n not in excluded}
         if not any(t.requires_grad for t in dense.values()):
-            for tensor in dense.values():  # nothing to train, but rank 0's values as ever
+            for tensor in dense.values():  # not trained, but equal to rank 0's
                 torch.distributed.broadcast(tensor.data, group=env.process_group, group_src=0)
             return
         in_backward = [n for n in dense if attached_optimizer(everything[n]) is not None]
         if in_backward:
             raise ValueError(
-                f"Replicated parameters must keep their gradients for the all-reduce over ranks; "
-                f"received some that are updated in backward: {in_backward}. Give "
-                "apply_optimizer_in_backward the tables only, and step the others' optimizer."
+                "Replicated parameters need their gradients for the all-reduce over ranks; "
+                f"received parameters that are updated in backward: {in_backward}. Call "
+                "apply_optimizer_in_backward with the tables only."
             )
         broadcasts = self.broadcast_buffers
         if broadcasts is None:
@@ -119,36 +118,34 @@ class FixedOrderDataParallel(DistributedDataParallel):
     """DistributedDataParallel with the same buckets in every step of every process.
 
     DistributedDataParallel reduces the first step of a process in one bucket, and later steps in
-    buckets in the order in which the first step's gradients became ready. Where a gradient lies in
-    a bucket decides in which order an all-reduce adds up the ranks' values, so on three ranks or
-    more a job that is killed and started again would not repeat the steps to the bit. Here the
-    final buckets are made at once, in the reverse order of the parameters: about the order in
-    which gradients become ready, and the order that DistributedDataParallel itself assumes where it
-    cannot observe one.
+    buckets in the order in which gradients became ready in the first step. An all-reduce sums the
+    ranks' values in an order that depends on the position in the bucket. On three or more ranks a
+    restarted job would thus not repeat the steps bit for bit. This class makes the final buckets at
+    once, in the reverse order of the parameters: about the order in which gradients become ready.
 
-    With `find_unused_parameters` alone torch makes the buckets once, and these stay.
+    With `find_unused_parameters` alone torch itself makes the buckets only once.
 
     Args:
-        args: those of DistributedDataParallel.
-        kwargs: those of DistributedDataParallel.
+        args: Arguments of DistributedDataParallel.
+        kwargs: Arguments of DistributedDataParallel.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         unused, static = (kwargs.get(key) for key in ("find_unused_parameters", "static_graph"))
-        self._makes_buckets_anew = static or not unused
+        self._rebuilds_buckets = static or not unused
         super().__init__(*args, **kwargs)
-        if not self._makes_buckets_anew:
+        if not self._rebuilds_buckets:
             return
-        self.reducer._push_all_rebuilt_params()  # as if gradients had become ready in this order
+        self.reducer._push_all_rebuilt_params()  # the order of ready gradients
         self.reducer._rebuild_buckets()
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Return the part of its names to leave out, for `torch.distributed.checkpoint`."""
+        """Return the omitted part of names, for `torch.distributed.checkpoint`."""
         return {"": "module"}
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, expect_sparse_gradient = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        if not self._makes_buckets_anew:
+        if not self._rebuilds_buckets:
             return parameters, expect_sparse_gradient
         return parameters[::-1], expect_sparse_gradient[::-1]
 

@@ -1,4 +1,4 @@
-"""The module types that can be sharded without saying how."""
+"""Default sharders by module type."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from recsys.distributed.fused_embedding import (
     FusedEmbeddingBagCollectionSharder,
     FusedEmbeddingCollectionSharder,
 )
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharded.sharder import ModuleSharder
 from recsys.kernels.arguments import instance
 from recsys.kernels.checked import checked
 
-_of_others: list[Callable[[], ModuleSharder[Any]]] = []
+_added: list[Callable[[], ModuleSharder[Any]]] = []
 
 
 @checked
 def add_default_sharder(make: Callable[[], ModuleSharder[Any]]) -> None:
-    """Let modules of a package above this one have a default sharder.
+    """Add a default sharder for modules of a package that imports this one.
 
     Args:
-        make: returns the sharder.
+        make: Function that returns the sharder.
 
     Raises:
-        TypeError: what it returns is none.
+        TypeError: If it returns another value.
     """
-    instance("add_default_sharder: what make returns", make(), ModuleSharder)  # type: ignore[type-abstract]
-    _of_others.append(make)
+    instance("add_default_sharder: the result of make", make(), ModuleSharder)  # type: ignore[type-abstract]
+    _added.append(make)
 
 
 def get_default_sharders() -> list[ModuleSharder[Any]]:
     """Return a sharder for every module type that can be sharded.
 
-    Those of quantized collections are among them once `recsys.inference`, which has these, is
-    imported.
+    Sharders of quantized collections are included once `recsys.inference` is imported.
     """
     return [
         EmbeddingBagCollectionSharder(),
@@ -47,12 +46,12 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
         EmbeddingCollectionSharder(),
         FusedEmbeddingBagCollectionSharder(),
         FusedEmbeddingCollectionSharder(),
-        *(make() for make in _of_others),
+        *(make() for make in _added),
     ]
 
 
 def get_module_to_default_sharders() -> dict[type[nn.Module], ModuleSharder[Any]]:
-    """Return the default sharders by the module type that each replaces."""
+    """Return the default sharders by module type."""
     return {sharder.module_type: sharder for sharder in get_default_sharders()}
 
 
@@ -61,13 +60,13 @@ def sharder_of(module: nn.Module) -> ModuleSharder[Any]:
     """Return the default sharder for a module.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: If the module has none.
     """
     known = get_module_to_default_sharders()
     if type(module) not in known:
         raise ValueError(
-            "A module needs a sharder made for its very type; received a "
-            f"{type(module).__name__}, and there are default ones for "
+            "A module needs a sharder of its exact type; received a "
+            f"{type(module).__name__}. Default sharders exist for "
             f"{', '.join(t.__name__ for t in known)}. Pass sharder=..."
         )
     return known[type(module)]

@@ -1,14 +1,14 @@
-"""Two-dimensional parallel: groups of ranks that each hold all tables, averaged now and then.
+"""Two-dimensional parallelism: groups of ranks that each shard all tables, averaged by `sync`.
 
-An all-to-all among thousands of ranks is slow, and few models need thousands to hold their tables.
-Here the ranks form groups, each of which shards the whole model over its ranks and trains on its
-own batches; every few steps, ranks that hold the same parts take the mean of their tables. Dense
-parts are replicated over all ranks, as ever.
+An all-to-all among thousands of ranks is slow, and few models need so many ranks for their tables.
+Here each group of ranks shards the whole model and trains on its own batches. Every few steps,
+ranks with the same shards average their tables. Dense parameters are replicated over all ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, final
 
@@ -17,19 +17,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from recsys.distributed.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
-from recsys.distributed.default_sharders import get_default_sharders
-from recsys.distributed.model_parallel import DistributedModelParallel, check_not_wrapped
-from recsys.distributed.module_tree import outermost
+from recsys.distributed.data_parallel import DataParallelWrapper
+from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.placement.plan_json import ShardingPlan
-from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
-from recsys.distributed.ranks.agreement import agree, in_words_by_name
-from recsys.distributed.ranks.build_transaction import build_on_all_ranks
+from recsys.distributed.planner import EmbeddingShardingPlanner
+from recsys.distributed.ranks.agreement import agree
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
-from recsys.distributed.shard import check_made_for, replace_modules, resolve_device
-from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.sharder import ModuleSharder, has_tables
+from recsys.distributed.shard import plan_model, replace_modules, sharders_by_type
+from recsys.distributed.sharded.collection import ShardedCollection
+from recsys.distributed.sharded.devices import resolve_device
+from recsys.distributed.sharded.module_tree import outermost
+from recsys.distributed.sharded.reshard import check_made_for
+from recsys.distributed.sharded.sharder import ModuleSharder, has_tables
 from recsys.distributed.state.replica_average import average_over_ranks
 from recsys.kernels.arguments import setting, wrong_type
 from recsys.kernels.checked import checked
@@ -42,15 +42,15 @@ _SPLIT = "form groups of ranks"
 @final
 @dataclasses.dataclass(frozen=True)
 class DMPCollectionConfig:
-    """Groups and plan of the modules of one type, where they differ from the others'.
+    """Groups and plan of the modules of one type, if they differ from other modules.
 
     Args:
-        module: the type, such as `EmbeddingCollection`.
-        plan: for groups of this size; names every module of the type by its path in the model. What
-            it says of modules of other types does not count.
-        sharding_group_size: ranks of a group.
-        node_group_size: as for `DMPCollection`.
-        use_inter_host_allreduce: as for `DMPCollection`.
+        module: The type, such as `EmbeddingCollection`.
+        plan: Plan for groups of this size, by path of each module of the type. Entries of other
+            modules are ignored.
+        sharding_group_size: Ranks per group.
+        node_group_size: As in `DMPCollection`.
+        use_inter_host_allreduce: As in `DMPCollection`.
     """
 
     module: type[nn.Module]
@@ -61,43 +61,42 @@ class DMPCollectionConfig:
 
 
 class DMPCollection(DistributedModelParallel):
-    """Places a model on each of several groups of ranks, whose tables are averaged by `sync`.
+    """Model with tables sharded over each of several groups of ranks and averaged by `sync`.
 
-    Each group trains as a `DistributedModelParallel` on its ranks does, until `sync` takes the
-    mean of all groups' tables: call it every step, or every few. Dense parts are replicated over
-    all ranks and need no `sync`. With 8 ranks and groups of 4, ranks 0, 2, 4 and 6 form a group,
-    and ranks 0 and 1 hold the same parts of tables.
+    Each group trains as a `DistributedModelParallel` until `sync` averages the tables of all
+    groups: call it every step, or every few steps. Dense parameters are replicated over all ranks
+    and need no `sync`. With 8 ranks and groups of 4, ranks 0, 2, 4 and 6 form a group, and ranks 0
+    and 1 have the same shards.
 
-    A checkpoint is that of one model, so `sync` comes before `save_checkpoint`; it loads on any
-    number of ranks, and any checkpoint loads here.
+    A checkpoint has one value of each table, so call `sync` before `save_checkpoint`. Checkpoints
+    can be loaded on any number of ranks, with or without groups.
 
     Args:
-        module: the model. Tables and dense parts on the `meta` device are allocated here.
-        device: where this rank works; its current GPU under NCCL, else the CPU, if None.
-        plan: the placement on the ranks of a group, numbered from 0; planned here if None. Every
-            rank must pass the same.
-        world_size: number of all ranks.
-        sharding_group_size: ranks of a group; divides `world_size`.
-        global_pg: the process group of all ranks.
-        node_group_size: ranks of a group that share a node, for the strategies that know nodes; as
-            `LOCAL_WORLD_SIZE` says if None. Divides `sharding_group_size`.
-        sharders: one per module type to shard; those of `get_default_sharders` if None.
-        init_data_parallel: wrap the dense parts now; else call `init_data_parallel` before
-            training.
-        init_parameters: materialise dense parts on the `meta` device by their
+        module: The model. Parameters on the `meta` device are allocated here.
+        device: Device of this rank; None for its current GPU under NCCL, else the CPU.
+        plan: Plan for the ranks of a group, numbered from 0, the same on every rank; None to make
+            one here.
+        world_size: Number of all ranks.
+        sharding_group_size: Ranks per group; divides `world_size`.
+        global_pg: Process group of all ranks.
+        node_group_size: Ranks of a group on the same node; divides `sharding_group_size`. None:
+            derived from `LOCAL_WORLD_SIZE`.
+        sharders: One for each module type to shard; None for `get_default_sharders`.
+        init_data_parallel: Whether to wrap the dense parameters now. If False, call
+            `init_data_parallel` before training.
+        init_parameters: Whether to initialize dense parameters on the `meta` device by
             `reset_parameters`.
-        data_parallel_wrapper: how dense parts are replicated.
-        use_inter_host_allreduce: make groups of neighbouring ranks, so that batches are exchanged
-            inside nodes and tables averaged between them; else the other way round.
-        custom_all_reduce: takes the mean in place of `sync` 's all-reduce: is given tensors, and
-            leaves in them the mean over the ranks of `device_mesh` 's dimension "replicate".
-        submodule_configs: groups of other sizes, and their plans, for modules of some types.
-        planner: makes the plan if none is given; one for the ranks of a group, with no constraints,
-            if None.
+        data_parallel_wrapper: Wrapper that replicates dense parameters.
+        use_inter_host_allreduce: Whether groups are neighbouring ranks, so that batches are
+            exchanged within nodes and tables are averaged between nodes.
+        custom_all_reduce: Function that averages a list of tensors in place, over dimension
+            "replicate" of `device_mesh`, instead of the all-reduce of `sync`.
+        submodule_configs: Groups of other sizes and their plans, for modules of some types.
+        planner: Planner that makes the plan; None for one without constraints.
 
     Raises:
-        ValueError: on every rank, if a size does not divide the ranks, ranks were given different
-            arguments or plans, or a plan does not fit the model or the group.
+        ValueError: On every rank, if a size does not divide the ranks, arguments or plans differ
+            between ranks, or a plan does not fit the model or the group.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -134,60 +133,50 @@ class DMPCollection(DistributedModelParallel):
         submodule_configs: Sequence[DMPCollectionConfig] | None = None,
         planner: EmbeddingShardingPlanner | None = None,
     ) -> None:
-        nn.Module.__init__(self)
         env = ShardingEnv.from_process_group(global_pg)
-        configs = list(submodule_configs or ())
+        configs = self._configs = list(submodule_configs or ())
         splits = [_Split(sharding_group_size, node_group_size, use_inter_host_allreduce)]
         splits += [
             _Split(one.sharding_group_size, one.node_group_size, one.use_inter_host_allreduce)
             for one in configs
         ]
-        _agree_on(env, world_size, splits, configs)
-        made: dict[_Split, ShardingEnv] = {}
-        for split in splits:
-            if split not in made:
-                made[split] = split.groups(env)
-        self._split = splits[0]
-        self._groups = list(made.values())
+        _agree_on(env, world_size, splits, configs, custom_all_reduce is not None)
+        groups = {split: split.groups(env) for split in dict.fromkeys(splits)}
+        self._split, self._groups = splits[0], list(groups.values())
+        self._envs = [groups[split] for split in splits]
         self._is_averaged = True
         self._custom_all_reduce: Callable[[list[Tensor]], None] | None = None
         if custom_all_reduce is not None:
             self.set_all_reduce_hook(custom_all_reduce)
-        groups = [made[split] for split in splits]
-        wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
-        with build_on_all_ranks(env, groups) as construction:
-            construction.add(
-                type(self).__name__,
-                in_words_by_name(
-                    data_parallel_wrapper=wrapper,
-                    init_data_parallel=init_data_parallel,
-                    init_parameters=init_parameters,
-                    custom_all_reduce=custom_all_reduce is not None,
-                ),
-            )
-            check_not_wrapped(module)
-            device = resolve_device(env, device)
-            by_type = {
-                sharder.module_type: sharder
-                for sharder in (get_default_sharders() if sharders is None else sharders)
-            }
-            if plan is None:
-                of_types = {one.module for one in configs}
-                planner = planner or EmbeddingShardingPlanner(
-                    topology=Topology(
-                        world_size=sharding_group_size,
-                        local_world_size=groups[0].node_size,
-                        compute_device=device.type,
-                    )
-                )
-                plan = planner.collective_plan(
-                    module, [s for kind, s in by_type.items() if kind not in of_types], global_pg
-                )
-            plan = _joined(module, plan, groups, configs, by_type)
-            env_of = {one.module: ranks for one, ranks in zip(configs, groups[1:], strict=True)}
-            module = replace_modules(module, plan, by_type, groups[0], device, env_of)
-        placed = module, plan, device
-        self._finish(env, placed, wrapper, init_data_parallel, init_parameters)
+        super().__init__(
+            module,
+            env,
+            device,
+            plan,
+            sharders,
+            init_data_parallel,
+            init_parameters,
+            data_parallel_wrapper,
+            planner=planner,
+        )
+
+    def _place(
+        self,
+        module: nn.Module,
+        device: torch.device | None,
+        plan: ShardingPlan | None,
+        sharders: Sequence[ModuleSharder[Any]] | None,
+        planner: EmbeddingShardingPlanner | None,
+    ) -> tuple[nn.Module, ShardingPlan, torch.device]:
+        group, *others = self._envs
+        device = resolve_device(self.env, device)
+        by_type = sharders_by_type(sharders)
+        env_of = dict(zip([one.module for one in self._configs], others, strict=True))
+        if plan is None:
+            own = [sharder for kind, sharder in by_type.items() if kind not in env_of]
+            plan = plan_model(module, self.env, group, device, own, planner)
+        plan = _joined(module, plan, self._envs, self._configs, by_type)
+        return replace_modules(module, plan, by_type, group, device, env_of), plan, device
 
     def _take_settings(self, other: Self) -> None:
         super()._take_settings(other)
@@ -195,30 +184,25 @@ class DMPCollection(DistributedModelParallel):
         self._custom_all_reduce = other._custom_all_reduce
         self._is_averaged = other._is_averaged
 
-    @property
-    def _plan_world_size(self) -> int:
-        return self._groups[0].world_size
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; exchanges are among the ranks of a group."""
+        """Call the model; it exchanges ids and embeddings within a group."""
         if torch.is_grad_enabled():
             self._is_averaged = False
         return super().forward(*args, **kwargs)
 
     def sync(self, include_optimizer_state: bool = True) -> None:
-        """Give the tables of every group the mean of all groups' weights.
+        """Average the tables of all groups; a collective call between two steps.
 
-        Every rank must call it, between two steps. The state of the tables' own optimizers is
-        averaged alike; numbers of steps are not, which are the same in all groups. What a torch
-        optimizer keeps of tables without one of their own is not averaged, nor are tables that
-        are not trained.
+        The state of the tables' own optimizers is averaged too, except step numbers, which are the
+        same in all groups. Tables that are not trained, and states of other optimizers, are not
+        averaged.
 
         Args:
-            include_optimizer_state: whether optimizer states are averaged, too.
+            include_optimizer_state: Whether to average optimizer states.
 
         Raises:
-            ValueError: on the ranks that hold the same parts, if they do not ask for the same.
-            LostContactError: if contact with another rank is lost.
+            ValueError: If ranks with the same shards pass different arguments.
+            LostContactError: If contact with another rank is lost.
         """
         for group in self._groups:
             replicas = group.replicas
@@ -236,8 +220,8 @@ class DMPCollection(DistributedModelParallel):
             for child in self.module.modules()
             if isinstance(child, ShardedCollection) and child.input_stage.module.env is group
         ]
-        # Replicated tables by themselves: these must stay the same on the ranks of a group, so they
-        # must be added up in the same order, and so come in buckets alike.
+        # Replicated tables have their own buckets: all ranks of a group must sum them in the same
+        # order to keep them equal.
         for is_own in (False, True):
             kernels = [
                 lookup.kernel
@@ -256,48 +240,48 @@ class DMPCollection(DistributedModelParallel):
                 if kernel.optimizer.rule.state[name] != "table"  # a number of steps
             ]
             if self._custom_all_reduce is not None:
-                for alike in (weights, states):
-                    if alike:
-                        self._custom_all_reduce(alike)
+                for tensors in (weights, states):
+                    if tensors:
+                        self._custom_all_reduce(tensors)
             else:
                 average_over_ranks(replicas, ExchangeName.AVERAGES, weights + states, self.device)
             for kernel in kernels:
                 kernel.drop_cache()
 
     def set_all_reduce_hook(self, reduce_hook: Callable[[list[Tensor]], None]) -> None:
-        """Let a function take the mean in place of `sync` 's all-reduce.
+        """Average tables by a function instead of the all-reduce of `sync`.
 
         Args:
-            reduce_hook: as `custom_all_reduce`.
+            reduce_hook: The function, as `custom_all_reduce`.
 
         Raises:
-            ValueError: if modules form groups of several sizes, as it is not told of which it gets
-                tensors.
+            ValueError: If modules have groups of different sizes; the function is not passed the
+                group.
         """
         if len(self._groups) > 1:
             raise ValueError(
-                "A function of your own can take the mean where all modules form the same groups; "
-                f"received one, and submodule_configs that make {len(self._groups)} kinds of "
-                "groups. Leave out one or the other."
+                "custom_all_reduce needs the same groups for all modules; received "
+                f"submodule_configs with {len(self._groups)} kinds of groups. Pass only one of the "
+                "two arguments."
             )
         self._custom_all_reduce = reduce_hook
 
     def check_averaged(self) -> None:
-        """Raise ValueError if the groups may hold different tables, since none called `sync`."""
+        """Raise ValueError if the tables of the groups may differ since the last `sync`."""
+        replicas = self._groups[0].replicas
         if not self._is_averaged:
             raise ValueError(
-                f"A checkpoint holds one value of each table, and those of the "
-                f"{self._groups[0].replicas and self._groups[0].replicas.world_size} groups of a "
-                "DMPCollection differ since they were last averaged, optimizer states included. "
-                "Call sync() before save_checkpoint."
+                "A checkpoint needs one value of each table and optimizer state; received a "
+                f"DMPCollection whose {replicas and replicas.world_size} groups trained since the "
+                "last sync. Call sync() before save_checkpoint."
             )
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """All ranks, `[replicate, shard]`: a row is a group, a column holds the same parts.
+        """Mesh `[replicate, shard]` of all ranks: rows are groups, columns have the same shards.
 
-        Its groups are those that sharded modules and `sync` use, made for it where they are of one
-        rank. Every rank must ask for it the first time.
+        It uses the process groups of sharded modules and of `sync`. The first access is a
+        collective call, which creates missing groups of one rank.
         """
         group = self._groups[0]
         replicas = group.replicas
@@ -316,7 +300,7 @@ class DMPCollection(DistributedModelParallel):
 @final
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """How the ranks form groups."""
+    """Division of the ranks into groups."""
 
     size: int
     node_size: int | None
@@ -330,9 +314,9 @@ class _Split:
         return [list(range(g, world_size, step)) for g in range(step)]
 
     def groups(self, env: ShardingEnv) -> ShardingEnv:
-        """Return this rank's group, with the ranks that hold the same in others as its replicas.
+        """Return this rank's group; its replicas are the ranks with the same shards.
 
-        Every rank must call it; the process groups are made once.
+        A collective call, which creates process groups once.
         """
         rows = self.rows(env.world_size)
         own = next(row for row in rows if env.rank in row)
@@ -347,7 +331,7 @@ class _Split:
 
 
 def _ranks_per_node(ranks: Sequence[int]) -> int:
-    """Return how many of these ranks share a node, all of them if that is not the same for all."""
+    """Return the ranks per node among these ranks; all of them if nodes have different numbers."""
     local_size = setting("LOCAL_WORLD_SIZE")
     if local_size is None:
         return len(ranks)
@@ -361,12 +345,13 @@ def _agree_on(
     world_size: int,
     splits: Sequence[_Split],
     configs: Sequence[DMPCollectionConfig],
+    averages_itself: bool,
 ) -> None:
-    """Raise, on every rank, unless all form the same groups, and these are sound."""
+    """Raise an error on every rank if groups are invalid or differ between ranks."""
+    names = ["the model", *(config.module.__name__ for config in configs)]
     facts: dict[str, str] | Exception = {
-        f"the groups {'of ' + config.module.__name__ if config else 'of the model'}": str(split)
-        for split, config in zip(splits, (None, *configs), strict=True)
-    }
+        f"the groups of {name}": str(split) for name, split in zip(names, splits, strict=True)
+    } | {"custom_all_reduce": str(averages_itself)}
     try:
         if world_size != env.world_size:
             raise ValueError(
@@ -375,12 +360,11 @@ def _agree_on(
             )
         for split in splits:
             _check_split(split, world_size)
-        types = [config.module for config in configs]
-        for kind in types:
-            if types.count(kind) > 1:
+        for name, times in Counter(names).items():
+            if times > 1:
                 raise ValueError(
                     "DMPCollection.submodule_configs must name each type once; received "
-                    f"{kind.__name__} {types.count(kind)} times."
+                    f"{name} {times} times."
                 )
     except ValueError as error:
         facts = error
@@ -394,13 +378,13 @@ def _agree_on(
 def _check_split(split: _Split, world_size: int) -> None:
     if split.size < 1 or world_size % split.size:
         raise ValueError(
-            "DMPCollection.sharding_group_size must divide world_size, for groups are equally "
-            f"large; received {split.size} for {world_size} ranks."
+            "DMPCollection.sharding_group_size must divide world_size; received "
+            f"{split.size} for {world_size} ranks."
         )
     if split.node_size is not None and (split.node_size < 1 or split.size % split.node_size):
         raise ValueError(
-            "DMPCollection.node_group_size must divide sharding_group_size, for nodes hold equally "
-            f"many ranks of a group; received {split.node_size} for groups of {split.size}."
+            "DMPCollection.node_group_size must divide sharding_group_size; received "
+            f"{split.node_size} for groups of {split.size}."
         )
 
 
@@ -411,13 +395,13 @@ def _joined(
     configs: Sequence[DMPCollectionConfig],
     sharders: Mapping[type[nn.Module], ModuleSharder[Any]],
 ) -> ShardingPlan:
-    """Return one plan in which modules of the types that have a configuration follow its plan."""
+    """Return the plan of the model, with the entries of configurations for their types."""
     if not configs:
         return plan
     for given, group in zip((plan, *(one.plan for one in configs)), groups, strict=True):
         if not isinstance(given, ShardingPlan):
             wrong_type("The plan of a model", "a ShardingPlan", given)
-        check_made_for(given, group)
+        check_made_for(given, group.world_size)
     paths = {
         path: type(child)
         for path, child in outermost(module, lambda child: has_tables(child, sharders))
@@ -427,7 +411,7 @@ def _joined(
         own = [path for path, kind in paths.items() if kind is config.module]
         if not own:
             raise ValueError(
-                "DMPCollectionConfig.module must be the type of a module that is sharded; received "
+                "DMPCollectionConfig.module must be the type of a sharded module; received "
                 f"{config.module.__name__}, and the model has "
                 f"{sorted({kind.__name__ for kind in paths.values()})}."
             )
@@ -437,7 +421,7 @@ def _joined(
             raise ValueError(
                 f"The plan of a DMPCollectionConfig must name the modules of its type, "
                 f"{config.module.__name__}, by their paths {own}; received one that lacks "
-                f"{lacking}, and names {unknown}, which are no modules to shard."
+                f"{lacking}, and names {unknown}, which are not sharded modules."
             )
         joined |= {path: config.plan.plan[path] for path in own}
     return ShardingPlan(joined)

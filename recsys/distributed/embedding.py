@@ -1,4 +1,4 @@
-"""EmbeddingCollection placed on many ranks."""
+"""EmbeddingCollection sharded over ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
-from recsys.distributed.collection_stages import OutputStageFactory
 from recsys.distributed.placement.plan import ParameterSharding
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import SEQUENCE_OPS, QuantizedCommCodecs
-from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.sharder import CollectionSharder
+from recsys.distributed.sharded.collection import ShardedCollection
+from recsys.distributed.sharded.sharder import CollectionSharder
 from recsys.distributed.stages.sequence_dist import SequenceDist
 from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import EmbeddingConfig
@@ -25,38 +24,38 @@ from recsys.sparse import JaggedTensor
 
 @final
 class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
-    """The embeddings of a batch's ids, on their way back from the ranks that own the tables."""
+    """Pending embeddings of a batch's ids."""
 
 
 @final
 class ShardedEmbeddingCollection(ShardedCollection):
-    """An `EmbeddingCollection` placed on many ranks.
+    """`EmbeddingCollection` that is sharded over ranks.
 
-    Its output, gradients, weights and state dict are those of the unsharded collection, whatever
-    the plan. Every rank calls it with its own batch, also when that batch is empty; its features
-    may have different numbers of samples. The output is pending, by feature ("feature@table" if
-    several tables read it): values `[ids of the feature, D]` of the plan's `output_dtype`, fp32
-    if it names none, the feature's lengths, and its ids as weights if asked for.
+    Its output, gradients, weights and state dict equal the unsharded collection's under any plan.
+    Every rank calls it with its own batch, even if that batch is empty; features may have different
+    numbers of samples. The output is pending, by feature ("feature@table" if several tables read
+    it): values `[ids of the feature, D]` of the plan's `output_dtype` (default: fp32), the lengths
+    of the feature, and its ids as weights if `need_indices`.
 
     Args:
-        module: the collection to place.
-        table_name_to_parameter_sharding: the plan: one entry per table.
-        env: the ranks.
-        fused_params: optimizer settings for the tables that have no optimizer attached.
-        device: where the tables go.
-        qcomm_codecs_registry: what embeddings and gradients look like while they travel.
-        use_index_dedup: whether each id of a feature travels, and is looked up, once per batch.
-            The result is the same; it pays where ids repeat, and costs a sort where they do not.
-            Without other ranks nothing travels, and it means nothing.
+        module: The unsharded collection.
+        table_name_to_parameter_sharding: The plan, with one entry per table.
+        env: The ranks.
+        fused_params: Optimizer settings for tables without an attached optimizer.
+        device: Device of the tables.
+        qcomm_codecs_registry: Wire formats of embeddings and gradients.
+        use_index_dedup: Whether each id of a feature is sent and looked up once per batch. The
+            result is the same. It saves time if many ids repeat, and costs a sort. Ignored without
+            other ranks.
+        module_fqn: Path of the module in the model, for error messages.
 
     Raises:
-        ValueError: as `ShardedCollection` does.
+        ValueError: As `ShardedCollection`.
     """
 
     unsharded_module_type: ClassVar[type[nn.Module]] = EmbeddingCollection
     tables_name: ClassVar[str] = "embeddings"
     output_type = EmbeddingCollectionAwaitable
-    output_stage = SequenceDist
     output_ops = SEQUENCE_OPS
 
     def __init__(
@@ -83,30 +82,27 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _adopt(self, module: Any) -> None:
         self._need_indices: bool = module.need_indices()
-
-    def _output_stage(self) -> OutputStageFactory:
-        return partial(SequenceDist, need_indices=self._need_indices)
+        self.output_stage = partial(SequenceDist, need_indices=self._need_indices)
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """Return the configuration of each table."""
+        """Return the tables, in order."""
         return self.configs()
 
     def need_indices(self) -> bool:
-        """Return whether the ids are returned too."""
+        """Return whether the output includes ids."""
         return self._need_indices
 
 
 class EmbeddingCollectionSharder(
     CollectionSharder[EmbeddingCollection, ShardedEmbeddingCollection]
 ):
-    """Shards `EmbeddingCollection`.
+    """Sharder of `EmbeddingCollection`.
 
     Args:
-        fused_params: optimizer settings for tables that have no optimizer attached.
-        qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
-            `get_qcomm_codecs_registry`; None: as they are.
-        use_index_dedup: whether each id of a feature travels once; see
-            `ShardedEmbeddingCollection`.
+        fused_params: Optimizer settings for tables without an attached optimizer.
+        qcomm_codecs_registry: Wire formats of embeddings and gradients, from
+            `get_qcomm_codecs_registry`; None for the dtype of the values.
+        use_index_dedup: As in `ShardedEmbeddingCollection`.
 
     Example:
         >>> EmbeddingCollectionSharder(use_index_dedup=True).module_type.__name__

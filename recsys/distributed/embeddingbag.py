@@ -1,4 +1,4 @@
-"""EmbeddingBagCollection placed on many ranks."""
+"""EmbeddingBagCollection sharded over ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import nn
 
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.wire import POOLED_OPS
-from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.sharder import CollectionSharder
+from recsys.distributed.sharded.collection import ShardedCollection
+from recsys.distributed.sharded.sharder import CollectionSharder
 from recsys.distributed.stages.output_dist import OutputDist
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -17,17 +17,16 @@ from recsys.sparse import KeyedTensor
 
 
 class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
-    """The pooled embeddings of a batch, on their way back from the ranks that own the tables."""
+    """Pending pooled embeddings of a batch."""
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
-    """An `EmbeddingBagCollection` placed on many ranks.
+    """`EmbeddingBagCollection` that is sharded over ranks.
 
-    Its output, gradients, weights and state dict are those of the unsharded collection, whatever
-    the plan: a pending `KeyedTensor` `[B, sum of dims]` of the plan's
-    `output_dtype`, fp32 if it names none. Every rank calls it with its own batch, also when that
-    batch is empty. Arguments and errors are those of
-    `ShardedCollection`.
+    Its output, gradients, weights and state dict equal the unsharded collection's under any plan.
+    The output is a pending `KeyedTensor` `[B, sum of dims]` of the plan's `output_dtype` (default:
+    fp32). Every rank calls it with its own batch, even if that batch is empty. Arguments and errors
+    as in `ShardedCollection`.
     """
 
     unsharded_module_type: ClassVar[type[nn.Module]] = EmbeddingBagCollection
@@ -40,24 +39,23 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._is_weighted = module.is_weighted()
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Return the configuration of each table."""
+        """Return the tables, in order."""
         return self.configs()
 
     def is_weighted(self) -> bool:
-        """Return whether features carry weights."""
+        """Return whether ids have weights."""
         return self._is_weighted
 
 
 class EmbeddingBagCollectionSharder(
     CollectionSharder[EmbeddingBagCollection, ShardedEmbeddingBagCollection]
 ):
-    """Shards `EmbeddingBagCollection`.
+    """Sharder of `EmbeddingBagCollection`.
 
     Args:
-        fused_params: optimizer settings for tables that have no optimizer attached; see
-            `ShardedEmbeddingBagCollection`.
-        qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
-            `get_qcomm_codecs_registry`; None: as they are.
+        fused_params: Optimizer settings for tables without an attached optimizer.
+        qcomm_codecs_registry: Wire formats of embeddings and gradients, from
+            `get_qcomm_codecs_registry`; None for the dtype of the values.
 
     Example:
         >>> sharder = EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1})

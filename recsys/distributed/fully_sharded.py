@@ -1,8 +1,7 @@
-"""Dense parts sharded over the ranks by torch's `fully_shard`, in place of one copy on each.
+"""Dense parameters sharded by torch's `fully_shard` instead of replicated.
 
-For models whose dense parts, with their optimizer's states, are too large for one device. Where
-`fully_shard` was called on dense modules already, nothing of this file is needed:
-`DistributedModelParallel` leaves their parameters alone.
+For models whose dense parameters and optimizer states are too large for one device. If you call
+`fully_shard` on dense modules yourself, `DistributedModelParallel` ignores their parameters.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from recsys.distributed.model_parallel import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
 )
-from recsys.distributed.module_tree import outermost
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.shard import sharded_modules, sharded_names
+from recsys.distributed.sharded.module_tree import outermost
 from recsys.kernels.checked import check_fields
 
 __all__ = ["FullyShardWrapper"]
@@ -34,21 +33,21 @@ __all__ = ["FullyShardWrapper"]
 @final
 @dataclass(eq=False)
 class FullyShardWrapper:
-    """Shards dense modules over the ranks, as the `data_parallel_wrapper` of a model.
+    """Wrapper that shards dense modules over the ranks, as `data_parallel_wrapper` of a model.
 
-    They start from rank 0's values, as replicated ones do. What is left over is replicated. With
-    one rank nothing changes.
+    Sharded parameters start with rank 0's values. Other dense parameters are replicated. With one
+    rank nothing changes.
 
     Args:
-        modules: paths of the modules in the model, each gathered as a whole when it is called; if
-            None, the largest ones without a sharded table in them.
-        mesh: the ranks; one of two dimensions, `[replicate, shard]`, shards over the second and
-            replicates over the first. All ranks if None.
-        options: further arguments of `fully_shard`, such as `{"reshard_after_forward": False}`.
+        modules: Paths of modules that are gathered as a whole when they are called; None for the
+            largest modules without a sharded table.
+        mesh: The ranks; None for all. A mesh of two dimensions, `[replicate, shard]`, shards over
+            the second and replicates over the first.
+        options: Further arguments of `fully_shard`, such as `{"reshard_after_forward": False}`.
 
     Raises:
-        ValueError: where the model is wrapped, if a path leads to no module, or to one that has a
-            sharded table in it, nothing to train, or no forward.
+        ValueError: When the model is wrapped, if a path is not a module, or its module has a
+            sharded table, no trained parameter or no forward.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -70,13 +69,17 @@ class FullyShardWrapper:
         check_fields(self)
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Shard the dense modules, in place, and replicate what is left over."""
+        """Shard the chosen dense modules in place and replicate other dense parameters."""
         if env.world_size == 1:
             return
         model = dmp.module
         chosen = self._chosen(model)
         others = sharded_names(model)
-        names = {f"{path}.{name}" for path, child in chosen for name in _names_of(child)}
+        names = {
+            f"{path}.{name}"
+            for path, child in chosen
+            for name, _ in (*child.named_parameters(), *child.named_buffers())
+        }
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name in names and name not in others:
                 comm.broadcast(env, ExchangeName.DENSE_VALUES, tensor.data)
@@ -84,19 +87,19 @@ class FullyShardWrapper:
         if mesh is None:
             group = env.group_of(range(env.world_size))
             mesh = DeviceMesh.from_group(group, device.type)
-        for _, child in reversed(chosen):  # those inside others first
+        for _, child in reversed(chosen):  # inner modules first
             fully_shard(child, mesh=mesh, **self.options)
         DefaultDataParallelWrapper().wrap(dmp, env, device)
 
     def _chosen(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return the modules to shard, by path, those inside others after them."""
+        """Return the modules to shard by path, outer modules first."""
         sharded = [child for _, child in sharded_modules(model)]
         occupied = {id(child) for each in sharded for child in each.modules()}
 
         def is_unit(module: nn.Module) -> bool:
             return (
                 all(id(child) not in occupied for child in module.modules())
-                and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # nobody calls them
+                and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # they have no forward
                 and any(p.requires_grad for p in module.parameters())
             )
 
@@ -115,7 +118,3 @@ class FullyShardWrapper:
                     f"{path!r}. The largest are {[path for path, _ in units]}."
                 )
         return [(path, found[path]) for path in sorted(set(self.modules))]
-
-
-def _names_of(module: nn.Module) -> list[str]:
-    return [name for name, _ in (*module.named_parameters(), *module.named_buffers())]

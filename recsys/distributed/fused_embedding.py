@@ -1,4 +1,4 @@
-"""Sharders of the fused collections, which become the same sharded modules as the others."""
+"""Sharders of fused collections, which have the same sharded modules as unfused ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from recsys.modules.fused_embedding_modules import (
 
 
 class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
-    """Shards `FusedEmbeddingBagCollection`; its tables keep their optimizer.
+    """Sharder of `FusedEmbeddingBagCollection`; its tables keep their optimizer.
 
-    Arguments are those of `EmbeddingBagCollectionSharder`.
+    Arguments as in `EmbeddingBagCollectionSharder`.
 
     Example:
         >>> FusedEmbeddingBagCollectionSharder().module_type.__name__
@@ -24,9 +24,9 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
 
 
 class FusedEmbeddingCollectionSharder(EmbeddingCollectionSharder):
-    """Shards `FusedEmbeddingCollection`; its tables keep their optimizer.
+    """Sharder of `FusedEmbeddingCollection`; its tables keep their optimizer.
 
-    Arguments are those of `EmbeddingCollectionSharder`.
+    Arguments as in `EmbeddingCollectionSharder`.
 
     Example:
         >>> FusedEmbeddingCollectionSharder().module_type.__name__

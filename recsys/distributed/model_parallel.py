@@ -1,4 +1,4 @@
-"""A whole model placed on many ranks: tables sharded by a plan, dense parts replicated."""
+"""Model parallelism for a whole model: tables sharded by a plan, dense parameters replicated."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from recsys.distributed.ranks.agreement import in_words_by_name, run_on_all_rank
 from recsys.distributed.ranks.build_transaction import build_on_all_ranks
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.reshard import Moves, moves_by_module
 from recsys.distributed.shard import (
     materialize_dense,
     move_dense,
     place_model,
     sharded_modules,
-    why_no_exchange,
     with_own_parts,
 )
-from recsys.distributed.sharded_collection import ShardedCollection, canonical_device
-from recsys.distributed.sharder import (
+from recsys.distributed.sharded.collection import ShardedCollection
+from recsys.distributed.sharded.devices import canonical_device, why_no_exchange
+from recsys.distributed.sharded.reshard import Moves, moves_by_module
+from recsys.distributed.sharded.sharder import (
     ModuleSharder,
     ShardedModule,
-    copy_around_sharded,
+    copy_to_device,
     is_sharded,
     refuse_to_pickle,
 )
-from recsys.distributed.train_pipeline.ahead import InputsAhead
+from recsys.distributed.train_pipeline.input_prefetch import InputPrefetcher
 from recsys.kernels.arguments import flag, wrong_type
 from recsys.kernels.checked import checked
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizer
@@ -55,52 +55,51 @@ __all__ = [
 
 @checked
 def get_unwrapped_module(module: nn.Module) -> nn.Module:
-    """Return the module inside any wrappers of this file and of DistributedDataParallel."""
+    """Return the module inside DistributedModelParallel and DistributedDataParallel wrappers."""
     while isinstance(module, DistributedModelParallel | DistributedDataParallel):
-        module = (
-            module._dmp_wrapped_module
-            if isinstance(module, DistributedModelParallel)
-            else module.module
-        )
+        if isinstance(module, DistributedModelParallel):
+            module = module._dmp_wrapped_module
+        else:
+            module = module.module
     return module
 
 
 get_module = get_unwrapped_module
 
 
-def check_not_wrapped(module: nn.Module) -> None:
-    """Raise unless this is a model that no DistributedModelParallel holds a part of."""
+def _check_not_wrapped(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         wrong_type("DistributedModelParallel.module", "an nn.Module", module)
     for path, child in module.named_modules():
         if isinstance(child, DistributedModelParallel):
             raise ValueError(
-                "DistributedModelParallel takes a model that is not placed on ranks yet; received "
-                f"one whose part {path!r} is a DistributedModelParallel. Pass the unsharded model."
+                "DistributedModelParallel.module must be an unsharded model; received one whose "
+                f"submodule {path!r} is a DistributedModelParallel. Pass the unsharded model."
             )
 
 
 class DistributedModelParallel(nn.Module):
-    """Places a model on many ranks: sharded tables, replicated dense parts.
+    """Model with sharded tables and replicated dense parameters.
 
-    The model trains as it would on one process: same outputs, same gradients (the mean over ranks
-    of each rank's loss, as DistributedDataParallel takes it), same names in the state dict.
+    The model trains as on one process: it has the same outputs and the same names in the state
+    dict. Its gradients are the mean over ranks of each rank's loss, as in
+    DistributedDataParallel.
 
     Args:
-        module: the model. Tables and dense parts on the `meta` device are allocated here.
-        env: the ranks; the default process group if None.
-        device: where this rank works; its current GPU under NCCL, else the CPU.
-        plan: the placement; planned here if None. Every rank must pass the same.
-        sharders: one per module type to shard; those of `get_default_sharders` if None.
-        init_data_parallel: wrap the dense parts now; else call `init_data_parallel` before
-            training.
-        init_parameters: materialise dense parts on the `meta` device by their
+        module: The model. Parameters on the `meta` device are allocated here.
+        env: The ranks; None for the default process group.
+        device: Device of this rank; None for its current GPU under NCCL, else the CPU.
+        plan: The plan, the same on every rank; None to make one here.
+        sharders: One for each module type to shard; None for `get_default_sharders`.
+        init_data_parallel: Whether to wrap the dense parameters now. If False, call
+            `init_data_parallel` before training.
+        init_parameters: Whether to initialize dense parameters on the `meta` device by
             `reset_parameters`.
-        data_parallel_wrapper: how dense parts are replicated.
-        planner: makes the plan if none is given; one for these ranks, with no constraints, if None.
+        data_parallel_wrapper: Wrapper that replicates dense parameters.
+        planner: Planner that makes the plan; None for one without constraints.
 
     Raises:
-        ValueError: if the plan does not fit the model or the ranks, or the process group cannot
+        ValueError: If the plan does not fit the model or the ranks, or the process group cannot
             exchange tensors of the device.
 
     Example:
@@ -115,6 +114,9 @@ class DistributedModelParallel(nn.Module):
         >>> list(model.state_dict())
         ['embedding_bags.t.weight']
     """
+
+    _groups: Sequence[ShardingEnv] = ()
+    """Groups of ranks over which tables are sharded; none if they are sharded over all ranks."""
 
     @checked
     def __init__(
@@ -131,11 +133,12 @@ class DistributedModelParallel(nn.Module):
         planner: EmbeddingShardingPlanner | None = None,
     ) -> None:
         super().__init__()
-        env = env or ShardingEnv.default()
-        wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
-        with build_on_all_ranks(env) as construction:
-            check_not_wrapped(module)
-            placed = place_model(module, env, device, plan, sharders, planner)
+        self.env = env = env or ShardingEnv.default()
+        self._obstacle = ""
+        self._wrapper = wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
+        with build_on_all_ranks(env, self._groups) as construction:
+            _check_not_wrapped(module)
+            module, self._plan, self.device = self._place(module, device, plan, sharders, planner)
             construction.add(
                 type(self).__name__,
                 in_words_by_name(
@@ -144,21 +147,6 @@ class DistributedModelParallel(nn.Module):
                     init_parameters=init_parameters,
                 ),
             )
-        self._finish(env, placed, wrapper, init_data_parallel, init_parameters)
-
-    def _finish(
-        self,
-        env: ShardingEnv,
-        placed: tuple[nn.Module, ShardingPlan, torch.device],
-        wrapper: DataParallelWrapper,
-        init_data_parallel: bool,
-        init_parameters: bool,
-    ) -> None:
-        """Do with the model, its plan and its device what is left to do once tables are placed."""
-        self.env = env
-        self._obstacle = ""
-        self._wrapper = wrapper
-        module, self._plan, self.device = placed
         if init_parameters:
             materialize_dense(module, self.device)
         move_dense(module, self.device)
@@ -166,26 +154,37 @@ class DistributedModelParallel(nn.Module):
         if init_data_parallel:
             self.init_data_parallel()
 
+    def _place(
+        self,
+        module: nn.Module,
+        device: torch.device | None,
+        plan: ShardingPlan | None,
+        sharders: Sequence[ModuleSharder[Any]] | None,
+        planner: EmbeddingShardingPlanner | None,
+    ) -> tuple[nn.Module, ShardingPlan, torch.device]:
+        """Shard the tables; return the module, its plan and this rank's device."""
+        return place_model(module, self.env, device, plan, sharders, planner)
+
     def _hold(self, module: nn.Module) -> None:
         self._dmp_wrapped_module = module
         self._non_persistent_buffers_set = module._non_persistent_buffers_set  # see named_buffers
         self._optimizer = CombinedOptimizer(
             [(path, child.fused_optimizer) for path, child in sharded_modules(module)]
         )
-        ahead = InputsAhead.of_model(module)
-        self._ahead = ahead if len(ahead) > 1 else None
+        prefetcher = InputPrefetcher(module)
+        self._prefetcher = prefetcher if len(prefetcher) > 1 else None
         self._register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             self._rename_for_load
         )
 
     def init_data_parallel(self) -> None:
-        """Wrap the dense parts for data-parallel training; does nothing the second time."""
+        """Wrap the dense parameters for data-parallel training, once."""
         self.env.check_can_exchange()
         self._check_exchange()
         self._wrapper.wrap(self, self.env, self.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> DistributedModelParallel:
-        """Let the sharded modules refuse a move before a dense one has made it."""
+        """Check that sharded modules allow the move before dense modules move."""
         for child in self.module.modules():
             if is_sharded(child):
                 child._apply(fn)
@@ -196,15 +195,15 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The model itself, with sharded modules in the place of the given ones."""
+        """The model, with sharded modules instead of the given ones."""
         return get_unwrapped_module(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
+        """Call the model; arguments and output are the model's."""
         self._check_exchange()
         wrapped = self._dmp_wrapped_module
-        ahead = self._ahead
-        with nullcontext() if ahead is None else ahead.around(args, kwargs):
+        prefetcher = self._prefetcher
+        with nullcontext() if prefetcher is None else prefetcher.around(args, kwargs):
             if isinstance(wrapped, DistributedDataParallel) and (
                 wrapped.find_unused_parameters or wrapped.static_graph
             ):
@@ -217,32 +216,27 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def plan(self) -> ShardingPlan:
-        """The placement of every sharded module."""
+        """The plan of every sharded module."""
         return self._plan
 
-    @property
-    def _plan_world_size(self) -> int:
-        return self.env.world_size
-
     def reshard(self, plan: Moves) -> None:
-        """Move tables to other ranks while the job lives, with their optimizer state.
+        """Move tables to other ranks during training, with their optimizer state.
 
-        Every rank must call it with the same plan, between an optimizer step and the next batch.
-        Training goes on as if it had begun under the new plan: outputs, weights and learning rates
-        are the same, to rounding, and so are the optimizers and schedulers that you hold. A
-        pipeline sends again what it has sent ahead. The modules move one after another; meanwhile
-        a rank holds the old and the new parts of one module's tables, and up to 64 MiB on the way.
+        Call it on every rank with the same plan, between an optimizer step and the next batch.
+        Outputs, weights and learning rates then equal training under the new plan, up to rounding;
+        optimizer and scheduler objects stay valid. Pipelines send prefetched batches again. Modules
+        move one after another. Meanwhile a rank has the old and the new shards of one module, and
+        up to 64 MiB of send buffers.
 
         Args:
-            plan: where tables go: a ShardingPlan, or for some modules by path, some tables by name.
-                What it does not name stays. A table keeps its settings; see
-                `ShardedCollection.reshard`.
+            plan: New plan: a ShardingPlan, or entries by path of the module and name of the table.
+                Other tables stay. Tables keep their settings; see `ShardedCollection.reshard`.
 
         Raises:
-            TypeError: if it is no plan.
-            ValueError: on every rank, with nothing moved: if it does not fit the model or the ranks
-                or the ranks differ; naming the module, of which nothing has moved then, if
-                one of its tables cannot move.
+            TypeError: If it is not a plan.
+            ValueError: On every rank, before anything moves: if the plan does not fit the model or
+                the ranks, or differs between ranks. If a table cannot move, its module stays, and
+                the error names both.
 
         Example:
             >>> from recsys.distributed.sharding_plan import construct_module_sharding_plan
@@ -269,7 +263,8 @@ class DistributedModelParallel(nn.Module):
         }
         after = dict(self._plan.plan)
         with build_on_all_ranks(self.env) as construction:
-            moves = moves_by_module(plan, collections, self._plan_world_size)
+            group = self._groups[0] if self._groups else self.env
+            moves = moves_by_module(plan, collections, group.world_size)
             for path, (inner, entry) in moves.items():
                 after[path] = collections[inner].plan_after(entry)
                 construction.add(path or "the model", {"the new plan": stable(after[path])})
@@ -279,19 +274,19 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        """The optimizer of all tables that update themselves, names as in `state_dict`."""
+        """Keyed optimizer of all tables with fused updates; names as in `state_dict`."""
         return self._optimizer
 
     @checked
     def copy(self, device: torch.device) -> Self:
-        """Return a copy on another device: same plan, weight and optimizer state.
+        """Return a copy on another device, with the same plan, weights and optimizer state.
 
-        The copy is not wrapped for data-parallel training; call `init_data_parallel`. Where
-        the process group cannot exchange tensors of that device (NCCL and the CPU), the copy can be
+        The copy is not wrapped for data-parallel training; call `init_data_parallel`. If the
+        process group cannot exchange tensors of the device (NCCL and the CPU), the copy can be
         saved and loaded but not called.
 
         Args:
-            device: where the copy goes, such as `torch.device("cpu")` for a snapshot.
+            device: Device of the copy, such as `torch.device("cpu")` for a snapshot.
         """
         copied = type(self).__new__(type(self))
         nn.Module.__init__(copied)
@@ -302,7 +297,7 @@ class DistributedModelParallel(nn.Module):
         if isinstance(module, ShardedModule):
             copied._hold(module.copy(copied.device))
         else:
-            copied._hold(copy_around_sharded(module, copied.device))
+            copied._hold(copy_to_device(module, None, copied.device))
         copied.training = self.training
         return copied
 
@@ -310,7 +305,7 @@ class DistributedModelParallel(nn.Module):
         self.env, self._plan, self._wrapper = other.env, other._plan, other._wrapper
 
     def _rename_for_load(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Let a module around this one load: names are those of the bare model."""
+        """Rename entries for a module around this one, which uses the names of the bare model."""
         wrapped = "_dmp_wrapped_module."
         if isinstance(self._dmp_wrapped_module, DistributedDataParallel):
             wrapped += "module."
@@ -321,7 +316,7 @@ class DistributedModelParallel(nn.Module):
         refuse_to_pickle(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy on the same device, wrapped if this is; then every rank must make one."""
+        """Return a copy on the same device; a collective call if dense parameters are wrapped."""
         copied = self.copy(self.device)
         if isinstance(self._dmp_wrapped_module, DistributedDataParallel):
             copied.init_data_parallel()
@@ -334,8 +329,8 @@ class DistributedModelParallel(nn.Module):
         """Return the names of the parameters whose gradients are sparse.
 
         Args:
-            destination: a set to add to.
-            prefix: leads every name.
+            destination: Set to add to.
+            prefix: Prefix of each name.
         """
         names = set() if destination is None else destination
         for path, child in self.module.named_modules():
@@ -343,10 +338,10 @@ class DistributedModelParallel(nn.Module):
                 names.add(f"{prefix}{path}.weight" if path else f"{prefix}weight")
         return names
 
-    # -- names: those of the bare model ----------------------------------------------------------
+    # -- names of the bare model ----------------------------------------------------------
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Return where the bare names lead, for `torch.distributed.checkpoint.state_dict`."""
+        """Return the attribute of each bare name, for `torch.distributed.checkpoint.state_dict`."""
         bare = self.module
         names = (*bare._modules, *bare._parameters, *bare._buffers)
         return {**dict.fromkeys(names, "module"), "": "_dmp_wrapped_module"}
@@ -354,9 +349,8 @@ class DistributedModelParallel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state under the unsharded model's names.
 
-        A sharded table appears as one
-        `ShardedTable` of the whole table's shape,
-        which `torch.distributed.checkpoint` saves and loads under any plan.
+        A sharded table is one `ShardedTable` of the whole table's shape, which
+        `torch.distributed.checkpoint` saves and loads under any plan.
         """
         result: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return result
@@ -364,19 +358,19 @@ class DistributedModelParallel(nn.Module):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], *, strict: bool = True, assign: bool = False
     ) -> Any:
-        """Copy a state in, from the same plan or from the unsharded model.
+        """Load a state dict of any plan or of the unsharded model; a collective call.
 
-        Every rank must call it: an error on one of them is raised on all.
+        An error of one rank is raised on all.
 
         Args:
-            state_dict: values by the unsharded model's names.
-            strict: whether a missing or unexpected name is an error.
-            assign: not supported: the tables are views of the lookups' storage.
+            state_dict: Values by the unsharded model's names.
+            strict: Whether a missing or unexpected name is an error.
+            assign: Not supported: tables are views of the lookups' storage.
 
         Raises:
-            RuntimeError: if names are missing or unexpected, or shapes differ.
-            ValueError: if `assign` is set.
-            TypeError: if the state is no mapping.
+            RuntimeError: If names are missing or unexpected, or shapes differ.
+            ValueError: If `assign` is set.
+            TypeError: If the state is not a mapping.
         """
         load = partial(self._load_state_dict, state_dict, strict, assign)
         return run_on_all_ranks(self.env, "load a state dict", load)
@@ -390,9 +384,9 @@ class DistributedModelParallel(nn.Module):
             )
         if not isinstance(state_dict, Mapping):
             raise TypeError(
-                "DistributedModelParallel.load_state_dict takes values by name, as state_dict() "
+                "DistributedModelParallel.load_state_dict needs values by name, as state_dict() "
                 f"returns them; received {type(state_dict).__qualname__}. To load a file, pass "
-                "what torch.load returned, or use recsys.distributed.checkpoint.load_checkpoint."
+                "the result of torch.load or use recsys.distributed.checkpoint.load_checkpoint."
             )
         return self.module.load_state_dict(with_own_parts(self.module, state_dict), strict=strict)
 
@@ -412,10 +406,10 @@ class DistributedModelParallel(nn.Module):
 
 
 def _call_showing_tensors(ddp: DistributedDataParallel, args: Any, kwargs: Any) -> Any:
-    """Call a module that looks for tensors in its output, to follow their graph.
+    """Call a DistributedDataParallel module with its output flattened to tensors.
 
-    It would find none in a pending output or a `KeyedTensor`, and so take
-    every parameter for unused. Hence pending outputs are awaited.
+    It searches the output for tensors to find unused parameters, but does not look inside a
+    pending output or a `KeyedTensor`. Pending outputs are awaited.
     """
     structures: list[pytree.TreeSpec] = []
 

@@ -1,9 +1,9 @@
-"""Pools of objects whose rows are divided among ranks: each rank holds one block of rows.
+"""Object pools sharded over ranks by blocks of rows.
 
-Ids travel to the ranks that hold their rows; rows of a lookup travel back, and rows of an update
-travel with the ids.
+Ids are sent to the ranks that hold their rows. Rows of a lookup are sent back; rows of an update
+are sent with the ids.
 
-Legend: `R` ranks, `P` rows of a pool, `N` ids of this rank's call, `M` ids that arrive.
+Legend: `R` ranks, `P` rows of a pool, `N` ids of this rank's call, `M` received ids.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, ClassVar, Generic, NoReturn, Self, TypeVar, cast
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from recsys.distributed.placement.layout import Rect
 from recsys.distributed.placement.plan import ObjectPoolShardingPlan, ObjectPoolShardingType
-from recsys.distributed.ranks.agreement import run_on_all_ranks
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.sharded_collection import canonical_device, default_device
-from recsys.distributed.sharder import ModuleSharder, ShardedModule, refuse_to_pickle
+from recsys.distributed.sharded.devices import canonical_device, default_device
+from recsys.distributed.sharded.sharder import ModuleSharder, OwnShardsModule
 from recsys.distributed.stages.pool_rows import send_ids, start_rows
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.kernels.arguments import instance
@@ -50,30 +48,29 @@ S = TypeVar("S", bound="ShardedObjectPool[Any]")
 def _attempt(work: Callable[[], R]) -> tuple[R | None, Exception | None]:
     try:
         return work(), None
-    except Exception as error:  # whatever it is: the other ranks wait for this one
+    except Exception as error:  # the other ranks wait for this one
         return None, error
 
 
-class ShardedObjectPool(ObjectPool[T], ShardedModule, Generic[T]):
-    """A pool of which this rank holds a block of rows.
+class ShardedObjectPool(ObjectPool[T], OwnShardsModule, Generic[T]):
+    """Pool with a block of rows on each rank.
 
-    Every rank must call `lookup` and `update`, in one order, each with ids of its own. An error on
-    one rank is raised on all. If ranks update the same id, the value of the last rank stays.
-
-    The state dict has the names of the unsharded pool; each entry is a `ShardedTable`.
+    `lookup` and `update` are collective calls, each rank with its own ids. An error on one rank is
+    raised on all. If several ranks update an id, the value of the last rank is stored. The state
+    dict has the names of the unsharded pool; each entry is a `ShardedTable`.
 
     Args:
-        env: the ranks.
-        sharding_plan: how rows are divided.
-        pool: an unsharded pool with the same settings. Its rows are kept unless it is on the meta
-            device, each rank's own copy of them.
-        device: where this rank's rows are; None: a GPU under NCCL, else the CPU.
+        env: The ranks.
+        sharding_plan: The plan.
+        pool: Unsharded pool with the same settings. Its rows are kept unless it is on the meta
+            device; each rank keeps its own copy of its rows.
+        device: Device of this rank's rows; None for a GPU under NCCL, else the CPU.
     """
 
     unsharded_module_type: ClassVar[type[RowPool[Any]]]
-    """What it takes the place of."""
+    """Type of the unsharded pool."""
     _part: RowPool[T]
-    """An unsharded pool of this rank's rows."""
+    """Unsharded pool with this rank's rows."""
 
     def __init__(
         self,
@@ -97,12 +94,12 @@ class ShardedObjectPool(ObjectPool[T], ShardedModule, Generic[T]):
         self._hold(part)
 
     def _hold(self, part: RowPool[T]) -> None:
-        self.__dict__["_part"] = part  # no submodule: buffers are named as in the unsharded pool
+        self.__dict__["_part"] = part  # not a submodule, so that buffers keep their names
         for name, buffer in part.named_buffers():
             self.register_buffer(name, buffer)
 
     def _blocks(self) -> list[tuple[int, int]]:
-        """Return the first row of each holder's block, and the end of the block."""
+        """Return the first row and the end of each holder's block."""
         edges = [
             min(self._block_size * rank, self._pool_size)
             for rank in range(self._holders.world_size + 1)
@@ -115,32 +112,37 @@ class ShardedObjectPool(ObjectPool[T], ShardedModule, Generic[T]):
 
     @property
     def pool_size(self) -> int:
-        """How many objects there are on all ranks."""
+        """The number of objects on all ranks."""
         return self._pool_size
 
     @property
+    def env(self) -> ShardingEnv:
+        """The ranks."""
+        return self._env
+
+    @property
     def device(self) -> torch.device:
-        """Where ids and objects are."""
+        """Device of ids and objects."""
         return self._part.device
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
-        """An optimizer of nothing: a pool is not trained."""
+        """Empty optimizer; a pool is not trained."""
         return CombinedOptimizer([])
 
     def lookup(self, ids: Tensor) -> LazyAwaitable[T]:  # type: ignore[override]
-        """Look up objects of this rank; every rank must call it.
+        """Look up objects; a collective call.
 
         Args:
-            ids: int32 or int64 `[N]`, N of this rank's own.
+            ids: int32 or int64 `[N]`; N may differ between ranks.
 
         Returns:
-            The objects of the ids, in their order, pending.
+            The pending objects of the ids, in their order.
 
         Raises:
-            IndexError: on all ranks, if an id of one rank is not in `0..pool_size - 1`.
-            TypeError: on all ranks, if they are no int32 or int64 tensor.
-            ValueError: on all ranks, if they are on another device than the pool.
+            IndexError: On all ranks, if an id of a rank is not in `0..pool_size - 1`.
+            TypeError: On all ranks, if ids are not an int32 or int64 tensor.
+            ValueError: On all ranks, if ids are on another device than the pool.
         """
         part = self._part
         _, error = _attempt(lambda: self._check_ids(ids))
@@ -152,19 +154,19 @@ class ShardedObjectPool(ObjectPool[T], ShardedModule, Generic[T]):
         return LazyAwaitable(lambda: part.from_rows([rows[back] for rows in finish()]))
 
     def update(self, ids: Tensor, values: T) -> None:
-        """Overwrite objects; every rank must call it.
+        """Overwrite objects; a collective call.
 
-        Of an id that repeats, the last value stays. If several ranks write it, that of the last
-        rank stays.
+        If an id repeats, its last value is stored, the value of the last rank if several ranks
+        write it.
 
         Args:
-            ids: int32 or int64 `[N]`, N of this rank's own.
+            ids: int32 or int64 `[N]`; N may differ between ranks.
             values: N objects.
 
         Raises:
-            IndexError: on all ranks, if an id of one rank is not in `0..pool_size - 1`.
-            TypeError: on all ranks, if an argument is of another type.
-            ValueError: on all ranks, if values of one rank do not fit the ids or the pool.
+            IndexError: On all ranks, if an id of a rank is not in `0..pool_size - 1`.
+            TypeError: On all ranks, if an argument has another type.
+            ValueError: On all ranks, if values of a rank do not fit the ids or the pool.
         """
 
         def check() -> list[Tensor]:
@@ -182,7 +184,7 @@ class ShardedObjectPool(ObjectPool[T], ShardedModule, Generic[T]):
         check_ids(type(self).__name__, ids, self._pool_size, self.device)
 
     def _whole(self, name: str) -> ShardedTable:
-        """Return a buffer as it appears in the state dict; live."""
+        """Return the state-dict entry of a buffer, which shares its memory."""
         buffer, holders = self.get_buffer(name), self._holders
         blocks, columns = self._blocks(), buffer.shape[1]
         rects = [
@@ -228,20 +230,6 @@ class ShardedObjectPool(ObjectPool[T], ShardedModule, Generic[T]):
             except (ValueError, RuntimeError) as error:
                 error_msgs.append(f"{prefix}{name}: {error}")
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As of any module; every rank must call it, and an error on one is raised on all."""
-        load = partial(super().load_state_dict, state_dict, *args, **kwargs)
-        return run_on_all_ranks(self._env, "load a state dict", load)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        probe = fn(torch.empty(0, device=self.device))
-        if probe.device != self.device or probe.dtype != torch.float32:
-            raise ValueError(
-                f"A sharded pool stays on its device and keeps its dtype ({self.device}); received "
-                f"a move to {probe.device}, {probe.dtype}. Shard it with device=..., or call copy."
-            )
-        return self
-
     def copy(self, device: torch.device) -> Self:
         """Return a copy on another device."""
         other = type(self).__new__(type(self))
@@ -250,26 +238,20 @@ class ShardedObjectPool(ObjectPool[T], ShardedModule, Generic[T]):
         other._hold(copy.deepcopy(self._part).to(canonical_device(device)))
         return other.train(self.training)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.copy(self.device)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        refuse_to_pickle(self)
-
 
 class ShardedTensorPool(ShardedObjectPool[Tensor]):
-    """A `TensorPool` of which this rank holds a block of rows.
+    """`TensorPool` with a block of rows on each rank.
 
-    Every rank must call `lookup` and `update`; see `ShardedObjectPool`. Vectors are zeros at first.
+    `lookup` and `update` are collective calls; see `ShardedObjectPool`. Vectors are initially zero.
 
     Args:
-        env: the ranks.
+        env: The ranks.
         pool_size: P, the number of vectors on all ranks.
-        dim: values of a vector.
-        dtype: of the values.
-        sharding_plan: how rows are divided.
-        device: where this rank's rows are; None: a GPU under NCCL, else the CPU.
-        enable_uvm: as for `TensorPool`.
+        dim: Size of a vector.
+        dtype: dtype of the vectors.
+        sharding_plan: The plan.
+        device: Device of this rank's rows; None for a GPU under NCCL, else the CPU.
+        enable_uvm: As in `TensorPool`.
 
     Example:
         >>> env = ShardingEnv.from_local()
@@ -298,24 +280,24 @@ class ShardedTensorPool(ShardedObjectPool[Tensor]):
         pool = TensorPool(pool_size, dim, dtype, META, enable_uvm=enable_uvm)
         super().__init__(env, sharding_plan, pool, device)
 
-    dim = property(lambda self: self._part.dim, doc="Values of a vector.")
-    dtype = property(lambda self: self._part.dtype, doc="Of the values.")
+    dim = property(lambda self: self._part.dim, doc="Size of a vector.")
+    dtype = property(lambda self: self._part.dtype, doc="dtype of the vectors.")
 
 
 class ShardedKeyedJaggedTensorPool(ShardedObjectPool[KeyedJaggedTensor]):
-    """A `KeyedJaggedTensorPool` of which this rank holds a block of rows.
+    """`KeyedJaggedTensorPool` with a block of rows on each rank.
 
-    Every rank must call `lookup` and `update`; see `ShardedObjectPool`. Rows are empty at first.
+    `lookup` and `update` are collective calls; see `ShardedObjectPool`. Rows are initially empty.
 
     Args:
         pool_size: P, the number of rows on all ranks.
-        feature_max_lengths: feature to the most ids that a row may have of it.
-        values_dtype: of the ids of features.
-        is_weighted: whether each id of a feature has a weight.
-        sharding_env: the ranks.
-        sharding_plan: how rows are divided.
-        device: where this rank's rows are; None: a GPU under NCCL, else the CPU.
-        enable_uvm: as for `KeyedJaggedTensorPool`.
+        feature_max_lengths: Largest number of ids in a row, by feature.
+        values_dtype: dtype of the ids.
+        is_weighted: Whether ids have weights.
+        sharding_env: The ranks.
+        sharding_plan: The plan.
+        device: Device of this rank's rows; None for a GPU under NCCL, else the CPU.
+        enable_uvm: As in `KeyedJaggedTensorPool`.
 
     Example:
         >>> env = ShardingEnv.from_local()
@@ -349,21 +331,19 @@ class ShardedKeyedJaggedTensorPool(ShardedObjectPool[KeyedJaggedTensor]):
 
     feature_max_lengths = property(
         lambda self: self._part.feature_max_lengths,
-        doc="Feature to the most ids that a row may have of it.",
+        doc="Largest number of ids in a row, by feature.",
     )
-    values_dtype = property(lambda self: self._part.values_dtype, doc="Of the ids of features.")
-    is_weighted = property(
-        lambda self: self._part.is_weighted, doc="Whether each id of a feature has a weight."
-    )
+    values_dtype = property(lambda self: self._part.values_dtype, doc="dtype of the ids.")
+    is_weighted = property(lambda self: self._part.is_weighted, doc="Whether ids have weights.")
 
 
 class _PoolSharder(ModuleSharder[P], Generic[P, S]):
-    """Makes the sharded counterpart of one kind of pool."""
+    """Base of sharders of pools."""
 
     replaces: ClassVar[type[Any]]
-    """The module type."""
+    """Module type."""
     makes: ClassVar[type[Any]]
-    """The sharded pool's type."""
+    """Type of the sharded pool."""
 
     @property
     def module_type(self) -> type[P]:
@@ -371,7 +351,7 @@ class _PoolSharder(ModuleSharder[P], Generic[P, S]):
         return self.replaces
 
     def shardable_parameters(self, module: P) -> dict[str, nn.Parameter]:
-        """Return nothing: a pool has no parameters, and a planner has nothing to place."""
+        """Return an empty dict: a pool has no parameters for a planner."""
         return {}
 
     @checked
@@ -383,16 +363,15 @@ class _PoolSharder(ModuleSharder[P], Generic[P, S]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> S:
-        """Return the sharded pool; every rank must call it.
+        """Return the sharded pool; a collective call.
 
-        Objects of the given pool are kept, each rank's own copy of its rows. A pool on the meta
-        device has none.
+        Each rank keeps its own copy of its rows of the pool. A pool on the meta device has no rows.
 
         Args:
-            module: the pool.
-            plan: how its rows are divided.
-            env: the ranks.
-            device: where this rank's rows go; None: a GPU under NCCL, else the CPU.
+            module: The pool.
+            plan: Its plan.
+            env: The ranks.
+            device: Device of this rank's rows; None for a GPU under NCCL, else the CPU.
             module_fqn: Ignored; accepted for TorchRec scripts.
         """
         instance(f"{type(self).__name__}.shard.module", module, self.replaces)
@@ -402,7 +381,7 @@ class _PoolSharder(ModuleSharder[P], Generic[P, S]):
 
 
 class TensorPoolSharder(_PoolSharder[TensorPool, ShardedTensorPool]):
-    """Makes a `ShardedTensorPool` of a `TensorPool`.
+    """Sharder of `TensorPool`.
 
     Example:
         >>> pool = TensorPool(4, 2, torch.float32)
@@ -419,7 +398,7 @@ class TensorPoolSharder(_PoolSharder[TensorPool, ShardedTensorPool]):
 class KeyedJaggedTensorPoolSharder(
     _PoolSharder[KeyedJaggedTensorPool, ShardedKeyedJaggedTensorPool]
 ):
-    """Makes a `ShardedKeyedJaggedTensorPool` of a `KeyedJaggedTensorPool`.
+    """Sharder of `KeyedJaggedTensorPool`.
 
     Example:
         >>> pool = KeyedJaggedTensorPool(4, {"film": 2})

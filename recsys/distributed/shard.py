@@ -1,9 +1,7 @@
-"""Sharding in place: a collection, or every collection of a model, becomes its sharded counterpart.
+"""Sharding in place: replaces a collection, or all collections of a model, by sharded ones.
 
-`shard` and `shard_modules` leave the rest of the model to you: wrap it in
-DistributedDataParallel, or step it by hand.
-`DistributedModelParallel` takes the same steps, and
-replicates the rest.
+`shard` and `shard_modules` do not replicate dense parameters: wrap the model in
+DistributedDataParallel. `DistributedModelParallel` replicates them itself.
 """
 
 from __future__ import annotations
@@ -19,20 +17,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from recsys.distributed.default_sharders import get_default_sharders, sharder_of
-from recsys.distributed.module_tree import check_untied, outermost, walk
 from recsys.distributed.placement.plan import EmbeddingModuleShardingPlan, ParameterSharding
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.placement.strategies import check_plan_paths
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.ranks.build_transaction import build_on_all_ranks
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.sharded_collection import canonical_device, default_device
-from recsys.distributed.sharder import (
+from recsys.distributed.sharded.devices import resolve_device
+from recsys.distributed.sharded.module_tree import check_untied, outermost, walk
+from recsys.distributed.sharded.reshard import check_made_for
+from recsys.distributed.sharded.sharder import (
     ModuleSharder,
     ShardedModule,
     has_tables,
     is_sharded,
-    move_parts,
+    move_tensors,
 )
 from recsys.distributed.sharding_plan import (
     ParameterShardingGenerator,
@@ -45,7 +44,7 @@ from recsys.kernels.checked import checked
 Placements = (
     Mapping[str, ParameterSharding | ParameterShardingGenerator] | ParameterShardingGenerator
 )
-"""By table name where it goes, or what places it; or what places all."""
+"""Plan entries or generators by table name, or one generator for all tables."""
 
 
 @checked
@@ -56,22 +55,23 @@ def shard(
     device: torch.device | None = None,
     sharder: ModuleSharder[Any] | None = None,
 ) -> nn.Module:
-    """Return the sharded counterpart of one collection, with its weights.
+    """Return the sharded collection with the weights of an unsharded one.
 
-    Put it where the collection was. Before DistributedDataParallel wraps a model with it, call
-    `exclude_sharded_from_ddp`.
+    Replace the collection in the model by the result. Before DistributedDataParallel wraps the
+    model, call `exclude_sharded_from_ddp`.
 
     Args:
-        module: such as an EmbeddingBagCollection; tables on the `meta` device are allocated here.
-        plan: by table name its placement or a generator such as `row_wise()`, or one generator
-            for all tables. Every rank must pass the same.
-        env: the ranks; the default process group if None.
-        device: where this rank works; its current GPU under NCCL, else the CPU.
-        sharder: of the module; the default one for its type if None.
+        module: Collection, such as an EmbeddingBagCollection. Tables on the `meta` device are
+            allocated here.
+        plan: Plan entry or generator, such as `row_wise()`, by table name, or one generator for
+            all tables; the same on every rank.
+        env: The ranks; None for the default process group.
+        device: Device of this rank; None for its current GPU under NCCL, else the CPU.
+        sharder: Sharder of the module; None for the default one.
 
     Raises:
-        ValueError: if the plan does not fit the module or the ranks, if there is no default sharder
-            for the module, or if the process group cannot exchange tensors of the device.
+        ValueError: If the plan does not fit the module or the ranks, if the module has no default
+            sharder, or if the process group cannot exchange tensors of the device.
 
     Example:
         >>> from recsys.distributed.sharding_plan import row_wise
@@ -108,14 +108,14 @@ def _placements(
     others = sorted(plan.keys() - generators.keys() - placed.keys())
     if others:
         raise TypeError(
-            f"A plan holds a ParameterSharding for each table, or a generator such as row_wise(); "
-            f"received {shown(plan[others[0]])} for table {others[0]!r}."
+            "A plan must have a ParameterSharding or a generator such as row_wise() for each "
+            f"table; received {shown(plan[others[0]])} for table {others[0]!r}."
         )
     if generators and placed:
         raise ValueError(
-            "A plan holds placements or generators; received placements for "
-            f"{sorted(placed)} and generators for {sorted(generators)}. Turn the generators into "
-            "placements by construct_module_sharding_plan."
+            "A plan must have placements or generators; received placements for "
+            f"{sorted(placed)} and generators for {sorted(generators)}. Convert the generators by "
+            "construct_module_sharding_plan."
         )
     if generators:
         return construct_module_sharding_plan(
@@ -134,28 +134,28 @@ def shard_modules(
     init_params: bool = False,
     planner: EmbeddingShardingPlanner | None = None,
 ) -> nn.Module:
-    """Replace, in place, every collection of a model by its sharded counterpart.
+    """Replace every collection of a model by its sharded counterpart, in place.
 
-    What is left is neither replicated nor synchronised; wrap the model in DistributedDataParallel,
-    which leaves the sharded tables alone. Quantized collections are spread over the devices of one
-    process, as many as the environment has ranks.
+    Dense parameters are neither replicated nor synchronized; wrap the model in
+    DistributedDataParallel, which ignores the sharded tables. Quantized collections are sharded
+    over the devices of one process, one for each rank of `env`.
 
     Args:
-        module: the model.
-        env: the ranks; the default process group if None. `ShardingEnv.from_local(n)` names `n`
-            devices of this process, for models whose collections are all quantized.
-        device: where this rank works; its current GPU under NCCL, else the CPU.
-        plan: the placement; planned here if None. Every rank must pass the same.
-        sharders: one per module type to shard; those of `get_default_sharders` if None.
-        init_params: also materialise dense parts on the `meta` device, by their
-            `reset_parameters`, and move the dense parts to `device`.
-        planner: makes the plan; one for these ranks, with no constraints, if None.
+        module: The model.
+        env: The ranks; None for the default process group. `ShardingEnv.from_local(n)` stands for
+            `n` devices of this process, for models with quantized collections only.
+        device: Device of this rank; None for its current GPU under NCCL, else the CPU.
+        plan: The plan, the same on every rank; None to make one here.
+        sharders: One for each module type to shard; None for `get_default_sharders`.
+        init_params: Whether to initialize dense parameters on the `meta` device by
+            `reset_parameters`, and to move dense parameters to `device`.
+        planner: Planner that makes the plan; None for one without constraints.
 
     Returns:
-        The given model, or the sharded module if the model is itself one to shard.
+        The given model, or the sharded module if the model is a collection.
 
     Raises:
-        ValueError: if the plan does not fit the model or the ranks, or the process group cannot
+        ValueError: If the plan does not fit the model or the ranks, or the process group cannot
             exchange tensors of the device.
 
     Example:
@@ -178,38 +178,43 @@ def shard_modules(
     return module
 
 
-# -- the steps, which DistributedModelParallel takes as well ---------------------------------------
+def sharders_by_type(
+    sharders: Sequence[ModuleSharder[Any]] | None,
+) -> dict[type[nn.Module], ModuleSharder[Any]]:
+    """Return sharders by module type, the default ones for None."""
+    chosen = get_default_sharders() if sharders is None else sharders
+    return {sharder.module_type: sharder for sharder in chosen}
 
 
-def resolve_device(env: ShardingEnv, device: torch.device | None) -> torch.device:
-    """Return this rank's device, the default one if None.
+def plan_model(
+    module: nn.Module,
+    env: ShardingEnv,
+    group: ShardingEnv,
+    device: torch.device,
+    sharders: Sequence[ModuleSharder[Any]],
+    planner: EmbeddingShardingPlanner | None,
+) -> ShardingPlan:
+    """Return the plan of a model, the same on every rank.
 
-    Of several ranks' GPUs it becomes the current one, which torch's exchange of objects uses.
-
-    Raises:
-        ValueError: if the ranks cannot exchange tensors of that device.
+    Args:
+        module: The model.
+        env: The ranks.
+        group: Ranks over which tables are sharded: all ranks, or one of several groups.
+        device: Device of this rank.
+        sharders: One for each module type to shard.
+        planner: The planner; None for one without constraints.
     """
-    device = canonical_device(device or default_device(env))
-    obstacle = why_no_exchange(env, device)
-    if obstacle:
-        raise ValueError(obstacle)
-    if device.type == "cuda" and env.world_size > 1 and env.process_group is not None:
-        torch.cuda.set_device(device)
-    return device
-
-
-def why_no_exchange(env: ShardingEnv, device: torch.device) -> str:
-    """Return why the ranks cannot exchange tensors of a device; empty if they can."""
-    if env.world_size == 1 or env.process_group is None:
-        return ""
-    config = str(torch.distributed.get_backend_config(env.process_group))  # "cpu:gloo,cuda:nccl"
-    if any(part.startswith(f"{device.type}:") for part in config.split(",")):
-        return ""
-    return (
-        f"The ranks' process group must exchange tensors of the model's device; received a model "
-        f"on {device} and the backends {config}. Keep the model on a device that they serve, or "
-        "initialise torch.distributed with a backend for each, such as 'cpu:gloo,cuda:nccl'."
+    planner = planner or EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=group.world_size,
+            local_world_size=group.node_size,
+            compute_device=device.type,
+        )
     )
+    # one rank of a larger job by itself, or devices of one process
+    if env.world_size == 1 or env.process_group is None:
+        return planner.plan(module, list(sharders))
+    return planner.collective_plan(module, list(sharders), env.process_group)
 
 
 def place_model(
@@ -220,32 +225,24 @@ def place_model(
     sharders: Sequence[ModuleSharder[Any]] | None,
     planner: EmbeddingShardingPlanner | None = None,
 ) -> tuple[nn.Module, ShardingPlan, torch.device]:
-    """Replace, in place, what the plan names, as `replace_modules`; find what is not given.
+    """Plan a model if needed, and replace modules as `replace_modules`.
 
     Args:
-        module: the model.
-        env: the ranks.
-        device: where this rank works; the default one if None.
-        plan: if None, that of the planner; every rank gets the same.
-        sharders: the default ones if None.
-        planner: one for these ranks, with no constraints, if None.
+        module: The model.
+        env: The ranks.
+        device: Device of this rank; None for the default one.
+        plan: The plan; None to make one.
+        sharders: One for each module type to shard; None for the default ones.
+        planner: The planner; None for one without constraints.
 
     Returns:
-        What `replace_modules` does, the plan, and this rank's device.
+        The result of `replace_modules`, the plan, and this rank's device.
     """
     with build_on_all_ranks(env):
         device = resolve_device(env, device)
-        chosen = get_default_sharders() if sharders is None else sharders
-        by_type = {sharder.module_type: sharder for sharder in chosen}
+        by_type = sharders_by_type(sharders)
         if plan is None:
-            topology = Topology(world_size=env.world_size, compute_device=device.type)
-            planner = planner or EmbeddingShardingPlanner(topology=topology)
-            of_types = list(by_type.values())
-            # also one rank of a larger job by itself, or devices of one process
-            if env.world_size == 1 or env.process_group is None:
-                plan = planner.plan(module, of_types)
-            else:
-                plan = planner.collective_plan(module, of_types, env.process_group)
+            plan = plan_model(module, env, env, device, list(by_type.values()), planner)
         return replace_modules(module, plan, by_type, env, device), plan, device
 
 
@@ -257,30 +254,30 @@ def replace_modules(
     device: torch.device,
     env_of: Mapping[type[nn.Module], ShardingEnv] = MappingProxyType({}),
 ) -> nn.Module:
-    """Replace, in place, every module that the plan names; one used twice stays one.
+    """Replace every module of a plan in place. A module with two paths stays one module.
 
-    The model changes when all ranks have built their parts: at the end of the outermost
-    `build_on_all_ranks`.
+    The model changes at the end of the outermost `build_on_all_ranks`, when all ranks have built
+    their shards.
 
     Args:
-        module: the model.
-        plan: names every module to replace.
-        sharders: by the type of module.
-        env: the ranks.
-        device: where this rank works.
-        env_of: the ranks of modules of some types, where they are others.
+        module: The model.
+        plan: Plan with every module to replace.
+        sharders: Sharders by module type.
+        env: The ranks.
+        device: Device of this rank.
+        env_of: Ranks of modules of some types, if they differ from `env`.
 
     Returns:
-        The given model, or the sharded module if the model is itself one to shard.
+        The given model, or the sharded module if the model is a collection.
 
     Raises:
-        ValueError: if the plan is for another number of ranks or does not name each shardable
-            module once, a module is of a subclass that no sharder is made for, the model is in a
-            DistributedModelParallel already, or another parameter shares a table's weight.
+        ValueError: If the plan is for another number of ranks or does not name each shardable
+            module once; if a module has a subclass type without a sharder; if the model is sharded
+            already; or if another parameter shares a table's weight.
     """
     if not isinstance(plan, ShardingPlan):
         wrong_type("The plan of a model", "a ShardingPlan", plan)
-    check_made_for(plan, env)
+    check_made_for(plan, env.world_size)
     _check_plan_paths(module, plan, sharders)
 
     def is_leaf(child: nn.Module) -> bool:
@@ -293,45 +290,36 @@ def replace_modules(
         for weight in sharders[type(child)].shardable_parameters(child).values()
     ]
     check_untied(module, tables)
-    fully_sharded = [n for n, p in module.named_parameters() if _is_any(p, tables, DTensor)]
+    table_ids = {id(weight) for weight in tables}
+    fully_sharded = [n for n, p in _fully_sharded(module).items() if id(p) in table_ids]
     if fully_sharded:
         raise ValueError(
-            f"fully_shard is for dense modules, and tables are sharded by a plan; received a model "
-            f"whose tables {fully_sharded[:5]} were given to fully_shard. Call it on the dense "
-            "modules only."
+            "Tables must not be sharded by fully_shard; received a model whose tables "
+            f"{fully_sharded[:5]} were given to fully_shard. Call it on dense modules only."
         )
     made: dict[int, nn.Module] = {}
     with build_on_all_ranks(env) as construction:
         for path, child in given.items():
             construction.path = path
             shard_one = sharders[type(child)].shard
-            # A sharder of a user's own may not take the path.
+            # a custom sharder may lack the argument
             named = "module_fqn" in inspect.signature(shard_one).parameters
             options = {"module_fqn": path} if named else {}
             ranks = env_of.get(type(child), env)
             made[id(child)] = shard_one(child, plan.plan[path], ranks, device, **options)
         construction.path = ""
         construction.add("the model", {"the rest": _rest(module, is_leaf)})
-        construction.on_commit(lambda: _put_in(module, made, is_leaf))
+        construction.on_commit(lambda: _replace(module, made, is_leaf))
     return made.get(id(module), module)
 
 
-def _is_any(parameter: nn.Parameter, these: Sequence[nn.Parameter], kind: type) -> bool:
-    return isinstance(parameter, kind) and any(parameter is one for one in these)
-
-
-def check_made_for(plan: ShardingPlan, env: ShardingEnv) -> None:
-    """Raise ValueError if a plan says that it is for another number of ranks."""
-    if plan.made_for is not None and plan.made_for.world_size != env.world_size:
-        raise ValueError(
-            f"A plan must be for the ranks there are; received one made for "
-            f"{plan.made_for.world_size} ranks, on {env.world_size}. Make one for "
-            f"{env.world_size} ranks."
-        )
+def _fully_sharded(module: nn.Module) -> dict[str, DTensor]:
+    """Return the parameters that `fully_shard` sharded, by name."""
+    return {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
 
 
 def _rest(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> str:
-    """Return, in words, the parameters and buffers that are not placed by the plan."""
+    """Describe the parameters and buffers outside sharded modules."""
     return "; ".join(
         f"{path}.{name} {list(tensor.shape)} {tensor.dtype}"
         f"{' trained' if tensor.requires_grad else ''}"
@@ -342,7 +330,7 @@ def _rest(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> str:
     )
 
 
-def _put_in(
+def _replace(
     module: nn.Module, made: Mapping[int, nn.Module], is_leaf: Callable[[nn.Module], bool]
 ) -> None:
     for _, parent in list(walk(module, is_leaf)):
@@ -358,34 +346,31 @@ def _check_plan_paths(
     for path, child in walk(module, lambda child: type(child) in sharders):
         if type(child) not in sharders and isinstance(child, tuple(sharders)):
             raise ValueError(
-                f"Module {path!r} is a {type(child).__name__}, a subclass that no sharder is "
-                "made for; its forward would be lost. Pass a sharder for it in `sharders`."
+                f"Module {path!r} is a {type(child).__name__}, a subclass without a sharder; its "
+                "forward would be lost. Pass a sharder for it in `sharders`."
             )
     check_plan_paths(plan, shardable.keys())
 
 
 def sharded_modules(module: nn.Module) -> Iterator[tuple[str, ShardedModule]]:
-    """Yield, by path, the sharded modules of a model that are not inside another one."""
+    """Yield the outermost sharded modules of a model with their paths."""
     for path, child in outermost(module, is_sharded):
         yield path, cast(ShardedModule, child)
 
 
 def sharded_names(module: nn.Module) -> set[str]:
-    """Return the names of the parameters and buffers that differ from rank to rank.
-
-    These are tables' parts, and dense parameters on whose module `fully_shard` was called.
-    """
+    """Return the names of parameters and buffers that are sharded: by a plan or `fully_shard`."""
     tables = {
         name
         for path, child in sharded_modules(module)
         for name in child.sharded_parameter_names(path)
     }
-    return tables | {n for n, p in module.named_parameters() if isinstance(p, DTensor)}
+    return tables | {*_fully_sharded(module)}
 
 
 def with_own_parts(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state in which whole values, of what is fully sharded, are this rank's part."""
-    own = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
+    """Return a state with whole values of fully sharded parameters split to this rank's shards."""
+    own = _fully_sharded(module)
     return {
         name: distribute_tensor(
             value.to(own[name].device),
@@ -401,15 +386,15 @@ def with_own_parts(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
 
 @checked
 def exclude_sharded_from_ddp(module: nn.Module, params_to_ignore: Sequence[str] = ()) -> None:
-    """Exclude what is sharded in a model from the DistributedDataParallel that will wrap it.
+    """Exclude sharded parameters from the DistributedDataParallel that will wrap a model.
 
-    Otherwise it would spread rank 0's part of each table over the other ranks' parts. Call it on
-    the very module that is wrapped; `shard_modules` does it for the model it returns. Names that
-    are excluded already stay excluded.
+    Otherwise it would broadcast the shards of rank 0 to the other ranks. Call it on the module that
+    is wrapped; `shard_modules` does so for the model it returns. Names that are excluded already
+    stay excluded.
 
     Args:
-        module: what is to be wrapped, with its sharded modules in place.
-        params_to_ignore: names of further parameters and buffers to exclude.
+        module: Model to wrap, with its sharded modules.
+        params_to_ignore: Names of further parameters and buffers to exclude.
 
     Example:
         >>> model = nn.ModuleDict({"over": nn.Linear(4, 1)})  # and model["ebc"] = shard(ebc, ...)
@@ -420,20 +405,20 @@ def exclude_sharded_from_ddp(module: nn.Module, params_to_ignore: Sequence[str] 
 
 
 def names_excluded_from_ddp(module: nn.Module) -> set[str]:
-    """Return the names that DistributedDataParallel leaves alone when it wraps a module."""
+    """Return the names that DistributedDataParallel ignores when it wraps a module."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def _stays(module: nn.Module) -> bool:
-    """Return whether a module is where a plan put it; quantized collections are no others."""
+    """Return whether a module is sharded, or a placed quantized collection."""
     return is_sharded(module) or getattr(module, "is_placed", False)
 
 
 def materialize_dense(module: nn.Module, device: torch.device) -> None:
-    """Initialise, by their `reset_parameters`, what dense parts have on the `meta` device.
+    """Initialize dense parameters on the `meta` device by `reset_parameters` of their module.
 
     Raises:
-        ValueError: naming a module that has no `reset_parameters`.
+        ValueError: If a module has no `reset_parameters`.
     """
     for path, child in walk(module, _stays):
         own = (*child.parameters(recurse=False), *child.buffers(recurse=False))
@@ -442,7 +427,7 @@ def materialize_dense(module: nn.Module, device: torch.device) -> None:
         if not hasattr(child, "reset_parameters"):
             raise ValueError(
                 f"Module {path!r} ({type(child).__name__}) has parameters on the meta device "
-                "but no reset_parameters() to initialise them. Add one, or build the module on a "
+                "but no reset_parameters() to initialize them. Add one, or build the module on a "
                 "real device."
             )
         child.to_empty(device=device, recurse=False)
@@ -450,5 +435,5 @@ def materialize_dense(module: nn.Module, device: torch.device) -> None:
 
 
 def move_dense(module: nn.Module, device: torch.device) -> None:
-    """Move, in place, what is not sharded."""
-    move_parts(module, device, _stays)
+    """Move dense parameters and buffers in place."""
+    move_tensors(module, device, _stays)

@@ -1,4 +1,4 @@
-"""The names that users of TorchRec import from here, each from its own file."""
+"""Names that TorchRec users import from this path."""
 
 from recsys.distributed.placement.plan import (
     CacheParams,
@@ -17,7 +17,7 @@ from recsys.distributed.placement.plan import (
 from recsys.distributed.placement.plan_json import PlanRanks, ShardingPlan
 from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable, LazyNoWait, NoWait
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.sharder import ModuleSharder, ShardedModule, copy_to_device
+from recsys.distributed.sharded.sharder import ModuleSharder, ShardedModule, copy_to_device
 from recsys.kernels.types import BoundsCheckMode
 
 __all__ = [

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from recsys.distributed.sharded_collection import ShardedCollection
+from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection

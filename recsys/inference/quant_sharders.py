@@ -22,8 +22,8 @@ from recsys.distributed.placement.plan import (
 )
 from recsys.distributed.placement.strategies import MIN_COLUMNS, check_plan_covers, rects_of
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.sharded_collection import canonical_device, default_device
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharded.devices import canonical_device, default_device
+from recsys.distributed.sharded.sharder import ModuleSharder
 from recsys.inference.quant_modules import (
     QuantEmbeddingBagCollection,
     QuantEmbeddingCollection,

@@ -19,8 +19,8 @@ from recsys.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingB
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.ranks.agreement import agree, stable
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.sharded_collection import ShardedCollection
-from recsys.distributed.sharder import is_sharded
+from recsys.distributed.sharded.collection import ShardedCollection
+from recsys.distributed.sharded.sharder import is_sharded
 from recsys.inference.quant_modules import (
     QuantEmbeddingBagCollection,
     QuantEmbeddingCollection,

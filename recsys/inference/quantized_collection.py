@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.distributed.placement.layout import Rect
-from recsys.distributed.sharded_collection import ShardedCollection
+from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.inference.quant_prep import PREPARED, PRUNED
 from recsys.inference.quantized_shards import quantize_shards, rows_of_table
 from recsys.inference.quantized_table import (

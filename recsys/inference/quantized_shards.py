@@ -23,7 +23,7 @@ from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.agreement import agree, raise_together
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
-from recsys.distributed.sharded_collection import ShardedCollection
+from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.inference.quantized_tables import rows_left
 from recsys.kernels.quantize import (

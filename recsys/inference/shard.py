@@ -10,7 +10,6 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from recsys.distributed.module_tree import outermost
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.placement.strategies import check_plan_paths
 from recsys.distributed.planner import (
@@ -23,7 +22,8 @@ from recsys.distributed.planner import (
 from recsys.distributed.planner.options import Shards, TableOption
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharded.module_tree import outermost
+from recsys.distributed.sharded.sharder import ModuleSharder
 from recsys.inference.quant_sharders import QuantizedSharder, devices_of
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.kernels.checked import checked_but

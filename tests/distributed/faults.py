@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from recsys.distributed.checkpoint import save_checkpoint
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.watchdog import Watchdog
+from recsys.distributed.monitoring.watchdog import Watchdog
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor

@@ -22,6 +22,7 @@ from torch import nn
 from recsys.datasets.utils import Batch
 from recsys.distributed.checkpoint import load_checkpoint, newest_version, save_checkpoint
 from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.monitoring.watchdog import end_with_launcher
 from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -29,7 +30,6 @@ from recsys.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
-from recsys.distributed.watchdog import end_with_launcher
 from recsys.modules.dlrm import DLRM, DLRMTrain
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection

@@ -465,7 +465,7 @@ def _fail(case: Case) -> None:
     with pytest.raises(ValueError, match=r"made for 4 ranks, on 2"):
         build(case, 4, plan=for_more)
     model = build(case, 4)
-    with pytest.raises(ValueError, match="received a DMPCollection"):
+    with pytest.raises(ValueError, match="a DMPCollection of several"):
         EvenBatches(case.batches(0), model)
     again = DMPCollectionConfig(EmbeddingBagCollection, case.plan(), 2)
     with pytest.raises(ValueError, match="EmbeddingBagCollection 2 times"):

@@ -171,7 +171,7 @@ def test_plans_and_modules_that_do_not_fit() -> None:
     placed = construct_module_sharding_plan(ebc, {"t0": row_wise(), "t1": row_wise()})
     with pytest.raises(ValueError, match=r"placements for \['t0'\] and generators for \['t1'\]"):
         shard(ebc, {"t0": placed["t0"], "t1": row_wise()}, device=CPU)
-    with pytest.raises(ValueError, match=r"sharder made for its very type; received a Linear"):
+    with pytest.raises(ValueError, match=r"received a Linear"):
         shard(nn.Linear(1, 1), row_wise(), device=CPU)
     with pytest.raises(ValueError, match=r"missing: \['0'\]"):
         shard_modules(nn.Sequential(ebc), device=CPU, plan=ShardingPlan({}))

@@ -209,22 +209,22 @@ class _OnlyWhole(EmbeddingBagCollectionSharder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: column_wise(), r"column_wise needs the ranks .* received neither\. Name them"),
-        (lambda: column_wise(ranks=[]), r"one entry for each part in each of ranks; received \[\]"),
+        (lambda: column_wise(), r"column_wise needs .* received neither"),
+        (lambda: column_wise(ranks=[]), r"in each of ranks; received \[\]"),
         (
             lambda: column_wise(ranks=[0], size_per_rank=[4, 4]),
-            r"each part in each of ranks, size_per_rank; received \[0\], \[4, 4\]",
+            r"in each of ranks, size_per_rank; received \[0\], \[4, 4\]",
         ),
         (lambda: row_wise(([5, 5], ["cpu"])), r"each of sizes, placement; received \[5, 5\], \['c"),
         (lambda: row_wise(([10], "cpu"), num_buckets=2), r"sizes_placement or num_buckets; rec"),
-        (lambda: grid_shard([]), r"must name one node or more; received none\. Write grid_shard"),
+        (lambda: grid_shard([]), r"received none\. Write grid_shard"),
         (
             lambda: place(row_wise(([4, 3], "cpu"))),
-            r"row_wise must add up to the table's rows; received \[4, 3\], which is 7, for 10 rows",
+            r"row_wise must add up to the table's rows; received \[4, 3\], .* 7, for 10 rows",
         ),
         (
             lambda: place(column_wise(size_per_rank=[4, 16])),
-            r"column_wise must add up to the table's columns; received \[4, 16\], which is 20, for",
+            r"column_wise must add up to the table's columns; received \[4, 16\], .*20",
         ),
         (lambda: place(row_wise(num_buckets=3)), r"num_buckets=3 for 10 rows on 4 ranks"),
         (lambda: place(row_wise(num_buckets=2)), r"num_buckets=2 for 10 rows on 4 ranks"),
@@ -246,11 +246,11 @@ class _OnlyWhole(EmbeddingBagCollectionSharder):
             lambda: construct_module_sharding_plan(
                 collection("a"), {"a": row_wise()}, _OnlyWhole(), world_size=1, device_type="cpu"
             ),
-            r"type that _OnlyWhole knows on cpu, one of table_wise; received row_wise",
+            r"_OnlyWhole .* on cpu, one of table_wise; received row_wise",
         ),
         (
             lambda: apply_to_all(nn.Linear(1, 1), row_wise()),
-            r"received a Linear, .* default ones for EmbeddingBagCollection, .* Pass sharder=",
+            r"a Linear.* EmbeddingBagCollection, .* Pass sharder=",
         ),
     ],
 )

@@ -120,7 +120,7 @@ UNDONE: dict[str, Callable[[], Patches]] = {
     ],
     "tied weights are refused": lambda: [
         _instead("distributed.shard:check_untied", _nothing),
-        _instead("distributed.sharded_collection:check_untied", _nothing),
+        _instead("distributed.sharded.collection:check_untied", _nothing),
     ],
     "rates are checked": lambda: [
         _instead("optim.fused:finite", lambda subject, value, **kwargs: value)

@@ -22,7 +22,7 @@ from torch import nn
 
 from recsys.compat.planner.types import Stats
 from recsys.distributed.planner.types import ParameterConstraints, PlannerErrorType
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharded.sharder import ModuleSharder
 from recsys.distributed.types import ShardingPlan
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.distributed.sharded_collection import ShardedCollection
+from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.distributed.stages.lookup import LocalShard
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.distributed.state.table_shards import TableShards

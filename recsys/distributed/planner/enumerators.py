@@ -15,7 +15,7 @@ from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharded.sharder import ModuleSharder
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 

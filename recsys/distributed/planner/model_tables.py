@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, final, runtime_checkabl
 import torch
 from torch import nn
 
-from recsys.distributed.module_tree import outermost
 from recsys.distributed.placement.fused_params import optimizer_of_table
 from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
 from recsys.distributed.placement.plan_json import ShardingPlan
@@ -17,7 +16,8 @@ from recsys.distributed.planner.pooling_stats import IdSkew, PoolingStats, unifo
 from recsys.distributed.planner.tables import UVM_KERNELS, PlannedTable
 from recsys.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
 from recsys.distributed.ranks.wire import POOLED_OPS, SEQUENCE_OPS, codecs_for
-from recsys.distributed.sharder import ModuleSharder, has_tables
+from recsys.distributed.sharded.module_tree import outermost
+from recsys.distributed.sharded.sharder import ModuleSharder, has_tables
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 from recsys.kernels.support import choose_backend

@@ -56,7 +56,7 @@ from recsys.distributed.planner.types import (
 )
 from recsys.distributed.ranks.agreement import Facts
 from recsys.distributed.ranks.build_transaction import no_collection
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharded.sharder import ModuleSharder
 from recsys.kernels.arguments import finite, whole
 from recsys.kernels.checked import checked, checked_but
 

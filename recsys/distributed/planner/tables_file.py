@@ -19,7 +19,7 @@ from recsys.distributed.placement import file_checks as files
 from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.ranks.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharded.sharder import ModuleSharder
 from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import (
     DataType,

@@ -1,9 +1,9 @@
-"""Who moves batches through a sharded model, and when.
+"""Training pipelines: schedules of the stages of batches in a sharded model.
 
-`ahead` starts the input stages of a model's modules together, before the model runs; `pipelines`
-trains on a batch while the next ones travel; `even_batches` ends an epoch on all ranks when one
-runs out of data. In `staged` are pipelines of the user's own stages, in `gradient_accumulation`
-steps of several batches; `batches` moves batches of any kind.
+`pipelines` trains on a batch while the ids of the next ones are exchanged; `context` has the state
+of such a batch, and `input_prefetch` starts its input stages before the model runs. `even_batches`
+ends an epoch on all ranks at the same step, `staged` runs user-defined stages, and
+`gradient_accumulation` makes a step of several batches. `batches` moves batches between devices.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from recsys.lazy import lazy_names
 
 if TYPE_CHECKING:  # what editors and type checkers see of _HOMES
+    from recsys.distributed.train_pipeline.context import TrainPipelineContext
     from recsys.distributed.train_pipeline.even_batches import EvenBatches, UnevenPolicy
     from recsys.distributed.train_pipeline.gradient_accumulation import (
         GradientAccumulationConfig,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:  # what editors and type checkers see of _HOMES
         PrefetchTrainPipelineSparseDist,
         TrainPipeline,
         TrainPipelineBase,
-        TrainPipelineContext,
         TrainPipelineFusedSparseDist,
         TrainPipelineSemiSync,
         TrainPipelineSparseDist,

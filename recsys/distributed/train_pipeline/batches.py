@@ -1,4 +1,4 @@
-"""Batches of any kind: tensors in containers and dataclasses, changed or moved together."""
+"""Batches of any structure: change or move the tensors in containers and dataclasses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def map_batch(batch: B, is_part: Callable[[Any], bool], change: Callable[[Any], 
     """Change the parts of a batch, in containers and dataclasses of any depth.
 
     Args:
-        batch: what is looked through.
-        is_part: says what is changed as a whole.
-        change: returns what takes a part's place.
+        batch: The batch.
+        is_part: Whether a value is a part to change.
+        change: Function from a part to its replacement.
     """
 
     def changed(value: Any) -> Any:
@@ -40,14 +40,13 @@ def map_batch(batch: B, is_part: Callable[[Any], bool], change: Callable[[Any], 
 
 
 def to_device(batch: B, device: torch.device, *, non_blocking: bool = False) -> B:
-    """Move a batch: whatever in it has a method `to`.
+    """Move every part of a batch that has a method `to`.
 
     Args:
-        batch: tensors, jagged tensors and the like, in containers and dataclasses, or one of them.
-        device: where to.
-        non_blocking: whether the host goes on while a GPU copies. Tensors, jagged tensors and
-            `Batch` are pinned first where they are not; classes of the user's own see to it in
-            their `to`, or have their loader pin them.
+        batch: Tensors, jagged tensors and similar values, in containers and dataclasses.
+        device: The target device.
+        non_blocking: Whether the host continues while a GPU copies. Tensors, jagged tensors and
+            `Batch` are pinned first if needed. Other classes pin in their `to` or in the loader.
     """
 
     def moved(part: Any) -> Any:
@@ -59,11 +58,11 @@ def to_device(batch: B, device: torch.device, *, non_blocking: bool = False) -> 
 
 
 def record_stream(batch: object, stream: torch.Stream) -> None:
-    """Keep a batch's memory from being used anew until work that is now in a stream is done.
+    """Keep a batch's memory until the current work of a stream is done.
 
     Args:
-        batch: as for `to_device`.
-        stream: where it is used, beside the stream on which it was made.
+        batch: As in `to_device`.
+        stream: Another stream that uses the batch than the stream that allocated it.
     """
     map_batch(
         batch,

@@ -1,10 +1,9 @@
-"""Ranks whose data end at different times finish an epoch together.
+"""Epochs that end at the same step on all ranks, even if ranks have different numbers of batches.
 
-A rank looks one batch ahead, and says in the header of the sharded modules (see `input_dist`),
-which travels anyway, whether its batch is its last. So after each step every rank knows who goes
-on, and all leave the loop at the same step: no step needs a collective more, and none waits for
-ever. One small exchange opens an epoch: ranks that have no batch at all hear what an empty one
-looks like, and an error of a rank's data is raised on all.
+A rank reads one batch ahead. A flag in the header of its sharded modules (see `input_dist`) marks
+its last batch, so after each step every rank knows which ranks continue; no step needs another
+collective. One small exchange starts an epoch: ranks without data receive an empty batch, and an
+error of one rank's data is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from recsys.distributed.ranks.agreement import agree, run_on_all_ranks
 from recsys.distributed.ranks.comm import broadcast_object
-from recsys.distributed.sharded_collection import ShardedCollection
+from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.distributed.stages.header import EndOfData
 from recsys.distributed.stages.input_dist import InputDist
 from recsys.distributed.train_pipeline.batches import map_batch
@@ -32,41 +31,40 @@ _START = "start an epoch of EvenBatches"
 
 @unique
 class UnevenPolicy(Enum):
-    """What happens when some ranks have no more batches and others have."""
+    """Policy for the end of an epoch if some ranks have more batches than others."""
 
     DROP = "drop"
-    """The epoch ends for all; what the others still had is not used."""
+    """The epoch ends on all ranks; remaining batches are not used."""
     PAD = "pad"
-    """Ranks that have run out repeat their last batch until all have; its samples count again. A
-    rank that had none takes part with empty batches."""
+    """A rank without more batches repeats its last batch, whose samples count again. A rank
+    without any batch uses empty ones."""
     JOIN = "join"
-    """Ranks that have run out take part with empty batches until all have; they add nothing to
-    gradients. As ever with different batch sizes, the loss is the mean over ranks of each rank's
-    loss."""
+    """A rank without more batches uses empty ones, which add nothing to gradients. The loss is the
+    mean over ranks of each rank's loss, as for all batches of different sizes."""
 
 
 @final
 class EvenBatches(Generic[B]):
-    """Iterates over a rank's batches for as many steps as every other rank.
+    """Iterator over a rank's batches that yields the same number of batches on every rank.
 
-    In each step call the model once or more with what is yielded.
+    In each step call the model with the yielded batch, once or more.
 
     Args:
-        batches: this rank's batches of an epoch, such as a `DataLoader`; it may have none where
-            other ranks have some, but not with the policy "drop".
-        model: the model that is called; it contains at least one sharded collection.
-        policy: an `UnevenPolicy` or its value, the same on every rank.
+        batches: Batches of this rank in an epoch, such as a `DataLoader`. It may be empty if other
+            ranks have batches, except with the policy "drop".
+        model: The model to call; it contains a sharded collection.
+        policy: An `UnevenPolicy` or its value, the same on every rank.
 
     Attributes:
-        is_filler: whether the batch of this step was made up: repeated, or empty. Leave such steps
-            out of metrics; the mean loss of an empty batch is NaN, and its gradient zero.
+        is_filler: Whether the batch of this step is repeated or empty. Leave such steps out of
+            metrics; the mean loss of an empty batch is NaN, and its gradient zero.
 
     Raises:
-        ValueError: if the policy is unknown, the model has no sharded collection or is a
-            `DMPCollection` of several groups, no rank has a batch, one has none under "drop", or a
-            step passed without a call of the model.
-        Exception: on every rank, what the data of one raised in place of a batch: of the first one
-            from here, of a later one from the model, which is then called with the batch before.
+        ValueError: If the policy is unknown; if the model has no sharded collection or is a
+            `DMPCollection` of several groups; if no rank has a batch, or one has none with "drop";
+            if the model was not called in a step.
+        Exception: On every rank, an error of the data of any rank. The iterator raises an error of
+            the first batch; the model raises later errors when it is called with the batch before.
 
     Example:
         >>> import torch
@@ -95,15 +93,14 @@ class EvenBatches(Generic[B]):
         ]
         if not self._collections:
             raise ValueError(
-                "EvenBatches needs a model with a sharded collection, in whose exchanges the ranks "
-                f"hear of each other; received a {type(model).__name__} without. Wrap the model in "
+                "EvenBatches needs a model with a sharded collection, whose headers mark the last "
+                f"batch; received a {type(model).__name__} without one. Wrap the model in "
                 "DistributedModelParallel first."
             )
         if any(stage.module.env.replicas is not None for stage in self._stages):
             raise ValueError(
-                "EvenBatches needs ranks that all hear of each other in the exchanges of sharded "
-                "modules; received a DMPCollection, in which only the ranks of a group do. Give "
-                "every rank equally many batches."
+                "EvenBatches does not support a DMPCollection of several groups, which exchange "
+                "headers separately. Give every rank the same number of batches."
             )
         self.is_filler = False
 
@@ -115,29 +112,29 @@ class EvenBatches(Generic[B]):
         batches = iter(self._batches)
         missing: Any = object()
         batch: Any = self._first(batches, missing)
-        news = EndOfData()
+        end_of_data = EndOfData()
         before = [stage.end_of_data for stage in self._stages]  # of a loop around this one
         try:
             for stage in self._stages:
-                stage.end_of_data = news
+                stage.end_of_data = end_of_data
             while True:
                 late: list[Exception] = []
                 try:
                     following = missing if self.is_filler else next(batches, missing)
                 except Exception as raised:
                     late, following = [raised], batch
-                news.is_last = following is missing
+                end_of_data.is_last = following is missing
                 yield batch
-                ended_R = news.pop()
+                ended_R = end_of_data.pop()
                 if not ended_R.size:
                     raise ValueError(
-                        "EvenBatches needs the model to be called with each batch, or the ranks "
-                        "do not hear of each other; received a step without a call."
+                        "EvenBatches needs a call of the model with each batch, which exchanges "
+                        "the end-of-data flags; received a step without a call."
                     )
                 is_over = ended_R.any() if self._policy is UnevenPolicy.DROP else ended_R.all()
                 if is_over:
                     return
-                news.errors = late  # the next call of the model raises it on all ranks
+                end_of_data.errors = late  # raised on all ranks by the next call of the model
                 if following is not missing:
                     batch = following
                 elif not self.is_filler:
@@ -150,14 +147,14 @@ class EvenBatches(Generic[B]):
                 stage.end_of_data = outer
 
     def _first(self, batches: Iterator[B], missing: Any) -> Any:  # B
-        """Return this rank's first batch, an empty one if it has none and others have."""
+        """Return this rank's first batch, an empty one if only other ranks have one."""
         env = self._stages[0].module.env
         group = env.process_group
         batch: Any = missing
         facts: Exception | dict[str, str] = {"the policy": self._policy.value}
         try:
             batch = next(batches, missing)
-        except Exception as error:  # the other ranks hear of it
+        except Exception as error:  # raised on every rank
             if group is None:
                 raise
             facts = error
@@ -175,9 +172,8 @@ class EvenBatches(Generic[B]):
         without = [rank for rank, has in enumerate(have) if not has]
         if self._policy is UnevenPolicy.DROP:
             raise ValueError(
-                f"EvenBatches with the policy 'drop' ends with the first rank that runs out; "
-                f"received no batch at all on ranks {without}, so no rank would train. Take "
-                "'join', or give each rank data."
+                "EvenBatches with the policy 'drop' needs a batch on every rank; received none on "
+                f"ranks {without}. Use the policy 'join', or give each rank data."
             )
         source = have.index(True)
 
@@ -188,7 +184,7 @@ class EvenBatches(Generic[B]):
         received = broadcast_object(group, _START, packed, source)
         if not self.is_filler:
             return batch
-        # what lay on the GPU of the source goes to that of this rank
+        # tensors of the source's GPU move to the GPU of this rank
         device = self._stages[0].module.device
         return map_batch(
             pickle.loads(received),
@@ -198,10 +194,10 @@ class EvenBatches(Generic[B]):
 
 
 def empty_batch(batch: B) -> B:
-    """Return a batch of the same kind without samples.
+    """Return a batch of the same structure without samples.
 
     Args:
-        batch: tensors with samples first, jagged tensors, and dataclasses, tuples, lists and dicts
+        batch: Tensors with samples first, jagged tensors, and dataclasses, tuples, lists and dicts
             of them.
 
     Example:
@@ -215,20 +211,16 @@ def empty_batch(batch: B) -> B:
 
 
 def _empty(part: Tensor | KeyedJaggedTensor) -> Tensor | KeyedJaggedTensor:
-    if isinstance(part, KeyedJaggedTensor):
-        return _empty_features(part)
-    return part[:0] if part.dim() else part
-
-
-def _empty_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    weights, inverse = features.weights_or_none(), features.inverse_indices_or_none()
-    variable = features.variable_stride_per_key()
+    if isinstance(part, Tensor):
+        return part[:0] if part.dim() else part
+    weights, inverse = part.weights_or_none(), part.inverse_indices_or_none()
+    variable = part.variable_stride_per_key()
     return KeyedJaggedTensor(
-        features.keys(),
-        features.values()[:0],
+        part.keys(),
+        part.values()[:0],
         None if weights is None else weights[:0],
-        features.lengths()[:0],
+        part.lengths()[:0],
         stride=None if variable else 0,
-        stride_per_key_per_rank=[[0]] * len(features.keys()) if variable else None,
+        stride_per_key_per_rank=[[0]] * len(part.keys()) if variable else None,
         inverse_indices=None if inverse is None else (inverse[0], inverse[1][:, :0]),
     )

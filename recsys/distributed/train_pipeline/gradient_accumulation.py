@@ -1,11 +1,11 @@
-"""One optimizer's step for the gradients of several batches."""
+"""Gradient accumulation: one optimizer step for several batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Generic, cast, final
+from typing import Generic, final
 
 import torch
 from torch import nn
@@ -19,16 +19,16 @@ from recsys.kernels.checked import check_fields, checked
 @final
 @dataclass
 class GradientAccumulationConfig:
-    """How many batches share a step.
+    """Settings of gradient accumulation.
 
     Args:
-        is_enabled: whether they do.
-        num_steps: batches of one optimizer's step, 1 at least.
-        num_warmup_steps: batches at the start whose dense gradients are averaged over ranks one by
-            one, as DistributedDataParallel with `static_graph` needs; 1 at least.
+        is_enabled: Whether to accumulate gradients.
+        num_steps: Number of batches per optimizer step, at least 1.
+        num_warmup_steps: Number of first batches whose dense gradients are averaged over ranks one
+            by one, as DistributedDataParallel with `static_graph` needs; at least 1.
 
     Raises:
-        ValueError: if a number is below 1.
+        ValueError: If a number is below 1.
     """
 
     is_enabled: bool = False
@@ -43,17 +43,17 @@ class GradientAccumulationConfig:
 
 @final
 class GradientAccumulationWrapper(Generic[In, Out]):
-    """Steps the optimizer of a pipeline once in several batches.
+    """Pipeline wrapper that steps the optimizer once for several batches.
 
-    Gradients add up; divide the loss by `num_steps` for their mean. Dense gradients travel with the
-    last of the batches only. Tables that update themselves in backward do so with every batch:
-    attach their optimizer with `update_mode="deferred"` to accumulate theirs, too.
+    Gradients are summed; divide the loss by `num_steps` for their mean. Dense gradients are
+    exchanged with the last of the batches only. Tables with an optimizer in backward are updated
+    with every batch; attach it with `update_mode="deferred"` to accumulate their gradients too.
 
     Args:
-        pipeline: makes the steps; it uses the wrapped optimizer from now on.
-        optimizer: the pipeline's.
-        model: the pipeline's; its DistributedDataParallel is told when to wait with gradients.
-        config: how many batches share a step.
+        pipeline: The pipeline; it steps `optimizer` from then on.
+        optimizer: Optimizer of the pipeline.
+        model: Model of the pipeline; its DistributedDataParallel defers the exchange of gradients.
+        config: Settings.
 
     Example:
         >>> model = nn.Linear(1, 1)
@@ -79,65 +79,43 @@ class GradientAccumulationWrapper(Generic[In, Out]):
     ) -> None:
         self._pipeline, self._config = pipeline, config
         self._replicated = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-        self._steps = _Steps(optimizer)
         self._at = self._seen = 0
         if config.is_enabled:
-            pipeline._optimizer = self._steps  # type: ignore[assignment]
+            pipeline._optimizer = optimizer
 
     def progress(self, dataloader_iter: Iterator[In], is_last_batch: bool | None = None) -> Out:
         """Train on one batch.
 
         Args:
-            dataloader_iter: where batches come from.
-            is_last_batch: whether the optimizer steps with this batch anyway.
+            dataloader_iter: Iterator of batches.
+            is_last_batch: Whether the optimizer steps after this batch in any case.
 
         Raises:
-            StopIteration: when all batches were trained on.
+            StopIteration: After the last batch.
         """
-        if is_last_batch is not None and not isinstance(cast(object, is_last_batch), bool):
+        if is_last_batch is not None:
             flag("GradientAccumulationWrapper.progress.is_last_batch", is_last_batch)
         if not self._config.is_enabled:
             return self._pipeline.progress(dataloader_iter)
-        steps = self._steps
-        steps.begins = self._at == 0
-        steps.ends = bool(is_last_batch) or self._at + 1 >= self._config.num_steps
+        pipeline = self._pipeline
+        pipeline.starts_step = self._at == 0
+        pipeline.ends_step = bool(is_last_batch) or self._at + 1 >= self._config.num_steps
         with ExitStack() as stack:
-            if not steps.ends and self._seen >= self._config.num_warmup_steps:
+            if not pipeline.ends_step and self._seen >= self._config.num_warmup_steps:
                 for module in self._replicated:
                     stack.enter_context(module.no_sync())
-            output = self._pipeline.progress(dataloader_iter)
-        self._at = 0 if steps.ends else self._at + 1
+            output = pipeline.progress(dataloader_iter)
+        self._at = 0 if pipeline.ends_step else self._at + 1
         self._seen += 1
         return output
 
     def reset(self) -> None:
-        """Begin anew; gradients that no step was made of are dropped with the next batch."""
+        """Start a new step; accumulated gradients are cleared with the next batch."""
         self._at = 0
         self._pipeline.reset()
 
     @checked
     def set_step(self, step: int) -> None:
-        """Go on as if this many batches of the next step were seen."""
-        self._at = (
-            whole("GradientAccumulationWrapper.set_step: step", step, least=0)
-            % self._config.num_steps
-        )
-
-
-class _Steps:
-    """An optimizer that clears gradients when a step begins, and steps when it ends."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self.begins = self.ends = True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        if self.begins:
-            self._optimizer.zero_grad(set_to_none)
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        if self.ends:
-            self._optimizer.step(*args, **kwargs)
+        """Set the number of batches of the next step that count as processed."""
+        whole("GradientAccumulationWrapper.set_step: step", step, least=0)
+        self._at = step % self._config.num_steps

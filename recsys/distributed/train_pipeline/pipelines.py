@@ -8,31 +8,31 @@ While a pipeline trains on a batch, it exchanges the ids of the next batches:
     backward
     optimizer's step
 
-The header of a batch is read a whole step after it was sent, so reading does not wait. The ids are
-exchanged during the forward and backward pass of the previous batch. Tables are read when the model
-is called, as in a plain loop, so the results equal those of a plain loop bit for bit. The state of
-a batch is in its `BatchContext`; the model is not changed.
-
-On a GPU, copies and input stages run on their own streams. On a CPU the threads of the process
-group move the data.
+The header of a batch is read a whole step after it was sent, so reading does not wait. Tables are
+read when the model is called, so the results equal the results of a plain loop bit for bit. The
+state of a batch is in its `BatchContext`; the model is not changed. On a GPU, copies and input
+stages run on their own streams.
 """
 
 from __future__ import annotations
 
 import abc
-import dataclasses
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, NoReturn, TypeVar, cast, final
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from recsys import step_stages
-from recsys.distributed.train_pipeline.ahead import InputsAhead, Maker, Started
 from recsys.distributed.train_pipeline.batches import record_stream, to_device
+from recsys.distributed.train_pipeline.context import (
+    TrainPipelineContext,
+    on_stream,
+    record_event,
+)
+from recsys.distributed.train_pipeline.input_prefetch import FeaturesFunction, InputPrefetcher
 from recsys.kernels.arguments import shown, whole, wrong_type
 from recsys.kernels.checked import checked, checked_but
 from recsys.step_stages import Stage
@@ -70,59 +70,6 @@ class TrainPipeline(abc.ABC, Generic[In, Out]):
         """Drop batches that were read but not trained on."""
 
 
-@final
-@dataclasses.dataclass(slots=True)
-class TrainPipelineContext:
-    """State of one batch in a pipeline.
-
-    Attributes:
-        batch: The batch on the device.
-        copied: CUDA event after the copy to the device; None on a CPU.
-        started: Input stages of the batch; None before they start.
-        stream: CUDA stream of the input stages; None on a CPU.
-        sent: CUDA event after sending the ids; None on a CPU.
-    """
-
-    batch: Any
-    copied: Any = None
-    started: Started | None = None
-    stream: Any = None
-    sent: Any = None
-
-    def send(self) -> None:
-        """Start sending the ids if the header was sent."""
-        if self.started is not None:
-            with _on(self.stream):
-                self.started.send()
-            self.sent = None if self.stream is None else _event(self.stream)
-
-    def join(self) -> None:
-        """Make the current stream wait for the stream of the input stages."""
-        if self.stream is not None and self.started is not None:
-            if self.sent is None:
-                self.send()
-            now = torch.cuda.current_stream(self.stream.device)
-            now.wait_event(self.sent)
-            self.started.record_stream(now)
-
-    def look_up(self) -> None:
-        """Look up the ids."""
-        if self.started is not None:
-            self.join()
-            self.started.look_up()
-
-    def prefetch(self) -> None:
-        """Fetch the rows of the batch into caches."""
-        if self.started is not None:
-            self.join()
-            self.started.prefetch()
-
-    def drop(self) -> None:
-        """Wait for pending exchanges and drop their results."""
-        if self.started is not None:
-            self.started.drop()
-
-
 class TrainPipelineBase(TrainPipeline[In, Out]):
     """Pipeline that trains on one batch at a time; on a GPU it copies the next batch meanwhile.
 
@@ -136,7 +83,7 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
         custom_model_fwd: Function to call with a batch instead of the model.
 
     Raises:
-        TypeError: if `model` is not an nn.Module, or `optimizer` has no `step`.
+        TypeError: If `model` is not an nn.Module, or `optimizer` has no `step`.
 
     Example:
         >>> class Model(nn.Module):
@@ -156,6 +103,10 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
     """
 
     execute_all_batches = True
+    starts_step = True
+    """True if the next batch starts an optimizer step: gradients are cleared first."""
+    ends_step = True
+    """True if the next batch is the last of an optimizer step."""
     _needs_optimizer = True
 
     @checked_but("optimizer")
@@ -166,12 +117,10 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
         device: torch.device,
         custom_model_fwd: ModelForward | None = None,
     ) -> None:
-        name = type(self).__name__
-        if not isinstance(model, nn.Module):
-            wrong_type(f"{name}.model", "an nn.Module", model)
         is_class = isinstance(cast(object, optimizer), type)
         if self._needs_optimizer and (is_class or not callable(getattr(optimizer, "step", None))):
-            wrong_type(f"{name}.optimizer", "an optimizer with step() and zero_grad()", optimizer)
+            subject = f"{type(self).__name__}.optimizer"
+            wrong_type(subject, "an optimizer with step() and zero_grad()", optimizer)
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._custom_forward = custom_model_fwd
         self._copies = _stream(self._device)
@@ -201,8 +150,7 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
     def _fill(self, source: Iterator[In]) -> None:
         """Read batches until `_num_ahead` batches are in the pipeline."""
         if source is not self._source or self._source is None:
-            if not isinstance(cast(object, source), Iterator):
-                not_an_iterator(type(self).__name__, source)
+            check_iterator(type(self).__name__, source)
             self._source, self._is_exhausted = source, False
         while len(self._flying) <= self._num_ahead() and not self._is_exhausted:
             if self._flying:
@@ -219,21 +167,21 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
         return 0 if self._copies is None else 1
 
     def _start(self, batch: Any) -> TrainPipelineContext:
-        with _on(self._copies):
+        with on_stream(self._copies):
             moved = to_device(batch, self._device, non_blocking=self._copies is not None)
-            return TrainPipelineContext(
-                moved, copied=None if self._copies is None else _event(self._copies)
-            )
+            return TrainPipelineContext(moved, record_event(self._copies))
 
     def _step(self, flight: TrainPipelineContext) -> Out:
         """Train on a batch."""
         if not self._model.training:
             return self._call(flight)[1]  # type: ignore[no-any-return]
-        self._optimizer.zero_grad()
+        if self.starts_step:
+            self._optimizer.zero_grad()
         loss, output = self._call(flight)
         self._before_backward()
         loss.sum().backward()
-        self._optimizer.step()
+        if self.ends_step:
+            self._optimizer.step()
         self._after_step()
         return output  # type: ignore[no-any-return]
 
@@ -251,15 +199,15 @@ class TrainPipelineBase(TrainPipeline[In, Out]):
 class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
     """Pipeline that exchanges the ids of the next batches while it trains.
 
-    Its results equal those of a plain loop bit for bit. The first batch runs as in a plain loop and
-    shows which inputs of the model each sharded module reads. A module whose features the model
-    computes (for example by a permutation in `forward`) sends its ids when it is called, and a
-    warning names it; `features` lets it start early too. An error in a batch is raised on every
-    rank when that batch is trained on. On a GPU without other ranks, bad ids and lengths may be
-    raised with a later batch, see `ShardedCollection.check_ids`.
+    The results equal the results of a plain loop bit for bit. The first batch runs as in a plain
+    loop and shows which inputs of the model each sharded module reads. A module whose features the
+    model computes, for example by a permutation in `forward`, sends its ids when it is called. A
+    warning names the module; `features` lets it start early too. An error in a batch is raised on
+    every rank when that batch is trained on. On a GPU without other ranks, bad ids and lengths may
+    be raised with a later batch, see `ShardedCollection.check_ids`.
 
     Batches of `iter(EvenBatches(...))` end on all ranks at the same step. `EvenBatches.is_filler`
-    is that of the batch read last, two ahead of the batch that trains.
+    describes the batch read last, two batches after the batch that trains.
 
     `apply_jit`, `context_type` and `pipeline_postproc` are accepted for TorchRec scripts and
     ignored; for the last see `features`.
@@ -320,7 +268,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         custom_model_fwd: ModelForward | None = None,
         dmp_collection_sync_interval_batches: int | None = 1,
         *,
-        features: Mapping[str, Maker] | None = None,
+        features: Mapping[str, FeaturesFunction] | None = None,
     ) -> None:
         super().__init__(model, optimizer, device, custom_model_fwd)
         self.execute_all_batches = execute_all_batches
@@ -331,7 +279,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
             self._sync_interval = whole(name, self._sync_interval)
         self._steps = 0
         self._dist = _stream(self._device)
-        self._ahead: InputsAhead | None = None
+        self._prefetcher: InputPrefetcher | None = None
         self.attach()
 
     @checked
@@ -340,43 +288,45 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
 
         Args:
             model: The model; None for the current one.
-            sparse_dist: Whether to exchange ids early. If False, each module sends its ids when it
-                is called.
+            sparse_dist: Whether to exchange ids early; otherwise modules do when they are called.
         """
         self._model = model or self._model
         bare = bare_model(self._model)
-        self._ahead = InputsAhead.of_model(bare, self._features) if sparse_dist else None
+        self._prefetcher = InputPrefetcher(bare, self._features) if sparse_dist else None
 
     def detach(self) -> nn.Module:
         """Return the model, which is unchanged; its batches stay in the pipeline."""
         return self._model
 
     def _num_ahead(self) -> int:
-        if self._ahead is None:
+        if self._prefetcher is None:
             return super()._num_ahead()
-        return 2 if self._ahead.has_observed else 0
+        return 2 if self._prefetcher.has_observed else 0
 
     def _start(self, batch: Any) -> TrainPipelineContext:
         flight = super()._start(batch)
-        if self._ahead is not None and self._ahead.has_observed:
-            with _on(self._dist):
+        if self._prefetcher is not None and self._prefetcher.has_observed:
+            with on_stream(self._dist):
                 if self._dist is not None:
                     self._dist.wait_event(flight.copied)
                     record_stream(flight.batch, self._dist)
-                flight.started, flight.stream = self._ahead.start((flight.batch,), {}), self._dist
+                flight.started, flight.stream = (
+                    self._prefetcher.start((flight.batch,), {}),
+                    self._dist,
+                )
         return flight
 
     def _call(self, flight: TrainPipelineContext) -> tuple[Tensor, Any]:
-        ahead = self._ahead
+        prefetcher = self._prefetcher
         if flight.started is not None:
             flight.join()
-            with flight.started.used():
+            with flight.started.consume():
                 return super()._call(flight)
-        if ahead is None or ahead.has_observed:
+        if prefetcher is None or prefetcher.has_observed:
             return super()._call(flight)
-        with ahead.observe((flight.batch,), {}):
+        with prefetcher.observe((flight.batch,), {}):
             found = super()._call(flight)
-        for path, reason in ahead.reasons.items():
+        for path, reason in prefetcher.reasons.items():
             warnings.warn(
                 f"{type(self).__name__} sends the ids of module {path!r} when it is called, not "
                 f"while the previous batch trains: the module {reason}. If its features depend on "
@@ -393,8 +343,16 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
             sync()
 
 
-class _StartsNextBatch(TrainPipelineSparseDist[In, Out]):
-    """Pipeline that works on the next batch after each step."""
+class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
+    """`TrainPipelineSparseDist` that also fetches the rows of the next batch into caches.
+
+    Tables in `fused_uvm_caching` have a cache on the GPU. The rows of the next batch are fetched
+    after the optimizer's step is queued, while the host prepares the following batch. Arguments and
+    results as in `TrainPipelineSparseDist`.
+    """
+
+    _start_next: ClassVar[Callable[[TrainPipelineContext], None]] = TrainPipelineContext.prefetch
+    """Work on the next batch after each step."""
 
     @checked_but("optimizer")
     def __init__(
@@ -407,7 +365,7 @@ class _StartsNextBatch(TrainPipelineSparseDist[In, Out]):
         pipeline_postproc: bool = True,
         custom_model_fwd: ModelForward | None = None,
         *,
-        features: Mapping[str, Maker] | None = None,
+        features: Mapping[str, FeaturesFunction] | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -421,38 +379,17 @@ class _StartsNextBatch(TrainPipelineSparseDist[In, Out]):
     def _after_step(self) -> None:
         super()._after_step()
         if self._flying:
-            self._start_next(self._flying[0])
-
-    @abc.abstractmethod
-    def _start_next(self, flight: TrainPipelineContext) -> None:
-        """Start work on the next batch, whose ids are on their way."""
+            type(self)._start_next(self._flying[0])
 
 
-class PrefetchTrainPipelineSparseDist(_StartsNextBatch[In, Out]):
-    """`TrainPipelineSparseDist` that also fetches the rows of the next batch into caches.
-
-    Tables in `fused_uvm_caching` have a cache on the GPU. The rows of the next batch are fetched
-    after the optimizer's step is queued, while the host prepares the following batch. The results
-    equal those of a plain loop bit for bit.
-
-    Arguments are those of `TrainPipelineSparseDist`.
-    """
-
-    def _start_next(self, flight: TrainPipelineContext) -> None:
-        flight.prefetch()
-
-
-class TrainPipelineFusedSparseDist(_StartsNextBatch[In, Out]):
+class TrainPipelineFusedSparseDist(PrefetchTrainPipelineSparseDist[In, Out]):
     """`TrainPipelineSparseDist` that looks up the next batch at the end of a step.
 
-    The embeddings are exchanged while the next data are read and the dense layers start. The
-    results equal those of a plain loop bit for bit.
-
-    Arguments are those of `TrainPipelineSparseDist`.
+    The embeddings are exchanged while the next data are read and the dense layers start. Arguments
+    and results as in `TrainPipelineSparseDist`.
     """
 
-    def _start_next(self, flight: TrainPipelineContext) -> None:
-        flight.look_up()
+    _start_next = TrainPipelineContext.look_up
 
 
 class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
@@ -461,8 +398,8 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     The embeddings of the next batch are exchanged during the backward pass of the current batch.
     They lack the update of the current batch: embeddings are one step old, dense layers are not.
 
-    Other arguments are those of `TrainPipelineSparseDist`; `stash_gradients` and `strict` are
-    ignored, too.
+    Other arguments as in `TrainPipelineSparseDist`; `stash_gradients` and `strict` are ignored,
+    too.
 
     Args:
         start_batch: The first step that looks up early, counted from 0.
@@ -483,7 +420,7 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         strict: bool = False,
         dmp_collection_sync_interval_batches: int | None = 1,
         *,
-        features: Mapping[str, Maker] | None = None,
+        features: Mapping[str, FeaturesFunction] | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -508,11 +445,8 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
 class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     """`TrainPipelineSparseDist` for evaluation, without gradients and updates.
 
-    It may run between the steps of a training pipeline for the same model, because the model holds
-    no state of a batch.
-
-    Arguments are those of `TrainPipelineSparseDist`; call `model.eval()` first. `optimizer` is
-    ignored, too.
+    It may run between the steps of a training pipeline for the same model. Arguments as in
+    `TrainPipelineSparseDist`; call `model.eval()` first. `optimizer` is ignored, too.
     """
 
     _needs_optimizer = False
@@ -526,7 +460,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         apply_jit: bool = False,
         pipeline_postproc: bool = False,
         *,
-        features: Mapping[str, Maker] | None = None,
+        features: Mapping[str, FeaturesFunction] | None = None,
     ) -> None:
         super().__init__(model, optimizer, device, features=features)
 
@@ -542,28 +476,22 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 _NONE: Any = object()
 
 
-def not_an_iterator(name: str, source: object) -> NoReturn:
-    """Raise a TypeError for a `dataloader_iter` that is not an iterator.
+def check_iterator(name: str, source: object) -> None:
+    """Check that `dataloader_iter` is an iterator.
 
     Args:
         name: Class name of the pipeline.
         source: The received value.
+
+    Raises:
+        TypeError: If it is another value.
     """
-    raise TypeError(
-        f"{name}.progress: dataloader_iter must be an iterator; received {shown(source)}. Make one "
-        "for each epoch: iter(dataloader)."
-    )
+    if not isinstance(source, Iterator):
+        raise TypeError(
+            f"{name}.progress: dataloader_iter must be an iterator; received {shown(source)}. Make "
+            "one for each epoch: iter(dataloader)."
+        )
 
 
 def _stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
-def _on(stream: Any) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _event(stream: Any) -> Any:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event

@@ -1,22 +1,22 @@
-"""A pipeline of stages that the user names, and the stages that send a sharded model's ids."""
+"""Pipeline of user-defined stages, and stages that send the ids of a sharded model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast, final
+from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import nn
 
-from recsys.distributed.train_pipeline.ahead import InputsAhead, Started
 from recsys.distributed.train_pipeline.batches import record_stream
+from recsys.distributed.train_pipeline.context import on_stream, record_event
+from recsys.distributed.train_pipeline.input_prefetch import InputPrefetcher, PrefetchedBatch
 from recsys.distributed.train_pipeline.pipelines import (
     In,
     TrainPipeline,
     bare_model,
-    not_an_iterator,
+    check_iterator,
 )
 from recsys.kernels.checked import check_fields, checked
 
@@ -27,14 +27,15 @@ _NOTHING: Any = object()
 @final
 @dataclass
 class PipelineStage(Generic[StageOut]):
-    """What is done with every batch, while later stages have earlier batches.
+    """Stage of a pipeline; it runs on each batch while later stages process earlier batches.
 
     Args:
-        name: of the stage.
-        runnable: called with what the stage before returned, the first with the batch.
-        stream: of a GPU, on which it runs; on a CPU it means nothing.
-        fill_callback: called after each run while the pipeline fills at its start.
-        data_exhausted_callback: called in place of `runnable` when there is no batch left.
+        name: Name of the stage.
+        runnable: Function from the output of the previous stage to the output of this one. The
+            first stage receives the batch.
+        stream: CUDA stream on which it runs; ignored on a CPU.
+        fill_callback: Function to call after each run while the pipeline fills.
+        data_exhausted_callback: Function to call instead of `runnable` after the last batch.
     """
 
     name: str
@@ -49,20 +50,20 @@ class PipelineStage(Generic[StageOut]):
 
 @final
 class StagedTrainPipeline(TrainPipeline[In, StageOut | None]):
-    """Runs stages of the user's own, each on another batch.
+    """Pipeline of user-defined stages that process different batches at the same time.
 
-    `progress` returns what the last stage made of a batch, None once there is none left, and moves
-    every other batch one stage on. Train on what it returns.
+    `progress` advances every batch by one stage and returns the output of the last stage, None
+    after the last batch. Train on that output.
 
     Args:
-        pipeline_stages: in the order in which a batch passes them.
-        debug_mode: whether the host waits for each stage on a GPU, so that errors show where they
-            are.
-        compute_stream: of a GPU, where what `progress` returns is used; the current one if None.
-        on_flush_end: called when a flush has ended.
+        pipeline_stages: The stages, in the order in which a batch passes them.
+        debug_mode: Whether the host waits for each stage on a GPU, so that an error is raised by
+            its stage.
+        compute_stream: CUDA stream that uses the output of `progress`; None for the current one.
+        on_flush_end: Function to call at the end of a flush.
 
     Raises:
-        ValueError: if there are no stages.
+        ValueError: If there are no stages.
 
     Example:
         >>> stages = [PipelineStage("double", lambda x: 2 * x), PipelineStage("text", str)]
@@ -85,17 +86,17 @@ class StagedTrainPipeline(TrainPipeline[In, StageOut | None]):
         self._stages = list(pipeline_stages)
         self._debug_mode, self._compute_stream = debug_mode, compute_stream
         self._on_flush_end = on_flush_end
-        self._outputs: list[tuple[Any, Any]] = []  # of each stage, with the event of its end
+        self._outputs: list[tuple[Any, Any]] = []  # output of each stage and its event
         self._is_flushing = False
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self._stages)
 
     @checked
     def set_flush(self, flush: bool) -> None:
-        """Read no batch until those under way are through; then go on."""
+        """Finish the batches in the pipeline before reading more."""
         self._is_flushing = flush
 
     def flush_end(self) -> None:
@@ -105,9 +106,8 @@ class StagedTrainPipeline(TrainPipeline[In, StageOut | None]):
             self._on_flush_end()
 
     def progress(self, dataloader_iter: Iterator[In]) -> StageOut | None:
-        """Move every batch one stage on; return what the last stage made of the oldest."""
-        if not isinstance(cast(object, dataloader_iter), Iterator):
-            not_an_iterator(type(self).__name__, dataloader_iter)
+        """Advance every batch by one stage; return the output of the last stage."""
+        check_iterator(type(self).__name__, dataloader_iter)
         if not self._outputs:
             self._fill(dataloader_iter)
         if self._is_flushing and all(output is _NOTHING for output, _ in self._outputs):
@@ -125,7 +125,7 @@ class StagedTrainPipeline(TrainPipeline[In, StageOut | None]):
         return None if output is _NOTHING else output
 
     def reset(self) -> None:
-        """Forget the batches under way."""
+        """Drop the batches in the pipeline."""
         self._outputs, self._is_flushing = [], False
 
     def _next(self, source: Iterator[In]) -> Any:
@@ -138,36 +138,25 @@ class StagedTrainPipeline(TrainPipeline[In, StageOut | None]):
             for stage in self._stages[: last + 1]:
                 given = self._run(stage, *given)
                 if stage.fill_callback is not None:
-                    with _on(stage.stream):
+                    with on_stream(stage.stream):
                         stage.fill_callback()
             self._outputs[last] = given
 
     def _run(self, stage: PipelineStage[Any], given: Any, event: Any) -> tuple[Any, Any]:
-        """Return what a stage makes of what the one before gave, and the event of its end."""
+        """Run a stage on the output of the previous one; return its output and its CUDA event."""
         if given is _NOTHING:
             if stage.data_exhausted_callback is not None:
                 stage.data_exhausted_callback()
             return _NOTHING, None
-        with _on(stage.stream):
+        with on_stream(stage.stream):
             if event is not None and stage.stream is not None:
                 stage.stream.wait_event(event)
                 record_stream(given, stage.stream)
             output = stage.runnable(given)
-            if not _is_cuda(stage.stream):
-                return output, None
-            ended = torch.cuda.Event()
-            ended.record(stage.stream)
-            if self._debug_mode:
+            ended = record_event(stage.stream)
+            if ended is not None and self._debug_mode:
                 ended.synchronize()
             return output, ended
-
-
-def _is_cuda(stream: torch.Stream | None) -> bool:
-    return stream is not None and stream.device.type == "cuda"
-
-
-def _on(stream: torch.Stream | None) -> Any:
-    return torch.cuda.stream(stream) if _is_cuda(stream) else nullcontext()  # type: ignore[arg-type]
 
 
 @final
@@ -212,38 +201,38 @@ class SparseDataDistUtil(Generic[In]):
         embedding_lookup_stream: torch.Stream | None = None,
     ) -> None:
         self._model, self._stream = model, data_dist_stream
-        self._ahead = InputsAhead.of_model(bare_model(model))
-        self._started: list[tuple[Any, Started]] = []
+        self._prefetcher = InputPrefetcher(bare_model(model))
+        self._started: list[tuple[Any, PrefetchedBatch]] = []
         self._forward = model.forward
         model.forward = self._call
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._ahead.has_observed:
-            with self._ahead.observe(args, kwargs):
+        if not self._prefetcher.has_observed:
+            with self._prefetcher.observe(args, kwargs):
                 return self._forward(*args, **kwargs)
-        for place, (batch, started) in enumerate(self._started):
+        for index, (batch, started) in enumerate(self._started):
             if args and args[0] is batch:
-                del self._started[place]
+                del self._started[index]
                 if self._stream is not None:
                     torch.cuda.current_stream().wait_stream(self._stream)
-                with started.used():
+                with started.consume():
                     return self._forward(*args, **kwargs)
         return self._forward(*args, **kwargs)
 
     def start_sparse_data_dist(self, batch: In) -> In:
-        """Send the header of a batch, after the ids of the one before; return the batch."""
+        """Send the ids of earlier batches and the header of this one; return the batch."""
         self.wait_sparse_data_dist()
-        if self._ahead.has_observed:
-            self._started.append((batch, self._ahead.start((batch,), {})))
+        if self._prefetcher.has_observed:
+            self._started.append((batch, self._prefetcher.start((batch,), {})))
         return batch
 
     def wait_sparse_data_dist(self) -> None:
-        """Read the headers of the batches that have started, and send their ids."""
+        """Read the headers of started batches and send their ids."""
         for _, started in self._started:
             started.send()
 
     def start_embedding_lookup(self, batch: In) -> In:
-        """Look up a batch that has started, with the tables as they are; return the batch."""
+        """Look up a started batch in the current tables; return the batch."""
         for other, started in self._started:
             if other is batch:
                 started.look_up()
@@ -255,7 +244,7 @@ class SparseDataDistUtil(Generic[In]):
         name: str = "start_sparse_data_dist",
         runnable: Callable[..., Any] | None = None,
     ) -> PipelineStage[Any]:
-        """Return the stage that sends ids; `runnable` in place of `start_sparse_data_dist`."""
+        """Return the stage that sends ids, by `runnable` if given."""
         made = runnable or self.start_sparse_data_dist
         return PipelineStage(name, made, self._stream, self.wait_sparse_data_dist)
 
@@ -263,11 +252,11 @@ class SparseDataDistUtil(Generic[In]):
     def start_embedding_lookup_stage(
         self, name: str = "start_embedding_lookup", runnable: Callable[..., Any] | None = None
     ) -> PipelineStage[Any]:
-        """Return the stage that looks up; `runnable` in place of `start_embedding_lookup`."""
+        """Return the stage that looks up embeddings, by `runnable` if given."""
         return PipelineStage(name, runnable or self.start_embedding_lookup, self._stream)
 
     def detach(self) -> nn.Module:
-        """Let what is under way arrive; return the model, which sends when it is called again."""
+        """Drop pending exchanges and return the model, which sends ids when it is called again."""
         while self._started:
             self._started.pop()[1].drop()
         self._model.__dict__.pop("forward", None)

@@ -29,7 +29,7 @@ from recsys.distributed.planner import (
 from recsys.distributed.planner.storage import StorageModel
 from recsys.distributed.planner.tables import PlannedTable, ShardSpec
 from recsys.distributed.ranks import comm
-from recsys.distributed.sharded_collection import ShardedCollection
+from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.distributed.types import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recsys.distributed import sharded_collection
 from recsys.distributed.checkpoint import save_checkpoint_async
 from recsys.distributed.data_parallel import DefaultDataParallelWrapper
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.ranks import build_transaction
 from recsys.distributed.shard import shard, shard_modules
-from recsys.distributed.sharded_collection import default_device
+from recsys.distributed.sharded import collection
+from recsys.distributed.sharded.devices import default_device
 from recsys.distributed.sharding_plan import (
     construct_module_sharding_plan,
     row_wise,
@@ -98,9 +98,7 @@ def _build(how: str, both: dict[str, Any], of_rank_1: dict[str, Any]) -> tuple[s
         if "local_size" in asked:
             stack.enter_context(mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=asked["local_size"]))
         if "breaks" in asked:
-            broken = mock.patch.object(
-                sharded_collection, "build_stages", side_effect=MemoryError("2 GB")
-            )
+            broken = mock.patch.object(collection, "build_stages", side_effect=MemoryError("2 GB"))
             stack.enter_context(broken)
         try:
             if how == "shard":

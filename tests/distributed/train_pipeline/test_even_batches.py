@@ -94,7 +94,7 @@ def test_what_is_wrong_is_said() -> None:
     batch = Case(0, 1).batches(1)[0]
     with pytest.raises(ValueError, match="policy must be one of drop, pad, join; received 'stop'"):
         EvenBatches([batch], model, "stop")
-    with pytest.raises(ValueError, match=r"received a Linear without\. Wrap the model"):
+    with pytest.raises(ValueError, match=r"received a Linear"):
         EvenBatches([batch], nn.Linear(1, 1))
     with pytest.raises(ValueError, match="at least one batch; received none"):
         next(iter(EvenBatches([], model)))
@@ -136,7 +136,7 @@ def test_a_rank_without_data_takes_part(ranks: RankPool, policy: str, variable_b
 @pytest.mark.parametrize(
     ("policy", "without", "text"),
     [
-        ("drop", (1,), r"received no batch at all on ranks \[1\], so no rank would train"),
+        ("drop", (1,), r"received none on ranks \[1\]"),
         ("join", (0, 1, 2), "at least one batch; received none on any rank"),
     ],
 )

@@ -116,8 +116,8 @@ def test_a_first_batch_of_another_structure_is_named_on_every_rank(
         assert message == (
             "Batches must have the same structure on all ranks. All ranks must read the first "
             "batch from the same arguments; module 'first' differs: rank 0 has one that reads "
-            "argument 0, rank 1 has one that reads features that the model makes. Pass the same on "
-            "every rank."
+            "argument 0, rank 1 has one that reads features that the model computes. Pass the same "
+            "on every rank."
         )
 
 

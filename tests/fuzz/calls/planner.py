@@ -34,7 +34,7 @@ from recsys.distributed.planner import (
 from recsys.distributed.planner.measured import CollectivePoint, LookupPoint
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.tables_file import read_tables
-from recsys.distributed.sharder import ModuleSharder
+from recsys.distributed.sharded.sharder import ModuleSharder
 from recsys.distributed.types import (
     CacheParams,
     EmbeddingComputeKernel,

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from recsys.distributed.loss_guard import LossGuard
-from recsys.distributed.step_report import StepReport
+from recsys.distributed.monitoring.loss_guard import LossGuard
+from recsys.distributed.monitoring.step_report import StepReport
+from recsys.distributed.monitoring.watchdog import Watchdog
 from recsys.distributed.train_pipeline.even_batches import EvenBatches, UnevenPolicy, empty_batch
 from recsys.distributed.train_pipeline.gradient_accumulation import (
     GradientAccumulationConfig,
@@ -28,7 +29,6 @@ from recsys.distributed.train_pipeline.staged import (
     SparseDataDistUtil,
     StagedTrainPipeline,
 )
-from recsys.distributed.watchdog import Watchdog
 from tests.fuzz.argument_kinds import (
     DEVICE,
     KJT,

@@ -1,4 +1,4 @@
-"""Walking a model down to the modules that answer for everything below them."""
+"""Model traversal that stops at given leaf modules."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 def walk(
     module: nn.Module, is_leaf: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module once, by the first path it has, and nothing below a leaf.
+    """Yield every module once, with its first path, but no submodules of leaves.
 
     Args:
-        module: the root, whose path is empty.
-        is_leaf: whether to stay out of a module.
+        module: The root, whose path is empty.
+        is_leaf: Whether to skip the submodules of a module.
 
     Example:
         >>> model = nn.Sequential(nn.Sequential(nn.ReLU()), nn.ModuleList([nn.ReLU()]))
@@ -38,7 +38,7 @@ def walk(
 def outermost(
     module: nn.Module, is_leaf: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are leaves of `walk`, by path.
+    """Yield the leaves of `walk` with their paths.
 
     Example:
         >>> model = nn.Sequential(nn.Sequential(nn.Sequential()), nn.ReLU())
@@ -49,15 +49,16 @@ def outermost(
 
 
 def check_untied(model: nn.Module, weights: Iterable[nn.Parameter]) -> None:
-    """Check that no weight is used under a second name.
+    """Check that no weight of a table is shared with another parameter.
+
+    Sharding would end the sharing, and training would differ from the unsharded model.
 
     Args:
-        model: all modules that may use one.
-        weights: of tables that are to be placed on ranks.
+        model: The modules that may share a weight.
+        weights: Weights of tables to shard.
 
     Raises:
-        ValueError: naming both uses of a weight. Placing it would end the sharing without a word,
-            and training would depart from that of the given model.
+        ValueError: If a weight is shared; it names both uses.
     """
     placed = {id(weight) for weight in weights}
     first: dict[int, str] = {}
@@ -87,6 +88,6 @@ def check_untied(model: nn.Module, weights: Iterable[nn.Parameter]) -> None:
 def _tied(one: str, other: str) -> ValueError:
     return ValueError(
         "The weight of a sharded table cannot be shared with another parameter; received "
-        f"{one!r} and {other!r}, which are one or overlap in memory. Give each a parameter of its "
-        "own: nn.Parameter(weight.detach().clone())."
+        f"{one!r} and {other!r}, which are one or overlap in memory. Give each its own parameter: "
+        "nn.Parameter(weight.detach().clone())."
     )

@@ -9,49 +9,45 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 from itertools import chain, islice
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from recsys import step_stages
-from recsys.distributed.collection_stages import (
-    CollectionSettings,
-    CollectionStages,
-    OutputStageFactory,
-    build_stages,
-    facts_of,
-)
-from recsys.distributed.module_tree import check_untied
-from recsys.distributed.placement.fused_params import settings_of_table, with_table_settings
+from recsys.distributed.placement.fused_params import with_table_settings
 from recsys.distributed.placement.layout import Layout
 from recsys.distributed.placement.plan import (
     EmbeddingModuleShardingPlan,
     ParameterSharding,
 )
 from recsys.distributed.placement.strategies import check_plan_covers
-from recsys.distributed.ranks.agreement import run_on_all_ranks
 from recsys.distributed.ranks.build_transaction import build_on_all_ranks
 from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import CommOp, QuantizedCommCodecs, codecs_for
-from recsys.distributed.reshard import check_moves, merged_plan
-from recsys.distributed.sharder import ShardedModule, refuse_to_pickle
+from recsys.distributed.sharded.collection_stages import (
+    CollectionSettings,
+    CollectionStages,
+    OutputStageFactory,
+    build_stages,
+    facts_of,
+)
+from recsys.distributed.sharded.devices import canonical_device, default_device
+from recsys.distributed.sharded.module_tree import check_untied
+from recsys.distributed.sharded.reshard import merged_plan, prepare_move
+from recsys.distributed.sharded.sharder import OwnShardsModule
+from recsys.distributed.sharded.table_options import (
+    bounds_check_mode_of,
+    options_of_tables,
+    output_dtype_of,
+)
 from recsys.distributed.stages.batch import Bags, BatchContext
 from recsys.distributed.stages.input_dist import InputDist, start_together
 from recsys.distributed.stages.lookup import Lookup
-from recsys.distributed.stages.output_dist import OutputStage
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer
-from recsys.distributed.state.moves import move_tables
-from recsys.distributed.state.table_shards import TableShards, load_tables
-from recsys.distributed.table_options import (
-    TableOptions,
-    bounds_check_mode_of,
-    output_dtype_of,
-)
-from recsys.kernels.arguments import setting
+from recsys.distributed.state.table_shards import load_tables
 from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_table import TableDict
 from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection
@@ -59,18 +55,30 @@ from recsys.optim.keyed import CombinedOptimizer
 from recsys.sparse import KeyedJaggedTensor
 from recsys.step_stages import Stage
 
-started_ahead: ContextVar[Callable[[ShardedCollection, KeyedJaggedTensor], Any] | None] = (
-    ContextVar("started_ahead", default=None)
+prefetched_output: ContextVar[Callable[[ShardedCollection, KeyedJaggedTensor], Any] | None] = (
+    ContextVar("prefetched_output", default=None)
 )
 """Function that returns the output of a collection for a batch that started early; else None."""
 
 
-class ShardedCollection(ShardedModule):
+def send_ids(ctx: BatchContext) -> None:
+    """Wait for the header of a batch and start sending its ids."""
+    with step_stages.running((Stage.INPUT_DIST, ctx.stage.module.path)):
+        ctx.stage.send(ctx)
+
+
+def receive_ids(ctx: BatchContext) -> BatchContext:
+    """Wait for the ids of a batch and return its context."""
+    with step_stages.running((Stage.INPUT_DIST, ctx.stage.module.path)):
+        return ctx.stage.ids(ctx)
+
+
+class ShardedCollection(OwnShardsModule):
     """Tables of one collection, sharded over ranks.
 
     Args:
-        module: The unsharded collection. Its weights are kept (those of rank 0 if ranks differ);
-            tables on the `meta` device are allocated and initialized shard by shard.
+        module: The unsharded collection. Its weights are kept, the weights of rank 0 if ranks
+            differ. Tables on the `meta` device are allocated and initialized shard by shard.
         table_name_to_parameter_sharding: The plan, with one entry per table.
         env: The ranks.
         fused_params: Optimizer settings for tables without an attached optimizer, such as
@@ -91,8 +99,8 @@ class ShardedCollection(ShardedModule):
     """Name of the attribute with the tables, as in the unsharded collection."""
     output_type: ClassVar[type[LazyAwaitable[Any]]]
     """Type of the output of `forward`."""
-    output_stage: ClassVar[type[OutputStage[Any]]]
-    """Type of the output stage."""
+    output_stage: OutputStageFactory
+    """Type of the output stage, or a function that makes one."""
     output_ops: ClassVar[Sequence[CommOp]]
     """Names of its exchanges in a registry of codecs."""
     _is_weighted = False
@@ -121,39 +129,29 @@ class ShardedCollection(ShardedModule):
                 if hasattr(module, name):
                     setattr(self, name, getattr(module, name))
             self._adopt(module)
-            options = [
-                TableOptions(
-                    weight,
-                    settings_of_table(fused_params, plan[name]),
-                    plan[name].stochastic_rounding,
-                )
-                for name, weight in weights.items()
-            ]
-            self._settings = settings = CollectionSettings(
+            settings = CollectionSettings(
                 owner=type(self).__name__,
                 path=path,
                 env=env,
                 device=canonical_device(device or default_device(env)),
                 configs=module.configs(),
                 poolings=module.poolings(),
-                options=options,
+                options=options_of_tables(weights, plan, fused_params),
                 plan=plan,
                 bounds_check_mode=bounds_check_mode_of(plan, module.bounds_check_mode),
                 output_dtype=output_dtype_of(plan),
                 is_weighted=self._is_weighted,
                 distinct=self._use_index_dedup,
                 codecs=codecs_for(qcomm_codecs_registry, *self.output_ops),
-                output_stage=self._output_stage(),
+                output_stage=self.output_stage,
             )
-            self._set_stages(build_stages(settings))
-            self._tables_optimizer = self._optimizer_of(self._stages)
-            self._fused_optimizer = CombinedOptimizer([self._tables_optimizer])
+            self._build(settings)
             construction.set_device(settings.device)
             construction.add(path, self._facts(settings, self._stages))
             construction.connect(self._stages.output_dist.connect)
             construction.load(
                 module.init_seed,
-                lambda seed: load_tables(self._tables(), module, construction.env, seed),
+                lambda seed: load_tables(self._stages.tables, module, construction.env, seed),
                 may_fail_alone=any(config.init_fn is not None for config in settings.configs),
             )
 
@@ -165,17 +163,17 @@ class ShardedCollection(ShardedModule):
     def _adopt(self, module: Any) -> None:
         """Copy the settings of the unsharded module."""
 
-    def _output_stage(self) -> OutputStageFactory:
-        """Return what makes the output stage."""
-        return self.output_stage
+    def _build(self, settings: CollectionSettings) -> None:
+        """Allocate the tables, and build the stages and the optimizer."""
+        self._settings = settings
+        self._set_stages(build_stages(settings))
+        self._tables_optimizer = self._optimizer_of(self._stages)
+        self._fused_optimizer = CombinedOptimizer([self._tables_optimizer])
 
     def _set_stages(self, stages: CollectionStages) -> None:
         """Set the stages and hold their tables as submodules."""
         self._stages = stages
-        tables = TableDict()
-        for name, table in stages.tables.items():
-            tables[name] = table
-        self._hold_tables(tables)
+        self._hold_tables(TableDict(stages.tables))
 
     def _optimizer_of(self, stages: CollectionStages) -> FusedTablesOptimizer:
         return FusedTablesOptimizer(
@@ -191,16 +189,13 @@ class ShardedCollection(ShardedModule):
         """Return the name of a table's weight in the state dict."""
         return f"{self.tables_name}.{table}.weight"
 
-    def _tables(self) -> Mapping[str, TableShards]:
-        return self._stages.tables
-
     def configs(self) -> list[Any]:
         """Return the tables, in order."""
         return list(self._settings.configs)
 
     def table_weights(self) -> dict[str, Tensor]:
         """Table name -> weight, in order: a `ShardedTable`, or a tensor if it is replicated."""
-        return {name: table.whole() for name, table in self._tables().items()}
+        return {name: table.whole() for name, table in self._stages.tables.items()}
 
     @property
     def env(self) -> ShardingEnv:
@@ -209,7 +204,7 @@ class ShardedCollection(ShardedModule):
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank's shards."""
+        """Device of the shards."""
         return self._settings.device
 
     @property
@@ -218,10 +213,10 @@ class ShardedCollection(ShardedModule):
         return self._stages.input_dist
 
     def create_context(self) -> BatchContext:
-        """Return a context for one batch, for `input_dist`, `compute` and `output_dist`.
+        """Return a context for the stages of one batch.
 
-        Several batches may be in progress, each with its own context. All ranks must call the
-        stages in the same order. docs/engine.md has an example of such a loop.
+        Several batches may be in progress, each with its own context; docs/engine.md has an
+        example. All ranks must call the stages in the same order.
         """
         return BatchContext(self._stages.input_dist)
 
@@ -235,10 +230,9 @@ class ShardedCollection(ShardedModule):
             features: The batch, as for `forward`.
 
         Returns:
-            An awaitable of an awaitable. The first `wait()` waits on the host for the headers of
-            all ranks (not on a GPU without other ranks if sizes are known, see `forward`), raises
-            the errors of `forward`, and starts sending the ids. The second `wait()` waits for the
-            ids and returns `dist_input` for `compute`.
+            An awaitable of an awaitable. The first `wait()` waits for the headers of all ranks,
+            raises the errors of `forward` and starts sending the ids. The second `wait()` waits for
+            the ids and returns `dist_input` for `compute`.
 
         Raises:
             ValueError: If the context belongs to another module or batch.
@@ -264,18 +258,12 @@ class ShardedCollection(ShardedModule):
                 f"{'a batch' if ctx.stage is self._stages.input_dist else 'another module'}. Call "
                 "create_context() for every batch."
             )
-        stage, place = self._stages.input_dist, (Stage.INPUT_DIST, self._settings.path)
-        with step_stages.running(place):
-            start_together([stage.prepare(features, ctx)])
+        with step_stages.running((Stage.INPUT_DIST, self._settings.path)):
+            start_together([ctx.stage.prepare(features, ctx)])
 
         def send() -> Awaitable[BatchContext]:
-            with step_stages.running(place):
-                stage.send(ctx)
-            return LazyAwaitable(receive)
-
-        def receive() -> BatchContext:
-            with step_stages.running(place):
-                return stage.ids(ctx)
+            send_ids(ctx)
+            return LazyAwaitable(lambda: receive_ids(ctx))
 
         return LazyAwaitable(send)
 
@@ -288,7 +276,7 @@ class ShardedCollection(ShardedModule):
 
         Returns:
             The output of each lookup: `[B, C]` for replicated tables, then
-            `[samples of all ranks, C]` for this rank's shards; for sequences a row per id.
+            `[samples of all ranks, C]` for this rank's shards. For sequences it has a row per id.
 
         Raises:
             ValueError: If `dist_input` belongs to another context.
@@ -296,14 +284,11 @@ class ShardedCollection(ShardedModule):
         return list(self._look_up(ctx, dist_input))
 
     def output_dist(self, ctx: BatchContext, output: Iterable[Tensor]) -> LazyAwaitable[Any]:
-        """Start sending embeddings to the ranks of their samples.
+        """Start sending embeddings to the ranks of their samples; return the output of `forward`.
 
         Args:
             ctx: The context of the batch.
             output: The result of `compute`.
-
-        Returns:
-            The output, as from `forward`.
         """
         lookups = iter(output)
         replicas = list(islice(lookups, len(self._stages.replicas)))
@@ -336,10 +321,11 @@ class ShardedCollection(ShardedModule):
     ) -> None:
         """Fetch the rows that `compute` will read into the device caches of tables.
 
+        Call it on the stream of the lookups, after the update of the previous batch.
+
         Args:
             dist_input: The awaited result of `input_dist`.
-            forward_stream: Ignored. Call `prefetch` on the stream of the lookups, after the update
-                of the previous batch.
+            forward_stream: Ignored.
             ctx: Ignored.
         """
         for lookup, bags in zip(self._stages.lookups, dist_input.received.lookups, strict=True):
@@ -389,14 +375,13 @@ class ShardedCollection(ShardedModule):
                 invalid.
 
         On a GPU without other ranks the host does not wait if it knows the number of ids of each
-        feature (`features.length_per_key_or_none()` is not None) or does not need it
-        (docs/engine.md, "On a GPU the host waits once a step, or never"). Invalid values (ids,
-        lengths, inverse indices) are then raised by a later call or by `check_ids`. Lookups stay
-        within their tables meanwhile.
+        feature, or does not need it (docs/engine.md has the cases). A later call or `check_ids`
+        then raises the error of invalid ids, lengths or inverse indices. Lookups stay within their
+        tables meanwhile.
         """
         if torch.compiler.is_dynamo_compiling():
             return run_eagerly(self, features)  # type: ignore[no-any-return]
-        ask = started_ahead.get()
+        ask = prefetched_output.get()
         output = None if ask is None else ask(self, features)
         if output is not None:
             return output  # type: ignore[no-any-return]
@@ -439,44 +424,15 @@ class ShardedCollection(ShardedModule):
         """The lookups of replicated tables, and of this rank's shards."""
         return list(self._stages.replicas), list(self._stages.lookups)
 
-    @property
-    def _lookups(self) -> list[Lookup]:
-        return list(self._stages.lookups)
-
-    @property
-    def _input_dists(self) -> list[InputDist]:
-        return [self._stages.input_dist]
-
-    @property
-    def _output_dists(self) -> list[OutputStage[Any]]:
-        return [self._stages.output_dist]
+    # lists of stages, by the names in TorchRec
+    _lookups = property(lambda self: list(self._stages.lookups))
+    _input_dists = property(lambda self: [self._stages.input_dist])
+    _output_dists = property(lambda self: [self._stages.output_dist])
 
     def extra_repr(self) -> str:
         """Return the lookups of this rank with the reason for their backends, and the stages."""
         lookups = [lookup.kernel for lookup in (*self._stages.lookups, *self._stages.replicas)]
         return "\n".join(map(repr, [*lookups, self._stages.input_dist, self._stages.output_dist]))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        device = self._settings.device
-        probe = fn(torch.empty(0, device=device))
-        if probe.device != device or probe.dtype != torch.float32:
-            raise ValueError(
-                f"A sharded collection stays on its device and keeps its dtype ({device}); "
-                f"received a move to {probe.device}, {probe.dtype}. Shard it with device=..., or "
-                "use DistributedModelParallel.copy."
-            )
-        return self
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict; a collective call. An error of one rank is raised on all."""
-        load = partial(super().load_state_dict, state_dict, *args, **kwargs)
-        return run_on_all_ranks(self._settings.env, "load a state dict", load)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        refuse_to_pickle(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.copy(self._settings.device)
 
     def copy(self, device: torch.device) -> Self:
         """Return a copy on a device, with the plan, weights, optimizer state and learning rates."""
@@ -489,27 +445,18 @@ class ShardedCollection(ShardedModule):
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__getstate__())  # type: ignore[no-untyped-call]
         nn.Module.__init__(other)
-        other._settings = settings
-        other._set_stages(build_stages(settings))
-        other._tables_optimizer = other._optimizer_of(other._stages)
-        other._fused_optimizer = CombinedOptimizer([other._tables_optimizer])
-        own, others = self._tables(), other._tables()
+        other._build(settings)
         with torch.no_grad():
-            for name, table in own.items():
-                others[name].copy_from(table)
-        groups = zip(
-            other._fused_optimizer.param_groups, self._fused_optimizer.param_groups, strict=True
-        )
-        for mine, theirs in groups:
-            mine["lr"] = theirs["lr"]
+            for name, table in self._stages.tables.items():
+                other._stages.tables[name].copy_from(table)
+        rates = [group["lr"] for group in self._fused_optimizer.param_groups]
+        for group, rate in zip(other._fused_optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         other.train(self.training)
         return other
 
     def plan_after(self, plan: Mapping[str, ParameterSharding]) -> EmbeddingModuleShardingPlan:
         """Return the plan after `reshard(plan)`, without moving tables or waiting for ranks.
-
-        Args:
-            plan: As for `reshard`.
 
         Raises:
             ValueError: If the plan does not fit the tables.
@@ -521,10 +468,9 @@ class ShardedCollection(ShardedModule):
     def reshard(self, plan: Mapping[str, ParameterSharding]) -> None:
         """Move tables, with weights and optimizer state, to other ranks during training.
 
-        Call it on every rank between a step and the next forward pass. During the move a rank has
-        the old and the new shards of the lookups that change, and up to 64 MiB of send buffers.
-        Lookups without a moved table are unchanged. `fused_optimizer` stays the same object, with
-        its learning rates.
+        Call it on every rank between a step and the next forward pass. `fused_optimizer` stays the
+        same object, with its learning rates. During the move a rank has the old and the new shards
+        of the lookups that change, and up to 64 MiB of send buffers.
 
         Args:
             plan: New entries by table name; other tables stay. Fields that are None, except the
@@ -532,29 +478,16 @@ class ShardedCollection(ShardedModule):
 
         Raises:
             ValueError: On every rank, before anything moves: if the plan does not fit the tables or
-                the ranks, or changes `bounds_check_mode`, `output_dtype` or `stochastic_rounding`;
-                if a moved table trains without a fused optimizer, or gradients wait for a step; if
-                row states of column shards would have to be split or joined.
+                the ranks, or changes a setting; if a moved table trains without a fused optimizer;
+                if gradients wait for a step; if row states of column shards would change.
         """
         try:
-            settings, stages = self._settings, self._stages
-            with build_on_all_ranks(settings.env) as construction:
-                if stages.finisher.deferred.wait_for_step:
-                    raise ValueError(
-                        f"Gradients of the tables of {settings.path!r} wait for a step, and would "
-                        "be lost by a move. Call step() or zero_grad() before reshard."
-                    )
-                whole = merged_plan(settings.path, settings.plan, plan)
-                after = replace(settings, plan=copy.deepcopy(whole))
-                moved = build_stages(after, stages.lookups, stages.replicas)
-                check_moves(stages.tables, moved.tables)
-                construction.add(settings.path, self._facts(after, moved))
-                construction.connect(moved.output_dist.connect)
-                tables = stages.tables, moved.tables
-                construction.load(0, lambda _: move_tables(*tables, settings.env))
+            with build_on_all_ranks(self.env) as construction:
+                after, moved = prepare_move(construction, self._settings, self._stages, plan)
+                construction.add(after.path, self._facts(after, moved))
                 construction.on_commit(lambda: self._swap_in(after, moved))
         finally:
-            for group in self._fused_optimizer.param_groups:  # of kernels that serve both
+            for group in self._fused_optimizer.param_groups:  # restore the rates of shared kernels
                 group["lr"] = group["lr"]
 
     def _swap_in(self, settings: CollectionSettings, stages: CollectionStages) -> None:
@@ -564,29 +497,3 @@ class ShardedCollection(ShardedModule):
         self._settings = settings
         self._set_stages(stages)
         self._tables_optimizer.follow(self._optimizer_of(stages))
-
-
-def canonical_device(device: torch.device | str) -> torch.device:
-    """Return the device as tensors name it: `cuda:0`, not `cuda`."""
-    return torch.empty(0, device=device).device
-
-
-def default_device(env: ShardingEnv) -> torch.device:
-    """Return the device a rank works on: a GPU under NCCL, else the CPU.
-
-    That is the GPU the process group is bound to, or the current one. A process that has not chosen
-    one, so that it is still GPU 0, takes the one of its `LOCAL_RANK`.
-    """
-    group = env.process_group
-    # a group made with no backend named serves both kinds of device
-    if group is not None and torch.distributed.get_backend(group) in ("gloo", "mpi"):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    bound = getattr(group, "bound_device_id", None)
-    if bound is not None:
-        return torch.device(bound)
-    current = torch.cuda.current_device()
-    local_rank = setting("LOCAL_RANK", least=0) or 0
-    chosen = current == 0 and local_rank < torch.cuda.device_count()
-    return torch.device("cuda", local_rank if chosen else current)

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recsys.distributed.monitoring.step_report import STAGES, StepReport
 from recsys.distributed.ranks.comm import Pending
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.shard import shard
 from recsys.distributed.sharding_plan import table_wise
 from recsys.distributed.stages.input_dist import InputDist
 from recsys.distributed.stages.output_dist import Exchange
-from recsys.distributed.step_report import STAGES, StepReport
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -131,7 +131,7 @@ def test_what_is_hidden_of_exchanges(pauses: int, low: float, high: float) -> No
         report.step(1)
     assert low <= report.overlap <= high
     if pauses == 2:
-        assert f"under way for {report.numbers()['under way'] * 1e3:.2f} ms" in str(report)
+        assert f"exchanges took {report.numbers()['under way'] * 1e3:.2f} ms" in str(report)
 
 
 class Writer:

@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 import recsys
 from recsys import contact, step_stages
-from recsys.distributed.watchdog import Watchdog, _is_of_library, end_with_launcher
+from recsys.distributed.monitoring.watchdog import Watchdog, _is_of_library, end_with_launcher
 from recsys.step_stages import Stage
 from tests.distributed.train_pipeline.test_pipelines import build, plain, samples
 from tests.examples.kills import lives
 from tests.ranks import RankPool
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WORKER = """
 import sys, time
-from recsys.distributed.watchdog import end_with_launcher
+from recsys.distributed.monitoring.watchdog import end_with_launcher
 print(end_with_launcher(), flush=True)
 time.sleep(60)
 """
@@ -188,7 +188,7 @@ def test_alone_there_is_nobody_to_wait_for() -> None:
 
 FORKS = """
 import os, signal, sys, torch.distributed as dist
-from recsys.distributed.watchdog import Watchdog
+from recsys.distributed.monitoring.watchdog import Watchdog
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 watchdog = Watchdog()
 dist.get_world_size = lambda: 2

@@ -115,10 +115,8 @@ class LossGuard:
             return False
         host, copied = _copy_aside(value)
         self._unread.append((self._step, host, copied, batch))
-        while self._unread[0][2].query() or len(self._unread) > _MOST_UNREAD:
+        while self._unread and (self._unread[0][2].query() or len(self._unread) > _MOST_UNREAD):
             self._read_one()
-            if not self._unread:
-                break
         return False
 
     def finish(self) -> None:
@@ -142,8 +140,8 @@ class LossGuard:
         """
         if self._skip:
             raise ValueError(
-                "A pipeline makes every step; received a LossGuard with skip=True. Let it raise, "
-                "or write the loop yourself."
+                "LossGuard.around needs skip=False, because a pipeline makes every step; received "
+                "skip=True. To skip steps, write the training loop yourself."
             )
 
         def forward(batch: Any) -> tuple[Tensor, Any]:
@@ -189,8 +187,8 @@ class LossGuard:
         if self._skipped > self._most:
             raise BadLossError(
                 f"At most {self._most} steps may be skipped in a row; received {self._skipped}, up "
-                f"to step {self._step}. Go back to a save before them: the model itself is "
-                "probably no longer finite."
+                f"to step {self._step}. Load a checkpoint from before these steps; the model "
+                "probably has weights that are not finite."
             )
         return bool(self._skipped)
 

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from recsys.distributed.placement.fused_params import settings_of_table
 from recsys.distributed.placement.layout import Layout, Rect
 from recsys.distributed.placement.plan import (
     EmbeddingComputeKernel,
@@ -57,6 +58,20 @@ class TableOptions:
             )
 
 
+def options_of_tables(
+    weights: Mapping[str, nn.Parameter],
+    plan: Mapping[str, ParameterSharding],
+    fused_params: Mapping[str, Any] | None,
+) -> list[TableOptions]:
+    """Return the properties of each table of a plan."""
+    return [
+        TableOptions(
+            weight, settings_of_table(fused_params, plan[name]), plan[name].stochastic_rounding
+        )
+        for name, weight in weights.items()
+    ]
+
+
 def facts_of_tables(
     layout: Layout, configs: Sequence[Any], options: Sequence[TableOptions]
 ) -> dict[str, str]:
@@ -101,7 +116,7 @@ def bounds_check_mode_of(
     asked = {s.bounds_check_mode.name for s in plan.values() if s.bounds_check_mode is not None}
     if len(asked) > 1:
         raise ValueError(
-            "The tables of one collection share one bounds_check_mode; the plan asks for "
+            "The tables of one collection must share one bounds_check_mode; received "
             f"{sorted(asked)}."
         )
     return BoundsCheckMode[asked.pop()] if asked else default
@@ -117,8 +132,8 @@ def output_dtype_of(plan: EmbeddingModuleShardingPlan) -> torch.dtype:
     served = (torch.float32, torch.float16, torch.bfloat16)
     if len(asked) > 1 or not asked <= {*served}:
         raise ValueError(
-            f"The tables of one collection must share one output_dtype of {[*served]}; the plan "
-            f"asks for {sorted(map(str, asked))}."
+            f"The tables of one collection must share one output_dtype of {[*served]}; received "
+            f"{sorted(map(str, asked))}."
         )
     return asked.pop() if asked else torch.float32
 
@@ -146,7 +161,7 @@ def group_settings(
     """
     if sharding.compute_kernel == EmbeddingComputeKernel.QUANT.value:
         raise ValueError(
-            f"Table {name!r} has compute_kernel 'quant', which is for inference; shard a "
+            f"compute_kernel 'quant' is for inference; received it for table {name!r}. Shard a "
             "quantized model by recsys.inference.shard_quant_model."
         )
     splits_columns = len({rect.col_start for rect in rects}) > 1
@@ -154,16 +169,15 @@ def group_settings(
     if owned is not None and splits_columns and not owned.may_split_columns:
         raise ValueError(
             f"Table {name!r} is split by columns, but its optimizer "
-            f"{owned.spec.algorithm.name} takes the norm of whole rows. Place it table_wise, "
-            "row_wise or data_parallel, or ask for row_state='per_shard', which takes each "
-            "part's columns for whole rows."
+            f"{owned.spec.algorithm.name} needs the norm of whole rows. Place it table_wise, "
+            "row_wise or data_parallel, or set row_state='per_shard' for norms of column shards."
         )
     reads_rows = owned is not None and splits_columns and owned.spec.rule.reduces_rows
     exchanges = owned is not None and splits_columns and owned.exchanges_row_state
     if owned is not None and not rects and not owned.may_replicate:
         raise ValueError(
-            f"Table {name!r} is data_parallel and has stochastic_rounding, with which its "
-            "replicas would drift apart. Place it otherwise, or turn the rounding off."
+            f"Table {name!r} is data_parallel and must not have stochastic_rounding: its replicas "
+            "would diverge. Use another sharding type, or disable the rounding."
         )
     location = compute_kernel_to_embedding_location(EmbeddingComputeKernel(sharding.compute_kernel))
     return GroupSettings(

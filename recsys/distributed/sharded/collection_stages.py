@@ -14,13 +14,13 @@ from recsys.distributed.placement.plan_layout import place_tables
 from recsys.distributed.ranks.agreement import stable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
+from recsys.distributed.sharded.table_options import TableOptions, facts_of_tables, group_settings
 from recsys.distributed.stages.input_dist import InputDist
 from recsys.distributed.stages.lookup import GroupSettings, Lookup, build_lookups, needs_one_width
 from recsys.distributed.stages.output_dist import OutputStage
 from recsys.distributed.stages.streams import StagedModule
 from recsys.distributed.state.row_updates import PostBackwardUpdater
 from recsys.distributed.state.table_shards import TableShards
-from recsys.distributed.table_options import TableOptions, facts_of_tables, group_settings
 from recsys.kernels.types import BoundsCheckMode, PoolingType
 from recsys.modules.embedding_interfaces import get_embedding_names_by_table
 from recsys.optim.apply_optimizer_in_backward import mark_in_backward

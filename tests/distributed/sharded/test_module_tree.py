@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from recsys.distributed.module_tree import check_untied, outermost, walk
+from recsys.distributed.sharded.module_tree import check_untied, outermost, walk
 
 
 def is_list(module: nn.Module) -> bool:

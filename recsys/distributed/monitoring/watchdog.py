@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import itertools
 import os
 import select
 import signal
@@ -48,9 +49,9 @@ _PR_SET_PDEATHSIG = 1
 def end_with_launcher() -> bool:
     """Make the kernel kill this process when its parent, torchrun's agent, ends.
 
-    The agent ends its workers unless it is killed itself. Without this call they would then go on
-    training beside the workers of the next attempt. Call it at the start of a training script, on
-    the main thread.
+    The agent ends its workers unless it is killed itself. Without this call they would then
+    continue training beside the workers of the next attempt. Call it at the start of a training
+    script, on the main thread.
 
     Returns:
         Whether the process is set up so: on Linux, in a process that torchrun started.
@@ -68,9 +69,6 @@ def end_with_launcher() -> bool:
     if os.getppid() != launcher:  # it has ended already
         os.kill(os.getpid(), signal.SIGKILL)
     return True
-
-
-_open: Watchdog | None = None
 
 
 @final
@@ -124,8 +122,7 @@ class Watchdog:
         self._printing, self._has_printed = threading.Lock(), False
 
     def __enter__(self) -> Self:
-        global _open
-        if _open is not None:
+        if contact.ask_watchdog is not None:
             raise RuntimeError("A Watchdog is open in this process already; close it first.")
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self
@@ -138,7 +135,6 @@ class Watchdog:
         self._beats = Heartbeats(
             _store(), self._rank, dist.get_world_size(), self._interval, self._position
         )
-        _open = self
         self._closing.enter_context(observe(self._position))
         contact.ask_watchdog = self._ask
         self._signals, self._waker = socket.socketpair()
@@ -150,7 +146,6 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        global _open
         if self._beats is None:
             return
         beats, self._ends = self._beats, error is not None
@@ -165,7 +160,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         self._closing.close()
         contact.ask_watchdog = None
-        _open = self._beats = None
+        self._beats = None
 
     @checked
     def pause(self, name: str) -> AbstractContextManager[None]:
@@ -276,7 +271,7 @@ class Watchdog:
         self._end(end, 128 + signal.SIGTERM)
 
     def _end(self, end: End, code: int = 1) -> NoReturn:
-        """Print the reason and end the process, whatever its main thread does."""
+        """Print the reason and end the process without its main thread."""
         _dump_and_end_after(2 * _MARGIN)  # in case this function hangs
         self._print_reason(end)
         if end.stacks:
@@ -314,21 +309,19 @@ def _restore_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-# A forked process, such as a data loader's, has no watching thread; its signals would wake that of
-# its parent.
+# A forked process, such as a data loader's, has no watching thread; its signals would wake the
+# thread of its parent.
 os.register_at_fork(after_in_child=_restore_sigterm)
 
 
 def _store() -> Store:
     """Return the store of the job, with a prefix for each attempt and each watchdog."""
-    global _opened
-    _opened += 1
     tries = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.distributed_c10d._get_default_store()
-    return PrefixStore(f"recsys/watchdog/{tries}/{_opened}", store)
+    return PrefixStore(f"recsys/watchdog/{tries}/{next(_numbers)}", store)
 
 
-_opened = 0
+_numbers = itertools.count(1)
 
 
 def _timeout_of_group() -> float:
@@ -368,7 +361,7 @@ def _is_of_library(file: str) -> bool:
 
 
 _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
-_LIBRARIES = f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"
+_LIBRARIES = f"{Path(__file__).parents[2]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"
 
 
 def _print_no_more_of(error: BaseException) -> None:

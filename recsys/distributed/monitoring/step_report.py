@@ -1,4 +1,4 @@
-"""Where the time of training steps goes, stage by stage, as numbers and as a trace.
+"""Step report: time of training steps by stage, as numbers and as a trace.
 
     with StepReport() as report:
         for batch in report.data(loader):
@@ -6,9 +6,9 @@
             report.step(samples=len(batch.labels))
     print(report)
 
-A report observes the engine's stages (`recsys.step_stages`). A profiler that runs meanwhile shows
-them as ranges named `recsys lookup` and so on. Times are the host's: on a CPU they include
-computing and waiting; on a GPU the host launches work, and the trace shows the device's time.
+A report observes the engine's stages (`recsys.step_stages`). A profiler shows them as ranges such
+as `recsys lookup`. Times are measured on the host: on a CPU they include computing and waiting. On
+a GPU the host only launches work; the trace shows the device's time.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ _NAMES = {
     Stage.GRADIENT_DIST: "output dist",
     Stage.OPTIMIZER: "optimizer",
 }
-"""The stages of `STAGES`; the time outside of them is "dense"."""
+"""Name in `STAGES` of each stage; the remaining time is "dense"."""
 
 
 class ScalarWriter(Protocol):
-    """What takes numbers, such as `torch.utils.tensorboard.SummaryWriter`."""
+    """Writer of scalars, such as `torch.utils.tensorboard.SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Take a number of a step."""
+        """Write a number of a step."""
 
 
 @final
 class StepReport:
-    """Measures what the time of steps goes to, while it is open.
+    """Measurement of the time of training steps by stage.
 
     The stages are `data` (waiting for batches), `input dist`, `lookup` (with the tables' update in
-    backward), `output dist` (with the gradients' way back), `optimizer`, and `dense`, which is all
-    else. One report may be open in a process at a time.
+    backward), `output dist` (with the exchange of gradients), `optimizer`, and `dense` for the
+    remaining time. Only one report may be open in a process.
 
     Args:
-        writer: takes the numbers of every `every` steps; None: nobody.
-        every: steps between two writes.
-        trace: a file for a Chrome trace (chrome://tracing, Perfetto) of the first steps; None:
-            none.
-        traced_steps: how many.
+        writer: Writer of the numbers of every `every` steps; None for no writer.
+        every: Steps between two writes.
+        trace: File for a Chrome trace (chrome://tracing, Perfetto) of the first steps; None for no
+            trace.
+        traced_steps: Number of steps in the trace.
 
     Attributes:
-        steps: that have ended.
-        samples: in them.
+        steps: Number of steps.
+        samples: Number of samples in these steps.
 
     Raises:
-        ValueError: if a number is below 1.
+        ValueError: If a number is below 1.
 
     Example:
         >>> with StepReport() as report:
@@ -92,7 +92,7 @@ class StepReport:
         self._profiler: Any = None
         self._closing = ExitStack()
         self._stages: list[tuple[str, AbstractContextManager[Any] | None]] = []
-        self._at = 0.0  # until when the time is counted
+        self._at = 0.0  # end of the measured time
         self._seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
         self._arrivals: dict[int, Callable[[Any], None]] = {}
         self._under_way = self._waited = self._wait_began = 0.0
@@ -102,7 +102,7 @@ class StepReport:
     def __enter__(self) -> Self:
         self._closing.enter_context(observe(self))
         if self._trace is not None:
-            # one cycle; without this, torch 2.11 warns that only the last is kept
+            # there is one cycle; acc_events avoids a warning of torch 2.11 about several
             self._profiler = torch.profiler.profile(acc_events=True)
             self._profiler.start()
         self._at = time.perf_counter()
@@ -113,7 +113,7 @@ class StepReport:
         self._end_trace()
 
     def data(self, batches: Iterable[B]) -> Iterator[B]:
-        """Yield batches, and count the time until they come."""
+        """Yield batches and measure the time to read them."""
         if isinstance(batches, str | bytes) or not isinstance(batches, Iterable):
             wrong_type("StepReport.data: batches", "an iterable of batches", batches)
         source = iter(batches)
@@ -129,11 +129,11 @@ class StepReport:
         """End a step.
 
         Args:
-            samples: of this rank's batch.
+            samples: Number of samples in this rank's batch.
         """
         whole("StepReport.step: samples", samples, least=0)
         self._count()
-        self._stages.clear()  # of a step that raised
+        self._stages.clear()  # left by a step that raised an error
         self.steps += 1
         self.samples += samples
         if self.steps == self._traced_steps:
@@ -144,17 +144,17 @@ class StepReport:
             self._last_write = self.numbers()
 
     def shares(self) -> dict[str, float]:
-        """Return what share of the time each of `STAGES` took, by name; all add up to 1."""
+        """Return the share of each of `STAGES` in the time; shares add up to 1."""
         total = sum(self._seconds.values()) or 1.0
         return {name: seconds / total for name, seconds in self._seconds.items()}
 
     @property
     def overlap(self) -> float:
-        """What share of the time of exchanges the host did something else; 0 without any."""
+        """Share of the time of exchanges in which the host did other work; 0 without exchanges."""
         return max(0.0, 1 - self._waited / self._under_way) if self._under_way else 0.0
 
     def numbers(self) -> dict[str, float]:
-        """Return the sums so far: steps, samples, seconds of stages and of exchanges."""
+        """Return the numbers of steps and samples, and the seconds of stages and of exchanges."""
         return self._seconds | {
             "steps": self.steps,
             "samples": self.samples,
@@ -184,8 +184,8 @@ class StepReport:
             lines.append(f"  {name:<12}{share:>7.1%}  {'#' * round(40 * share)}")
         if self._under_way:
             lines.append(
-                f"  exchanges were under way for {self._under_way / self.steps * 1e3:.2f} ms of a "
-                f"step, {self.overlap:.0%} of it behind other work"
+                f"  exchanges took {self._under_way / self.steps * 1e3:.2f} ms per step, "
+                f"{self.overlap:.0%} of it overlapped with other work"
             )
         return "\n".join(lines)
 
@@ -196,7 +196,7 @@ class StepReport:
         if stage not in _NAMES:
             return
         self._count()
-        profiled = torch.autograd.profiler._is_profiler_enabled  # the report's, or a user's own
+        profiled = torch.autograd.profiler._is_profiler_enabled  # by the report or the user
         name = _NAMES[stage]
         span = torch.profiler.record_function(f"recsys {name}") if profiled else None
         if span is not None:
@@ -208,7 +208,7 @@ class StepReport:
         if stage not in _NAMES:
             return
         self._count()
-        if self._stages:  # not if it began before a step that raised
+        if self._stages:  # empty if the stage began before a step that raised an error
             _, span = self._stages.pop()
             if span is not None:
                 span.__exit__(None, None, None)
@@ -220,7 +220,7 @@ class StepReport:
         began = [time.perf_counter()]
 
         def arrived(_: Any) -> None:
-            if began:  # called twice: by the future, and at the end of the wait
+            if began:  # called by the future and at the end of the wait
                 self._under_way += time.perf_counter() - began.pop()
 
         pending.work.get_future().add_done_callback(arrived)

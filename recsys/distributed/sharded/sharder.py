@@ -1,25 +1,27 @@
-"""What a sharded module is, what makes one, and how models that hold some are copied."""
+"""Base classes of sharded modules and of sharders, and copies of models that contain them."""
 
 from __future__ import annotations
 
 import abc
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NoReturn, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
-from recsys.distributed.module_tree import outermost, walk
 from recsys.distributed.placement.plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     ParameterSharding,
     ShardingType,
 )
+from recsys.distributed.ranks.agreement import run_on_all_ranks
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
+from recsys.distributed.sharded.module_tree import outermost, walk
 from recsys.kernels.arguments import wrong_type
 from recsys.kernels.checked import checked
 
@@ -28,26 +30,26 @@ S = TypeVar("S", bound=nn.Module)
 
 
 class ShardedModule(nn.Module, abc.ABC):
-    """A module whose tables are placed on ranks by a plan.
+    """Module whose tables are sharded over ranks by a plan.
 
-    It answers for all that is below it: nobody else replicates, moves, copies or updates that. If a
-    part of yours is to be replicated, let `sharded_parameter_names` leave it out, or set
+    It owns its submodules: `DistributedModelParallel` does not replicate, move, copy or update
+    them. To replicate some parameters, omit them in `sharded_parameter_names`, or set
     `answers_for_all` to False.
     """
 
     answers_for_all: ClassVar[bool] = True
-    """False for a module of which only the sharded modules inside are placed by a plan."""
+    """False if only the sharded modules inside are placed by a plan."""
 
     @property
     @abc.abstractmethod
     def fused_optimizer(self) -> Any:
-        """The keyed optimizer of the tables that update themselves in backward."""
+        """Keyed optimizer of the tables that are updated in backward."""
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Yield the names of the parameters and buffers that differ from rank to rank.
 
         Args:
-            prefix: the module's path, which leads every name.
+            prefix: Path of the module, which is prepended to each name.
         """
         for name, _ in (*self.named_parameters(prefix), *self.named_buffers(prefix)):
             yield name
@@ -60,91 +62,114 @@ class ShardedModule(nn.Module, abc.ABC):
         )
 
     def copy(self, device: torch.device) -> Self:
-        """Return a copy on another device; sharded modules inside are copied by themselves."""
-        return copy_around_sharded(self, device)
+        """Return a copy on another device, with copies of the sharded modules inside."""
+        return copy_to_device(self, None, device)
+
+
+class OwnShardsModule(ShardedModule):
+    """Sharded module that stores shards itself: they stay on their device and are not pickled."""
+
+    @property
+    @abc.abstractmethod
+    def env(self) -> ShardingEnv:
+        """The ranks."""
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """Device of this rank's shards."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict; a collective call. An error of one rank is raised on all."""
+        load = partial(super().load_state_dict, state_dict, *args, **kwargs)
+        return run_on_all_ranks(self.env, "load a state dict", load)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        probe = fn(torch.empty(0, device=self.device))
+        if probe.device != self.device or probe.dtype != torch.float32:
+            raise ValueError(
+                f"A {type(self).__name__} stays on its device and keeps its dtype ({self.device}); "
+                f"received a move to {probe.device}, {probe.dtype}. Shard it with device=..., or "
+                "call copy of the module or of its DistributedModelParallel."
+            )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy(self.device)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_to_pickle(self)
 
 
 def refuse_to_pickle(module: nn.Module) -> NoReturn:
-    """Raise TypeError: a module holds a part of a model, and the way to the other parts."""
+    """Raise TypeError: the module holds shards of one rank, and process groups."""
     raise TypeError(
-        f"A {type(module).__name__} cannot be pickled: it holds this rank's part of the tables "
-        "and the process group. Save it by recsys.distributed.checkpoint.save_checkpoint, or its "
-        "state_dict() by torch.distributed.checkpoint; copy it by copy.deepcopy."
+        f"A {type(module).__name__} cannot be pickled: it holds this rank's shards and a process "
+        "group. Save it by recsys.distributed.checkpoint.save_checkpoint, or its state_dict() by "
+        "torch.distributed.checkpoint; copy it by copy.deepcopy."
     )
 
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def copy_around_sharded(
-    module: M, device: torch.device, current_device: torch.device | None = None
-) -> M:
-    """Return a deep copy on another device; sharded modules below make their own.
-
-    Args:
-        module: whose parameters and buffers, outside of sharded modules, move to `device`.
-        device: where the copy goes.
-        current_device: whose tensors move; all if None.
-    """
-
-    def is_inner(root: nn.Module) -> Callable[[nn.Module], bool]:
-        return lambda found: found is not root and isinstance(found, ShardedModule)
-
-    copies: dict[int, Any] = {
-        id(inner): cast(ShardedModule, inner).copy(device)
-        for _, inner in outermost(module, is_inner(module))
-    }
-    copied = copy.deepcopy(module, copies)
-    move_parts(copied, device, is_inner(copied), current_device)
-    return copied
-
-
 @checked
-def copy_to_device(module: M, current_device: torch.device, to_device: torch.device) -> M:
-    """Return a deep copy whose tensors on one device are on another; others stay where they are.
+def copy_to_device(module: M, current_device: torch.device | None, to_device: torch.device) -> M:
+    """Return a deep copy of a model with its tensors on another device.
 
     Args:
-        module: a model, or a part of one. Sharded modules in it are copied to `to_device`.
-        current_device: whose tensors move; those on `meta` never do.
-        to_device: where to.
+        module: The model. Sharded modules in it are copied to `to_device`.
+        current_device: Device whose tensors move; None for all devices. Tensors on `meta` never
+            move.
+        to_device: Target device.
 
     Example:
         >>> cpu, meta = torch.device("cpu"), torch.device("meta")
         >>> copy_to_device(nn.Linear(2, 3), cpu, meta).weight.device
         device(type='meta')
     """
-    return copy_around_sharded(module, to_device, current_device)
+
+    def is_inner(root: nn.Module) -> Callable[[nn.Module], bool]:
+        return lambda found: found is not root and isinstance(found, ShardedModule)
+
+    copies: dict[int, Any] = {
+        id(inner): cast(ShardedModule, inner).copy(to_device)
+        for _, inner in outermost(module, is_inner(module))
+    }
+    copied = copy.deepcopy(module, copies)
+    move_tensors(copied, to_device, is_inner(copied), current_device)
+    return copied
 
 
-def move_parts(
+def move_tensors(
     module: nn.Module,
     device: torch.device,
     is_leaf: Callable[[nn.Module], bool],
     current_device: torch.device | None = None,
 ) -> None:
-    """Move the tensors of a model, in place, save those of leaves and those on `meta`.
+    """Move the tensors of a model in place, except tensors of leaves and tensors on `meta`.
 
     Args:
-        module: the model.
-        device: where to.
-        is_leaf: tells which parts stay, with what is below them.
-        current_device: whose tensors move; all if None.
+        module: The model.
+        device: Target device.
+        is_leaf: Whether a module stays, with its submodules.
+        current_device: Device whose tensors move; None for all devices.
     """
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         stays = tensor.is_meta or current_device not in (None, tensor.device)
         return tensor if stays else tensor.to(device)
 
-    for _, part in walk(module, is_leaf):
-        if not is_leaf(part):
-            part._apply(moved, recurse=False)
+    for _, child in walk(module, is_leaf):
+        if not is_leaf(child):
+            child._apply(moved, recurse=False)
 
 
 class ModuleSharder(abc.ABC, Generic[T]):
-    """Makes the sharded counterpart of one module type."""
+    """Base of sharders, which convert modules of one type to sharded modules."""
 
     fused_params: Mapping[str, Any] = MappingProxyType({})
-    """Optimizer settings for tables that have no optimizer attached."""
+    """Optimizer settings for tables without an attached optimizer."""
 
     @property
     @abc.abstractmethod
@@ -160,32 +185,32 @@ class ModuleSharder(abc.ABC, Generic[T]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> nn.Module:
-        """Return what takes the module's place, with its weights.
+        """Return the sharded module with the weights of the given one.
 
-        That is a `ShardedModule`, or a module that contains some. Name the parts as in the
-        given module, so that the state dict keeps its names.
+        It is a `ShardedModule`, or a module that contains some. Its submodules must have the same
+        names as in the given module, so that the names in the state dict stay the same.
 
         Args:
-            module: to be sharded.
-            params: its plan.
-            env: the ranks.
-            device: where the tables go.
-            module_fqn: the module's path in the model, by which errors name it. A sharder of your
-                own may leave it out.
+            module: The module to shard.
+            params: Its plan.
+            env: The ranks.
+            device: Device of the tables.
+            module_fqn: Path of the module in the model, for error messages. A custom sharder may
+                omit this parameter.
         """
 
     @abc.abstractmethod
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
-        """Return table name to weight, for every table of the module."""
+        """Return the weight of each table by name."""
 
     @checked
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return the sharding types this sharder can execute on that kind of device."""
+        """Return the sharding types that this sharder supports on a type of device."""
         return [kind.value for kind in ShardingType]
 
     @checked
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return the compute kernels for that sharding type on that kind of device."""
+        """Return the compute kernels for a sharding type on a type of device."""
         kernels = [EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.DENSE]
         if compute_device_type == "cuda" and sharding_type != ShardingType.DATA_PARALLEL.value:
             kernels += [EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING]
@@ -193,18 +218,18 @@ class ModuleSharder(abc.ABC, Generic[T]):
 
 
 class CollectionSharder(ModuleSharder[T], Generic[T, S]):
-    """Makes a `ShardedCollection` of a module.
+    """Base of sharders that convert a module to a `ShardedCollection`.
 
     Args:
-        fused_params: optimizer settings for tables that have no optimizer attached.
-        qcomm_codecs_registry: what embeddings and gradients look like while they travel, from
-            `get_qcomm_codecs_registry`; None: as they are.
+        fused_params: Optimizer settings for tables without an attached optimizer.
+        qcomm_codecs_registry: Wire formats of embeddings and gradients, from
+            `get_qcomm_codecs_registry`; None for the dtype of the values.
     """
 
     replaces: ClassVar[type[Any]]
-    """The module type."""
+    """Module type."""
     makes: ClassVar[type[Any]]
-    """The sharded collection's type."""
+    """Type of the sharded collection."""
 
     @checked
     def __init__(
@@ -229,7 +254,7 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> S:
-        """Return the sharded collection with the given module's weights."""
+        """Return the sharded collection with the weights of the module."""
         self._check(module)
         made: S = self.makes(
             self._collection_of(module),
@@ -244,7 +269,7 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
         return made
 
     def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
-        """Return table name to weight."""
+        """Return the weight of each table by name."""
         self._check(module)
         weights: dict[str, nn.Parameter] = module.table_weights()
         return weights
@@ -255,20 +280,20 @@ class CollectionSharder(ModuleSharder[T], Generic[T, S]):
             wrong_type(f"{name}: module", f"a {self.replaces.__name__}", module)
 
     def _collection_of(self, module: Any) -> Any:
-        """Return what the sharded collection is made of: the module, itself a collection."""
+        """Return the module as a collection of tables."""
         return module
 
     def _options(self) -> dict[str, Any]:
-        """Return what else the sharded collection is made with."""
+        """Return further arguments of the sharded collection."""
         return {}
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether a module is a `ShardedModule` that answers for all that is below it."""
+    """Return whether a module is a `ShardedModule` that owns its submodules."""
     return isinstance(module, ShardedModule) and module.answers_for_all
 
 
 def has_tables(module: nn.Module, sharders: Mapping[type[nn.Module], ModuleSharder[Any]]) -> bool:
-    """Return whether a module has tables that one of the sharders can place."""
+    """Return whether one of the sharders can shard tables of a module."""
     kind = type(module)
     return kind in sharders and bool(sharders[kind].shardable_parameters(module))

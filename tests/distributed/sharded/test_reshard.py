@@ -245,13 +245,13 @@ def _refused(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("plain", "Table 'a' has no optimizer of its own"),
+        ("plain", "table 'a' has none"),
         ("waiting", "Gradients of the tables of 'ebc' wait for a step"),
         ("differs", "the new plan of ebc differs: rank 0 has"),
         ("table", "not in the module: ['c']"),
         ("module", "sharded modules of the model, ['ebc']; received 'abc'"),
         ("per_shard", "Table 'a' has row_state='per_shard'"),
-        ("setting", "table 'a' has bounds_check_mode=None, received BoundsCheckMode.IGNORE"),
+        ("setting", "bounds_check_mode=None of table 'a'; received BoundsCheckMode.IGNORE"),
         ("type", "reshard.plan must be a ShardingPlan"),
     ],
 )

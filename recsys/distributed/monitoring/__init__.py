@@ -1,0 +1,5 @@
+"""Tools that observe a training job.
+
+`watchdog` reports late ranks and ends a job when one rank fails, `loss_guard` reports bad losses,
+and `step_report` measures the stages of steps.
+"""
