@@ -34,6 +34,7 @@ BROAD = {
     "test_docstrings.py",
     "test_imports_one_way.py",
     "test_lean_import.py",
+    "test_messages.py",
     "test_mirror.py",
     "test_public_surface.py",
     "test_ranks.py",
@@ -104,6 +105,8 @@ TESTED_THROUGH = {
     "modules/embedding_table.py": "modules/test_embedding_tables.py",
     "modules/row_pool.py": "modules/test_object_pools.py",
     "modules/table_lookups.py": "modules/test_embedding_tables.py",
+    "sparse/keyed_bags.py": "sparse/test_keyed_jagged.py",
+    "sparse/lookup_checks.py": "modules/test_embedding_bag_collection.py",
 }
 
 

@@ -19,7 +19,7 @@ from recsys.kernels import ops
 from recsys.kernels.bounds import are_bags_bad, safe_lengths
 from recsys.kernels.types import BoundsCheckMode
 from recsys.sparse import KeyedJaggedTensor
-from recsys.sparse.keyed_jagged import Parts
+from recsys.sparse.keyed_bags import Parts
 from recsys.sparse.per_key_checks import check_length_per_key
 from recsys.sparse.validate import check_total, preview
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from recsys.kernels import ops
 
 if TYPE_CHECKING:
-    from recsys.sparse.keyed_jagged import KeyedJaggedTensor
+    from recsys.sparse.keyed_bags import KeyedBags
 
 
-def named_tensors(kjt: KeyedJaggedTensor) -> dict[str, Tensor]:
+def named_tensors(kjt: KeyedBags) -> dict[str, Tensor]:
     """Return what an exchange sends: lengths, values, strides if they vary, and weights if any."""
     kjt = kjt.trim()
     tensors = {"lengths": kjt.lengths(), "values": kjt.values()}
@@ -30,7 +30,7 @@ def named_tensors(kjt: KeyedJaggedTensor) -> dict[str, Tensor]:
     return tensors if weights is None else {**tensors, "weights": weights}
 
 
-def splits(kjt: KeyedJaggedTensor, key_splits: list[int]) -> list[list[int]]:
+def splits(kjt: KeyedBags, key_splits: list[int]) -> list[list[int]]:
     """Return how many entries of each of `named_tensors` go to each rank."""
     values = _sum_runs(kjt.length_per_key(), key_splits)
     strides = _sum_runs(kjt.stride_per_key(), key_splits)

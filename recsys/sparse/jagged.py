@@ -244,22 +244,19 @@ class JaggedTensor(Bags):
         if values.dim() < 2 or lengths.shape != values.shape[:1]:
             raise ValueError(
                 "JaggedTensor.from_dense_lengths: values must be [M, width, ...] and lengths [M]; "
-                f"received values of shape {tuple(values.shape)} and lengths of shape "
-                f"{tuple(lengths.shape)}."
+                f"received values of shape {list(values.shape)} and lengths of shape "
+                f"{list(lengths.shape)}."
             )
-        if (
-            validate.is_readable(lengths)
-            and lengths.numel()
-            and int(lengths.max()) > values.shape[1]
-        ):
-            raise ValueError(
-                "JaggedTensor.from_dense_lengths: lengths must be at most the width of values, "
-                f"{values.shape[1]}; received {int(lengths.max())}."
-            )
-        if validate.is_meta(values):
-            validate.refuse_meta(
-                "JaggedTensor.from_dense_lengths()", "Build the JaggedTensor of its parts."
-            )
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            name = "JaggedTensor.from_dense_lengths"
+            longest = int(lengths.max()) if validate.is_readable(lengths) and len(lengths) else 0
+            if longest > values.shape[1]:
+                raise ValueError(
+                    f"{name}: lengths must be at most the width of values, {values.shape[1]}; "
+                    f"received {longest}."
+                )
+            if validate.is_meta(values):
+                validate.refuse_meta(f"{name}()", "Use JaggedTensor.from_parts.")
         kept = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
         return JaggedTensor(
             values[kept], None if weights is None else weights[kept], lengths=lengths

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,10 +19,10 @@ from recsys.sparse.features import FeatureViews
 from recsys.sparse.jagged import JaggedTensor
 
 if TYPE_CHECKING:
-    from recsys.sparse.keyed_jagged import InverseIndices, KeyedJaggedTensor
+    from recsys.sparse.keyed_bags import InverseIndices, KeyedBags
+    from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 
 _T = TypeVar("_T")
-_Keyed = TypeVar("_Keyed", bound="KeyedJaggedTensor")
 
 
 def _check_mergeable(
@@ -127,27 +127,7 @@ def features(kjt: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
     return JaggedTensor.from_views(kjt._keys, views)
 
 
-def map_tensors(kjt: _Keyed, function: Callable[[Tensor], Tensor]) -> _Keyed:
-    """Return the same bags with each tensor replaced; what is known on the host stays known."""
-    inverse = kjt._inverse_indices
-    mapped = kjt.from_parts(
-        kjt._keys,
-        function(kjt._values),
-        None if kjt._weights is None else function(kjt._weights),
-        None if kjt._lengths is None else function(kjt._lengths),
-        None if kjt._offsets is None else function(kjt._offsets),
-        stride=kjt._stride,
-        stride_per_key_per_rank=kjt._stride_per_key_per_rank,
-        length_per_key=kjt._length_per_key,
-        offset_per_key=kjt._offset_per_key,
-        index_per_key=kjt._index_per_key,
-        inverse_indices=None if inverse is None else (inverse[0], function(inverse[1])),
-    )
-    mapped._num_read = getattr(kjt, "_num_read", None)
-    return mapped
-
-
-def total_on_meta(kjt: KeyedJaggedTensor, places: Sequence[int]) -> int:
+def total_on_meta(kjt: KeyedBags, places: Sequence[int]) -> int:
     """Return how many values some features have together, from the shapes alone.
 
     The shapes tell it if all features are among them equally often, or none is.

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.jit import annotate
 
 from recsys.sparse.jagged import JaggedTensor
+from recsys.sparse.keyed_bags import InverseIndices
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 
 
@@ -146,9 +147,6 @@ class _JaggedForm:
             return None
         return _padded(weights, self.lengths(), desired_length, padding_value)
 
-    def device(self) -> torch.device:
-        return self.values().device
-
     def to(self, device: torch.device, non_blocking: bool = False) -> JaggedTensor:
         weights = self.weights_or_none()
         if weights is not None:
@@ -170,14 +168,14 @@ class _KeyedJaggedForm:
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
         stride: int | None = None,
-        stride_per_key_per_rank: list[list[int]] | None = None,
+        stride_per_key_per_rank: Tensor | List[List[int]] | None = None,
         stride_per_key: list[int] | None = None,
         length_per_key: list[int] | None = None,
         lengths_offset_per_key: list[int] | None = None,
         offset_per_key: list[int] | None = None,
         index_per_key: dict[str, int] | None = None,
         jt_dict: dict[str, JaggedTensor] | None = None,
-        inverse_indices: tuple[list[str], Tensor] | None = None,
+        inverse_indices: InverseIndices | None = None,
     ):
         self._keys: list[str] = keys
         self._values: Tensor = values
@@ -186,9 +184,11 @@ class _KeyedJaggedForm:
             lengths = lengths.reshape(-1)
         self._lengths: Tensor | None = lengths
         self._offsets: Tensor | None = offsets
-        per_rank = stride_per_key_per_rank
-        if per_rank is not None and len(per_rank) == 0:
-            per_rank = None
+        per_rank = annotate(Optional[List[List[int]]], None)
+        if isinstance(stride_per_key_per_rank, Tensor):
+            per_rank = annotate(List[List[int]], stride_per_key_per_rank.tolist())
+        elif stride_per_key_per_rank is not None and len(stride_per_key_per_rank) > 0:
+            per_rank = stride_per_key_per_rank
         if per_rank is None and stride_per_key is not None:
             per_rank = [[size] for size in stride_per_key]
         if stride is None:
@@ -208,25 +208,16 @@ class _KeyedJaggedForm:
         self._stride: int = stride
         self._stride_per_key = annotate(Optional[list[int]], None)
         self._stride_per_key_per_rank: list[list[int]] | None = per_rank
-        self._inverse_indices: tuple[list[str], Tensor] | None = inverse_indices
+        self._inverse_indices: InverseIndices | None = inverse_indices
         self._length_per_key: list[int] | None = length_per_key
         self._offset_per_key: list[int] | None = offset_per_key
         self._index_per_key: dict[str, int] | None = index_per_key
-
-    def keys(self) -> list[str]:
-        return self._keys
-
-    def values(self) -> Tensor:
-        return self._values
 
     def weights(self) -> Tensor:
         weights = self._weights
         if weights is None:
             raise ValueError("KeyedJaggedTensor has no weights.")
         return weights
-
-    def weights_or_none(self) -> Tensor | None:
-        return self._weights
 
     def lengths(self) -> Tensor:
         lengths = self._lengths
@@ -237,21 +228,12 @@ class _KeyedJaggedForm:
             self._lengths = lengths
         return lengths
 
-    def lengths_or_none(self) -> Tensor | None:
-        return self._lengths
-
     def offsets(self) -> Tensor:
         offsets = self._offsets
         if offsets is None:
             offsets = _offsets_of(self.lengths())
             self._offsets = offsets
         return offsets
-
-    def offsets_or_none(self) -> Tensor | None:
-        return self._offsets
-
-    def stride(self) -> int:
-        return self._stride
 
     def stride_per_key(self) -> list[int]:
         strides = self._stride_per_key
@@ -267,20 +249,11 @@ class _KeyedJaggedForm:
         per_rank = self._stride_per_key_per_rank
         return annotate(list[list[int]], []) if per_rank is None else per_rank
 
-    def variable_stride_per_key(self) -> bool:
-        return self._stride_per_key_per_rank is not None
-
-    def inverse_indices(self) -> tuple[list[str], Tensor]:
+    def inverse_indices(self) -> InverseIndices:
         inverse = self._inverse_indices
         if inverse is None:
             raise ValueError("KeyedJaggedTensor has no inverse indices.")
         return inverse
-
-    def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
-        return self._inverse_indices
-
-    def device(self) -> torch.device:
-        return self._values.device
 
     def index_per_key(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -298,18 +271,12 @@ class _KeyedJaggedForm:
             self._length_per_key = known
         return known
 
-    def length_per_key_or_none(self) -> list[int] | None:
-        return self._length_per_key
-
     def offset_per_key(self) -> list[int]:
         known = self._offset_per_key
         if known is None:
             known = _running_sum(self.length_per_key())
             self._offset_per_key = known
         return known
-
-    def offset_per_key_or_none(self) -> list[int] | None:
-        return self._offset_per_key
 
     def lengths_offset_per_key(self) -> list[int]:
         return _running_sum(self.stride_per_key())
@@ -398,7 +365,7 @@ class _KeyedJaggedForm:
 
     def dist_labels(self) -> list[str]:
         labels = ["lengths", "values"]
-        if self.variable_stride_per_key():
+        if self._stride_per_key_per_rank is not None:
             labels.append("strides")
         if self._weights is not None:
             labels.append("weights")
@@ -407,7 +374,7 @@ class _KeyedJaggedForm:
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
         values = _sums_of_runs(self.length_per_key(), key_splits)
         found = [_sums_of_runs(self.stride_per_key(), key_splits), values]
-        if self.variable_stride_per_key():
+        if self._stride_per_key_per_rank is not None:
             found.append(key_splits)
         if self._weights is not None:
             found.append(values)
@@ -416,7 +383,7 @@ class _KeyedJaggedForm:
     def dist_tensors(self) -> list[Tensor]:
         total = sum(self.length_per_key())
         found = [self.lengths(), self._values[:total]]
-        if self.variable_stride_per_key():
+        if self._stride_per_key_per_rank is not None:
             found.append(torch.tensor(self.stride_per_key(), device=self._values.device))
         if self._weights is not None:
             found.append(self.weights()[:total])
@@ -456,7 +423,7 @@ class _KeyedJaggedForm:
         values: Tensor,
         weights: Tensor | None,
         lengths: Tensor,
-        inverse: tuple[list[str], Tensor] | None,
+        inverse: InverseIndices | None,
     ) -> KeyedJaggedTensor:
         return KeyedJaggedTensor(
             self._keys,

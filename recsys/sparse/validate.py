@@ -21,7 +21,7 @@ from recsys.kernels.arguments import flag, wrong_type
 
 if TYPE_CHECKING:
     from recsys.sparse.bags import Bags
-    from recsys.sparse.keyed_jagged import InverseIndices, KeyedJaggedTensor
+    from recsys.sparse.keyed_bags import InverseIndices, KeyedBags
 
 INT_DTYPES = frozenset((torch.int32, torch.int64))
 _debug = os.environ.get("RECSYS_DEBUG", "0") not in {"", "0"}
@@ -403,20 +403,6 @@ def check_contents(
         )
 
 
-def check_same_features(kjt: KeyedJaggedTensor, other: KeyedJaggedTensor) -> None:
-    """Check that two have the same keys and strides, so that one can overwrite the other.
-
-    Raises:
-        ValueError: if not.
-    """
-    if kjt.keys() != other.keys() or kjt.stride_per_key() != other.stride_per_key():
-        raise ValueError(
-            "KeyedJaggedTensor.copy_: keys and strides must be equal; received "
-            f"{preview(other.keys())}, {preview(other.stride_per_key())} for "
-            f"{preview(kjt.keys())}, {preview(kjt.stride_per_key())}."
-        )
-
-
 def check_same_parts(
     owner: str, own: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]]
 ) -> None:
@@ -431,20 +417,7 @@ def check_same_parts(
         )
 
 
-def check_replacement(values: Tensor, given: Tensor) -> None:
-    """Check that other values can take the place of those given.
-
-    Raises:
-        ValueError: if they are more, fewer, or on another device.
-    """
-    if values.shape[:1] != given.shape[:1] or values.device != given.device:
-        raise ValueError(
-            f"values must be {len(given)} on {given.device}; received "
-            f"{tuple(values.shape)} on {values.device}."
-        )
-
-
-def check_keyed(kjt: KeyedJaggedTensor) -> None:
+def check_keyed(kjt: KeyedBags) -> None:
     """Check every length, offset, number per key and inverse index; waits for the device.
 
     Raises:

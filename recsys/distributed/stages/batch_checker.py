@@ -28,7 +28,7 @@ from recsys.modules.embedding_inputs import (
     safe_inverse_indices,
 )
 from recsys.sparse import KeyedJaggedTensor
-from recsys.sparse.keyed_jagged import Parts
+from recsys.sparse.keyed_bags import Parts
 
 
 def _warnings_raise() -> bool:
