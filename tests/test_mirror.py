@@ -106,7 +106,6 @@ TESTED_THROUGH = {
     "modules/row_pool.py": "modules/test_object_pools.py",
     "modules/table_lookups.py": "modules/test_embedding_tables.py",
     "sparse/keyed_bags.py": "sparse/test_keyed_jagged.py",
-    "sparse/lookup_checks.py": "modules/test_embedding_bag_collection.py",
 }
 
 

@@ -1,21 +1,20 @@
-"""KeyedBags: sizes and positions of the features of a KeyedJaggedTensor.
+"""Fields and sizes of a KeyedJaggedTensor, and the checks of a batch before a lookup.
 
 Legend: `F` features (keys), `B` batch size (stride), `N` values of all bags together, `W` ranks.
 """
 
 import contextlib
 import itertools
-from collections.abc import Callable
-from typing import NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from recsys.kernels import ops
-from recsys.kernels.arguments import instance
-from recsys.kernels.checked import checked, checked_late
-from recsys.sparse import exchange, per_key_checks, rearrange, validate
-from recsys.sparse.bags import Bags, check_can_move
+from recsys.sparse import per_key_checks, rearrange, validate
+from recsys.sparse.bags import Bags
+from recsys.sparse.value_checks import check_id_weights
 
 InverseIndices = tuple[list[str], Tensor]
 """Keys, and the bag number that each sample reads, `[len(keys), samples]`."""
@@ -162,106 +161,6 @@ class KeyedBags(Bags):
             self._inverse_indices,
         )
 
-    @checked_late
-    def with_values(self, values: Tensor) -> Self:
-        """Replace the values and keep the bags.
-
-        Args:
-            values: `[N, ...]`, on the same device.
-
-        Returns:
-            A keyed jagged tensor that shares all other tensors with this one.
-
-        Raises:
-            ValueError: if the number or the device of the values differs.
-
-        Example:
-            >>> from recsys import KeyedJaggedTensor
-            >>> kjt = KeyedJaggedTensor(["a"], torch.tensor([5, 6]), lengths=torch.tensor([2, 0]))
-            >>> kjt.with_values(kjt.values() % 4).to_dict()["a"].to_dense()
-            [tensor([1, 2]), tensor([], dtype=torch.int64)]
-        """
-        given = self._values
-        if values.shape[:1] != given.shape[:1] or values.device != given.device:
-            raise ValueError(
-                f"values must be {len(given)} on {given.device}; received "
-                f"{tuple(values.shape)} on {values.device}."
-            )
-        replaced = self._map(lambda tensor: tensor)
-        replaced._values = values
-        return replaced
-
-    @checked_late
-    def to(
-        self,
-        device: torch.device | str,
-        non_blocking: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Copy to a device.
-
-        A copy from the CPU to a GPU has a known `length_per_key()`, so methods such as `to_dict()`
-        do not wait for the GPU. Call `unsync()` of the copy before you overwrite its lengths.
-
-        Args:
-            device: the target device.
-            non_blocking: do not wait for the copy. Unpinned tensors are pinned first.
-            dtype: a new dtype for the weights.
-
-        Returns:
-            A new keyed jagged tensor. Tensors that are on the device already are shared.
-
-        Example:
-            >>> from recsys import KeyedJaggedTensor
-            >>> KeyedJaggedTensor.empty().to("cpu").device()
-            device(type='cpu')
-        """
-        check_can_move("KeyedJaggedTensor", self._values, device)
-        if dtype is not None:
-            instance("KeyedJaggedTensor.to: dtype", dtype, torch.dtype, "a torch.dtype")
-        moved = self._map(lambda tensor: ops.copy_to(tensor, device, non_blocking))
-        if dtype is not None and moved._weights is not None:
-            moved._weights = moved._weights.to(dtype)
-        if self._length_per_key is None:
-            moved._length_per_key = self._known_after_move(moved._values.device)
-        return moved
-
-    @checked_late
-    def copy_(self, kjt: Self, non_blocking: bool = False) -> Self:
-        """Overwrite the contents in place with the contents of a batch of the same sizes.
-
-        Args:
-            kjt: the source, with the same keys and strides.
-            non_blocking: do not wait for the copy.
-
-        Returns:
-            Self.
-
-        Raises:
-            ValueError: if keys, strides or shapes differ, or only one batch has weights or inverse
-                indices.
-
-        Example:
-            >>> from recsys import KeyedJaggedTensor
-            >>> a = KeyedJaggedTensor(["a"], torch.zeros(2), lengths=torch.tensor([1, 1]))
-            >>> b = KeyedJaggedTensor(["a"], torch.ones(2), lengths=torch.tensor([2, 0]))
-            >>> a.copy_(b).lengths()
-            tensor([2, 0])
-        """
-        instance("KeyedJaggedTensor.copy_: kjt", kjt, KeyedBags, "a KeyedJaggedTensor")
-        if kjt.keys() != self.keys() or kjt.stride_per_key() != self.stride_per_key():
-            preview = validate.preview
-            raise ValueError(
-                "KeyedJaggedTensor.copy_: keys and strides must be equal; received "
-                f"{preview(kjt.keys())}, {preview(kjt.stride_per_key())} for "
-                f"{preview(self.keys())}, {preview(self.stride_per_key())}."
-            )
-        self._copy_parts(kjt, non_blocking)
-        if self._inverse_indices is not None:
-            self._inverse_indices[1].copy_(kjt.inverse_indices()[1], non_blocking)
-        self._length_per_key, self._offset_per_key = kjt._length_per_key, kjt._offset_per_key
-        return self
-
     # -- batch sizes -------------------------------------------------------------------------------
 
     def stride(self) -> int:
@@ -402,7 +301,7 @@ class KeyedBags(Bags):
             return self._checked_sizes(self.values_per_key())
         return None
 
-    # -- checks and exchanges ----------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------
 
     def validate(self) -> None:
         """Check all lengths, offsets and inverse indices; waits for a GPU.
@@ -449,26 +348,6 @@ class KeyedBags(Bags):
             tensor.untyped_storage().resize_(0)
         return size
 
-    def dist_labels(self) -> list[str]:
-        """Return the names of the tensors to exchange: lengths, values, strides, weights."""
-        return list(exchange.named_tensors(self))
-
-    @checked
-    def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
-        """Return the number of entries of each tensor to send to each rank.
-
-        Args:
-            key_splits: the number of consecutive features to send to each rank.
-
-        Returns:
-            A list of `W` sizes for each name of `dist_labels()`.
-        """
-        return exchange.splits(self, key_splits)
-
-    def dist_tensors(self) -> list[Tensor]:
-        """Return the tensors to exchange, in the order of `dist_labels()`."""
-        return list(exchange.named_tensors(self).values())
-
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
         inverse = self._inverse_indices
         mapped = self.from_parts(
@@ -496,3 +375,115 @@ class KeyedBags(Bags):
     def _tensors(self) -> list[Tensor]:
         inverse = [] if self._inverse_indices is None else [self._inverse_indices[1]]
         return super()._tensors() + inverse
+
+
+_Batch = TypeVar("_Batch", bound=KeyedBags)
+
+
+def check_features(
+    features: _Batch,
+    owner: str,
+    device: torch.device,
+    *,
+    is_pooled: bool,
+    is_weighted: bool,
+    names: Sequence[str] = (),
+) -> tuple[_Batch, Parts]:
+    """Check that a lookup can read a batch; the range of the ids is checked elsewhere.
+
+    Args:
+        features: The batch.
+        owner: Name of the module, for error messages.
+        device: Device of the tables.
+        is_pooled: True if the lookup returns one row per sample.
+        is_weighted: True if the lookup needs weights.
+        names: The features to look up.
+
+    Returns:
+        The batch, trimmed, and its parts.
+
+    Raises:
+        TypeError: `features` is not a KeyedJaggedTensor, ids are not int32 or int64, or weights are
+            not floating.
+        ValueError: Ids or weights have more than one dim, the batch is on another device, or
+            weights or inverse indices are missing. A weight is NaN or infinite (on CUDA, in an
+            earlier batch). On the CPU, lengths, offsets or inverse indices are inconsistent.
+    """
+    if not isinstance(features, KeyedBags):
+        raise TypeError(
+            f"{owner} takes a KeyedJaggedTensor; received {validate.described(features)}. Build "
+            "one: KeyedJaggedTensor(keys=[...], values=ids, lengths=...)."
+        )
+    # on a CPU, parts() checks lengths and offsets
+    parts = features.parts()
+    known = parts.length_per_key
+    num_read = getattr(features, "_num_read", None) if known is None else sum(known)
+    if num_read is not None and num_read < parts.values.shape[0]:
+        features = features.trim()
+        parts = features.parts()
+    values = parts.values
+    if values.dtype is not torch.int64 and values.dtype is not torch.int32:
+        raise TypeError(
+            f"{owner} looks up ids, which must be int32 or int64; received {values.dtype} for the "
+            f"features {validate.preview(parts.keys)}. Convert them with .long()."
+        )
+    if values.dim() != 1:
+        raise ValueError(
+            f"{owner} looks up ids, which must have one dim, [ids]; received values of shape "
+            f"{tuple(values.shape)}. Flatten them: the ids of a sample are one bag."
+        )
+    if values.device != device:
+        raise ValueError(
+            f"{owner} has its tables on {device}; received a batch on {values.device}. Move one of "
+            "them with .to()."
+        )
+    if is_weighted:
+        weights = parts.weights
+        if weights is None:
+            raise ValueError(
+                f"{owner} was built with is_weighted=True and needs one weight per id; received a "
+                "batch without weights. Pass weights= to the KeyedJaggedTensor."
+            )
+        if weights.dim() != 1:
+            raise ValueError(
+                f"{owner} multiplies each id's row by a number, so weights must have one dim, "
+                f"[ids]; received weights of shape {tuple(weights.shape)}."
+            )
+        if not weights.is_floating_point():
+            raise TypeError(
+                f"{owner} needs weights of a floating dtype; received {weights.dtype}. Convert "
+                "them with .float()."
+            )
+        safe = check_id_weights(owner, weights, parts.offsets, parts.keys, features.stride_per_key)
+        parts = parts._replace(weights=safe)
+    if parts.stride_per_key_per_rank is not None or parts.inverse_indices is not None:
+        _check_samples(features, parts, is_pooled, names)
+    return features, parts
+
+
+def _check_samples(
+    features: KeyedBags, parts: Parts, is_pooled: bool, names: Sequence[str]
+) -> None:
+    inverse, strides = parts.inverse_indices, features.stride_per_key()
+    if inverse is not None:
+        validate.check_inverse_contents(parts.keys, strides, inverse)
+    if not is_pooled:
+        return
+    if inverse is None:
+        raise ValueError(
+            "A pooled lookup of features with different batch sizes needs inverse_indices; "
+            f"received stride_per_key={strides[:10]} and none. Pass inverse_indices= to the "
+            "KeyedJaggedTensor."
+        )
+    missing = set(names).difference(inverse[0])
+    if missing:
+        raise ValueError(
+            "KeyedJaggedTensor.inverse_indices must cover every key that is looked up; "
+            f"received none for {validate.preview(sorted(missing))}."
+        )
+    if features.variable_stride_per_key() and inverse[1].shape[1] and not all(strides):
+        key = parts.keys[strides.index(0)]
+        raise ValueError(
+            f"Each sample needs a bag of every feature; received inverse_indices of "
+            f"{inverse[1].shape[1]} samples and no bag of feature '{key}'. Add an empty bag."
+        )

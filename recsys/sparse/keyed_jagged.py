@@ -13,10 +13,11 @@ from typing import Self, cast
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import wrong_type
+from recsys.kernels import ops
+from recsys.kernels.arguments import instance, wrong_type
 from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import exchange, per_key_checks, rearrange, validate
-from recsys.sparse.bags import empty_parts
+from recsys.sparse.bags import check_can_move, empty_parts
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed_bags import InverseIndices, KeyedBags
 from recsys.sparse.recorded import recorded
@@ -395,6 +396,123 @@ class KeyedJaggedTensor(KeyedBags):
             tensor([1, 2, 0])
         """
         return rearrange.permute(self, indices, indices_tensor)
+
+    @checked_late
+    def with_values(self, values: Tensor) -> Self:
+        """Replace the values and keep the bags.
+
+        Args:
+            values: `[N, ...]`, on the same device.
+
+        Returns:
+            A keyed jagged tensor that shares all other tensors with this one.
+
+        Raises:
+            ValueError: if the number or the device of the values differs.
+
+        Example:
+            >>> kjt = KeyedJaggedTensor(["a"], torch.tensor([5, 6]), lengths=torch.tensor([2, 0]))
+            >>> kjt.with_values(kjt.values() % 4).to_dict()["a"].to_dense()
+            [tensor([1, 2]), tensor([], dtype=torch.int64)]
+        """
+        given = self._values
+        if values.shape[:1] != given.shape[:1] or values.device != given.device:
+            raise ValueError(
+                f"values must be {len(given)} on {given.device}; received "
+                f"{tuple(values.shape)} on {values.device}."
+            )
+        replaced = self._map(lambda tensor: tensor)
+        replaced._values = values
+        return replaced
+
+    @checked_late
+    def to(
+        self,
+        device: torch.device | str,
+        non_blocking: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Copy to a device.
+
+        A copy from the CPU to a GPU has a known `length_per_key()`, so methods such as `to_dict()`
+        do not wait for the GPU. Call `unsync()` of the copy before you overwrite its lengths.
+
+        Args:
+            device: the target device.
+            non_blocking: do not wait for the copy. Unpinned tensors are pinned first.
+            dtype: a new dtype for the weights.
+
+        Returns:
+            A new keyed jagged tensor. Tensors that are on the device already are shared.
+
+        Example:
+            >>> KeyedJaggedTensor.empty().to("cpu").device()
+            device(type='cpu')
+        """
+        check_can_move("KeyedJaggedTensor", self._values, device)
+        if dtype is not None:
+            instance("KeyedJaggedTensor.to: dtype", dtype, torch.dtype, "a torch.dtype")
+        moved = self._map(lambda tensor: ops.copy_to(tensor, device, non_blocking))
+        if dtype is not None and moved._weights is not None:
+            moved._weights = moved._weights.to(dtype)
+        if self._length_per_key is None:
+            moved._length_per_key = self._known_after_move(moved._values.device)
+        return moved
+
+    @checked_late
+    def copy_(self, kjt: Self, non_blocking: bool = False) -> Self:
+        """Overwrite the contents in place with the contents of a batch of the same sizes.
+
+        Args:
+            kjt: the source, with the same keys and strides.
+            non_blocking: do not wait for the copy.
+
+        Returns:
+            Self.
+
+        Raises:
+            ValueError: if keys, strides or shapes differ, or only one batch has weights or inverse
+                indices.
+
+        Example:
+            >>> a = KeyedJaggedTensor(["a"], torch.zeros(2), lengths=torch.tensor([1, 1]))
+            >>> b = KeyedJaggedTensor(["a"], torch.ones(2), lengths=torch.tensor([2, 0]))
+            >>> a.copy_(b).lengths()
+            tensor([2, 0])
+        """
+        instance("KeyedJaggedTensor.copy_: kjt", kjt, KeyedJaggedTensor)
+        if kjt.keys() != self.keys() or kjt.stride_per_key() != self.stride_per_key():
+            preview = validate.preview
+            raise ValueError(
+                "KeyedJaggedTensor.copy_: keys and strides must be equal; received "
+                f"{preview(kjt.keys())}, {preview(kjt.stride_per_key())} for "
+                f"{preview(self.keys())}, {preview(self.stride_per_key())}."
+            )
+        self._copy_parts(kjt, non_blocking)
+        if self._inverse_indices is not None:
+            self._inverse_indices[1].copy_(kjt.inverse_indices()[1], non_blocking)
+        self._length_per_key, self._offset_per_key = kjt._length_per_key, kjt._offset_per_key
+        return self
+
+    def dist_labels(self) -> list[str]:
+        """Return the names of the tensors to exchange: lengths, values, strides, weights."""
+        return list(exchange.named_tensors(self))
+
+    @checked
+    def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
+        """Return the number of entries of each tensor to send to each rank.
+
+        Args:
+            key_splits: the number of consecutive features to send to each rank.
+
+        Returns:
+            A list of `W` sizes for each name of `dist_labels()`.
+        """
+        return exchange.splits(self, key_splits)
+
+    def dist_tensors(self) -> list[Tensor]:
+        """Return the tensors to exchange, in the order of `dist_labels()`."""
+        return list(exchange.named_tensors(self).values())
 
     @classmethod
     def dist_init(

@@ -1,15 +1,15 @@
-"""Containers in the form that TorchScript compiles.
+"""TorchScript support of the batch types.
 
-TorchScript compiles classes without bases that use a part of Python. So each container has a form,
-here or in `script_forms`: the same attributes, and the methods that models call. `add_forms`
-registers the forms under the containers' own names, when `recsys.sparse` is imported. A scripted
-module then takes and returns containers; its Python callers pass and receive the real classes.
+TorchScript compiles classes without base classes, in a subset of Python. Each batch type therefore
+has a form, here or in `script_forms`, with the same attributes and the methods that models call.
+`add_forms` registers the forms under the names of the batch types when `recsys.sparse` is imported.
+Scripted modules then accept and return batch types; their Python callers use the real classes.
 
-Static methods are functions of their own to TorchScript. It asks such a function for
-`__prepare_scriptable__`, which returns the form's function.
+TorchScript compiles static methods as functions. It calls `__prepare_scriptable__` of a function
+for another one to compile in its place.
 
-TorchScript is in maintenance: torch 2.13 does not support it from Python 3.14 on, and torch 2.14
-warns that it is deprecated.
+TorchScript is in maintenance: torch 2.13 does not support it on Python 3.14, and torch 2.14 warns
+that it is deprecated.
 """
 
 import inspect
@@ -251,9 +251,9 @@ def _same(function: Any) -> Any:
 
 
 def _resolver(kind: type, form: Any) -> Any:
-    """Return what looks up the names in a form.
+    """Return the name resolver of a form.
 
-    A list of the class itself is left to TorchScript: only it knows a class while it compiles it.
+    TorchScript itself resolves a list of the class that it is compiling.
     """
     resolve = createResolutionCallbackFromClosure(form.__init__)
     own = f"List[{kind.__name__}]"

@@ -1,11 +1,11 @@
-"""The forms of the containers that TorchScript compiles: see `script`.
+"""TorchScript forms of JaggedTensor and KeyedJaggedTensor: see `script`.
 
-A form has the attributes of its container, which TorchScript copies when Python passes one, and the
-methods that models call. A batch may be longer than its bags, and features may have different batch
-sizes, as in Python.
+A form has the attributes of its batch type, which TorchScript copies at calls from Python, and the
+methods that models call. As in Python, values may be longer than the bags, and features may have
+different batch sizes.
 """
 
-# TorchScript reads the annotations as they stand, and of attributes only those of `typing`
+# TorchScript does not evaluate annotations; for attributes it needs the names of `typing`
 # ruff: noqa: UP006, UP035, UP045
 
 from typing import List, Optional, Tuple
@@ -24,12 +24,12 @@ def _offsets_of(lengths: Tensor) -> Tensor:
 
 
 def _parts_of(tensor: Tensor, sizes: list[int]) -> list[Tensor]:
-    """Return the runs of a tensor with these sizes; what follows them is not read."""
+    """Split a tensor into parts of these sizes; the rest is dropped."""
     return list(tensor[: sum(sizes)].split(sizes))
 
 
 def _selected(tensor: Tensor, sizes: list[int], indices: list[int]) -> Tensor:
-    """Return the parts of a tensor with these sizes that indices name, one after another."""
+    """Split a tensor into parts of these sizes, and concatenate the parts at `indices`."""
     parts = _parts_of(tensor, sizes)
     return torch.cat([parts[i] for i in indices] + [tensor[:0]])
 
@@ -83,7 +83,7 @@ class _JaggedForm:
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ):
-        # the property of this name: in Python, parts may still be views to be made
+        # a property in Python, where parts may be views that do not exist yet
         self._state: Tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]] = (
             values,
             weights,

@@ -69,8 +69,7 @@ from recsys.kernels import ops
 from recsys.kernels.bounds import LateChecks
 from recsys.kernels.types import BoundsCheckMode
 from recsys.sparse import KeyedJaggedTensor
-from recsys.sparse.keyed_bags import Parts
-from recsys.sparse.lookup_checks import check_features
+from recsys.sparse.keyed_bags import Parts, check_features
 
 _MAX_IDS = 0.5  # bags are short that have at most this share of ids per bag of a row block,
 _MIN_VALUES = 1 << 16  # if so many values or more would return for them
