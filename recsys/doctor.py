@@ -258,16 +258,12 @@ def _judge_torchrec(facts: Facts) -> Finding:
     return Finding("ok", text)
 
 
-def _install_fbgemm(facts: Facts) -> str:
-    variant = "fbgemm-gpu-cpu" if facts.torch_cuda is None else "fbgemm-gpu"
-    release = PAIRS.get(_minor(facts.torch), PAIRS[_newest_torch()])
-    return f'pip install "{variant}=={release}.*"'
-
-
 def _reinstall_fbgemm(facts: Facts) -> str:
     present = " ".join(facts.distributions)
     remove = f"pip uninstall -y {present} && " if present else ""
-    return remove + _install_fbgemm(facts)
+    variant = "fbgemm-gpu-cpu" if facts.torch_cuda is None else "fbgemm-gpu"
+    release = PAIRS.get(_minor(facts.torch), PAIRS[_newest_torch()])
+    return f'{remove}pip install "{variant}=={release}.*"'
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -90,15 +90,9 @@ def main(options: argparse.Namespace) -> int:
     """
     try:
         return _plan(options)
-    except PlannerError as error:
-        return _fail(error, _DOES_NOT_FIT)
-    except (ImportError, OSError, TypeError, ValueError) as error:
-        return _fail(error, _WRONG_INPUT)
-
-
-def _fail(error: Exception, exit_code: int) -> int:
-    print(f"python -m recsys plan: {error}", file=sys.stderr)
-    return exit_code
+    except (PlannerError, ImportError, OSError, TypeError, ValueError) as error:
+        print(f"python -m recsys plan: {error}", file=sys.stderr)
+        return _DOES_NOT_FIT if isinstance(error, PlannerError) else _WRONG_INPUT
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -106,6 +106,14 @@ def _keyed_jagged_like(
     )
 
 
+def _cat_weights(caller: str, weights: list[Tensor], num_parts: int) -> Tensor | None:
+    if len(weights) == 0:
+        return None
+    if len(weights) != num_parts:
+        raise ValueError(f"{caller}: all parts must have weights, or none.")
+    return torch.cat(weights)
+
+
 def _from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
     keys = annotate(list[str], [])
     values, lengths = annotate(list[Tensor], []), annotate(list[Tensor], [])
@@ -118,11 +126,7 @@ def _from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
         strides.append(jt.lengths().numel())
         if jt.weights_or_none() is not None:
             weights.append(jt.weights()[:total])
-    if len(weights) != 0 and len(weights) != len(keys):
-        raise ValueError("KeyedJaggedTensor.from_jt_dict: all parts must have weights, or none.")
-    all_weights: Tensor | None = None
-    if len(weights) > 0:
-        all_weights = torch.cat(weights)
+    all_weights = _cat_weights("KeyedJaggedTensor.from_jt_dict", weights, len(keys))
     stride_per_key: list[int] | None = None
     if min(strides) != max(strides):
         stride_per_key = strides
@@ -156,11 +160,7 @@ def _concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
             keys.append(key)
         if kjt.weights_or_none() is not None:
             weights.append(kjt.weights()[: sum(kjt.length_per_key())])
-    if len(weights) != 0 and len(weights) != len(kjt_list):
-        raise ValueError("KeyedJaggedTensor.concat: all parts must have weights, or none.")
-    all_weights: Tensor | None = None
-    if len(weights) > 0:
-        all_weights = torch.cat(weights)
+    all_weights = _cat_weights("KeyedJaggedTensor.concat", weights, len(kjt_list))
     values = torch.cat([kjt.values()[: sum(kjt.length_per_key())] for kjt in kjt_list])
     lengths = torch.cat([kjt.lengths() for kjt in kjt_list])
     if is_variable:

@@ -67,14 +67,6 @@ def _padded(
     return padded
 
 
-def _check_split(keys: list[str], segments: list[int]) -> None:
-    if sum(segments) != len(keys):
-        raise ValueError(
-            "KeyedJaggedTensor.split: segments must be counts that add up to the number of "
-            f"keys, {len(keys)}; received {segments}."
-        )
-
-
 class _JaggedForm:
     def __init__(
         self,
@@ -355,7 +347,11 @@ class _KeyedJaggedForm:
         )
 
     def split(self, segments: list[int]) -> List[KeyedJaggedTensor]:
-        _check_split(self._keys, segments)
+        if sum(segments) != len(self._keys):
+            raise ValueError(
+                "KeyedJaggedTensor.split: segments must be counts that add up to the number of "
+                f"keys, {len(self._keys)}; received {segments}."
+            )
         found = annotate(List[KeyedJaggedTensor], [])
         start = 0
         for size in segments:

@@ -51,10 +51,6 @@ def _parts_of_jagged(jt: Bags) -> tuple[dict[str, Tensor | None], None]:
     }, None
 
 
-def _jagged_of(leaves: Iterable[Any], _: object) -> JaggedTensor:
-    return JaggedTensor.from_parts(*leaves)
-
-
 def _structure_of(kjt: KeyedJaggedTensor) -> tuple[Any, ...]:
     """Return keys, varying strides, keys of inverse indices, and a stride of its own."""
     inverse_keys, _ = kjt.inverse_indices_or_none() or (None, None)
@@ -125,15 +121,6 @@ def _keyed_of(leaves: Iterable[Tensor], context: Any) -> KeyedTensor:
     return KeyedTensor.from_parts(keys, widths, values, key_dim)
 
 
-def _members_of_list(batches: KJTList) -> tuple[dict[str, list[KeyedJaggedTensor]], object]:
-    return {"features": batches.features}, None
-
-
-def _list_of(members: Iterable[list[KeyedJaggedTensor]], context: Any) -> KJTList:
-    (features,) = members
-    return KJTList(features)
-
-
 def register(
     kind: type[_T],
     members_of: Callable[[_T], tuple[Mapping[str, Any], object]],
@@ -168,9 +155,13 @@ def register(
     )
 
 
-register(JaggedTensor, _parts_of_jagged, _jagged_of)
+register(JaggedTensor, _parts_of_jagged, lambda leaves, _: JaggedTensor.from_parts(*leaves))
 register(KeyedJaggedTensor, _parts_of_keyed_jagged, _keyed_jagged_of)
 register(KeyedTensor, _parts_of_keyed, _keyed_of)
-register(KJTList, _members_of_list, _list_of)
+register(
+    KJTList,
+    lambda batches: ({"features": batches.features}, None),
+    lambda members, _: KJTList(*members),
+)
 # safe for `torch.load` and `torch.export.load`: tensors, names and numbers
 torch.serialization.add_safe_globals([JaggedTensor, KeyedJaggedTensor, KeyedTensor])
