@@ -85,18 +85,6 @@ def log_counts(counts: NDArray[np.int64]) -> NDArray[np.float32]:
     return logarithms
 
 
-def has_labels(line: bytes) -> bool:
-    """Return whether a file has labels.
-
-    Args:
-        line: the first line of the file.
-
-    Returns:
-        False for the test file of the Kaggle release, whose lines have one field less.
-    """
-    return line.count(b"\t") + 1 != _NUM_FIELDS - 1
-
-
 def parse_criteo(
     lines: Sequence[bytes], path: str, first_line: int = 1, *, labeled: bool = True
 ) -> CriteoRows:
@@ -106,7 +94,7 @@ def parse_criteo(
         lines: lines with their newlines, LF or CR LF.
         path: the file of the lines, for error messages.
         first_line: number of the first line, for error messages.
-        labeled: whether lines start with a label; see `has_labels`.
+        labeled: False for the test file of the Kaggle release, whose lines have no label.
 
     Returns:
         The fields.
@@ -335,6 +323,6 @@ def read_blocks(path: Path, num_lines: int) -> Iterator[Block]:
                     raise ValueError(f"{path} must hold samples; it is empty. Download it again.")
                 return
             if first_line == 1:
-                labeled = has_labels(lines[0])
+                labeled = lines[0].count(b"\t") + 1 != _NUM_FIELDS - 1
             yield Block(lines, path, first_line, labeled)
             first_line += len(lines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -112,12 +113,11 @@ def _bags_by_part(jt: JaggedTensor, is_whole: bool, *, is_top: bool = False) -> 
     return body if is_top else f"{{\n{_indented(body)}\n}}"
 
 
+_indented = partial(textwrap.indent, prefix=" " * 4)
+
+
 def _braces(name: str, body: str) -> str:
     return f"{name}({{\n{_indented(body)}\n}})\n" if body else f"{name}()\n"
-
-
-def _indented(text: str) -> str:
-    return textwrap.indent(text, " " * 4)
 
 
 def _format_bags(jt: JaggedTensor, indent: int = 4) -> str:
