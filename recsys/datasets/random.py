@@ -8,7 +8,6 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from recsys.datasets.utils import Batch, of_worker
-from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 from recsys.sparse import KeyedJaggedTensor
 
@@ -96,7 +95,6 @@ class RandomRecDataset(IterableDataset[Batch]):
         if min_ids_per_feature is None and min_ids_per_features is None:
             exact = ids_per_feature is not None
             min_ids_per_features = self.ids_per_features if exact else [0] * len(keys)
-        whole("RandomRecDataset.batch_size", batch_size, least=0)
         self.min_ids_per_features = _per_feature(
             "min_ids_per_feature", min_ids_per_feature, min_ids_per_features, 0, keys
         )

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.contact import explained
-from recsys.kernels.arguments import choice
 from recsys.kernels.checked import checked
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper, TableGradients
 
@@ -85,7 +84,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(optimizer)
         name = "GradientClippingOptimizer"
-        self._clipping = choice(f"{name}.clipping", clipping, GradientClipping)
+        self._clipping = clipping
         self._max_gradient = float(max_gradient)
         if not self._max_gradient >= 0:
             raise ValueError(

@@ -232,16 +232,11 @@ class KeyedTensor:
             >>> KeyedTensor.regroup([kt], [["b", "a"], ["a"]])
             [tensor([[2., 3., 1.]]), tensor([[1.]])]
         """
-        rule = "a list of KeyedTensors"
         if isinstance(cast(object, keyed_tensors), KeyedTensor):
-            wrong_type("KeyedTensor.regroup: keyed_tensors", rule, keyed_tensors)
-        try:
-            key_dims = {kt._key_dim for kt in keyed_tensors}
-        except (AttributeError, TypeError):
-            wrong_type("KeyedTensor.regroup: keyed_tensors", rule, keyed_tensors)
-        if isinstance(cast(object, groups), str | None) or any(
-            isinstance(cast(object, group), str | None) for group in groups
-        ):
+            subject = "KeyedTensor.regroup: keyed_tensors"
+            wrong_type(subject, "a list of KeyedTensors", keyed_tensors)
+        key_dims = {kt._key_dim for kt in keyed_tensors}
+        if any(isinstance(cast(object, group), str) for group in groups):
             wrong_type("KeyedTensor.regroup: groups", "a list of lists of keys", groups)
         if len(key_dims) != 1:
             if not keyed_tensors:
