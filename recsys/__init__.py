@@ -1,13 +1,13 @@
 """Recommendation models with huge embedding tables, in PyTorch.
 
-The packages, in the order in which a batch walks through them; each imports only those before it:
+The packages, in the order in which a batch passes through them. Each imports only earlier ones:
 
 `kernels` (fused lookups on plain tensors) -> `sparse` (jagged data) -> `optim` -> `modules`
 (authored on one device) -> `distributed` (placed on many) -> `inference` (quantized, exported).
 
-The names that nearly every script needs are here too: `recsys.KeyedJaggedTensor`. They are
-imported when first used, so that `import recsys` costs nothing. So are its packages and their
-modules: after it, `recsys.distributed.planner.Topology` works as it stands.
+Common names are also available here, such as `recsys.KeyedJaggedTensor`. Names, packages and
+modules are imported at their first use, so `import recsys` is fast, and
+`recsys.distributed.planner.Topology` works after it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from recsys.lazy import lazy_names
 
-if TYPE_CHECKING:  # what editors and type checkers see of _HOMES
+if TYPE_CHECKING:  # _HOMES for editors and type checkers
     from recsys.distributed.model_parallel import DistributedModelParallel
     from recsys.modules.embedding_configs import (
         DataType,

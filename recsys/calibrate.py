@@ -1,15 +1,15 @@
-"""`python -m recsys calibrate`: measures this machine and writes it down for the planner.
+"""`python -m recsys calibrate`: measures this machine and writes a topology file for the planner.
 
-All ranks measure at the same time, as they work in training, and the slowest counts: ranks of a
-node share its memory. As in training, every turn looks up other ids, and writes to memory that is
-newly allocated. All is measured in several rounds, each number as the median of some turns, and the
-median round counts: what else the machine does for a while, it does to a few of them.
+All ranks measure at the same time and the slowest rank counts, because ranks of a node share its
+memory. As in training, each turn looks up other ids and writes to newly allocated memory. A number
+is the median over rounds of the median over turns, which reduces the effect of other processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import statistics
 import subprocess
@@ -57,17 +57,17 @@ _Measured = TypeVar("_Measured", Hardware, LookupPoint, CollectivePoint)
 
 @final
 class Stopwatch:
-    """Times what all ranks do at once.
+    """Timer of functions that all ranks run at the same time.
 
     Args:
-        device: whose work to wait for.
+        device: device to wait for.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def median_ms(self, *runs: Callable[[], object], turns: int | None = None) -> list[float]:
-        """Return the median milliseconds of each, run one after the other, on the slowest rank."""
+        """Return the median milliseconds of each function on the slowest rank."""
         times = []
         for turn in range(_WARM_UP + (turns or _TURNS)):
             of_turn = []
@@ -90,7 +90,7 @@ class Stopwatch:
 
 
 def measure_lookups(watch: Stopwatch) -> Iterator[LookupPoint]:
-    """Yield the speed of lookups by dim and pooling, with row-wise Adagrad in backward."""
+    """Yield the bandwidth of lookups by dim and pooling, with row-wise Adagrad in backward."""
     for dim in DIMS:
         rows = _TABLE_BYTES // (4 * dim)
         kernels = [
@@ -104,7 +104,7 @@ def measure_lookups(watch: Stopwatch) -> Iterator[LookupPoint]:
 def _table(
     device: torch.device, rows: int, dim: int, mode: UpdateMode, *, keeps_batch: bool = False
 ) -> TableBatchedEmbedding:
-    """Return a table that row-wise Adagrad trains."""
+    """Return a table with row-wise Adagrad."""
     kernel = TableBatchedEmbedding(
         [TableSpec(name="t", num_rows=rows, dim=dim)],
         feature_table_map=[0],
@@ -123,7 +123,7 @@ def _lookup_point(
     watch: Stopwatch, kernels: Sequence[TableBatchedEmbedding], rows: int, dim: int, pooling: int
 ) -> LookupPoint:
     device, num_ids = watch.device, _IDS[watch.device.type]
-    seeded = torch.Generator().manual_seed(dim + pooling)  # all ranks write the same file
+    seeded = torch.Generator().manual_seed(dim + pooling)  # equal on all ranks
     drawn = torch.randint(rows, (_WARM_UP + _TURNS, num_ids), generator=seeded)
     of_turns = iter(drawn.to(device))
     offsets = torch.arange(0, num_ids + 1, pooling, device=device)
@@ -160,7 +160,7 @@ def measure_collectives(watch: Stopwatch) -> Iterator[CollectivePoint]:
     world_size = dist.get_world_size()
     for size in SIZES:
         if size // 4 < world_size:
-            continue  # not a number for each rank
+            continue  # fewer numbers than ranks
         given = torch.zeros(size // 4 // world_size * world_size, device=watch.device)
         times = watch.median_ms(partial(_exchange, given), partial(dist.all_reduce, given))
         for kind, ms in zip(("all_to_all", "all_reduce"), times, strict=True):
@@ -174,7 +174,7 @@ def _exchange(given: Tensor) -> None:
 
 
 def measure_hardware(watch: Stopwatch, found: Hardware) -> Hardware:
-    """Return what was found, with the speeds of memories and the times of next to no work."""
+    """Return `found` with measured memory bandwidths and fixed times."""
     device = watch.device
     size = _COPIED_BYTES[device.type]
     memory_bw = REPLICA_PASSES * size / measure_replica(watch, size)
@@ -192,16 +192,16 @@ def measure_hardware(watch: Stopwatch, found: Hardware) -> Hardware:
         name="measured",
         hbm_mem_bw=memory_bw,
         hbm_to_ddr_mem_bw=size / link_ms,
-        ddr_mem_bw=max(found.ddr_mem_bw, size / link_ms),  # it was read as fast
+        ddr_mem_bw=max(found.ddr_mem_bw, size / link_ms),  # at least the speed of the link
         kernel_launch_ms=launch_ms,
         step_ms=step_ms,
     )
 
 
 def measure_replica(watch: Stopwatch, num_bytes: int) -> float:
-    """Return the milliseconds that the whole gradient of a replica takes, but for its exchange.
+    """Return the milliseconds of a dense update of a replica, without the exchange.
 
-    This is memory as training uses it: most of what is written was just allocated.
+    As in training, most writes go to newly allocated memory.
     """
     dim = 64
     kernel = _table(watch.device, num_bytes // (4 * dim), dim, UpdateMode.DEFERRED)
@@ -215,7 +215,7 @@ def measure_replica(watch: Stopwatch, num_bytes: int) -> float:
 
 
 def with_links(found: Hardware, exchanges: Sequence[CollectivePoint]) -> Hardware:
-    """Return what was found, with the latency and the bandwidth that all-to-alls show."""
+    """Return `found` with the latency and bandwidth of measured all-to-alls."""
     first, *_, last = sorted(exchanges, key=lambda point: point.bytes)
     ranks, in_node = last.world_size, get_local_size(last.world_size)
     of_rank = last.bytes / ranks / last.ms
@@ -229,7 +229,7 @@ def with_links(found: Hardware, exchanges: Sequence[CollectivePoint]) -> Hardwar
 
 
 def measure_step(watch: Stopwatch) -> float:
-    """Return the milliseconds of a training step of a sharded collection with next to no data."""
+    """Return the milliseconds of a training step of a sharded collection with a minimal batch."""
     tables = [
         EmbeddingBagConfig(
             name=f"t{i}", num_embeddings=10, embedding_dim=8, feature_names=[f"f{i}"]
@@ -263,12 +263,12 @@ def measure_step(watch: Stopwatch) -> float:
 
 @final
 class Calibration:
-    """What was measured of the ranks of this job, in rounds.
+    """Measurements of the ranks of this job, in rounds.
 
-    Every rank makes one and calls it alike.
+    All ranks must make the same calls.
 
     Args:
-        device: of this rank.
+        device: device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -279,11 +279,11 @@ class Calibration:
         self._lookup: list[list[LookupPoint]] = []
 
     def measure(self, measured: Callable[[], None] = lambda: None) -> None:
-        """Measure everything once, in some seconds.
+        """Measure one round, which takes some seconds.
 
         Args:
-            measured: called after the collectives if there are several ranks, after the memory,
-                and after the lookups of each dim.
+            measured: called after the collectives (with several ranks), after the memory, and after
+                the lookups of each dim.
         """
         if self._usual.world_size > 1:
             self._collectives.append(list(measure_collectives(self._watch)))
@@ -298,7 +298,7 @@ class Calibration:
         self._lookup.append(points)
 
     def topology(self) -> Topology:
-        """Return the topology of these ranks, by the median of the rounds."""
+        """Return the topology of these ranks, with the medians of the rounds."""
         [rank], exchanges = median_of(self._hardware), median_of(self._collectives)
         if exchanges:
             rank = with_links(rank, [point for point in exchanges if point.kind == "all_to_all"])
@@ -311,45 +311,32 @@ class Calibration:
 
 
 def calibrate(device: torch.device) -> Topology:
-    """Return the topology of the ranks of this job, with what was measured on them.
+    """Measure the ranks of this job and return their topology.
 
-    Every rank must call it. Takes a minute or two, on a busy machine several; rank 0 says on
-    standard error how far it is.
+    All ranks must call it. It takes a minute or two, more on a busy machine. Rank 0 reports the
+    progress on standard error.
 
     Args:
-        device: of this rank.
+        device: device of this rank.
     """
     calibration = Calibration(device)
-    parts = (dist.get_world_size() > 1) + 1 + len(DIMS)
-    progress = _Progress(_ROUNDS * parts)
+    total = _ROUNDS * ((dist.get_world_size() > 1) + 1 + len(DIMS))
+    began, numbers = time.perf_counter(), itertools.count(1)
+
+    def report_progress() -> None:
+        done = next(numbers)
+        left = (time.perf_counter() - began) / done * (total - done)
+        if dist.get_rank() == 0:
+            text = f"{done} of {total} measured, about {left:.0f} s left."
+            print(text, file=sys.stderr, flush=True)
+
     for _ in range(_ROUNDS):
-        calibration.measure(progress.count)
+        calibration.measure(report_progress)
     return calibration.topology()
 
 
-@final
-class _Progress:
-    """Says on rank 0's standard error how much is done, and how long the rest takes.
-
-    Args:
-        total: things to do.
-    """
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done = total, 0
-        self._began = time.perf_counter()
-
-    def count(self) -> None:
-        """Note that one more is done."""
-        self._done += 1
-        left = (time.perf_counter() - self._began) / self._done * (self._total - self._done)
-        if dist.get_rank() == 0:
-            text = f"{self._done} of {self._total} measured, about {left:.0f} s left."
-            print(text, file=sys.stderr, flush=True)
-
-
 def median_of(rounds: Sequence[Sequence[_Measured]]) -> list[_Measured]:
-    """Return what one round returns, with the median of all rounds for each time and bandwidth.
+    """Return the results of a round, with the median over all rounds of each time and bandwidth.
 
     Example:
         >>> point = CollectivePoint(kind="all_reduce", world_size=2, bytes=8, ms=1.0)
@@ -357,14 +344,12 @@ def median_of(rounds: Sequence[Sequence[_Measured]]) -> list[_Measured]:
         >>> median_of([[slow], [point], [point]]) == [point]
         True
     """
-    return [_median(same) for same in zip(*rounds, strict=True)]
-
-
-def _median(measured: Sequence[_Measured]) -> _Measured:
-    first = measured[0]
-    names = [f.name for f in dataclasses.fields(first) if f.name.endswith(("ms", "_bw"))]
-    medians = {name: statistics.median(getattr(m, name) for m in measured) for name in names}
-    return dataclasses.replace(first, **medians)
+    found = []
+    for same in zip(*rounds, strict=True):
+        names = [f.name for f in dataclasses.fields(same[0]) if f.name.endswith(("ms", "_bw"))]
+        medians = {name: statistics.median(getattr(m, name) for m in same) for name in names}
+        found.append(dataclasses.replace(same[0], **medians))
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -374,8 +359,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=torch.cuda.device_count() or 1,
         metavar="N",
-        help="ranks to start here; torchrun's, if it has started this (default: one for each GPU, "
-        "else 1)",
+        help="number of ranks to start; ignored under torchrun (default: one per GPU, else 1)",
     )
     parser.add_argument(
         "--out",
@@ -387,7 +371,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _why_unwritable(path: Path) -> str | None:
-    """Say why a file cannot be written, before the minutes that its contents take."""
+    """Return the reason that a file cannot be written, checked before the measurement."""
     try:
         existed = path.exists()
         path.open("a").close()
@@ -399,7 +383,7 @@ def _why_unwritable(path: Path) -> str | None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure with as many processes as asked for, or as torchrun has started."""
+    """Measure with the given number of processes, or with the processes of torchrun."""
     if options.world_size < 1:
         print(f"--world-size must be at least 1; received {options.world_size}.", file=sys.stderr)
         return 2
@@ -410,7 +394,7 @@ def main(options: argparse.Namespace) -> int:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         torchrun += [f"--nproc-per-node={options.world_size}"]
         command = [*torchrun, "-m", "recsys", "calibrate", "--out", str(options.out)]
-        alone = {"OMP_NUM_THREADS": "1"} if options.world_size > 1 else {}  # cores are shared
+        alone = {"OMP_NUM_THREADS": "1"} if options.world_size > 1 else {}  # ranks share the cores
         return subprocess.run(command, check=False, env={**alone, **os.environ}).returncode
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else torch.device("cpu")

@@ -1,8 +1,8 @@
 """Checksums of exported files, in the format of `sha256sum`.
 
 The checksum of `model.pt` is in `model.pt.sha256` beside it: one line with the SHA-256 of the file
-and its name. `sha256sum -c model.pt.sha256` verifies it, too. A checksum finds damage. It does not
-prove who wrote a file.
+and its name. `sha256sum -c model.pt.sha256` also verifies it. A checksum detects damage. It does
+not prove who wrote a file.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def verify_checksum(path: str | Path) -> None:
             )
         if _sha256(path) == match[1].decode().lower():
             return
-        if text == before:  # twice the same: it is not being replaced right now
+        if text == before:  # unchanged: no export is replacing it
             raise ValueError(
                 f"{path} is damaged: it does not match its checksum in {sums.name}. Copy or export "
                 "the file again."
@@ -134,9 +134,9 @@ def new_file(path: str | Path) -> Iterator[Path]:
             lock.write(_line(_sha256(temporary), path.name))
             lock.flush()
             os.fsync(lock.fileno())
-            sums.unlink(missing_ok=True)  # never beside a file that it is not the checksum of
+            sums.unlink(missing_ok=True)  # a checksum must never be beside another file
             os.replace(temporary, path)
-            os.replace(temporary_sums, sums)  # from here on the next export has its turn
+            os.replace(temporary_sums, sums)  # the next export may start
         except BaseException:
             temporary.unlink(missing_ok=True)
             temporary_sums.unlink(missing_ok=True)
@@ -150,7 +150,7 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
         with path.open("ab") as file:
             with contextlib.suppress(OSError):  # a filesystem without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
-            # whoever had the lock may have moved or removed the file
+            # another process may have moved or removed the file
             if _is_at(path, file):
                 file.truncate(0)
                 yield file

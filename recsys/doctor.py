@@ -1,7 +1,7 @@
-"""`python -m recsys doctor`: what is installed, whether it fits together, and what to do if not.
+"""`python -m recsys doctor`: reports the installation, its problems, and commands to fix them.
 
-`collect_facts` looks at the machine, `diagnose` judges what it saw and looks at
-nothing, so that every judgement can be tested anywhere.
+`collect_facts` inspects the machine. `diagnose` only reads these facts, so tests can run it with
+facts of any machine.
 """
 
 from __future__ import annotations
@@ -42,84 +42,84 @@ __all__ = [
 ]
 
 DISTRIBUTION = "recsys-torch"
-"""What pip calls this project; `recsys` on the package index is another one."""
+"""Name of this project for pip; `recsys` on the package index is another project."""
 
 PAIRS: Mapping[str, str] = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8", "2.14": "1.9"}
 """The FBGEMM release that was built for each torch release."""
 
 VARIANTS = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-genai")
-"""Distributions that all install the package `fbgemm_gpu`, over one another."""
+"""Distributions that install the package `fbgemm_gpu` and overwrite each other."""
 
 Level: TypeAlias = Literal["ok", "note", "problem"]
 
 
 @final
 class Finding(NamedTuple):
-    """One judgement."""
+    """Result of a check."""
 
     level: Level
     """`problem` if something is broken or will break; `note` if it only costs speed."""
     text: str
     fix: str | None = None
-    """The one line that mends it, where there is one."""
+    """Command that fixes the problem, if there is one."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """What a process saw that loaded the kernels; the defaults are a machine without FBGEMM."""
+    """Facts of a process that loaded the kernels; the defaults are a machine without FBGEMM."""
 
     fbgemm: str | None = None
-    """The version that `fbgemm_gpu` itself reports; None if it is not there or does not load."""
+    """Version that `fbgemm_gpu` reports; None if it is not installed or does not load."""
     load_error: str | None = None
     has_cpu_kernels: bool = False
     has_cuda_kernels: bool = False
     why_triton_fails: str = ""
-    """Why kernels on GPUs cannot be Triton's though it is installed."""
+    """Reason that an installed Triton cannot be used on GPUs."""
     triton_differences: Mapping[str, str] = field(default_factory=dict)
-    """By Triton kernel: how it differs from PyTorch on the GPU, empty if it does not."""
+    """Difference to PyTorch on the GPU by Triton kernel; empty if there is none."""
     backends: Mapping[str, str] = field(default_factory=dict)
-    """Device type to what serves a table of fp32 trained by row-wise Adagrad on it, and why."""
+    """Backend of an fp32 table with row-wise Adagrad, and its reason, by device type."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What was seen on a machine; the defaults are a laptop without FBGEMM."""
+    """Facts about a machine; the defaults are a laptop without FBGEMM."""
 
     python: tuple[int, int] = (3, 11)
     torch: str = "2.13.0+cpu"
     torch_cuda: str | None = None
-    """The CUDA release torch was built for; None for a CPU build."""
+    """CUDA release of the torch build; None for a CPU build."""
     gpus: tuple[str, ...] = ()
-    """What torch can use, each with its memory."""
+    """GPUs that torch can use, with their memory."""
     has_nvidia_driver: bool = False
-    """Whether the machine has an NVIDIA driver, usable by this torch or not."""
+    """True if the machine has an NVIDIA driver, even if torch cannot use it."""
     distributions: Mapping[str, str] = field(default_factory=dict)
     """Installed distributions of `VARIANTS`, with versions."""
     kernels: Kernels = field(default_factory=Kernels)
-    """What there is; see `is_forced_to_torch` for whether it is used."""
+    """Available kernels, even if `is_forced_to_torch`."""
     is_forced_to_torch: bool = False
-    """Whether the environment variable RECSYS_KERNELS says so."""
+    """True if the environment variable RECSYS_KERNELS is "torch"."""
     process_groups: tuple[str, ...] = ("gloo",)
     torchrec: str | None = None
     namesakes: tuple[str, ...] = ()
-    """Other installed distributions whose package is called recsys, with versions."""
+    """Other installed distributions with a package named recsys, with versions."""
     num_cores: int = 1
     memory_bytes: int | None = None
 
 
-# -- judging ---------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """Judge the facts; the most basic findings come first.
+    """Return findings about the facts, the most basic ones first.
 
     Args:
-        facts: what `collect_facts` saw.
+        facts: the result of `collect_facts`.
 
     Returns:
-        The findings; the machine is fine if none has the level `problem`.
+        The findings. The machine is fine if no finding has the level `problem`.
 
     Example:
         >>> [problem] = [f for f in diagnose(Facts(torch="2.9.1")) if f.level == "problem"]
@@ -139,9 +139,9 @@ def diagnose(facts: Facts) -> list[Finding]:
 def _judge_namesakes(facts: Facts) -> Iterator[Finding]:
     for found in facts.namesakes:
         text = (
-            f"Another project's package called recsys is installed ({found}). Which of the two "
-            "`import recsys` means depends on the order of installation. Remove it, and install "
-            "this one again."
+            f"A package named recsys of another project is installed ({found}). `import recsys` "
+            "imports the one that was installed last. Remove the other package, and install this "
+            "one again."
         )
         yield Finding("problem", text, f"pip uninstall -y {found.partition(' ')[0]}")
 
@@ -191,7 +191,7 @@ def _judge_fbgemm(facts: Facts) -> list[Finding]:
 
 
 def _judge_variant(facts: Facts) -> Iterator[Finding]:
-    """Return whether FBGEMM is for the same kind of device as torch."""
+    """Yield a problem if FBGEMM and torch are built for different device types."""
     if "fbgemm-gpu" in facts.distributions and facts.torch_cuda is None:
         text = "fbgemm-gpu is built for CUDA, but this torch for CPUs only."
         yield Finding("problem", text, _reinstall_fbgemm(facts))
@@ -201,7 +201,7 @@ def _judge_variant(facts: Facts) -> Iterator[Finding]:
 
 
 def _judge_pair(facts: Facts, found: str) -> Iterator[Finding]:
-    """Return whether torch and FBGEMM were released for each other."""
+    """Yield a finding unless torch and FBGEMM were released for each other."""
     version = next(iter(facts.distributions.values()), facts.kernels.fbgemm)
     torch_release = _minor(facts.torch)
     if version is None or PAIRS.get(torch_release) == _minor(version):
@@ -258,16 +258,12 @@ def _judge_torchrec(facts: Facts) -> Finding:
     return Finding("ok", text)
 
 
-def _install_fbgemm(facts: Facts) -> str:
-    variant = "fbgemm-gpu-cpu" if facts.torch_cuda is None else "fbgemm-gpu"
-    release = PAIRS.get(_minor(facts.torch), PAIRS[_newest_torch()])
-    return f'pip install "{variant}=={release}.*"'
-
-
 def _reinstall_fbgemm(facts: Facts) -> str:
     present = " ".join(facts.distributions)
     remove = f"pip uninstall -y {present} && " if present else ""
-    return remove + _install_fbgemm(facts)
+    variant = "fbgemm-gpu-cpu" if facts.torch_cuda is None else "fbgemm-gpu"
+    release = PAIRS.get(_minor(facts.torch), PAIRS[_newest_torch()])
+    return f'{remove}pip install "{variant}=={release}.*"'
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -283,14 +279,14 @@ def _newest_torch() -> str:
     return max(PAIRS, key=_release)
 
 
-# -- looking ---------------------------------------------------------------------------------------
+# -- facts -----------------------------------------------------------------------------------------
 
 
 def collect_facts() -> Facts:
-    """Look at this machine.
+    """Inspect this machine.
 
     Returns:
-        What was seen. FBGEMM is loaded in a process of its own: a bad pair can crash it.
+        The facts. FBGEMM is loaded in its own process, which an incompatible pair can crash.
     """
     is_distributed = torch.distributed.is_available()
     groups = {
@@ -325,7 +321,7 @@ def _version_of(distribution: str) -> str | None:
 
 
 def _namesakes() -> tuple[str, ...]:
-    """Return the distributions that bring a package `recsys` and are not this one."""
+    """Return other distributions with a package `recsys`."""
     found = importlib.metadata.packages_distributions().get("recsys", [])
     others = {name for name in found if name.replace("_", "-") != DISTRIBUTION} | {"recsys"}
     return tuple(f"{name} {version}" for name in sorted(others) if (version := _version_of(name)))
@@ -349,7 +345,7 @@ def _probe_kernels() -> Kernels:
 
 
 def print_kernels() -> None:
-    """Load the kernels in this process and print what `Kernels` holds, as JSON."""
+    """Load the kernels in this process and print the fields of `Kernels` as JSON."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # `ops` only warns if FBGEMM does not load
         from recsys.kernels import ops, self_check, support, tbe_fbgemm, tbe_fbgemm_module
@@ -381,11 +377,11 @@ def print_kernels() -> None:
     print(json.dumps(asdict(kernels)))
 
 
-# -- saying ----------------------------------------------------------------------------------------
+# -- report ----------------------------------------------------------------------------------------
 
 
 def format_report(facts: Facts, findings: Sequence[Finding]) -> str:
-    """Return the facts in a few lines and one line per finding, its fix below it."""
+    """Return the report: the facts, and each finding with its fix."""
     memory = "" if facts.memory_bytes is None else f", {facts.memory_bytes / 2**30:.0f} GiB"
     build = "CPU" if facts.torch_cuda is None else f"CUDA {facts.torch_cuda}"
     fbgemm = ", ".join(f"{name} {version}" for name, version in facts.distributions.items())
@@ -406,7 +402,7 @@ def format_report(facts: Facts, findings: Sequence[Finding]) -> str:
 
 
 def main(_: argparse.Namespace | None = None) -> int:
-    """Print the report; return 0 if all is fine, 1 if there is a problem."""
+    """Print the report; return 1 if there is a problem, else 0."""
     facts = collect_facts()
     findings = diagnose(facts)
     print(format_report(facts, findings))

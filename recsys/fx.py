@@ -1,4 +1,4 @@
-"""Graphs of models that take jagged batches: `torchrec.fx` of here."""
+"""`torch.fx` graphs of models with jagged inputs, as `torchrec.fx`."""
 
 from recsys.inference.tracer import Tracer, symbolic_trace
 

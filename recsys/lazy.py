@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use, so that importing it costs little."""
+"""Lazy imports of the names of a package."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the `__getattr__` of a package, which imports names and submodules on first use.
+    """Return a `__getattr__` for a package that imports names and submodules on first use.
 
     Args:
-        package: its dotted name.
-        homes: the module of each name, below `recsys`. `package.submodule` needs no entry.
+        package: dotted name of the package.
+        homes: module of each name, relative to `recsys`. Submodules need no entry.
 
     Example:
-        >>> import recsys  # alone
+        >>> import recsys
         >>> recsys.distributed.planner.Topology
         <class 'recsys.distributed.planner.topology.Topology'>
     """
@@ -30,7 +30,7 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object
         else:
             text = f"module {package!r} has no attribute {name!r}."
             if homes:
-                text += f" Here are {', '.join(sorted(homes))}, and its modules."
+                text += f" It has {', '.join(sorted(homes))}, and its modules."
             raise AttributeError(text)
         setattr(sys.modules[package], name, value)
         return value

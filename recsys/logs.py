@@ -1,4 +1,4 @@
-"""The logger `recsys`, whose messages begin with the rank.
+"""The logger `recsys`, which adds the rank to messages.
 
 Messages go to stderr while the root logger has no handlers; configure `logging` to send them
 elsewhere.
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 class _Formatter(logging.Formatter):
-    """Begins a message with the rank, in jobs of several processes."""
+    """Formatter that adds the rank in distributed jobs."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -21,7 +21,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to stderr as it is at the time of the message."""
+    """Handler that writes to the current `sys.stderr`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:

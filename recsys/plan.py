@@ -1,7 +1,7 @@
-"""`python -m recsys plan`: where tables go, on a machine that need not be there, and why.
+"""`python -m recsys plan`: plans the sharding of tables for any machine, and explains the plan.
 
-Tables come from a file (`tables_file`) or from Python that makes
-the model; the machine from a topology file or by name. Prints the report.
+Tables come from a file (`tables_file`) or from a Python function that builds the model. The machine
+comes from a topology file or a preset.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.15,
         metavar="SHARE",
-        help="share of each rank's memory to keep free of tables (default: %(default)s)",
+        help="share of the memory of each rank to keep free of tables (default: %(default)s)",
     )
     parser.add_argument(
-        "--rate", metavar="PLAN", help="rate this plan file; nothing is searched for"
+        "--rate", metavar="PLAN", help="evaluate this plan file instead of a search"
     )
     parser.add_argument(
-        "--timeout", type=float, metavar="S", help="seconds to search at most, and to search on"
+        "--timeout", type=float, metavar="S", help="time limit of the search in seconds"
     )
     parser.add_argument("--out", metavar="FILE", help="write the plan, as JSON, to this file")
     parser.add_argument(
@@ -80,25 +80,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Plans, and prints the report; errors go to stderr.
+    """Plan and print the report; errors go to stderr.
 
     Args:
-        options: what `add_arguments` asks for.
+        options: the options of `add_arguments`.
 
     Returns:
         0 if there is a plan, 1 if the tables do not fit, 2 if the input is wrong.
     """
     try:
         return _plan(options)
-    except PlannerError as error:
-        return _fail(error, _DOES_NOT_FIT)
-    except (ImportError, OSError, TypeError, ValueError) as error:
-        return _fail(error, _WRONG_INPUT)
-
-
-def _fail(error: Exception, exit_code: int) -> int:
-    print(f"python -m recsys plan: {error}", file=sys.stderr)
-    return exit_code
+    except (PlannerError, ImportError, OSError, TypeError, ValueError) as error:
+        print(f"python -m recsys plan: {error}", file=sys.stderr)
+        return _DOES_NOT_FIT if isinstance(error, PlannerError) else _WRONG_INPUT
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -136,7 +130,7 @@ def _plan(options: argparse.Namespace) -> int:
         plan.to_json(options.out)
     if options.html:
         plan.report_html(options.html)
-    print(plan.report())  # last: the reader of a pipe may leave early
+    print(plan.report())  # last: the reader of a pipe may exit early
     if options.out:
         print(f"\nThe plan is in {options.out}.")
     if options.html:
@@ -173,8 +167,8 @@ def _tables_of_model(given: str) -> TablesFile:
     if not path.exists() or spec is None or spec.loader is None:
         raise ValueError(f"--model must be a Python file that exists; received {file!r}.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    sys.path.insert(0, str(path.parent.resolve()))  # what is beside the file can be imported
+    sys.modules[spec.name] = module  # for dataclasses
+    sys.path.insert(0, str(path.parent.resolve()))  # for imports of neighbour files
     try:
         spec.loader.exec_module(module)
         if not callable(make := getattr(module, name, None)):
@@ -193,7 +187,7 @@ def _tables_of_model(given: str) -> TablesFile:
 
 
 def _named(error: Exception, file: str) -> Exception:
-    """Return the error of a user's file with its place, in place of a traceback."""
+    """Return the error of a user's file with its line, instead of a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).name == Path(file).name]
     if not own:

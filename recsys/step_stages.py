@@ -63,7 +63,7 @@ observers: tuple[Observer, ...] = ()
 """Receivers of the stages. Guard calls that observers alone need: `if step_stages.observers:`."""
 running: Callable[[Place], AbstractContextManager[object]] = nullcontext
 """Context manager of a block that runs as a stage: `with step_stages.running((stage, subject)):`.
-It is `nullcontext` while nobody observes. Read it from the module at each use."""
+It is `nullcontext` without observers. Read it from the module at each use."""
 
 
 @final
@@ -76,7 +76,7 @@ class _Running:
         self._place = place
 
     def __enter__(self) -> None:
-        self._observers = observers  # an observer added meanwhile gets no end without a begin
+        self._observers = observers  # observers that are added later get no end without a start
         for observer in self._observers:
             observer.enter(*self._place)
 
@@ -139,24 +139,22 @@ def waiting(purpose: str) -> Iterator[None]:
     """Report that the main thread waits for other ranks; other threads report nothing.
 
     Args:
-        purpose: What the ranks do together.
+        purpose: The purpose of the exchange.
     """
-    if current_thread() is not main_thread():
-        yield
-        return
-    with running((Stage.WAIT, purpose)):
+    with _running_on_main_thread(Stage.WAIT, purpose):
         yield
 
 
 @contextmanager
 def long_section(name: str) -> Iterator[None]:
-    """Report that the main thread may take long; other threads, such as a save's, report nothing.
+    """Report a long section of the main thread; other threads, such as a save's, report nothing.
 
     Args:
         name: The section, such as "evaluation".
     """
-    if current_thread() is not main_thread():
+    with _running_on_main_thread(Stage.LONG_SECTION, name):
         yield
-        return
-    with running((Stage.LONG_SECTION, name)):
-        yield
+
+
+def _running_on_main_thread(stage: Stage, subject: str) -> AbstractContextManager[object]:
+    return running((stage, subject)) if current_thread() is main_thread() else nullcontext()

@@ -1,4 +1,4 @@
-"""What pipelines may ask of a batch: to move to a device, and to outlive its use on a stream."""
+"""Interfaces of batches in pipelines: copies to a device, and use on several streams."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ __all__ = ["Multistreamable", "Pipelineable"]
 
 
 class Multistreamable(abc.ABC):
-    """An object whose memory may be in use on several streams of a GPU.
+    """Object with memory that several streams of a GPU may use.
 
-    Jagged and keyed tensors and `Batch` count as such without
-    inheriting from it.
+    Jagged tensors, keyed tensors and `Batch` are registered as subclasses.
 
     Example:
         >>> from recsys import KeyedJaggedTensor
@@ -24,21 +23,21 @@ class Multistreamable(abc.ABC):
 
     @abc.abstractmethod
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory from being used anew until work that is now in a stream is done.
+        """Keep the memory from reuse until the work queued on a stream is done.
 
         Args:
-            stream: where the object is used, beside the stream on which it was made.
+            stream: a stream that uses the object, other than the one it was created on.
         """
 
 
 class Pipelineable(Multistreamable):
-    """A `Multistreamable` that can be moved to a device: a batch of a pipeline."""
+    """`Multistreamable` that can be copied to a device: a batch of a pipeline."""
 
     @abc.abstractmethod
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """Return the same on another device.
+        """Copy to a device.
 
         Args:
-            device: where to.
-            non_blocking: whether the host goes on while pinned memory is copied.
+            device: the target device.
+            non_blocking: do not wait for copies of pinned memory.
         """

@@ -1,4 +1,4 @@
-"""Questions that a model may ask while torch traces, compiles or exports it, and a check for fx."""
+"""Queries for models that torch traces, compiles or exports, and an assertion for fx."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = [
 
 
 def is_torchdynamo_compiling() -> bool:
-    """Return whether `torch.compile` or a strict `torch.export` reads this call now.
+    """Return whether `torch.compile` or a strict `torch.export` traces this call.
 
     Example:
         >>> is_torchdynamo_compiling()
@@ -24,7 +24,7 @@ def is_torchdynamo_compiling() -> bool:
 
 
 def is_non_strict_exporting() -> bool:
-    """Return whether `torch.export` follows this call without reading its code: `strict=False`.
+    """Return whether `torch.export` with `strict=False` traces this call.
 
     Example:
         >>> is_non_strict_exporting()
@@ -34,7 +34,7 @@ def is_non_strict_exporting() -> bool:
 
 
 def is_pt2_compiling() -> bool:
-    """Return whether one of the two holds.
+    """Return whether `is_torchdynamo_compiling()` or `is_non_strict_exporting()` is true.
 
     Example:
         >>> is_pt2_compiling()
@@ -44,16 +44,16 @@ def is_pt2_compiling() -> bool:
 
 
 def assert_fx_safe(condition: bool | torch.fx.Proxy, message: str) -> None:
-    """Raise AssertionError if a condition does not hold; `torch.fx` traces past it.
+    """Raise AssertionError if a condition is false; `torch.fx` ignores it.
 
-    A plain `assert` of what is traced ends the trace, as nothing is known yet.
+    A plain `assert` would end a trace, because the value of a proxy is unknown.
 
     Args:
-        condition: what must hold.
-        message: of the error.
+        condition: the condition.
+        message: message of the error.
 
     Raises:
-        AssertionError: it does not hold.
+        AssertionError: the condition is false.
 
     Example:
         >>> def double(x: torch.Tensor) -> torch.Tensor:

@@ -191,7 +191,7 @@ def test_without_fbgemm() -> None:
         ),
         (
             Facts(namesakes=("recsys 0.0.1a3",)),
-            "Another project's package called recsys is installed (recsys 0.0.1a3).",
+            "of another project is installed (recsys 0.0.1a3)",
             "pip uninstall -y recsys",
         ),
         (

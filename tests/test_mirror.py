@@ -107,6 +107,7 @@ TESTED_THROUGH = {
     "modules/embedding_table.py": "modules/test_embedding_tables.py",
     "modules/row_pool.py": "modules/test_object_pools.py",
     "modules/table_lookups.py": "modules/test_embedding_tables.py",
+    "sparse/keyed_bags.py": "sparse/test_keyed_jagged.py",
 }
 
 

@@ -95,7 +95,7 @@ def test_lazy_names_are_what_type_checkers_see(package: Any) -> None:
 
 
 def test_unknown_top_level_name() -> None:
-    with pytest.raises(AttributeError, match=r"has no attribute 'Nothing'\. Here are DataType, "):
+    with pytest.raises(AttributeError, match=r"has no attribute 'Nothing'\. It has DataType, "):
         recsys.Nothing
     assert {"KeyedJaggedTensor", "sparse", "__version__"} <= set(dir(recsys))
 

@@ -1,7 +1,8 @@
-"""Readers of recommendation data that give batches of dense features, jagged ids and labels.
+"""Readers of recommendation data that yield batches of dense features, jagged ids and labels.
 
-`utils` says what a batch is and how ranks share one; `random` makes batches up, `criteo`
-reads real ones and `rows` single lines. Nothing needs a process group: a reader is told its rank.
+`utils` defines the batch and its division among ranks. `random` generates batches, `criteo` reads
+the Criteo click logs, and `rows` reads single lines. Readers take `rank` and `world_size` as
+arguments and need no process group.
 """
 
 from recsys.lazy import lazy_names

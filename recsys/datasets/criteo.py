@@ -1,9 +1,9 @@
 """The Criteo click logs: one sample a line, 40 fields between tabs.
 
-A label, 13 counts and 26 categories; a count or category may be missing. The test file of the
-Kaggle release has no labels: 39 fields. The categories are 32-bit numbers in hex; a table has fewer
-rows, so they are hashed into it. Lines are parsed a batch at a time with array operations, from
-plain or gzipped files, and no file is ever held whole.
+The fields are a label, 13 counts and 26 categories; counts and categories may be missing. The test
+file of the Kaggle release has no labels, so 39 fields. Categories are 32-bit numbers in hex, hashed
+into the rows of a table. Files, plain or gzipped, are streamed, and each batch is parsed with array
+operations.
 
 Shapes: `B` lines, `C` characters, `K` fields.
 """
@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn, final
+from typing import Any, NamedTuple, NoReturn, final
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ DEFAULT_CAT_NAMES: list[str] = [f"cat_{k}" for k in range(CAT_FEATURE_COUNT)]
 DEFAULT_COLUMN_NAMES: list[str] = [DEFAULT_LABEL_NAME, *DEFAULT_INT_NAMES, *DEFAULT_CAT_NAMES]
 
 NO_LABEL = -1
-"""The label of a line without one. A log loss refuses it."""
+"""The label of lines without labels. Log losses raise an error for it."""
 
 _NUM_FIELDS = len(DEFAULT_COLUMN_NAMES)
 _TAB, _NEWLINE, _MINUS = 9, 10, 45
@@ -66,10 +66,10 @@ class CriteoRows:
 
 
 def log_counts(counts: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return the dense features that counts become: `log(1 + max(count, 0))`.
+    """Convert counts to dense features: `log(1 + max(count, 0))`.
 
-    Counts span six decades. The negative ones, from -1 to -3 in the published files, mean the same
-    as none. The function is the same for all files, so that a count is the same number in each.
+    Counts span six decades. Negative counts, from -1 to -3 in the published files, mean 0. All
+    files share this function, so equal counts are equal features.
 
     Args:
         counts: any shape.
@@ -85,31 +85,19 @@ def log_counts(counts: NDArray[np.int64]) -> NDArray[np.float32]:
     return logarithms
 
 
-def has_labels(line: bytes) -> bool:
-    """Return whether a file has labels.
-
-    Args:
-        line: its first.
-
-    Returns:
-        False for the test file of the Kaggle release, whose lines have a field less.
-    """
-    return line.count(b"\t") + 1 != _NUM_FIELDS - 1
-
-
 def parse_criteo(
     lines: Sequence[bytes], path: str, first_line: int = 1, *, labeled: bool = True
 ) -> CriteoRows:
-    """Parse lines, all at once.
+    """Parse lines with array operations.
 
     Args:
-        lines: with their newlines, LF or CR LF.
-        path: file they come from, for error messages.
-        first_line: number of the first of them, for error messages.
-        labeled: whether they have a label; see `has_labels`.
+        lines: lines with their newlines, LF or CR LF.
+        path: the file of the lines, for error messages.
+        first_line: number of the first line, for error messages.
+        labeled: False for the test file of the Kaggle release, whose lines have no label.
 
     Returns:
-        Their fields.
+        The fields.
 
     Raises:
         ValueError: a line is truncated, or a field is not a number.
@@ -135,7 +123,7 @@ def parse_criteo(
     decimal_BK, decimal_bad_BK = _numbers(
         text_C, starts_BK[:, :split] + negative_BK, ends_BK[:, :split], 10
     )
-    # a minus alone is no number
+    # a minus sign needs digits
     decimal_bad_BK |= negative_BK & (starts_BK[:, :split] + 1 == ends_BK[:, :split])
     hex_BK, hex_bad_BK = _numbers(text_C, starts_BK[:, split:], ends_BK[:, split:], 16)
     bad_BK = np.concatenate([decimal_bad_BK, hex_bad_BK], axis=1)
@@ -164,8 +152,8 @@ def _numbers(
     ends_BK: NDArray[np.int64],
     base: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Read the numbers between the positions, digit by digit; also say which are none."""
-    longest = 8 if base == 16 else 18  # What 32 bits, and 63, surely hold.
+    """Parse the numbers between the positions; return them, and a mask of invalid ones."""
+    longest = 8 if base == 16 else 18  # fits into 32 bits, and into 63
     lengths_BK = ends_BK - starts_BK
     value_BK = np.zeros(starts_BK.shape, np.int64)
     bad_BK = lengths_BK > longest
@@ -197,25 +185,25 @@ def _blame_line(lines: Sequence[bytes], path: str, first_line: int, num_fields: 
 class CriteoDataset(IterableDataset[Batch]):
     """Batches of Criteo click logs, streamed from their files.
 
-    All ranks read all lines and parse their own. The samples of a step are dealt in order, those of
-    a file's last, smaller step evenly: all ranks take the same number of steps. Under a DataLoader
-    (`batch_size=None`), its workers take the steps in turn, so that it gives the same batches in
-    the same order with any `num_workers`.
+    All ranks read all lines and parse their own. Ranks get consecutive samples of each step, and
+    equal shares of the last, smaller step of a file: all ranks take the same number of steps.
+    Workers of a DataLoader (`batch_size=None`) take the steps in turn, so batches and their order
+    do not depend on `num_workers`.
 
-    Counts become dense features by `log_counts`. A file without labels, such as the test file of
-    the Kaggle release, has the label `NO_LABEL`, -1, in every line.
+    `log_counts` converts counts to dense features. Files without labels, such as the test file of
+    the Kaggle release, yield the label `NO_LABEL`, -1.
 
     Args:
         paths: the files, plain or `.gz`.
         batch_size: samples per rank and step.
         num_embeddings_per_feature: rows of the 26 tables, each at least 2; or one number for all.
-            Row 0 is for a missing category, the others by the category modulo the rows left.
-        rank: this process.
+            A missing category is row 0, any other category `1 + category % (rows - 1)`.
+        rank: rank of this process.
         world_size: number of processes.
 
     Raises:
         FileNotFoundError: a file is missing.
-        TypeError: the paths are one path, or the numbers of rows no whole ones.
+        TypeError: `paths` is a single path, or a number of rows is not an integer.
         ValueError: a number is out of its range; while iterating, a file is empty, or a line is
             damaged or truncated.
 
@@ -256,41 +244,70 @@ class CriteoDataset(IterableDataset[Batch]):
         self._world_size = world_size
 
     def __iter__(self) -> Iterator[Batch]:
-        """Give the batches of all files once, in order."""
-        steps = (step for path in self.paths for step in _read_steps(path, self._step_size))
+        """Yield the batches of all files once, in order."""
+        steps = (step for path in self.paths for step in read_blocks(path, self._step_size))
         for step in of_worker(steps):
             mine = rank_slice(len(step.lines), self._rank, self._world_size)
             first_line = step.first_line + mine.start
-            yield self._to_batch(
-                parse_criteo(step.lines[mine], str(step.path), first_line, labeled=step.labeled)
-            )
+            own = step._replace(lines=step.lines[mine], first_line=first_line)
+            yield self._to_batch(own.parse())
 
     def _to_batch(self, rows: CriteoRows) -> Batch:
         present_BK = rows.categories_BK >= 0
         hashed_BK = 1 + rows.categories_BK % (self._num_embeddings_K - 1)
         ids_BK = np.where(present_BK, hashed_BK, 0)
-        return Batch(
-            dense_features=torch.from_numpy(log_counts(rows.counts_BK)),
-            sparse_features=KeyedJaggedTensor(
-                keys=self.keys,
-                values=torch.from_numpy(ids_BK.T.reshape(-1)),
-                lengths=torch.ones(ids_BK.size, dtype=torch.int32),
-            ),
-            labels=torch.from_numpy(rows.label_B.astype(np.float32)),
-            dense_names=DEFAULT_INT_NAMES,
-            label_name=DEFAULT_LABEL_NAME,
-        )
+        return criteo_batch(log_counts(rows.counts_BK), ids_BK, rows.label_B.astype(np.float32))
 
 
-class _Step(NamedTuple):
-    path: Path
-    labeled: bool
-    first_line: int
+def criteo_batch(dense: NDArray[Any], ids: NDArray[Any], labels: NDArray[Any]) -> Batch:
+    """Build a batch of arrays.
+
+    Args:
+        dense: `[B, 13]` floats.
+        ids: `[B, 26]` signed integers.
+        labels: `[B]` or `[B, 1]`.
+
+    Returns:
+        The batch, with the column names of Criteo.
+    """
+    features = KeyedJaggedTensor(
+        keys=DEFAULT_CAT_NAMES,
+        values=torch.from_numpy(np.ascontiguousarray(ids.T).reshape(-1)),
+        lengths=torch.ones(ids.size, dtype=torch.int32),
+        stride=len(ids),
+    )
+    return Batch(
+        dense_features=torch.from_numpy(dense),
+        sparse_features=features,
+        labels=torch.from_numpy(labels.reshape(-1)),
+        dense_names=DEFAULT_INT_NAMES,
+        label_name=DEFAULT_LABEL_NAME,
+    )
+
+
+class Block(NamedTuple):
+    """Consecutive lines of a file; arguments of `parse_criteo`."""
+
     lines: list[bytes]
+    path: Path
+    first_line: int
+    labeled: bool
+
+    def parse(self) -> CriteoRows:
+        """Parse the lines."""
+        return parse_criteo(self.lines, str(self.path), self.first_line, labeled=self.labeled)
 
 
-def _read_steps(path: Path, num_lines: int) -> Iterator[_Step]:
-    """Give a file's lines some at a time."""
+def read_blocks(path: Path, num_lines: int) -> Iterator[Block]:
+    """Read a file, plain or `.gz`, in blocks of lines.
+
+    Args:
+        path: the file.
+        num_lines: lines per block; the last block may have fewer.
+
+    Raises:
+        ValueError: the file is empty, or a gzip file is damaged.
+    """
     first_line, labeled = 1, True
     with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
         while True:
@@ -306,6 +323,6 @@ def _read_steps(path: Path, num_lines: int) -> Iterator[_Step]:
                     raise ValueError(f"{path} must hold samples; it is empty. Download it again.")
                 return
             if first_line == 1:
-                labeled = has_labels(lines[0])
-            yield _Step(path, labeled, first_line, lines)
+                labeled = lines[0].count(b"\t") + 1 != _NUM_FIELDS - 1
+            yield Block(lines, path, first_line, labeled)
             first_line += len(lines)

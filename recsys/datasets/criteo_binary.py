@@ -1,24 +1,19 @@
-"""Batches of Criteo from arrays on disk, as `BinaryCriteoUtils` writes them.
+"""Criteo batches from arrays on disk, as `BinaryCriteoUtils` writes them.
 
-All ranks take the same number of steps, and no row is read twice or left out unless asked for.
+All ranks take the same number of steps and read each row once.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from typing import Any, final
+from typing import final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from recsys.datasets.criteo import (
-    CAT_FEATURE_COUNT,
-    DEFAULT_CAT_NAMES,
-    DEFAULT_INT_NAMES,
-    DEFAULT_LABEL_NAME,
-)
+from recsys.datasets.criteo import CAT_FEATURE_COUNT, DEFAULT_CAT_NAMES, criteo_batch
 from recsys.datasets.criteo_utils import gather_rows
 from recsys.datasets.utils import (
     PATH_MANAGER_KEY,
@@ -28,7 +23,6 @@ from recsys.datasets.utils import (
     of_worker,
 )
 from recsys.kernels.checked import checked
-from recsys.sparse import KeyedJaggedTensor
 
 _STAGES = ("train", "val", "test")
 
@@ -37,38 +31,38 @@ _STAGES = ("train", "val", "test")
 class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
     """Batches of the rows of some days, in their order or shuffled.
 
-    A step is `world_size` batches that follow one another, rank 0's first. What is left after the
-    full steps is dealt evenly: as a step of its own, or, if there would not be a row for each rank,
-    to the last full step. Pass it to a DataLoader with `batch_size=None`: its workers take steps
-    in turn, so that any `num_workers` gives the same steps in the same order.
+    A step has `world_size` consecutive batches, in the order of the ranks. Ranks share the rows
+    after the last full step equally, as a smaller step; fewer rows than ranks join the last full
+    step. Pass the dataset to a DataLoader with `batch_size=None`: its workers take the steps in
+    turn, so steps and their order do not depend on `num_workers`.
 
     Args:
-        stage: "train": all rows; "val": the first half of them, the larger one; "test": the rest.
-        dense_paths: `.npy` files of `[N, 13]` floats, one a day.
-        sparse_paths: of `[N, 26]` integers.
-        labels_paths: of `[N, 1]`.
+        stage: "train" for all rows, "val" for the first half of the rows (one more if the number is
+            odd), "test" for the second half.
+        dense_paths: `.npy` files of `[N, 13]` floats, one file per day.
+        sparse_paths: `.npy` files of `[N, 26]` integers.
+        labels_paths: `.npy` files of `[N, 1]` labels.
         batch_size: rows per rank and step.
-        rank: this process.
+        rank: rank of this process.
         world_size: number of processes.
-        drop_last: leave out what follows the full steps.
-        shuffle_batches: shuffle the rows within each batch, differently in each epoch; with workers
-            of a DataLoader by the seed that torch draws for each of them.
-        shuffle_training_set: deal the rows of stage "train" in a random order, the same in each
-            epoch.
-        shuffle_training_set_random_seed: of that order; the same on all ranks.
-        mmap_mode: read rows from the files when they are needed; else this rank's rows are kept in
-            memory.
-        hashes: the rows of each of the 26 tables: ids are taken modulo them. None: ids as they
-            are, which must be of a signed dtype.
-        path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
+        drop_last: drop the rows after the last full step.
+        shuffle_batches: shuffle the rows within each batch, differently in each epoch. DataLoader
+            workers use their own torch seeds.
+        shuffle_training_set: shuffle the rows of stage "train", in the same order in each epoch.
+        shuffle_training_set_random_seed: seed of that order; the same on all ranks.
+        mmap_mode: read rows from the files when they are used. If False, this rank's rows are
+            loaded into memory.
+        hashes: rows of each of the 26 tables; ids are taken modulo these numbers. If None, ids are
+            unchanged and must have a signed dtype.
+        path_manager_key: must be `PATH_MANAGER_KEY`: only local files are supported.
 
     Attributes:
         keys: the names of the 26 sparse features.
         num_rows_per_file: rows of each day.
 
     Raises:
-        ValueError: an unknown stage, files that do not fit together, a rank outside its world, or
-            not 26 hashes of at least 1.
+        ValueError: the stage is unknown, array shapes do not match, the rank is not below the world
+            size, or `hashes` is not 26 numbers of at least 1.
         FileNotFoundError: a file is missing.
 
     Example:
@@ -110,8 +104,7 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
             raise ValueError(f"stage must be one of {', '.join(_STAGES)}; received {stage!r}.")
         if hashes is not None and (len(hashes) != CAT_FEATURE_COUNT or min(hashes) < 1):
             raise ValueError(
-                f"hashes must be {CAT_FEATURE_COUNT} numbers of at least 1, the tables' rows; "
-                f"received {hashes}."
+                f"hashes must be {CAT_FEATURE_COUNT} table sizes of at least 1; received {hashes}."
             )
         self.stage = stage
         self.batch_size = batch_size
@@ -150,18 +143,15 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         self._generator = np.random.default_rng(rank)
         self._worker_seed: int | None = None
         if not mmap_mode:
-            rows = [self._rows_of(step) for step in self._steps] or [np.arange(0)]
-            mine = np.concatenate(rows)
+            rows = [self._rows_of(step) for step in self._steps]
+            mine = np.concatenate([np.arange(0), *rows])
             self._arrays = [[gather_rows(arrays, mine)] for arrays in kinds]
-            ends = np.cumsum([len(step_rows) for step_rows in rows])
-            self._steps = [
-                slice(int(end) - (step.stop - step.start), int(end))
-                for step, end in zip(self._steps, ends, strict=False)
-            ]
+            bounds = itertools.accumulate(map(len, rows), initial=0)
+            self._steps = list(itertools.starmap(slice, itertools.pairwise(bounds)))
             self._order = None
 
     def _deal(self, num_rows: int) -> Iterator[slice]:
-        """Give this rank's part of each step."""
+        """Yield this rank's slice of each step."""
         step_size = self.batch_size * self.world_size
         num_full, left = divmod(num_rows, step_size)
         if self.drop_last:
@@ -182,37 +172,23 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         return rows if self._order is None else self._order[rows]
 
     def __len__(self) -> int:
-        """Count the batches of an epoch, as many on every rank."""
+        """Return the number of batches of an epoch, equal on all ranks."""
         return len(self._steps)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Give the batches of one epoch."""
+        """Yield the batches of one epoch."""
         worker = get_worker_info()
         if worker is not None and worker.seed != self._worker_seed:
-            # a new worker, with a copy of the generator that all others have, too
+            # a new worker: its generator is a copy that all workers share
             self._generator = np.random.default_rng((self.rank, worker.seed))
             self._worker_seed = worker.seed
         for step in of_worker(self._steps):
             rows = self._rows_of(step)
             if self.shuffle_batches:
                 rows = self._generator.permutation(rows)
-            yield self._to_batch(*(gather_rows(arrays, rows) for arrays in self._arrays))
-
-    def _to_batch(self, dense: NDArray[Any], sparse: NDArray[Any], labels: NDArray[Any]) -> Batch:
-        if self.hashes is not None:
-            sparse = sparse % self.hashes.astype(sparse.dtype)
-            if sparse.dtype.kind == "u":  # lookups take signed ids
-                sparse = sparse.astype(np.int64)
-        ids = np.ascontiguousarray(sparse.T).reshape(-1)
-        return Batch(
-            dense_features=torch.from_numpy(dense),
-            sparse_features=KeyedJaggedTensor(
-                keys=self.keys,
-                values=torch.from_numpy(ids),
-                lengths=torch.ones(len(ids), dtype=torch.int32),
-                stride=len(sparse),
-            ),
-            labels=torch.from_numpy(labels.reshape(-1)),
-            dense_names=DEFAULT_INT_NAMES,
-            label_name=DEFAULT_LABEL_NAME,
-        )
+            dense, sparse, labels = (gather_rows(arrays, rows) for arrays in self._arrays)
+            if self.hashes is not None:
+                sparse = sparse % self.hashes.astype(sparse.dtype)
+                if sparse.dtype.kind == "u":  # lookups take signed ids
+                    sparse = sparse.astype(np.int64)
+            yield criteo_batch(dense, sparse, labels)

@@ -1,15 +1,13 @@
-"""From Criteo's text files to arrays on disk: as numbers, with dense ids, shuffled.
+"""Conversion of Criteo text files to arrays on disk, contiguous ids, and shuffling.
 
-A day is three files: `[N, 13]` float32 counts, `[N, 26]` categories and `[N, 1]` int32
-labels. Arrays are read and written through memory maps, a stretch of rows at a time.
+A day has three files: `[N, 13]` float32 counts, `[N, 26]` categories and `[N, 1]` int32 labels.
+Arrays are read and written through memory maps, in blocks of rows.
 """
 
 from __future__ import annotations
 
-import gzip
-import itertools
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -21,22 +19,21 @@ from recsys.datasets.criteo import (
     CAT_FEATURE_COUNT,
     DAYS,
     INT_FEATURE_COUNT,
-    has_labels,
     log_counts,
-    parse_criteo,
+    read_blocks,
 )
 from recsys.datasets.utils import PATH_MANAGER_KEY, check_path_manager_key
 from recsys.kernels.checked import checked
 
 FREQUENCY_THRESHOLD = 3
-"""How often a category must occur to get an id of its own."""
-_ROWS = 1 << 16  # how many are held at a time
+"""Occurrences from which a category gets its own id."""
+_ROWS = 1 << 16  # rows per block
 _RARE, _FIRST_OWN = 1, 2  # ids of `sparse_to_contiguous`
 
 
 @final
 class BinaryCriteoUtils:
-    """Steps from Criteo's text files to what `InMemoryBinaryCriteoIterDataPipe` reads."""
+    """Steps from Criteo text files to the arrays that `InMemoryBinaryCriteoIterDataPipe` reads."""
 
     @staticmethod
     @checked
@@ -50,56 +47,49 @@ class BinaryCriteoUtils:
     ) -> None:
         """Convert one text file.
 
-        Counts become dense features by `recsys.datasets.criteo.log_counts`, which is the same
-        function for every file. A missing count is 0, as is a missing category. The label of a file
-        without labels is -1 in every row.
+        `recsys.datasets.criteo.log_counts` converts counts to dense features. Missing counts and
+        categories are 0. The label of a file without labels is -1 in every row.
 
         Args:
-            in_file: lines of Criteo's format, plain or `.gz`.
-            out_dense_file: gets `[N, 13]` float32.
-            out_sparse_file: gets `[N, 26]` int64.
-            out_labels_file: gets `[N, 1]` int32.
-            dataset_name: "criteo_1tb" or "criteo_kaggle"; their lines are alike.
-            path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
+            in_file: text file of Criteo lines, plain or `.gz`.
+            out_dense_file: output, `[N, 13]` float32.
+            out_sparse_file: output, `[N, 26]` int64.
+            out_labels_file: output, `[N, 1]` int32.
+            dataset_name: "criteo_1tb" or "criteo_kaggle", which have the same line format.
+            path_manager_key: must be `PATH_MANAGER_KEY`: only local files are supported.
 
         Raises:
             FileNotFoundError: the file is missing.
-            ValueError: a line is damaged or truncated, there is none, or another data set is named.
+            ValueError: the file is empty, a line is damaged or truncated, or `dataset_name` is
+                unknown.
         """
         check_path_manager_key(path_manager_key)
         if dataset_name not in ("criteo_1tb", "criteo_kaggle"):
             raise ValueError(
                 f"dataset_name must be 'criteo_1tb' or 'criteo_kaggle'; received {dataset_name!r}."
             )
-        with _open(in_file) as lines:
-            num_rows = sum(1 for _ in lines)
-        if not num_rows:
-            raise ValueError(f"{in_file} must hold samples; it is empty. Download it again.")
+        path = Path(in_file)
+        num_rows = sum(len(block.lines) for block in read_blocks(path, _ROWS))
         dense = open_memmap(out_dense_file, "w+", np.float32, (num_rows, INT_FEATURE_COUNT))
         sparse = open_memmap(out_sparse_file, "w+", np.int64, (num_rows, CAT_FEATURE_COUNT))
         labels = open_memmap(out_labels_file, "w+", np.int32, (num_rows, 1))
-        labeled = True
-        with _open(in_file) as lines:
-            for start in range(0, num_rows, _ROWS):
-                block = list(itertools.islice(lines, _ROWS))
-                if start == 0:
-                    labeled = has_labels(block[0])
-                rows = parse_criteo(block, in_file, start + 1, labeled=labeled)
-                here = slice(start, start + len(rows.label_B))
-                dense[here] = log_counts(rows.counts_BK)
-                sparse[here] = np.maximum(rows.categories_BK, 0)
-                labels[here, 0] = rows.label_B
+        for block in read_blocks(path, _ROWS):
+            rows, start = block.parse(), block.first_line - 1
+            here = slice(start, start + len(rows.label_B))
+            dense[here] = log_counts(rows.counts_BK)
+            sparse[here] = np.maximum(rows.categories_BK, 0)
+            labels[here, 0] = rows.label_B
         for array in (dense, sparse, labels):
             array.flush()
 
     @staticmethod
     @checked
     def get_shape_from_npy(path: str, path_manager_key: str = PATH_MANAGER_KEY) -> tuple[int, ...]:
-        """Tell the shape of an array without reading it.
+        """Return the shape of an array without reading its contents.
 
         Args:
             path: an `.npy` file.
-            path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
+            path_manager_key: must be `PATH_MANAGER_KEY`: only local files are supported.
         """
         check_path_manager_key(path_manager_key)
         return tuple(np.load(path, mmap_mode="r").shape)
@@ -113,22 +103,22 @@ class BinaryCriteoUtils:
         start_row: int = 0,
         last_row: int | None = None,
     ) -> tuple[dict[int, tuple[int, int]], int]:
-        """Say which rows of which files belong to a rank, if each gets a stretch of them.
+        """Return the rows of each file that belong to a rank, if ranks get contiguous ranges.
 
         Args:
             lengths: rows of each file.
-            rank: this process.
-            world_size: number of processes; the first ones get one row more where they do not
-                divide.
+            rank: rank of this process.
+            world_size: number of processes. The first ranks get one row more if the rows cannot be
+                divided equally.
             start_row: first row, counted over all files.
-            last_row: last row, which counts too; None: the last there is.
+            last_row: last row, inclusive; None for the last row of all files.
 
         Returns:
-            By the file's number its first and last row (which counts too); and by how many rows the
-            number of rows exceeds a multiple of the ranks.
+            First and last row (inclusive) by file number, and the remainder of the number of rows
+            divided by `world_size`.
 
         Raises:
-            ValueError: a rank outside its world, or rows that the files do not have.
+            ValueError: the rank is not below the world size, or the files do not have these rows.
 
         Example:
             >>> BinaryCriteoUtils.get_file_row_ranges_and_remainder([5, 8], rank=0, world_size=2)
@@ -161,20 +151,20 @@ class BinaryCriteoUtils:
         path_manager_key: str = PATH_MANAGER_KEY,
         mmap_mode: bool = False,
     ) -> NDArray[Any]:
-        """Read some rows of an array.
+        """Read a range of rows of an array.
 
         Args:
             fname: an `.npy` file of two dims.
             start_row: first row.
-            num_rows: how many.
-            path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
-            mmap_mode: give a map of the file, read when it is used.
+            num_rows: number of rows.
+            path_manager_key: must be `PATH_MANAGER_KEY`: only local files are supported.
+            mmap_mode: return a memory map of the file instead of a copy.
 
         Returns:
             `[num_rows, columns]`.
 
         Raises:
-            ValueError: the array has not these rows, or not two dims.
+            ValueError: the array does not have two dims, or not these rows.
         """
         check_path_manager_key(path_manager_key)
         whole = np.load(fname, mmap_mode="r")
@@ -196,17 +186,17 @@ class BinaryCriteoUtils:
         path_manager_key: str = PATH_MANAGER_KEY,
         output_file_suffix: str = "_contig_freq.npy",
     ) -> None:
-        """Give each column's frequent categories ids without gaps: 2, 3, ... as they first occur.
+        """Map the frequent categories of each column to ids 2, 3, ... in the order of occurrence.
 
-        Those that occur less than `frequency_threshold` times in all files together become 1.
+        Categories with fewer than `frequency_threshold` occurrences in all files become 1.
 
         Args:
-            in_files: `[N, columns]` integers each, whole columns of which fit in memory.
-            output_dir: gets `NAME` + `output_file_suffix` for `NAME.npy`, int32.
+            in_files: files of `[N, columns]` integers; one column of all files must fit in memory.
+            output_dir: folder of the int32 outputs, `NAME` + `output_file_suffix` for `NAME.npy`.
             frequency_threshold: occurrences from which a category has its own id.
-            columns: of the files.
-            path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
-            output_file_suffix: ends the names of the new files.
+            columns: number of columns of the files.
+            path_manager_key: must be `PATH_MANAGER_KEY`: only local files are supported.
+            output_file_suffix: suffix of the output names.
 
         Raises:
             ValueError: a file has another number of columns.
@@ -253,20 +243,20 @@ class BinaryCriteoUtils:
     ) -> None:
         """Shuffle the rows of all days but the last, across days; the last is copied as it is.
 
-        Files are `day_0_dense.npy`, `day_0_sparse.npy`, `day_0_labels.npy` and so on, also
-        those that are written. The permutation is held in memory: 8 bytes a row.
+        Input and output files are named `day_0_dense.npy`, `day_0_sparse.npy`, `day_0_labels.npy`
+        and so on. The permutation takes 8 bytes of memory per row.
 
         Args:
-            input_dir_labels_and_dense: where the counts and labels are.
-            input_dir_sparse: where the categories are.
-            output_dir_shuffled: another folder, which gets files of the same names and sizes.
-            rows_per_day: by day its rows; the last day may be left out.
-            output_dir_full_set: must be None: one file of everything would hold ids as floats.
-            days: how many there are.
-            int_columns: of the counts.
-            sparse_columns: of the categories.
-            path_manager_key: must be `PATH_MANAGER_KEY`: files are local ones.
-            random_seed: of the permutation.
+            input_dir_labels_and_dense: folder of the counts and labels.
+            input_dir_sparse: folder of the categories.
+            output_dir_shuffled: another folder, for outputs of the same names and sizes.
+            rows_per_day: number of rows of each day; the last day may be omitted.
+            output_dir_full_set: must be None: a single file would store ids as floats.
+            days: number of days.
+            int_columns: columns of the counts.
+            sparse_columns: columns of the categories.
+            path_manager_key: must be `PATH_MANAGER_KEY`: only local files are supported.
+            random_seed: seed of the permutation.
 
         Raises:
             ValueError: a day is not in `rows_per_day`, a file has another shape,
@@ -275,20 +265,20 @@ class BinaryCriteoUtils:
         check_path_manager_key(path_manager_key)
         if output_dir_full_set is not None:
             raise ValueError(
-                "output_dir_full_set must be None: ids do not survive as floats; received "
-                f"{output_dir_full_set!r}. Read the shuffled files in its place."
+                "output_dir_full_set must be None: floats cannot represent ids; received "
+                f"{output_dir_full_set!r}. Read the shuffled files instead."
             )
         output = Path(output_dir_shuffled)
         if output.resolve() in {
             Path(folder).resolve() for folder in (input_dir_labels_and_dense, input_dir_sparse)
         }:
             raise ValueError(
-                f"output_dir_shuffled must be another folder than the inputs'; received {output}."
+                f"output_dir_shuffled must differ from the input folders; received {output}."
             )
         missing = sorted(set(range(days - 1)) - rows_per_day.keys())
         if missing:
             raise ValueError(
-                f"rows_per_day must have all of the {days} days but the last; received "
+                f"rows_per_day must have all {days} days except the last; received "
                 f"{dict(rows_per_day)}, without {missing}."
             )
         sizes = [rows_per_day[day] for day in range(days - 1)]
@@ -310,7 +300,8 @@ class BinaryCriteoUtils:
             start = 0
             for name, size in zip(names[:-1], sizes, strict=True):
                 written = open_memmap(output / name, "w+", read[0].dtype, (size, columns))
-                for here in _stretches(size):
+                for first in range(0, size, _ROWS):
+                    here = slice(first, min(first + _ROWS, size))
                     rows = order[start + here.start : start + here.stop]
                     written[here] = gather_rows(read[:-1], rows)
                 written.flush()
@@ -319,11 +310,11 @@ class BinaryCriteoUtils:
 
 
 def gather_rows(arrays: Sequence[NDArray[Any]], rows: NDArray[np.int64]) -> NDArray[Any]:
-    """Read rows of several arrays, numbered through.
+    """Read rows of several arrays, numbered over all arrays.
 
     Args:
         arrays: `[N, columns]` each.
-        rows: numbers, in any order.
+        rows: row numbers, in any order.
 
     Returns:
         `[len(rows), columns]`.
@@ -339,15 +330,6 @@ def gather_rows(arrays: Sequence[NDArray[Any]], rows: NDArray[np.int64]) -> NDAr
         chosen = of_array == number
         result[chosen] = arrays[number][rows[chosen] - starts[number]]
     return result
-
-
-def _open(path: str) -> Any:
-    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
-
-
-def _stretches(num_rows: int) -> Iterator[slice]:
-    for start in range(0, num_rows, _ROWS):
-        yield slice(start, min(start + _ROWS, num_rows))
 
 
 def _with_columns(path: str | Path, columns: int) -> NDArray[Any]:

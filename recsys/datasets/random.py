@@ -1,4 +1,4 @@
-"""Made-up batches: for benchmarks and first steps."""
+"""Random batches for benchmarks and first experiments."""
 
 import itertools
 from collections.abc import Iterator
@@ -8,7 +8,6 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from recsys.datasets.utils import Batch, of_worker
-from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 from recsys.sparse import KeyedJaggedTensor
 
@@ -16,7 +15,7 @@ from recsys.sparse import KeyedJaggedTensor
 def _per_feature(
     name: str, one: int | None, many: list[int] | None, default: int, keys: list[str]
 ) -> list[int]:
-    """Read a setting given for all features at once or for each."""
+    """Return the value of a setting for each feature."""
     if one is not None and many is not None:
         raise ValueError(f"only one of {name} and {name}s may be given; received {one} and {many}.")
     values = many if many is not None else [default if one is None else one] * len(keys)
@@ -30,31 +29,29 @@ def _per_feature(
 class RandomRecDataset(IterableDataset[Batch]):
     """Batches of uniform ids, normal dense features and coin-flip labels.
 
-    A few batches are made beforehand and given out in turn, so that making them is not measured.
-    Under a DataLoader (`batch_size=None`), its workers take these in turn; if all batches are new,
-    each worker makes others.
+    A few batches are generated in advance and repeated, so that benchmarks do not measure their
+    generation. DataLoader workers (`batch_size=None`) take these batches in turn. If every batch is
+    new, each worker generates its own.
 
     Args:
         keys: names of the sparse features.
         batch_size: samples per batch.
-        hash_size: ids of every feature are below it; 100 if neither this nor `hash_sizes` is
-            given.
-        hash_sizes: the same, for each feature.
-        ids_per_feature: ids of every feature per sample, exactly so many unless there is a
-            minimum; if neither this nor `ids_per_features` is given, from 0 to 2.
-        ids_per_features: for each feature the most ids per sample; from 0 on unless there is a
-            minimum.
+        hash_size: upper bound (exclusive) of the ids of all features; 100 by default.
+        hash_sizes: upper bound of the ids of each feature.
+        ids_per_feature: number of ids per sample, for all features. By default from 0 to 2. With a
+            minimum it is the maximum.
+        ids_per_features: maximum number of ids per sample for each feature. The minimum is 0 by
+            default.
         num_dense: columns of the dense features.
-        manual_seed: makes the batches the same each time.
-        num_batches: length of an epoch; `None` for no end.
-        num_generated_batches: different batches; with 0 or less every batch is a new one.
-        min_ids_per_feature: if given, a sample has from so many to `ids_per_feature` (or
-            `ids_per_features`) ids.
-        min_ids_per_features: the same, for each feature.
+        manual_seed: seed, for reproducible batches.
+        num_batches: length of an epoch; None for an endless one.
+        num_generated_batches: number of different batches; with 0 or less every batch is new.
+        min_ids_per_feature: minimum number of ids per sample, for all features.
+        min_ids_per_features: minimum number of ids per sample, for each feature.
 
     Raises:
-        ValueError: a list has not one value per key, two ways of saying the same are used, or a
-            value is out of its range.
+        ValueError: a list does not have one value per key, a setting and its list are both given,
+            or a value is out of range.
 
     Example:
         >>> batches = RandomRecDataset(["film"], batch_size=4, num_dense=13, num_batches=2)
@@ -98,7 +95,6 @@ class RandomRecDataset(IterableDataset[Batch]):
         if min_ids_per_feature is None and min_ids_per_features is None:
             exact = ids_per_feature is not None
             min_ids_per_features = self.ids_per_features if exact else [0] * len(keys)
-        whole("RandomRecDataset.batch_size", batch_size, least=0)
         self.min_ids_per_features = _per_feature(
             "min_ids_per_feature", min_ids_per_feature, min_ids_per_features, 0, keys
         )
@@ -120,10 +116,10 @@ class RandomRecDataset(IterableDataset[Batch]):
         self._batches = [self._make_batch() for _ in range(num_generated_batches)]
 
     def __iter__(self) -> Iterator[Batch]:
-        """Give the batches of one epoch, the same in every epoch unless all are new.
+        """Yield the batches of one epoch, the same in every epoch unless every batch is new.
 
-        With `manual_seed`, workers that a DataLoader starts anew for each epoch repeat theirs; with
-        `persistent_workers=True` all are new.
+        With `manual_seed`, restarted DataLoader workers repeat their batches in each epoch; with
+        `persistent_workers=True` every batch is new.
         """
         if self._batches:
             return of_worker(itertools.islice(itertools.cycle(self._batches), self.num_batches))
@@ -133,30 +129,26 @@ class RandomRecDataset(IterableDataset[Batch]):
             self._seed_worker(worker.id, worker.seed)
             if count is not None:
                 count = len(range(worker.id, count, worker.num_workers))
-        return itertools.islice(self._new_batches(), count)
+        return itertools.islice((self._make_batch() for _ in itertools.count()), count)
 
     def __len__(self) -> int:
-        """Count the batches of an epoch.
+        """Return the number of batches of an epoch.
 
         Raises:
-            TypeError: the data has no end.
+            TypeError: the epoch is endless.
         """
         if self.num_batches is None:
             raise TypeError("RandomRecDataset has no length unless num_batches is given.")
         return self.num_batches
 
     def _seed_worker(self, number: int, seed: int) -> None:
-        """Seed a new worker of a DataLoader, which has a copy of the generator of all others."""
+        """Seed a new DataLoader worker: its generator is a copy that all workers share."""
         if seed != self._worker_seed:
             self._worker_seed = seed
             if self._manual_seed is not None:
                 own = np.random.SeedSequence((self._manual_seed % 2**64, number))
                 seed = int(own.generate_state(1, np.uint64)[0])
             self._generator.manual_seed(seed)
-
-    def _new_batches(self) -> Iterator[Batch]:
-        while True:
-            yield self._make_batch()
 
     def _make_batch(self) -> Batch:
         generator = self._generator

@@ -1,7 +1,7 @@
-"""Public data sets row by row, as dicts: for looking at them, and for preparing others.
+"""Rows of public data sets, as dicts: for inspection and preprocessing.
 
-`CriteoDataset` gives batches, and is the faster way to train. Ranks, and under a DataLoader its
-workers, take the rows in turn: each row comes once an epoch.
+`CriteoDataset` yields batches and is faster for training. Ranks and DataLoader workers take the
+rows in turn, so each row is read once per epoch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from recsys.kernels.arguments import path_of
 from recsys.kernels.checked import checked
 
 RowMapper = Callable[[list[str]], Any]
-"""From the fields of a line to what is given out for it."""
+"""Function that converts the fields of a line to a row."""
 
 DEFAULT_RATINGS_COLUMN_NAMES: list[str] = ["userId", "movieId", "rating", "timestamp"]
 DEFAULT_MOVIES_COLUMN_NAMES: list[str] = ["movieId", "title", "genres"]
@@ -72,7 +72,7 @@ _MOVIELENS_TYPES: dict[str, Callable[[str], Any]] = {
 
 
 def criteo_row(fields: list[str]) -> dict[str, int | str]:
-    """Name a line's fields; a missing count is 0, a missing category is ''."""
+    """Return the fields of a line by name; a missing count is 0, a missing category ''."""
     has_label = len(fields) == len(DEFAULT_COLUMN_NAMES)
     names = DEFAULT_COLUMN_NAMES if has_label else DEFAULT_COLUMN_NAMES[1:]
     row: dict[str, int | str] = {}
@@ -98,7 +98,7 @@ def _movielens_row(fields: list[str]) -> dict[str, float | int | str]:
 class _Rows(IterableDataset[Any]):
     """Iterable that calls a reader function and maps each line.
 
-    Ranks, and on each the workers of a DataLoader, take the lines in turn.
+    Ranks, and DataLoader workers within a rank, take the lines in turn.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class _Rows(IterableDataset[Any]):
                 row = self._row_mapper(fields)
             except ValueError as error:
                 raise ValueError(
-                    f"{where}: must be a whole line of the data set; received "
+                    f"{where}: must be a complete line of the data set; received "
                     f"{' | '.join(fields)[:80]!r}: {error}. The file is damaged or truncated, or "
-                    "row_mapper is for another."
+                    "row_mapper does not match the data set."
                 ) from error
             yield row
 
@@ -145,13 +145,12 @@ def _read_criteo(
     for path in paths:
         num_fields = None
         for where, fields in _lines(path, "\t", open_kw):
-            if num_fields is None:  # a file without labels has a field less in every line
+            if num_fields is None:  # files without labels have one field less
                 num_fields = len(fields)
             if is_checked and len(fields) != num_fields:
                 raise ValueError(
-                    f"{where}: must be a whole line of the data set, with {num_fields} fields as "
-                    f"the first line of the file; received {len(fields)} fields. The file is "
-                    "damaged or truncated."
+                    f"{where}: must have {num_fields} fields as the first line of the file; "
+                    f"received {len(fields)} fields. The file is damaged or truncated."
                 )
             yield where, fields
 
@@ -168,16 +167,16 @@ def criteo_terabyte(
     r"""Read the Criteo terabyte release, row by row.
 
     Args:
-        paths: its text files, plain or `.gz`.
-        row_mapper: makes of a line's 40 texts what is given out; by default a dict of the names in
-            `DEFAULT_COLUMN_NAMES`, label and counts whole numbers (0 where missing), categories
-            texts; without the label for a file without labels. None: the texts themselves.
-        rank: this process: it takes every `world_size`-th row.
+        paths: text files of the release, plain or `.gz`.
+        row_mapper: function that converts the 40 strings of a line to a row. By default a row is a
+            dict by `DEFAULT_COLUMN_NAMES`: label and counts are integers (0 if missing), categories
+            strings. Files without labels yield no label. With None a row is the list of strings.
+        rank: rank of this process, which reads every `world_size`-th row.
         world_size: number of processes that share the rows.
         open_kw: further arguments of `open`.
 
     Returns:
-        The rows of all files, read each time anew.
+        Iterable over the rows of all files, which reads the files again in each epoch.
 
     Raises:
         ValueError: `rank` is not in [0, `world_size`).
@@ -211,14 +210,14 @@ def criteo_kaggle(
     """Read one file of the Criteo Kaggle release, row by row.
 
     Args:
-        path: its text file, plain or `.gz`.
-        row_mapper: as of `criteo_terabyte`.
-        rank: as of `criteo_terabyte`.
-        world_size: as of `criteo_terabyte`.
+        path: a text file of the release, plain or `.gz`.
+        row_mapper: as for `criteo_terabyte`.
+        rank: as for `criteo_terabyte`.
+        world_size: as for `criteo_terabyte`.
         open_kw: further arguments of `open`.
 
     Returns:
-        The rows, read each time anew.
+        Iterable over the rows, which reads the file again in each epoch.
 
     Raises:
         ValueError: `rank` is not in [0, `world_size`).
@@ -242,8 +241,8 @@ def _read_movielens(
             continue
         if include_movies_data and (len(fields) < 2 or fields[1] not in movies):
             raise ValueError(
-                f"{where}: must rate a film that is in movies.csv; received {fields}. Both "
-                "files must be of one release."
+                f"{where}: must rate a film of movies.csv; received {fields}. Use two files of the "
+                "same release."
             )
         yield where, fields + movies[fields[1]] if include_movies_data else fields
 
@@ -251,19 +250,6 @@ def _read_movielens(
 def _is_header(fields: list[str]) -> bool:
     names = [field.strip().lstrip("\ufeff").lower() for field in fields]
     return names == [name.lower() for name in DEFAULT_RATINGS_COLUMN_NAMES]
-
-
-def _movielens(
-    root: str | Path,
-    include_movies_data: bool,
-    row_mapper: RowMapper | None,
-    rank: int,
-    world_size: int,
-    open_kw: Any,
-) -> IterableDataset[Any]:
-    open_kw = {"encoding": "utf-8", **open_kw}
-    read = partial(_read_movielens, root, include_movies_data, open_kw)
-    return _Rows(read, row_mapper, rank, world_size)
 
 
 @checked
@@ -279,16 +265,16 @@ def movielens_20m(
     r"""Read the ratings of MovieLens 20M, row by row.
 
     Args:
-        root: folder of `ratings.csv`, with its header or without, and `movies.csv`.
-        include_movies_data: also give title and genres of the film.
-        row_mapper: makes of a line's texts what is given out; by default a dict of the columns'
-            names, numbers as numbers. None: the texts themselves.
-        rank: as of `criteo_terabyte`.
-        world_size: as of `criteo_terabyte`.
+        root: folder of `movies.csv` and `ratings.csv`, whose header line is optional.
+        include_movies_data: add the title and genres of the film.
+        row_mapper: function that converts the strings of a line to a row. By default a row is a
+            dict by column name, with numbers converted. With None a row is the list of strings.
+        rank: as for `criteo_terabyte`.
+        world_size: as for `criteo_terabyte`.
         open_kw: further arguments of `open`.
 
     Returns:
-        The rows, read each time anew.
+        Iterable over the rows, which reads the files again in each epoch.
 
     Raises:
         ValueError: `rank` is not in [0, `world_size`).
@@ -304,36 +290,9 @@ def movielens_20m(
         >>> list(movielens_20m(root))
         [{'userId': 1, 'movieId': 2, 'rating': 3.5, 'timestamp': 4}]
     """
-    return _movielens(root, include_movies_data, row_mapper, rank, world_size, open_kw)
+    read = partial(_read_movielens, root, include_movies_data, {"encoding": "utf-8", **open_kw})
+    return _Rows(read, row_mapper, rank, world_size)
 
 
-@checked
-def movielens_25m(
-    root: str | Path,
-    *,
-    include_movies_data: bool = False,
-    row_mapper: RowMapper | None = _movielens_row,
-    rank: int = 0,
-    world_size: int = 1,
-    **open_kw: Any,
-) -> IterableDataset[Any]:
-    """Read the ratings of MovieLens 25M, row by row; its files are like those of 20M.
-
-    Args:
-        root: folder of `ratings.csv` and `movies.csv`.
-        include_movies_data: as of `movielens_20m`.
-        row_mapper: as of `movielens_20m`.
-        rank: as of `criteo_terabyte`.
-        world_size: as of `criteo_terabyte`.
-        open_kw: further arguments of `open`.
-
-    Returns:
-        The rows, read each time anew.
-
-    Raises:
-        ValueError: `rank` is not in [0, `world_size`).
-        FileNotFoundError: while iterating, a file is missing.
-        ValueError: while iterating, a line is truncated or damaged, rates an unknown film, or has a
-            rating that is not from 0 to 5 or an id that is negative or not below 2**63.
-    """
-    return _movielens(root, include_movies_data, row_mapper, rank, world_size, open_kw)
+movielens_25m = movielens_20m
+"""Reader of the ratings of MovieLens 25M, whose files have the format of MovieLens 20M."""

@@ -1,4 +1,4 @@
-"""The batch that every reader gives, and how ranks share a batch."""
+"""`Batch`, the type that all readers yield, and the division of batches among ranks."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,8 @@ from recsys.streamable import Pipelineable
 
 _T = TypeVar("_T")
 PATH_MANAGER_KEY = "torchrec"
-"""The default, and only, value of arguments of this name: files are local ones."""
+"""The only value that `path_manager_key` arguments accept: local files."""
+_PARTS = ("dense_features", "sparse_features", "labels")
 
 
 @Pipelineable.register
@@ -29,17 +30,16 @@ PATH_MANAGER_KEY = "torchrec"
 class Batch:
     """One rank's samples of one step.
 
-    The pipelines copy it to the device ahead of time, which is why it can move, pin its memory and
-    tell a stream that it is in use.
+    Train pipelines copy it to the device ahead of time, with `to`, `pin_memory` and
+    `record_stream`.
 
     Args:
         dense_features: `[B, dense_in_features]` float.
         sparse_features: ids of every feature, stride `B`.
         labels: `[B]`, such as 1 for a click and 0 for none; any finite numbers are legal here, and
-            a log loss takes those from 0 to 1.
-        dense_names: names of the columns of `dense_features`, for messages about their values;
-            empty if they are not known.
-        label_name: of the labels' column, for messages; empty if it is not known.
+            a log loss requires labels from 0 to 1.
+        dense_names: names of the columns of `dense_features`, for error messages; empty if unknown.
+        label_name: name of the label column, for error messages; empty if unknown.
 
     Example:
         >>> import torch
@@ -58,7 +58,7 @@ class Batch:
     label_name: str = ""
 
     def __post_init__(self) -> None:
-        if self.dense_features is not None:  # models say in their own words what they lack
+        if self.dense_features is not None:  # models report a missing part themselves
             instance("Batch.dense_features", self.dense_features, torch.Tensor, "a tensor")
         instance("Batch.sparse_features", self.sparse_features, KeyedJaggedTensor)
         instance("Batch.labels", self.labels, torch.Tensor, "a tensor")
@@ -88,23 +88,23 @@ class Batch:
         """Make a batch from the columns of a table.
 
         Args:
-            columns: name to column: a dict of arrays, a pandas or polars DataFrame or an Arrow
+            columns: columns by name: a dict of arrays, a pandas or polars DataFrame or an Arrow
                 Table.
             sparse: columns of ids, or of lists of ids; see `recsys.sparse.from_columns`.
             dense: columns of numbers, one per sample.
-            label: the column of labels, finite numbers; all are 0 without it.
-            weights: feature to the column of its ids' weights.
-            padding: what a matrix of ids holds where a sample has no more.
+            label: the column of labels, finite numbers. Without it all labels are 0.
+            weights: the column of id weights of each weighted feature, by feature.
+            padding: the value that fills unused places of an id matrix.
 
         Returns:
             The batch, on the CPU if the columns are.
 
         Raises:
-            KeyError: a column is not there.
-            TypeError: a column holds no numbers.
-            ValueError: columns differ in their number of samples; a dense feature, a label or a
-                weight is missing, NaN or infinite; or an id does not fit into int64. The message
-                names the column, the row and the value.
+            KeyError: a column does not exist.
+            TypeError: a column contains values that are not numbers.
+            ValueError: columns have different numbers of samples; a dense feature, label or weight
+                is missing, NaN or infinite; or an id does not fit into int64. The message names
+                the column, the row and the value.
 
         Example:
             >>> table = {"age": [31.0, 44.0], "films": [[1, 2], [3]], "liked": [1, 0]}
@@ -120,7 +120,7 @@ class Batch:
         unknown = sorted(named.keys() - set(sparse))
         if unknown:
             raise KeyError(
-                f"weights must be of features in sparse; received {unknown}, not in {sparse}."
+                f"weights must name features of sparse, {list(sparse)}; received {unknown}."
             )
         ids = jagged_of({name: columns[name] for name in sparse}, named, padding)
         numbers = [read_numbers(f"Column {name!r}", columns[name]) for name in dense]
@@ -130,7 +130,7 @@ class Batch:
         for name, column in zip([*dense, label], [*numbers, labels], strict=True):
             if len(column) != ids.stride():
                 raise ValueError(
-                    f"Columns must have as many samples; received {ids.stride()} in "
+                    f"All columns must have the same number of samples; received {ids.stride()} in "
                     f"{sparse[0]!r} and {len(column)} in {name!r}."
                 )
         features = torch.stack(numbers, 1) if numbers else torch.zeros(ids.stride(), 0)
@@ -141,9 +141,8 @@ class Batch:
         """Copy to a device.
 
         Args:
-            device: where the copy is.
-            non_blocking: whether the host goes on while a GPU copies; what is not pinned is
-                pinned first.
+            device: the target device.
+            non_blocking: do not wait for the copy. Unpinned tensors are pinned first.
 
         Returns:
             A new batch; parts already on `device` are shared with this one.
@@ -156,14 +155,13 @@ class Batch:
         )
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory from being reused until `stream` has done its present work.
+        """Keep the memory from reuse until the work queued on `stream` is done.
 
         Args:
-            stream: the stream that reads this batch, if not the one it was made on.
+            stream: a stream that reads this batch, other than the one it was created on.
         """
-        self.dense_features.record_stream(stream)
-        self.sparse_features.record_stream(stream)
-        self.labels.record_stream(stream)
+        for name in _PARTS:
+            getattr(self, name).record_stream(stream)
 
     def pin_memory(self) -> "Batch":
         """Copy to page-locked memory, from which copies to a GPU are asynchronous.
@@ -171,33 +169,19 @@ class Batch:
         Returns:
             A new batch in pinned memory.
         """
-        return replace(
-            self,
-            dense_features=self.dense_features.pin_memory(),
-            sparse_features=self.sparse_features.pin_memory(),
-            labels=self.labels.pin_memory(),
-        )
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in _PARTS})
 
 
 def _members_of(batch: Batch) -> tuple[dict[str, Any], object]:
-    names = "dense_features", "sparse_features", "labels"
     rest = list(batch.dense_names), batch.label_name
-    return {name: getattr(batch, name) for name in names}, rest
+    return {name: getattr(batch, name) for name in _PARTS}, rest
 
 
 def _batch_of(members: Iterable[Any], rest: Any) -> Batch:
-    batch = Batch.__new__(Batch)  # a tree_map may have put something else than tensors here
-    dense, sparse, labels = members
+    batch = Batch.__new__(Batch)  # unchecked: the members may be no tensors after a tree_map
     names, label = rest
-    batch.__setstate__(
-        {
-            "dense_features": dense,
-            "sparse_features": sparse,
-            "labels": labels,
-            "dense_names": tuple(names),
-            "label_name": label,
-        }
-    )
+    parts = dict(zip(_PARTS, members, strict=True))
+    batch.__setstate__({**parts, "dense_names": tuple(names), "label_name": label})
     return batch
 
 
@@ -205,7 +189,7 @@ register(Batch, _members_of, _batch_of)
 
 
 def check_rank(rank: int, world_size: int, batch_size: int) -> None:
-    """Refuse a rank outside its world, or batches without samples.
+    """Check that a rank is below the world size, and that batches have samples.
 
     Args:
         rank: this process, from 0.
@@ -222,15 +206,15 @@ def check_rank(rank: int, world_size: int, batch_size: int) -> None:
         )
     if batch_size < 1:
         raise ValueError(
-            f"batch_size must be at least 1; received {batch_size}. It counts one rank's samples."
+            f"batch_size, the samples of one rank, must be at least 1; received {batch_size}."
         )
 
 
 def rank_slice(num_samples: int, rank: int, world_size: int) -> slice:
-    """Give the part of `num_samples` samples that belongs to one rank.
+    """Return the slice of `num_samples` samples that belongs to one rank.
 
-    Parts differ by at most one sample, so all ranks take the same number of steps even when the
-    last batch of an epoch is small; a part may then be empty.
+    Sizes differ by at most one sample. All ranks so have the same number of steps, even if the last
+    batch of an epoch is small; a slice may then be empty.
 
     Args:
         num_samples: samples of one step over all ranks.
@@ -238,7 +222,7 @@ def rank_slice(num_samples: int, rank: int, world_size: int) -> slice:
         world_size: number of processes.
 
     Returns:
-        The slice of this rank. Slices of ranks 0, 1, ... follow one another.
+        The slice of this rank. Slices of successive ranks are adjacent.
 
     Example:
         >>> [rank_slice(5, rank, 2) for rank in (0, 1)]
@@ -248,15 +232,15 @@ def rank_slice(num_samples: int, rank: int, world_size: int) -> slice:
 
 
 def of_worker(steps: Iterable[_T]) -> Iterator[_T]:
-    """Give a worker of a DataLoader its share of the steps: every `num_workers`-th one.
+    """Return every `num_workers`-th step, the share of this DataLoader worker.
 
-    A DataLoader takes a step of each worker in turn, so that it gives the steps in their order.
+    A DataLoader reads from its workers in turn, so it yields all steps in their order.
 
     Args:
-        steps: of an epoch, the same in every worker.
+        steps: the steps of an epoch, the same in every worker.
 
     Returns:
-        The steps of this worker; all of them outside of a worker.
+        The steps of this worker; all steps outside of a worker.
 
     Example:
         >>> list(of_worker([1, 2, 3]))
@@ -269,16 +253,16 @@ def of_worker(steps: Iterable[_T]) -> Iterator[_T]:
 
 
 def check_path_manager_key(key: str) -> None:
-    """Refuse file systems other than the machine's.
+    """Check that `path_manager_key` selects local files.
 
     Args:
-        key: must be `PATH_MANAGER_KEY`.
+        key: the argument; must be `PATH_MANAGER_KEY`.
 
     Raises:
-        ValueError: it is another.
+        ValueError: the key differs.
     """
     if key != PATH_MANAGER_KEY:
         raise ValueError(
-            f"path_manager_key must be {PATH_MANAGER_KEY!r}, the machine's own files; received "
-            f"{key!r}. Mount or copy files that are elsewhere."
+            f"path_manager_key must be {PATH_MANAGER_KEY!r}, for local files; received {key!r}. "
+            "Mount or copy remote files."
         )

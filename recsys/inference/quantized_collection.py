@@ -52,7 +52,7 @@ from recsys.modules.embedding_inputs import padded_lengths, positions_of
 from recsys.modules.embedding_table import TableDict
 from recsys.modules.embedding_tables import TableCollection
 from recsys.sparse import KeyedJaggedTensor
-from recsys.sparse.keyed_jagged import check_features
+from recsys.sparse.keyed_bags import check_features
 
 __all__ = [
     "SERVED",

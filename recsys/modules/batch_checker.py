@@ -29,7 +29,7 @@ from recsys.kernels.bounds import (
 )
 from recsys.kernels.types import BoundsCheckMode
 from recsys.sparse import KeyedJaggedTensor
-from recsys.sparse.keyed_jagged import Parts
+from recsys.sparse.keyed_bags import Parts
 from recsys.sparse.per_key_checks import check_length_per_key
 from recsys.sparse.validate import check_total
 

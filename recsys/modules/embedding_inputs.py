@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recsys.kernels import ops
 from recsys.sparse import KeyedJaggedTensor
-from recsys.sparse.keyed_jagged import Parts
+from recsys.sparse.keyed_bags import Parts
 from recsys.sparse.validate import preview
 
 __all__ = [

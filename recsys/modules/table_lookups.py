@@ -37,7 +37,7 @@ from recsys.optim.apply_optimizer_in_backward import (
     drop_hook,
 )
 from recsys.sparse import KeyedJaggedTensor
-from recsys.sparse.keyed_jagged import check_features
+from recsys.sparse.keyed_bags import check_features
 from recsys.step_stages import Stage
 
 __all__ = ["LookupGroup", "TableLookups", "TableSlot", "new_weights"]

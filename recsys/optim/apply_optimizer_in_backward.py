@@ -1,4 +1,4 @@
-"""Give parameters an optimizer that updates them during backward."""
+"""Attach optimizers that update parameters during backward."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from recsys.optim.specs import TableOptimizer, optimizer_spec, to_row_state, to_
 
 _ATTRIBUTE = "_in_backward_optimizers"
 _CLASSES, _KWARGS = "_optimizer_classes", "_optimizer_kwargs"
-"""Where torch's own function notes what it was given; public code reads them."""
+"""Attributes of parameters that the function of torch sets, for other libraries."""
 _TORCH_HOOKS = "torch.distributed.optim.apply_optimizer_in_backward"
 _NO_SETTINGS = ("params", "initial_lr")
-"""What groups of torch's optimizers hold besides: the latter is set by schedulers."""
+"""Keys of param groups that are not settings; schedulers set `initial_lr`."""
 _attachments = 0
 _hooks: MutableMapping[Tensor, RemovableHandle] = WeakIdKeyDictionary()
 
@@ -31,20 +31,20 @@ _hooks: MutableMapping[Tensor, RemovableHandle] = WeakIdKeyDictionary()
 @final
 @dataclass(eq=False, repr=False)
 class AttachedOptimizer:
-    """What one call of `apply_optimizer_in_backward` gave to its parameters.
+    """Optimizer of a call of `apply_optimizer_in_backward`, attached to its parameters.
 
-    It holds no parameter, so that a parameter which carries it can be pickled.
+    It has no reference to parameters, so parameters with it can be pickled.
 
     Args:
-        optimizer_class: As given.
-        given: Its arguments.
-        update_mode: As given.
-        row_state: As given.
-        stochastic_rounding: As given.
+        optimizer_class: The optimizer class.
+        given: The arguments of the class.
+        update_mode: Update mode of tables.
+        row_state: Row state of tables.
+        stochastic_rounding: True for stochastic rounding of tables.
 
     Attributes:
-        param_groups: One group with the settings. Changing its `lr` takes effect at the next
-            forward of an unsharded collection; for a sharded one change the groups of its
+        param_groups: One group with the settings. A new `lr` applies from the next forward pass of
+            an unsharded collection; for a sharded collection change the groups of its
             `fused_optimizer`.
     """
 
@@ -59,24 +59,24 @@ class AttachedOptimizer:
         self.param_groups = [dict(self.given)]
 
     def spec(self) -> OptimizerSpec:
-        """Return the optimizer of an embedding table that carries this.
+        """Return the specification for an embedding table.
 
         Raises:
-            ValueError: Tables do not know the optimizer, or one of its settings.
+            ValueError: Tables do not support the optimizer or a setting.
         """
         kwargs = {k: v for k, v in self.param_groups[0].items() if k not in _NO_SETTINGS}
         spec = optimizer_spec(self.optimizer_class, kwargs)
         return replace(spec, stochastic_rounding=self.stochastic_rounding)
 
     def table_optimizer(self) -> TableOptimizer:
-        """`spec`, and when and how it acts."""
+        """Return `spec()` with the update mode and the row state."""
         return TableOptimizer(
             spec=self.spec(), update_mode=self.update_mode, row_state=self.row_state
         )
 
     @property
     def is_only_for_tables(self) -> bool:
-        """Whether some setting means nothing to a parameter that is no table."""
+        """True if a setting applies to tables only."""
         changed = (self.update_mode, self.row_state) != (UpdateMode.FUSED, RowState.EXACT)
         return changed or self.stochastic_rounding
 
@@ -102,30 +102,30 @@ def apply_optimizer_in_backward(
     row_state: RowState | str = RowState.EXACT,
     stochastic_rounding: bool = False,
 ) -> None:
-    """Let parameters be updated during backward, each as soon as its gradient is there.
+    """Update parameters during backward, each as soon as its gradient is computed.
 
-    Gradients are then never kept: memory falls by the size of the parameters. Embedding tables of a
-    (sharded or unsharded) collection do it inside their kernel; other parameters by a hook. Leave
-    them out of the optimizer you step yourself: see `in_backward_optimizer_filter`. Tables take
-    what torch's own `torch.distributed.optim._apply_optimizer_in_backward` gave them for this.
+    Gradients are not stored, which saves memory of the size of the parameters. Embedding tables of
+    sharded and unsharded collections are updated by their kernel, other parameters by a hook. Do
+    not pass these parameters to another optimizer: see `in_backward_optimizer_filter`. Tables also
+    support `torch.distributed.optim._apply_optimizer_in_backward`.
 
     Args:
         optimizer_class: A class of torch.optim or recsys.optim.
         params: The parameters.
-        optimizer_kwargs: Arguments of the class, besides the parameters. `weight_decay` of tables
-            acts on the rows of the batch only: to decay all rows, attach nothing to the table and
-            step torch.optim.Adam on it (docs/optimizers.md has both measured).
-        update_mode: Of tables. "deferred": backward only adds up row gradients, and `step()` of
-            the sharded collection's (or model's) `fused_optimizer` applies them. Accumulating
-            over several batches and clipping need it.
-        row_state: Of tables that are split by columns, under an optimizer that reads whole rows.
-            "per_shard": each column part keeps a state of its own. That saves an exchange, but
-            the weights are not those of the unsplit table, and the state can be loaded only
-            where the columns are split alike.
-        stochastic_rounding: Of fp16 and bf16 tables: see `OptimizerSpec`.
+        optimizer_kwargs: Arguments of the class, without the parameters. `weight_decay` of tables
+            applies to the rows of the batch only. To decay all rows, do not attach an optimizer to
+            the table and step torch.optim.Adam on it (measurements in docs/optimizers.md).
+        update_mode: Update mode of tables. With "deferred", backward adds up row gradients, and
+            `step()` of the collection's (or model's) `fused_optimizer` applies them. Required for
+            gradient accumulation and clipping.
+        row_state: Row state of column-split tables, for optimizers that read whole rows. With
+            "per_shard", each column shard has its own state. This saves an exchange, but weights
+            differ from the unsplit table, and only a table with the same columns split can load
+            the state.
+        stochastic_rounding: Rounding of fp16 and bf16 tables: see `OptimizerSpec`.
 
     Raises:
-        TypeError: An argument has a wrong type, such as parameters that are none.
+        TypeError: An argument has a wrong type.
         ValueError: A parameter already has an optimizer or requires no gradient, or a mode does not
             exist.
 
@@ -155,9 +155,9 @@ def apply_optimizer_in_backward(
         instance(subject, parameter, Tensor, "an nn.Parameter")
         if not parameter.requires_grad:
             raise ValueError(
-                f"{subject} must require a gradient: backward updates it with that. Received a "
-                f"parameter of shape {list(parameter.shape)} with requires_grad=False. Leave it "
-                "out, or call its requires_grad_() first."
+                f"{subject} must require a gradient; received a parameter of shape "
+                f"{list(parameter.shape)} with requires_grad=False. Omit it, or call "
+                "requires_grad_() first."
             )
         if hasattr(parameter, _ATTRIBUTE):
             raise ValueError(
@@ -171,25 +171,23 @@ def apply_optimizer_in_backward(
 
 
 def mark(parameter: Tensor, attached: AttachedOptimizer) -> None:
-    """Note on a parameter which optimizer updates it in backward; public code reads it there."""
+    """Record on a parameter the optimizer that updates it in backward, for other libraries."""
     setattr(parameter, _ATTRIBUTE, [attached])
     setattr(parameter, _CLASSES, [attached.optimizer_class])
     setattr(parameter, _KWARGS, [attached.given])
 
 
 def _hook(parameter: nn.Parameter, attached: AttachedOptimizer) -> None:
-    # Built at the first gradient: the tables of a collection never get there, and some classes
-    # (SparseAdam) check parameters.
+    # Built at the first gradient, because tables need none, and SparseAdam checks parameters.
     built: list[Optimizer] = []
 
     def update(updated: Tensor) -> None:
-        if updated.grad is None:  # torch calls hooks also when no gradient came
+        if updated.grad is None:  # torch calls hooks even without a gradient
             return
         if attached.is_only_for_tables:
             raise ValueError(
-                f"{attached} is for tables of embedding collections; received a parameter of shape "
-                f"{list(updated.shape)} that is none. Leave it out, and step its optimizer "
-                "yourself."
+                f"{attached} is for tables of embedding collections; received another parameter of "
+                f"shape {list(updated.shape)}. Omit it, and step its optimizer yourself."
             )
         if not built:
             built.append(attached.optimizer_class([updated], **attached.param_groups[0]))
@@ -201,20 +199,20 @@ def _hook(parameter: nn.Parameter, attached: AttachedOptimizer) -> None:
 
 
 def drop_hook(parameter: Tensor) -> None:
-    """Leave the updates of a parameter to a kernel: its hook would only cost time."""
+    """Remove the hook of a parameter that a kernel updates."""
     hook = _hooks.pop(parameter, None)
     if hook is not None:
         hook.remove()
 
 
 def attached_optimizer(parameter: Tensor) -> AttachedOptimizer | None:
-    """Return the optimizer that `apply_optimizer_in_backward` gave to a parameter, if any.
+    """Return the optimizer that `apply_optimizer_in_backward` attached to a parameter, or None.
 
-    What torch's own `torch.distributed.optim._apply_optimizer_in_backward` gave counts too; from
-    then on it is a kernel's to apply, and torch's hook is gone.
+    An optimizer of `torch.distributed.optim._apply_optimizer_in_backward` is converted, and its
+    hook is removed, because a kernel applies it.
 
     Raises:
-        ValueError: torch's gave several, or one that has stepped.
+        ValueError: torch attached several optimizers, or one that has stepped.
     """
     attached: list[Any] = getattr(parameter, _ATTRIBUTE, [])
     if attached and isinstance(attached[0], Optimizer):
@@ -224,45 +222,45 @@ def attached_optimizer(parameter: Tensor) -> AttachedOptimizer | None:
 
 
 def _adopt(parameter: Tensor, given: Sequence[Optimizer]) -> AttachedOptimizer:
-    """Return what torch's own function gave to a parameter, as ours would have given it."""
+    """Convert the optimizer that the function of torch attached to a parameter."""
     names = [type(optimizer).__name__ for optimizer in given]
     if len(given) > 1:
         raise ValueError(
             f"A table can own one optimizer; received {names}, by torch.distributed.optim."
             f"_apply_optimizer_in_backward, for one of shape {list(parameter.shape)}. Apply one."
         )
-    # Adagrad has state from the start
+    # Adagrad creates its state at construction
     if any(float(state.get("step", 1)) > 0 for state in given[0].state.values()):
         raise ValueError(
             f"{names[0]} has updated a table of shape {list(parameter.shape)} already, and its "
-            "state would be lost. Apply optimizers before the first forward pass, by "
+            "state would be lost. Attach optimizers before the first forward pass, with "
             "recsys.optim.apply_optimizer_in_backward."
         )
     group = given[0].param_groups[0]
     attached = AttachedOptimizer(type(given[0]), group | {"params": []})
     attached.given = getattr(parameter, _KWARGS, [attached.given])[0]
-    given[0].param_groups = attached.param_groups  # a scheduler of it reaches the table
+    given[0].param_groups = attached.param_groups  # schedulers now change the table
     for handle in sys.modules[_TORCH_HOOKS].param_to_optim_hook_handle_map.pop(parameter, ()):
         handle.remove()
     return attached
 
 
 def is_marked(parameter: Tensor | None) -> bool:
-    """Return whether an optimizer was given to a parameter; a compiler can follow it."""
+    """Return whether an optimizer is attached to a parameter; torch.compile can trace it."""
     return hasattr(parameter, _ATTRIBUTE)
 
 
 def mark_in_backward(parameter: nn.Parameter, source: Tensor | None = None) -> None:
-    """Record that a kernel updates a parameter in backward, so that filters leave it out.
+    """Record that a kernel updates a parameter in backward, for filters.
 
     Args:
-        parameter: The parameter; gets no hook.
-        source: Where to copy the attached optimizer from, if anything was attached there.
+        parameter: The parameter; it gets no hook.
+        source: Parameter to copy the attached optimizer from, if there is one.
     """
     for name in (_ATTRIBUTE, _CLASSES, _KWARGS):
         setattr(parameter, name, list(getattr(source, name, [])))
 
 
 def attachment_count() -> int:
-    """Return how often optimizers were attached here: a collection then looks again."""
+    """Return the number of attachments; collections rebuild when it changes."""
     return _attachments

@@ -1,7 +1,8 @@
-"""Gradient clipping over dense parameters and embedding tables at once."""
+"""Gradient clipping of dense parameters together with embedding tables."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.contact import explained
-from recsys.kernels.arguments import choice, wrong_type
 from recsys.kernels.checked import checked
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper, TableGradients
 
@@ -20,49 +20,45 @@ _PART = "_is_part_of_table"
 
 
 class GradientClipping(enum.Enum):
-    """What is limited."""
+    """Quantity that clipping limits."""
 
     NORM = "norm"
-    """The norm of all gradients together: they are scaled alike, so their direction stays."""
+    """The norm of all gradients together: one factor scales all, which keeps their direction."""
     VALUE = "value"
-    """Each value of the gradients by itself."""
+    """Each gradient value separately."""
     NONE = "none"
-    """Nothing."""
+    """No clipping."""
 
 
 @final
 class GradientClippingOptimizer(OptimizerWrapper):
     """Clips the gradients, then steps the optimizer that it wraps.
 
-    Gradients of sharded tables are clipped as those of one process would be: the norm is that of
-    whole tables, whatever the plan. Tables with an optimizer of their own must be deferred for it:
-    under a fused one there is no gradient left to clip.
+    The norm covers whole tables, so results do not depend on the sharding plan. Tables that own an
+    optimizer must have `update_mode="deferred"`: fused updates leave no gradient to clip.
 
     Args:
-        optimizer: the optimizer to wrap, such as a
-            `CombinedOptimizer` of a model's `fused_optimizer` and
-            that of its dense parameters.
-        clipping: what to limit; also taken by name, such as "norm".
+        optimizer: the optimizer to wrap, such as a `CombinedOptimizer` of a model's
+            `fused_optimizer` and the optimizer of its dense parameters.
+        clipping: the quantity to limit, or its name, such as "norm".
         max_gradient: the limit; 0 stops training.
-        norm_type: of `NORM`: 2.0, another exponent, or `inf` for the
-            largest value.
-        enable_global_grad_clip: add up the norm over the ranks, in one all-reduce of one number.
-            Every rank must then step alike. Needed where tables are sharded; parameters that every
-            rank holds count once.
-        param_to_pgs: further parameters of which each rank holds a part, and the groups that
-            share each. Those of modules given to torch's `fully_shard` are known.
-        track_grad_norm: keep the norm also where it is not needed.
+        norm_type: exponent of `NORM`, such as 2.0, or `inf` for the largest absolute value.
+        enable_global_grad_clip: add up the norm over all ranks, in one all-reduce of one number.
+            Required for sharded tables. All ranks must step together; parameters that every rank
+            holds count once.
+        param_to_pgs: other parameters that are sharded, and the process groups of their shards.
+            Parameters of torch's `fully_shard` need no entry.
+        track_grad_norm: compute the norm even if `clipping` does not need it.
 
     Attributes:
-        last_total_grad_norm: the norm before the last clipping, None before it.
+        last_total_grad_norm: the norm before the last clipping; None before the first step.
 
     Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if `max_gradient` is negative or NaN, `norm_type` is not positive, or there is
-            no such `clipping`; at a step, if tables are fused, or their norm is wanted without
-            `enable_global_grad_clip`; at the first step, on every rank, if ranks clip in different
-            ways with `enable_global_grad_clip`.
-        LostContactError: at a step, if contact with another rank is lost.
+        TypeError: an argument has a wrong type.
+        ValueError: `max_gradient` is negative or NaN, `norm_type` is not positive, or `clipping` is
+            unknown. At a step: tables are fused, or their norm needs `enable_global_grad_clip`. At
+            the first step, on all ranks: clipping settings differ between ranks.
+        LostContactError: at a step, contact with another rank is lost.
 
     Example:
         >>> from recsys.optim.keyed import KeyedOptimizerWrapper
@@ -88,17 +84,18 @@ class GradientClippingOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(optimizer)
         name = "GradientClippingOptimizer"
-        self._clipping = choice(f"{name}.clipping", clipping, GradientClipping)
-        self._max_gradient = _number(f"{name}.max_gradient", max_gradient)
+        self._clipping = clipping
+        self._max_gradient = float(max_gradient)
         if not self._max_gradient >= 0:
             raise ValueError(
-                f"{name}.max_gradient must be at least 0; received {max_gradient}. To leave "
-                "gradients as they are use GradientClipping.NONE."
+                f"{name}.max_gradient must be at least 0; received {max_gradient}. Use "
+                "GradientClipping.NONE to keep gradients unchanged."
             )
-        self._norm_type = _number(f"{name}.norm_type", norm_type)
-        if not self._norm_type > 0:
+        with contextlib.suppress(ValueError):  # text other than 'inf' and numbers
+            self._norm_type = float(norm_type)
+        if not getattr(self, "_norm_type", math.nan) > 0:
             raise ValueError(
-                f"{name}.norm_type must be positive, or 'inf'; received {norm_type!r}."
+                f"{name}.norm_type must be a positive number, or 'inf'; received {norm_type!r}."
             )
         self._is_global = enable_global_grad_clip
         self._groups_of = {id(p): tuple(groups) for p, groups in (param_to_pgs or {}).items()}
@@ -110,10 +107,10 @@ class GradientClippingOptimizer(OptimizerWrapper):
         """Clip, then step.
 
         Args:
-            closure: computes the gradients; called before they are clipped.
+            closure: function that computes the gradients, called before clipping.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         loss = closure() if closure is not None else None
         if self._is_global and not self._has_agreed:
@@ -132,7 +129,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         return loss
 
     def _agree(self) -> None:
-        """Raise ValueError, on every rank alike, if ranks clip in different ways."""
+        """Raise ValueError on all ranks if clipping settings differ between ranks."""
         if not (dist.is_available() and dist.is_initialized()):
             return
         group = self._group_of_tables()
@@ -149,9 +146,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
             for name, value in settings.items():
                 if value != seen[0][name]:
                     raise ValueError(
-                        "With enable_global_grad_clip all ranks must clip in the same way; "
-                        f"{name} differs: rank 0 has {seen[0][name]!r}, rank {rank} has {value!r}. "
-                        "Pass the same on every rank."
+                        f"With enable_global_grad_clip all ranks must have the same {name}; "
+                        f"received {seen[0][name]!r} on rank 0 and {value!r} on rank {rank}. "
+                        "Pass the same value on every rank."
                     )
 
     def _group_of_tables(self) -> dist.ProcessGroup | None:
@@ -163,7 +160,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         """Scale all gradients so that their norm is at most `max_gradient`.
 
         Returns:
-            The norm before, a scalar; it is not read by the host.
+            The norm before scaling, a scalar tensor. The host does not wait for it.
         """
         total, dense = self.compute_total_grad_norm()
         self.last_total_grad_norm = total
@@ -179,15 +176,15 @@ class GradientClippingOptimizer(OptimizerWrapper):
         """Compute the norm of all gradients together.
 
         Returns:
-            The norm, a scalar, and the values of the gradients of dense parameters.
+            The norm, a scalar tensor, and the gradient values of the dense parameters.
         """
         tables = self.table_gradients()
         gradients = list(self._gradients())
-        # by the groups that share the parameters; None: by the ranks that share the tables
+        # keys: groups that share the parameters; None for the ranks that share the tables
         found: dict[tuple[dist.ProcessGroup, ...] | None, list[Tensor]] = {
             groups: [] for groups in (None, (), *self._groups_of.values())
         }
-        for settings in self.param_groups:  # also without a gradient: alike on every rank
+        for settings in self.param_groups:  # even without a gradient: the same keys on all ranks
             found.update({self._shared_by(p): [] for p in settings["params"]})
         for parameter, values in gradients:
             found[self._shared_by(parameter)].append(values)
@@ -195,9 +192,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
         group = self._group_of_tables()
         if has_ranks and not self._is_global and (found[None] or group is not None):
             raise ValueError(
-                "The norm of sharded tables is that of all ranks' parts; received "
-                "enable_global_grad_clip=False, which would scale each rank's gradients by "
-                "another factor. Set it to True."
+                "enable_global_grad_clip must be True to clip the norm of sharded tables, which "
+                "covers the shards of all ranks; received False."
             )
         shared = [group] if has_ranks and self._is_global else []
         device = _device_of(self, tables)
@@ -216,7 +212,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         return total, [values for _, values in gradients]
 
     def _shared_by(self, parameter: Tensor) -> tuple[dist.ProcessGroup, ...] | None:
-        """Return the groups whose ranks share a parameter; None: those that share the tables."""
+        """Return the groups whose ranks share a parameter; None for the group of the tables."""
         known = self._groups_of.get(id(parameter))
         if known is not None:
             return known
@@ -239,7 +235,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
             dist.all_reduce(share, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
 
     def _gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter that has a gradient, and the gradient's values; live."""
+        """Yield each parameter that has a gradient, and the gradient values (not a copy)."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -253,24 +249,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
                     yield parameter, parameter.grad
 
 
-def _number(subject: str, value: object) -> float:
-    """Return a number, given as one or, such as 'inf', as text.
-
-    Raises:
-        TypeError: if it is neither.
-        ValueError: if the text is not a number.
-    """
-    number: Any = value
-    if isinstance(value, bool) or not (isinstance(value, str) or hasattr(value, "__float__")):
-        wrong_type(subject, "a number", value)
-    try:
-        return float(number)
-    except ValueError:
-        raise ValueError(f"{subject} must be a number; received {value!r}.") from None
-
-
 def _device_of(optimizer: KeyedOptimizer, tables: Sequence[TableGradients]) -> torch.device:
-    """Return where norms are added up: on the GPU, if there is any."""
+    """Return the device that adds up norms: a GPU if there is one."""
     devices = [table.device for table in tables]
     devices.extend(parameter.device for parameter in optimizer.params.values())
     on_gpu = [device for device in devices if device.type != "cpu"]
@@ -278,12 +258,12 @@ def _device_of(optimizer: KeyedOptimizer, tables: Sequence[TableGradients]) -> t
 
 
 def power_sum(values: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Add up `|v| ** norm_type` over tensors; for `inf` takes their largest `|v|`.
+    """Return the sum of `|v| ** norm_type` over tensors, or the largest `|v|` for `inf`.
 
     Args:
-        values: any tensors; empty ones count as zero.
-        norm_type: which norm.
-        device: where the result goes.
+        values: any tensors; empty tensors count as zero.
+        norm_type: exponent of the norm.
+        device: device of the result.
 
     Returns:
         A scalar, fp32.
@@ -300,5 +280,5 @@ def power_sum(values: Sequence[Tensor], norm_type: float, device: torch.device) 
 
 
 def mark_part(parameter: nn.Parameter) -> None:
-    """Record that a parameter is a part of a table: its norm is added up over the ranks."""
+    """Mark a parameter as a shard of a table, whose norm is added up over the ranks."""
     setattr(parameter, _PART, True)

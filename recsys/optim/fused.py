@@ -1,4 +1,4 @@
-"""What optimizers are called that update parameters in backward."""
+"""Base classes and parameter groups of optimizers that update parameters in backward."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from recsys.optim.keyed import KeyedOptimizer
 
 
 class FusedOptimizer(KeyedOptimizer, abc.ABC):
-    """A keyed optimizer whose updates happen in backward; arguments are those of KeyedOptimizer."""
+    """Keyed optimizer that updates in backward; has the arguments of KeyedOptimizer."""
 
     @abc.abstractmethod
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do what backward left to do, if anything."""
+        """Apply pending updates, if any."""
 
     @abc.abstractmethod
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Drop the gradients that backward left, if any."""
+        """Drop pending gradients, if any."""
 
 
 @final
 class TablesGroup(dict[str, Any]):
-    """A parameter group of tables that update themselves: its `lr` is what they read next.
+    """Parameter group of tables that are updated in backward, with a settable `lr`.
 
-    Setting a rate that is negative, infinite or
-    NaN raises ValueError, one that is no number TypeError. The other settings are a part of the
-    tables' kernels: another value raises ValueError.
+    A negative, infinite or NaN `lr` raises ValueError, a value that is not a number TypeError. The
+    other settings are fixed in the kernels: changing one raises ValueError.
 
     Args:
         params: the tables.
-        learning_rate: their rate.
-        settings: their other settings.
-        use_rate: tells the tables a rate.
+        learning_rate: the learning rate of the tables.
+        settings: the other settings of the tables.
+        use_rate: function that sets the learning rate of the tables.
 
     Attributes:
-        fixed: the names of the settings that cannot be set.
+        fixed: names of the fixed settings.
 
     Example:
         >>> group = TablesGroup([], 0.5, {"eps": 1e-8}, print)
@@ -61,28 +60,28 @@ class TablesGroup(dict[str, Any]):
         self["lr"] = learning_rate
 
     def follow(self, other: TablesGroup) -> None:
-        """Be the group of another one's tables: the same ones, which have moved.
+        """Rebind to the tables of another group, after resharding.
 
         Args:
-            other: a group with the same settings; its tables get the rate of this one.
+            other: a group with the same settings. Its tables get the learning rate of this group.
         """
         self._use_rate = other._use_rate
         self["params"] = other["params"]
         self["lr"] = self["lr"]
 
     def __reduce__(self) -> Any:
-        return dict, (dict(self),)  # tables and kernels are not pickled
+        return dict, (dict(self),)  # without tables and kernels
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Set several; argument as of `dict.update`."""
+        """Set several values; arguments as for `dict.update`."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self.fixed and value is not self[key] and value != self[key]:
             raise ValueError(
-                f"{key!r} of tables with an optimizer of their own is fixed when it is attached: "
-                f"here {self[key]!r}; received {value!r}. Only 'lr' can be set."
+                f"{key!r} of tables with an optimizer of their own is fixed, to {self[key]!r}; "
+                f"received {value!r}. Only 'lr' can be set."
             )
         if key == "lr":
             self._use_rate(finite("The learning rate of tables", value, least=0))
@@ -91,7 +90,7 @@ class TablesGroup(dict[str, Any]):
 
 @final
 class EmptyFusedOptimizer(FusedOptimizer):
-    """The optimizer of a module that updates nothing in backward.
+    """Optimizer of a module without updates in backward.
 
     Example:
         >>> EmptyFusedOptimizer().state_dict()["state"]
@@ -102,7 +101,7 @@ class EmptyFusedOptimizer(FusedOptimizer):
         super().__init__({}, {}, [])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Return what the closure does, if there is one."""
+        """Return the result of the closure, if there is one."""
         return None if closure is None else closure()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
@@ -110,9 +109,9 @@ class EmptyFusedOptimizer(FusedOptimizer):
 
 
 class FusedOptimizerModule(abc.ABC):
-    """A module some of whose parameters are updated in backward."""
+    """Module with parameters that are updated in backward."""
 
     @property
     @abc.abstractmethod
     def fused_optimizer(self) -> KeyedOptimizer:
-        """The optimizer that says how, keyed by the parameters' names."""
+        """Optimizer of these parameters, keyed by their names."""

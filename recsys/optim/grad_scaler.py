@@ -1,4 +1,4 @@
-"""Loss scaling for models whose tables keep their gradients until a step."""
+"""Loss scaling for models with deferred table updates."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: device of the loss; all arguments are as for `torch.amp.GradScaler`.
-        init_scale: the first factor.
-        growth_factor: multiplies the scale after `growth_interval` steps without inf or NaN.
-        backoff_factor: multiplies it after a step that was skipped.
-        growth_interval: in steps.
-        enabled: False: do nothing.
-        process_group: the ranks that train the model; None: all ranks, if there are several.
+        init_scale: initial scale.
+        growth_factor: factor of the scale after `growth_interval` steps without inf or NaN.
+        backoff_factor: factor of the scale after a skipped step.
+        growth_interval: number of steps.
+        enabled: False disables scaling.
+        process_group: ranks that train the model; None for all ranks.
 
     Example:
         >>> from recsys.optim import KeyedOptimizerWrapper
@@ -76,7 +76,7 @@ class GradScaler(torch.amp.GradScaler):
         """Multiply losses by the scale.
 
         Args:
-            outputs: a tensor, or an iterable of tensors.
+            outputs: a tensor or an iterable of tensors.
 
         Returns:
             The scaled losses, of the same kind.
@@ -93,7 +93,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # torch calls it for `unscale_`, for `step`, and for optimizers that unscale by themselves
+        # torch calls it for `unscale_`, `step`, and optimizers that unscale themselves
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         device = found_inf.device
         bad = [value.to(device) for value in found.values()]
@@ -114,7 +114,7 @@ class GradScaler(torch.amp.GradScaler):
             loss: float | None = optimizer.step(*args, **kwargs)
             return loss
         for tables in _tables_of(optimizer):
-            tables.zero_grad()  # a step would have dropped them
+            tables.zero_grad()  # as a step would
         return None
 
 

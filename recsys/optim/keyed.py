@@ -1,4 +1,4 @@
-"""Optimizers whose state is named by parameter: it can be loaded under another plan."""
+"""Optimizers with a state dict by parameter name, which any sharding plan can load."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ from recsys.optim.specs import optimizer_kind
 
 
 class TableGradients(Protocol):
-    """Gradients of embedding tables, which no `.grad` holds: see `UpdateMode.DEFERRED`."""
+    """Gradients of embedding tables outside of `.grad`: see `UpdateMode.DEFERRED`."""
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Device of the gradients."""
 
     @property
     def process_group(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks that hold the other parts; None for one rank."""
+        """Ranks with the other shards; None for one rank."""
 
     def power_sum(self, norm_type: float) -> Tensor:
-        """Return this rank's share of the sum of `|g| ** norm_type`, or of the maximum for inf."""
+        """Return the sum of `|g| ** norm_type` on this rank, or the maximum of `|g|` for inf."""
 
     def scale_(self, factor: Tensor) -> None:
-        """Multiply them by a scalar, in place."""
+        """Multiply the gradients by a scalar, in place."""
 
     def clamp_(self, limit: float) -> None:
-        """Limit each value to `[-limit, limit]`, in place."""
+        """Clamp the gradients to `[-limit, limit]`, in place."""
 
     def zero_grad(self) -> None:
-        """Drop them."""
+        """Drop the gradients."""
 
 
 class KeyedOptimizer(Optimizer):
-    """An optimizer that knows its parameters by name.
+    """Optimizer with a state dict by parameter name.
 
-    `state_dict()` is keyed by parameter name instead of by position, so that it means the same
-    however many ranks there are and in whatever order they list their parameters.
+    Names, unlike the positions in torch.optim, do not depend on the number of ranks or the order of
+    the parameters.
 
     Args:
-        params: name to parameter. A parameter may be any tensor, sharded or not.
-        state: parameter to its state, as in `torch.optim`: name to tensor or number, or to
-            dictionaries, lists and tuples of them.
+        params: parameters by name. A parameter may be any tensor, sharded or not.
+        state: state by parameter, as in `torch.optim`: tensors or numbers by name, or dictionaries,
+            lists and tuples of them.
         param_groups: the groups, as in `torch.optim`.
 
     Raises:
-        ValueError: if the groups hold a parameter that `params` does not name.
+        ValueError: if a group contains a parameter that is not in `params`.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -74,8 +74,8 @@ class KeyedOptimizer(Optimizer):
         state: Mapping[Any, Any],
         param_groups: Collection[dict[str, Any]],
     ) -> None:
-        # torch.optim.Optimizer.__init__ would copy and re-group; the state here is someone else's.
-        self.__setstate__({"defaults": {}})  # hooks alone
+        # Optimizer.__init__ would copy the state, which another object owns
+        self.__setstate__({"defaults": {}})  # creates the hooks
         self.params = params
         self.state = state  # type: ignore[assignment]
         self.param_groups = list(param_groups)
@@ -85,29 +85,29 @@ class KeyedOptimizer(Optimizer):
             unnamed = sum(id(param) not in named for param in group["params"])
             if unnamed:
                 raise ValueError(
-                    f"Every parameter of a KeyedOptimizer must be named; {unnamed} of the "
-                    f"{len(group['params'])} in param_groups[{index}] are not in `params`."
+                    f"params must name every parameter of param_groups[{index}]; {unnamed} of "
+                    f"{len(group['params'])} are not in params."
                 )
 
     def save_param_groups(self, save: bool) -> None:
-        """Set whether `state_dict()` holds the parameter groups (learning rates, ...) too."""
+        """Set whether `state_dict()` contains the parameter groups, such as learning rates."""
         self._saves_param_groups = flag("save_param_groups: save", save)
 
     @checked
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Create the state that the first step would create, without changing a parameter.
+        """Create the state of the first step, without changing a parameter.
 
-        A checkpoint is loaded in place, so the state must exist before.
+        Checkpoints are loaded in place, so the state must exist before.
 
         Args:
-            sparse_grad_parameter_names: parameters whose gradients are sparse.
+            sparse_grad_parameter_names: parameters with sparse gradients.
         """
         sparse = sparse_grad_parameter_names or set()
         before = {name: param.grad for name, param in self.params.items()}
         fresh = {n: p for n, p in self.params.items() if p.requires_grad and p not in self.state}
         for name, param in self.params.items():
             if name not in fresh:
-                param.grad = None  # what has state already keeps it
+                param.grad = None  # keep an existing state
             elif name in sparse:
                 index = torch.empty((param.dim(), 0), dtype=torch.int64, device=param.device)
                 param.grad = torch.sparse_coo_tensor(
@@ -115,7 +115,7 @@ class KeyedOptimizer(Optimizer):
                 )
             else:
                 param.grad = torch.zeros_like(param)
-        # without decay and rate a zero gradient moves neither the parameters nor the state
+        # a zero gradient without decay and learning rate changes neither parameters nor state
         stilled = [
             (group, key, group[key])
             for group in self.param_groups
@@ -137,9 +137,9 @@ class KeyedOptimizer(Optimizer):
             reset_steps(self.state.get(param, {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"state": {name: {state name: value}}}`, and `"param_groups"` if asked for.
+        """Return `{"state": {name: {state name: value}}}`, and `"param_groups"` if enabled.
 
-        The tensors are the live ones, in dictionaries and lists of their own.
+        Containers are copies; tensors are not.
         """
         return self._with_param_groups(
             {
@@ -160,22 +160,22 @@ class KeyedOptimizer(Optimizer):
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy a state into this optimizer's, in place.
+        """Copy a state dict into the state of this optimizer, in place.
 
         Args:
-            state_dict: as `state_dict` returns it.
+            state_dict: the result of `state_dict`.
 
         Raises:
-            KeyError: if it lacks a parameter or a state that this optimizer has, or has more.
-                States that are nested in dictionaries, lists or tuples are named by their paths.
+            KeyError: if parameters or states are missing or unexpected. Nested states are named by
+                their paths.
             ValueError: if a shape differs, or the parameter groups do not match.
-            TypeError: if it is no state dict, or lacks a tensor.
+            TypeError: if `state_dict` is not a state dict, or a value is not a tensor.
         """
         loaded, own = _loaded_state(state_dict), self.state_dict()["state"]
         check_same_keys("parameters", own, loaded)
         for name, values in own.items():
             check_state(name, values, loaded[name])
-        if "param_groups" in state_dict:  # first: a warm-up then sets its rate
+        if "param_groups" in state_dict:  # before the state, from which a warm-up sets its rate
             self._load_param_groups(state_dict["param_groups"])
         self._load_state(loaded)
 
@@ -195,8 +195,8 @@ class KeyedOptimizer(Optimizer):
         for key in keys:
             if key not in own:
                 raise ValueError(
-                    f"The loaded state has a parameter group of {list(key)}; this optimizer's "
-                    f"groups are {[list(k) for k in own]}."
+                    "The loaded state must have the parameter groups of the optimizer, "
+                    f"{[list(k) for k in own]}; received {list(key)}."
                 )
         for key, group in zip(keys, groups, strict=True):
             for option, value in group.items():
@@ -204,32 +204,32 @@ class KeyedOptimizer(Optimizer):
                     own[key][option] = value
 
     def post_load_state_dict(self) -> None:
-        """Follow up on a state that was loaded; for subclasses."""
+        """Update the optimizer after a load; for subclasses."""
 
     def optimizer_kinds(self) -> dict[str, str]:
-        """Return for each parameter what its state is that of, such as `adam`; for subclasses.
+        """Return the kind of optimizer of each parameter, such as `adam`; for subclasses.
 
-        State of one kind means something else to another, though it has the same names.
+        Different kinds may have states of the same name but another meaning.
         """
         return dict.fromkeys(self.params, type(self).__qualname__)
 
     def table_gradients(self) -> list[TableGradients]:
-        """Return the gradients that no `.grad` holds, for clipping.
+        """Return the gradients outside of `.grad`, for clipping.
 
         Raises:
-            ValueError: if there are tables that keep no gradient, since backward applies it.
+            ValueError: if tables have fused updates, which keep no gradient.
         """
         return []
 
     def add_param_group(self, param_group: Any) -> None:
-        """Not supported: the parameters are fixed when the optimizer is made.
+        """Raise an error: the parameters of a keyed optimizer are fixed.
 
         Raises:
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            "A KeyedOptimizer's parameters are fixed when it is made. Make another one and join "
-            "them with CombinedOptimizer."
+            "The parameters of a KeyedOptimizer are fixed. Create another optimizer and join both "
+            "with CombinedOptimizer."
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _loaded_state(state_dict: object) -> Mapping[str, Any]:
         if isinstance(state_dict, Mapping):
             received = f"one with the keys {sorted(map(str, state_dict))}"
         raise TypeError(
-            "load_state_dict of an optimizer takes a dict with the member 'state', as state_dict() "
+            "load_state_dict of an optimizer takes a dict with the key 'state', as state_dict() "
             f"returns it; received {received}."
         )
     return state
@@ -251,18 +251,19 @@ def _loaded_state(state_dict: object) -> Mapping[str, Any]:
 
 @checked
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of everything that an optimizer updates.
+    """Set the learning rate of all parameter groups of an optimizer.
 
-    A `CombinedOptimizer` sets the rate of all its parts. Tables that are updated in backward use it
-    from the next backward on. Schedulers of torch work likewise, and keep the ratios of rates.
+    It applies to all members of a `CombinedOptimizer`. Tables that are updated in backward use the
+    rate from the next backward pass on. Schedulers of torch work, too, and keep the ratios between
+    groups.
 
     Args:
-        optimizer: any.
-        lr: the rate, from 0 on.
+        optimizer: the optimizer.
+        lr: the learning rate, at least 0.
 
     Raises:
-        TypeError: if it is no number.
-        ValueError: if it is negative, infinite or NaN.
+        TypeError: if `lr` is not a number.
+        ValueError: if `lr` is negative, infinite or NaN.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
@@ -279,11 +280,10 @@ class CombinedOptimizer(KeyedOptimizer):
     """Several keyed optimizers that step, save and load as one.
 
     Args:
-        optims: the optimizers; one given as `(prefix, optimizer)` has its names led by
-            `prefix.`.
+        optims: the optimizers, or pairs `(prefix, optimizer)`, which add `prefix.` to the names.
 
     Raises:
-        ValueError: if two of them name the same parameter, or save something under the same name.
+        ValueError: if two optimizers have the same parameter name or state name.
 
     Example:
         >>> a, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
@@ -303,13 +303,13 @@ class CombinedOptimizer(KeyedOptimizer):
         self._optims = [optim if isinstance(optim, tuple) else ("", optim) for optim in optims]
         taken: set[str] = set()
         for prefix, optim in self._optims:
-            # some save more than their parameters' state, such as a warm-up its progress
+            # state dicts may have more names, such as the progress of a warm-up
             for name in {**optim.params, **_state_of(optim)}:
                 key = self.prepend_opt_key(name, prefix)
                 if key in taken:
                     raise ValueError(
                         f"CombinedOptimizer needs distinct parameter names; {key!r} appears twice. "
-                        "Give one of the optimizers a prefix: (prefix, optimizer)."
+                        "Add a prefix to one of the optimizers: (prefix, optimizer)."
                     )
                 taken.add(key)
         groups = [group for _, optim in self._optims for group in optim.param_groups]
@@ -324,7 +324,7 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @property
     def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
-        """The optimizers with their prefixes."""
+        """Prefixes and optimizers."""
         return self._optims
 
     def __repr__(self) -> str:
@@ -333,13 +333,13 @@ class CombinedOptimizer(KeyedOptimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all."""
+        """Clear the gradients of all optimizers."""
         for _, optim in self._optims:
             optim.zero_grad(set_to_none=set_to_none)
 
     @checked_late
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all."""
+        """Step all optimizers."""
         loss = closure() if closure is not None else None
         for _, optim in self._optims:
             optim.step()
@@ -353,11 +353,11 @@ class CombinedOptimizer(KeyedOptimizer):
             optim.init_state(own)
 
     def table_gradients(self) -> list[TableGradients]:
-        """Return the gradients that no `.grad` holds, of all."""
+        """Return the gradients outside of `.grad` of all optimizers."""
         return [held for _, optim in self._optims for held in optim.table_gradients()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what each optimizer's own `state_dict` says, under its prefix."""
+        """Return the state dicts of all optimizers, with their prefixes."""
         return self._with_param_groups(
             {
                 self.prepend_opt_key(name, prefix): values
@@ -372,12 +372,12 @@ class CombinedOptimizer(KeyedOptimizer):
             optim.load_state_dict({"state": {own: loaded[key] for own, key in names.items()}})
 
     def post_load_state_dict(self) -> None:
-        """Tell each optimizer that its state was loaded, as its `load_state_dict` does."""
+        """Call `post_load_state_dict` of all optimizers."""
         for _, optim in self._optims:
             optim.post_load_state_dict()
 
     def optimizer_kinds(self) -> dict[str, str]:
-        """Return the kinds that all say, under their prefixes."""
+        """Return the kinds of all optimizers, with their prefixes."""
         return {
             self.prepend_opt_key(name, prefix): kind
             for prefix, optim in self._optims
@@ -385,7 +385,7 @@ class CombinedOptimizer(KeyedOptimizer):
         }
 
     def save_param_groups(self, save: bool) -> None:
-        """Set whether state dicts hold the parameter groups too."""
+        """Set whether state dicts contain the parameter groups."""
         super().save_param_groups(save)
         for _, optim in self._optims:
             optim.save_param_groups(save)
@@ -397,7 +397,7 @@ def _state_of(optim: KeyedOptimizer) -> dict[str, Any]:
 
 
 class _ChainedParams(Mapping[str, Tensor]):
-    """The parameters of several optimizers by their prefixed names; always current."""
+    """Live view of the parameters of several optimizers, by prefixed name."""
 
     def __init__(self, optims: list[tuple[str, KeyedOptimizer]]) -> None:
         self._owners = {
@@ -418,7 +418,7 @@ class _ChainedParams(Mapping[str, Tensor]):
 
 
 class _ChainedState(Mapping[Any, Any]):
-    """The states of several optimizers seen as one; always current."""
+    """Live view of the states of several optimizers."""
 
     def __init__(self, optims: list[KeyedOptimizer]) -> None:
         self._optims = optims
@@ -437,11 +437,11 @@ class _ChainedState(Mapping[Any, Any]):
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
-    """Gives any `torch.optim` optimizer a state dict keyed by parameter name.
+    """Wrapper that adds a state dict by parameter name to any `torch.optim` optimizer.
 
     Args:
-        params: name to parameter.
-        optim_factory: makes the optimizer from the list of parameters.
+        params: parameters by name.
+        optim_factory: function that builds the optimizer from the list of parameters.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1)
@@ -477,10 +477,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
 
 class OptimizerWrapper(CombinedOptimizer):
-    """Base of optimizers that change what another keyed optimizer does (warm-up, clipping).
+    """Base of wrappers of a keyed optimizer, such as warm-up and clipping.
 
     Args:
-        optimizer: the optimizer to wrap; its parameters, state and groups show through.
+        optimizer: the optimizer to wrap, with its parameters, state and groups.
     """
 
     @checked
@@ -493,7 +493,7 @@ class OptimizerWrapper(CombinedOptimizer):
         return self._optimizer.step(closure)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of the wrapped optimizer; subclasses may save more."""
+        """Load the state of the wrapped optimizer; subclasses may add to it."""
         self._optimizer.load_state_dict(state_dict)
 
     def __repr__(self) -> str:

@@ -1,8 +1,7 @@
-"""Optimizer state of any depth: tensors and numbers in dictionaries, lists and tuples.
+"""Nested optimizer state: tensors and numbers in dictionaries, lists and tuples.
 
-Most optimizers keep one flat dictionary for each parameter. Others nest them, as Shampoo does: one
-dictionary for each block of a parameter. The leaves of such a state are named by their paths. A
-module in a state is there by its state dict.
+Most optimizers have one flat dictionary per parameter; some nest them, such as Shampoo with one
+dictionary per block. Leaves are named by their paths. State dicts stand for modules in a state.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _Path: TypeAlias = tuple[object, ...]
 
 
 def live_state(state: Any) -> Any:
-    """Return a state in containers of its own, whose tensors are the live ones.
+    """Copy the containers of a state, but not its tensors.
 
     Example:
         >>> state = {"block": {"left": torch.ones(1)}}
@@ -38,12 +37,12 @@ def live_state(state: Any) -> Any:
 
 
 def check_same_keys(what: str, own: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
-    """Check that a loaded state has the names of the optimizer's own.
+    """Check that a loaded state has the same names as the optimizer.
 
     Args:
-        what: the names, for messages.
-        own: the optimizer's values by name, or by path.
-        loaded: the loaded ones.
+        what: kind of the names, for messages.
+        own: values of the optimizer, by name or path.
+        loaded: loaded values.
 
     Raises:
         KeyError: if names are missing or unexpected.
@@ -63,13 +62,13 @@ def check_state(name: str, own: object, loaded: object) -> None:
     """Check that a loaded state has the same leaves, of the same shapes, as the optimizer's.
 
     Args:
-        name: of the parameter.
-        own: the optimizer's state of the parameter.
-        loaded: the state to copy into it.
+        name: name of the parameter.
+        own: state of the parameter in the optimizer.
+        loaded: loaded state of the parameter.
 
     Raises:
         KeyError: if leaves are missing or unexpected, with their paths.
-        TypeError: if a leaf must be a tensor and is nothing that converts to one.
+        TypeError: if a leaf must be a tensor and cannot be converted to one.
         ValueError: if the shape of a tensor differs.
     """
     own_leaves, loaded_leaves = dict(_leaves(own)), dict(_leaves(loaded))
@@ -86,14 +85,14 @@ def check_state(name: str, own: object, loaded: object) -> None:
 
 
 def copy_into(own: Any, loaded: Any) -> Any:
-    """Copy a loaded state into that of an optimizer, in place; call `check_state` first.
+    """Copy a loaded state into the state of an optimizer, in place; call `check_state` first.
 
     Args:
-        own: the optimizer's state: its tensors, dictionaries and lists stay the same objects.
-        loaded: has the same leaves. Nothing of it is kept, so that it may change later.
+        own: state of the optimizer. Its tensors, dictionaries and lists stay the same objects.
+        loaded: loaded state with the same leaves. Values are copied.
 
     Returns:
-        The state to keep: `own`, or another value where `own` cannot change.
+        `own`, or a new value if `own` is immutable.
     """
     if isinstance(own, Tensor):
         return own.copy_(_to_tensor("State", loaded))
@@ -107,13 +106,13 @@ def copy_into(own: Any, loaded: Any) -> Any:
         for key in keys:
             kept = copy_into(own[key], loaded[key])
             if kept is not own[key]:
-                own[key] = kept  # type: ignore[index]  # a state that may not change is an error
+                own[key] = kept  # type: ignore[index]  # an immutable state is an error
         return own
     return loaded.detach().clone() if isinstance(loaded, Tensor) else copy.deepcopy(loaded)
 
 
 def reset_steps(state: Any) -> None:
-    """Set every step counter, a value called `step`, to 0 in place."""
+    """Set all step counters, values named `step`, to 0 in place."""
     if isinstance(state, Mapping):
         step = state.get("step")
         if isinstance(step, Tensor):
@@ -128,7 +127,7 @@ def reset_steps(state: Any) -> None:
 
 
 def _has_state(value: Any) -> bool:
-    """Return whether a value is a module, or keeps a state as modules do."""
+    """Return whether a value has a state dict, as modules."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
@@ -150,7 +149,7 @@ def _shown(name: object) -> str:
 
 
 def _sequence_like(given: Any, parts: Any) -> Any:
-    """Return a list, tuple or named tuple of other parts."""
+    """Return a list, tuple or named tuple with other items."""
     build: Callable[..., Any] = type(given)
     return build(*parts) if hasattr(given, "_fields") else build(parts)
 

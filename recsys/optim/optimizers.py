@@ -1,16 +1,15 @@
-"""The optimizers that tables can own, as torch.optim classes for plain parameters, and a filter.
+"""Table optimizers as torch.optim classes for plain parameters, and a parameter filter.
 
-The arithmetic is that of `recsys.kernels.row_update`, so a parameter trained by one of these
-classes and a table that owns the same optimizer have the same values. A parameter's rows are
-its first dim; a parameter with fewer than two dims is one row. With a sparse gradient only its
-rows are updated.
+The classes call `recsys.kernels.row_update`, so a parameter trained by one of them equals a table
+that owns the same optimizer. The first dim of a parameter is its rows; a parameter with fewer than
+two dims is one row. A sparse gradient updates only its rows.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -21,16 +20,42 @@ from recsys.kernels.arguments import finite, wrong_type
 from recsys.kernels.checked import checked
 from recsys.kernels.row_update import init_state, update_rows
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, WeightDecayMode
+from recsys.kernels.update_rules import UPDATE_RULES
 
 Parameters: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
+def make_spec(
+    algorithm: EmbOptimType, decay: WeightDecayMode | None, settings: Mapping[str, Any]
+) -> OptimizerSpec:
+    """Convert the settings of an optimizer class to the specification that kernels read.
+
+    Args:
+        algorithm: the algorithm of the class.
+        decay: form of the weight decay; None for the default of the algorithm.
+        settings: settings by the names of torch.optim; other names are ignored.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+    values = dict(settings)
+    if "betas" in values:
+        values["beta1"], values["beta2"] = values["betas"]
+    return OptimizerSpec(
+        algorithm=algorithm,
+        learning_rate=values["lr"],
+        weight_decay=values.get("weight_decay", 0.0),
+        weight_decay_mode=decay,
+        **{name: values[name] for name in UPDATE_RULES[algorithm].settings},
+    )
+
+
 class _RowOptimizer(Optimizer):
-    """Applies `row_update` to parameters; subclasses name the algorithm and its arguments."""
+    """Base of the optimizers; subclasses define the algorithm and the arguments."""
 
     algorithm: EmbOptimType
     weight_decay_mode: WeightDecayMode | None = None
-    """None: the algorithm's own."""
+    """Form of the weight decay; None for the default of the algorithm."""
 
     def __init__(self, params: Parameters, **settings: Any) -> None:
         if isinstance(params, Tensor):
@@ -38,30 +63,25 @@ class _RowOptimizer(Optimizer):
         super().__init__(params, settings)
 
     def _spec(self, group: dict[str, Any]) -> OptimizerSpec:
-        fields = {n: v for n, v in group.items() if n in self.defaults and n not in ("lr", "betas")}
-        if "betas" in group:
-            fields["beta1"], fields["beta2"] = group["betas"]
-        return OptimizerSpec(
-            algorithm=self.algorithm,
-            learning_rate=finite(f"{type(self).__name__}.lr", group["lr"], least=0),
-            weight_decay_mode=self.weight_decay_mode,
-            **fields,
-        )
+        for name in ("lr", "lr_decay", "initial_accumulator_value"):
+            finite(f"{type(self).__name__}.{name}", group.get(name, 0.0), least=0)
+        return make_spec(self.algorithm, self.weight_decay_mode, group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own settings, as in torch.optim; checks the settings."""
+        """Add parameters with their own settings, as in torch.optim, and check the settings."""
         super().add_param_group(param_group)
         self._spec(self.param_groups[-1])
+        warn_of_decay(type(self), self.param_groups[-1]["weight_decay"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient.
 
         Args:
-            closure: Evaluates the loss again, as in torch.optim.
+            closure: Function that evaluates the loss again, as in torch.optim.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         loss = None
         if closure is not None:
@@ -80,7 +100,7 @@ class _RowOptimizer(Optimizer):
         weight = parameter.detach()
         weight = weight.view(weight.shape[0] if weight.dim() > 1 else 1, -1)
         state = self.state[parameter]
-        lr_decay = group.get("lr_decay", 0.0)  # this and the other two are RowWiseAdagrad's
+        lr_decay = group.get("lr_decay", 0.0)  # this and two more settings of RowWiseAdagrad
         if not state:
             state.update(init_state(spec, weight))
             if group.get("initial_accumulator_value"):
@@ -144,19 +164,19 @@ class Adagrad(_RowOptimizer):
 class RowWiseAdagrad(_RowOptimizer):
     """Adagrad with one accumulator per row, the mean of its squared gradients; weight decay is L2.
 
-    The state of a table shrinks from as much as the table to one number per row.
+    The state is one number per row, instead of one per element.
 
     Args:
         params: Parameters or groups, as in torch.optim.
         lr: Learning rate.
-        lr_decay: Step `t` (from 0) has the rate `lr / (1 + t * lr_decay)`.
+        lr_decay: The learning rate of step `t` (from 0) is `lr / (1 + t * lr_decay)`.
         weight_decay: L2 penalty; a table that owns it applies it to the rows of the batch only.
-        initial_accumulator_value: What the accumulators start from.
+        initial_accumulator_value: Initial value of the accumulators.
         eps: Added to the square root.
-        maximize: Go up the gradient.
+        maximize: Maximize the loss.
 
-    A table that owns the optimizer takes no `lr_decay`, `initial_accumulator_value` and
-    `maximize`: schedule its rate, and negate the loss.
+    Tables do not support `lr_decay`, `initial_accumulator_value` and `maximize`: use a learning
+    rate schedule, and negate the loss.
 
     Raises:
         ValueError: A setting is negative or not finite.
@@ -186,12 +206,6 @@ class RowWiseAdagrad(_RowOptimizer):
             maximize=maximize,
         )
 
-    def _spec(self, group: dict[str, Any]) -> OptimizerSpec:
-        for name in ("lr_decay", "initial_accumulator_value"):
-            finite(f"RowWiseAdagrad.{name}", group[name], least=0)
-        own = ("lr_decay", "initial_accumulator_value", "maximize")
-        return super()._spec({name: value for name, value in group.items() if name not in own})
-
 
 class _AdamLike(_RowOptimizer):
     @checked
@@ -207,11 +221,11 @@ class _AdamLike(_RowOptimizer):
 
 
 class Adam(_AdamLike):
-    """Adam whose weight decay is that of AdamW, not that of `torch.optim.Adam`.
+    """Adam with the decoupled weight decay of AdamW, unlike `torch.optim.Adam`.
 
-    FBGEMM's and TorchRec's `Adam` decay in the same way. A weight decay warns, once per process:
-    pass `AdamW`, which is the same, if this decay is meant, or `AdamL2` for the decay of
-    `torch.optim.Adam`. Without weight decay all three are equal.
+    `Adam` of FBGEMM and TorchRec decays in the same way. A nonzero weight decay causes a warning,
+    once per process: use `AdamW` for the same decay without the warning, or `AdamL2` for the L2
+    penalty of `torch.optim.Adam`. Without weight decay all three are equal.
 
     Args:
         params: Parameters or groups, as in torch.optim.
@@ -223,16 +237,11 @@ class Adam(_AdamLike):
 
     algorithm = EmbOptimType.ADAM
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own settings, as in torch.optim; checks the settings."""
-        super().add_param_group(param_group)
-        warn_of_decay(type(self), self.param_groups[-1]["weight_decay"])
-
 
 class AdamW(_AdamLike):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2).
 
-    A row shrinks by `lr * weight_decay`, beside Adam's update, as under `torch.optim.AdamW`.
+    Each step also shrinks a row by the factor `1 - lr * weight_decay`, as in `torch.optim.AdamW`.
 
     Args:
         params: Parameters or groups, as in torch.optim.
@@ -254,9 +263,9 @@ class AdamW(_AdamLike):
 
 
 class AdamL2(_AdamLike):
-    """Adam with an L2 penalty, as `torch.optim.Adam` has it (Kingma and Ba 2015, with a penalty).
+    """Adam with the L2 penalty of `torch.optim.Adam` (Kingma and Ba 2015, with a penalty).
 
-    `weight_decay` times the weight is added to the gradient, so that both moments see it.
+    The gradient includes `weight_decay` times the weight, and so do both moments.
 
     Args:
         params: Parameters or groups, as in torch.optim.
@@ -306,7 +315,7 @@ class LAMB(_AdamLike):
 
 
 class PartialRowWiseLAMB(_AdamLike):
-    """LAMB with one second moment per row, as partial row-wise Adam has it.
+    """LAMB with one second moment per row, as in `PartialRowWiseAdam`.
 
     Args:
         params: Parameters or groups, as in torch.optim.
@@ -332,8 +341,8 @@ class LarsSGD(_RowOptimizer):
     Args:
         params: Parameters or groups, as in torch.optim.
         lr: Learning rate.
-        momentum: Of the scaled gradients.
-        eta: The trust coefficient.
+        momentum: Momentum of the scaled gradients.
+        eta: Trust coefficient.
         weight_decay: L2 penalty, inside the trust ratio.
     """
 
@@ -363,15 +372,15 @@ OWN_CLASSES: tuple[type[_RowOptimizer], ...] = (
     PartialRowWiseLAMB,
     LarsSGD,
 )
-"""Those that tables can own."""
+"""The optimizer classes that tables can own."""
 
 
 def warn_of_decay(optimizer_class: type[Optimizer], weight_decay: object) -> None:
-    """Warn, once per process, of a weight decay that `Adam` has and torch's does not.
+    """Warn once per process that the weight decay of `Adam` differs from `torch.optim.Adam`.
 
     Args:
-        optimizer_class: Which optimizer is asked for.
-        weight_decay: What it is given.
+        optimizer_class: The optimizer class.
+        weight_decay: The weight decay; 0 causes no warning.
     """
     if optimizer_class is Adam and weight_decay:
         _warn_of_decoupled_decay()
@@ -380,8 +389,8 @@ def warn_of_decay(optimizer_class: type[Optimizer], weight_decay: object) -> Non
 @functools.cache
 def _warn_of_decoupled_decay() -> None:
     warnings.warn(
-        "recsys.optim.Adam applies weight_decay as AdamW does, beside the update; torch.optim.Adam "
-        "adds it to the gradient (L2). The results differ. Pass recsys.optim.AdamW for the first, "
+        "recsys.optim.Adam applies a decoupled weight_decay, as AdamW; torch.optim.Adam adds it to "
+        "the gradient (L2). The results differ. Use recsys.optim.AdamW for the first, "
         "recsys.optim.AdamL2 for the second.",
         UserWarning,
         stacklevel=4,
@@ -392,11 +401,11 @@ def _warn_of_decoupled_decay() -> None:
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Leave out the parameters that are updated in backward: those another optimizer must not own.
+    """Filter out the parameters that are updated in backward, and need no other optimizer.
 
     Args:
-        named_parameters: As from `module.named_parameters()`.
-        include: True: yield only those that are updated in backward.
+        named_parameters: Pairs of name and parameter, as of `module.named_parameters()`.
+        include: If True, yield only the parameters that are updated in backward.
 
     Returns:
         The remaining (name, parameter) pairs.

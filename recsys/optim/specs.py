@@ -1,4 +1,4 @@
-"""Which optimizer class means which table optimizer, argument by argument."""
+"""Conversion of optimizer classes and their arguments to table optimizers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from recsys.kernels.types import (
     WeightDecayMode,
 )
 from recsys.kernels.update_rules import UPDATE_RULES, RowReads
-from recsys.optim.optimizers import OWN_CLASSES, warn_of_decay
+from recsys.optim.optimizers import OWN_CLASSES, make_spec, warn_of_decay
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableOptimizer:
-    """The optimizer of a table, when it acts, and what it does where columns are split.
+    """Optimizer of a table, with its update mode and its behaviour on split columns.
 
     Args:
         spec: The optimizer.
         update_mode: FUSED or DEFERRED.
-        row_state: Of optimizers that read whole rows.
+        row_state: Row state of optimizers that read whole rows.
     """
 
     spec: OptimizerSpec
@@ -40,37 +40,37 @@ class TableOptimizer:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether backward leaves gradients that `step()` applies."""
+        """True if backward stores gradients that `step()` applies."""
         return self.update_mode is UpdateMode.DEFERRED
 
     @property
     def exchanges_row_state(self) -> bool:
-        """Whether the owners of a row's columns must tell each other of its whole."""
+        """True if the owners of a row's columns must exchange sums over the row."""
         return self.row_state is RowState.EXACT and self.spec.rule.reduces_rows
 
     @property
     def may_split_columns(self) -> bool:
-        """Whether a table's columns may have several owners."""
+        """True if several ranks may own columns of a table."""
         return not self.exchanges_row_state or self.spec.rule.reads_row is RowReads.MOMENT
 
     @property
     def may_replicate(self) -> bool:
-        """Whether copies of a table stay alike: not if each rounds by its own chance."""
+        """True if replicas of a table stay equal, which stochastic rounding prevents."""
         return not self.spec.stochastic_rounding
 
     def rounding(self, stochastic: bool | None) -> TableOptimizer:
-        """Return the same with or without stochastic rounding; None: as it is."""
+        """Return a copy with or without stochastic rounding; None changes nothing."""
         if stochastic is None:
             return self
         return replace(self, spec=replace(self.spec, stochastic_rounding=stochastic))
 
 
 def to_update_mode(given: UpdateMode | str) -> UpdateMode:
-    """Return the mode that a user names.
+    """Convert a mode or its name to an `UpdateMode`.
 
     Raises:
-        TypeError: It is neither a mode nor text.
-        ValueError: Not one in which a table owns an optimizer.
+        TypeError: The argument is neither a mode nor a string.
+        ValueError: A table owns no optimizer in this mode, or there is no such mode.
 
     Example:
         >>> to_update_mode("deferred").name
@@ -80,10 +80,10 @@ def to_update_mode(given: UpdateMode | str) -> UpdateMode:
 
 
 def to_row_state(given: RowState | str) -> RowState:
-    """Return the kind of row state that a user names.
+    """Convert a kind of row state or its name to a `RowState`.
 
     Raises:
-        TypeError: It is neither a kind nor text.
+        TypeError: The argument is neither a kind nor a string.
         ValueError: There is no such kind.
 
     Example:
@@ -94,7 +94,7 @@ def to_row_state(given: RowState | str) -> RowState:
 
 
 _Meaning: TypeAlias = tuple[EmbOptimType, WeightDecayMode]
-"""An optimizer, and how its class decays."""
+"""Algorithm and weight decay mode of an optimizer class."""
 
 _CLASSES: Mapping[type[Optimizer], _Meaning] = {
     cls: (algorithm, decay)
@@ -104,8 +104,9 @@ _CLASSES: Mapping[type[Optimizer], _Meaning] = {
     cls: (cls.algorithm, cls.weight_decay_mode or UPDATE_RULES[cls.algorithm].decay)
     for cls in OWN_CLASSES
 }
+_SPEC_ARGUMENTS = ("lr", "weight_decay", "betas")
 _ANY_VALUE = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-"""How torch computes, not what."""
+"""Arguments that do not change results."""
 
 
 @functools.cache
@@ -120,9 +121,9 @@ def supported_optimizer_classes() -> tuple[type[Optimizer], ...]:
 
 @checked
 def optimizer_kind(optimizer_class: type[Optimizer]) -> str:
-    """Return what the state of an optimizer is called in a checkpoint.
+    """Return the name of an optimizer's state in checkpoints.
 
-    It is the same for a table that owns the optimizer and for parameters that torch steps.
+    Tables that own the optimizer and parameters that torch steps have the same name.
 
     Example:
         >>> import torch
@@ -136,13 +137,13 @@ def optimizer_kind(optimizer_class: type[Optimizer]) -> str:
 
 @checked
 def optimizer_type_to_emb_opt_type(optimizer_class: type[Optimizer]) -> EmbOptimType:
-    """Return what kernels call an optimizer class.
+    """Return the kernel algorithm of an optimizer class.
 
     Args:
         optimizer_class: A class of torch.optim or recsys.optim.
 
     Raises:
-        ValueError: Tables have no such optimizer.
+        ValueError: Tables do not support the optimizer.
 
     Example:
         >>> import torch
@@ -156,8 +157,8 @@ def _meaning_of(optimizer_class: type[Optimizer]) -> _Meaning:
     meaning = _CLASSES.get(optimizer_class)
     if meaning is None:
         raise ValueError(
-            f"Embedding tables have no optimizer like {optimizer_class.__module__}."
-            f"{optimizer_class.__name__}. Choose one of "
+            f"optimizer_class must be an optimizer of embedding tables; received "
+            f"{optimizer_class.__module__}.{optimizer_class.__name__}. Choose one of "
             f"{[f'{c.__module__}.{c.__name__}' for c in _CLASSES]}."
         )
     return meaning
@@ -167,20 +168,20 @@ def _meaning_of(optimizer_class: type[Optimizer]) -> _Meaning:
 def optimizer_spec(
     optimizer_class: type[Optimizer], optimizer_kwargs: Mapping[str, Any]
 ) -> OptimizerSpec:
-    """Return what a table does when it owns `optimizer_class(params, **optimizer_kwargs)`.
+    """Convert an optimizer class and its arguments to the specification of a table's optimizer.
 
-    A table's optimizer moves only the rows of the batch: Adam's moments of other rows do not decay,
-    and weight decay leaves them alone.
+    A table's optimizer updates only the rows of the batch: other rows do not decay, nor do their
+    Adam moments.
 
     Args:
         optimizer_class: A class of torch.optim or recsys.optim.
-        optimizer_kwargs: Its arguments; the class's defaults fill the rest.
+        optimizer_kwargs: Its arguments; missing arguments have the defaults of the class.
 
     Returns:
-        The specification kernels understand.
+        The specification for kernels.
 
     Raises:
-        ValueError: A class or an argument that tables do not know. Nothing is ignored.
+        ValueError: Tables do not support the class or an argument. No argument is ignored.
 
     Example:
         >>> import torch
@@ -192,26 +193,20 @@ def optimizer_spec(
     unknown = sorted(set(optimizer_kwargs) - set(parameters))
     if unknown:
         raise ValueError(
-            f"optimizer_kwargs: {optimizer_class.__name__} has no arguments {unknown}; it knows "
-            f"{[name for name in parameters if name not in ('self', 'params')]}."
+            f"optimizer_kwargs must be arguments of {optimizer_class.__name__}, "
+            f"{[name for name in parameters if name not in ('self', 'params')]}; received "
+            f"{unknown}."
         )
     values = {name: p.default for name, p in parameters.items() if name != "self"}
     values.update(optimizer_kwargs)
     warn_of_decay(optimizer_class, values.get("weight_decay"))
-    fields: dict[str, Any] = {
-        "learning_rate": values.pop("lr"),
-        "weight_decay": values.pop("weight_decay", 0.0),
-        "weight_decay_mode": decay,
-    }
     if values.pop("decoupled_weight_decay", False):
-        fields["weight_decay_mode"] = WeightDecayMode.DECOUPLE
-    if "betas" in values:
-        values["beta1"], values["beta2"] = values.pop("betas")
-    fields.update((name, values.pop(name)) for name in UPDATE_RULES[algorithm].settings)
-    ignored = {n: v for n, v in values.items() if n not in _ANY_VALUE and v not in (0, None)}
+        decay = WeightDecayMode.DECOUPLE
+    used = {*_ANY_VALUE, *_SPEC_ARGUMENTS, *UPDATE_RULES[algorithm].settings}
+    ignored = {n: v for n, v in values.items() if n not in used and v not in (0, None)}
     if ignored:
         raise ValueError(
-            f"The {algorithm.name} of embedding tables has no {sorted(ignored)}; received "
-            f"{ignored} for {optimizer_class.__name__}. Leave them out."
+            f"{algorithm.name} of embedding tables does not support {sorted(ignored)}; received "
+            f"{ignored} for {optimizer_class.__name__}. Omit these arguments."
         )
-    return OptimizerSpec(algorithm=algorithm, **fields)
+    return make_spec(algorithm, decay, values)

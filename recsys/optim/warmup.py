@@ -1,4 +1,4 @@
-"""Learning rates that follow a schedule of stages, from the first step on."""
+"""Learning rate schedules in stages, such as a warm-up."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 
 class WarmupPolicy(enum.Enum):
-    """How the learning rate's factor follows the step `i` (counted from 0) in a stage.
+    """Factor of the learning rate as a function of the step `i` (from 0).
 
-    `value`, `max_iters`, `decay_iters` and so on are those of the `WarmupStage`.
+    `value`, `max_iters`, `decay_iters` and so on are fields of the `WarmupStage`.
     """
 
     NONE = "none"
@@ -35,7 +35,7 @@ class WarmupPolicy(enum.Enum):
     INVSQRT = "inv_sqrt"
     """`1 / sqrt(i)`."""
     COSINE_ANNEALING_WARM_RESTARTS = "cosine_annealing_warm_restarts"
-    """From 1 down to `value` along a cosine, anew every `sgdr_period` steps."""
+    """From 1 to `value` along a cosine, with a restart every `sgdr_period` steps."""
     INTERPOLATE = "interpolate"
     """From `value` at `start_interpolating_iters` to `end_value` at `max_iters`."""
 
@@ -54,19 +54,19 @@ class WarmupStage:
     """One stage of a schedule.
 
     Args:
-        policy: how the factor follows the step; also taken by name, such as "linear".
+        policy: the policy, or its name, such as "linear".
         max_iters: the last step of the stage, counted from the start of training.
         value: see the policy.
-        lr_scale: a further factor.
+        lr_scale: another factor of the learning rate.
         decay_iters: see the policy; -1 for its default.
         sgdr_period: see the policy.
         start_interpolating_iters: see the policy.
         end_value: see the policy.
 
     Raises:
-        ValueError: if there is no such policy, if it needs a setting that is missing or not
-            positive, or if a number is infinite or NaN.
-        TypeError: if a setting is no number, or no whole one.
+        ValueError: if the policy is unknown, a setting of the policy is missing or not positive, or
+            a number is infinite or NaN.
+        TypeError: if a setting is not a number, or not an integer.
 
     Example:
         >>> WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.5).factor(2)
@@ -107,10 +107,10 @@ class WarmupStage:
             raise ValueError("WarmupStage.decay_iters must be positive, or -1; received 0.")
 
     def factor(self, step: int) -> float:
-        """Return what the learning rate is multiplied by.
+        """Return the factor of the learning rate.
 
         Args:
-            step: how many steps were made before.
+            step: number of previous steps.
         """
         return self.lr_scale * self._factor(whole("WarmupStage.factor: step", step, least=0))
 
@@ -143,21 +143,21 @@ class WarmupStage:
 
 @final
 class WarmupOptimizer(OptimizerWrapper):
-    """Sets the learning rate of another optimizer, stage by stage, before each of its steps.
+    """Wrapper that sets the learning rate of an optimizer before each step, in stages.
 
-    After the last stage the rate is `lr`. The number of steps made is in the state dict, under
-    the parameter name `param_name`, so that training resumes where it was.
+    After the last stage the rate is `lr`. The state dict contains the number of steps under the
+    name `param_name`, so training resumes at the same step.
 
     Args:
-        optimizer: the optimizer to wrap; all of its groups get the same rate. Tables that update
-            themselves in backward take it at their next backward pass.
-        stages: by ascending `max_iters`.
-        lr: what the stages' factors multiply.
-        lr_param: which setting of the groups to set.
-        param_name: under which the state dict holds the progress.
+        optimizer: the optimizer to wrap. All groups get the same rate. Tables that are updated in
+            backward use it from the next backward pass on.
+        stages: the stages, by ascending `max_iters`.
+        lr: the learning rate, which stages multiply by their factors.
+        lr_param: name of the setting to change.
+        param_name: name of the progress in the state dict.
 
     Raises:
-        ValueError: if `max_iters` does not ascend from 1 on.
+        ValueError: if the `max_iters` of the stages do not ascend from 1.
 
     Example:
         >>> from recsys.optim.keyed import KeyedOptimizerWrapper
@@ -203,7 +203,7 @@ class WarmupOptimizer(OptimizerWrapper):
         self._set_rate()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the wrapped optimizer at the rate that was set, and set the next."""
+        """Step the wrapped optimizer, and set the rate of the next step."""
         result = super().step(closure)
         self._progress[0] += 1
         self._set_rate()
@@ -229,14 +229,14 @@ class WarmupOptimizer(OptimizerWrapper):
         """Load the state of the wrapped optimizer, and the progress.
 
         Raises:
-            KeyError: if the state has no progress.
+            KeyError: if the state has no warm-up progress.
         """
         state = dict(state_dict["state"])
         if self._param_name not in state:
             raise KeyError(
                 f"The loaded state must hold the warm-up's progress as {self._param_name!r}; "
-                f"received the names {sorted(state)[:10]}. Load it into the wrapped optimizer to "
-                "start the warm-up anew."
+                f"received the names {sorted(state)[:10]}. To restart the warm-up, load the state "
+                "into the wrapped optimizer."
             )
         progress: Tensor = state.pop(self._param_name)["warmup"]
         self._optimizer.load_state_dict({**state_dict, "state": state})
@@ -245,6 +245,6 @@ class WarmupOptimizer(OptimizerWrapper):
         self._set_rate()
 
     def post_load_state_dict(self) -> None:
-        """Set the rate of the step that was reached."""
+        """Set the rate of the loaded step."""
         super().post_load_state_dict()
         self._set_rate()

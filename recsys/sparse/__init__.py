@@ -1,9 +1,9 @@
-"""What flows through a model: jagged ids going in, embeddings coming out.
+"""Batch types: the inputs and outputs of embedding collections.
 
-`JaggedTensor` is a batch of lists of different lengths, `KeyedJaggedTensor` one such batch per
-feature in a single buffer, `KeyedTensor` the pooled embeddings of several features side by side.
-Constructors check what costs O(1) and never read a GPU; `validate()` checks everything, and
-`set_debug(True)` or `RECSYS_DEBUG=1` does so at every construction.
+`JaggedTensor` is a batch of variable-length lists, `KeyedJaggedTensor` has the jagged tensors of
+several features in one buffer, and `KeyedTensor` has the pooled embeddings of several features.
+Constructors make O(1) checks and never wait for a GPU. `validate()` checks all contents;
+`set_debug(True)` or `RECSYS_DEBUG=1` calls it at every construction.
 """
 
 from recsys.sparse import tree  # noqa: F401  (registers the classes with torch's pytrees)

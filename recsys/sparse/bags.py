@@ -16,7 +16,7 @@ from recsys.sparse import validate
 
 
 class Bags:
-    """Values in bags, of one feature or several: what JaggedTensor and KeyedJaggedTensor share."""
+    """Base of JaggedTensor and KeyedJaggedTensor: values in bags, of one or several features."""
 
     __slots__ = ("__weakref__", "_lengths", "_num_read", "_offsets", "_values", "_weights")
 
@@ -24,10 +24,10 @@ class Bags:
     _weights: Tensor | None
     _lengths: Tensor | None
     _offsets: Tensor | None
-    _num_read: int | None  # the sum of the lengths, where it was looked at
+    _num_read: int | None  # the sum of the lengths, if it was read
 
     def values(self) -> Tensor:
-        """Return the values of all bags end to end, `[N, ...]`."""
+        """Return the values of all bags, concatenated: `[N, ...]`."""
         return self._values
 
     def weights(self) -> Tensor:
@@ -48,10 +48,10 @@ class Bags:
     def lengths(self) -> Tensor:
         """Return the number of values in each bag, `[M]`.
 
-        Those of several features stand feature by feature: `[F * B]`, or the sum of the strides.
+        With several features, `[F * B]` lengths, or the sum of the strides, in feature order.
 
         Raises:
-            ValueError: on CPU, if the offsets decrease.
+            ValueError: on a CPU, if the offsets decrease.
         """
         if self._lengths is None and self.lengths_or_none() is None:
             assert self._offsets is not None
@@ -61,15 +61,15 @@ class Bags:
         return self._lengths  # type: ignore[return-value]  # not None by now
 
     def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths if they are at hand, without deriving them."""
+        """Return the lengths if they are known, else None; computes nothing."""
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """Return where each bag starts, and the end of the last, `[M + 1]`.
+        """Return the position of the first value of each bag, and the end: `[M + 1]`.
 
         Raises:
-            ValueError: on CPU, if a length is negative, or they add up to more than the number of
-                values.
+            ValueError: on a CPU, if a length is negative, or the sum of the lengths exceeds the
+                number of values.
         """
         if self._offsets is None:
             lengths = self.lengths()
@@ -78,17 +78,17 @@ class Bags:
         return self._offsets
 
     def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets if they are at hand, without deriving them."""
+        """Return the offsets if they are known, else None; computes nothing."""
         return self._offsets
 
     def trim(self) -> Self:
-        """Return the same bags without the values behind the last; self if there are none.
+        """Drop the values after the last bag, without waiting for a GPU.
 
-        A buffer of a fixed size may be longer than its bags: `values()` is the whole buffer, and
-        everything else reads the values of the bags. Nothing here waits for a GPU.
+        Values may be a buffer of a fixed size that is longer than the bags. `values()` returns the
+        whole buffer; all other methods ignore the values after the last bag.
 
         Returns:
-            Views of the values, and weights if any; other parts are shared.
+            The same bags with views of the values and weights; self if there is nothing to drop.
 
         Example:
             >>> from recsys.sparse import JaggedTensor
@@ -106,7 +106,7 @@ class Bags:
         return trimmed
 
     def num_read(self) -> int | None:
-        """Return how many values the bags have; None where a GPU would be waited for."""
+        """Return the number of values in the bags; None if that would wait for a GPU."""
         known: list[int] | None = getattr(self, "_length_per_key", None)
         if known is not None:
             return sum(known)
@@ -117,36 +117,36 @@ class Bags:
         return self._num_read
 
     def device(self) -> torch.device:
-        """Return where the tensors are."""
+        """Return the device of the tensors."""
         return self.values().device
 
     def pin_memory(self) -> Self:
-        """Copy to page-locked memory, from where copies to a GPU can overlap."""
+        """Copy to page-locked memory, for asynchronous copies to a GPU."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory from reuse until work queued on a CUDA stream is done."""
+        """Keep the memory from reuse until the work queued on a CUDA stream is done."""
         for tensor in self._tensors():
             tensor.record_stream(stream)
 
     def size_in_bytes(self) -> int:
-        """Return the size in bytes of all parts at hand."""
+        """Return the size in bytes of all tensors that exist."""
         return sum(tensor.nbytes for tensor in self._tensors())
 
     @abstractmethod
     def validate(self) -> None:
-        """Check every length and offset; waits for a GPU."""
+        """Check all lengths and offsets; waits for a GPU."""
 
     @abstractmethod
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Return the same bags with each tensor replaced."""
+        """Return the same bags with `function` applied to each tensor."""
 
     def _tensors(self) -> list[Tensor]:
         parts = self.values(), self.weights_or_none(), self.lengths_or_none(), self._offsets
         return [part for part in parts if part is not None]
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each part that a copy overwrites."""
+        """Return the shapes of the tensors that `copy_` overwrites."""
         parts = {"values": self.values(), "lengths": self.lengths()}
         weights = self.weights_or_none()
         if weights is not None:
@@ -154,8 +154,13 @@ class Bags:
         return {name: tuple(part.shape) for name, part in parts.items()}
 
     def _copy_parts(self, source: Self, non_blocking: bool) -> None:
-        """Overwrite values, lengths, and offsets and weights if any, with those of another."""
-        validate.check_same_parts(type(self).__name__, self._shapes(), source._shapes())
+        """Overwrite all tensors with the tensors of `source`."""
+        own, given = self._shapes(), source._shapes()
+        if own != given:
+            raise ValueError(
+                f"{type(self).__name__}.copy_: parts and their shapes must be equal; "
+                f"received {given} for {own}."
+            )
         self.values().copy_(source.values(), non_blocking)
         self.lengths().copy_(source.lengths(), non_blocking)
         self._num_read = getattr(source, "_num_read", None)
@@ -169,7 +174,7 @@ class Bags:
 def empty_parts(
     bags: Bags, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Make values, weights if any, lengths and offsets of no bags, with the dtypes of others."""
+    """Create values, weights (or None), lengths and offsets without bags, with given dtypes."""
     values, weights = bags.values(), bags.weights_or_none()
     return (
         values.new_empty((0, *values.shape[1:]), device=device),
@@ -180,11 +185,11 @@ def empty_parts(
 
 
 def check_can_move(owner: str, values: Tensor, device: torch.device | str) -> None:
-    """Check that there is something to copy to another device.
+    """Check that values can be copied to a device.
 
     Raises:
-        TypeError: if the device is none.
-        ValueError: if the values are on the meta device and the other device is a real one.
+        TypeError: if `device` is not a device.
+        ValueError: if the values are on the meta device, which has no contents to copy.
     """
     given = cast(object, device)
     if not isinstance(given, torch.device | str | int) or isinstance(given, bool):

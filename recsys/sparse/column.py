@@ -1,6 +1,6 @@
-"""One column of a table: a tensor, a NumPy array, a list, or a column of pandas, Arrow or polars.
+"""Columns of a table: tensors, NumPy arrays, lists, and columns of pandas, Arrow and polars.
 
-These libraries are not imported here: a column is recognized by its attributes.
+The libraries are not imported; a column is recognized by its attributes.
 
 Legend: `B` rows, `N` values.
 """
@@ -31,14 +31,14 @@ _MAX_SHOWN: Final = 300
 
 @final
 class Bags(NamedTuple):
-    """The values of a column, row after row."""
+    """Values of a column, concatenated by row."""
 
     values: Tensor | _Array
-    """[N]; an array of objects where some are no plain numbers."""
+    """[N]; an array of objects if some values are not plain numbers."""
     lengths: Tensor
-    """[B] int64, how many values each row has: 0 where the value or the list is missing."""
+    """[B] int64, number of values of each row; 0 for a missing value or list."""
     has_lists: bool
-    """Whether rows hold lists, not single values."""
+    """True if rows are lists instead of single values."""
 
 
 @final
@@ -49,18 +49,18 @@ class _Rule(NamedTuple):
 
 
 _NUMBER_TEXTS: Final = (
-    "Number the texts: with a dictionary that training and serving share, or those of one table "
+    "Number the texts: with a dictionary that training and serving share or, for one table, "
     "with .astype('category') in pandas or .dictionary_encode() in Arrow."
 )
 _NUMBERS: Final = _Rule(TypeError, "must hold numbers", "Convert them to float32.")
 _WHOLE: Final = _Rule(TypeError, "must hold whole numbers", "Convert them to int64.")
 _THERE: Final = _Rule(
-    ValueError, "must not hold a missing value (None, NaN) in a list", "Leave it out."
+    ValueError, "must not hold a missing value (None, NaN) in a list", "Remove it."
 )
 _INT64: Final = _Rule(
     ValueError,
     "must hold ids that fit into int64",
-    "Hash them; or keep all 64 bits with NumPy's .view('int64'), which hash_ids takes.",
+    "Hash them, or keep all 64 bits with .view('int64') of NumPy and call hash_ids.",
 )
 
 
@@ -68,7 +68,7 @@ def _exact(limit: int, dtype: object) -> _Rule:
     return _Rule(
         TypeError,
         f"must hold exact ids, and {dtype} rounds those from {limit} on",
-        "Give them as int64; pandas keeps missing ones apart in the dtype 'Int64'.",
+        "Convert them to int64, or to 'Int64' of pandas if ids are missing.",
     )
 
 
@@ -78,17 +78,17 @@ def read_bags(
     """Read a column with one value, or one list of values, per row.
 
     Args:
-        subject: what the column is, for messages.
+        subject: name of the column, for messages.
         column: see `recsys.sparse.from_columns`.
-        padding: the value of a matrix that stands for no value.
-        as_codes: whether categories that are no numbers are read as their codes.
+        padding: the value that fills unused places of a matrix.
+        as_codes: True to read categories that are not numbers as their codes.
 
     Returns:
-        Its values.
+        The values.
 
     Raises:
-        TypeError: it is no column.
-        ValueError: an array has no dimension or more than two, or a list of Arrow has a missing
+        TypeError: `column` is not a column.
+        ValueError: an array does not have one or two dimensions, or a list of Arrow has a missing
             value.
     """
     kind = type(column)
@@ -114,14 +114,14 @@ def read_ids(subject: str, bags: Bags) -> Tensor:
     """Convert the values of a column to ids.
 
     Args:
-        subject: what the column is, for messages.
+        subject: name of the column, for messages.
         bags: the column.
 
     Returns:
         [N] int64.
 
     Raises:
-        TypeError: a value is no whole number, or a float so large that it may stand for several.
+        TypeError: a value is not an integer, or is a float too large to be exact.
         ValueError: an id does not fit into int64, or a list has a missing value.
     """
     values = bags.values
@@ -145,14 +145,14 @@ def read_weights(subject: str, bags: Bags) -> Tensor:
     """Convert the values of a column to weights of ids.
 
     Args:
-        subject: what the column is, for messages.
+        subject: name of the column, for messages.
         bags: the column.
 
     Returns:
         [N] float32.
 
     Raises:
-        TypeError: a value is no number.
+        TypeError: a value is not a number.
         ValueError: a value is NaN or infinite, or a list has a missing value.
     """
     values = _numeric(subject, bags)
@@ -165,24 +165,24 @@ def read_numbers(subject: str, column: Any) -> Tensor:
     """Read a column with one number per row, such as a dense feature or a label.
 
     Args:
-        subject: what the column is, for messages.
+        subject: name of the column, for messages.
         column: see `recsys.sparse.from_columns`.
 
     Returns:
-        [B] float32; NaN where the number is missing, if values are not checked.
+        [B] float32. Missing numbers are NaN if value checks are off.
 
     Raises:
-        TypeError: a value is no number.
-        ValueError: a value is missing, NaN or infinite, or rows hold lists.
+        TypeError: a value is not a number.
+        ValueError: a value is missing, NaN or infinite, or rows are lists.
     """
-    if isinstance(column, Tensor):  # read as it is: on a GPU, a mask would wait for it
+    if isinstance(column, Tensor):  # no mask, which would wait for a GPU
         lengths = torch.ones(column.shape[:1], dtype=torch.int64)
         bags = Bags(column, lengths, column.dim() != 1)
     else:
         bags = read_bags(subject, column)
     if bags.has_lists:
         raise ValueError(
-            f"{subject} must hold one number per row; received lists, or a matrix. Split it into "
+            f"{subject} must hold one number per row; received lists or a matrix. Split it into "
             "columns."
         )
     values = _numeric(subject, bags)
@@ -192,7 +192,7 @@ def read_numbers(subject: str, column: Any) -> Tensor:
     return _finite(subject, values, torch.ones_like(bags.lengths))
 
 
-# -- from the kinds of columns to bags ---------------------------------------------------------
+# -- columns to bags ---------------------------------------------------------------------------
 
 
 def _of_tensor(subject: str, values: Tensor, padding: int | None) -> Bags:
@@ -253,14 +253,16 @@ def _of_arrow(subject: str, column: Any, as_codes: bool) -> Bags:
         names = column.dictionary
         if as_codes and not _are_numbers(names.to_numpy(zero_copy_only=False)):
             is_there = column.indices.is_valid().to_numpy(zero_copy_only=False)
-            codes = column.indices.fill_null(0).to_numpy()  # of a type that may be unsigned
+            codes = column.indices.fill_null(0).to_numpy()  # may be unsigned
             is_null = np.append(names.is_null().to_numpy(zero_copy_only=False), True)
             return _masked(codes, is_there & ~is_null[codes])
         column = column.dictionary_decode()
     if hasattr(column, "value_lengths"):
         inside = _of_arrow(subject, column.flatten(), as_codes)
         if inside.has_lists:
-            raise TypeError(f"{subject} must hold numbers or lists of them; received nested lists.")
+            raise TypeError(
+                f"{subject} must hold numbers or lists of numbers; received nested lists."
+            )
         lengths = torch.tensor(column.value_lengths().fill_null(0).to_numpy()).long()
         missing = Bags(np.full(len(inside.lengths), None), lengths, True)
         _check(subject, missing, inside.lengths == 0, _THERE)
@@ -298,16 +300,16 @@ def _are_numbers(values: _Array) -> bool:
 
 
 def _plain(values: _Array) -> Tensor | _Array:
-    """Copy to a tensor, or to objects what torch has no dtype for."""
+    """Copy to a tensor, or to an array of objects if torch has no such dtype."""
     if values.dtype.kind in "biuf" and values.dtype.itemsize <= 8:
-        # a copy: Arrow's memory may not be written to
+        # a copy: memory of Arrow is read-only
         return torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
-    # one by one: NumPy's own conversion makes numbers of dates
+    # one by one: NumPy would convert dates to numbers
     return np.fromiter(values, dtype=object, count=len(values))
 
 
 def _of_values(values: list[Any]) -> Tensor | _Array:
-    """Make a tensor of Python's numbers if they are of one type and fit, or an array of them."""
+    """Convert Python numbers to a tensor if they have one type and fit, else to an array."""
     kinds = set(map(type, values))
     if kinds == {float}:
         return torch.tensor(values, dtype=torch.float64)
@@ -324,7 +326,7 @@ def _is_missing(value: object) -> bool:
     return value is None or is_nan or type(value).__name__ in ("NAType", "NaTType")  # pandas
 
 
-# -- from values to ids and numbers ------------------------------------------------------------
+# -- values to ids and numbers -----------------------------------------------------------------
 
 
 def _numeric(subject: str, bags: Bags) -> Tensor:
@@ -358,7 +360,7 @@ def _id_of(value: Any) -> int | _Rule:
 
 
 def _is_number(value: object) -> bool:
-    # for Python, a np.timedelta64 is a whole number
+    # np.timedelta64 is registered as an integer
     return isinstance(value, Real | Decimal) and not isinstance(value, np.timedelta64)
 
 
@@ -372,7 +374,7 @@ def _number_of(value: Any) -> float | _Rule:
 
 
 def _each(subject: str, bags: Bags, convert: Callable[[Any], Any]) -> list[Any]:
-    """Convert values one by one."""
+    """Convert the values one by one."""
     converted = []
     for place, value in enumerate(bags.values):
         result = _THERE if _is_missing(value) else convert(value)
@@ -383,7 +385,7 @@ def _each(subject: str, bags: Bags, convert: Callable[[Any], Any]) -> list[Any]:
 
 
 def _check(subject: str, bags: Bags, is_bad: Tensor, rule: _Rule) -> None:
-    """Raise if some of the values are bad, naming the first."""
+    """Raise an error for the first invalid value, if there is one."""
     if bool(is_bad.any()):
         _refuse(subject, bags, int(is_bad.nonzero()[0, 0]), rule)
 

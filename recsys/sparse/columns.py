@@ -1,4 +1,4 @@
-"""From the columns of a table to a KeyedJaggedTensor."""
+"""Conversion of the columns of a table to a KeyedJaggedTensor."""
 
 from __future__ import annotations
 
@@ -20,35 +20,37 @@ __all__ = ["from_columns", "jagged_of"]
 def from_columns(
     columns: Any, weights: Mapping[str, Any] | None = None, *, padding: int | None = None
 ) -> KeyedJaggedTensor:
-    """Make a batch from one column per feature.
+    """Build a batch from one column per feature.
 
-    A column holds, for each sample, one id or a list of ids. It is a tensor or an array ([B], or
-    [B, L] with `padding` behind the ids of a sample), a list (of numbers, or of lists of them), or
-    a column of pandas, Arrow or polars (of whole numbers or lists of them). A missing id (None,
-    NaN, null) or list is an empty bag.
+    A column has one id or a list of ids for each sample. It may be:
 
-    The ids of a categorical column (pandas) or a dictionary column (Arrow) are its categories if
-    those are numbers, and otherwise their codes. A code is the position of a category in the
-    table's own list of categories, so it means something else in a table with another list. Give
-    the tables for training and serving the same list.
+    - a tensor or array of shape [B], or [B, L] with `padding`;
+    - a list of integers, or of lists of integers;
+    - a column of pandas, Arrow or polars with integers or lists of integers.
+
+    A missing id (None, NaN, null) or list is an empty bag.
+
+    Categorical columns (pandas) and dictionary columns (Arrow) yield their categories if these are
+    numbers, else the codes of the categories. Codes are positions in the category list of the
+    table. Use the same list for training and serving.
 
     Args:
-        columns: Feature to column: a dict, a pandas or polars DataFrame or an Arrow Table.
-        weights: Feature to column of weights, one for each id of that feature, in the same bags;
-            ids of other features weigh 1.
-        padding: What a matrix holds where a sample has no more ids; those entries are left out.
+        columns: Columns by feature: a dict, a pandas or polars DataFrame or an Arrow Table.
+        weights: Columns of weights by feature, with one weight per id in the same bags. Ids of
+            other features have the weight 1.
+        padding: The value that fills unused places of a matrix.
 
     Returns:
-        Features in the order of the columns; ids int64, lengths int64, weights fp32, on the device
-        of the tensors given, else on the CPU.
+        Features in the order of the columns, with int64 ids, int64 lengths and fp32 weights, on
+        the device of the tensor columns, else on the CPU.
 
     Raises:
-        TypeError: A column holds no whole numbers, or floats so large that they may stand for
-            several; or weights are no numbers.
-        ValueError: There is no column, an id does not fit into int64, a list has a missing value,
-            columns differ in their number of samples, weights differ from the ids in their bags, or
-            a weight is NaN or infinite.
-        KeyError: Weights are of no column.
+        TypeError: A column contains values that are not integers or not exact, or a weight is not a
+            number.
+        ValueError: There is no column, an id does not fit into int64, or a list has a missing
+            value. Columns have different numbers of samples, or weights and ids different bags. A
+            weight is NaN or infinite.
+        KeyError: `weights` has a feature without a column.
 
     Example:
         >>> batch = from_columns({"user": [7, 8], "films": [[1, 2, 3], []]})
@@ -69,20 +71,20 @@ def from_columns(
     weights = {} if weights is None else weights
     unknown = sorted(weights.keys() - set(names))
     if unknown:
-        raise KeyError(f"Weights are given for {unknown}, which are no columns of {names}.")
+        raise KeyError(f"weights must name columns, {names}; received {unknown}.")
     named = {name: (f"Weights of {name!r}", column) for name, column in weights.items()}
     return jagged_of({name: columns[name] for name in names}, named, padding)
 
 
 def check_table(subject: str, columns: object) -> None:
-    """Refuse what is no table.
+    """Check that an argument is a table.
 
     Args:
-        subject: how errors call it.
-        columns: what should be one.
+        subject: name of the argument, for messages.
+        columns: the argument.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a table.
     """
     is_table = any(hasattr(columns, name) for name in ("get_columns", "column_names", "keys"))
     if not is_table or not hasattr(columns, "__getitem__") or isinstance(columns, type):
@@ -92,12 +94,12 @@ def check_table(subject: str, columns: object) -> None:
 def jagged_of(
     columns: Mapping[str, Any], weights: Mapping[str, tuple[str, Any]], padding: int | None
 ) -> KeyedJaggedTensor:
-    """Make a batch as `from_columns` does.
+    """Build a batch as `from_columns`.
 
     Args:
-        columns: feature to column.
-        weights: feature to what its weights are, for messages, and their column.
-        padding: of matrices.
+        columns: columns by feature.
+        weights: name for messages and column of the weights, by feature.
+        padding: as for `from_columns`.
 
     Returns:
         The batch.
@@ -121,8 +123,8 @@ def jagged_of(
         lengths.append(bags.lengths)
         if bags.lengths.numel() != lengths[0].numel():
             raise ValueError(
-                f"Columns must have as many samples; received {lengths[0].numel()} in {first!r} "
-                f"and {bags.lengths.numel()} in {name!r}."
+                f"All columns must have the same number of samples; received {lengths[0].numel()} "
+                f"in {first!r} and {bags.lengths.numel()} in {name!r}."
             )
         if name in weights:
             of_weights, column = weights[name]
@@ -145,6 +147,6 @@ def _first_difference(weights: Tensor, ids: Tensor) -> str:
         return f"{weights.numel()} rows of weights and {ids.numel()} of ids"
     row = int((weights != ids).nonzero()[0, 0])
     return (
-        f"{int(weights[row])} weights and {int(ids[row])} ids in row {row}; a missing value (None, "
-        "NaN) counts as none"
+        f"{int(weights[row])} weights and {int(ids[row])} ids in row {row} (missing values are not "
+        "counted)"
     )

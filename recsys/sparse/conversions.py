@@ -1,6 +1,6 @@
-"""Conversions between the sparse classes as modules and functions, for models that name them.
+"""Conversions between batch types as modules and functions.
 
-Each is a method of the classes under another name.
+Each calls a method of a batch type.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ComputeKJTToJTDict(nn.Module):
     """
 
     def forward(self, keyed_jagged_tensor: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Give each feature by its key.
+        """Return each feature by its key.
 
         Args:
             keyed_jagged_tensor: the features.
@@ -50,31 +50,32 @@ class ComputeJTDictToKJT(nn.Module):
     """
 
     def forward(self, jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """Put features end to end.
+        """Concatenate features.
 
         Args:
-            jt_dict: features by key, in order; all weighted or none, alike in dtypes and device.
+            jt_dict: features by key, in order, with the same dtypes and device; all or none with
+                weights.
 
         Raises:
-            ValueError: there is no feature, or features differ in dtype or weightedness.
+            ValueError: `jt_dict` is empty, dtypes differ, or only some features have weights.
         """
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
 @checked_late
 def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
-    """Gather keys of several keyed tensors into new tensors: `KeyedTensor.regroup`.
+    """Concatenate keys of several keyed tensors, by group: `KeyedTensor.regroup`.
 
     Args:
-        keyed_tensors: sources, alike in all but the keys.
-        groups: the keys of each result, in order; a key may serve several groups.
+        keyed_tensors: sources with different keys and the same shape otherwise.
+        groups: the keys of each result, in order; a key may be in several groups.
 
     Returns:
         One `[B, sum of widths]` per group; differentiable.
 
     Raises:
         KeyError: no source has a key.
-        ValueError: two sources have it, sources differ in `key_dim`, or a group is empty.
+        ValueError: two sources have a key, `key_dim` differs, or a group is empty.
 
     Example:
         >>> import torch
@@ -90,14 +91,14 @@ permute_multi_embedding = regroup_kts
 
 @checked_late
 def pad_vbe_kjt_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Give all features the largest batch size, by empty bags behind their own.
+    """Pad all features with empty bags to the largest batch size.
 
     Args:
-        features: features whose batch sizes may differ.
+        features: features with different batch sizes.
 
     Returns:
-        The same ids and weights under one batch size, without inverse indices: bag `b` of a
-        feature stays bag `b`. Features that have one batch size already are returned as they are.
+        The same ids and weights with one batch size and without inverse indices. Bag `b` of a
+        feature stays bag `b`. Features with one batch size are returned unchanged.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Whether jagged tensors hold the same data."""
+"""Comparison of jagged tensors."""
 
 import torch
 
@@ -9,15 +9,14 @@ from recsys.sparse.tree import Leaves, leaves_of_jagged, leaves_of_keyed_jagged
 
 
 def jt_is_equal(jt_1: object, jt_2: object) -> bool:
-    """Tell whether two jagged tensors hold the same bags, values and weights.
+    """Return whether two jagged tensors have the same bags, values and weights.
 
     Args:
-        jt_1: one.
-        jt_2: the other.
+        jt_1: a jagged tensor.
+        jt_2: another jagged tensor.
 
     Returns:
-        Whether values, weights and lengths are equal, whichever of lengths and offsets was given.
-        False if one is no JaggedTensor.
+        True if values, weights and lengths are equal. False if an argument is not a JaggedTensor.
 
     Example:
         >>> a = JaggedTensor(torch.ones(2), lengths=torch.tensor([1, 1]))
@@ -31,15 +30,15 @@ def jt_is_equal(jt_1: object, jt_2: object) -> bool:
 
 
 def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
-    """Tell whether two keyed jagged tensors hold the same features, bags, values and weights.
+    """Return whether two keyed jagged tensors have the same features, bags, values and weights.
 
     Args:
-        kjt_1: one.
-        kjt_2: the other.
+        kjt_1: a keyed jagged tensor.
+        kjt_2: another keyed jagged tensor.
 
     Returns:
-        Whether keys (in order), values, weights, lengths, strides and inverse indices are equal,
-        whichever of lengths and offsets was given. False if one is no KeyedJaggedTensor.
+        True if keys (in order), values, weights, lengths, strides and inverse indices are equal.
+        False if an argument is not a KeyedJaggedTensor.
 
     Example:
         >>> a = KeyedJaggedTensor(["a"], torch.ones(2), lengths=torch.tensor([1, 1]))
@@ -55,7 +54,7 @@ def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
 def _have_equal_leaves(one: tuple[Leaves, object], other: tuple[Leaves, object]) -> bool:
     (leaves_1, context_1), (leaves_2, context_2) = one, other
     if any(leaf.is_meta for leaf in (*leaves_1.values(), *leaves_2.values())):
-        validate.refuse_meta("Comparing KeyedJaggedTensor or JaggedTensor", "Compare real ones.")
+        validate.refuse_meta("Comparing KeyedJaggedTensor or JaggedTensor", "Compare real tensors.")
     return context_1 == context_2 and all(
         torch.equal(leaf, leaves_2[name]) for name, leaf in leaves_1.items()
     )

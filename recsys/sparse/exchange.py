@@ -1,9 +1,8 @@
-"""Moving a KeyedJaggedTensor between ranks: what to send, and putting together what came.
+"""Tensors to exchange a KeyedJaggedTensor between ranks, and the assembly of received tensors.
 
-`recsys.distributed` has its own narrower wire format; this serves code that exchanges
-KeyedJaggedTensors by itself.
+For user code that exchanges KeyedJaggedTensors; `recsys.distributed` has a narrower wire format.
 
-Legend: `F` features, `W` ranks, `N` values; a part is the bags of one feature from one rank.
+Legend: `F` features, `W` ranks, `N` values; a part has the bags of one feature from one rank.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from torch import Tensor
 from recsys.kernels import ops
 
 if TYPE_CHECKING:
-    from recsys.sparse.keyed_jagged import KeyedJaggedTensor
+    from recsys.sparse.keyed_bags import KeyedBags
 
 
-def named_tensors(kjt: KeyedJaggedTensor) -> dict[str, Tensor]:
-    """Return what an exchange sends: lengths, values, strides if they vary, and weights if any."""
+def named_tensors(kjt: KeyedBags) -> dict[str, Tensor]:
+    """Return the tensors to send: lengths, values, strides if they vary, and weights if any."""
     kjt = kjt.trim()
     tensors = {"lengths": kjt.lengths(), "values": kjt.values()}
     if kjt.variable_stride_per_key():
@@ -30,8 +29,8 @@ def named_tensors(kjt: KeyedJaggedTensor) -> dict[str, Tensor]:
     return tensors if weights is None else {**tensors, "weights": weights}
 
 
-def splits(kjt: KeyedJaggedTensor, key_splits: list[int]) -> list[list[int]]:
-    """Return how many entries of each of `named_tensors` go to each rank."""
+def splits(kjt: KeyedBags, key_splits: list[int]) -> list[list[int]]:
+    """Return the number of entries of each of `named_tensors` to send to each rank."""
     values = _sum_runs(kjt.length_per_key(), key_splits)
     strides = _sum_runs(kjt.stride_per_key(), key_splits)
     sizes = {"lengths": strides, "values": values, "strides": list(key_splits), "weights": values}
@@ -46,16 +45,16 @@ def receive(
     recat: Tensor | None,
     stride_per_rank: list[int] | None,
 ) -> dict[str, Any]:
-    """Reorder what came rank by rank, `[W][F]`, into feature-major order, `[F][W]`.
+    """Reorder received tensors from `[W][F]` order, by rank, to `[F][W]` order, by feature.
 
     Args:
         keys: the features.
-        tensors: lengths, values, the strides `[W * F]` of the parts if sent, and weights if any.
-        has_strides: whether strides are among the tensors.
+        tensors: lengths, values, strides `[W * F]` of the parts if sent, and weights if any.
+        has_strides: True if `tensors` contains strides.
         num_ranks: `W`.
-        recat: permutes the `W * F` parts; single bags where ranks have different batch sizes. None
-            where the order is right already.
-        stride_per_rank: the batch size of each rank; required unless strides are sent.
+        recat: permutation of the `W * F` parts, or of single bags if ranks have different batch
+            sizes. None if no permutation is needed.
+        stride_per_rank: batch size of each rank; required unless strides are sent.
 
     Returns:
         Arguments of KeyedJaggedTensor.
@@ -73,7 +72,7 @@ def receive(
             sizes = ops.segment_sum(lengths, ops.complete_cumsum(strides))
             _, values, weights = ops.permute_1d(recat, sizes, values, weights, values.numel())
             strides, lengths, _ = ops.permute_1d(recat, strides, lengths, None, lengths.numel())
-        told: dict[str, Any] = {
+        sizes_of: dict[str, Any] = {
             "stride_per_key_per_rank": strides.view(len(keys), -1).tolist() if keys else []
         }
     else:
@@ -89,16 +88,16 @@ def receive(
             lengths, values, weights = ops.permute_2d(
                 recat, lengths.view(num_parts, -1), values, weights, values.numel()
             )
-        told = {"stride": sum(stride_per_rank)}
-    return {"values": values, "weights": weights, "lengths": lengths.view(-1), **told}
+        sizes_of = {"stride": sum(stride_per_rank)}
+    return {"values": values, "weights": weights, "lengths": lengths.view(-1), **sizes_of}
 
 
 def _check_recat(recat: Tensor, num_parts: int) -> None:
-    # A kernel would read past the end.
+    # a kernel would read out of bounds
     if recat.numel() != num_parts:
         raise ValueError(
-            "KeyedJaggedTensor.dist_init: recat must permute the parts received (features of each "
-            "rank; single bags where batch sizes differ between ranks); received "
+            "KeyedJaggedTensor.dist_init: recat must permute the received parts (features of each "
+            "rank, or single bags if batch sizes differ between ranks); received "
             f"{recat.numel()} positions for {num_parts} parts."
         )
 

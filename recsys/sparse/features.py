@@ -10,18 +10,18 @@ from torch import Tensor
 
 @dataclass(eq=False, repr=False)
 class FeatureViews:
-    """Views of every feature's part of a buffer, made for all features at once when first needed.
+    """Views of all features of a buffer, created together at the first access.
 
-    A JaggedTensor per feature that slices for itself would make a thousand slices per buffer cost
-    more than the lookup they feed: one `split_with_sizes` costs a third of that.
+    One `split_with_sizes` costs a third of one slice per feature; a thousand slices can cost more
+    than the lookup that reads them.
 
     Args:
         buffer: [N, ...] or [N] values, feature by feature.
         buffer_weights: [N], or None.
-        buffer_lengths: Of the features' bags.
-        sizes: Ids of each feature.
-        strides: Bags of each feature.
-        order: Which feature each part of `buffer` is of; None: they are in order.
+        buffer_lengths: Lengths of the bags, feature by feature.
+        sizes: Number of ids of each feature.
+        strides: Number of bags of each feature.
+        order: The feature of each part of `buffer`; None if the parts are in order.
     """
 
     buffer: Tensor

@@ -1,4 +1,4 @@
-"""Ids of any size, hashed into the rows of a table."""
+"""Hashing of ids into the rows of a table."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 @checked_late
 def hash_ids(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int]) -> KeyedJaggedTensor:
-    """Replace ids of any size by rows of their tables.
+    """Hash ids of any size to rows of their tables.
 
-    An id becomes the same row in every feature whose table has as many rows, on every rank, device
-    and run. Two ids may share a row: with n ids in r rows an id is alone with probability
-    `(1 - 1/r) ** (n - 1)`. Plain `ids % rows` would do for ids that are already random; for
-    counters, time stamps or multiples of a number this spreads them evenly.
+    Equal ids get equal rows in all features whose tables have the same number of rows, on all
+    ranks, devices and runs. Different ids may share a row: with n ids and r rows, an id has its own
+    row with probability `(1 - 1/r) ** (n - 1)`. The hash spreads counters, time stamps and
+    multiples of a number evenly, unlike `ids % rows`.
 
     The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable
-    pseudorandom number generators", OOPSLA 2014), taken modulo the number of rows. Nothing is read
-    from a device.
+    pseudorandom number generators", OOPSLA 2014), modulo the number of rows. It does not wait for
+    a device.
 
     Args:
-        features: ids, `int32` or `int64`, of any size, also negative ones.
-        num_embeddings: rows of the table of each feature; features that are not in it stay as
-            they are.
+        features: `int32` or `int64` ids of any size; they may be negative.
+        num_embeddings: number of rows of the table of each feature. Features without an entry are
+            unchanged.
 
     Returns:
-        The features with `int64` ids in `[0, num_embeddings[key])`; lengths and weights are
-        those of `features`.
+        The features with `int64` ids in `[0, num_embeddings[key])`, and the same lengths and
+        weights.
 
     Raises:
-        KeyError: `num_embeddings` names something that is no feature.
+        KeyError: `num_embeddings` has a key that is not a feature.
         ValueError: a number of rows is not positive.
-        TypeError: ids or numbers of rows are no whole numbers.
+        TypeError: ids or numbers of rows are not integers.
 
     Example:
         >>> features = KeyedJaggedTensor(
@@ -65,7 +65,7 @@ def hash_ids(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int]) -> 
 
 
 def _mix(ids: Tensor) -> Tensor:
-    """SplitMix64's output function, without its sign bit."""
+    """Output function of SplitMix64, without the sign bit."""
     for shift, factor in _STEPS:
         high = (ids >> shift) & ((1 << (64 - shift)) - 1)  # a shift of int64 copies the sign
         ids = (ids ^ high) * (factor - (1 << 64) if factor >> 63 else factor)

@@ -1,4 +1,4 @@
-"""JaggedTensor: a batch of lists of different lengths.
+"""JaggedTensor: a batch of variable-length lists.
 
 Legend: `M` bags (lists), `N` values of all bags together.
 """
@@ -20,21 +20,23 @@ from recsys.sparse.text import format_jagged, show_jagged
 
 
 class JaggedTensor(Bags):
-    """A batch of lists of different lengths, stored end to end.
+    """A batch of variable-length lists (bags), such as the ids of one feature.
 
-    Lengths and offsets derive from each other when first asked for.
+    The values of all bags are concatenated in one tensor. `lengths` has the number of values of
+    each bag, `offsets` the position of the first value of each bag. Pass lengths or offsets; the
+    other is computed at its first use.
 
     Args:
-        values: `[N]`, or `[N, ...]` rows, of any dtype: the lists end to end. What follows the
-            last list is never read: see `trim`.
-        weights: `[N]`, or `[N, ...]`: one weight per value, or None.
-        lengths: `[M]`, int32 or int64: the length of each list.
-        offsets: `[M + 1]`, int32 or int64: where each list starts, and the end of the last. One
-            of lengths and offsets is required.
+        values: `[N]`, or `[N, ...]` for rows, of any dtype: the values of all bags. Values after
+            the last bag are ignored; see `trim`.
+        weights: `[N]` or `[N, ...]`, one weight per value, or None.
+        lengths: `[M]`, int32 or int64: number of values of each bag.
+        offsets: `[M + 1]`, int32 or int64: running sum of `lengths` with a leading 0. Lengths or
+            offsets are required.
 
     Raises:
         TypeError: if lengths or offsets are not int32 or int64 tensors.
-        ValueError: if shapes, devices or numbers do not fit together.
+        ValueError: if shapes, devices or sizes are inconsistent.
 
     Example:
         >>> JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1]))
@@ -44,9 +46,9 @@ class JaggedTensor(Bags):
 
     __slots__ = ("_index", "_views")
 
-    _values: Tensor | None  # type: ignore[assignment]  # None: still to be made of the views
+    _values: Tensor | None  # type: ignore[assignment]  # None: a view that does not exist yet
     _views: FeatureViews | None
-    _index: int  # of the feature in the views
+    _index: int  # position of the feature in the views
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class JaggedTensor(Bags):
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> "JaggedTensor":
-        """Build from parts known to fit, without checks: for code on the hot path.
+        """Build from consistent parts, without checks, for hot paths.
 
         Args:
             values: as for the constructor.
@@ -103,13 +105,13 @@ class JaggedTensor(Bags):
 
     @staticmethod
     def from_views(keys: Sequence[str], views: FeatureViews) -> "dict[str, JaggedTensor]":
-        """Build the features of a buffer, whose parts are made when first asked for.
+        """Build the features of a buffer; their tensors are created at the first access.
 
-        All at once: a call for each feature would take a third longer.
+        One call for all features is a third faster than one call per feature.
 
         Args:
             keys: names of the features, in the order of the buffer.
-            views: the parts of the features.
+            views: views of the buffer.
 
         Returns:
             JaggedTensor by key, in order.
@@ -137,13 +139,13 @@ class JaggedTensor(Bags):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "JaggedTensor":
-        """Make a jagged tensor of no bags.
+        """Build a jagged tensor without bags.
 
         Args:
-            is_weighted: whether it has (no) weights.
-            device: where.
-            values_dtype: torch's default dtype if None.
-            weights_dtype: torch's default dtype if None.
+            is_weighted: if True, `weights` is an empty tensor instead of None.
+            device: device of the tensors.
+            values_dtype: dtype of the values; None for the default dtype of torch.
+            weights_dtype: dtype of the weights; None for the default dtype of torch.
             lengths_dtype: int32 or int64.
 
         Returns:
@@ -164,11 +166,11 @@ class JaggedTensor(Bags):
     @recorded
     @checked
     def empty_like(jt: "JaggedTensor", device: torch.device | None = None) -> "JaggedTensor":
-        """Make a jagged tensor of no bags with the dtypes of another.
+        """Build a jagged tensor without bags, with the dtypes of another.
 
         Args:
-            jt: the model.
-            device: where; the model's device if None.
+            jt: the other jagged tensor.
+            device: device of the tensors; None for the device of `jt`.
 
         Returns:
             A jagged tensor with 0 bags.
@@ -194,7 +196,7 @@ class JaggedTensor(Bags):
             A jagged tensor with `len(values)` bags.
 
         Raises:
-            ValueError: if the list is empty, or weights do not match values in shape.
+            ValueError: if the list is empty, or weights and values have different lengths.
 
         Example:
             >>> JaggedTensor.from_dense([torch.tensor([1, 2]), torch.tensor([3])]).lengths()
@@ -223,7 +225,7 @@ class JaggedTensor(Bags):
     def from_dense_lengths(
         values: Tensor, lengths: Tensor, weights: Tensor | None = None
     ) -> "JaggedTensor":
-        """Build from the rows of a padded tensor, keeping the first `lengths[i]` of row `i`.
+        """Build from a padded tensor: bag `i` has the first `lengths[i]` values of row `i`.
 
         Args:
             values: `[M, width, ...]`.
@@ -234,7 +236,7 @@ class JaggedTensor(Bags):
             A jagged tensor with `M` bags.
 
         Raises:
-            ValueError: if lengths do not fit values' shape.
+            ValueError: if the shapes do not match, or a length exceeds the width.
 
         Example:
             >>> padded = torch.tensor([[1, 2], [3, 0]])
@@ -244,29 +246,26 @@ class JaggedTensor(Bags):
         if values.dim() < 2 or lengths.shape != values.shape[:1]:
             raise ValueError(
                 "JaggedTensor.from_dense_lengths: values must be [M, width, ...] and lengths [M]; "
-                f"received values of shape {tuple(values.shape)} and lengths of shape "
-                f"{tuple(lengths.shape)}."
+                f"received values of shape {list(values.shape)} and lengths of shape "
+                f"{list(lengths.shape)}."
             )
-        if (
-            validate.is_readable(lengths)
-            and lengths.numel()
-            and int(lengths.max()) > values.shape[1]
-        ):
-            raise ValueError(
-                "JaggedTensor.from_dense_lengths: lengths must be at most the width of values, "
-                f"{values.shape[1]}; received {int(lengths.max())}."
-            )
-        if validate.is_meta(values):
-            validate.refuse_meta(
-                "JaggedTensor.from_dense_lengths()", "Build the JaggedTensor of its parts."
-            )
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            name = "JaggedTensor.from_dense_lengths"
+            longest = int(lengths.max()) if validate.is_readable(lengths) and len(lengths) else 0
+            if longest > values.shape[1]:
+                raise ValueError(
+                    f"{name}: lengths must be at most the width of values, {values.shape[1]}; "
+                    f"received {longest}."
+                )
+            if validate.is_meta(values):
+                validate.refuse_meta(f"{name}()", "Use JaggedTensor.from_parts.")
         kept = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
         return JaggedTensor(
             values[kept], None if weights is None else weights[kept], lengths=lengths
         )
 
     def values(self) -> Tensor:
-        """Return the values of all bags end to end, `[N, ...]`."""
+        """Return the values of all bags, concatenated: `[N, ...]`."""
         if self._values is None:
             assert self._views is not None
             self._values = self._views.values[self._index]
@@ -280,17 +279,17 @@ class JaggedTensor(Bags):
         return self._weights
 
     def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths if they are at hand, without deriving them."""
+        """Return the lengths if they are known, else None; computes nothing."""
         if self._lengths is None and self._views is not None:
             self._lengths = self._views.lengths[self._index]
         return self._lengths
 
     def to_dense(self) -> list[Tensor]:
-        """Return one `[length, ...]` tensor per bag; reads the lengths, which waits for a GPU."""
+        """Return one `[length, ...]` tensor per bag; waits for a GPU."""
         return self._split(self.values())
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """Return one tensor of weights per bag, or None; waits for a GPU as `to_dense`."""
+        """Return one tensor of weights per bag, or None; waits for a GPU."""
         weights = self.weights_or_none()
         return None if weights is None else self._split(weights)
 
@@ -301,8 +300,8 @@ class JaggedTensor(Bags):
         """Return one row per bag, padded or truncated to one length.
 
         Args:
-            desired_length: columns; the longest bag if None (which waits for a GPU).
-            padding_value: what fills the rest.
+            desired_length: number of columns; None for the longest bag, which waits for a GPU.
+            padding_value: value of the padding.
 
         Returns:
             `[M, desired_length]` or `[M, desired_length, ...]`.
@@ -319,7 +318,7 @@ class JaggedTensor(Bags):
     def to_padded_dense_weights(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor | None:
-        """Return one row of weights per bag as `to_padded_dense`, or None."""
+        """Return one padded row of weights per bag, as `to_padded_dense`, or None."""
         weights = self.weights_or_none()
         return None if weights is None else self._pad(weights, desired_length, padding_value)
 
@@ -328,12 +327,11 @@ class JaggedTensor(Bags):
         """Copy to a device.
 
         Args:
-            device: where to.
-            non_blocking: whether the host goes on while a GPU copies; what is not pinned is
-                pinned first.
+            device: the target device.
+            non_blocking: do not wait for the copy. Unpinned tensors are pinned first.
 
         Returns:
-            A new jagged tensor; parts already there are shared.
+            A new jagged tensor. Tensors that are on the device already are shared.
 
         Example:
             >>> JaggedTensor.empty().to("cpu").device()
@@ -344,17 +342,17 @@ class JaggedTensor(Bags):
 
     @checked_late
     def copy_(self, jt: "JaggedTensor", non_blocking: bool = False) -> "JaggedTensor":
-        """Overwrite the contents in place with those of another of the same sizes.
+        """Overwrite the contents in place with the contents of a jagged tensor of the same sizes.
 
         Args:
             jt: the source.
-            non_blocking: whether the copy may overlap.
+            non_blocking: do not wait for the copy.
 
         Returns:
             Self.
 
         Raises:
-            ValueError: if shapes differ, or only one of both has weights.
+            ValueError: if shapes differ, or only one jagged tensor has weights.
 
         Example:
             >>> jt = JaggedTensor(torch.zeros(2), lengths=torch.tensor([1, 1]))
@@ -365,10 +363,10 @@ class JaggedTensor(Bags):
         return self
 
     def validate(self) -> None:
-        """Check every length and offset; waits for a GPU.
+        """Check all lengths and offsets; waits for a GPU.
 
         Raises:
-            ValueError: naming the first bag at fault.
+            ValueError: if one is invalid, with its bag.
 
         Example:
             >>> JaggedTensor(torch.ones(2), lengths=torch.tensor([3, -1])).validate()
@@ -393,7 +391,7 @@ class JaggedTensor(Bags):
         self._values, self._weights, self._lengths, self._offsets = state
         self._views = None
 
-    _state = property(__getstate__, __setstate__)  # what TorchScript copies
+    _state = property(__getstate__, __setstate__)  # TorchScript copies this attribute
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "JaggedTensor":
         parts = (None if part is None else function(part) for part in self.__getstate__())
@@ -414,7 +412,7 @@ class JaggedTensor(Bags):
             desired_length = whole("desired_length", desired_length, least=0)
         if type(padding_value) is not float:
             number("padding_value", padding_value)
-        lengths = self.lengths()  # checks offsets that were given
+        lengths = self.lengths()  # checks the offsets, too
         if validate.is_meta(tensor):
             if desired_length is None:
                 validate.refuse_meta("JaggedTensor.to_padded_dense()", "Pass desired_length=.")

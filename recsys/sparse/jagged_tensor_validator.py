@@ -1,4 +1,4 @@
-"""A batch checked in full, on request: its parts against each other, its ids against tables."""
+"""Full validation of a batch and of its ids, on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["validate_keyed_jagged_tensor"]
 
 
 class _Table(Protocol):
-    """What is asked of a config of a table."""
+    """Attributes of a table config that the validation reads."""
 
     name: str
     num_embeddings: int
@@ -25,23 +25,22 @@ class _Table(Protocol):
 def validate_keyed_jagged_tensor(
     kjt: KeyedJaggedTensor, configs: Iterable[_Table] | None = None
 ) -> bool:
-    """Check a batch in full, which waits for its device.
+    """Check all contents of a batch; waits for its device.
 
-    Its parts must fit each other: keys that are unique, lengths that are not negative and add up,
-    offsets that run from 0 to the number of values. On a CPU all this was checked when the batch
-    was made.
+    Keys must be unique, lengths must not be negative, their sum must be the number of values, and
+    offsets must be their running sum.
 
     Args:
         kjt: the batch.
-        configs: the tables that look its features up, such as EmbeddingBagConfigs; None: ids are
-            not looked at. Features that are not in the batch are passed over.
+        configs: the tables of its features, such as EmbeddingBagConfigs; None skips the check of
+            the ids. Features that are not in the batch are ignored.
 
     Returns:
-        Whether every id is in its table. For the first that does not, a warning names feature,
-        table and id.
+        True if all ids are below the size of their table. A warning names the feature, table and
+        value of the first invalid id.
 
     Raises:
-        ValueError: the parts do not fit.
+        ValueError: the parts of the batch are inconsistent.
 
     Example:
         >>> import torch

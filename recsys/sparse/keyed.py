@@ -1,4 +1,4 @@
-"""KeyedTensor: dense embeddings of several features side by side in one tensor.
+"""KeyedTensor: the embeddings of several features, concatenated in one tensor.
 
 Legend: `B` batch size, `F` keys, `D` columns of all keys together.
 """
@@ -22,19 +22,22 @@ from recsys.sparse.text import format_keyed, show_keyed
 
 
 class KeyedTensor:
-    """Tensors by key, concatenated along one dimension.
+    """Dense tensors by key, concatenated along one dimension, such as pooled embeddings.
+
+    Each key has its own number of columns. `kt["film"]` returns the columns of one key, `to_dict()`
+    the columns of all keys, as views; `KeyedTensor.regroup` concatenates keys in a new order.
 
     Args:
         keys: unique names, in the order of the columns.
-        length_per_key: `F` widths.
+        length_per_key: `F` widths, the number of columns of each key.
         values: `[B, D]`, or any shape whose `key_dim` has size `D`, the sum of the widths.
-        key_dim: the dimension along which the keys are.
-        offset_per_key: `F + 1`, the running sum of `length_per_key`, where known.
-        index_per_key: position of each key, where known.
+        key_dim: the dimension along which keys are concatenated.
+        offset_per_key: running sum of `length_per_key`, `F + 1`, if known.
+        index_per_key: position of each key, if known.
 
     Raises:
-        TypeError: if values is not a tensor.
-        ValueError: if keys repeat or the widths do not add up to the size of `key_dim`.
+        TypeError: if `values` is not a tensor.
+        ValueError: if keys repeat, or the sum of the widths is not the size of `key_dim`.
 
     Example:
         >>> KeyedTensor(["user", "film"], [1, 2], torch.tensor([[1.0, 2.0, 3.0]]))["film"]
@@ -105,7 +108,7 @@ class KeyedTensor:
     def from_parts(
         keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int = 1
     ) -> "KeyedTensor":
-        """Build from parts known to fit, without checks: for code on the hot path.
+        """Build from consistent parts, without checks, for hot paths.
 
         Args:
             keys: as for the constructor.
@@ -139,9 +142,9 @@ class KeyedTensor:
 
         Args:
             keys: unique names.
-            tensors: one per key, equal in all sizes but that of `cat_dim`.
-            key_dim: the dimension along which the keys are.
-            cat_dim: the dimension to concatenate; the same unless the result is reshaped.
+            tensors: one tensor per key, with equal sizes except in `cat_dim`.
+            key_dim: the dimension of the keys.
+            cat_dim: the dimension to concatenate, usually `key_dim`.
 
         Returns:
             The keyed tensor.
@@ -167,7 +170,7 @@ class KeyedTensor:
         return self._values
 
     def key_dim(self) -> int:
-        """Return the dimension along which the keys are."""
+        """Return the dimension along which keys are concatenated."""
         return self._key_dim
 
     def length_per_key(self) -> list[int]:
@@ -175,14 +178,14 @@ class KeyedTensor:
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return where the columns of each key start, `F + 1` integers."""
+        """Return the position of the first column of each key, and the end: `F + 1` integers."""
         if self._offset_per_key is None:
             self._offset_per_key = [0, *itertools.accumulate(self._length_per_key)]
         return self._offset_per_key
 
     @checked_late
     def __getitem__(self, key: str) -> Tensor:
-        """Return the columns of one key, a view."""
+        """Return the columns of one key, as a view."""
         if self._index_per_key is None:
             self._index_per_key = {name: i for i, name in enumerate(self._keys)}
         index = self._index_per_key.get(key)
@@ -208,36 +211,32 @@ class KeyedTensor:
     @recorded
     @checked_late
     def regroup(keyed_tensors: "list[KeyedTensor]", groups: list[list[str]]) -> list[Tensor]:
-        """Gather keys of several keyed tensors into new tensors, one per group.
+        """Concatenate keys of several keyed tensors into new tensors, one per group.
 
         Args:
-            keyed_tensors: sources, alike in all but the keys.
-            groups: the keys of each result, in order; a key may serve several groups.
+            keyed_tensors: sources with different keys and the same shape otherwise.
+            groups: the keys of each result, in order; a key may be in several groups.
 
         Returns:
             One `[B, sum of widths]` per group; differentiable.
 
         Raises:
             KeyError: if no source has a key.
-            TypeError: if the sources are no list of keyed tensors, or a group is no list of keys.
-            ValueError: if there is no source, two sources have a key, sources differ in `key_dim`,
-                or a group is empty.
+            TypeError: if `keyed_tensors` is not a list of keyed tensors, or a group is not a list
+                of keys.
+            ValueError: if there is no source, two sources have the same key, `key_dim` differs, or
+                a group is empty.
 
         Example:
             >>> kt = KeyedTensor(["a", "b"], [1, 2], torch.tensor([[1.0, 2.0, 3.0]]))
             >>> KeyedTensor.regroup([kt], [["b", "a"], ["a"]])
             [tensor([[2., 3., 1.]]), tensor([[1.]])]
         """
-        rule = "a list of KeyedTensors"
         if isinstance(cast(object, keyed_tensors), KeyedTensor):
-            wrong_type("KeyedTensor.regroup: keyed_tensors", rule, keyed_tensors)
-        try:
-            key_dims = {kt._key_dim for kt in keyed_tensors}
-        except (AttributeError, TypeError):
-            wrong_type("KeyedTensor.regroup: keyed_tensors", rule, keyed_tensors)
-        if isinstance(cast(object, groups), str | None) or any(
-            isinstance(cast(object, group), str | None) for group in groups
-        ):
+            subject = "KeyedTensor.regroup: keyed_tensors"
+            wrong_type(subject, "a list of KeyedTensors", keyed_tensors)
+        key_dims = {kt._key_dim for kt in keyed_tensors}
+        if any(isinstance(cast(object, group), str) for group in groups):
             wrong_type("KeyedTensor.regroup: groups", "a list of lists of keys", groups)
         if len(key_dims) != 1:
             if not keyed_tensors:
@@ -272,10 +271,10 @@ class KeyedTensor:
     def regroup_as_dict(
         keyed_tensors: "list[KeyedTensor]", groups: list[list[str]], keys: list[str]
     ) -> dict[str, Tensor]:
-        """Gather keys of several keyed tensors into new tensors, named.
+        """Concatenate keys of several keyed tensors into new tensors, by name.
 
         Args:
-            keyed_tensors: sources, alike in all but the keys.
+            keyed_tensors: sources with different keys and the same shape otherwise.
             groups: the keys of each result, in order.
             keys: the name of each result.
 
@@ -284,7 +283,7 @@ class KeyedTensor:
 
         Raises:
             KeyError: as `regroup`.
-            ValueError: as `regroup`; and if names and groups differ in number.
+            ValueError: as `regroup`, and if the numbers of keys and groups differ.
 
         Example:
             >>> kt = KeyedTensor(["a", "b"], [1, 1], torch.tensor([[1.0, 2.0]]))
@@ -293,13 +292,13 @@ class KeyedTensor:
         """
         if len(groups) != len(keys):
             raise ValueError(
-                "KeyedTensor.regroup_as_dict: keys must name each group; received "
+                "KeyedTensor.regroup_as_dict: keys must have one name per group; received "
                 f"{len(keys)} keys for {len(groups)} groups."
             )
         return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 
     def device(self) -> torch.device:
-        """Return where the tensors are."""
+        """Return the device of the values."""
         return self._values.device
 
     @checked_late
@@ -307,9 +306,8 @@ class KeyedTensor:
         """Copy to a device.
 
         Args:
-            device: where to.
-            non_blocking: whether the host goes on while a GPU copies; what is not pinned is
-                pinned first.
+            device: the target device.
+            non_blocking: do not wait for the copy. Unpinned tensors are pinned first.
 
         Returns:
             A new keyed tensor.
@@ -323,12 +321,12 @@ class KeyedTensor:
         return KeyedTensor.from_parts(self._keys, self._length_per_key, values, self._key_dim)
 
     def pin_memory(self) -> "KeyedTensor":
-        """Copy to page-locked memory, from where copies to a GPU can overlap."""
+        """Copy to page-locked memory, for asynchronous copies to a GPU."""
         values = self._values.pin_memory()
         return KeyedTensor.from_parts(self._keys, self._length_per_key, values, self._key_dim)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory from reuse until work queued on a CUDA stream is done."""
+        """Keep the memory from reuse until the work queued on a CUDA stream is done."""
         self._values.record_stream(stream)
 
     def size_in_bytes(self) -> int:
@@ -343,7 +341,7 @@ class KeyedTensor:
 
 
 Run = tuple[int, int, int]
-"""Source, first column and width of columns that move together."""
+"""Source, first column and width of consecutive columns."""
 
 
 @functools.lru_cache(maxsize=128)
@@ -352,7 +350,7 @@ def _plan_regroup(
     widths_per_source: tuple[tuple[int, ...], ...],
     groups: tuple[tuple[str, ...], ...],
 ) -> list[list[Run]]:
-    """Find the columns of each group; neighbours in both source and group move as one run."""
+    """Return the columns of each group; adjacent columns are merged to one run."""
     where: dict[str, Run] = {}
     repeated: set[str] = set()
     for source, (keys, widths) in enumerate(zip(keys_per_source, widths_per_source, strict=True)):
@@ -366,8 +364,8 @@ def _plan_regroup(
     missing, ambiguous = sorted(wanted.difference(where)), sorted(wanted & repeated)
     if missing:
         raise KeyError(
-            f"KeyedTensor.regroup: no source has the keys {missing}; received sources with "
-            f"{sorted(where)}."
+            f"KeyedTensor.regroup: no source has the keys {missing}; received sources with the "
+            f"keys {sorted(where)}."
         )
     if ambiguous:
         raise ValueError(

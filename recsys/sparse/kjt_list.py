@@ -1,4 +1,4 @@
-"""Several batches of jagged features as one object of a pipeline."""
+"""Several KeyedJaggedTensors as one batch of a pipeline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["KJTList"]
 
 @final
 class KJTList(Pipelineable):
-    """A list of batches that is moved, and kept on a stream, as a whole.
+    """A list of KeyedJaggedTensors that a pipeline moves together.
 
     Args:
         features: the batches.
@@ -55,24 +55,23 @@ class KJTList(Pipelineable):
 
     @checked_late
     def to(self, device: torch.device, non_blocking: bool = False) -> KJTList:
-        """Return the batches on another device.
+        """Copy the batches to a device.
 
         Args:
-            device: where to.
-            non_blocking: whether the host goes on while a GPU copies; what is not pinned is
-                pinned first.
+            device: the target device.
+            non_blocking: do not wait for the copy. Unpinned tensors are pinned first.
         """
         return KJTList([batch.to(device, non_blocking) for batch in self.features])
 
     def pin_memory(self) -> KJTList:
-        """Return the batches in page-locked memory, from where copies to a GPU can overlap."""
+        """Copy the batches to page-locked memory, for asynchronous copies to a GPU."""
         return KJTList([batch.pin_memory() for batch in self.features])
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the batches' memory from being used anew until work in a stream is done.
+        """Keep the memory from reuse until the work queued on a stream is done.
 
         Args:
-            stream: where they are used.
+            stream: a stream that reads the batches.
         """
         for batch in self.features:
             batch.record_stream(stream)  # type: ignore[arg-type]  # of any device

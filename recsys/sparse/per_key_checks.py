@@ -1,6 +1,6 @@
-"""Checks of the numbers per key that a caller of KeyedJaggedTensor gives: sizes, strides, places.
+"""Checks of the per-key arguments of KeyedJaggedTensor: sizes, strides and positions.
 
-All of them read numbers on the host only.
+They read numbers on the host only.
 
 Legend: `F` features (keys).
 """
@@ -25,18 +25,17 @@ def check_length_per_key(
     values: Tensor,
     source: str = "length_per_key",
 ) -> None:
-    """Check that there are enough values for those that each feature has.
+    """Check the number of values per feature against the number of values.
 
     Args:
         keys: features.
         length_per_key: `F` numbers.
         values: `[N, ...]`.
-        source: the argument that the numbers are from: the one to name. They were added up from
-            the lengths if it is "lengths".
+        source: the argument with the numbers, for messages; "lengths" if they are sums of lengths.
 
     Raises:
-        TypeError: if they are no whole numbers.
-        ValueError: if there are fewer values, or a number is negative, naming its feature.
+        TypeError: if a number is not an integer.
+        ValueError: if the sum exceeds the number of values, or a number is negative.
     """
     check_one_per_key(source, keys, length_per_key)
     total = sum(length_per_key)
@@ -46,9 +45,9 @@ def check_length_per_key(
         check_total("KeyedJaggedTensor", total, values, is_exact=not values.is_cpu)
     if total > values.shape[0]:
         raise ValueError(
-            f"KeyedJaggedTensor.{source} must count at most the values; received counts that add "
-            f"up to {total}, {preview(length_per_key)}, for {values.shape[0]} values. Leave it "
-            "out: it is derived from the lengths."
+            f"KeyedJaggedTensor.{source} must add up to at most the number of values; received "
+            f"counts that add up to {total}, {preview(length_per_key)}, for {values.shape[0]} "
+            "values. Omit this argument to compute it from the lengths."
         )
     if min(length_per_key, default=0) < 0:
         index = next(i for i, length in enumerate(length_per_key) if length < 0)
@@ -65,20 +64,20 @@ def check_counts(
     length_per_key: list[int] | None,
     offset_per_key: list[int] | None,
 ) -> list[int]:
-    """Check the given numbers of values per key against each other and all values.
+    """Check `length_per_key` and `offset_per_key` of the constructor.
 
     Args:
         keys: features.
         values: `[N, ...]`.
-        length_per_key: the constructor's.
-        offset_per_key: the constructor's; one of both is required.
+        length_per_key: the argument, or None.
+        offset_per_key: the argument, or None; one of both is required.
 
     Returns:
         The number of values of each feature.
 
     Raises:
-        TypeError: if they are no whole numbers.
-        ValueError: naming the argument that does not fit.
+        TypeError: if a number is not an integer.
+        ValueError: with the inconsistent argument.
     """
     if length_per_key is not None:
         check_length_per_key(keys, length_per_key, values)
@@ -88,45 +87,32 @@ def check_counts(
             check_derived("KeyedJaggedTensor", "offset_per_key", offset_per_key, bounds, meaning)
         return length_per_key
     assert offset_per_key is not None
-    found = lengths_from_offsets(keys, offset_per_key)
+    if len(offset_per_key) != len(keys) + 1 or offset_per_key[0] != 0:
+        raise ValueError(
+            "KeyedJaggedTensor.offset_per_key must start with 0 and have one entry per key and "
+            f"one more; received {preview(offset_per_key)} for {len(keys)} keys. Omit the argument."
+        )
+    found = [end - start for start, end in itertools.pairwise(offset_per_key)]
     check_length_per_key(keys, found, values, "offset_per_key")
     return found
 
 
-def lengths_from_offsets(keys: Sequence[str], offset_per_key: Sequence[int]) -> list[int]:
-    """Return how many values each feature has, given where those of each feature start.
-
-    Args:
-        keys: features.
-        offset_per_key: `F + 1` numbers, the constructor's.
-
-    Raises:
-        ValueError: if there are more or fewer numbers, or the first is not 0.
-    """
-    if len(offset_per_key) != len(keys) + 1 or offset_per_key[0] != 0:
-        raise ValueError(
-            "KeyedJaggedTensor.offset_per_key must start with 0 and have one entry per key and "
-            f"one more; received {preview(offset_per_key)} for {len(keys)} keys. Leave it out."
-        )
-    return [end - start for start, end in itertools.pairwise(offset_per_key)]
-
-
 def check_is_list(name: str, given: object, rule: str = "a list of integers") -> None:
-    """Check that there are elements to read.
+    """Check that an argument is iterable and not a string.
 
     Raises:
-        TypeError: if it is text, or nothing that can be iterated.
+        TypeError: if not.
     """
     if isinstance(given, str | bytes) or not isinstance(given, Iterable) or is_scalar(given):
         wrong_type(f"KeyedJaggedTensor.{name}", rule, given)
 
 
 def check_one_per_key(name: str, keys: Sequence[str], numbers: Sized) -> None:
-    """Check that there is a number for each key.
+    """Check that an argument has one number per key.
 
     Raises:
-        TypeError: if it is no list.
-        ValueError: if there are more or fewer numbers.
+        TypeError: if it is not a list.
+        ValueError: if the number of entries differs.
     """
     given = cast(object, numbers)
     if not isinstance(given, Sized) or isinstance(given, str | bytes) or is_scalar(given):
@@ -139,30 +125,30 @@ def check_one_per_key(name: str, keys: Sequence[str], numbers: Sized) -> None:
 
 
 def check_derived(owner: str, name: str, given: object, derived: object, meaning: str) -> None:
-    """Check that a caller gives the value that would be derived.
+    """Check that a redundant argument equals the computed value.
 
     Args:
         owner: the class, for messages.
         name: the argument.
         given: its value.
-        derived: what it must be equal to.
-        meaning: what it must be, for messages.
+        derived: the computed value.
+        meaning: a description of the value, for messages.
 
     Raises:
-        ValueError: if it is another value.
+        ValueError: if the values differ.
     """
     if given != derived:
         raise ValueError(
-            f"{owner}.{name} must be {meaning}, {shown(derived)}; received {shown(given)}. Leave "
-            "it out: it is derived."
+            f"{owner}.{name} must be {meaning}, {shown(derived)}; received {shown(given)}. Omit "
+            "this argument to compute it."
         )
 
 
 def check_index_per_key(owner: str, keys: Iterable[str], given: Mapping[str, int]) -> None:
-    """Check the position that is given for each key.
+    """Check `index_per_key`, the position of each key.
 
     Raises:
-        ValueError: if it is elsewhere.
+        ValueError: if a position is wrong.
     """
     places = {key: place for place, key in enumerate(keys)}
     check_derived(owner, "index_per_key", given, places, "the position of each key")
@@ -176,22 +162,22 @@ def check_strides(
     stride_per_key_per_rank: Tensor | list[list[int]] | None,
     num_samples: int | None,
 ) -> tuple[int, list[list[int]] | None]:
-    """Check that the given batch sizes, or those found, account for all bags.
+    """Check that the batch sizes match the number of bags; compute missing ones.
 
     Args:
         keys: features.
-        num_bags: bags of all features together.
-        stride: the constructor's.
-        stride_per_key: the constructor's.
-        stride_per_key_per_rank: the constructor's.
-        num_samples: of the inverse indices, if any: they count samples, and strides count bags.
+        num_bags: number of bags of all features.
+        stride: the argument of the constructor.
+        stride_per_key: the argument of the constructor.
+        stride_per_key_per_rank: the argument of the constructor.
+        num_samples: number of samples of the inverse indices; None without inverse indices.
 
     Returns:
-        The batch size of the whole; and, where each feature has its own, those per rank.
+        The batch size, and the batch sizes per key and rank (None if all are equal).
 
     Raises:
-        TypeError: if the stride is no integer.
-        ValueError: if they do not account for all bags.
+        TypeError: if `stride` is not an integer.
+        ValueError: if the batch sizes do not match the number of bags.
     """
     if stride is not None and not _is_whole(stride) and not is_proxy(stride):
         wrong_type("KeyedJaggedTensor.stride", "an integer", stride)
@@ -212,8 +198,8 @@ def check_strides(
             raise ValueError(
                 "KeyedJaggedTensor needs one length for each key and sample; received "
                 f"{num_bags} lengths for {len(keys)} keys"
-                f"{f' and a stride of {stride}' if stride * len(keys) else ''}. Lengths stand "
-                "key by key; features with different batch sizes need stride_per_key."
+                f"{f' and a stride of {stride}' if stride * len(keys) else ''}. Features with "
+                "different batch sizes need stride_per_key."
             )
         if num_samples is None:
             return stride, None
@@ -227,9 +213,9 @@ def check_strides(
     fits = len(strides) == len(keys) and min(strides, default=0) >= 0
     if not fits or (not isinstance(cast(object, num_bags), fx.Proxy) and sum(strides) != num_bags):
         raise ValueError(
-            f"KeyedJaggedTensor.{name} must have one entry per key, none negative, and add up to "
-            f"the number of lengths; received batch sizes {preview(strides)} for {len(keys)} keys "
-            f"and {num_bags} lengths."
+            f"KeyedJaggedTensor.{name} must have one entry per key, none negative, with the number "
+            f"of lengths as their sum; received batch sizes {preview(strides)} for {len(keys)} "
+            f"keys and {num_bags} lengths."
         )
     if per_rank and stride_per_key is not None:
         meaning = "the sums of stride_per_key_per_rank"
@@ -243,7 +229,7 @@ def check_strides(
 
 
 def is_scalar(value: object) -> bool:
-    """Return whether a value is a tensor without dimensions, which has no elements to iterate."""
+    """Return whether a value is a 0-dimensional tensor, which cannot be iterated."""
     return isinstance(value, Tensor) and not value.dim()
 
 

@@ -1,4 +1,4 @@
-"""Features picked, put together, split and reordered: the bodies of KeyedJaggedTensor's methods.
+"""Selection, concatenation and splitting of features, for methods of KeyedJaggedTensor.
 
 Legend: `F` features (keys), `B` batch size (stride), `N` values of all bags together.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from recsys.sparse.features import FeatureViews
 from recsys.sparse.jagged import JaggedTensor
 
 if TYPE_CHECKING:
-    from recsys.sparse.keyed_jagged import InverseIndices, KeyedJaggedTensor
-
-_T = TypeVar("_T")
-_Keyed = TypeVar("_Keyed", bound="KeyedJaggedTensor")
+    from recsys.sparse.keyed_bags import InverseIndices, KeyedBags
+    from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 
 
 def _check_mergeable(
@@ -35,18 +33,13 @@ def _check_mergeable(
         raise ValueError(
             f"{caller}: all parts must have weights, or none; received weighted: {weighted}."
         )
-    dtypes = {part.values().dtype for part in parts}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"{caller}: all parts must have values of the same dtype; received "
-            f"{sorted(map(str, dtypes))}. Convert with values.to(...)."
-        )
-    devices = {part.values().device for part in parts}
-    if len(devices) > 1:
-        raise ValueError(
-            f"{caller}: all parts must be on the same device; received "
-            f"{sorted(map(str, devices))}. Move with .to(...)."
-        )
+    for name, hint in (("dtype", "Convert with values.to(...)"), ("device", "Move with .to(...)")):
+        found = {getattr(part.values(), name) for part in parts}
+        if len(found) > 1:
+            raise ValueError(
+                f"{caller}: all parts must have values of the same {name}; received "
+                f"{sorted(map(str, found))}. {hint}."
+            )
 
 
 def _cat_weights(parts: Sequence[JaggedTensor] | Sequence[KeyedJaggedTensor]) -> Tensor | None:
@@ -55,7 +48,7 @@ def _cat_weights(parts: Sequence[JaggedTensor] | Sequence[KeyedJaggedTensor]) ->
 
 
 def merged(jt_dict: Mapping[str, JaggedTensor], has_varying_strides: bool) -> dict[str, Any]:
-    """Argument of KeyedJaggedTensor for `KeyedJaggedTensor.from_jt_dict`."""
+    """Return the constructor arguments for `KeyedJaggedTensor.from_jt_dict`."""
     parts = [jt.trim() for jt in jt_dict.values()]
     _check_mergeable("KeyedJaggedTensor.from_jt_dict", parts)
     lengths = [jt.lengths() for jt in parts]
@@ -70,11 +63,11 @@ def merged(jt_dict: Mapping[str, JaggedTensor], has_varying_strides: bool) -> di
 
 
 def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    """Do what `KeyedJaggedTensor.concat` says."""
-    # A part without keys has nothing to add, whatever its stride and dtypes.
+    """Concatenate, as `KeyedJaggedTensor.concat`."""
+    # parts without keys are ignored; their strides and dtypes may differ
     kjt_list = [kjt.trim() for kjt in kjt_list if kjt.keys()] or kjt_list[:1]
     _check_mergeable("KeyedJaggedTensor.concat", kjt_list)
-    keys = _chain(kjt._keys for kjt in kjt_list)
+    keys = list(itertools.chain.from_iterable(kjt._keys for kjt in kjt_list))
     validate.check_unique("KeyedJaggedTensor.concat", keys)
     is_variable = any(kjt.variable_stride_per_key() for kjt in kjt_list)
     strides = [kjt._stride for kjt in kjt_list]
@@ -83,6 +76,7 @@ def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
             "KeyedJaggedTensor.concat: all parts must have the same stride (batch size); "
             f"received {strides}."
         )
+    per_rank = itertools.chain.from_iterable(map(_strides_per_rank, kjt_list))
     known = [kjt._length_per_key for kjt in kjt_list]
     return kjt_list[0].from_parts(
         keys,
@@ -90,17 +84,17 @@ def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         _cat_weights(kjt_list),
         torch.cat([kjt.lengths() for kjt in kjt_list]),
         stride=max(strides),
-        stride_per_key_per_rank=_chain(map(_strides_per_rank, kjt_list)) if is_variable else None,
-        length_per_key=None if None in known else _chain(known),  # type: ignore[arg-type]
+        stride_per_key_per_rank=list(per_rank) if is_variable else None,
+        length_per_key=None if None in known else list(itertools.chain(*known)),  # type: ignore[arg-type]
         inverse_indices=_concat_inverse_indices(kjt_list),
     )
 
 
 def feature(kjt: KeyedJaggedTensor, key: str) -> JaggedTensor:
-    """One feature as views of the buffer.
+    """Return one feature as views of the buffer.
 
     Raises:
-        KeyError: if there is none of that name.
+        KeyError: if the key does not exist.
     """
     index = kjt.index_per_key().get(key)
     if index is None:
@@ -120,44 +114,24 @@ def feature(kjt: KeyedJaggedTensor, key: str) -> JaggedTensor:
 
 
 def features(kjt: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-    """Every feature as views of the buffer, made when first looked at."""
+    """Return all features as views of the buffer, created at the first access."""
     sizes, strides = kjt.length_per_key(), kjt.stride_per_key()
     kjt = kjt.trim()
     views = FeatureViews(kjt._values, kjt._weights, kjt.lengths(), sizes, strides)
     return JaggedTensor.from_views(kjt._keys, views)
 
 
-def map_tensors(kjt: _Keyed, function: Callable[[Tensor], Tensor]) -> _Keyed:
-    """Return the same bags with each tensor replaced; what is known on the host stays known."""
-    inverse = kjt._inverse_indices
-    mapped = kjt.from_parts(
-        kjt._keys,
-        function(kjt._values),
-        None if kjt._weights is None else function(kjt._weights),
-        None if kjt._lengths is None else function(kjt._lengths),
-        None if kjt._offsets is None else function(kjt._offsets),
-        stride=kjt._stride,
-        stride_per_key_per_rank=kjt._stride_per_key_per_rank,
-        length_per_key=kjt._length_per_key,
-        offset_per_key=kjt._offset_per_key,
-        index_per_key=kjt._index_per_key,
-        inverse_indices=None if inverse is None else (inverse[0], function(inverse[1])),
-    )
-    mapped._num_read = getattr(kjt, "_num_read", None)
-    return mapped
+def total_on_meta(kjt: KeyedBags, places: Sequence[int]) -> int:
+    """Return the number of values of some features, derived from the shapes.
 
-
-def total_on_meta(kjt: KeyedJaggedTensor, places: Sequence[int]) -> int:
-    """Return how many values some features have together, from the shapes alone.
-
-    The shapes tell it if all features are among them equally often, or none is.
+    Shapes determine the number if each feature of the batch occurs equally often.
 
     Args:
-        kjt: a batch on the meta device that does not know its `length_per_key`.
-        places: of the features; may repeat.
+        kjt: a batch on the meta device with unknown `length_per_key`.
+        places: positions of the features; may repeat.
 
     Raises:
-        ValueError: if the shapes do not tell it.
+        ValueError: if the shapes do not determine the number.
     """
     counts = Counter(places)
     times = {counts[place] for place in range(len(kjt._keys))}
@@ -169,7 +143,7 @@ def total_on_meta(kjt: KeyedJaggedTensor, places: Sequence[int]) -> int:
 
 
 def split(kjt: KeyedJaggedTensor, segments: list[int]) -> list[KeyedJaggedTensor]:
-    """Do what `KeyedJaggedTensor.split` says."""
+    """Split, as `KeyedJaggedTensor.split`."""
     keys, stride = kjt.keys(), kjt.stride()
     if sum(segments) != len(keys) or min(segments, default=0) < 0:
         raise ValueError(
@@ -213,7 +187,7 @@ def split(kjt: KeyedJaggedTensor, segments: list[int]) -> list[KeyedJaggedTensor
 def permute(
     kjt: KeyedJaggedTensor, indices: list[int], indices_tensor: Tensor | None
 ) -> KeyedJaggedTensor:
-    """Do what `KeyedJaggedTensor.permute` says."""
+    """Select features, as `KeyedJaggedTensor.permute`."""
     keys, given = kjt._keys, kjt._values
     if indices and not 0 <= min(indices) <= max(indices) < len(keys):
         raise IndexError(
@@ -223,18 +197,17 @@ def permute(
     if indices_tensor is None:
         indices_tensor = torch.tensor(indices, dtype=torch.int32, device=given.device)
     elif indices_tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(  # the kernel would read its bits as positions
+        raise TypeError(  # a kernel would read other positions
             "KeyedJaggedTensor.permute: indices_tensor must be int32 or int64; received a tensor "
             f"of {indices_tensor.dtype}."
         )
     elif indices_tensor.numel() != len(indices):
         raise ValueError(
-            "KeyedJaggedTensor.permute: indices_tensor must hold the same as indices; received "
+            "KeyedJaggedTensor.permute: indices_tensor must equal indices; received "
             f"{indices_tensor.numel()} entries for {len(indices)}."
         )
     if validate.is_readable(given):
-        # a kernel given lengths that do not add up would read past the end
-        kjt.length_per_key()
+        kjt.length_per_key()  # checks the lengths: a kernel would read out of bounds
     trimmed = kjt.trim()
     given, given_weights = trimmed._values, trimmed._weights
     sizes, total, strides = kjt._length_per_key, None, None
@@ -284,11 +257,12 @@ def _concat_inverse_indices(kjt_list: Sequence[KeyedJaggedTensor]) -> InverseInd
             "samples, or none; received "
             f"{[None if part is None else tuple(part[1].shape) for part in inverse]}."
         )
-    return _chain(keys for keys, _ in present), torch.cat([rows for _, rows in present])
+    keys = list(itertools.chain.from_iterable(keys for keys, _ in present))
+    return keys, torch.cat([rows for _, rows in present])
 
 
 def _own_inverse_indices(kjt: KeyedJaggedTensor) -> InverseIndices | None:
-    """Return the inverse indices without the rows of features that a split left elsewhere."""
+    """Return the inverse indices without features that are not keys, as after a split."""
     inverse = kjt._inverse_indices
     if inverse is None or not kjt._keys or set(inverse[0]) <= set(kjt._keys):
         return inverse
@@ -296,10 +270,3 @@ def _own_inverse_indices(kjt: KeyedJaggedTensor) -> InverseIndices | None:
     keys = [key for key in kjt._keys if key in place]
     rows = [inverse[1].narrow(0, place[key], 1) for key in keys]
     return keys, torch.cat([*rows, inverse[1][:0]])
-
-
-def _chain(lists: Iterable[list[_T]]) -> list[_T]:
-    chained: list[_T] = []
-    for part in lists:
-        chained += part
-    return chained

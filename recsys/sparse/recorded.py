@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -15,15 +16,15 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def recorded(function: _Function) -> _Function:
     """Record calls of a function with proxies of `torch.fx` as one node each.
 
-    For functions that iterate over what a proxy hides, such as a list, or that branch on it.
-    Outside of a trace this costs one look at a flag.
+    For functions that iterate over, or branch on, the value of a proxy, such as a list. Outside of
+    a trace the cost is one flag test.
 
     Args:
-        function: a function of a module, or what a static method is made of. TorchScript compiles
-            it as it is.
+        function: a function of a module, or the function of a static method. TorchScript compiles
+            it without its decorators.
 
     Returns:
-        The function, which records calls in a trace.
+        The function, which records its calls in a trace.
 
     Example:
         >>> import torch
@@ -43,7 +44,8 @@ def recorded(function: _Function) -> _Function:
                 return proxy.tracer.create_proxy("call_function", call, args, kwargs)
         return function(*args, **kwargs)
 
-    call.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]
+    plain = inspect.unwrap(function)
+    call.__prepare_scriptable__ = lambda: plain  # type: ignore[attr-defined]
     return cast(_Function, call)
 
 

@@ -1,17 +1,18 @@
-"""Containers in the form that TorchScript compiles.
+"""TorchScript support of the batch types.
 
-TorchScript compiles classes without bases that use a part of Python. So each container has a form,
-here or in `script_forms`: the same attributes, and the methods that models call. `add_forms`
-registers the forms under the containers' own names, when `recsys.sparse` is imported. A scripted
-module then takes and returns containers; its Python callers pass and receive the real classes.
+TorchScript compiles classes without base classes, in a subset of Python. Each batch type therefore
+has a form, here or in `script_forms`, with the same attributes and the methods that models call.
+`add_forms` registers the forms under the names of the batch types when `recsys.sparse` is imported.
+Scripted modules then accept and return batch types; their Python callers use the real classes.
 
-Static methods are functions of their own to TorchScript. It asks such a function for
-`__prepare_scriptable__`, which returns the form's function.
+TorchScript compiles static methods as functions. It calls `__prepare_scriptable__` of a function
+for another one to compile in its place.
 
-TorchScript is in maintenance: torch 2.13 does not support it from Python 3.14 on, and torch 2.14
-warns that it is deprecated.
+TorchScript is in maintenance: torch 2.13 does not support it on Python 3.14, and torch 2.14 warns
+that it is deprecated.
 """
 
+import inspect
 import sys
 from functools import partial
 from typing import Any
@@ -46,26 +47,11 @@ class _KeyedForm:
         self._offset_per_key: list[int] | None = offset_per_key
         self._index_per_key: dict[str, int] | None = index_per_key
 
-    def keys(self) -> list[str]:
-        return self._keys
-
-    def values(self) -> Tensor:
-        return self._values
-
-    def key_dim(self) -> int:
-        return self._key_dim
-
-    def length_per_key(self) -> list[int]:
-        return self._length_per_key
-
     def offset_per_key(self) -> list[int]:
         found = [0]
         for size in self._length_per_key:
             found.append(found[-1] + size)
         return found
-
-    def device(self) -> torch.device:
-        return self._values.device
 
     def size_in_bytes(self) -> int:
         return self._values.numel() * self._values.element_size()
@@ -96,59 +82,6 @@ class _KeyedForm:
         )
 
 
-def _jagged_from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> JaggedTensor:
-    sizes = [bag.shape[0] for bag in values]
-    lengths = torch.tensor(sizes, dtype=torch.int32, device=values[0].device)
-    all_weights: Tensor | None = None
-    if weights is not None:
-        all_weights = torch.cat(weights)
-    return JaggedTensor(torch.cat(values), all_weights, lengths)
-
-
-def _jagged_from_dense_lengths(
-    values: Tensor, lengths: Tensor, weights: Tensor | None = None
-) -> JaggedTensor:
-    kept = torch.arange(values.size(1), device=values.device) < lengths.unsqueeze(1)
-    if weights is not None:
-        weights = weights[kept]
-    return JaggedTensor(values[kept], weights, lengths)
-
-
-def _empty_jagged(
-    is_weighted: bool = False,
-    device: torch.device | None = None,
-    values_dtype: torch.dtype | None = None,
-    weights_dtype: torch.dtype | None = None,
-    lengths_dtype: torch.dtype = torch.int32,
-) -> JaggedTensor:
-    weights: Tensor | None = None
-    if is_weighted:
-        weights = torch.empty(0, dtype=weights_dtype, device=device)
-    return JaggedTensor(
-        torch.empty(0, dtype=values_dtype, device=device),
-        weights,
-        torch.empty(0, dtype=lengths_dtype, device=device),
-        torch.zeros(1, dtype=lengths_dtype, device=device),
-    )
-
-
-def _empty_keyed_jagged(
-    is_weighted: bool = False,
-    device: torch.device | None = None,
-    values_dtype: torch.dtype | None = None,
-    weights_dtype: torch.dtype | None = None,
-    lengths_dtype: torch.dtype = torch.int32,
-) -> KeyedJaggedTensor:
-    jagged = _empty_jagged(is_weighted, device, values_dtype, weights_dtype, lengths_dtype)
-    return KeyedJaggedTensor(
-        annotate(list[str], []),
-        jagged.values(),
-        jagged.weights_or_none(),
-        jagged.lengths(),
-        jagged.offsets(),
-    )
-
-
 def _jagged_like(jt: JaggedTensor, device: torch.device | None = None) -> JaggedTensor:
     where = jt.device() if device is None else device
     weights = jt.weights_or_none()
@@ -173,46 +106,12 @@ def _keyed_jagged_like(
     )
 
 
-def _from_lengths_sync(
-    keys: list[str],
-    values: Tensor,
-    lengths: Tensor,
-    weights: Tensor | None = None,
-    stride: int | None = None,
-    stride_per_key_per_rank: list[list[int]] | None = None,
-    inverse_indices: tuple[list[str], Tensor] | None = None,
-) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(
-        keys,
-        values,
-        weights,
-        lengths,
-        None,
-        stride,
-        stride_per_key_per_rank,
-        inverse_indices=inverse_indices,
-    ).sync()
-
-
-def _from_offsets_sync(
-    keys: list[str],
-    values: Tensor,
-    offsets: Tensor,
-    weights: Tensor | None = None,
-    stride: int | None = None,
-    stride_per_key_per_rank: list[list[int]] | None = None,
-    inverse_indices: tuple[list[str], Tensor] | None = None,
-) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(
-        keys,
-        values,
-        weights,
-        None,
-        offsets,
-        stride,
-        stride_per_key_per_rank,
-        inverse_indices=inverse_indices,
-    ).sync()
+def _cat_weights(caller: str, weights: list[Tensor], num_parts: int) -> Tensor | None:
+    if len(weights) == 0:
+        return None
+    if len(weights) != num_parts:
+        raise ValueError(f"{caller}: all parts must have weights, or none.")
+    return torch.cat(weights)
 
 
 def _from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
@@ -227,11 +126,7 @@ def _from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
         strides.append(jt.lengths().numel())
         if jt.weights_or_none() is not None:
             weights.append(jt.weights()[:total])
-    if len(weights) != 0 and len(weights) != len(keys):
-        raise ValueError("KeyedJaggedTensor.from_jt_dict: all parts must have weights, or none.")
-    all_weights: Tensor | None = None
-    if len(weights) > 0:
-        all_weights = torch.cat(weights)
+    all_weights = _cat_weights("KeyedJaggedTensor.from_jt_dict", weights, len(keys))
     stride_per_key: list[int] | None = None
     if min(strides) != max(strides):
         stride_per_key = strides
@@ -265,11 +160,7 @@ def _concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
             keys.append(key)
         if kjt.weights_or_none() is not None:
             weights.append(kjt.weights()[: sum(kjt.length_per_key())])
-    if len(weights) != 0 and len(weights) != len(kjt_list):
-        raise ValueError("KeyedJaggedTensor.concat: all parts must have weights, or none.")
-    all_weights: Tensor | None = None
-    if len(weights) > 0:
-        all_weights = torch.cat(weights)
+    all_weights = _cat_weights("KeyedJaggedTensor.concat", weights, len(kjt_list))
     values = torch.cat([kjt.values()[: sum(kjt.length_per_key())] for kjt in kjt_list])
     lengths = torch.cat([kjt.lengths() for kjt in kjt_list])
     if is_variable:
@@ -282,13 +173,6 @@ def _concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
             "KeyedJaggedTensor.concat: all parts must have the same stride (batch size)."
         )
     return KeyedJaggedTensor(keys, values, all_weights, lengths, stride=strides[0])
-
-
-def _from_tensor_list(
-    keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
-) -> KeyedTensor:
-    widths = [tensor.shape[key_dim] for tensor in tensors]
-    return KeyedTensor(keys, widths, torch.cat(tensors, dim=cat_dim), key_dim)
 
 
 def _regroup(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
@@ -309,34 +193,25 @@ def _regroup(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[
     return found  # type: ignore[no-any-return]
 
 
-def _regroup_as_dict(
-    keyed_tensors: list[KeyedTensor], groups: list[list[str]], keys: list[str]
-) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for key, tensor in zip(keys, _regroup(keyed_tensors, groups)):  # noqa: B905
-        found[key] = tensor
-    return found
-
-
 _FORMS: dict[type, Any] = {
     JaggedTensor: _JaggedForm,
     KeyedJaggedTensor: _KeyedJaggedForm,
     KeyedTensor: _KeyedForm,
 }
+_SHARED = (
+    *("device", "keys", "values", "weights_or_none", "lengths_or_none", "offsets_or_none"),
+    *("stride", "variable_stride_per_key", "inverse_indices_or_none", "key_dim"),
+    *("length_per_key_or_none", "offset_per_key_or_none"),
+)
+"""Methods that TorchScript compiles from the containers: a form has them unless it defines them."""
 _STATIC_FORMS: dict[Any, Any] = {
-    JaggedTensor.empty: _empty_jagged,
+    JaggedTensor.empty: inspect.unwrap(JaggedTensor.empty),
     JaggedTensor.empty_like: _jagged_like,
-    JaggedTensor.from_dense: _jagged_from_dense,
-    JaggedTensor.from_dense_lengths: _jagged_from_dense_lengths,
-    KeyedJaggedTensor.empty: _empty_keyed_jagged,
+    KeyedJaggedTensor.empty: inspect.unwrap(KeyedJaggedTensor.empty),
     KeyedJaggedTensor.empty_like: _keyed_jagged_like,
     KeyedJaggedTensor.from_jt_dict: _from_jt_dict,
-    KeyedJaggedTensor.from_lengths_sync: _from_lengths_sync,
-    KeyedJaggedTensor.from_offsets_sync: _from_offsets_sync,
     KeyedJaggedTensor.concat: _concat,
-    KeyedTensor.from_tensor_list: _from_tensor_list,
     KeyedTensor.regroup: _regroup,
-    KeyedTensor.regroup_as_dict: _regroup_as_dict,
 }
 
 
@@ -358,6 +233,9 @@ def add_forms() -> None:
     for kind, form in _FORMS.items():
         if _state._get_script_class(kind) is not None:
             continue
+        for name in _SHARED:
+            if hasattr(kind, name) and not hasattr(form, name):
+                setattr(form, name, getattr(kind, name))
         with without_torchscript_warnings():
             compiled = torch._C._jit_script_class_compile(
                 _qualified_name(kind),
@@ -373,10 +251,10 @@ def _same(function: Any) -> Any:
 
 
 def _resolver(kind: type, form: Any) -> Any:
-    """Return what looks up the names in a form.
+    """Return the name resolver of a form.
 
-    A list of the class itself is left to TorchScript: only it knows a class while it compiles it.
+    TorchScript itself resolves a list of the class that it is compiling.
     """
-    resolve = createResolutionCallbackFromClosure(form.values)
+    resolve = createResolutionCallbackFromClosure(form.__init__)
     own = f"List[{kind.__name__}]"
     return lambda text: None if text == own else resolve(text)

@@ -1,11 +1,11 @@
-"""The forms of the containers that TorchScript compiles: see `script`.
+"""TorchScript forms of JaggedTensor and KeyedJaggedTensor: see `script`.
 
-A form has the attributes of its container, which TorchScript copies when Python passes one, and the
-methods that models call. A batch may be longer than its bags, and features may have different batch
-sizes, as in Python.
+A form has the attributes of its batch type, which TorchScript copies at calls from Python, and the
+methods that models call. As in Python, values may be longer than the bags, and features may have
+different batch sizes.
 """
 
-# TorchScript reads the annotations as they stand, and of attributes only those of `typing`
+# TorchScript does not evaluate annotations; for attributes it needs the names of `typing`
 # ruff: noqa: UP006, UP035, UP045
 
 from typing import List, Optional, Tuple
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.jit import annotate
 
 from recsys.sparse.jagged import JaggedTensor
+from recsys.sparse.keyed_bags import InverseIndices
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 
 
@@ -23,12 +24,12 @@ def _offsets_of(lengths: Tensor) -> Tensor:
 
 
 def _parts_of(tensor: Tensor, sizes: list[int]) -> list[Tensor]:
-    """Return the runs of a tensor with these sizes; what follows them is not read."""
+    """Split a tensor into parts of these sizes; the rest is dropped."""
     return list(tensor[: sum(sizes)].split(sizes))
 
 
 def _selected(tensor: Tensor, sizes: list[int], indices: list[int]) -> Tensor:
-    """Return the parts of a tensor with these sizes that indices name, one after another."""
+    """Split a tensor into parts of these sizes, and concatenate the parts at `indices`."""
     parts = _parts_of(tensor, sizes)
     return torch.cat([parts[i] for i in indices] + [tensor[:0]])
 
@@ -66,14 +67,6 @@ def _padded(
     return padded
 
 
-def _check_split(keys: list[str], segments: list[int]) -> None:
-    if sum(segments) != len(keys):
-        raise ValueError(
-            "KeyedJaggedTensor.split: segments must be counts that add up to the number of "
-            f"keys, {len(keys)}; received {segments}."
-        )
-
-
 class _JaggedForm:
     def __init__(
         self,
@@ -82,7 +75,7 @@ class _JaggedForm:
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ):
-        # the property of this name: in Python, parts may still be views to be made
+        # a property in Python, where parts may be views that do not exist yet
         self._state: Tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]] = (
             values,
             weights,
@@ -146,9 +139,6 @@ class _JaggedForm:
             return None
         return _padded(weights, self.lengths(), desired_length, padding_value)
 
-    def device(self) -> torch.device:
-        return self.values().device
-
     def to(self, device: torch.device, non_blocking: bool = False) -> JaggedTensor:
         weights = self.weights_or_none()
         if weights is not None:
@@ -170,14 +160,14 @@ class _KeyedJaggedForm:
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
         stride: int | None = None,
-        stride_per_key_per_rank: list[list[int]] | None = None,
+        stride_per_key_per_rank: Tensor | List[List[int]] | None = None,
         stride_per_key: list[int] | None = None,
         length_per_key: list[int] | None = None,
         lengths_offset_per_key: list[int] | None = None,
         offset_per_key: list[int] | None = None,
         index_per_key: dict[str, int] | None = None,
         jt_dict: dict[str, JaggedTensor] | None = None,
-        inverse_indices: tuple[list[str], Tensor] | None = None,
+        inverse_indices: InverseIndices | None = None,
     ):
         self._keys: list[str] = keys
         self._values: Tensor = values
@@ -186,9 +176,11 @@ class _KeyedJaggedForm:
             lengths = lengths.reshape(-1)
         self._lengths: Tensor | None = lengths
         self._offsets: Tensor | None = offsets
-        per_rank = stride_per_key_per_rank
-        if per_rank is not None and len(per_rank) == 0:
-            per_rank = None
+        per_rank = annotate(Optional[List[List[int]]], None)
+        if isinstance(stride_per_key_per_rank, Tensor):
+            per_rank = annotate(List[List[int]], stride_per_key_per_rank.tolist())
+        elif stride_per_key_per_rank is not None and len(stride_per_key_per_rank) > 0:
+            per_rank = stride_per_key_per_rank
         if per_rank is None and stride_per_key is not None:
             per_rank = [[size] for size in stride_per_key]
         if stride is None:
@@ -208,25 +200,16 @@ class _KeyedJaggedForm:
         self._stride: int = stride
         self._stride_per_key = annotate(Optional[list[int]], None)
         self._stride_per_key_per_rank: list[list[int]] | None = per_rank
-        self._inverse_indices: tuple[list[str], Tensor] | None = inverse_indices
+        self._inverse_indices: InverseIndices | None = inverse_indices
         self._length_per_key: list[int] | None = length_per_key
         self._offset_per_key: list[int] | None = offset_per_key
         self._index_per_key: dict[str, int] | None = index_per_key
-
-    def keys(self) -> list[str]:
-        return self._keys
-
-    def values(self) -> Tensor:
-        return self._values
 
     def weights(self) -> Tensor:
         weights = self._weights
         if weights is None:
             raise ValueError("KeyedJaggedTensor has no weights.")
         return weights
-
-    def weights_or_none(self) -> Tensor | None:
-        return self._weights
 
     def lengths(self) -> Tensor:
         lengths = self._lengths
@@ -237,21 +220,12 @@ class _KeyedJaggedForm:
             self._lengths = lengths
         return lengths
 
-    def lengths_or_none(self) -> Tensor | None:
-        return self._lengths
-
     def offsets(self) -> Tensor:
         offsets = self._offsets
         if offsets is None:
             offsets = _offsets_of(self.lengths())
             self._offsets = offsets
         return offsets
-
-    def offsets_or_none(self) -> Tensor | None:
-        return self._offsets
-
-    def stride(self) -> int:
-        return self._stride
 
     def stride_per_key(self) -> list[int]:
         strides = self._stride_per_key
@@ -267,20 +241,11 @@ class _KeyedJaggedForm:
         per_rank = self._stride_per_key_per_rank
         return annotate(list[list[int]], []) if per_rank is None else per_rank
 
-    def variable_stride_per_key(self) -> bool:
-        return self._stride_per_key_per_rank is not None
-
-    def inverse_indices(self) -> tuple[list[str], Tensor]:
+    def inverse_indices(self) -> InverseIndices:
         inverse = self._inverse_indices
         if inverse is None:
             raise ValueError("KeyedJaggedTensor has no inverse indices.")
         return inverse
-
-    def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
-        return self._inverse_indices
-
-    def device(self) -> torch.device:
-        return self._values.device
 
     def index_per_key(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -298,18 +263,12 @@ class _KeyedJaggedForm:
             self._length_per_key = known
         return known
 
-    def length_per_key_or_none(self) -> list[int] | None:
-        return self._length_per_key
-
     def offset_per_key(self) -> list[int]:
         known = self._offset_per_key
         if known is None:
             known = _running_sum(self.length_per_key())
             self._offset_per_key = known
         return known
-
-    def offset_per_key_or_none(self) -> list[int] | None:
-        return self._offset_per_key
 
     def lengths_offset_per_key(self) -> list[int]:
         return _running_sum(self.stride_per_key())
@@ -388,7 +347,11 @@ class _KeyedJaggedForm:
         )
 
     def split(self, segments: list[int]) -> List[KeyedJaggedTensor]:
-        _check_split(self._keys, segments)
+        if sum(segments) != len(self._keys):
+            raise ValueError(
+                "KeyedJaggedTensor.split: segments must be counts that add up to the number of "
+                f"keys, {len(self._keys)}; received {segments}."
+            )
         found = annotate(List[KeyedJaggedTensor], [])
         start = 0
         for size in segments:
@@ -398,7 +361,7 @@ class _KeyedJaggedForm:
 
     def dist_labels(self) -> list[str]:
         labels = ["lengths", "values"]
-        if self.variable_stride_per_key():
+        if self._stride_per_key_per_rank is not None:
             labels.append("strides")
         if self._weights is not None:
             labels.append("weights")
@@ -407,7 +370,7 @@ class _KeyedJaggedForm:
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
         values = _sums_of_runs(self.length_per_key(), key_splits)
         found = [_sums_of_runs(self.stride_per_key(), key_splits), values]
-        if self.variable_stride_per_key():
+        if self._stride_per_key_per_rank is not None:
             found.append(key_splits)
         if self._weights is not None:
             found.append(values)
@@ -416,7 +379,7 @@ class _KeyedJaggedForm:
     def dist_tensors(self) -> list[Tensor]:
         total = sum(self.length_per_key())
         found = [self.lengths(), self._values[:total]]
-        if self.variable_stride_per_key():
+        if self._stride_per_key_per_rank is not None:
             found.append(torch.tensor(self.stride_per_key(), device=self._values.device))
         if self._weights is not None:
             found.append(self.weights()[:total])
@@ -456,7 +419,7 @@ class _KeyedJaggedForm:
         values: Tensor,
         weights: Tensor | None,
         lengths: Tensor,
-        inverse: tuple[list[str], Tensor] | None,
+        inverse: InverseIndices | None,
     ) -> KeyedJaggedTensor:
         return KeyedJaggedTensor(
             self._keys,

@@ -1,11 +1,11 @@
-"""Modules in the form that TorchScript compiles, and cleanup after a compilation that failed.
+"""TorchScript forms of modules, and cleanup after a failed compilation.
 
-`torch.jit.script` compiles the modules of a model as they are written. Some cannot be: the lookups
-of a quantized collection are no part of its module tree, and a function with `*args` has no
-TorchScript. Such a class defines `script_form`, which returns the module to compile in its place.
+TorchScript cannot compile some modules: the lookups of a quantized collection are not in its module
+tree, and functions with `*args` are not supported. Such a class defines `script_form`, which
+returns a module to compile in its place.
 
-torch itself has `__prepare_scriptable__` for this, which replaces modules in the model that was
-given. Here the model stays as it is: what contains a form is a shallow copy.
+`__prepare_scriptable__` of torch would replace modules in the given model. Forms leave the model
+unchanged: modules that contain a form are shallow copies.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["HasScriptForm", "watch_script", "without_torchscript_warnings"]
 
 @runtime_checkable
 class HasScriptForm(Protocol):
-    """A module that TorchScript compiles in another form."""
+    """A module with another form for TorchScript."""
 
     def script_form(self) -> nn.Module:
-        """Return the module to compile: same inputs and outputs, and the same tensors."""
+        """Return the module to compile, with the same inputs, outputs and tensors."""
 
 
 def watch_script() -> None:
-    """Let `torch.jit.script` compile forms, and reset its store of types after a failure.
+    """Make `torch.jit.script` compile forms, and reset its type store after a failure.
 
-    torch keeps the type of a module whose methods failed to compile. It then refuses each module of
-    this class with "Can't redefine method". More calls of this function change nothing.
+    Without the reset, torch keeps the type of a module that failed to compile, and raises "Can't
+    redefine method" for other modules of the class. Further calls have no effect.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ def watch_script() -> None:
                 module, stubs_fn, share_types, is_tracing
             )
         except BaseException:
-            # as torch's own tests do; modules compiled from now on share no types with earlier ones
+            # as in the tests of torch; later modules share no types with earlier ones
             _recursive.concrete_type_store = _recursive.ConcreteTypeStore()
             raise
 
@@ -75,11 +75,11 @@ def watch_script() -> None:
 
 
 def with_forms(module: nn.Module, found: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Return a model with the forms of its modules; the model itself if none has one.
+    """Return a model with the forms of its modules, or the model itself without any.
 
     Args:
-        module: The model, which stays as it is.
-        found: What the modules met so far became.
+        module: The model; unchanged.
+        found: The results for modules that were visited before.
     """
     if module in found or isinstance(module, ScriptModule):
         return found.get(module, module)
@@ -99,7 +99,7 @@ def with_forms(module: nn.Module, found: dict[nn.Module, nn.Module]) -> nn.Modul
 
 
 def _is_of_one_class(kind: type) -> bool:
-    """Return whether the form is that of `forward`, and not of one that a subclass replaced."""
+    """Return whether the form matches `forward`, and no subclass has overridden `forward`."""
 
     def owner(name: str) -> type:
         return next(base for base in kind.__mro__ if name in vars(base))
@@ -109,8 +109,8 @@ def _is_of_one_class(kind: type) -> bool:
 
 @contextlib.contextmanager
 def without_torchscript_warnings() -> Iterator[None]:
-    """Ignore torch's warnings that TorchScript is deprecated: the caller has chosen it."""
+    """Suppress the warnings of torch that TorchScript is deprecated."""
     with warnings.catch_warnings():
-        # a FutureWarning from torch 2.14 on, before a DeprecationWarning
+        # FutureWarning since torch 2.14, DeprecationWarning before
         warnings.filterwarnings("ignore", r"`torch\.jit\.")
         yield

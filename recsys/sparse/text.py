@@ -1,13 +1,14 @@
-"""What jagged and keyed tensors look like.
+"""Text of jagged and keyed tensors, for `print` and `repr`.
 
-`print` shows TorchRec's text, shortened where there is much to show. `repr`, which debuggers show,
-says sizes, types and devices first.
+`print` has the format of TorchRec, with long contents shortened. `repr`, as in debuggers, starts
+with sizes, dtypes and devices.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -18,19 +19,19 @@ if TYPE_CHECKING:
     from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 
 MAX_ITEMS = 8
-"""Keys, bags, values of a bag and rows beyond this number are shown as `...`."""
+"""Maximum number of keys, bags, values of a bag and rows to show; more are `...`."""
 MAX_WHOLE = 1000
-"""`print` shows all values with all digits of up to this many: torch's own limit for tensors."""
+"""Maximum number of values that `print` shows in full, as for tensors in torch."""
 
 
 def format_jagged(jt: JaggedTensor) -> str:
-    """Describe a JaggedTensor in a header line and its first bags."""
+    """Return the `repr` of a JaggedTensor: a header line and the first bags."""
     sizes = f"{jt.lengths().numel()} bags, {len(jt.values())} values"
     return _header(jt, sizes, jt.weights_or_none()) + _format_bags(jt)
 
 
 def format_keyed_jagged(kjt: KeyedJaggedTensor) -> str:
-    """Describe a KeyedJaggedTensor in a header line and the first bags of its first keys."""
+    """Return the `repr` of a KeyedJaggedTensor: a header line and the first bags and keys."""
     keys = kjt.keys()
     stride = kjt.stride_per_key() if kjt.variable_stride_per_key() else kjt.stride()
     sizes = f"{len(keys)} keys, stride {stride}, {len(kjt.values())} values"
@@ -39,13 +40,13 @@ def format_keyed_jagged(kjt: KeyedJaggedTensor) -> str:
         return lines[0]
     try:
         lines += [f'    "{key}":{_format_bags(kjt[key], indent=8)}' for key in keys[:MAX_ITEMS]]
-    except ValueError as error:  # a repr that raises would hide the very object to debug
+    except ValueError as error:  # a repr must not raise in a debugger
         lines.append(f"    invalid: {error}")
     return "\n".join(lines + ["    ..."] * (len(keys) > MAX_ITEMS))
 
 
 def format_keyed(kt: KeyedTensor) -> str:
-    """Describe a KeyedTensor in a header line and its first rows per key."""
+    """Return the `repr` of a KeyedTensor: a header line and the first rows per key."""
     keys = kt.keys()
     lines = [_header(kt, f"{len(keys)} keys, shape {tuple(kt.values().shape)}")]
     if kt.values().is_meta:
@@ -55,7 +56,7 @@ def format_keyed(kt: KeyedTensor) -> str:
 
 
 def show_jagged(jt: JaggedTensor) -> str:
-    """Return what `print` shows of a JaggedTensor."""
+    """Return the text that `print` shows for a JaggedTensor."""
     if jt.values().is_meta:
         return format_jagged(jt)
     is_whole = _is_small(jt.values(), jt.lengths())
@@ -63,16 +64,16 @@ def show_jagged(jt: JaggedTensor) -> str:
 
 
 def show_keyed_jagged(kjt: KeyedJaggedTensor) -> str:
-    """Return what `print` shows of a KeyedJaggedTensor."""
+    """Return the text that `print` shows for a KeyedJaggedTensor."""
     try:
         is_whole = not kjt.values().is_meta and _is_small(kjt.values(), kjt.lengths())
         return _show(kjt, is_whole, lambda key: _bags_by_part(kjt[key], is_whole))
     except ValueError:
-        return format_keyed_jagged(kjt)  # which says what is wrong with it
+        return format_keyed_jagged(kjt)  # includes the error
 
 
 def show_keyed(kt: KeyedTensor) -> str:
-    """Return what `print` shows of a KeyedTensor."""
+    """Return the text that `print` shows for a KeyedTensor."""
     is_whole = _is_small(kt.values())
     return _show(kt, is_whole, lambda key: _format_values(kt[key].detach(), is_whole))
 
@@ -112,12 +113,11 @@ def _bags_by_part(jt: JaggedTensor, is_whole: bool, *, is_top: bool = False) -> 
     return body if is_top else f"{{\n{_indented(body)}\n}}"
 
 
+_indented = partial(textwrap.indent, prefix=" " * 4)
+
+
 def _braces(name: str, body: str) -> str:
     return f"{name}({{\n{_indented(body)}\n}})\n" if body else f"{name}()\n"
-
-
-def _indented(text: str) -> str:
-    return textwrap.indent(text, " " * 4)
 
 
 def _format_bags(jt: JaggedTensor, indent: int = 4) -> str:

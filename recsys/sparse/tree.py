@@ -1,12 +1,11 @@
-"""Registration with torch's pytrees, so that batches can be mapped, exported and compared.
+"""Pytree registration of batch types, for `tree_map`, `torch.export` and comparison.
 
-The leaves are TorchRec's, in its order: values, weights, lengths and offsets; of a
-KeyedJaggedTensor also the batch sizes per key and rank, and the inverse indices. A part that is not
-there is a leaf None. Offsets are a leaf where the lengths are not at hand. So a batch built of
-lengths has one tree, whether or not its offsets were derived.
+Leaves have the order of TorchRec: values, weights, lengths and offsets; for a KeyedJaggedTensor
+also the batch sizes per key and rank, and the inverse indices. Missing parts are None. Offsets are
+None if the lengths are known, so the tree does not depend on whether offsets were computed.
 
-Batch sizes belong to the structure where the tensors do not imply them: without keys, and where
-features have different ones. Then the leaf of the batch sizes is a copy that nothing reads.
+The structure contains batch sizes if the tensors do not determine them: without keys, and for
+features with different batch sizes. The leaf of the batch sizes is then an unused copy.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,14 +26,14 @@ Leaves = dict[str, Tensor]
 
 
 def leaves_of_jagged(jt: Bags) -> tuple[Leaves, bool]:
-    """Return values, lengths and weights if any, and whether there are weights."""
+    """Return values, lengths and weights (if any), and whether there are weights."""
     weights = jt.weights_or_none()
     leaves = {"values": jt.values(), "lengths": jt.lengths()}
     return (leaves, False) if weights is None else ({**leaves, "weights": weights}, True)
 
 
 def leaves_of_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[Leaves, object]:
-    """Return the tensors that are there, and the rest of a batch: its structure."""
+    """Return the existing tensors, and the structure of the batch."""
     leaves, is_weighted = leaves_of_jagged(kjt)
     inverse = kjt.inverse_indices_or_none()
     if inverse is not None:
@@ -52,12 +51,8 @@ def _parts_of_jagged(jt: Bags) -> tuple[dict[str, Tensor | None], None]:
     }, None
 
 
-def _jagged_of(leaves: Iterable[Any], _: object) -> JaggedTensor:
-    return JaggedTensor.from_parts(*leaves)
-
-
 def _structure_of(kjt: KeyedJaggedTensor) -> tuple[Any, ...]:
-    """Return the keys, the strides where they vary, the inverse keys, and a stride of its own."""
+    """Return keys, varying strides, keys of inverse indices, and a stride of its own."""
     inverse_keys, _ = kjt.inverse_indices_or_none() or (None, None)
     strides = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
     has_other_stride = (
@@ -83,7 +78,7 @@ def _parts_of_keyed_jagged(
 
 
 def _largest(strides_per_rank: list[list[int]] | None) -> int:
-    """Return the largest batch size of a feature, 0 if none is known."""
+    """Return the largest batch size of a feature, or 0."""
     return max(map(sum, strides_per_rank or ()), default=0)
 
 
@@ -111,7 +106,7 @@ def _keyed_jagged_of(leaves: Iterable[Any], structure: Any) -> KeyedJaggedTensor
 
 
 def _stride_of(num_keys: int, lengths: Any, offsets: Any) -> int:
-    """Return the batch size; 0 where a tree_map has put something else than tensors here."""
+    """Return the batch size, or 0 if a tree_map has replaced the tensors."""
     bags, more = (offsets, 1) if lengths is None else (lengths, 0)
     return (bags.numel() - more) // num_keys if num_keys and hasattr(bags, "numel") else 0
 
@@ -126,15 +121,6 @@ def _keyed_of(leaves: Iterable[Tensor], context: Any) -> KeyedTensor:
     return KeyedTensor.from_parts(keys, widths, values, key_dim)
 
 
-def _members_of_list(batches: KJTList) -> tuple[dict[str, list[KeyedJaggedTensor]], object]:
-    return {"features": batches.features}, None
-
-
-def _list_of(members: Iterable[list[KeyedJaggedTensor]], context: Any) -> KJTList:
-    (features,) = members
-    return KJTList(features)
-
-
 def register(
     kind: type[_T],
     members_of: Callable[[_T], tuple[Mapping[str, Any], object]],
@@ -144,9 +130,9 @@ def register(
 
     Args:
         kind: the class.
-        members_of: returns the members of an object by name, and the rest: plain values for JSON,
-            whose only tuple may be the outermost.
-        build: makes an object of the members in the same order, and the rest.
+        members_of: returns the members of an object by name, and the structure: plain values for
+            JSON, where only the outermost value may be a tuple.
+        build: builds an object from the members in the same order, and the structure.
     """
 
     def flatten(batch: _T) -> tuple[list[Any], object]:
@@ -162,16 +148,20 @@ def register(
         flatten,
         build,
         flatten_with_keys_fn=flatten_with_keys,
-        # in a file of an exported program, a tuple has become a list
+        # files of exported programs store tuples as lists
         to_dumpable_context=lambda context: context,
         from_dumpable_context=lambda saved: tuple(saved) if isinstance(saved, list) else saved,
         serialized_type_name=".".join([*kind.__module__.split(".")[:2], kind.__name__]),
     )
 
 
-register(JaggedTensor, _parts_of_jagged, _jagged_of)
+register(JaggedTensor, _parts_of_jagged, lambda leaves, _: JaggedTensor.from_parts(*leaves))
 register(KeyedJaggedTensor, _parts_of_keyed_jagged, _keyed_jagged_of)
 register(KeyedTensor, _parts_of_keyed, _keyed_of)
-register(KJTList, _members_of_list, _list_of)
-# batches hold tensors, names and numbers: `torch.load` and `torch.export.load` may read them
+register(
+    KJTList,
+    lambda batches: ({"features": batches.features}, None),
+    lambda members, _: KJTList(*members),
+)
+# safe for `torch.load` and `torch.export.load`: tensors, names and numbers
 torch.serialization.add_safe_globals([JaggedTensor, KeyedJaggedTensor, KeyedTensor])

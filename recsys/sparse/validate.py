@@ -1,7 +1,6 @@
-"""Checks of jagged data, cheap ones for every construction and full ones on request.
+"""Checks of jagged tensors: O(1) checks for constructors, and full checks on request.
 
-`check_*` raise or return nothing. The cheap ones read shapes, dtypes and devices, never a tensor's
-contents on a GPU.
+O(1) checks read shapes, dtypes and devices, but no contents on a GPU.
 
 Legend: `M` bags, `N` values, `F` features, `B` batch size.
 """
@@ -21,13 +20,13 @@ from recsys.kernels.arguments import flag, wrong_type
 
 if TYPE_CHECKING:
     from recsys.sparse.bags import Bags
-    from recsys.sparse.keyed_jagged import InverseIndices, KeyedJaggedTensor
+    from recsys.sparse.keyed_bags import InverseIndices, KeyedBags
 
 INT_DTYPES = frozenset((torch.int32, torch.int64))
 _debug = os.environ.get("RECSYS_DEBUG", "0") not in {"", "0"}
 _MAX_UNIQUE_LISTS = 64
 _unique_lists: dict[tuple[int, str], list[str]] = {}
-"""Lists of keys found unique, by size and first key: copies, so that nobody else changes them."""
+"""Copies of key lists without repeated keys, by length and first key."""
 
 
 def set_debug(enabled: bool) -> None:
@@ -37,10 +36,10 @@ def set_debug(enabled: bool) -> None:
     environment turns it on from the start.
 
     Args:
-        enabled: whether constructors validate fully.
+        enabled: True to validate in constructors.
 
     Raises:
-        TypeError: it is neither True nor False.
+        TypeError: `enabled` is not a bool.
 
     Example:
         >>> set_debug(True)
@@ -53,7 +52,7 @@ def set_debug(enabled: bool) -> None:
 
 
 def is_debug() -> bool:
-    """Tell whether every construction validates fully.
+    """Return whether constructors validate all contents.
 
     Returns:
         The state set by `set_debug` or `RECSYS_DEBUG`.
@@ -66,22 +65,22 @@ def is_debug() -> bool:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Return whether the contents can be read without a device sync (and are not traced)."""
+    """Return whether a tensor is a real CPU tensor, which is readable without waiting."""
     return type(tensor) is Tensor and tensor.is_cpu and not torch.compiler.is_compiling()
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has contents: it is neither fake nor on the meta device."""
+    """Return whether a tensor has contents, and is neither fake nor on the meta device."""
     return type(tensor) is Tensor and not tensor.is_meta
 
 
 def is_proxy(values: object) -> bool:
-    """Return whether `torch.fx` records now: values are its proxies, of which nothing is known."""
+    """Return whether values are a proxy of a `torch.fx` trace."""
     return isinstance(values, fx.Proxy)
 
 
 def is_meta(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the meta device; False of a proxy, which does not tell."""
+    """Return whether a tensor is on the meta device; False for a proxy."""
     return not is_proxy(tensor) and tensor.is_meta
 
 
@@ -91,22 +90,24 @@ def is_checked_in_full(
     offsets: Tensor | None,
     has_counts: bool = False,
 ) -> bool:
-    """Return whether a constructor checks all: in debug mode, or if reading is free.
+    """Return whether a constructor validates all contents.
+
+    It does in debug mode, and on a CPU if redundant arguments must agree.
 
     Args:
         values: the values.
-        lengths: None if they are not given.
-        offsets: None if they are not given.
-        has_counts: whether numbers per key are given, which must agree with the lengths.
+        lengths: the lengths, or None.
+        offsets: the offsets, or None.
+        has_counts: True if numbers of values per key were passed.
     """
     if _debug:
         return has_values(values)
-    is_told_twice = has_counts or (lengths is not None and offsets is not None)
-    return is_told_twice and is_readable(values)
+    is_redundant = has_counts or (lengths is not None and offsets is not None)
+    return is_redundant and is_readable(values)
 
 
 def refuse_missing(owner: str, name: str) -> NoReturn:
-    """Say that a part asked for is not there.
+    """Raise because a batch does not have an optional part.
 
     Raises:
         ValueError: always.
@@ -120,7 +121,7 @@ def refuse_meta(subject: str, hint: str) -> NoReturn:
 
     Args:
         subject: class and method, for the message.
-        hint: how to do without the contents.
+        hint: an alternative that needs no contents.
 
     Raises:
         ValueError: always.
@@ -138,7 +139,7 @@ def check_parts(
     lengths: Tensor | None,
     offsets: Tensor | None,
 ) -> Tensor | None:
-    """Check the parts of a jagged tensor against each other in O(1).
+    """Check that the parts of a jagged tensor are consistent, in O(1).
 
     Args:
         owner: the class, for messages.
@@ -148,16 +149,16 @@ def check_parts(
         offsets: integers or None.
 
     Returns:
-        The lengths; as integers where there are none and they came as floats.
+        The lengths. Empty float lengths are converted to integers.
 
     Raises:
         TypeError: if a part is not a tensor, or lengths or offsets are not int32 or int64.
-        ValueError: if shapes or devices do not fit, or neither lengths nor offsets are given.
+        ValueError: if shapes or devices do not match, or lengths and offsets are both None.
     """
     if lengths is None and offsets is None:
         raise ValueError(
             f"{owner} needs lengths or offsets; received neither. Pass lengths=, the number of "
-            "values in each bag, or offsets=, their running sum with a leading 0."
+            "values of each bag, or offsets=, the running sum of the lengths with a leading 0."
         )
     if not isinstance(values, Tensor):
         _refuse_part(owner, "values", values)
@@ -178,7 +179,7 @@ def check_parts(
         if lengths.dtype not in INT_DTYPES:
             if lengths.numel():
                 _refuse_dtype(owner, "lengths", lengths)
-            lengths = lengths.long()  # there are none: `torch.tensor([])` is fp32
+            lengths = lengths.long()  # empty: `torch.tensor([])` is fp32
     if offsets is not None:
         if not isinstance(offsets, Tensor) or offsets.device != device:
             _refuse_part(owner, "offsets", offsets, device)
@@ -199,79 +200,79 @@ def check_parts(
 
 
 def check_offsets_span(owner: str, offsets: Tensor, values: Tensor) -> None:
-    """Check that offsets start at 0 and end within the values, where reading them is free.
+    """Check on a CPU that offsets start at 0 and do not exceed the number of values.
 
     Raises:
-        ValueError: if they do not.
+        ValueError: if they do.
     """
     if is_readable(offsets):
         first, last = offsets[0].item(), offsets[-1].item()
         if first != 0 or last > values.shape[0]:
             raise ValueError(
                 f"{owner}.offsets must run from 0 to at most the number of values, "
-                f"{values.shape[0]}; received offsets from {first} to {last}. They are the running "
-                "sum of the bags' lengths with a leading 0."
+                f"{values.shape[0]}; received offsets from {first} to {last}. Pass the running sum "
+                "of the lengths with a leading 0."
             )
 
 
 def check_lengths(jagged: Bags, lengths: Tensor) -> int | None:
-    """Check that no length is negative and that bags end within the values, where reading is free.
+    """Check on a CPU that lengths are not negative and do not exceed the number of values.
 
     Args:
-        jagged: what the lengths are of.
-        lengths: `[M]`, at hand or just derived from the offsets.
+        jagged: the jagged tensor.
+        lengths: `[M]`, its lengths.
 
     Returns:
-        Their sum; None where reading is not free.
+        Their sum; None on a GPU.
 
     Raises:
-        ValueError: naming the first bag (and feature) at fault.
+        ValueError: with the first invalid bag (and its feature).
     """
     if not is_readable(lengths):
         return None
-    total = int(lengths.sum())  # of int32 in int64, so it cannot wrap to a number that fits
+    total = int(lengths.sum())  # int64: it cannot overflow
     if total > jagged.values().shape[0] or (lengths.numel() and int(lengths.min()) < 0):
         jagged.validate()
     return total
 
 
 def check_total(owner: str, total: int, values: Tensor, *, is_exact: bool = False) -> None:
-    """Check that the values are enough for the lengths.
+    """Check the sum of the lengths against the number of values.
 
     Args:
         owner: the class, for messages.
         total: the sum of the lengths.
         values: `[N, ...]`.
-        is_exact: whether no value may be left over, as on a GPU where the host has no
+        is_exact: True if the sum must be the number of values, as on a GPU without
             `length_per_key`.
 
     Raises:
-        ValueError: if there are fewer values; or, if exact, more.
+        ValueError: if the sum exceeds the number of values or, with `is_exact`, differs.
     """
     if total > values.shape[0] or (is_exact and total < values.shape[0]):
-        rule, more = "add up to at most the number of values", ""
+        rule, more = "to at most", ""
         if is_exact:
-            rule = "add up to the number of values"
+            rule = "to"
             more = " A buffer on a GPU that is longer than its bags needs length_per_key."
         raise ValueError(
-            f"{owner}.lengths must {rule}; received lengths that add up to {total} for "
-            f"{values.shape[0]} values. Correct the lengths or the values.{more}"
+            f"{owner}.lengths must add up {rule} the number of values; received lengths that add "
+            f"up to {total} for {values.shape[0]} values. Correct the lengths or the values.{more}"
         )
 
 
 def check_unique(owner: str, keys: list[str]) -> None:
-    """Check that no key occurs twice.
+    """Check that keys are unique.
 
     Raises:
-        TypeError: if the first is no text, nor any other key.
-        ValueError: naming the repeated keys.
+        TypeError: if the first key is not hashable.
+        ValueError: if keys repeat, with these keys.
     """
     if not keys:
         return
     if not isinstance(keys[0], Hashable):
         wrong_type(f"{owner}.keys[0]", "text", keys[0])
-    # Batches have the keys of the batch before: comparing a thousand takes 1 us, hashing them 13.
-    # A compiled caller does not look: it would be compiled anew whenever other keys came by.
+    # Most batches have the keys of the previous batch. Comparing 1000 keys takes 1 us, hashing 13.
+    # Compiled callers skip the cache, which would cause recompilation.
     known = {} if torch.compiler.is_compiling() else _unique_lists
     slot = len(keys), keys[0]
     if known.get(slot) == keys:
@@ -285,10 +286,10 @@ def check_unique(owner: str, keys: list[str]) -> None:
 
 
 def flatten_lengths(keys: Sequence[str], lengths: Tensor) -> Tensor:
-    """Make lengths one-dimensional that may be `[keys, samples]`.
+    """Convert lengths of shape `[keys, samples]` to one dimension.
 
     Raises:
-        ValueError: if they have another shape.
+        ValueError: if the shape differs.
     """
     if lengths.dim() != 1 and (lengths.dim() != 2 or lengths.shape[0] != len(keys)):
         raise ValueError(
@@ -302,10 +303,10 @@ def check_inverse_indices(values: Tensor, inverse_indices: InverseIndices) -> in
     """Check the shape, dtype and device of inverse indices.
 
     Returns:
-        The number of samples that they have.
+        The number of samples.
 
     Raises:
-        ValueError: if they do not fit.
+        ValueError: if one of them is wrong.
     """
     given = cast(object, inverse_indices)
     is_pair = isinstance(given, tuple | list) and len(given) == 2
@@ -327,15 +328,15 @@ def check_inverse_indices(values: Tensor, inverse_indices: InverseIndices) -> in
 def check_inverse_contents(
     keys: Sequence[str], stride_per_key: Sequence[int], inverse_indices: InverseIndices
 ) -> None:
-    """Check that every inverse index names a bag of its feature, where reading is free.
+    """Check on a CPU that all inverse indices are bag numbers of their features.
 
     Args:
         keys: features.
-        stride_per_key: bags of each.
+        stride_per_key: number of bags of each feature.
         inverse_indices: keys and `[keys, samples]`, in any order of keys.
 
     Raises:
-        ValueError: naming the first feature at fault.
+        ValueError: with the first invalid feature.
     """
     inverse_keys, rows = inverse_indices
     if not is_readable(rows) or not rows.numel():
@@ -348,7 +349,7 @@ def check_inverse_contents(
             bags = f"0..{stride - 1}" if stride else "none, as it has no bags"
             raise ValueError(
                 f'KeyedJaggedTensor.inverse_indices of feature "{key}" must be in '
-                f"{bags}; received {low if low < 0 else high}. Each names the bag of a sample."
+                f"{bags}; received {low if low < 0 else high}. An entry is a sample's bag number."
             )
 
 
@@ -362,19 +363,19 @@ def check_contents(
     *,
     is_exact: bool = False,
 ) -> None:
-    """Check every length and offset; waits for the device.
+    """Check all lengths and offsets; waits for the device.
 
     Args:
         owner: the class, for messages.
         values: `[N, ...]`.
         lengths: `[M]` or None.
         offsets: `[M + 1]` or None.
-        keys: features, to name the one at fault.
-        stride_per_key: bags of each feature.
-        is_exact: whether no value may be left over.
+        keys: features, for messages.
+        stride_per_key: number of bags of each feature.
+        is_exact: True if the sum of the lengths must be the number of values.
 
     Raises:
-        ValueError: naming the first bag (and feature) at fault.
+        ValueError: with the first invalid bag (and its feature).
     """
     if values.is_meta:
         refuse_meta(f"{owner}.validate()", "Validate a batch on a real device.")
@@ -398,57 +399,16 @@ def check_contents(
         position = int((lengths != derived).nonzero()[0, 0])
         raise ValueError(
             f"{owner}.lengths and offsets must agree; received length {int(lengths[position])} "
-            f"and offsets that say {int(derived[position])} at "
+            f"and a difference of offsets of {int(derived[position])} at "
             f"{_describe_bag(position, keys, stride_per_key)}. Pass only one of them."
         )
 
 
-def check_same_features(kjt: KeyedJaggedTensor, other: KeyedJaggedTensor) -> None:
-    """Check that two have the same keys and strides, so that one can overwrite the other.
+def check_keyed(kjt: KeyedBags) -> None:
+    """Check all lengths, offsets, sizes per key and inverse indices; waits for the device.
 
     Raises:
-        ValueError: if not.
-    """
-    if kjt.keys() != other.keys() or kjt.stride_per_key() != other.stride_per_key():
-        raise ValueError(
-            "KeyedJaggedTensor.copy_: keys and strides must be equal; received "
-            f"{preview(other.keys())}, {preview(other.stride_per_key())} for "
-            f"{preview(kjt.keys())}, {preview(kjt.stride_per_key())}."
-        )
-
-
-def check_same_parts(
-    owner: str, own: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]]
-) -> None:
-    """Check that two have the same parts of the same shapes, so that one can overwrite the other.
-
-    Raises:
-        ValueError: if not.
-    """
-    if own != given:
-        raise ValueError(
-            f"{owner}.copy_: parts and their shapes must be equal; received {given} for {own}."
-        )
-
-
-def check_replacement(values: Tensor, given: Tensor) -> None:
-    """Check that other values can take the place of those given.
-
-    Raises:
-        ValueError: if they are more, fewer, or on another device.
-    """
-    if values.shape[:1] != given.shape[:1] or values.device != given.device:
-        raise ValueError(
-            f"values must be {len(given)} on {given.device}; received "
-            f"{tuple(values.shape)} on {values.device}."
-        )
-
-
-def check_keyed(kjt: KeyedJaggedTensor) -> None:
-    """Check every length, offset, number per key and inverse index; waits for the device.
-
-    Raises:
-        ValueError: naming the first feature and bag at fault.
+        ValueError: with the first invalid feature and bag.
     """
     keys, strides = kjt.keys(), kjt.stride_per_key()
     lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
@@ -465,7 +425,7 @@ def check_keyed(kjt: KeyedJaggedTensor) -> None:
         if known is not None and known != actual:
             raise ValueError(
                 f"KeyedJaggedTensor.{name} must agree with lengths; received {preview(known)} "
-                f"for {preview(actual)}. Leave it out."
+                f"for {preview(actual)}. Omit this argument."
             )
     inverse = kjt.inverse_indices_or_none()
     if inverse is not None:
@@ -473,14 +433,14 @@ def check_keyed(kjt: KeyedJaggedTensor) -> None:
 
 
 def described(given: object) -> str:
-    """Say what was given in place of a batch."""
+    """Describe an argument for a message: its type, or the shape of a tensor."""
     if isinstance(given, Tensor):
         return f"a tensor of shape {tuple(given.shape)}"
     return "None" if given is None else f"a {type(given).__name__}"
 
 
 def preview(items: Sequence[object]) -> str:
-    """Write the first items of a list for a message."""
+    """Return the first items of a list as text, for a message."""
     shown = ", ".join(map(repr, items[:10]))
     return f"[{shown}, ... {len(items)} in all]" if len(items) > 10 else f"[{shown}]"
 

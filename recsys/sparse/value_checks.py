@@ -1,8 +1,8 @@
 """Checks of the floating-point inputs of a model: dense features, labels and weights of ids.
 
-A NaN in one of them reaches the loss, and from there every table row of its batch. On a CPU a
-bad value raises at once. On CUDA the host does not wait: the largest and the smallest value are
-copied to it, and the error is raised with a later batch.
+A NaN in these inputs would spread to the loss and to all table rows of the batch. On a CPU an
+invalid value raises an error at once. On CUDA the host does not wait: the smallest and the largest
+value are copied asynchronously, and a later batch raises the error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _UNORDERED = frozenset((torch.uint16, torch.uint32, torch.uint64))
-"""Dtypes that torch does not compare."""
+"""Dtypes without comparison operators in torch."""
 _TRACING_MODES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 _is_on = os.environ.get("RECSYS_VALUE_CHECKS", "1") != "0"
 
@@ -44,14 +44,14 @@ _is_on = os.environ.get("RECSYS_VALUE_CHECKS", "1") != "0"
 def set_value_checks(enabled: bool) -> None:
     """Turn the checks of dense features, labels and weights of ids on or off.
 
-    They are on by default; `RECSYS_VALUE_CHECKS=0` in the environment turns them off from the
-    start. Shapes and ids are checked all the same.
+    They are on by default; the environment variable `RECSYS_VALUE_CHECKS=0` turns them off. Checks
+    of shapes and ids are always on.
 
     Args:
-        enabled: whether values are checked.
+        enabled: True to check values.
 
     Raises:
-        TypeError: it is neither True nor False.
+        TypeError: `enabled` is not a bool.
 
     Example:
         >>> set_value_checks(False)
@@ -77,12 +77,12 @@ def has_value_checks() -> bool:
 
 
 def finish_value_checks() -> None:
-    """Wait for the GPU, and raise now if an earlier batch of this thread had a bad value.
+    """Wait for the GPU, and raise an error if an earlier batch of this thread was invalid.
 
-    Call it after the last batch. On a CPU there is nothing to wait for.
+    Call it after the last batch. It does nothing on a CPU.
 
     Raises:
-        ValueError: a value was bad.
+        ValueError: a value was invalid.
 
     Example:
         >>> finish_value_checks()
@@ -92,14 +92,14 @@ def finish_value_checks() -> None:
 
 @final
 class ValueRange(NamedTuple):
-    """The values that are allowed, ends included; NaN never is."""
+    """Range of valid values, ends included; NaN is never valid."""
 
     low: float
     high: float
     text: str
-    """The rule, for messages."""
+    """The requirement, for messages."""
     hint: str
-    """How to obey it, for messages."""
+    """The remedy, for messages."""
 
 
 FINITE: Final = ValueRange(
@@ -118,7 +118,7 @@ PROBABILITY: Final = ValueRange(
 
 @final
 class _OfThread(threading.local):
-    """Checks that a GPU has not finished; one batch and the next are of one thread."""
+    """Unfinished checks of a GPU, per thread: successive batches run in one thread."""
 
     def __init__(self) -> None:
         self.late = LateChecks()
@@ -129,11 +129,11 @@ _names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def name_columns(values: Tensor, names: Sequence[str]) -> None:
-    """Name the columns of a tensor for messages about its values.
+    """Record the column names of a tensor for error messages.
 
     Args:
-        values: `[B, columns]`, or `[B]`, which is one column.
-        names: of its columns; with none there is nothing to do.
+        values: `[B, columns]`, or `[B]` for one column.
+        names: names of the columns; may be empty.
     """
     if names and isinstance(values, Tensor) and not torch.compiler.is_compiling():
         _names[values] = tuple(names)
@@ -146,7 +146,7 @@ def check_dense_values(values: Tensor) -> Tensor:
         values: `[B, columns]`.
 
     Returns:
-        The features; on CUDA with 0 in place of values that are not finite.
+        The features; on CUDA, NaN and infinity are replaced with 0.
 
     Raises:
         ValueError: a value is NaN or infinite, in this batch or (CUDA) in an earlier one.
@@ -155,13 +155,13 @@ def check_dense_values(values: Tensor) -> Tensor:
 
 
 def check_labels(values: Tensor) -> Tensor:
-    """Check that labels can be read by a log loss.
+    """Check that labels are valid for a log loss.
 
     Args:
         values: any shape and dtype.
 
     Returns:
-        The labels; on CUDA with 0 in place of NaN and infinity.
+        The labels; on CUDA, NaN and infinity are replaced with 0.
 
     Raises:
         ValueError: a label is NaN or not in [0, 1], in this batch or (CUDA) in an earlier one.
@@ -179,14 +179,14 @@ def check_id_weights(
     """Check that the weights of ids are finite, unless they are computed from parameters.
 
     Args:
-        owner: who looks up, for messages.
+        owner: the module of the lookup, for messages.
         weights: `[N]`.
-        offsets: of the bags.
+        offsets: offsets of the bags.
         keys: features.
-        stride_per_key: returns how many bags each has, if a message needs it.
+        stride_per_key: returns the number of bags of each feature; only messages call it.
 
     Returns:
-        The weights; on CUDA with 0 in place of values that are not finite.
+        The weights; on CUDA, NaN and infinity are replaced with 0.
 
     Raises:
         ValueError: a weight is NaN or infinite, in this batch or (CUDA) in an earlier one.
@@ -212,17 +212,17 @@ def check_values(
     place_of: Callable[[int], str],
     shown: Tensor | None = None,
 ) -> Tensor:
-    """Check the values of a tensor, unless the checks are off or the tensor is only traced.
+    """Check the values of a tensor, unless checks are off or the tensor is traced.
 
     Args:
         values: any shape and dtype.
-        allowed: the range.
-        subject: what the tensor is, for messages.
-        place_of: describes where the value at a flat position is, for messages.
-        shown: the values that messages show, of the same shape; None: `values`.
+        allowed: the valid range.
+        subject: name of the tensor, for messages.
+        place_of: describes a flat position, for messages.
+        shown: values to show in messages, of the same shape; None for `values`.
 
     Returns:
-        The values; on CUDA with 0 in place of NaN and infinity.
+        The values; on CUDA, NaN and infinity are replaced with 0.
 
     Raises:
         ValueError: a value is out of range, in this batch or (CUDA) in an earlier one.
@@ -245,7 +245,7 @@ def check_values(
 
 
 def _has_values(values: Tensor) -> bool:
-    """Return whether a tensor has values that can be looked at, and is not traced or captured."""
+    """Return whether a tensor has values, and is not traced or captured."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None  # of torch.jit.trace
@@ -261,7 +261,7 @@ def _has_values(values: Tensor) -> bool:
 def _judge(
     allowed: ValueRange, complain: Callable[[float, float], NoReturn], low: float, high: float
 ) -> None:
-    if not (low >= allowed.low and high <= allowed.high):  # also if they are NaN
+    if not (low >= allowed.low and high <= allowed.high):  # also for NaN
         complain(low, high)
 
 
@@ -281,7 +281,7 @@ def _complain(
         place = int(places[0])
         more = f" ({places.numel()} such values in the batch)" if places.numel() > 1 else ""
         received = f"{shown.reshape(-1)[place].item()} {place_of(place)}{more}"
-    else:  # the caller has written to the memory since
+    else:  # the caller has overwritten the memory
         received = f"values from {low} to {high}, which are overwritten by now"
     raise ValueError(
         f"{subject} {allowed.text}; received {received}. {allowed.hint} "

@@ -144,7 +144,7 @@ def test_bad_arguments(tmp_path):
         InMemoryBinaryCriteoIterDataPipe("train", paths[0], paths[1][::-1], paths[2], **arguments)
     with pytest.raises(ValueError, match="as many rows, 26 columns of sparse ones; received"):
         InMemoryBinaryCriteoIterDataPipe("train", paths[0], paths[0], paths[2], **arguments)
-    with pytest.raises(ValueError, match="hashes must be 26 numbers"):
+    with pytest.raises(ValueError, match=r"hashes must be 26 .*\[4\]"):
         InMemoryBinaryCriteoIterDataPipe("train", *paths, **arguments, hashes=[4])
     with pytest.raises(ValueError, match="rank must be in"):
         InMemoryBinaryCriteoIterDataPipe("train", *paths, **arguments | {"rank": 1})

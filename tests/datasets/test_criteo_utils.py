@@ -163,13 +163,13 @@ def test_shuffle_keeps_every_row_once_and_together(tmp_path):
     first = np.load(out / "day_0_sparse.npy")
     BinaryCriteoUtils.shuffle(*arguments[:3], {0: 40, 1: 30}, **settings)
     assert (np.load(out / "day_0_sparse.npy") == first).all()
-    with pytest.raises(ValueError, match=r"all of the 3 days but the last; .* without \[1\]"):
+    with pytest.raises(ValueError, match=r"received .* without \[1\]"):
         BinaryCriteoUtils.shuffle(*arguments[:3], {0: 40, 2: 5}, **settings)
     BinaryCriteoUtils.shuffle(*arguments, **settings, random_seed=1)
     assert np.load(out / "day_0_labels.npy")[:, 0].tolist() != labels[:40].tolist()
     with pytest.raises(ValueError, match="output_dir_full_set must be None"):
         BinaryCriteoUtils.shuffle(*arguments, output_dir_full_set=str(out), **settings)
-    with pytest.raises(ValueError, match="another folder than the inputs'"):
+    with pytest.raises(ValueError, match=r"^output_dir_shuffled must"):
         BinaryCriteoUtils.shuffle(str(out), str(source), str(out), arguments[-1], **settings)
     with pytest.raises(ValueError, match=r"rows_per_day \[4, 30\]; received \[40, 30\]"):
         BinaryCriteoUtils.shuffle(*arguments[:3], {0: 4, 1: 30, 2: 5}, **settings)

@@ -101,7 +101,7 @@ def test_bad_weights_are_named_by_their_column(kind: Any, bad: float) -> None:
     table = kind(TABLE | {"films": [1, 2, 3], "seconds": [1.0, bad, 2.0]})
     with pytest.raises(ValueError, match=r"^Column 'seconds' must .* in row 1"):
         Batch.from_columns(table, sparse=["films"], weights={"films": "seconds"})
-    with pytest.raises(KeyError, match="weights must be of features in sparse; received"):
+    with pytest.raises(KeyError, match=r"weights must .*received"):
         Batch.from_columns(table, sparse=["user"], weights={"films": "seconds"})
 
 

@@ -520,7 +520,7 @@ FAULTS = {
     ),
     "lengths and offsets of batch sizes of their own": (
         lambda: _unchecked(lengths=[1, 0, 2], offsets=[0, 1, 2, 3]),
-        'received length 0 and offsets that say 1 at bag 0 of feature "g"',
+        'of 1 at bag 0 of feature "g"',
     ),
     "ids of batch sizes of their own": (
         lambda: KeyedJaggedTensor(
@@ -788,7 +788,7 @@ def test_sizes_that_cannot_be_are_raised_at_once(kind: str, triton: bool) -> Non
             num_ids = batch.values().numel()
             for sizes in ([4, 1], [num_ids + 1, -1]):
                 with pytest.raises(
-                    ValueError, match=r"length_per_key must (count at most|not be negati)"
+                    ValueError, match=r"length_per_key must (add up to at most|not be negati)"
                 ):
                     tables(_with_parts(batch.to(CUDA), sizes))
         if kind.startswith("sequence"):

@@ -138,7 +138,7 @@ def test_tables_on_meta_are_made_on_the_device():
 
 @pytest.mark.parametrize("build", [pooled, sequence])
 def test_what_tables_do_not_know(build):
-    with pytest.raises(ValueError, match=r"no optimizer like torch\.optim\.rmsprop\.RMSprop"):
+    with pytest.raises(ValueError, match=r"received torch\.optim\.rmsprop\.RMSprop"):
         build(torch.optim.RMSprop)
     with pytest.raises(ValueError, match=r"location must be .*received MANAGED\."):
         build(location=EmbeddingLocation.MANAGED)

@@ -128,7 +128,7 @@ def test_modes_of_tables_travel_with_the_parameter() -> None:
 def test_modes_of_tables_mean_nothing_to_other_parameters(modes: dict[str, Any]) -> None:
     layer = nn.Linear(2, 1)
     apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": 0.5}, **modes)
-    with pytest.raises(ValueError, match="is for tables of embedding collections; received a par"):
+    with pytest.raises(ValueError, match="is for tables of embedding collections; received "):
         layer(torch.ones(1, 2)).sum().backward()
 
 

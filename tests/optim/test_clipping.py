@@ -122,8 +122,8 @@ def test_wrappers_can_be_stacked() -> None:
     [
         ({"max_gradient": -1.0}, "max_gradient must be at least 0; received -1.0"),
         ({"max_gradient": math.nan}, "max_gradient must be at least 0; received nan"),
-        ({"norm_type": -1.0}, "norm_type must be positive, or 'inf'; received -1.0"),
-        ({"norm_type": "two"}, "norm_type must be a number; received 'two'"),
+        ({"norm_type": -1.0}, "norm_type must .*received -1.0"),
+        ({"norm_type": "two"}, "norm_type must .*received 'two'"),
         ({"clipping": "all"}, "clipping must be one of norm, value, none; received 'all'"),
     ],
 )
@@ -152,7 +152,7 @@ def _clip_otherwise(setting: str, values: list[object]) -> str:
     settings = {"clipping": "norm", "enable_global_grad_clip": True}
     optimizer, _ = two(**{**settings, setting: values[dist.get_rank()]})
     for _ in range(2):  # also when the first error was caught
-        with pytest.raises(ValueError, match="all ranks must clip in the same way") as caught:
+        with pytest.raises(ValueError, match="enable_global_grad_clip all ranks must") as caught:
             optimizer.step()
     return str(caught.value)
 
@@ -166,7 +166,8 @@ def test_ranks_that_clip_in_different_ways_raise_alike(
 ) -> None:
     first, second = ranks(2, _clip_otherwise, setting, values)
     assert first == second
-    assert f"{setting} differs: rank 0 has {values[0]!r}, rank 1 has" in first
+    assert setting in first
+    assert f"received {values[0]!r} on rank 0 and" in first
 
 
 def test_power_sums() -> None:

@@ -140,7 +140,7 @@ class TestKeyedOptimizerWrapper:
         assert [g["lr"] for g in other.param_groups] == [0.2, 1.0]
         assert other._optimizer.param_groups[1]["lr"] == 1.0
         groups[0]["params"] = ["weight", "bias"]
-        with pytest.raises(ValueError, match=r"group of \['bias', 'weight'\]; .* are \[\['we"):
+        with pytest.raises(ValueError, match=r"parameter groups .*; received \['bias', 'weight'\]"):
             other.load_state_dict({**other.state_dict(), "param_groups": groups[:1]})
 
 
@@ -158,7 +158,7 @@ class TestStrictness:
     def test_what_is_no_state_dict(self, given: Any, received: str) -> None:
         optimizer, _ = self.optimizers()
         for each in (optimizer, CombinedOptimizer([optimizer]), OptimizerWrapper(optimizer)):
-            with pytest.raises(TypeError, match=rf"with the member 'state', .*{received}"):
+            with pytest.raises(TypeError, match=rf"with the key 'state', .*{received}"):
                 each.load_state_dict(given)
 
     def test_missing_parameter(self) -> None:
@@ -199,11 +199,11 @@ class TestStrictness:
     def test_unnamed_parameter(self) -> None:
         module = layer()
         optimizer = adam(list(module.parameters()))
-        with pytest.raises(ValueError, match=r"1 of the 2 in param_groups\[0\] are not in `pa"):
+        with pytest.raises(ValueError, match=r"param_groups\[0\]; 1 of 2 "):
             KeyedOptimizer({"bias": module.bias}, optimizer.state, optimizer.param_groups)
 
     def test_parameters_are_fixed(self) -> None:
-        with pytest.raises(NotImplementedError, match="join them with CombinedOptimizer"):
+        with pytest.raises(NotImplementedError, match="with CombinedOptimizer"):
             wrap(layer()).add_param_group({"params": []})
 
 
@@ -315,7 +315,7 @@ class TestCombinedOptimizer:
         assert CombinedOptimizer.prepend_opt_key("w", "") == "w"
 
     def test_names_must_be_distinct(self) -> None:
-        with pytest.raises(ValueError, match=r"'weight' appears twice. Give one .* a prefix"):
+        with pytest.raises(ValueError, match=r"'weight' appears twice"):
             CombinedOptimizer([wrap(layer()), wrap(layer())])
 
     def test_state_makes_the_round_trip(self) -> None:
@@ -403,7 +403,7 @@ class TestCombinedOptimizer:
         saved["state"]["b"] = {}
         with pytest.raises(KeyError, match=r"\['a.bias', 'a.rounds'\], unexpected: \['b'\]"):
             loading.load_state_dict(saved)
-        with pytest.raises(ValueError, match=r"'rounds' appears twice. Give one .* a prefix"):
+        with pytest.raises(ValueError, match=r"'rounds' appears twice"):
             CombinedOptimizer(
                 Counting(KeyedOptimizerWrapper({name: torch.ones(1)}, sgd)) for name in "ab"
             )

@@ -71,7 +71,7 @@ def test_a_weight_decay_of_adam_warns_once(owned: bool) -> None:
     for other in (optimizers.AdamW, optimizers.AdamL2, torch.optim.Adam, optimizers.LAMB):
         make(other, 0.1)  # a warning is an error here
     make(optimizers.Adam, 0.0)
-    with pytest.warns(UserWarning, match=r"weight_decay as AdamW .* recsys\.optim\.AdamL2 for the"):
+    with pytest.warns(UserWarning, match=r"as AdamW; .* recsys\.optim\.AdamL2"):
         make(optimizers.Adam, 0.1)
     make(optimizers.Adam, 0.1)
 
@@ -163,7 +163,7 @@ def test_row_wise_adagrad_goes_on_from_a_saved_state() -> None:
 )
 def test_what_tables_do_not_take_is_named(settings: dict[str, float]) -> None:
     (name,) = settings
-    with pytest.raises(ValueError, match=rf"of embedding tables has no \['{name}'\]"):
+    with pytest.raises(ValueError, match=rf"of embedding tables does not support \['{name}'\]"):
         optimizer_spec(RowWiseAdagrad, settings)
 
 

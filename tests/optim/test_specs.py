@@ -89,11 +89,15 @@ def test_arguments_and_class_defaults(
 @pytest.mark.parametrize(
     ("optimizer_class", "kwargs", "message"),
     [
-        (torch.optim.SGD, {"momentum": 0.9}, r"has no \['momentum'\]; received {'momentum': 0.9}"),
-        (torch.optim.Adam, {"amsgrad": True}, r"ADAM of embedding tables has no \['amsgrad'\]"),
+        (torch.optim.SGD, {"momentum": 0.9}, r"\['momentum'\]; received {'momentum': 0.9}"),
+        (
+            torch.optim.Adam,
+            {"amsgrad": True},
+            r"ADAM .* support \['amsgrad'\]",
+        ),
         (torch.optim.Adagrad, {"lr_decay": 0.1}, "lr_decay"),
-        (torch.optim.SGD, {"learning_rate": 0.1}, r"SGD has no arguments \['learning_rate'\]"),
-        (torch.optim.Rprop, {}, "no optimizer like torch.optim.rprop.Rprop. Choose one of"),
+        (torch.optim.SGD, {"learning_rate": 0.1}, r"of SGD, .*received \['learning_rate'\]"),
+        (torch.optim.Rprop, {}, "received torch.optim.rprop.Rprop. Choose one of"),
     ],
 )
 def test_nothing_is_ignored(
@@ -106,5 +110,5 @@ def test_nothing_is_ignored(
 def test_the_type_of_a_class_is_that_of_its_tables() -> None:
     for kind in supported_optimizer_classes():
         assert optimizer_type_to_emb_opt_type(kind) is optimizer_spec(kind, {"lr": 0.1}).algorithm
-    with pytest.raises(ValueError, match=r"no optimizer like .*Rprop"):
+    with pytest.raises(ValueError, match=r"received .*Rprop"):
         optimizer_type_to_emb_opt_type(torch.optim.Rprop)

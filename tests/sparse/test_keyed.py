@@ -65,10 +65,10 @@ def test_regroup_of_nothing_names_the_argument(kt):
     with pytest.raises(ValueError, match="keyed_tensors must hold at least one KeyedTensor"):
         KeyedTensor.regroup([], [["x"]])
     for wrong in (None, kt, [None], [torch.ones(2, 2)]):
-        with pytest.raises(TypeError, match="keyed_tensors must be a list of KeyedTensors; rec"):
+        with pytest.raises(TypeError, match=r"keyed_tensors.* must be a .*KeyedTensor"):
             KeyedTensor.regroup(wrong, [["x"]])
     for wrong in (None, ["x"], [None]):
-        with pytest.raises(TypeError, match="groups must be a list of lists of keys; received"):
+        with pytest.raises(TypeError, match=r"groups.* must be .*; received"):
             KeyedTensor.regroup([kt], wrong)
     assert KeyedTensor.regroup([kt], []) == []
 

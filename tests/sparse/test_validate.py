@@ -75,7 +75,7 @@ class TestParts:
             build(IDS, offsets=torch.tensor([0, 4, 2, 3])).validate()
         with pytest.raises(ValueError, match="received lengths that add up to 4 for 3 values"):
             build(IDS, lengths=torch.tensor([2, 2])).validate()
-        with pytest.raises(ValueError, match="received length 1 and offsets that say 2 at bag 0"):
+        with pytest.raises(ValueError, match=r"received length 1 .* 2 at bag 0"):
             build(IDS, lengths=ONE_EACH, offsets=torch.tensor([0, 2, 3])).validate()
 
     def test_debug_checks_at_construction(self, build, debug):
@@ -132,7 +132,7 @@ def test_numbers_per_key():
         KeyedJaggedTensor(["a", "b"], IDS, lengths=torch.ones(3).long())
     with pytest.raises(ValueError, match="2 lengths for 2 keys and a stride of 3"):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, stride=3)
-    with pytest.raises(ValueError, match=r"2 lengths for 0 keys\. Lengths"):
+    with pytest.raises(ValueError, match=r"2 lengths for 0 keys"):
         KeyedJaggedTensor([], IDS, lengths=ONE_EACH)
     with pytest.raises(
         ValueError, match=r"stride_per_key must .* batch sizes \[1, 2\] for 2 keys and 2"
@@ -185,7 +185,7 @@ def test_full_check_names_the_feature():
         ({"offsets": [0, 900_000, 2, 3]}, "offsets must not decrease; .* -899998 at bag 1"),
         (
             {"lengths": [1, 1, 1], "offsets": [0, 2, 2, 3]},
-            "lengths and offsets must agree; received length 1 and offsets that say 2 at bag 0",
+            "lengths and offsets must agree; received length 1 .* 2 at bag 0",
         ),
     ],
 )
@@ -237,9 +237,7 @@ def test_inverse_indices_that_name_no_bag(bag, shown):
         stride_per_key=[2, 1],
         inverse_indices=(["b", "a"], torch.tensor([[0, 0], [1, bag]])),
     )
-    with pytest.raises(
-        ValueError, match=rf'of feature "a" must be in 0\.\.1; received {shown}\. Each names'
-    ):
+    with pytest.raises(ValueError, match=rf'of feature "a" must be in 0\.\.1; received {shown}'):
         kjt.check_bags()
 
 

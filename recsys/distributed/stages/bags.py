@@ -17,7 +17,7 @@ from recsys.distributed.stages.routes import Positions, Routes
 from recsys.distributed.stages.streams import Streams
 from recsys.kernels import ops
 from recsys.modules.batch_checker import CheckedBatch
-from recsys.sparse.keyed_jagged import Parts
+from recsys.sparse.keyed_bags import Parts
 
 _MAX_KEPT = 0.9  # padding is left out if at most this share of the values would be kept
 _FEW_SEGMENTS = 8  # up to this number, segments are moved one by one, which saves a copy

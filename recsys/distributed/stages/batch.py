@@ -27,7 +27,7 @@ from recsys.distributed.stages.header import (
 from recsys.distributed.stages.routes import Routes
 from recsys.modules.batch_checker import CheckedBatch
 from recsys.sparse import KeyedJaggedTensor
-from recsys.sparse.keyed_jagged import Parts
+from recsys.sparse.keyed_bags import Parts
 from recsys.streamable import Multistreamable
 
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ from recsys.modules.batch_checker import (
     warn_of_bad_ids,
 )
 from recsys.sparse import KeyedJaggedTensor
-from recsys.sparse.keyed_jagged import Parts, check_features
+from recsys.sparse.keyed_bags import Parts, check_features
 
 _MAX_IDS = 0.5  # bags are short that have at most this share of ids per bag of a row block,
 _MIN_VALUES = 1 << 16  # if so many values or more would return for them

@@ -185,7 +185,7 @@ POOLED_FAULTS: dict[str, tuple[Callable[[], object], str]] = FAULTS | {
             lengths=torch.ones(3, dtype=torch.int64),
             stride_per_key=[1, 2],
         ),
-        "ValueError: A batch with a batch size per feature needs inverse_indices",
+        "ValueError: A pooled lookup of features with different batch sizes needs inverse_indices",
     ),
 }
 WEIGHTED_FAULTS: dict[str, tuple[Callable[[], object], str]] = {
