@@ -108,13 +108,14 @@ def _prose_of_python(source: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _comments(source: str) -> Iterator[tuple[int, str, str]]:
-    """Yield comments; consecutive lines are one comment."""
+    """Yield comments; consecutive lines without code are one comment."""
     lines: list[str] = []
     last = -1
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT or _DIRECTIVE.match(token.string):
             continue
-        if lines and token.start[0] != last + 1:
+        has_code = bool(token.line[: token.start[1]].strip())
+        if lines and (has_code or token.start[0] != last + 1):
             yield last - len(lines) + 1, "comment", "\n".join(lines)
             lines = []
         last = token.start[0]
