@@ -66,7 +66,7 @@ class IdRange:
 
     Ids are not rows. Questions about ids (the valid ids, the row block of an id) go to the id space
     of the table, never to its rows, so that another id space can replace this one. A conversion
-    from ids to rows would follow the check in the input stage, `InputDist._checked`.
+    from ids to rows would follow the exchange of ids, `InputDist.receive`.
     """
 
     end: int

@@ -70,7 +70,7 @@ def send_ids(ctx: BatchContext) -> None:
 def receive_ids(ctx: BatchContext) -> BatchContext:
     """Wait for the ids of a batch and return its context."""
     with step_stages.running((Stage.INPUT_DIST, ctx.stage.module.path)):
-        return ctx.stage.ids(ctx)
+        return ctx.stage.receive(ctx)
 
 
 class ShardedCollection(OwnShardsModule):
@@ -332,7 +332,10 @@ class ShardedCollection(OwnShardsModule):
             lookup.kernel.prefetch(bags.indices, bags.offsets, bags.of_features)
 
     def _look_up(self, ctx: BatchContext, dist_input: BatchContext) -> Iterator[Tensor]:
-        """Look up in replicated tables now; in the others when the result is iterated."""
+        """Look up in replicated tables now, and in others when the result is iterated.
+
+        The output stage then starts the exchange within a node before it looks up other tables.
+        """
         if dist_input is not ctx:
             given: object = dist_input
             if not isinstance(given, Awaitable) or given.wait() is not ctx:
@@ -390,7 +393,7 @@ class ShardedCollection(OwnShardsModule):
             ctx = stage.prepare(features)
             start_together([ctx])
             stage.send(ctx)
-            stage.ids(ctx)
+            stage.receive(ctx)
         return self.output_dist(ctx, self._look_up(ctx, ctx))
 
     def check_ids(self) -> None:

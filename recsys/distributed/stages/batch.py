@@ -53,7 +53,7 @@ class Bags(NamedTuple):
 
 @final
 class Segments(NamedTuple):
-    """Segments of a batch in the order in which they are sent: whole features, then row blocks.
+    """Segments of a batch: whole features, then row blocks. The payload orders them by owner.
 
     Lists are emptied once their tensors are sent.
 
@@ -146,7 +146,7 @@ class BatchContext(Multistreamable):
         header: Set by `send`.
         shape: Set by `send`.
         pending_ids: The exchange of ids; None if there is none.
-        received: Set by `ids`.
+        received: Set by `receive`.
     """
 
     stage: InputDist

@@ -400,7 +400,7 @@ class InputDist:
 
     # -- receive ----------------------------------------------------------------------------------
 
-    def ids(self, ctx: BatchContext) -> BatchContext:
+    def receive(self, ctx: BatchContext) -> BatchContext:
         """Wait for the ids, and order them for the lookups."""
         routes, shape, header = ctx.routes, ctx.shape, ctx.header
         replicas, places, lookups = list[Bags](), list[Tensor](), list[Bags]()

@@ -1,7 +1,8 @@
 """Lookup stage: one fused lookup per group of tables.
 
-Rows that one rank owns are updated in backward. Gradients of replicated rows and of rows split by
-columns are kept until the end of backward, when `row_updates` exchanges and applies them.
+Rows that one rank owns are updated in backward. Gradients are kept until the end of backward, when
+`row_updates` exchanges and applies them, for replicated tables, and for tables split by columns
+whose optimizer needs statistics of whole rows.
 """
 
 from __future__ import annotations

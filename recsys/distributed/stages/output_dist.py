@@ -102,7 +102,7 @@ class Exchange:
             Function that waits for the output; call it once.
         """
         own = [] if anchors else [torch.empty(0, device=self.stage.device, requires_grad=trains)]
-        arriving = _Send.apply(  # type: ignore[no-untyped-call]
+        arriving = _ToBuffer.apply(  # type: ignore[no-untyped-call]
             self, len(lookups), *anchors, *own, *lookups, *replicas
         )
         with_grad = torch.is_grad_enabled()
@@ -110,7 +110,7 @@ class Exchange:
         def finish() -> Tensor:
             # the first reader, such as a log under no_grad, must not decide about gradients
             with torch.inference_mode(False), torch.set_grad_enabled(with_grad):
-                output: Tensor = _Place.apply(self, arriving)  # type: ignore[no-untyped-call]
+                output: Tensor = _ToOutput.apply(self, arriving)  # type: ignore[no-untyped-call]
             return output
 
         return finish
@@ -180,8 +180,8 @@ def _nothing(device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 
-class _Send(torch.autograd.Function):
-    """Autograd edge from lookups' outputs to the receive buffer, which `_Place` completes."""
+class _ToBuffer(torch.autograd.Function):
+    """Autograd edge from lookups to the receive buffer: starts forward, finishes backward."""
 
     @staticmethod
     def forward(
@@ -197,8 +197,8 @@ class _Send(torch.autograd.Function):
             return (None, None, grad.new_empty(0), *ctx.exchange.finish_backward(grad))
 
 
-class _Place(torch.autograd.Function):
-    """Autograd edge from the receive buffer to the output."""
+class _ToOutput(torch.autograd.Function):
+    """Autograd edge from the receive buffer to the output: finishes forward, starts backward."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, buffer: Tensor) -> Tensor:

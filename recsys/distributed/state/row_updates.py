@@ -2,7 +2,7 @@
 
 Backward leaves row gradients without duplicates of three kinds of tables:
 
-- Replicated tables: the gradients of all ranks are added up first, in one all-reduce for all of
+- Replicated tables: the gradients of all ranks are averaged first, in one all-reduce for all of
   these tables.
 - Tables split by columns under an optimizer with one value per row: the row's statistic is added up
   over the owners of its columns first, in one all-to-all for all of these tables.
@@ -127,9 +127,9 @@ class PostBackwardUpdater:
         comm.all_reduce(self._env.for_embeddings, what, buffer).wait()
         if self._env.world_size > 1:
             buffer.mul_(1.0 / self._env.world_size)
-        summed = iter(buffer.split([part.numel() for part in flat]))
+        averaged = iter(buffer.split([part.numel() for part in flat]))
         for replicas, parts in zip(self._replicas, given, strict=True):
-            replicas.receive([next(summed) for _ in parts])
+            replicas.receive([next(averaged) for _ in parts])
 
 
 @final
