@@ -1,7 +1,7 @@
-"""Names that users of other libraries know: `torchrec` makes `import torchrec` mean recsys.
+"""Compatibility with TorchRec: `torchrec.install` makes `import torchrec` import recsys objects.
 
-`table` says which of our objects stands for which name, `torchrec` installs it. A script that
-cannot be touched runs through `python -m recsys.compat script.py`.
+`table` maps TorchRec names to recsys objects, and `torchrec` installs them. To run a script
+without changing it, use `python -m recsys.compat script.py`.
 """
 
 from recsys.lazy import lazy_names

@@ -1,6 +1,6 @@
-"""Runs a TorchRec script as it is: `python -m recsys.compat train.py --its-own arguments`.
+"""Runs a TorchRec script unchanged: `python -m recsys.compat train.py --its-own arguments`.
 
-A module runs by `python -m recsys.compat -m package.train --its-own arguments`. Under torchrun:
+Run a module with `python -m recsys.compat -m package.train --its-own arguments`. With torchrun:
 `torchrun --nproc-per-node=2 -m recsys.compat train.py`.
 """
 
@@ -14,7 +14,7 @@ from recsys.compat import torchrec
 
 
 def main() -> None:
-    """Install the names, then run the script or module in the place of this module."""
+    """Install the TorchRec names, then run the script or module as `__main__`."""
     if sys.argv[1:2] == ["-m"] and len(sys.argv) > 2:
         torchrec.install()
         del sys.argv[:2]  # the folder it is run from is first in sys.path already

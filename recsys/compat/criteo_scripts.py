@@ -1,4 +1,4 @@
-"""The command lines that prepare Criteo's files, over `BinaryCriteoUtils`."""
+"""Command lines that prepare the Criteo files with `BinaryCriteoUtils`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parse_npy_args(argv: list[str]) -> argparse.Namespace:
 
 
 def convert_files(argv: list[str]) -> None:
-    """Run `BinaryCriteoUtils.tsv_to_npys` on each file of a data set that is there."""
+    """Run `BinaryCriteoUtils.tsv_to_npys` on each existing file of a data set."""
     args = parse_npy_args(argv)
     names = [n for n in _FILES[args.dataset_name] if (Path(args.input_dir) / n).exists()]
     if not names:

@@ -1,4 +1,4 @@
-"""The small data pipes of TorchRec's data sets; `recsys.datasets` reads files without them."""
+"""Data pipes of TorchRec's data sets. `recsys.datasets` reads files without them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def _identity(index: int) -> int:
 def train_filter(
     key_fn: Callable[[int], int], train_perc: float, decimal_places: int, idx: int
 ) -> bool:
-    """Return whether the sample of a number belongs to the training part.
+    """Return whether a sample belongs to the training part.
 
     Args:
-        key_fn: maps the number to what decides.
-        train_perc: share of the training part.
-        decimal_places: of the share: 10 to this power samples in a row make it up.
-        idx: the number.
+        key_fn: Maps the sample's number to a key. Samples with small keys, modulo
+            `10**decimal_places`, are for training.
+        train_perc: Share of the training part.
+        decimal_places: Decimal places to which the share is rounded.
+        idx: Number of the sample.
 
     Example:
         >>> [train_filter(int, 0.5, 1, i) for i in (0, 4, 5, 10)]
@@ -44,12 +45,12 @@ def train_filter(
 def val_filter(
     key_fn: Callable[[int], int], train_perc: float, decimal_places: int, idx: int
 ) -> bool:
-    """Return whether the sample of a number does not belong to the training part."""
+    """Return whether a sample belongs to the validation part; see `train_filter`."""
     return not train_filter(key_fn, train_perc, decimal_places, idx)
 
 
 class _Chosen(IterDataPipe[Any]):
-    """The members of a pipe that a new filter for each pass takes by number."""
+    """Members of a pipe whose numbers pass a filter; each pass creates a new filter."""
 
     def __init__(self, datapipe: Iterable[Any], make: Callable[[], Callable[[int], bool]]) -> None:
         self.datapipe, self.make = datapipe, make
@@ -72,16 +73,16 @@ def idx_split_train_val(
     decimal_places: int = 2,
     key_fn: Callable[[int], int] = _identity,
 ) -> tuple[IterDataPipe[Any], IterDataPipe[Any]]:
-    """Split a pipe into parts to train and to validate on, by the samples' numbers.
+    """Split a pipe into a training and a validation part by the samples' numbers.
 
     Args:
-        datapipe: of samples.
-        train_perc: share of the training part, between 0 and 1.
-        decimal_places: see `train_filter`.
-        key_fn: see `train_filter`.
+        datapipe: Pipe of samples.
+        train_perc: Share of the training part, between 0 and 1.
+        decimal_places: See `train_filter`.
+        key_fn: See `train_filter`.
 
     Raises:
-        ValueError: the share is out of its range.
+        ValueError: The share is out of range.
     """
     _check_share(train_perc)
     given = key_fn, train_perc, decimal_places
@@ -94,15 +95,15 @@ def idx_split_train_val(
 def rand_split_train_val(
     datapipe: IterDataPipe[Any], train_perc: float, random_seed: int = 0
 ) -> tuple[IterDataPipe[Any], IterDataPipe[Any]]:
-    """Split a pipe into parts to train and to validate on, by chance; the same in every pass.
+    """Split a pipe randomly into a training and a validation part; all passes split equally.
 
     Args:
-        datapipe: of samples.
-        train_perc: share of the training part, between 0 and 1.
-        random_seed: of the draws.
+        datapipe: Pipe of samples.
+        train_perc: Share of the training part, between 0 and 1.
+        random_seed: Seed of the random numbers.
 
     Raises:
-        ValueError: the share is out of its range.
+        ValueError: The share is out of range.
     """
     _check_share(train_perc)
 
@@ -117,7 +118,7 @@ def rand_split_train_val(
 
 
 def safe_cast(val: T, dest_type: Callable[[T], T], default: T) -> T:
-    """Return a value converted by a function, or another where it raises ValueError."""
+    """Return a value converted by a function, or the default if that raises ValueError."""
     try:
         return dest_type(val)
     except ValueError:
@@ -125,11 +126,11 @@ def safe_cast(val: T, dest_type: Callable[[T], T], default: T) -> T:
 
 
 class Limit(IterDataPipe[Any]):
-    """The first members of a pipe; no more of it is read.
+    """First members of a pipe; the rest is not read.
 
     Args:
-        datapipe: of anything.
-        limit: how many.
+        datapipe: Pipe.
+        limit: Maximum number of members.
     """
 
     def __init__(self, datapipe: IterDataPipe[Any], limit: int) -> None:
@@ -140,14 +141,14 @@ class Limit(IterDataPipe[Any]):
 
 
 class LoadFiles(IterDataPipe[tuple[str, Any]]):
-    """Open local files, and give each with its path.
+    """Pairs of a path and the open local file.
 
     Args:
-        datapipe: paths.
-        mode: of `open`.
-        length: what `len` says; -1 if unknown.
+        datapipe: Paths.
+        mode: Argument of `open`; "b" and "t" open for reading.
+        length: Number of files, returned by `len`; -1 if unknown.
         path_manager_key: Ignored; files are local.
-        **open_kw: of `open`.
+        **open_kw: Arguments of `open`.
     """
 
     def __init__(
@@ -173,12 +174,12 @@ class LoadFiles(IterDataPipe[tuple[str, Any]]):
 
 
 class ReadLinesFromCSV(IterDataPipe[list[str]]):
-    """The rows of files.
+    """Rows of CSV files.
 
     Args:
-        datapipe: paths and files, open as text.
-        skip_first_line: whether a file begins with names.
-        **kw: of `csv.reader`.
+        datapipe: Pairs of a path and a file that is open as text.
+        skip_first_line: Whether the first line of a file is a header.
+        **kw: Arguments of `csv.reader`.
     """
 
     def __init__(
@@ -197,11 +198,11 @@ def _of_this_worker(datapipes: Sequence[IterDataPipe[Any]]) -> Sequence[IterData
 
 
 class ParallelReadConcat(IterDataPipe[Any]):
-    """One pipe after the other; workers of a DataLoader share the pipes.
+    """Concatenation of pipes. DataLoader workers divide the pipes among themselves.
 
     Args:
-        *datapipes: of anything.
-        dp_selector: which of the pipes this process reads.
+        *datapipes: Pipes.
+        dp_selector: Returns the pipes that this process reads.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class ParallelReadConcat(IterDataPipe[Any]):
 
 
 class _Rows(IterDataPipe[Any]):
-    """The rows of a data set, as a pipe: with `batch`, `map` and so on."""
+    """Rows of a data set as a pipe, with `batch`, `map` and the other methods of pipes."""
 
     def __init__(self, source: Iterable[Any]) -> None:
         self.source = source
@@ -229,7 +230,7 @@ class _Rows(IterDataPipe[Any]):
 
 
 class CriteoIterDataPipe(_Rows):
-    """What `criteo_terabyte` returns, as a class; it takes the same.
+    """Class with the arguments of `criteo_terabyte` and the rows that it returns.
 
     Example:
         >>> sum(1 for row in CriteoIterDataPipe([]).batch(10))

@@ -1,4 +1,4 @@
-"""A record of what a user's own planner parts decide, by TorchRec's names."""
+"""Record of decisions of a user's planner components, under TorchRec's names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class DecisionCategory(enum.Enum):
-    """What a decision is about: a cache's load factor, a kernel, a proposal."""
+    """Subject of a decision: a cache load factor, a compute kernel or a proposer."""
 
     CLF = "clf"
     KERNEL = "kernel"
@@ -20,13 +20,13 @@ class DecisionCategory(enum.Enum):
 
 @dataclass
 class EMODecision:
-    """A decision.
+    """A decision of a planner component.
 
     Args:
-        category: what it is about.
-        description: in words.
-        table_name: of the table, if it is about one.
-        metadata: what else is to be known.
+        category: Subject.
+        description: Text for the log.
+        table_name: Name of the table, if the decision concerns one table.
+        metadata: Other values, by name.
     """
 
     category: DecisionCategory
@@ -37,7 +37,7 @@ class EMODecision:
 
 @dataclass
 class EMOSummary:
-    """Decisions, in order."""
+    """Decisions in the order in which they were made."""
 
     decisions: list[EMODecision] = field(default_factory=list)
 
@@ -52,12 +52,12 @@ class EMOSummary:
         self.decisions.append(EMODecision(category, description, table_name, metadata))
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all decisions."""
         self.decisions.clear()
 
 
 class EMOLogger:
-    """Logs decisions, and keeps them; `get_logger` returns the one of this process."""
+    """Logs and stores decisions. `get_logger` returns the logger of this process."""
 
     def __init__(self) -> None:
         self._summary = EMOSummary()
@@ -75,16 +75,16 @@ class EMOLogger:
         table_name: str | None = None,
         **metadata: Any,
     ) -> None:
-        """Log a decision with a level of `logging`, and keep it; see `EMODecision`."""
+        """Log a decision at a level of `logging` and store it; see `EMODecision`."""
         self._summary.add(category, description, table_name, **metadata)
         _LOG.log(level, "%s", self._summary.decisions[-1])
 
     def get_summary(self) -> EMOSummary:
-        """Return the decisions that are kept."""
+        """Return the stored decisions."""
         return self._summary
 
     def reset(self) -> None:
-        """Forget all decisions."""
+        """Remove all stored decisions."""
         self._summary.clear()
 
 

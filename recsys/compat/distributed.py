@@ -40,41 +40,41 @@ from recsys.inference.quant_sharders import (
 T = TypeVar("T")
 
 DEFAULT_FUSED_PARAMS: dict[str, Any] = {}
-"""What a sharder of quantized collections takes: nothing, as rows are laid out when quantized."""
+"""Default settings of sharders of quantized collections: none."""
 DEFAULT_SHARDERS = [
     QuantEmbeddingBagCollectionSharder(),
     QuantEmbeddingCollectionSharder(),
     QuantFeatureProcessedEmbeddingBagCollectionSharder(),
 ]
-"""What `shard_quant_model` uses."""
+"""Default sharders of `shard_quant_model`."""
 DEFAULT_QUANT_MAPPING: dict[str, type[nn.Module]] = {
     "torchrec.modules.embedding_modules.EmbeddingBagCollection": QuantEmbeddingBagCollection,
     "torchrec.modules.embedding_modules.EmbeddingCollection": QuantEmbeddingCollection,
 }
-"""What `quantize_inference_model` replaces, by TorchRec's name, and by what."""
+"""Quantized module types of `quantize_inference_model`, by TorchRec's name of the replaced type."""
 DEFAULT_QUANTIZATION_DTYPE = torch.int8
-"""Of tables that `quantize_inference_model` is told nothing of."""
+"""Default data type of tables in `quantize_inference_model`."""
 
 
 def is_leader(pg: dist.ProcessGroup | None, leader_rank: int = 0) -> bool:
-    """Return whether this process is a rank of a group; without a group it is."""
+    """Return whether this process is rank `leader_rank` of a group; True if `pg` is None."""
     return pg is None or pg.rank() == leader_rank
 
 
 def invoke_on_rank_and_broadcast_result(
     pg: dist.ProcessGroup, rank: int, func: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
-    """Call a function on one rank, and return what it returns on all.
+    """Call a function on one rank and return its result on all ranks.
 
     Args:
-        pg: the ranks; each must call this.
-        rank: of the group, where the function is called.
-        func: returns something that can be pickled.
-        *args: of the function.
-        **kwargs: of the function.
+        pg: Process group; all its ranks must make this call.
+        rank: Rank of the group that calls the function.
+        func: Function; its result must be picklable.
+        *args: Arguments of the function.
+        **kwargs: Keyword arguments of the function.
 
     Raises:
-        Exception: on every rank, what the function raises.
+        Exception: The function raised an error; every rank raises it.
     """
     result, error = None, None
     if is_leader(pg, rank):
@@ -91,7 +91,7 @@ def invoke_on_rank_and_broadcast_result(
 def run_on_leader(
     pg: dist.ProcessGroup, rank: int
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorate a function that one rank calls for all: `invoke_on_rank_and_broadcast_result`."""
+    """Decorate a function to run by `invoke_on_rank_and_broadcast_result`."""
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         return functools.partial(invoke_on_rank_and_broadcast_result, pg, rank, function)
@@ -100,13 +100,13 @@ def run_on_leader(
 
 
 def init_parameters(module: nn.Module, device: torch.device) -> None:
-    """Make what is on `meta` on a device, by `reset_parameters`, and move the rest there."""
+    """Initialize `meta` tensors on a device by `reset_parameters`, and move the others there."""
     materialize_dense(module, device)
     module.to(device)
 
 
 def filter_state_dict(state_dict: Mapping[str, Any], name: str) -> OrderedDict[str, Any]:
-    """Return the entries below a module, by their names there."""
+    """Return the entries of a submodule, with names relative to it."""
     start = f"{name}."
     return OrderedDict(
         (key.removeprefix(start), value)
@@ -116,35 +116,35 @@ def filter_state_dict(state_dict: Mapping[str, Any], name: str) -> OrderedDict[s
 
 
 def append_prefix(prefix: str, name: str) -> str:
-    """Return two parts of a path with a dot between them, unless one is empty."""
+    """Join two parts of a path by a dot; an empty part is left out."""
     return ".".join(part for part in (prefix, name) if part)
 
 
 def add_prefix_to_state_dict(state_dict: dict[str, Any], prefix: str) -> None:
-    """Put a text in front of every name, in place."""
+    """Prepend a prefix to every name, in place."""
     renamed = {f"{prefix}{key}": value for key, value in state_dict.items()}
     state_dict.clear()
     state_dict.update(renamed)
 
 
 def rank_device(device_type: str, rank: int) -> torch.device:
-    """Return the device of a rank, with its number if there are several on a node."""
+    """Return the device of a rank: "cpu", or a device type with the rank as index."""
     return torch.device(device_type) if device_type == "cpu" else torch.device(device_type, rank)
 
 
 def get_tensor_size_bytes(t: Tensor) -> int:
-    """Return how many bytes the elements of a tensor take."""
+    """Return the bytes of a tensor's elements."""
     return t.numel() * t.element_size()
 
 
 def get_num_groups(world_size: int | None = None) -> int:
-    """Return the number of nodes, of `get_local_size` ranks each."""
+    """Return the number of nodes with `get_local_size` ranks each."""
     size = ShardingEnv.default().world_size if world_size is None else world_size
     return size // get_local_size(world_size)
 
 
 def get_group_rank(world_size: int | None = None, rank: int | None = None) -> int:
-    """Return the number of the node that a rank is on; of this process if None."""
+    """Return the number of a rank's node; the node of this process if `rank` is None."""
     place = ShardingEnv.default().rank if rank is None else rank
     return place // get_local_size(world_size)
 
@@ -152,23 +152,24 @@ def get_group_rank(world_size: int | None = None, rank: int | None = None) -> in
 def extract_plan(
     search_space: Sequence[ShardingOption], loaded_sharding_options: Mapping[int, ShardingOption]
 ) -> list[ShardingOption]:
-    """Return the options of a search space that were chosen before, with their ranks.
+    """Return the options of a search space that a stored plan uses, with their ranks.
 
     Args:
-        search_space: what can be chosen.
-        loaded_sharding_options: what was, by `ShardingOption.storage_hash`.
+        search_space: All options.
+        loaded_sharding_options: Options of the plan by `ShardingOption.storage_hash`.
 
     Raises:
-        PlannerError: two options have one hash, or an option that was chosen cannot be.
+        PlannerError: Two options have the same hash, or the search space lacks an option of the
+            plan.
     """
     by_hash = {option.storage_hash(): option for option in search_space}
     if len(by_hash) < len(search_space):
-        raise PlannerError("The options of a search space must differ; received some twice.")
+        raise PlannerError("Options of a search space must differ; received duplicates.")
     missing = [o.name for key, o in loaded_sharding_options.items() if key not in by_hash]
     if missing:
         raise PlannerError(
-            f"Options that were chosen before must be in the search space; those of {missing} are "
-            "not."
+            "loaded_sharding_options must be in the search space; received other options for "
+            f"tables {missing}."
         )
     chosen = [copy.deepcopy(o) for key, o in by_hash.items() if key in loaded_sharding_options]
     for option in chosen:
@@ -179,17 +180,17 @@ def extract_plan(
 
 
 class ShardingPlanner(abc.ABC):
-    """What makes plans. A class with these methods need not be made from this one."""
+    """Interface of planners. Any class with these methods may be passed; deriving is optional."""
 
     @abc.abstractmethod
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """Return a plan, made by this process alone."""
+        """Return a plan without communication with other ranks."""
 
     @abc.abstractmethod
     def collective_plan(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> ShardingPlan:
-        """Return one plan on every rank; every rank must call it."""
+        """Return the same plan on every rank; all ranks must make this call."""
 
 
 ShardingPlanner.register(EmbeddingShardingPlanner)
@@ -197,13 +198,13 @@ ShardingPlanner.register(EmbeddingShardingPlanner)
 
 @dataclass
 class TorchCompileConfig:
-    """How `TrainPipelinePT2` compiles.
+    """Compiler settings of `TrainPipelinePT2`.
 
     Args:
-        fullgraph: as of torch.compile. A model with tables has graph breaks at their lookups.
-        dynamic: as of torch.compile.
-        backend: as of torch.compile.
-        compile_on_iter: number of the step, from 0, before which the model is compiled.
+        fullgraph: As in torch.compile. A model with tables has graph breaks at their lookups.
+        dynamic: As in torch.compile.
+        backend: As in torch.compile.
+        compile_on_iter: Number of steps before the model is compiled.
     """
 
     fullgraph: bool = False
@@ -216,13 +217,13 @@ class TrainPipelinePT2(TrainPipelineBase[Any, Any]):
     """A `TrainPipelineBase` that compiles the model after some steps.
 
     Args:
-        model: as there.
-        optimizer: as there.
-        device: as there.
-        compile_configs: how; as a `TorchCompileConfig` without arguments if None.
-        pre_compile_fn: called with the model before it is compiled.
-        post_compile_fn: called with the model when it is.
-        input_transformer: what the model gets of a batch.
+        model: As in `TrainPipelineBase`.
+        optimizer: As in `TrainPipelineBase`.
+        device: As in `TrainPipelineBase`.
+        compile_configs: Compiler settings; `TorchCompileConfig()` if None.
+        pre_compile_fn: Called with the model before it is compiled.
+        post_compile_fn: Called with the model after it is compiled.
+        input_transformer: Converts a batch to the model's input; None passes the batch itself.
     """
 
     def __init__(
@@ -244,7 +245,7 @@ class TrainPipelinePT2(TrainPipelineBase[Any, Any]):
         self._steps_done = 0
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Make one training step; see `TrainPipeline`."""
+        """Run one training step; see `TrainPipeline`."""
         if self._steps_done == self._config.compile_on_iter:
             before, after = self._around
             if before is not None:
@@ -261,10 +262,10 @@ class TrainPipelinePT2(TrainPipelineBase[Any, Any]):
 
 
 def get_unsharded_module_names(model: nn.Module) -> list[str]:
-    """Return the paths of the outermost modules in which nothing is sharded.
+    """Return the paths of the outermost modules without sharded modules.
 
     Args:
-        model: with sharded modules in it; of one without there are none.
+        model: Model. The list is empty if nothing in it is sharded.
     """
     if not _has_sharded(model):
         return []
@@ -273,10 +274,10 @@ def get_unsharded_module_names(model: nn.Module) -> list[str]:
 
 @contextmanager
 def sharded_model_copy(device: torch.device | str | int | None) -> Iterator[None]:
-    """Let `copy.deepcopy` of a DistributedModelParallel, within, put the copy on a device.
+    """Context in which `copy.deepcopy` copies a DistributedModelParallel to a device.
 
     Args:
-        device: where copies go; where the model is if None.
+        device: Device of the copy; the model's device if None.
     """
 
     def copied(model: DistributedModelParallel, memo: dict[int, Any]) -> DistributedModelParallel:
@@ -291,14 +292,14 @@ def _has_sharded(module: nn.Module) -> bool:
 
 
 class DataLoadingThread(threading.Thread, Generic[T]):
-    """Reads batches ahead, one at a time, and moves them to a device.
+    """Thread that prefetches one batch at a time and copies it to a device.
 
     Args:
-        device: where batches go.
-        dataloader_iter: of batches that have `to`.
-        to_device_non_blocking: whether copies from page-locked memory overlap with what follows.
-        memcpy_stream_priority: Ignored; batches are copied on the current stream.
-        memcpy_stream: a stream to copy on; the current one if None.
+        device: Device of the batches.
+        dataloader_iter: Iterator of batches that have a method `to`.
+        to_device_non_blocking: Whether copies from page-locked memory are asynchronous.
+        memcpy_stream_priority: Ignored: this class creates no stream.
+        memcpy_stream: Stream of the copies; the current one if None.
     """
 
     def __init__(
@@ -317,7 +318,7 @@ class DataLoadingThread(threading.Thread, Generic[T]):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Read until there are no more batches, or `stop` is called."""
+        """Read until the iterator ends or `stop` is called."""
         try:
             for batch in self._source:
                 with nullcontext() if self._copies is None else self._copies:
@@ -337,17 +338,18 @@ class DataLoadingThread(threading.Thread, Generic[T]):
                 continue
 
     def stop(self) -> None:
-        """End the thread; batches that were read are dropped."""
+        """Stop the thread. A queued batch can still be read; later batches are dropped."""
         self._is_stopped.set()
 
     def get_next_batch(self, none_throws: bool = False) -> T | None:
-        """Return the next batch, None after the last.
+        """Return the next batch; None after the last one.
 
         Args:
-            none_throws: whether to raise StopIteration after the last.
+            none_throws: Whether to raise StopIteration after the last batch.
 
         Raises:
-            Exception: what reading raised.
+            StopIteration: No batch is left, and `none_throws` is True.
+            Exception: The iterator raised this error.
         """
         while True:
             is_last = self._is_stopped.is_set()

@@ -1,7 +1,7 @@
-"""Says what a script's TorchRec imports are here: `python -m recsys.compat.imports train.py ...`.
+"""Translates TorchRec imports of scripts: `python -m recsys.compat.imports train.py ...`.
 
-For each import it prints file and line, and the statements to write instead. The exit status is 1
-if a name has no counterpart.
+For each import it prints file, line and the equivalent recsys imports. The exit status is 1 if a
+name has no counterpart.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from recsys.compat.table import HOMES, home_of, reason_of
 
 
 def imports_here(source: str) -> Iterator[tuple[int, list[str]]]:
-    r"""Yield, for each statement that imports from TorchRec, its line and what to write instead.
+    r"""Yield the line of each TorchRec import and the equivalent recsys imports.
 
-    A name without a counterpart becomes a comment that says so, with the reason where there is one.
-    So does a whole module, whose names are looked up where they are used.
+    A name without a counterpart becomes a comment, with the reason if there is one. An import of a
+    whole module becomes a comment that asks to import its names.
 
     Args:
         source: Python code.
 
     Raises:
-        SyntaxError: the code is not Python.
+        SyntaxError: The code is not Python.
 
     Example:
         >>> script = "from torchrec.models.dlrm import DLRM, DLRM_DCN as Model"
@@ -59,7 +59,7 @@ def _statement(module: str, alias: ast.alias) -> str:
 
 
 def main(files: list[str]) -> int:
-    """Print what the files import."""
+    """Print the translated imports of files, and return the exit status."""
     if not files:
         raise SystemExit("usage: python -m recsys.compat.imports SCRIPT ...")
     is_whole = True

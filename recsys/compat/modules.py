@@ -1,4 +1,4 @@
-"""Small helpers and models of TorchRec's, for scripts that import them."""
+"""Small TorchRec models and helper functions, for scripts that import them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 
 
 class DLRMWrapper(DLRM):
-    """A `DLRM` that takes one batch and, while it trains, computes the loss too.
+    """A `DLRM` whose input is a batch, and which also returns the loss in training mode.
 
-    Its batches have `float_features` `[B, dense_in_features]`, `idlist_features`, a
+    Batches have `float_features` `[B, dense_in_features]`, `idlist_features`, a
     KeyedJaggedTensor, and `label` `[B]`, from 0 to 1.
     """
 
@@ -32,9 +32,9 @@ class DLRMWrapper(DLRM):
 
 
 class SimpleDeepFMNNWrapper(SimpleDeepFMNN):
-    """A `SimpleDeepFMNN` that takes the batches of `DLRMWrapper`.
+    """A `SimpleDeepFMNN` whose input is a batch as in `DLRMWrapper`.
 
-    The loss is TorchRec's, which takes the predictions, probabilities, for logits.
+    The loss is TorchRec's: it treats the predictions, which are probabilities, as logits.
     """
 
     def forward(self, model_input: Any) -> Any:  # type: ignore[override]
@@ -46,11 +46,11 @@ class SimpleDeepFMNNWrapper(SimpleDeepFMNN):
 
 
 class PositionWeightedModule(BaseFeatureProcessor):
-    """Weigh each id of some features by its position in its bag.
+    """Learned weights of ids by their position in the bag.
 
     Args:
-        max_feature_lengths: longest bag by feature; weights start at 1.
-        device: where the weights are.
+        max_feature_lengths: Length of the longest bag by feature; weights start at 1.
+        device: Device of the weights.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PositionWeightedModule(BaseFeatureProcessor):
             nn.init.ones_(weights)
 
     def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """Return the features, those with position weights weighted by them."""
+        """Return the features; a feature with position weights has them as its weights."""
         weighted = {
             name: JaggedTensor(
                 bags.values(),
@@ -91,8 +91,8 @@ def offsets_to_range_traceble(offsets: Tensor, values: Tensor) -> Tensor:
     """Return each value's position in its bag, `[number of values]`.
 
     Args:
-        offsets: where bags begin, `[B + 1]`.
-        values: of the bags.
+        offsets: Offsets of the bags, `[B + 1]`.
+        values: Values of the bags.
 
     Example:
         >>> offsets_to_range_traceble(torch.tensor([0, 2, 3]), torch.tensor([7, 8, 9]))
@@ -103,9 +103,9 @@ def offsets_to_range_traceble(offsets: Tensor, values: Tensor) -> Tensor:
 
 
 class LazyModuleExtensionMixin(LazyModuleMixin):
-    """Torch's `LazyModuleMixin`, whose `apply` must wait for the first forward pass.
+    """`LazyModuleMixin` of torch whose `apply` raises an error before the first forward pass.
 
-    `initialize_parameters` takes what `forward` takes, by keyword, too.
+    `initialize_parameters` receives the arguments of `forward`, including keyword arguments.
 
     Example:
         >>> class Doubling(LazyModuleExtensionMixin, nn.Module):
@@ -118,27 +118,27 @@ class LazyModuleExtensionMixin(LazyModuleMixin):
     """
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Call a function on the module and all in it.
+        """Call a function on the module and all its submodules.
 
         Raises:
-            RuntimeError: the module has made no forward pass yet: use `lazy_apply`.
+            RuntimeError: The module has run no forward pass yet; use `lazy_apply`.
         """
         if hasattr(self, "_initialize_hook"):
             raise RuntimeError(
                 f"{type(self).__name__}.apply needs initialized parameters: call the module on a "
-                "batch first, or use lazy_apply, which waits for that."
+                "batch first, or use lazy_apply."
             )
         return super().apply(fn)  # type: ignore[misc,no-any-return]
 
 
 def lazy_apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """Call a function on a module and all in it, after its next forward pass.
+    """Call a function on a module and all its submodules after its next forward pass.
 
-    For modules whose parameters are made in the first forward pass.
+    Use it for modules that create their parameters in the first forward pass.
 
     Args:
-        module: the module.
-        fn: what `nn.Module.apply` would call.
+        module: Module.
+        fn: Function, as in `nn.Module.apply`.
 
     Returns:
         The module.
@@ -155,7 +155,7 @@ def lazy_apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
 def extract_module_or_tensor_callable(
     module_or_callable: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Return the module that a function without arguments makes, or what was given."""
+    """Return the result of a function that creates a module; return other arguments unchanged."""
     if isinstance(module_or_callable, nn.Module):
         return module_or_callable
     try:
@@ -164,27 +164,27 @@ def extract_module_or_tensor_callable(
         return module_or_callable
     if not isinstance(made, nn.Module):
         raise ValueError(
-            "a function without arguments must make a module; received one that makes a "
-            f"{type(made).__name__}"
+            "module_or_callable without arguments must return an nn.Module; received a function "
+            f"that returns {type(made).__name__}."
         )
     return made
 
 
 def get_module_output_dimension(module: Callable[[Tensor], Tensor], in_features: int) -> int:
-    """Return the columns of what a module makes of `in_features` columns."""
+    """Return the number of output columns of a module for `in_features` input columns."""
     return module(torch.zeros(1, in_features)).size(-1)
 
 
 def check_module_output_dimension(
     module: Iterable[nn.Module] | nn.Module, in_features: int, out_features: int
 ) -> bool:
-    """Return whether a module, or each of several, makes `out_features` columns."""
+    """Return whether every module maps `in_features` to `out_features` columns."""
     modules = [module] if isinstance(module, nn.Module) else module
     return all(get_module_output_dimension(m, in_features) == out_features for m in modules)
 
 
 def init_mlp_weights_xavier_uniform(m: nn.Module) -> None:
-    """Initialise a linear layer: weights as Glorot and Bengio (2010), biases 0; else nothing."""
+    """Initialize a linear layer: weights by Glorot and Bengio (2010), biases 0. Skip others."""
     if isinstance(m, nn.Linear):
         nn.init.xavier_uniform_(m.weight)
         if m.bias is not None:
@@ -194,11 +194,11 @@ def init_mlp_weights_xavier_uniform(m: nn.Module) -> None:
 def construct_modulelist_from_single_module(
     module: nn.Module, sizes: tuple[int, ...]
 ) -> nn.ModuleList:
-    """Return copies of a module, each with linear layers initialised anew.
+    """Return copies of a module with newly initialized linear layers.
 
     Args:
-        module: to copy.
-        sizes: length of the list, then of the lists in it, and so on.
+        module: Module to copy.
+        sizes: Lengths of the nested lists, outermost first.
     """
     if len(sizes) > 1:
         return nn.ModuleList(
@@ -211,14 +211,14 @@ def construct_modulelist_from_single_module(
 def convert_list_of_modules_to_modulelist(
     modules: Iterable[Any], sizes: tuple[int, ...]
 ) -> nn.ModuleList:
-    """Return nested lists of modules as ModuleLists.
+    """Convert nested lists of modules to ModuleLists.
 
     Args:
-        modules: as deep as there are sizes.
-        sizes: length of the list, then of the lists in it, and so on.
+        modules: Lists of modules, nested once for each size.
+        sizes: Lengths of the nested lists, outermost first.
 
     Raises:
-        AssertionError: a list has another length.
+        AssertionError: A list has another length.
     """
     given = list(modules)
     assert len(given) == sizes[0], f"expected {sizes[0]} modules; received {len(given)}"
@@ -230,7 +230,7 @@ def convert_list_of_modules_to_modulelist(
 def reorder_inverse_indices(
     inverse_indices: tuple[list[str], Tensor] | None, feature_names: list[str]
 ) -> Tensor:
-    """Return the inverse indices of some features, `[features, B]`; without any, no values."""
+    """Return the inverse indices of some features, `[features, B]`; empty if None."""
     if inverse_indices is None:
         return torch.empty(0)
     keys, indices = inverse_indices
@@ -238,25 +238,25 @@ def reorder_inverse_indices(
 
 
 def process_pooled_embeddings(pooled_embeddings: list[Tensor], inverse_indices: Tensor) -> Tensor:
-    """Return pooled embeddings of distinct samples as those of the whole batch.
+    """Expand pooled embeddings of distinct samples to the whole batch.
 
     Args:
-        pooled_embeddings: of each feature, `[distinct samples, D]`.
-        inverse_indices: of each feature, `[features, B]`.
+        pooled_embeddings: Embeddings of each feature, `[distinct samples, D]`.
+        inverse_indices: Number of each sample's distinct sample, `[features, B]`.
 
     Returns:
-        `[B, sum of D]`.
+        Embeddings, `[B, sum of D]`.
     """
     pairs = zip(pooled_embeddings, inverse_indices, strict=True)
     return torch.cat([pooled[indices] for pooled, indices in pairs], dim=1)
 
 
 def maybe_td_to_kjt(features: Any, keys: list[str] | None = None) -> KeyedJaggedTensor:
-    """Return a tensordict's jagged nested tensors as a KeyedJaggedTensor.
+    """Convert a TensorDict of jagged nested tensors to a KeyedJaggedTensor.
 
     Args:
-        features: a TensorDict, or a KeyedJaggedTensor, which is returned as it is.
-        keys: which, and their order; all if None.
+        features: TensorDict, or a KeyedJaggedTensor, which is returned unchanged.
+        keys: Keys to convert, in this order; all if None.
     """
     if isinstance(features, KeyedJaggedTensor):
         return features

@@ -1,6 +1,6 @@
-"""Which of our objects stands for which TorchRec name, read from the table in names.txt.
+"""Map of TorchRec names to recsys objects, read from names.txt.
 
-Only public names that exist here are in the table, so whatever is missing fails at import.
+The table has only names with a counterpart; an import of any other name fails.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 PEER_VERSION = "1.8.0"
-"""The TorchRec release whose module paths these are."""
+"""TorchRec release of the module paths in the table."""
 
 
 @final
 class Home(NamedTuple):
-    """Where one of our objects lives."""
+    """Module and name of a recsys object."""
 
     module: str
     name: str
 
 
 def _read_table(text: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield a TorchRec module, one of ours, and the words that say what it gets from it."""
+    """Yield a TorchRec module, a recsys module, and the entries that name its objects."""
     theirs = ours = ""
     words: list[str] = []
     for line in [*text.splitlines(), ""]:
@@ -42,7 +42,10 @@ def _read_table(text: str) -> Iterator[tuple[str, str, list[str]]]:
 TABLE: tuple[tuple[str, str, list[str]], ...] = tuple(
     _read_table(Path(__file__).with_name("names.txt").read_text())
 )
-"""Rows of the table: a TorchRec module, one of ours, and names, as `ours=theirs` if they differ."""
+"""Rows of the table: a TorchRec module, a recsys module, and names.
+
+A name is `recsys_name=torchrec_name` if the two differ.
+"""
 
 
 def _build_homes() -> dict[str, dict[str, Home]]:
@@ -65,7 +68,7 @@ def _parents(module: str) -> Iterator[str]:
 
 
 HOMES: dict[str, dict[str, Home]] = _build_homes()
-"""The table, unfolded: TorchRec module (parents of modules included) -> name -> ours."""
+"""recsys objects by TorchRec module and name. Parents of listed modules are included."""
 
 _SCRIPTS = "torchrec.datasets.scripts."
 _FIRST_HOMES: dict[str, Home] = {
@@ -74,7 +77,7 @@ _FIRST_HOMES: dict[str, Home] = {
     if not module.startswith(_SCRIPTS)  # each has its own `main`
     for name, home in names.items()
 }
-"""Name -> where ours lives; if several modules have the name, the first in the table decides."""
+"""recsys objects by TorchRec name. If several modules have a name, the first in the table wins."""
 
 _OTHERS: frozenset[str] = frozenset(
     (
@@ -83,19 +86,19 @@ _OTHERS: frozenset[str] = frozenset(
         "torchrec.modules.embedding_configs.ShardingType",
     )
 )
-"""TorchRec objects whose name the table has for a different object."""
+"""TorchRec objects without a counterpart whose name the table has for another object."""
 
 
 def home_of(module: str, name: str) -> Home | None:
-    """Return where our object for a TorchRec name lives.
+    """Return module and name of the recsys object for a TorchRec name.
 
     Args:
-        module: a TorchRec module.
-        name: one that it defines, or imports from another TorchRec module.
+        module: TorchRec module.
+        name: Name that it defines, or imports from another TorchRec module.
 
     Returns:
         The entry of this module in the table. Without one, the entry of the first module that has
-        the name. None if no module has it, or if it names a submodule of this one.
+        the name. None if no module has it, or if it is a submodule of `module`.
 
     Example:
         >>> home_of("torchrec.metrics.rec_metric", "RecTaskInfo")
@@ -107,24 +110,28 @@ def home_of(module: str, name: str) -> Home | None:
     return None if dotted in HOMES or dotted in _OTHERS else _FIRST_HOMES.get(name)
 
 
-_ENGINE = "The engine inside is another one: docs/engine.md."
-_EXCHANGE = "Batches are exchanged by recsys.distributed.stages.input_dist.InputDist."
-_LAYOUT = "A sharded collection's `layout` says what is where, for all sharding types."
-_LOOKUP = "Tables are looked up by recsys.kernels.tbe.TableBatchedEmbedding."
-_HASH = "Ids must be in their table: hash them before the model, by recsys.sparse.hash_ids."
-_MACHINE = "Topology(world_size, compute_device, hbm_cap=..., ...) takes and checks all of it."
-_POOLS = "A pool is served unsharded; its rows travel by recsys.distributed.stages.pool_rows."
-_PIPELINES = "Pipelines do not trace the model: docs/pipelines.md."
-_PRUNING = (
-    "TorchRec prunes in training by operators that fbgemm_gpu's CPU build lacks. Prune as a table "
-    "is quantized: recsys.inference.quant_prep.set_pruning_data."
+_ENGINE = "The engine has a different structure: see docs/engine.md."
+_EXCHANGE = "recsys.distributed.stages.input_dist.InputDist exchanges batches."
+_LAYOUT = "A sharded collection's `layout` contains the shard placement, for all sharding types."
+_LOOKUP = "Use recsys.kernels.tbe.TableBatchedEmbedding for lookups."
+_HASH = "Ids must be rows of their table: call recsys.sparse.hash_ids before the model."
+_MACHINE = (
+    "Pass the machine's properties to Topology(world_size, compute_device, hbm_cap=..., ...)."
 )
-_SEMISYNC = "It steps by a `global_step`, which no public optimizer has: DMPCollection averages."
-_TRACKER = "There is no tracker of changed rows; save a checkpoint: docs/checkpoints.md."
+_POOLS = "Serve a pool unsharded. recsys.distributed.stages.pool_rows exchanges its rows."
+_PIPELINES = "Pipelines do not trace the model: see docs/pipelines.md."
+_PRUNING = (
+    "Pruning in training needs operators that fbgemm_gpu's CPU build lacks. Prune during "
+    "quantization: recsys.inference.quant_prep.set_pruning_data."
+)
+_SEMISYNC = (
+    "It needs an optimizer with `global_step`; no public optimizer has it. Use DMPCollection."
+)
+_TRACKER = "Changed rows are not tracked. Save a checkpoint: see docs/checkpoints.md."
 
 INSTEAD: dict[str, str] = {
     "torchrec.distributed.batched_embedding_kernel": _LOOKUP,
-    "torchrec.distributed.comm._": "Call intra_and_cross_node_pg(), which makes the groups once.",
+    "torchrec.distributed.comm._": "Call intra_and_cross_node_pg(), which creates the groups once.",
     "torchrec.distributed.comm_ops": _ENGINE,
     "torchrec.distributed.composable.table_batched_embedding_slice": "A table's weight is a view "
     "of its lookup's storage: ebc.embedding_bags[name].weight.",
@@ -143,12 +150,12 @@ INSTEAD: dict[str, str] = {
     "torchrec.distributed.mc_": _HASH,
     "torchrec.distributed.model_tracker": _TRACKER,
     "torchrec.distributed.object_pool": _POOLS,
-    "torchrec.distributed.planner.dry_run.cli": "To plan for another machine, describe it: "
-    "docs/planner.md.",
+    "torchrec.distributed.planner.dry_run.cli": "Describe the other machine by a "
+    "Topology: see docs/planner.md.",
     "torchrec.distributed.planner.enumerators._get_tower_index": "Collections in a tower are "
-    "planned as all others.",
+    "planned like all others.",
     "torchrec.distributed.planner.estimator.": "Set speeds or coefficients, or write a "
-    "forward_compute: docs/planner.md.",
+    "forward_compute: see docs/planner.md.",
     "torchrec.distributed.planner.types.TopologyFactory": _MACHINE,
     "torchrec.distributed.planner.types.HardwareConfig": _MACHINE,
     "torchrec.distributed.planner.types.KernelConfig": _MACHINE,
@@ -158,43 +165,44 @@ INSTEAD: dict[str, str] = {
     "torchrec.distributed.tensor_sharding": _POOLS,
     "torchrec.distributed.train_pipeline.ArgInfo": _PIPELINES,
     "torchrec.distributed.train_pipeline.CallArgs": _PIPELINES,
-    "torchrec.distributed.train_pipeline.TrainPipelineSparseDistCompAutograd": "Autograd that is "
-    "compiled misses tables that update in backward: use TrainPipelineSparseDist.",
+    "torchrec.distributed.train_pipeline.TrainPipelineSparseDistCompAutograd": "Compiled "
+    "autograd skips table updates in backward: use TrainPipelineSparseDist.",
     "torchrec.distributed.train_pipeline.tracing.": _PIPELINES,
-    "torchrec.distributed.train_pipeline.utils.": "The pipelines inside are others: "
-    "docs/pipelines.md.",
+    "torchrec.distributed.train_pipeline.utils.": "The pipelines have a different "
+    "structure: see docs/pipelines.md.",
     "torchrec.fx.": "To export a model, call recsys.inference.export_torchscript or export_aoti.",
     "torchrec.modules.hash_mc_": _HASH,
     "torchrec.modules.itep_": _PRUNING,
     "torchrec.modules.mc_": _HASH,
-    "torchrec.modules.object_pool_lookups": "A pool holds its rows itself: "
-    "recsys.modules.object_pools.",
+    "torchrec.modules.object_pool_lookups": "A pool stores its rows itself: "
+    "see recsys.modules.object_pools.",
     "torchrec.optim.SemisyncOptimizer": _SEMISYNC,
     "torchrec.optim.semi_sync": _SEMISYNC,
-    "torchrec.modules.sorted_index_select": "Call torch.index_select: a lookup sorts what its "
-    "gradients are added to by itself.",
-    "torchrec.metrics.rec_metric.": "Metrics here are formulas of sums: derive from "
-    "recsys.metrics.sum_metrics.SumMetric, as docs/metrics.md shows.",
+    "torchrec.modules.sorted_index_select": "Call torch.index_select. The backward pass of "
+    "a lookup sorts its ids itself.",
+    "torchrec.metrics.rec_metric.": "Derive metrics from "
+    "recsys.metrics.sum_metrics.SumMetric: see docs/metrics.md.",
     "torchrec.metrics.output": "Use TensorWeightedAvgMetric for the mean of any output.",
     "torchrec.metrics.segmented_ne.GroupingKeyConfig": "Build a metric per grouping key.",
-    "torchrec.metrics.cpu_": "An update is cheap enough for the training thread: RecMetricModule.",
+    "torchrec.metrics.cpu_": "Use RecMetricModule: updates are fast enough for the training "
+    "thread.",
     "torchrec.metrics.deferrable_metrics": "compute() returns a dict.",
-    "torchrec.metrics.metric_job_types": "An update needs no other thread: RecMetricModule.",
+    "torchrec.metrics.metric_job_types": "Use RecMetricModule: updates need no other thread.",
     "torchrec.metrics.metric_state_snapshot": "Use state_dict().",
     "torchrec.metrics.noop_metric_module": "Use EmptyMetricsConfig.",
 }
-"""What to write instead of a name that is not here, by how its dotted name begins."""
+"""Advice for names without a counterpart, by the start of the dotted name."""
 
 
 def reason_of(dotted: str) -> str | None:
-    """Return why recsys has no counterpart of a TorchRec name; None if nothing says so.
+    """Return the advice for a TorchRec name without a counterpart; None if there is none.
 
     Args:
-        dotted: module and name.
+        dotted: Module and name, joined by a dot.
 
     Example:
         >>> reason_of("torchrec.distributed.dist_data.SplitsAllToAllAwaitable")
-        'Batches are exchanged by recsys.distributed.stages.input_dist.InputDist.'
+        'recsys.distributed.stages.input_dist.InputDist exchanges batches.'
     """
     starts = [start for start in INSTEAD if dotted.startswith(start)]
     return INSTEAD[max(starts, key=len)] if starts else None

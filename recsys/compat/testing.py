@@ -1,4 +1,4 @@
-"""Helpers that TorchRec has for tests, for clients' own tests that import them."""
+"""TorchRec's test helpers, for users' tests that import them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def get_free_port() -> int:
-    """Return a port of this host that nobody listens on."""
+    """Return an unused port of this host."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port: int = free.getsockname()[1]
@@ -38,7 +38,7 @@ def get_free_port() -> int:
 
 
 def is_asan() -> bool:
-    """Return False: no build of a sanitizer is known here."""
+    """Return False: sanitizer builds are not detected."""
     return False
 
 
@@ -46,7 +46,7 @@ is_tsan = is_asan_or_tsan = is_asan
 
 
 def skip_if_asan(func: _F) -> _F:
-    """Return the function: tests run, as `is_asan` is False."""
+    """Return the function unchanged, because `is_asan` is False."""
     return func
 
 
@@ -56,13 +56,16 @@ skip_if_asan_class = skip_if_asan
 def init_distributed_single_host(
     rank: int, world_size: int, backend: str, local_size: int | None = None
 ) -> dist.ProcessGroup:
-    """Join this process to others of this host, as MASTER_ADDR and MASTER_PORT say.
+    """Initialize the default process group on one host.
+
+    The environment variables MASTER_ADDR and MASTER_PORT must be set. The function sets RANK,
+    WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
 
     Args:
-        rank: of this process.
-        world_size: number of processes.
+        rank: Rank of this process.
+        world_size: Number of processes.
         backend: "gloo" or "nccl".
-        local_size: ranks of a node, where one host stands for several; all if None.
+        local_size: Ranks of a simulated node; all ranks if None.
 
     Returns:
         The default process group.
@@ -76,7 +79,7 @@ def init_distributed_single_host(
 
 
 def seed_and_log(wrapped_func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function that draws other numbers each time; the log has the seed."""
+    """Decorate a function to run with a new random seed in each call, and log the seed."""
 
     @functools.wraps(wrapped_func)
     def seeded(*args: Any, **kwargs: Any) -> Any:
@@ -106,17 +109,17 @@ def assert_state_buffers_parameters_equal(
     check_named_parameters: bool = True,
     check_state_dict: bool = True,
 ) -> None:
-    """Assert that models have equal tensors under the same names.
+    """Check that models have equal tensors under the same names.
 
     Args:
-        model_1: one.
-        model_2: the other.
-        check_named_buffers: whether to compare the buffers.
-        check_named_parameters: whether to compare the parameters.
-        check_state_dict: whether to compare the state dicts.
+        model_1: First model.
+        model_2: Second model.
+        check_named_buffers: Whether to compare the buffers.
+        check_named_parameters: Whether to compare the parameters.
+        check_state_dict: Whether to compare the state dicts.
 
     Raises:
-        AssertionError: they differ.
+        AssertionError: The models differ.
     """
     chosen = {
         "named_buffers": check_named_buffers,
@@ -136,9 +139,9 @@ def keyed_jagged_tensor_equals(
     """Return whether batches have the same keys, lengths, ids and weights.
 
     Args:
-        kjt1: one, or None.
-        kjt2: the other, or None.
-        is_pooled_features: whether the order of ids in a bag means nothing.
+        kjt1: First batch, or None.
+        kjt2: Second batch, or None. None equals only None.
+        is_pooled_features: Whether to ignore the order of ids in a bag.
     """
     if kjt1 is None or kjt2 is None:
         return kjt1 is kjt2
@@ -164,7 +167,7 @@ class DummyKeyedOptimizer(KeyedOptimizer):
 
 
 class CriteoTest(unittest.TestCase):
-    """A test case that makes small files of Criteo's formats."""
+    """Test case that creates small files in the Criteo formats."""
 
     INT_FEATURE_COUNT: ClassVar[int] = 13
     CAT_FEATURE_COUNT: ClassVar[int] = 26
@@ -237,15 +240,15 @@ class CriteoTest(unittest.TestCase):
 def is_signature_compatible(
     previous_signature: inspect.Signature, current_signature: inspect.Signature
 ) -> bool:
-    """Return whether a function still takes the arguments that it took, in the same way.
+    """Return whether a changed signature is backward compatible.
 
-    Arguments by position stay where they are, with name, default and annotation; more may follow
-    them, unless any number could. Arguments by keyword may come in any order, and more may be
-    added. The annotation of the result stays.
+    Positional arguments must keep position, name, default and annotation. More may be added after
+    them, unless the previous signature has `*args`. Keyword-only arguments may be reordered and
+    added. The return annotation must stay.
 
     Args:
-        previous_signature: as it was.
-        current_signature: as it is.
+        previous_signature: Signature before the change.
+        current_signature: Signature after the change.
 
     Example:
         >>> def before(a: int): ...

@@ -1,15 +1,14 @@
-"""Makes `import torchrec` mean this package, for scripts that are not to be changed.
+"""Makes `import torchrec` import recsys objects, so that TorchRec scripts run with recsys.
 
-Two lines at the top of a script, before anything imports TorchRec::
+Add two lines at the top of a script, before anything imports TorchRec::
 
     import recsys.compat.torchrec as compat
     compat.install()
 
-From then on `torchrec` and the modules of names.txt hold our objects. TorchRec's modules also hold
-what they import from each other, and scripts import it from there. Here, too, a script can import
-any name of the table from any of its modules. A name that we do not have raises ImportError where
-it is imported: nothing half-works. An installed TorchRec is neither needed nor touched; it is
-hidden until `uninstall`.
+Afterwards `torchrec` and the modules of names.txt contain recsys objects. Scripts also import
+TorchRec names from modules that merely import them; therefore every module provides every name of
+the table. A name without a counterpart raises ImportError at the import statement. TorchRec need
+not be installed; an installed one is unchanged and hidden until `uninstall`.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ _DOCS = "docs/migrating.md"
 
 @final
 class _Finder(MetaPathFinder, Loader):
-    """Finds and fills `torchrec` and everything below it."""
+    """Import hook for `torchrec` and its submodules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in HOMES:
-            # Every module is a package: then `from torchrec.x import name`, for a name that x
-            # lacks, asks for the submodule `torchrec.x.name` and ends below, where we can say why.
+            # Every module is a package. Python therefore looks up the submodule `torchrec.x.name`
+            # if `from torchrec.x import name` finds no `name`, and the error below has the reason.
             return ModuleSpec(fullname, self, is_package=True)
         if fullname.startswith("torchrec."):
-            # Without `name=`: Python swallows the error of a missing submodule that names it.
+            # Without `name=`, because Python suppresses the error if its `name` is the submodule.
             parent, _, name = fullname.rpartition(".")
             raise ModuleNotFoundError(_missing(parent, name))
         return None
@@ -70,7 +69,7 @@ class _Finder(MetaPathFinder, Loader):
             importlib.import_module("recsys.fx")
         module.__getattr__ = get  # type: ignore[method-assign]
         module.__all__ = sorted(homes)  # type: ignore[attr-defined]
-        module.__doc__ = f"TorchRec's names, served by recsys. What differs: {_DOCS}"
+        module.__doc__ = f"TorchRec names, provided by recsys. Differences: {_DOCS}"
         if path == "torchrec":
             module.__version__ = f"{PEER_VERSION}+recsys"  # type: ignore[attr-defined]
 
@@ -79,16 +78,16 @@ _FINDER = _Finder()
 
 
 def install() -> None:
-    """Make `import torchrec` and `torchrec.x.y` resolve to our objects in this process.
+    """Make `import torchrec` and `torchrec.x.y` resolve to recsys objects in this process.
 
-    From then on `fused_params` that name no optimizer mean SGD, with a warning, and tables of the
-    kernel `dense`, so all that are data-parallel, wait for the script's own optimizer.
+    Afterwards `fused_params` without an optimizer select SGD, with a warning. Tables with the
+    kernel `dense`, which includes all data-parallel tables, are updated by the script's optimizer.
 
-    Calling it again does nothing. Processes started by `spawn` import the main module anew, and
-    so need the call at its top level.
+    Repeated calls have no effect. Processes started by `spawn` import the main module again:
+    call `install` at its top level.
 
     Raises:
-        ImportError: if the real TorchRec has been imported already, in part or whole.
+        ImportError: The real TorchRec has been imported already.
 
     Example:
         >>> install()
@@ -112,7 +111,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`; objects that were imported meanwhile stay what they are."""
+    """Undo `install`. Objects that are already imported stay recsys objects."""
     if not is_installed():
         return
     sys.meta_path.remove(_FINDER)
@@ -123,7 +122,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Return whether `import torchrec` resolves to our objects."""
+    """Return whether `import torchrec` resolves to recsys objects."""
     return _FINDER in sys.meta_path
 
 
@@ -131,7 +130,7 @@ def _missing(path: str, name: str) -> str:
     dotted = f"{path}.{name}"
     return (
         f"recsys has no counterpart of {dotted}. {reason_of(dotted) or _nearest(path, name)} "
-        f"All names that are there: recsys/compat/names.txt; what differs: {_DOCS}."
+        f"All names are in recsys/compat/names.txt. See {_DOCS} for the differences."
     )
 
 
@@ -141,7 +140,7 @@ def _nearest(path: str, name: str) -> str:
     everything |= {(parent, tail) for parent, _, tail in (m.rpartition(".") for m in HOMES)}
     similar = difflib.get_close_matches(name, sorted({n for _, n in everything}), n=1)
     if not similar:
-        return "Nothing is close to it."
+        return "No name is similar."
     modules = sorted(m for m, n in everything if n == similar[0])
     [nearest] = difflib.get_close_matches(path, modules, n=1, cutoff=0)
     return f"The nearest is {nearest}.{similar[0]}."

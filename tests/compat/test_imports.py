@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from recsys.compat.imports import imports_here
-from recsys.compat.table import HOMES
+from recsys.compat.table import HOMES, reason_of
 
 SCRIPT = """
 import torchrec
@@ -28,8 +28,8 @@ def test_a_script() -> None:
             "from recsys.sparse import KeyedJaggedTensor",
         ],
         5: [
-            "# torchrec.distributed.dist_data.KJTAllToAll: no counterpart. Batches are "
-            "exchanged by recsys.distributed.stages.input_dist.InputDist."
+            "# torchrec.distributed.dist_data.KJTAllToAll: no counterpart. "
+            f"{reason_of('torchrec.distributed.dist_data.KJTAllToAll')}"
         ],
         6: ["from recsys.modules.dlrm import DLRM as Model", "from math import comb as choose"],
     }

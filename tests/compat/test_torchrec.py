@@ -118,7 +118,7 @@ def test_the_snippets_of_the_guide_run() -> None:
     snippets = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     collection, error = run("-c", "".join(snippets)).splitlines()
     assert collection == "recsys.modules.embedding_bag_collection"
-    assert "Topology(world_size, compute_device, hbm_cap=..., ...) takes and checks all" in error
+    assert "Topology(world_size, compute_device, hbm_cap=..., ...)" in error
 
 
 def test_modules_hold_our_objects(torchrec: Any) -> None:
@@ -177,8 +177,8 @@ def test_star_import(torchrec: Any) -> None:
         (
             "from torchrec.sparse.jagged_tensor import _zxqj",
             "no counterpart of torchrec.sparse.jagged_tensor._zxqj. "
-            "Nothing is close to it. All names that are there: recsys/compat/names.txt; "
-            "what differs: docs/migrating.md.",
+            "No name is similar. All names are in recsys/compat/names.txt. "
+            "See docs/migrating.md for the differences.",
         ),
         (
             "from torchrec.distributed.train_pipeline.utils import _rewrite_model",
@@ -186,7 +186,7 @@ def test_star_import(torchrec: Any) -> None:
         ),
         (
             "from torchrec.modules.mc_modules import ManagedCollisionModule",
-            "no counterpart of torchrec.modules.mc_modules. Ids must be in their table: hash them",
+            "no counterpart of torchrec.modules.mc_modules. Ids must be rows of their table",
         ),
         ("import torchrec.github", "no counterpart of torchrec.github."),
         ("import torchrec.github.scripts", "no counterpart of torchrec.github."),

@@ -234,7 +234,7 @@ class EmbeddingPerfEstimatorFactory:
         """Return an estimator.
 
         Args:
-            config: Speeds that override those of the machine.
+            config: Speeds that override the machine's speeds.
             is_inference: Whether to count forward only.
             topology: Machine.
             constraints: Constraints by table name.

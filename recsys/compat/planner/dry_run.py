@@ -1,9 +1,9 @@
 """Plans for machines that a job does not run on, one for each machine type (SKU).
 
-A request names the machine types, a user's `PlannerExecutor` plans for one of them, and
-`DryRunOrchestrator` runs it for all and returns the results: a machine type whose planning fails
-has a result with the reason, and the others are planned. Without an executor of one's own, a call
-of `EmbeddingShardingPlanner` for each `Topology` does the same.
+A request names the machine types. A user's `PlannerExecutor` plans for one machine type, and
+`DryRunOrchestrator` calls it for all and returns the results. If planning fails for a machine type,
+its result has the reason, and the other machine types are still planned. Without an executor,
+call `EmbeddingShardingPlanner` for each `Topology` instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingFramework(Enum):
-    """The launcher that asks for a plan. A request needs one that is not `UNSET`."""
+    """Launcher that requests a plan. A `DryRunRequest` must not have `UNSET`."""
 
     UNSET = ""
     APF = "apf"
@@ -72,16 +72,16 @@ class CacheMetadata:
 
 @dataclass(frozen=True)
 class SkuOverride:
-    """Properties of a machine type that replace those the executor knows; None replaces nothing.
+    """Properties of a machine type that override the executor's values; None keeps its value.
 
     Args:
         hbm_gb: GiB of device memory of one rank.
         ddr_gb: GiB of host memory of one rank.
-        intra_host_bw: bytes per ms between ranks of a host.
-        inter_host_bw: bytes per ms between hosts.
+        intra_host_bw: Bytes per ms between ranks of a host.
+        inter_host_bw: Bytes per ms between hosts.
 
     Raises:
-        ValueError: for a negative number.
+        ValueError: A number is negative.
     """
 
     hbm_gb: float | None = None
@@ -99,23 +99,23 @@ class ShardingPlanRequest:
     """A model and a job that need a plan.
 
     Args:
-        model: the model, or a function that builds it.
-        sharders: one for each type of sharded module.
-        world_size: number of ranks.
-        local_world_size: ranks of one host, by which world_size is divisible.
-        batch_size: samples of one rank in a step.
-        pod_size: ranks of a pod, at most world_size.
-        storage_reservation, constraints, planner_config: for the executor's planner.
-        training_framework: the launcher, or the value of one.
+        model: Model, or a function that builds it.
+        sharders: One for each type of sharded module.
+        world_size: Number of ranks.
+        local_world_size: Ranks of one host; must divide `world_size`.
+        batch_size: Samples of one rank in a step.
+        pod_size: Ranks of a pod, at most `world_size`.
+        storage_reservation, constraints, planner_config: Settings of the executor's planner.
+        training_framework: Launcher, as a `TrainingFramework` or its value.
         hbm_gb, ddr_gb: GiB of device and host memory of one rank.
-        launcher_hardware: the machine type of the launcher.
+        launcher_hardware: Machine type of the launcher.
         compute_device: `"cuda"` or `"cpu"`.
-        request_id: a name for logs; a random one by default.
-        capture_search_space: whether the result lists the options that were compared.
+        request_id: Name for logs; random by default.
+        capture_search_space: Whether the result lists the options that were compared.
 
     Raises:
-        ValueError: for sizes that are not positive or do not divide, for negative memory, and for
-            an unknown launcher.
+        ValueError: A size is not positive, `local_world_size` does not divide `world_size`,
+            `pod_size` is more than `world_size`, memory is negative, or the launcher is unknown.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -161,7 +161,7 @@ class ShardingPlanRequest:
 
     @property
     def request_hash(self) -> str:
-        """16 hex digits, equal for requests that ask for the same plan."""
+        """16 hex digits that identify the requested plan."""
         return _hash_of(self, {})
 
 
@@ -170,13 +170,13 @@ class DryRunRequest(ShardingPlanRequest):
     """A request for one plan for each machine type.
 
     Args:
-        sku_list: the machine types, at least one.
-        per_sku_overrides: machine type -> what replaces its properties.
-        cache_config: where plans are kept.
+        sku_list: Machine types, at least one.
+        per_sku_overrides: Overridden properties by machine type.
+        cache_config: Location of cached plans.
 
     Raises:
-        ValueError: as `ShardingPlanRequest`; without machine types or launcher; for overrides of
-            machine types that are not in the list.
+        ValueError: As in `ShardingPlanRequest`; or the machine types or the launcher are missing,
+            or an override is for a machine type that is not in the list.
     """
 
     sku_list: list[str] = field(default_factory=list)
@@ -192,17 +192,17 @@ class DryRunRequest(ShardingPlanRequest):
         others = sorted(set(self.per_sku_overrides or ()) - set(self.sku_list))
         if others:
             raise ValueError(
-                f"per_sku_overrides has machine types that sku_list has not: {others}."
+                f"per_sku_overrides must name machine types of sku_list; received {others}."
             )
 
     def fingerprint(self, sku: str) -> str:
-        """Return 16 hex digits, equal for requests that ask for the same plan on a machine type.
+        """Return 16 hex digits that identify the requested plan for a machine type.
 
         Args:
-            sku: one of the machine types.
+            sku: Machine type of the request.
 
         Raises:
-            ValueError: for a machine type that is not in the list.
+            ValueError: The machine type is not in the list.
         """
         if sku not in self.sku_list:
             raise ValueError(f"sku must be one of sku_list={self.sku_list}; received {sku!r}.")
@@ -318,9 +318,9 @@ class DryRunOrchestrator:
     """Plans for each machine type of a request.
 
     Args:
-        executor: makes the plan for one machine type.
-        reporter: chooses statistics, which the executor finds in `ctx.stats`.
-        broadcast_pg: handed to the executor.
+        executor: Makes the plan for one machine type.
+        reporter: Chooses the statistics, which the executor reads from `ctx.stats`.
+        broadcast_pg: Process group, passed to the executor.
 
     Example:
         >>> class AlwaysFull:
@@ -349,17 +349,17 @@ class DryRunOrchestrator:
     def plan(
         self, request: DryRunRequest, ctx: PlannerSessionContext
     ) -> Mapping[str, DryRunResult]:
-        """Return machine type -> result, and set `ctx.results`.
+        """Return the results by machine type, and set `ctx.results`.
 
         Args:
-            request: the machine types, the model and the job.
-            ctx: a context of this request.
+            request: Machine types, model and job.
+            ctx: Context of this request.
 
         Raises:
-            ValueError: if the context is of another request.
+            ValueError: The context belongs to another request.
         """
         if ctx.request is not request:
-            raise ValueError("ctx.request must be the request itself; received another one.")
+            raise ValueError("ctx.request must be the request; received another one.")
         results = {}
         for sku in dict.fromkeys(request.sku_list):
             results[sku] = DryRunResult.from_result(request, sku, self._run(sku, request, ctx))
@@ -392,7 +392,7 @@ _NOT_OF_THE_PLAN = {"request_id", "sku_list", "per_sku_overrides", "cache_config
 
 
 def _hash_of(request: ShardingPlanRequest, more: dict[str, object]) -> str:
-    """Hash what decides on a plan: the fields of the request, and the tables of a given model."""
+    """Hash the inputs of a plan: the fields of the request, and the tables of a given model."""
     values = {
         f.name: repr(getattr(request, f.name))
         for f in fields(request)

@@ -141,7 +141,7 @@ class PerfCoefficientConfig:
 
 
 class HardwarePerfConfig:
-    """Speeds that override those of the machine. Subclasses set the speeds that they know.
+    """Speeds that override the machine's speeds. Subclasses set the speeds that they know.
 
     All are in bytes per millisecond; None keeps the machine's speed.
 
@@ -381,7 +381,7 @@ class ShardPerfContext:
         """Return a context for each shard of an option.
 
         Args:
-            config: Speeds that override those of the machine.
+            config: Speeds that override the machine's speeds.
             shard_sizes: Rows and columns of each shard.
             sharding_option: Option.
             topology: Machine.
@@ -465,7 +465,7 @@ class ShardPerfContext:
 
     @property
     def is_uvm_caching(self) -> bool:
-        """Whether a cache in device memory holds rows of a table in host memory."""
+        """True if a cache in device memory holds rows of a table in host memory."""
         return self.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 
     @property

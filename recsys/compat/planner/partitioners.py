@@ -101,7 +101,7 @@ class GreedyPerfPartitioner(Partitioner):
 
 
 class MemoryBalancedPartitioner(Partitioner):
-    """Balances memory among plans that are nearly as fast as those of `GreedyPerfPartitioner`.
+    """Balances memory among plans nearly as fast as the plan of `GreedyPerfPartitioner`.
 
     It places the proposal by milliseconds, and then repeatedly with less memory on every rank, by
     bisection.

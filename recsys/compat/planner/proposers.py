@@ -155,7 +155,7 @@ class DynamicProgrammingProposer(_Listed):
     The first proposal is the best option of each table. Its feedback contains the available memory.
     The next proposals are the combinations that are not dominated in total milliseconds and total
     bytes, fastest first. They are computed table by table (knapsack), with bytes rounded up to
-    bins. Bytes are those of the computing device: on a CPU of the host.
+    bins. Bytes are device memory, or host memory on a CPU.
 
     Args:
         hbm_bins_per_device: Bins for the memory of a rank. More bins are more exact and slower.

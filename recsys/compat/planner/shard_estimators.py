@@ -75,13 +75,13 @@ class _Estimator(ShardEstimator):
 class EmbeddingPerfEstimator(_Estimator):
     """Sets the milliseconds of shards by `CostModel`.
 
-    If ranks differ, the numbers are those of the slowest rank.
+    If ranks differ, the numbers apply to the slowest rank.
 
     Args:
         topology: Machine.
         constraints: Constraints by table name, for traffic that options do not state.
         is_inference: Whether to count forward only.
-        config: Speeds that override those of the machine.
+        config: Speeds that override the machine's speeds.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class EmbeddingPerfEstimator(_Estimator):
 
     @property
     def config(self) -> HardwarePerfConfig:
-        """Speeds that override those of the machine."""
+        """Speeds that override the machine's speeds."""
         return self._config
 
     @property
     def is_inference(self) -> bool:
-        """Whether only forward is counted."""
+        """True if only forward is counted."""
         return self._is_inference
 
     def estimate(

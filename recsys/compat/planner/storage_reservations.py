@@ -150,11 +150,11 @@ class FixedAbsoluteStorageReservation(_Reserving):
 
 @dataclass(frozen=True)
 class InferenceStorageReservation(_Reserving):
-    """Reserves a share of the memory, and the bytes of the dense parameters.
+    """Reserves a share of the memory and the bytes of the dense tensors.
 
     Args:
         percentage: Share of the memory to keep free, 0 to 1.
-        dense_tensor_estimate: Bytes of all dense tensors, instead of those of the parameters.
+        dense_tensor_estimate: Bytes of all dense tensors; if None, the bytes of the parameters.
     """
 
     percentage: float

@@ -70,7 +70,7 @@ rank: 1
     rank: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
-        """Return a copy, faster than that of a dataclass: planners copy thousands of shards."""
+        """Return a copy. Planners copy thousands of shards; this is faster than the default."""
         storage, perf = copy.copy(self.storage), copy.copy(self.perf)
         return Shard(list(self.size), list(self.offset), storage, perf, self.rank)
 
@@ -189,12 +189,12 @@ class ShardingOption:
 
     @property
     def has_feature_processor(self) -> bool:
-        """Whether the module processes features before the lookup."""
+        """True if the module processes features before the lookup."""
         return isinstance(self._module[1], FeatureProcessedEmbeddingBagCollection)
 
     @property
     def is_pooled(self) -> bool:
-        """Whether the table's bags are pooled."""
+        """True if the table's bags are pooled."""
         if self._is_pooled is None:
             self._is_pooled = self.module_pooled(self._module[1], self.name)
         return self._is_pooled
@@ -204,8 +204,8 @@ class ShardingOption:
         """Return whether a module pools a table.
 
         Args:
-            module: the table's module.
-            sharding_option_name: the table's name.
+            module: Module of the table.
+            sharding_option_name: Name of the table.
         """
         return not isinstance(module, EmbeddingCollectionInterface)
 

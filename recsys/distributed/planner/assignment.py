@@ -273,7 +273,7 @@ class Assignment:
         )
 
     def exact_loads(self) -> tuple[Floats, Floats]:
-        """Return milliseconds, [R], and free bytes, [R, M], computed anew."""
+        """Return milliseconds, [R], and free bytes, [R, M], computed from the placements."""
         arrays, ms_R, free_RM = self.arrays, self.arrays.base_R.copy(), self.arrays.free_RM.copy()
         placed = self.option_T[self.option_T >= 0]
         for option in placed[np.argsort(arrays.is_fixed_O[placed], kind="stable")].tolist():

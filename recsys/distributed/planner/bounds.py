@@ -172,8 +172,8 @@ class Relaxation:
             if upper <= best_bound + _TOLERANCE * abs(best_bound):
                 break
         assert best is not None
-        # of each cut about as many options as its weight says: the golden ratio spreads any few
-        # neighbours evenly over [0, 1)
+        # the number of options from each cut is about proportional to its weight: multiples of the
+        # golden ratio spread neighbouring tables evenly over [0, 1)
         spread_T = np.arange(1, self._arrays.num_tables + 1) * 0.6180339887498949 % 1.0
         cut_T = np.searchsorted(np.cumsum(weights)[:-1], spread_T)
         option_T = np.array([cut.option_T for cut in cuts])[cut_T, np.arange(len(cut_T))]

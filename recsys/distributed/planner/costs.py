@@ -86,7 +86,7 @@ class CostModel:
     Args:
         topology: Machine.
         batch_size: Samples per rank and step.
-        hardware: Hardware of the ranks; by default that of the slowest rank.
+        hardware: Hardware of the ranks; the slowest rank's hardware if None.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ DEVICES = ("cpu", "cuda")
 class Hardware:
     """Memories and links of one rank. Ranks with equal hardware are of one kind.
 
-    Links count one direction. Bandwidths are those that a long transfer achieves, not the peak of
-    the datasheet. Costs do not read `ssd_cap`, `ssd_mem_bw`, `kernel_launch_ms` and the latencies.
+    Links count one direction. Bandwidths are the speeds of long transfers, not the peak of the
+    datasheet. Costs do not read `ssd_cap`, `ssd_mem_bw`, `kernel_launch_ms` and the latencies.
 
     Args:
         compute_device: "cpu" or "cuda".

@@ -107,7 +107,7 @@ class Placement:
 
     @property
     def optimal(self) -> bool:
-        """Whether no placement is better, up to one part in 100,000."""
+        """True if no placement is better by more than one part in 100,000."""
         return self.gap <= 1e-5
 
 

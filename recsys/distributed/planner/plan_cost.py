@@ -136,7 +136,7 @@ class PlanCost:
 
     @property
     def pools(self) -> list[str]:
-        """Names of the memories in use: that of the device, and "host" if tables are there."""
+        """Names of the memories in use: the compute device, and "host" if it holds tables."""
         uses_host = any(used.host for used, _ in self.memory)
         return [self.topology.compute_device, "host"][: 1 + uses_host]
 

@@ -52,7 +52,7 @@ DATASHEETS = {
     "H100": Datasheet(80, 3350, 250, 76.8, 3840, 64, 450, 50),
     "H200": Datasheet(141, 4800, 250, 76.8, 3840, 64, 450, 50),
     "B200": Datasheet(180, 8000, 250, 89.6, 3840, 64, 900, 50),
-    # one rank per socket of a two-socket server; the device numbers repeat those of the host
+    # one rank per socket of a two-socket server; the device numbers repeat the host numbers
     "CPU": Datasheet(0, 307.2, 256, 307.2, 1920, 307.2, 6.25, 6.25, "cpu", 2, (0.005, 0.1, 0.15)),
 }
 

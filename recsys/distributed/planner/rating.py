@@ -34,7 +34,7 @@ class RatedPlan(ShardingPlan):
         """Return the costs of the plan, their explanation and faster changes as text.
 
         Args:
-            seconds: Time limit for trying changes, each of which plans again; 0 tries none.
+            seconds: Time limit for trying changes. Each change runs the planner; 0 tries none.
 
         Raises:
             ValueError: The plan was edited after it was rated.

@@ -134,7 +134,7 @@ class _Search:
 
     @property
     def _is_good(self) -> bool:
-        """Whether the best assignment is good enough or optimal."""
+        """True if the best assignment is good enough or optimal."""
         return self._exact or self._best.peak <= self._target
 
     @property

@@ -4,8 +4,8 @@ Costs and memory are computed from it. The rows of a pooled table that is split 
 one of these ways, as in the engine's output stage:
 
 - *by bag*: each shard sends a sum for every bag, even if none of its ids are in the bag;
-- *by id*: if a step has at most half as many ids as bags of all shards, each id is looked up as a
-  bag of its own, without lengths, and its row is pooled on the rank of the sample. With several
+- *by id*: each id is looked up as a bag of its own, without lengths, and its row is pooled on the
+  rank of the sample. The limit is half as many ids in a step as bags of all shards. With several
   nodes and sums on the way, the limit is as many ids as each bag has nodes, which is the traffic
   between nodes. The engine decides for all tables of a module together and for each batch; this
   model decides for each table separately;

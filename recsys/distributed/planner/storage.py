@@ -1,9 +1,9 @@
 """Memory of a shard on its rank, including the buffers of batches.
 
-Weights and optimizer state are exactly what the engine allocates. Buffers are counted at the peak
-of a step, the start of its backward pass: the ids that were looked up, the gradients of the lookup
-outputs, and for the rank's own samples the embeddings, their gradients, and a copy of these in the
-order in which they are sent back.
+Weights and optimizer state equal the engine's allocations. Buffers are counted at the peak of a
+step, the start of its backward pass. They hold the looked-up ids and the gradients of the lookup
+outputs. For the rank's own samples they also hold the embeddings, their gradients, and a copy of
+the gradients in the order in which they are sent back.
 """
 
 from __future__ import annotations

@@ -158,12 +158,12 @@ class PlannedTable:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether backward produces a gradient of the table's size."""
+        """True if backward produces a gradient of the table's size."""
         return self.trains and self.optimizer is None
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the rows are quantized, and so a buffer of the module instead of a parameter."""
+        """True if the rows are quantized, and so a buffer of the module instead of a parameter."""
         return any(EmbeddingComputeKernel.QUANT in kernels for kernels in self.kernels.values())
 
     def load(self, samples: int) -> tuple[float, float]:
@@ -225,8 +225,8 @@ class PlannedTable:
 
         Args:
             shard: Shard of this table.
-            gradients: Bytes of gradients in device memory, besides that of a table without an
-                optimizer.
+            gradients: Bytes of gradients in device memory, without the gradient of a table
+                without an optimizer.
             buffers: Bytes of buffers in device memory.
         """
         rows, cols, kernel = shard[:3]

@@ -242,7 +242,7 @@ def _parse_yaml(text: str, subject: str) -> object:
         ) from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """YAML loader that rejects repeated keys, of which YAML's own loader takes the last."""
+        """YAML loader that rejects repeated keys; the default loader uses the last one."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
