@@ -33,13 +33,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def checked(function: _Function) -> _Function:
-    """Check the types of a function's arguments, by its annotations, whenever it is called.
+    """Check the types of a function's arguments in each call, by its annotations.
 
     Not for functions that run with every batch: each argument costs about a microsecond; see
-    `checked_late`. NumPy's numbers become Python's, and text that names a device or a member of an
-    enum becomes that. A bool is no `int`. A `list` may be any iterable but text, tensors and
-    iterators. A `float` may be any number. Each element of a list or a mapping is checked. What an
-    annotation leaves open is not checked.
+    `checked_late`. Numbers of NumPy are converted to numbers of Python, and text to a device or a
+    member of an enum. A bool is not accepted as `int`. A `list` may be any iterable except text,
+    tensors and iterators. A `float` may be any number. Each element of a list or a mapping is
+    checked. Arguments without an annotation are not checked.
 
     Args:
         function: Such as an `__init__`.
@@ -59,10 +59,10 @@ def checked(function: _Function) -> _Function:
 
 
 def checked_but(*names: str) -> Callable[[_Function], _Function]:
-    """As `checked`, for a function that checks some of its arguments itself.
+    """Check the types of a function's arguments as `checked` does, except some of them.
 
     Args:
-        names: Of these arguments.
+        names: Names of the arguments that are not checked.
 
     Example:
         >>> @checked_but("path")
@@ -84,17 +84,17 @@ def checked_but(*names: str) -> Callable[[_Function], _Function]:
 
 
 def checked_late(function: _Function) -> _Function:
-    """Check the types of a function's arguments, by its annotations, only when it has failed.
+    """Check the types of a function's arguments only after it has raised an error.
 
-    For functions that run with every batch. An error that wrong arguments caused is replaced by
-    the one that `checked` raises. Any other error stays, and so does a TypeError in this library's
-    own words, which say what was received.
+    For functions that run with every batch. If an argument has a wrong type, the error of
+    `checked` replaces the error. All other errors are kept, and so is a TypeError of this library,
+    which names the received value.
 
     Args:
-        function: What to call.
+        function: Function to call.
 
     Returns:
-        The function that checks once it has failed.
+        The function that checks after an error.
 
     Example:
         >>> @checked_late
@@ -123,7 +123,7 @@ def _check_call(
     kwargs: dict[str, Any],
     unchecked: tuple[str, ...] = (),
 ) -> tuple[Any, ...]:
-    """Return the positional arguments to use; puts the others to use in their place."""
+    """Return the converted positional arguments; converts `kwargs` in place."""
     rules, code = _rules_of(function), function.__code__
     owner = function.__qualname__.rpartition("<locals>.")[2]
     subject = type(args[0]).__name__ if args and owner.endswith(".__init__") else owner
@@ -141,7 +141,7 @@ def check_fields(owner: object) -> None:
     """Check the fields of a dataclass, by their annotations; for its `__post_init__`.
 
     Args:
-        owner: The object. Fields are set to what `checked` makes of such an argument.
+        owner: The object. Fields are converted as `checked` converts arguments.
 
     Raises:
         TypeError: A field has another type than annotated.
@@ -155,11 +155,11 @@ def check_fields(owner: object) -> None:
 
 
 class _Rule(NamedTuple):
-    """What values of an annotation are."""
+    """Check of the values of an annotation, and its name in errors."""
 
     words: str
     check: Callable[[str, Any], Any]
-    """Of the subject and the value: returns the value to use, or raises."""
+    """Function of the subject and the value: returns the converted value, or raises."""
 
 
 def _keep(rule: _Rule, subject: str, value: Any) -> Any:
@@ -185,7 +185,7 @@ def _fields_of(kind: type) -> set[str]:
 
 
 def _parameters_of(function: Callable[..., Any]) -> set[str]:
-    """Return the names of single parameters: not those that collect many."""
+    """Return the names of the parameters, without `*args` and `**kwargs`."""
     many = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return {
         name
@@ -195,7 +195,7 @@ def _parameters_of(function: Callable[..., Any]) -> set[str]:
 
 
 def _resolved(annotation: Any, known: Mapping[str, Any]) -> Any:
-    """Return what an annotation's text means; Any where only a type checker knows its names."""
+    """Evaluate the text of an annotation; Any if its names exist for type checkers only."""
     if not isinstance(annotation, str):
         return annotation
     try:
@@ -254,7 +254,7 @@ _PLAIN: dict[Any, _Rule] = {
 
 
 def _rule_of_class(kind: type, words: str = "") -> _Rule:
-    """Return the rule of a class, or of a protocol, by the names that it has."""
+    """Return the rule of a class, or of a protocol, which is checked by its names."""
     name = _name_of(kind)
     words = words or f"{'an' if name[0] in 'AEIO' or name.startswith('nn.') else 'a'} {name}"
     if getattr(kind, "_is_protocol", False):
@@ -285,7 +285,7 @@ _PLAIN[str] = _rule_of_class(str, "text")
 
 
 def _rule_of_tuple(parts: Sequence[Any]) -> _Rule:
-    """Return the rule of a tuple, or list, that has as many elements as there are annotations."""
+    """Return the rule of a tuple or list of fixed length."""
     rules = [_rule_of(part) for part in parts]
     words = f"a tuple of {len(rules)}"
 

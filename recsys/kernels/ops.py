@@ -46,14 +46,14 @@ FBGEMM_DEVICES = frozenset(
     and os.environ.get("RECSYS_KERNELS", "fbgemm") != "torch"
     and torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::asynchronous_complete_cumsum", key)
 )
-"""Where FBGEMM's kernels are used if they apply, by types of devices.
+"""Types of devices on which FBGEMM's kernels are used.
 
-Functions ask for it themselves, not by a helper: a batch calls them often.
+Functions read it directly, without a helper function, because each batch calls them often.
 """
 
 
 def _why_triton_fails() -> str:
-    """Return what Triton lacks to compile what launches a kernel, or nothing."""
+    """Return the reason for which Triton cannot compile its launcher; empty if it can."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler; install gcc or clang, or set CC"
     scheme = sysconfig.get_default_scheme()
@@ -66,11 +66,11 @@ def _why_triton_fails() -> str:
 _HAS_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 _IS_TRITON_WANTED = os.environ.get("RECSYS_KERNELS", "fbgemm") != "torch"
 WHY_TRITON_FAILS = ""
-"""Why kernels cannot be Triton's though it is installed."""
+"""Reason for which Triton is installed but does not work; empty if it works."""
 if _HAS_TRITON_INSTALLED and _IS_TRITON_WANTED and os.environ.get("TRITON_INTERPRET") != "1":
     WHY_TRITON_FAILS = _why_triton_fails()
 HAS_TRITON = _HAS_TRITON_INSTALLED and _IS_TRITON_WANTED and not WHY_TRITON_FAILS
-"""Whether kernels on CUDA can be Triton's, which comes with PyTorch's builds for CUDA on Linux."""
+"""True if kernels on CUDA can use Triton, a part of PyTorch's CUDA builds on Linux."""
 
 _CUDA = frozenset(("cuda",))
 _INT_DTYPES = frozenset((torch.int32, torch.int64))
@@ -144,7 +144,7 @@ def permute_1d(
         total: the number of values picked, where known; saves a device-to-host read on GPU.
 
     Returns:
-        Lengths `[P]` or `[P, B]`, values and weights of what was picked.
+        Lengths `[P]` or `[P, B]`, picked values and weights.
 
     Example:
         >>> permute_1d(torch.tensor([1, 0]), torch.tensor([2, 1]), torch.tensor([7, 8, 9]))
@@ -210,7 +210,7 @@ def move_segments(source_N: Tensor, order_P: np.ndarray, sizes_M: np.ndarray) ->
         sizes_M: `[M]` int64: values per segment.
 
     Returns:
-        The values of what was picked; no autograd.
+        The picked values; no autograd.
 
     Example:
         >>> values = torch.tensor([1, 2, 3])
@@ -233,14 +233,14 @@ def move_segments(source_N: Tensor, order_P: np.ndarray, sizes_M: np.ndarray) ->
 
 
 def swap_segments(values_N: Tensor, sizes_OI: np.ndarray) -> Tensor:
-    """Return segments that stand `[outer][inner]` in the order `[inner][outer]`.
+    """Reorder segments from `[outer][inner]` to `[inner][outer]`.
 
     Args:
         values_N: `[N]` values of any dtype, one dim, segment by segment.
         sizes_OI: `[O, I]` int64: values of each segment.
 
     Returns:
-        `[N]`; no autograd. To swap them back, give it and `sizes_OI.T`.
+        `[N]`; no autograd. Inverse: the same function with `sizes_OI.T`.
 
     Example:
         >>> swap_segments(torch.tensor([1, 2, 2, 3, 4]), np.array([[1, 2], [1, 1]]))
@@ -251,7 +251,7 @@ def swap_segments(values_N: Tensor, sizes_OI: np.ndarray) -> Tensor:
 
 
 def plan_of_moves(order_P: np.ndarray, sizes_M: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return where picked segments begin and how far they come; see `ops_triton`.
+    """Return the starts and the shifts of the picked segments; see `ops_triton`.
 
     Args:
         order_P: `[P]` the segments to pick, in order.
@@ -289,12 +289,11 @@ def block_bucketize(
         weights_N: `[N]` per-id weights, or None.
         block_sizes_F: `[F]`, of the ids' dtype: rows per bucket, at least 1; bucket `w` of
             feature `f` owns the rows from `w * block_sizes[f]` up to the next bucket's first.
-            FBGEMM reads a 0 as "id modulo num_buckets" without a word, so it is refused here (on
-            CPU; build the sizes there before they move to a GPU).
-        num_buckets: `W`, how many owners.
+            FBGEMM reads a 0 as "id modulo num_buckets", so a 0 on the CPU raises an error.
+        num_buckets: `W`, number of owners.
         boundaries: for uneven blocks: per feature the first row of each bucket and, last, the
             number of rows, `[W + 1]` of the ids' dtype. `block_sizes_F` is then not read.
-        return_positions: return where each id went.
+        return_positions: also return the new position of each id.
         batch_size_per_feature: `[F]`, of the ids' dtype, where features have different batch
             sizes; lengths are then `[sum of batch sizes]`.
         max_batch_size: the largest of `batch_size_per_feature`, required with it.
@@ -365,13 +364,13 @@ def block_bucketize(
 def jagged_to_padded_dense(
     values_N: Tensor, offsets_M1: Tensor, max_length: int, padding_value: float = 0.0
 ) -> Tensor:
-    """Lay segments out as the rows of a rectangle, padded or truncated to `max_length`.
+    """Convert segments to rows of a matrix, padded or truncated to `max_length`.
 
     Args:
         values_N: `[N]`, or `[N, D]` rows, of any dtype; differentiable.
         offsets_M1: `[M + 1]`, int32 or int64.
         max_length: columns of the result.
-        padding_value: what fills the rest.
+        padding_value: value of the padding.
 
     Returns:
         `[M, max_length]`, or `[M, max_length, D]`, of the values' dtype.
@@ -381,7 +380,7 @@ def jagged_to_padded_dense(
         tensor([[1, 0],
                 [2, 3]])
     """
-    # torch.fx's proxies say neither device nor dtype
+    # proxies of torch.fx have neither device nor dtype
     if isinstance(cast(object, values_N), fx.Proxy) or (
         values_N.device.type in FBGEMM_DEVICES
         and values_N.dtype in _VALUE_DTYPES
@@ -410,7 +409,7 @@ def upload(
         dtype: of the result; None: the values'.
 
     Returns:
-        The tensor. On CPU it may share the memory of what was given.
+        The tensor. On CPU it may share the memory of `values`.
 
     Example:
         >>> upload([1, 2], torch.device("cpu"))
@@ -431,7 +430,7 @@ def copy_to(tensor: Tensor, device: torch.device | str, non_blocking: bool = Fal
     Args:
         tensor: of any shape.
         device: where to.
-        non_blocking: whether the host goes on while a GPU copies.
+        non_blocking: whether the host continues while a GPU copies.
 
     Example:
         >>> copy_to(torch.ones(2), "cpu", non_blocking=True)
@@ -469,7 +468,7 @@ def _find_buckets(
         size_N = block_sizes_F.index_select(0, feature_N)
         bucket_N = (values_N // size_N).clamp(0, num_buckets - 1)
         return bucket_N, bucket_N * size_N
-    # Tables laid end to end make one sorted list of block starts, so one search finds every id.
+    # Concatenated tables make one sorted list of block starts, so one search finds every id.
     # Of several blocks starting at the same row all but the last are empty; `right` finds the last.
     boundaries_FW = torch.stack(list(boundaries)).long()
     rows_F = boundaries_FW[:, -1]

@@ -1,7 +1,7 @@
 """Inputs of each Triton kernel with the results of PyTorch, for `self_check`.
 
-Values are small integers wherever the order of a sum could matter, so that results are equal to
-the bit. Inputs exceed one block of a kernel.
+Values are small integers if the order of a sum could matter, so that results are equal bit for
+bit. Inputs exceed one block of a kernel.
 
 Shape suffixes: as in the modules of the kernels.
 """
@@ -164,8 +164,8 @@ def _columns(device: torch.device, is_split: bool) -> tuple[Any, Tensor | None, 
     return Columns(entries, lists, means, width, _CHUNK, 32), counts, divisors, placed
 
 
-def _collect(device: torch.device) -> Results:
-    from recsys.kernels.output_triton import collect
+def _gather(device: torch.device) -> Results:
+    from recsys.kernels.output_triton import gather
 
     buffer = _integers(3, 99, 6 * _SAMPLES * _CHUNK).float().to(device)
     blocks = buffer.view(2, _SAMPLES, 3, _CHUNK)
@@ -176,12 +176,12 @@ def _collect(device: torch.device) -> Results:
             expected[:, chunk] += blocks[block, :, place]
         sent = buffer[: buffer.numel() // 2].half() * 2
         expected = expected.view(_SAMPLES, -1) / divisors
-        yield collect(buffer, _SAMPLES, columns, counts), expected
-        yield collect(buffer, _SAMPLES, columns, counts, sent, 2.0), expected
+        yield gather(buffer, _SAMPLES, columns, counts), expected
+        yield gather(buffer, _SAMPLES, columns, counts, sent, 2.0), expected
 
 
-def _spread(device: torch.device) -> Results:
-    from recsys.kernels.output_triton import spread
+def _scatter_grad(device: torch.device) -> Results:
+    from recsys.kernels.output_triton import scatter_grad
 
     for is_split in (False, True):
         columns, counts, divisors, placed = _columns(device, is_split)
@@ -192,10 +192,10 @@ def _spread(device: torch.device) -> Results:
             blocks[block, :, place] = divided[:, chunk]
         blocks[0] *= 0.5
         flat, num_sent = blocks.view(-1), blocks[0].numel()
-        found, sent = spread(grad, columns, counts, 0.5, num_sent)
+        found, sent = scatter_grad(grad, columns, counts, 0.5, num_sent)
         yield found, flat
         yield sent, flat[:num_sent]
-        found, sent = spread(grad, columns, counts, 0.5, num_sent, torch.float16, 2.0)
+        found, sent = scatter_grad(grad, columns, counts, 0.5, num_sent, torch.float16, 2.0)
         yield found[num_sent:], flat[num_sent:]
         yield sent, (flat[:num_sent] * 2).half()
 
@@ -219,25 +219,25 @@ def _ragged(device: torch.device) -> tuple[Any, Tensor, Tensor, int]:
     return Ragged(columns, chunks, batch, 1, ids), bag_of_id, rows.to(device), num_rows
 
 
-def _collect_ragged(device: torch.device) -> Results:
-    from recsys.kernels.ragged_triton import collect_ragged
+def _gather_ragged(device: torch.device) -> Results:
+    from recsys.kernels.ragged_triton import gather_ragged
 
     ragged, bag_of_id, rows, num_rows = _ragged(device)
     buffer = _integers(6, 99, rows.numel() + num_rows, 2 * _CHUNK).float().to(device)
     expected = torch.zeros(_SAMPLES, 2 * _CHUNK, device=device)
     expected[:num_rows] = buffer[rows.numel() :]
     expected.index_add_(0, bag_of_id, buffer[rows])
-    yield collect_ragged(buffer.view(-1), _SAMPLES, ragged, None), expected
+    yield gather_ragged(buffer.view(-1), _SAMPLES, ragged, None), expected
 
 
-def _spread_ragged(device: torch.device) -> Results:
-    from recsys.kernels.ragged_triton import spread_ragged
+def _scatter_grad_ragged(device: torch.device) -> Results:
+    from recsys.kernels.ragged_triton import scatter_grad_ragged
 
     ragged, bag_of_id, rows, num_rows = _ragged(device)
     grad = _integers(7, 99, _SAMPLES, 2 * _CHUNK).float().to(device)
     expected = torch.empty(rows.numel() + num_rows, 2 * _CHUNK, device=device)
     expected[rows], expected[rows.numel() :] = grad[bag_of_id], grad[:num_rows]
-    yield spread_ragged(grad, expected.numel(), ragged, None), expected.view(-1)
+    yield scatter_grad_ragged(grad, expected.numel(), ragged, None), expected.view(-1)
 
 
 def _rows(device: torch.device, buffer: Tensor) -> tuple[tuple[Any, ...], Tensor]:
@@ -259,20 +259,20 @@ def _rows(device: torch.device, buffer: Tensor) -> tuple[tuple[Any, ...], Tensor
     return known, out.view(-1, 2 * _CHUNK)
 
 
-def _collect_rows(device: torch.device) -> Results:
-    from recsys.kernels.sequence_triton import collect_rows
+def _gather_rows(device: torch.device) -> Results:
+    from recsys.kernels.sequence_triton import gather_rows
 
     buffer = torch.arange(200.0 * _CHUNK, device=device)
     known, out = _rows(device, buffer)
-    yield collect_rows(buffer, 2 * _CHUNK, *known), out
+    yield gather_rows(buffer, 2 * _CHUNK, *known), out
 
 
-def _spread_rows(device: torch.device) -> Results:
-    from recsys.kernels.sequence_triton import spread_rows
+def _scatter_grad_rows(device: torch.device) -> Results:
+    from recsys.kernels.sequence_triton import scatter_grad_rows
 
     buffer = torch.arange(200.0 * _CHUNK, device=device)
     known, out = _rows(device, buffer)
-    yield spread_rows(out, *known), buffer
+    yield scatter_grad_rows(out, *known), buffer
 
 
 _TABLE_ROWS = 50
@@ -387,22 +387,22 @@ CASES: Mapping[str, Callable[[torch.device], Results]] = {
     case.__name__[1:]: case
     for case in (
         _build_header,
-        _collect,
-        _collect_ragged,
-        _collect_rows,
+        _gather,
+        _gather_ragged,
+        _gather_rows,
         _complete_cumsum,
         _make_safe,
         _move_segments,
         _pack,
         _places_of_bags,
         _row_ids,
-        _spread,
-        _spread_ragged,
-        _spread_rows,
+        _scatter_grad,
+        _scatter_grad_ragged,
+        _scatter_grad_rows,
         _sum_and_update,
         _sum_by_row,
         _sum_into,
         _update_entries,
     )
 }
-"""By kernel, its case."""
+"""Case of each kernel."""

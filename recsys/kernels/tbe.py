@@ -202,7 +202,7 @@ class TableBatchedEmbedding:
         Args:
             indices: [N] int32 or int64, in range (see `find_bad_ids`), on the tables' device.
             offsets: [F * B + 1]; bag b of feature f is `indices[offsets[f * B + b]:...]`. With
-                `bags`: [sum of bags + 1], those of the first feature first.
+                `bags`: [sum of bags + 1], bags sorted by feature.
             per_sample_weights: [N] floats, or None. Receives a gradient when it requires one.
             parameters: [T] leaf tensors that alias `weights`. GRADIENT mode: they receive the
                 gradients. In the other modes only their `requires_grad` is read: frozen tables.
