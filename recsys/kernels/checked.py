@@ -20,7 +20,6 @@ from recsys.kernels.arguments import (
     choice,
     device_of,
     flag,
-    instance,
     names,
     number,
     path_of,
@@ -172,26 +171,16 @@ def _rules_of(owner: Callable[..., Any]) -> dict[str, _Rule]:
     rules: dict[str, _Rule] = {}
     for place in reversed(inspect.getmro(owner)) if isinstance(owner, type) else [owner]:
         known = vars(sys.modules[place.__module__])
-        names = _fields_of(place) if isinstance(place, type) else _parameters_of(place)
+        if isinstance(place, type):
+            names = tuple(getattr(place, "__dataclass_fields__", ()))
+        else:  # without *args and **kwargs
+            code = place.__code__
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         for name, annotation in inspect.get_annotations(cast(Any, place)).items():
             rule = _rule_of(_resolved(annotation, known))
             if rule is not None and name in names:
                 rules[name] = rule
     return rules
-
-
-def _fields_of(kind: type) -> set[str]:
-    return set(getattr(kind, "__dataclass_fields__", ()))
-
-
-def _parameters_of(function: Callable[..., Any]) -> set[str]:
-    """Return the names of the parameters, without `*args` and `**kwargs`."""
-    many = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return {
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind not in many
-    }
 
 
 def _resolved(annotation: Any, known: Mapping[str, Any]) -> Any:
@@ -227,7 +216,7 @@ def _rule_of(annotation: Any) -> _Rule | None:
     if kind in (dict, collections.abc.Mapping):
         return _rule_of_mapping(*(_rule_of(part) for part in inner or (Any, Any)))
     if kind is collections.abc.Callable:
-        return _FUNCTION
+        return _rule_if("a function", callable)
     if not isinstance(kind, type) or kind is object:
         return None
     if issubclass(kind, enum.Enum):
@@ -268,7 +257,16 @@ def _rule_of_class(kind: type, words: str = "") -> _Rule:
             return value
 
         return _Rule(words, check)
-    return _Rule(words, lambda subject, value: instance(subject, value, kind, words))
+    return _rule_if(words, lambda value: isinstance(value, kind))
+
+
+def _rule_if(words: str, accepts: Callable[[Any], bool]) -> _Rule:
+    """Return the rule of values that a function accepts."""
+
+    def check(subject: str, value: Any) -> Any:
+        return value if accepts(value) else wrong_type(subject, words, value)
+
+    return _Rule(words, check)
 
 
 def _name_of(kind: type) -> str:
@@ -277,10 +275,6 @@ def _name_of(kind: type) -> str:
     return known.get(kind, f"{room}{kind.__name__}")
 
 
-_FUNCTION = _Rule(
-    "a function",
-    lambda subject, value: value if callable(value) else wrong_type(subject, "a function", value),
-)
 _PLAIN[str] = _rule_of_class(str, "text")
 
 
@@ -305,13 +299,7 @@ def _rule_of_type(base: Any) -> _Rule | None:
     if not isinstance(base, type):
         return _rule_of_type(base.__bound__ or object) if isinstance(base, TypeVar) else None
     words = "a class" if base is object else f"a subclass of {_name_of(base)}"
-
-    def check(subject: str, value: Any) -> Any:
-        if not (isinstance(value, type) and issubclass(value, base)):
-            wrong_type(subject, words, value)
-        return value
-
-    return _Rule(words, check)
+    return _rule_if(words, lambda value: isinstance(value, type) and issubclass(value, base))
 
 
 def _rule_of_union(parts: Sequence[Any]) -> _Rule | None:
@@ -356,18 +344,14 @@ def _rule_of_list(kind: Any, one: _Rule | None) -> _Rule:
             wrong_type(subject, words, value)
         if not isinstance(value, collections.abc.Collection):
             return value  # to be read once
-        kept = _check_each(one, subject, value, words)
+        if isinstance(value, torch.Tensor) and not value.dim():
+            wrong_type(subject, words, value)
+        kept = list(value)
+        if one is not None:
+            kept = [_keep(one, f"{subject}[{i}]", part) for i, part in enumerate(kept)]
         return kept if kind is list and not isinstance(value, list) else value
 
     return _Rule(words, check)
-
-
-def _check_each(one: _Rule | None, subject: str, values: Any, words: str) -> list[Any]:
-    if isinstance(values, torch.Tensor) and not values.dim():
-        wrong_type(subject, words, values)
-    if one is None:
-        return list(values)
-    return [_keep(one, f"{subject}[{place}]", part) for place, part in enumerate(values)]
 
 
 def _plural(words: str) -> str:

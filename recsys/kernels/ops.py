@@ -1,8 +1,7 @@
 """Jagged operations on plain tensors: FBGEMM's kernels, each with a pure-PyTorch twin.
 
-The twin serves where fbgemm_gpu is missing, where its kernel lacks the dtype, where a gradient is
-needed that the kernel does not have, and everywhere when `RECSYS_KERNELS=torch` is set. Results
-are equal bit for bit.
+The twin is used if fbgemm_gpu is missing, if its kernel does not support the dtype or the gradient,
+and if `RECSYS_KERNELS=torch` is set. Results are equal bit for bit.
 
 Legend: `F` features, `B` batch size, `M` segments (bags), `N` values, `P` segments picked,
 `D` columns, `W` buckets.
@@ -85,7 +84,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def complete_cumsum(lengths_M: Tensor) -> Tensor:
-    """Turn lengths into offsets: the running sum with a leading zero.
+    """Convert lengths to offsets: the running sum with a leading zero.
 
     Args:
         lengths_M: `[M]`, int32 or int64.
@@ -196,13 +195,13 @@ def permute_1d(
 
 
 permute_2d = permute_1d
-"""The same, named as FBGEMM names it for lengths `[F, B]`."""
+"""FBGEMM's name of `permute_1d` for lengths `[F, B]`."""
 
 
 def move_segments(source_N: Tensor, order_P: np.ndarray, sizes_M: np.ndarray) -> Tensor:
-    """Pick segments in a new order, as `permute_1d` does, where the host knows their sizes.
+    """Pick segments in a new order, as `permute_1d` does, if the host knows their sizes.
 
-    On CUDA it is one upload and one kernel by Triton, where that is installed.
+    On CUDA with Triton, it is one upload and one kernel.
 
     Args:
         source_N: `[N]` values of any dtype, one dim, segment by segment.
@@ -279,7 +278,7 @@ def block_bucketize(
     batch_size_per_feature: Tensor | None = None,
     max_batch_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Route ids to the owners of the row blocks they fall in.
+    """Sort ids by the owner of their row block.
 
     Ids must be in range (see `find_bad_ids`): bad ids go to an unspecified bucket.
 
@@ -405,7 +404,7 @@ def upload(
 
     Args:
         values: numbers of any shape; a list holds integers, which become int64.
-        device: where to.
+        device: target device.
         dtype: of the result; None: the values'.
 
     Returns:
@@ -425,11 +424,11 @@ def upload(
 def copy_to(tensor: Tensor, device: torch.device | str, non_blocking: bool = False) -> Tensor:
     """Copy a tensor to a device; with `non_blocking` the host does not wait, pinned or not.
 
-    `Tensor.to(device, non_blocking=True)` waits where the memory of the host is not pinned.
+    `Tensor.to(device, non_blocking=True)` waits if the host memory is not pinned.
 
     Args:
         tensor: of any shape.
-        device: where to.
+        device: target device.
         non_blocking: whether the host continues while a GPU copies.
 
     Example:

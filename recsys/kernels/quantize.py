@@ -21,16 +21,6 @@ from torch import Tensor
 from recsys.kernels import ops
 from recsys.kernels.quantized import HEADER_BYTES, SPARSE_TYPES, row_bytes
 
-__all__ = [
-    "BLOCK_VALUES",
-    "headers_of",
-    "pack_values",
-    "quantize_rows",
-    "row_ranges",
-    "values_of",
-    "write_rows",
-]
-
 BLOCK_VALUES = 1 << 20
 """Floats that are quantized at a time."""
 _TO_WHOLE = 1.5 * 2**23

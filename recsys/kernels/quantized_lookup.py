@@ -106,7 +106,7 @@ class QuantizedLookup(nn.Module):
     def _lay_out(self, tables: Sequence[Tensor]) -> None:
         """Store the rows as their device's kernels read them."""
         device = tables[0].device
-        self.row_alignment = self._alignment_on(device)
+        self.row_alignment = row_alignment_on(device.type, self._least_alignment)
         self._row_bytes = [
             -(-r.shape[1] // self.row_alignment) * self.row_alignment for r in tables
         ]
@@ -120,9 +120,6 @@ class QuantizedLookup(nn.Module):
         for table, rows in enumerate(tables):
             self.table_rows(table).copy_(rows)
         self._describe()
-
-    def _alignment_on(self, device: torch.device) -> int:
-        return row_alignment_on(device.type, self._least_alignment)
 
     def _describe(self) -> None:
         """Register the index tensors of FBGEMM's kernel."""
@@ -157,7 +154,8 @@ class QuantizedLookup(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLookup:
         """Serve `to`, `cuda`, `to_empty`: another kind of device may mean another layout."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._alignment_on(cast(Tensor, self.weights).device) != self.row_alignment:
+        device_type = cast(Tensor, self.weights).device.type
+        if row_alignment_on(device_type, self._least_alignment) != self.row_alignment:
             self._lay_out([self.table_rows(table) for table in range(len(self._num_rows))])
         else:
             self._describe()  # `to_empty` clears these tensors too

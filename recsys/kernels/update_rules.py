@@ -269,10 +269,6 @@ def row_moment(g_KD: Tensor) -> Tensor:
     return norm_K.square_().div_(g_KD.shape[1])
 
 
-def _move_by_sgd(touched: TouchedRows) -> Tensor:
-    return touched.move_along(touched.gradients)
-
-
 def _move_by_adagrad(touched: TouchedRows) -> Tensor:
     g_KD = touched.gradients
     root_KD = touched.advance("sum", g_KD.square()).sqrt_().add_(touched.spec.eps)
@@ -298,10 +294,6 @@ def _adam_direction(touched: TouchedRows) -> Tensor:
     if is_row_wise:
         square = square.unsqueeze(1)
     return mean_hat / (square / (1 - spec.beta2**step)).sqrt_().add_(spec.eps)
-
-
-def _move_by_adam(touched: TouchedRows) -> Tensor:
-    return touched.move_along(_adam_direction(touched))
 
 
 def _move_by_lamb(touched: TouchedRows) -> Tensor:
@@ -349,7 +341,6 @@ def _scale_of_rowwise_adagrad(all_rows: TouchedRows) -> Tensor:
 
 
 _L2, _DECOUPLE = WeightDecayMode.L2, WeightDecayMode.DECOUPLE
-_ADAM_SETTINGS = ("eps", "beta1", "beta2")
 _ADAM_STATE: Mapping[str, StateKind] = {
     "exp_avg": "element",
     "exp_avg_sq": "element",
@@ -357,17 +348,17 @@ _ADAM_STATE: Mapping[str, StateKind] = {
 }
 _ROW_WISE_ADAM_STATE: Mapping[str, StateKind] = {**_ADAM_STATE, "exp_avg_sq": "row"}
 
-_LAMB = UpdateRule(
-    move=_move_by_lamb,
+_ADAM = UpdateRule(
+    move=lambda touched: touched.move_along(_adam_direction(touched)),
     state=_ADAM_STATE,
-    settings=_ADAM_SETTINGS,
+    settings=("eps", "beta1", "beta2"),
     decay=_DECOUPLE,
-    reads_row=RowReads.NORMS,
-    update_copies=7,
+    update_copies=5,
 )
+_LAMB = replace(_ADAM, move=_move_by_lamb, reads_row=RowReads.NORMS, update_copies=7)
 UPDATE_RULES: Mapping[EmbOptimType, UpdateRule] = {
     EmbOptimType.SGD: UpdateRule(
-        move=_move_by_sgd,
+        move=lambda touched: touched.move_along(touched.gradients),
         dense_scale=_scale_of_sgd,
         update_copies=2,
         torch_classes={torch.optim.SGD: _L2},
@@ -388,25 +379,16 @@ UPDATE_RULES: Mapping[EmbOptimType, UpdateRule] = {
         dense_scale=_scale_of_rowwise_adagrad,
         update_copies=2,
     ),
-    EmbOptimType.ADAM: UpdateRule(
-        move=_move_by_adam,
-        state=_ADAM_STATE,
-        settings=_ADAM_SETTINGS,
-        decay=_DECOUPLE,
-        update_copies=5,
+    EmbOptimType.ADAM: replace(
+        _ADAM,
         torch_classes={
             torch.optim.Adam: _L2,
             torch.optim.AdamW: _DECOUPLE,
             torch.optim.SparseAdam: _L2,
         },
     ),
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: UpdateRule(
-        move=_move_by_adam,
-        state=_ROW_WISE_ADAM_STATE,
-        settings=_ADAM_SETTINGS,
-        decay=_DECOUPLE,
-        reads_row=RowReads.MOMENT,
-        update_copies=4,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: replace(
+        _ADAM, state=_ROW_WISE_ADAM_STATE, reads_row=RowReads.MOMENT, update_copies=4
     ),
     EmbOptimType.LAMB: _LAMB,
     EmbOptimType.PARTIAL_ROWWISE_LAMB: replace(_LAMB, state=_ROW_WISE_ADAM_STATE, update_copies=6),

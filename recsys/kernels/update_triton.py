@@ -363,7 +363,7 @@ def sum_and_update(
 
 @self_checked
 def update_entries(
-    update: RowUpdate, rows_K: Tensor, gradients_KD: Tensor, moments_K: Tensor | None
+    update: RowUpdate, rows_K: Tensor, gradients_KD: Tensor, moments_K: Tensor | None = None
 ) -> None:
     """Update rows by summed gradients; its twin is `row_update.update_rows`.
 
