@@ -15,6 +15,7 @@ TRITON_MODULES = frozenset(
         "optional_triton",
         "output_triton",
         "ragged_triton",
+        "self_check_cases",
         "sequence_triton",
         "update_triton",
     )

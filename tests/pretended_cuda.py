@@ -45,9 +45,9 @@ KERNELS = {
         "places_of_bags",
         "row_ids",
     ),
-    "output_triton": ("collect", "spread"),
-    "ragged_triton": ("collect_ragged", "spread_ragged"),
-    "sequence_triton": ("collect_rows", "spread_rows"),
+    "output_triton": ("gather", "scatter_grad"),
+    "ragged_triton": ("gather_ragged", "scatter_grad_ragged"),
+    "sequence_triton": ("gather_rows", "scatter_grad_rows"),
     "update_triton": ("sum_and_update", "sum_by_row", "sum_into", "update_entries"),
 }
 CUDA = torch.device("cuda", 0)

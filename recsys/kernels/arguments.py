@@ -1,4 +1,4 @@
-"""Checks of what users pass: each returns the value as the code needs it, or says what is wrong."""
+"""Checks of arguments: each function returns the converted value or raises an error."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def whole(subject: str, value: object, least: int | None = 1, most: int | None =
     """Return a whole number, given as an int or one of NumPy's integers.
 
     Args:
-        subject: How errors call the value.
-        value: What should be one.
+        subject: Name of the value in errors.
+        value: Value to check.
         least: The smallest allowed; None: any.
         most: The largest allowed; None: any.
 
     Raises:
-        TypeError: It is none; True and 10.0 are none.
+        TypeError: The value is not a whole number, such as True or 10.0.
         ValueError: It is too small or too large.
 
     Example:
@@ -37,7 +37,7 @@ def whole(subject: str, value: object, least: int | None = 1, most: int | None =
     if isinstance(value, bool):
         wrong_type(subject, "a whole number", value)
     try:
-        number = index(value)  # type: ignore[arg-type]  # raises for what is none
+        number = index(value)  # type: ignore[arg-type]  # raises for other values
     except TypeError:
         wrong_type(subject, "a whole number", value)
     if least is not None and number < least:
@@ -54,13 +54,13 @@ def finite(
     """Return a number that is finite, given as a float, an int or a tensor of one value.
 
     Args:
-        subject: How errors call the value.
-        value: What should be one.
+        subject: Name of the value in errors.
+        value: Value to check.
         least: The smallest allowed; None: any.
-        below: All allowed are smaller; None: any.
+        below: Exclusive upper limit; None: any.
 
     Raises:
-        TypeError: It is no number; True and "0.1" are none.
+        TypeError: The value is not a number, such as True or "0.1".
         ValueError: It is infinite, NaN, or out of the range.
 
     Example:
@@ -85,11 +85,11 @@ def number(subject: str, value: _Number) -> _Number:
     """Return a number as it is: a float, an int or a tensor of one value, infinite or not.
 
     Args:
-        subject: How errors call the value.
-        value: What should be one.
+        subject: Name of the value in errors.
+        value: Value to check.
 
     Raises:
-        TypeError: It is no number; True and "0.1" are none.
+        TypeError: The value is not a number, such as True or "0.1".
 
     Example:
         >>> number("rate", 1)
@@ -106,14 +106,14 @@ def number(subject: str, value: _Number) -> _Number:
 
 
 def flag(subject: str, value: object) -> bool:
-    """Return a bool, given as one, as NumPy's, or as 0 or 1.
+    """Return a bool, given as a bool of Python or NumPy, or as 0 or 1.
 
     Args:
-        subject: How errors call the value.
-        value: What should be one.
+        subject: Name of the value in errors.
+        value: Value to check.
 
     Raises:
-        TypeError: It is another value; "no" and None are.
+        TypeError: The value is not a bool, such as "no" or None.
 
     Example:
         >>> flag("is_weighted", True)
@@ -132,10 +132,10 @@ def instance(subject: str, value: object, kind: type[_Kind], rule: str = "") -> 
     """Return an object of a class.
 
     Args:
-        subject: How errors call the value.
-        value: What should be one.
+        subject: Name of the value in errors.
+        value: Value to check.
         kind: The class.
-        rule: How errors call such an object.
+        rule: Name of such an object in errors.
 
     Raises:
         TypeError: It is an object of another class.
@@ -150,11 +150,11 @@ def instance(subject: str, value: object, kind: type[_Kind], rule: str = "") -> 
 
 
 def check_input(subject: str, value: object, kind: type) -> None:
-    """Check what a module's forward is given; proxies of a trace pass.
+    """Check an argument of a module's forward; proxies of `torch.fx` pass.
 
     Args:
-        subject: How errors call the value.
-        value: What should be one.
+        subject: Name of the value in errors.
+        value: Value to check.
         kind: The class.
 
     Raises:
@@ -168,10 +168,10 @@ def check_input(subject: str, value: object, kind: type) -> None:
 
 
 def device_of(subject: str, value: object) -> torch.device:
-    """Return a device, given as one or by its name.
+    """Return a device, given as a `torch.device` or by its name.
 
     Args:
-        subject: How errors call the value.
+        subject: Name of the value in errors.
         value: Such as `torch.device("cpu")` or `"cuda:1"`.
 
     Raises:
@@ -195,13 +195,13 @@ def device_of(subject: str, value: object) -> torch.device:
 
 
 def choice(subject: str, value: object, choices: Iterable[_Choice]) -> _Choice:
-    """Return a member of an enum, given as one, by its value, or by its name in any case.
+    """Return a member of an enum, given as a member, its value, or its name in any case.
 
     A member of another library's enum counts by its name.
 
     Args:
-        subject: How errors call the value.
-        value: What should be one.
+        subject: Name of the value in errors.
+        value: Value to check.
         choices: The enum, or some of its members.
 
     Raises:
@@ -229,11 +229,11 @@ def names(subject: str, value: object) -> list[str]:
     """Return a list of texts, from any iterable of them.
 
     Args:
-        subject: How errors call the value.
-        value: Such as a list, a tuple or a generator; not one text, which would be its letters.
+        subject: Name of the value in errors.
+        value: Such as a list, a tuple or a generator.
 
     Raises:
-        TypeError: It is no such iterable.
+        TypeError: The value is one text, or is not an iterable of texts.
 
     Example:
         >>> names("features", ("user", "film"))
@@ -251,12 +251,12 @@ def whole_list(subject: str, value: object, length: int | None = None) -> list[i
     """Return a list of whole numbers from 0 on.
 
     Args:
-        subject: How errors call the value.
+        subject: Name of the value in errors.
         value: Such as a list, a tuple or a range.
-        length: How many they must be; None: any number.
+        length: Required number of elements; None: any.
 
     Raises:
-        TypeError: It is no iterable of whole numbers; text is none.
+        TypeError: The value is not an iterable of whole numbers.
         ValueError: A number is negative, or there are too many or too few.
 
     Example:
@@ -273,7 +273,7 @@ def whole_list(subject: str, value: object, length: int | None = None) -> list[i
 
 
 def _listed(value: object) -> list[Any] | None:
-    """Return the elements of an iterable; None for text, and for what has no elements."""
+    """Return the elements of an iterable; None for text and other values."""
     is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes)
     if not is_list or (isinstance(value, torch.Tensor) and not value.dim()):
         return None
@@ -284,8 +284,8 @@ def path_of(subject: str, value: object) -> Path:
     """Return a path, given as text or as any `os.PathLike`.
 
     Args:
-        subject: How errors call the value.
-        value: What should be one.
+        subject: Name of the value in errors.
+        value: Value to check.
 
     Raises:
         TypeError: It is not a path.
@@ -306,14 +306,13 @@ def writable_folder(subject: str, value: object) -> Path:
     """Return the path of a folder that can be written to, or created; creates nothing.
 
     Args:
-        subject: How errors call the value.
+        subject: Name of the value in errors.
         value: Text or an `os.PathLike`.
 
     Raises:
         TypeError: It is not a path.
         ValueError: It is empty.
-        OSError: The folder, or the nearest one above it that exists, is no folder or cannot be
-            written to.
+        OSError: The path, or its nearest existing parent, is not a folder or cannot be written to.
 
     Example:
         >>> writable_folder("folder", "/dev/null/saved")
@@ -336,10 +335,10 @@ def writable_folder(subject: str, value: object) -> Path:
 
 
 def setting(variable: str, least: int = 1) -> int | None:
-    """Return the whole number that an environment variable holds; None if it is not set.
+    """Return the whole number in an environment variable; None if it is not set.
 
     Raises:
-        ValueError: It holds something else, or too small a number.
+        ValueError: The variable is not a whole number, or is too small.
     """
     text = os.environ.get(variable)
     if text is None:
@@ -354,7 +353,7 @@ def setting(variable: str, least: int = 1) -> int | None:
 
 
 def repeated(values: Iterable[str]) -> list[str]:
-    """Return what comes up more than once, in order.
+    """Return the values that occur more than once, sorted.
 
     Example:
         >>> repeated(["b", "a", "b"])
@@ -364,11 +363,11 @@ def repeated(values: Iterable[str]) -> list[str]:
 
 
 def wrong_type(subject: str, rule: str, value: object) -> NoReturn:
-    """Raise TypeError: a value is not what it must be."""
+    """Raise the TypeError of a value of another type."""
     raise TypeError(f"{subject} must be {rule}; received {shown(value)}.")
 
 
 def shown(value: object, most: int = 60) -> str:
-    """Return a value for a message, shortened where it is long."""
+    """Return the text of a value for a message, shortened to `most` characters."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}..."

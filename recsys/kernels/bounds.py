@@ -44,7 +44,7 @@ def safe_lengths(
     lengths: Tensor,
     is_bad: Tensor,
     num_ids: int,
-    told: tuple[Tensor, Tensor] | None = None,
+    known: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Replace bad lengths by lengths that fit the ids; no device sync.
 
@@ -52,7 +52,7 @@ def safe_lengths(
         lengths: [M] int32 or int64.
         is_bad: [] bool, see `are_bags_bad`.
         num_ids: Required sum of the lengths.
-        told: If the host knows the number of ids of each feature: [F] int64 first bag of each
+        known: If the host knows the number of ids of each feature: [F] int64 first bag of each
             feature, and [F] the numbers.
 
     Returns:
@@ -61,15 +61,15 @@ def safe_lengths(
     Example:
         >>> safe_lengths(torch.tensor([2, -1, 2]), torch.tensor(True), 3)
         tensor([3, 0, 0])
-        >>> told = torch.tensor([0, 2]), torch.tensor([2, 1])  # two features, of 2 bags and of 1
-        >>> safe_lengths(torch.tensor([2, -1, 2]), torch.tensor(True), 3, told)
+        >>> known = torch.tensor([0, 2]), torch.tensor([2, 1])  # two features, of 2 bags and of 1
+        >>> safe_lengths(torch.tensor([2, -1, 2]), torch.tensor(True), 3, known)
         tensor([2, 0, 1])
     """
     first = torch.zeros_like(lengths)
-    if told is None:
+    if known is None:
         first[:1] = num_ids
     else:
-        first.index_copy_(0, told[0], told[1].to(lengths.dtype))
+        first.index_copy_(0, known[0], known[1].to(lengths.dtype))
     return torch.where(is_bad, first, lengths)
 
 
@@ -137,7 +137,7 @@ _LateCheck: TypeAlias = tuple[Tensor, torch.cuda.Event, Callable[[Tensor], None]
 
 
 @final
-class LateChecks:
+class AsyncChecks:
     """Asynchronous checks on a CUDA device: a later batch reads and reports their results.
 
     Attributes:
@@ -147,15 +147,15 @@ class LateChecks:
     def __init__(self) -> None:
         self.pending: list[_LateCheck] = []
 
-    def add(self, bad: Tensor, complain: Callable[[], None]) -> None:
+    def add(self, bad: Tensor, report: Callable[[], None]) -> None:
         """Start copying flags to the host.
 
         Args:
             bad: [any] on the device, bool or int32, not 0 for bad values.
-            complain: Raises or warns; called after the copy has arrived if a flag is not 0.
+            report: Raises or warns; called after the copy has arrived if a flag is not 0.
         """
         few = bad if bad.numel() <= _FEW else bad.any()
-        self.send(few, lambda copied: complain() if bool(copied.any()) else None)
+        self.send(few, lambda copied: report() if bool(copied.any()) else None)
 
     def send(self, result: Tensor, read: Callable[[Tensor], None]) -> None:
         """Start copying the result of a check to the host.

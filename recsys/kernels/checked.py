@@ -20,7 +20,6 @@ from recsys.kernels.arguments import (
     choice,
     device_of,
     flag,
-    instance,
     names,
     number,
     path_of,
@@ -33,13 +32,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def checked(function: _Function) -> _Function:
-    """Check the types of a function's arguments, by its annotations, whenever it is called.
+    """Check the types of a function's arguments in each call, by its annotations.
 
     Not for functions that run with every batch: each argument costs about a microsecond; see
-    `checked_late`. NumPy's numbers become Python's, and text that names a device or a member of an
-    enum becomes that. A bool is no `int`. A `list` may be any iterable but text, tensors and
-    iterators. A `float` may be any number. Each element of a list or a mapping is checked. What an
-    annotation leaves open is not checked.
+    `checked_late`. Numbers of NumPy are converted to numbers of Python, and text to a device or a
+    member of an enum. A bool is not accepted as `int`. A `list` may be any iterable except text,
+    tensors and iterators. A `float` may be any number. Each element of a list or a mapping is
+    checked. Arguments without an annotation are not checked.
 
     Args:
         function: Such as an `__init__`.
@@ -59,10 +58,10 @@ def checked(function: _Function) -> _Function:
 
 
 def checked_but(*names: str) -> Callable[[_Function], _Function]:
-    """As `checked`, for a function that checks some of its arguments itself.
+    """Check the types of a function's arguments as `checked` does, except some of them.
 
     Args:
-        names: Of these arguments.
+        names: Names of the arguments that are not checked.
 
     Example:
         >>> @checked_but("path")
@@ -84,17 +83,17 @@ def checked_but(*names: str) -> Callable[[_Function], _Function]:
 
 
 def checked_late(function: _Function) -> _Function:
-    """Check the types of a function's arguments, by its annotations, only when it has failed.
+    """Check the types of a function's arguments only after it has raised an error.
 
-    For functions that run with every batch. An error that wrong arguments caused is replaced by
-    the one that `checked` raises. Any other error stays, and so does a TypeError in this library's
-    own words, which say what was received.
+    For functions that run with every batch. If an argument has a wrong type, the error of
+    `checked` replaces the error. All other errors are kept, and so is a TypeError of this library,
+    which names the received value.
 
     Args:
-        function: What to call.
+        function: Function to call.
 
     Returns:
-        The function that checks once it has failed.
+        The function that checks after an error.
 
     Example:
         >>> @checked_late
@@ -123,7 +122,7 @@ def _check_call(
     kwargs: dict[str, Any],
     unchecked: tuple[str, ...] = (),
 ) -> tuple[Any, ...]:
-    """Return the positional arguments to use; puts the others to use in their place."""
+    """Return the converted positional arguments; converts `kwargs` in place."""
     rules, code = _rules_of(function), function.__code__
     owner = function.__qualname__.rpartition("<locals>.")[2]
     subject = type(args[0]).__name__ if args and owner.endswith(".__init__") else owner
@@ -141,7 +140,7 @@ def check_fields(owner: object) -> None:
     """Check the fields of a dataclass, by their annotations; for its `__post_init__`.
 
     Args:
-        owner: The object. Fields are set to what `checked` makes of such an argument.
+        owner: The object. Fields are converted as `checked` converts arguments.
 
     Raises:
         TypeError: A field has another type than annotated.
@@ -155,11 +154,11 @@ def check_fields(owner: object) -> None:
 
 
 class _Rule(NamedTuple):
-    """What values of an annotation are."""
+    """Check of the values of an annotation, and its name in errors."""
 
     words: str
     check: Callable[[str, Any], Any]
-    """Of the subject and the value: returns the value to use, or raises."""
+    """Function of the subject and the value: returns the converted value, or raises."""
 
 
 def _keep(rule: _Rule, subject: str, value: Any) -> Any:
@@ -172,7 +171,11 @@ def _rules_of(owner: Callable[..., Any]) -> dict[str, _Rule]:
     rules: dict[str, _Rule] = {}
     for place in reversed(inspect.getmro(owner)) if isinstance(owner, type) else [owner]:
         known = vars(sys.modules[place.__module__])
-        names = _fields_of(place) if isinstance(place, type) else _parameters_of(place)
+        if isinstance(place, type):
+            names = tuple(getattr(place, "__dataclass_fields__", ()))
+        else:  # without *args and **kwargs
+            code = place.__code__
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         for name, annotation in inspect.get_annotations(cast(Any, place)).items():
             rule = _rule_of(_resolved(annotation, known))
             if rule is not None and name in names:
@@ -180,22 +183,8 @@ def _rules_of(owner: Callable[..., Any]) -> dict[str, _Rule]:
     return rules
 
 
-def _fields_of(kind: type) -> set[str]:
-    return set(getattr(kind, "__dataclass_fields__", ()))
-
-
-def _parameters_of(function: Callable[..., Any]) -> set[str]:
-    """Return the names of single parameters: not those that collect many."""
-    many = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return {
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind not in many
-    }
-
-
 def _resolved(annotation: Any, known: Mapping[str, Any]) -> Any:
-    """Return what an annotation's text means; Any where only a type checker knows its names."""
+    """Evaluate the text of an annotation; Any if its names exist for type checkers only."""
     if not isinstance(annotation, str):
         return annotation
     try:
@@ -227,7 +216,7 @@ def _rule_of(annotation: Any) -> _Rule | None:
     if kind in (dict, collections.abc.Mapping):
         return _rule_of_mapping(*(_rule_of(part) for part in inner or (Any, Any)))
     if kind is collections.abc.Callable:
-        return _FUNCTION
+        return _rule_if("a function", callable)
     if not isinstance(kind, type) or kind is object:
         return None
     if issubclass(kind, enum.Enum):
@@ -254,7 +243,7 @@ _PLAIN: dict[Any, _Rule] = {
 
 
 def _rule_of_class(kind: type, words: str = "") -> _Rule:
-    """Return the rule of a class, or of a protocol, by the names that it has."""
+    """Return the rule of a class, or of a protocol, which is checked by its names."""
     name = _name_of(kind)
     words = words or f"{'an' if name[0] in 'AEIO' or name.startswith('nn.') else 'a'} {name}"
     if getattr(kind, "_is_protocol", False):
@@ -268,7 +257,16 @@ def _rule_of_class(kind: type, words: str = "") -> _Rule:
             return value
 
         return _Rule(words, check)
-    return _Rule(words, lambda subject, value: instance(subject, value, kind, words))
+    return _rule_if(words, lambda value: isinstance(value, kind))
+
+
+def _rule_if(words: str, accepts: Callable[[Any], bool]) -> _Rule:
+    """Return the rule of values that a function accepts."""
+
+    def check(subject: str, value: Any) -> Any:
+        return value if accepts(value) else wrong_type(subject, words, value)
+
+    return _Rule(words, check)
 
 
 def _name_of(kind: type) -> str:
@@ -277,15 +275,11 @@ def _name_of(kind: type) -> str:
     return known.get(kind, f"{room}{kind.__name__}")
 
 
-_FUNCTION = _Rule(
-    "a function",
-    lambda subject, value: value if callable(value) else wrong_type(subject, "a function", value),
-)
 _PLAIN[str] = _rule_of_class(str, "text")
 
 
 def _rule_of_tuple(parts: Sequence[Any]) -> _Rule:
-    """Return the rule of a tuple, or list, that has as many elements as there are annotations."""
+    """Return the rule of a tuple or list of fixed length."""
     rules = [_rule_of(part) for part in parts]
     words = f"a tuple of {len(rules)}"
 
@@ -305,13 +299,7 @@ def _rule_of_type(base: Any) -> _Rule | None:
     if not isinstance(base, type):
         return _rule_of_type(base.__bound__ or object) if isinstance(base, TypeVar) else None
     words = "a class" if base is object else f"a subclass of {_name_of(base)}"
-
-    def check(subject: str, value: Any) -> Any:
-        if not (isinstance(value, type) and issubclass(value, base)):
-            wrong_type(subject, words, value)
-        return value
-
-    return _Rule(words, check)
+    return _rule_if(words, lambda value: isinstance(value, type) and issubclass(value, base))
 
 
 def _rule_of_union(parts: Sequence[Any]) -> _Rule | None:
@@ -356,18 +344,14 @@ def _rule_of_list(kind: Any, one: _Rule | None) -> _Rule:
             wrong_type(subject, words, value)
         if not isinstance(value, collections.abc.Collection):
             return value  # to be read once
-        kept = _check_each(one, subject, value, words)
+        if isinstance(value, torch.Tensor) and not value.dim():
+            wrong_type(subject, words, value)
+        kept = list(value)
+        if one is not None:
+            kept = [_keep(one, f"{subject}[{i}]", part) for i, part in enumerate(kept)]
         return kept if kind is list and not isinstance(value, list) else value
 
     return _Rule(words, check)
-
-
-def _check_each(one: _Rule | None, subject: str, values: Any, words: str) -> list[Any]:
-    if isinstance(values, torch.Tensor) and not values.dim():
-        wrong_type(subject, words, values)
-    if one is None:
-        return list(values)
-    return [_keep(one, f"{subject}[{place}]", part) for place, part in enumerate(values)]
 
 
 def _plural(words: str) -> str:

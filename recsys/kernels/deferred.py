@@ -47,7 +47,7 @@ class DeferredGradients:
 
     @property
     def exist(self) -> bool:
-        """Whether gradients are pending since the last step."""
+        """True if gradients are pending since the last step."""
         return self._held is not None or self._pending is not None
 
     @property

@@ -1,8 +1,7 @@
 """Jagged operations on plain tensors: FBGEMM's kernels, each with a pure-PyTorch twin.
 
-The twin serves where fbgemm_gpu is missing, where its kernel lacks the dtype, where a gradient is
-needed that the kernel does not have, and everywhere when `RECSYS_KERNELS=torch` is set. Results
-are equal bit for bit.
+The twin is used if fbgemm_gpu is missing, if its kernel does not support the dtype or the gradient,
+and if `RECSYS_KERNELS=torch` is set. Results are equal bit for bit.
 
 Legend: `F` features, `B` batch size, `M` segments (bags), `N` values, `P` segments picked,
 `D` columns, `W` buckets.
@@ -46,14 +45,14 @@ FBGEMM_DEVICES = frozenset(
     and os.environ.get("RECSYS_KERNELS", "fbgemm") != "torch"
     and torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::asynchronous_complete_cumsum", key)
 )
-"""Where FBGEMM's kernels are used if they apply, by types of devices.
+"""Types of devices on which FBGEMM's kernels are used.
 
-Functions ask for it themselves, not by a helper: a batch calls them often.
+Functions read it directly, without a helper function, because each batch calls them often.
 """
 
 
 def _why_triton_fails() -> str:
-    """Return what Triton lacks to compile what launches a kernel, or nothing."""
+    """Return the reason for which Triton cannot compile its launcher; empty if it can."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler; install gcc or clang, or set CC"
     scheme = sysconfig.get_default_scheme()
@@ -66,11 +65,11 @@ def _why_triton_fails() -> str:
 _HAS_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 _IS_TRITON_WANTED = os.environ.get("RECSYS_KERNELS", "fbgemm") != "torch"
 WHY_TRITON_FAILS = ""
-"""Why kernels cannot be Triton's though it is installed."""
+"""Reason for which Triton is installed but does not work; empty if it works."""
 if _HAS_TRITON_INSTALLED and _IS_TRITON_WANTED and os.environ.get("TRITON_INTERPRET") != "1":
     WHY_TRITON_FAILS = _why_triton_fails()
 HAS_TRITON = _HAS_TRITON_INSTALLED and _IS_TRITON_WANTED and not WHY_TRITON_FAILS
-"""Whether kernels on CUDA can be Triton's, which comes with PyTorch's builds for CUDA on Linux."""
+"""True if kernels on CUDA can use Triton, a part of PyTorch's CUDA builds on Linux."""
 
 _CUDA = frozenset(("cuda",))
 _INT_DTYPES = frozenset((torch.int32, torch.int64))
@@ -85,7 +84,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def complete_cumsum(lengths_M: Tensor) -> Tensor:
-    """Turn lengths into offsets: the running sum with a leading zero.
+    """Convert lengths to offsets: the running sum with a leading zero.
 
     Args:
         lengths_M: `[M]`, int32 or int64.
@@ -144,7 +143,7 @@ def permute_1d(
         total: the number of values picked, where known; saves a device-to-host read on GPU.
 
     Returns:
-        Lengths `[P]` or `[P, B]`, values and weights of what was picked.
+        Lengths `[P]` or `[P, B]`, picked values and weights.
 
     Example:
         >>> permute_1d(torch.tensor([1, 0]), torch.tensor([2, 1]), torch.tensor([7, 8, 9]))
@@ -196,13 +195,13 @@ def permute_1d(
 
 
 permute_2d = permute_1d
-"""The same, named as FBGEMM names it for lengths `[F, B]`."""
+"""FBGEMM's name of `permute_1d` for lengths `[F, B]`."""
 
 
 def move_segments(source_N: Tensor, order_P: np.ndarray, sizes_M: np.ndarray) -> Tensor:
-    """Pick segments in a new order, as `permute_1d` does, where the host knows their sizes.
+    """Pick segments in a new order, as `permute_1d` does, if the host knows their sizes.
 
-    On CUDA it is one upload and one kernel by Triton, where that is installed.
+    On CUDA with Triton, it is one upload and one kernel.
 
     Args:
         source_N: `[N]` values of any dtype, one dim, segment by segment.
@@ -210,7 +209,7 @@ def move_segments(source_N: Tensor, order_P: np.ndarray, sizes_M: np.ndarray) ->
         sizes_M: `[M]` int64: values per segment.
 
     Returns:
-        The values of what was picked; no autograd.
+        The picked values; no autograd.
 
     Example:
         >>> values = torch.tensor([1, 2, 3])
@@ -233,14 +232,14 @@ def move_segments(source_N: Tensor, order_P: np.ndarray, sizes_M: np.ndarray) ->
 
 
 def swap_segments(values_N: Tensor, sizes_OI: np.ndarray) -> Tensor:
-    """Return segments that stand `[outer][inner]` in the order `[inner][outer]`.
+    """Reorder segments from `[outer][inner]` to `[inner][outer]`.
 
     Args:
         values_N: `[N]` values of any dtype, one dim, segment by segment.
         sizes_OI: `[O, I]` int64: values of each segment.
 
     Returns:
-        `[N]`; no autograd. To swap them back, give it and `sizes_OI.T`.
+        `[N]`; no autograd. Inverse: the same function with `sizes_OI.T`.
 
     Example:
         >>> swap_segments(torch.tensor([1, 2, 2, 3, 4]), np.array([[1, 2], [1, 1]]))
@@ -251,7 +250,7 @@ def swap_segments(values_N: Tensor, sizes_OI: np.ndarray) -> Tensor:
 
 
 def plan_of_moves(order_P: np.ndarray, sizes_M: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return where picked segments begin and how far they come; see `ops_triton`.
+    """Return the starts and the shifts of the picked segments; see `ops_triton`.
 
     Args:
         order_P: `[P]` the segments to pick, in order.
@@ -279,7 +278,7 @@ def block_bucketize(
     batch_size_per_feature: Tensor | None = None,
     max_batch_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Route ids to the owners of the row blocks they fall in.
+    """Sort ids by the owner of their row block.
 
     Ids must be in range (see `find_bad_ids`): bad ids go to an unspecified bucket.
 
@@ -289,12 +288,11 @@ def block_bucketize(
         weights_N: `[N]` per-id weights, or None.
         block_sizes_F: `[F]`, of the ids' dtype: rows per bucket, at least 1; bucket `w` of
             feature `f` owns the rows from `w * block_sizes[f]` up to the next bucket's first.
-            FBGEMM reads a 0 as "id modulo num_buckets" without a word, so it is refused here (on
-            CPU; build the sizes there before they move to a GPU).
-        num_buckets: `W`, how many owners.
+            FBGEMM reads a 0 as "id modulo num_buckets", so a 0 on the CPU raises an error.
+        num_buckets: `W`, number of owners.
         boundaries: for uneven blocks: per feature the first row of each bucket and, last, the
             number of rows, `[W + 1]` of the ids' dtype. `block_sizes_F` is then not read.
-        return_positions: return where each id went.
+        return_positions: also return the new position of each id.
         batch_size_per_feature: `[F]`, of the ids' dtype, where features have different batch
             sizes; lengths are then `[sum of batch sizes]`.
         max_batch_size: the largest of `batch_size_per_feature`, required with it.
@@ -365,13 +363,13 @@ def block_bucketize(
 def jagged_to_padded_dense(
     values_N: Tensor, offsets_M1: Tensor, max_length: int, padding_value: float = 0.0
 ) -> Tensor:
-    """Lay segments out as the rows of a rectangle, padded or truncated to `max_length`.
+    """Convert segments to rows of a matrix, padded or truncated to `max_length`.
 
     Args:
         values_N: `[N]`, or `[N, D]` rows, of any dtype; differentiable.
         offsets_M1: `[M + 1]`, int32 or int64.
         max_length: columns of the result.
-        padding_value: what fills the rest.
+        padding_value: value of the padding.
 
     Returns:
         `[M, max_length]`, or `[M, max_length, D]`, of the values' dtype.
@@ -381,7 +379,7 @@ def jagged_to_padded_dense(
         tensor([[1, 0],
                 [2, 3]])
     """
-    # torch.fx's proxies say neither device nor dtype
+    # proxies of torch.fx have neither device nor dtype
     if isinstance(cast(object, values_N), fx.Proxy) or (
         values_N.device.type in FBGEMM_DEVICES
         and values_N.dtype in _VALUE_DTYPES
@@ -406,11 +404,11 @@ def upload(
 
     Args:
         values: numbers of any shape; a list holds integers, which become int64.
-        device: where to.
+        device: target device.
         dtype: of the result; None: the values'.
 
     Returns:
-        The tensor. On CPU it may share the memory of what was given.
+        The tensor. On CPU it may share the memory of `values`.
 
     Example:
         >>> upload([1, 2], torch.device("cpu"))
@@ -426,12 +424,12 @@ def upload(
 def copy_to(tensor: Tensor, device: torch.device | str, non_blocking: bool = False) -> Tensor:
     """Copy a tensor to a device; with `non_blocking` the host does not wait, pinned or not.
 
-    `Tensor.to(device, non_blocking=True)` waits where the memory of the host is not pinned.
+    `Tensor.to(device, non_blocking=True)` waits if the host memory is not pinned.
 
     Args:
         tensor: of any shape.
-        device: where to.
-        non_blocking: whether the host goes on while a GPU copies.
+        device: target device.
+        non_blocking: whether the host continues while a GPU copies.
 
     Example:
         >>> copy_to(torch.ones(2), "cpu", non_blocking=True)
@@ -469,7 +467,7 @@ def _find_buckets(
         size_N = block_sizes_F.index_select(0, feature_N)
         bucket_N = (values_N // size_N).clamp(0, num_buckets - 1)
         return bucket_N, bucket_N * size_N
-    # Tables laid end to end make one sorted list of block starts, so one search finds every id.
+    # Concatenated tables make one sorted list of block starts, so one search finds every id.
     # Of several blocks starting at the same row all but the last are empty; `right` finds the last.
     boundaries_FW = torch.stack(list(boundaries)).long()
     rows_F = boundaries_FW[:, -1]

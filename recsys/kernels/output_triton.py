@@ -1,8 +1,8 @@
 """Triton kernels of the output stage on a GPU: columns of the receive buffer to output columns.
 
-One launch each, whatever the plan. The kernels read descriptors of the columns, which hold for
-every batch. `ColumnGather` builds the descriptors and has the twins in PyTorch; results are equal
-bit for bit.
+Each function is one launch for any plan. The kernels read descriptors of the columns, which are
+the same for every batch. `ColumnGather` builds the descriptors and has the twins in PyTorch;
+results are equal bit for bit.
 
 A program has a tile of samples and of columns. Columns are processed by unit: a power of two of
 columns within one chunk and one slot, so that places are computed once and read side by side.
@@ -54,7 +54,7 @@ class Columns(NamedTuple):
 
 
 class _Tensors(NamedTuple):
-    """Tensors of a kernel; None for what it does not need."""
+    """Tensors of a kernel; None for unused tensors."""
 
     matrix: Any
     """`[B, D]` the output, or its gradient."""
@@ -93,7 +93,7 @@ def mean_factors(means_ptr, counts_ptr, units, samples, num_samples):
 def _places(
     t, num_entries, entries, units, samples, num_samples, CHUNK: tl.constexpr, UNIT: tl.constexpr
 ):
-    """Return the starts of units in the buffer, as these entries place them, and their columns."""
+    """Return the starts of units in the buffer for some entries, and the places of columns."""
     first = tl.load(t.entries + entries) * num_samples
     widths = tl.load(t.entries + num_entries + entries)
     first += tl.load(t.entries + 2 * num_entries + entries)
@@ -122,7 +122,7 @@ def _read(t, num_narrow, starts, places, is_there, LOSS_SCALE: tl.constexpr):
 
 # `do_not_specialize`: see `ops_triton`.
 @triton.jit(do_not_specialize=["num_narrow", "num_samples"])
-def _collect(
+def _gather(
     t,
     num_narrow,
     num_samples,
@@ -160,7 +160,7 @@ def _collect(
 
 
 @triton.jit(do_not_specialize=["num_sent", "num_samples"])
-def _spread(
+def _scatter_grad(
     t,
     num_sent,
     num_samples,
@@ -222,7 +222,7 @@ def _launch(
 
 
 @self_checked
-def collect(
+def gather(
     buffer: Tensor,
     batch_size: int,
     columns: Columns,
@@ -230,7 +230,7 @@ def collect(
     arrived: Tensor | None = None,
     loss_scale: float | None = None,
 ) -> Tensor:
-    """Gather the output from the receive buffer; its twin is `ColumnGather.collect`.
+    """Gather the output from the receive buffer; its twin is `ColumnGather.gather`.
 
     Args:
         buffer: flat, blocks of `[B, columns of the block]`, fp32.
@@ -247,12 +247,12 @@ def collect(
     """
     out = torch.empty(batch_size, columns.width, dtype=buffer.dtype, device=buffer.device)
     num_arrived = 0 if arrived is None else arrived.numel()
-    _launch(_collect, out, buffer, arrived, num_arrived, columns, counts, loss_scale)
+    _launch(_gather, out, buffer, arrived, num_arrived, columns, counts, loss_scale)
     return out
 
 
 @self_checked
-def spread(
+def scatter_grad(
     grad_BD: Tensor,
     columns: Columns,
     counts: Tensor | None,
@@ -261,12 +261,12 @@ def spread(
     dtype: torch.dtype | None = None,
     loss_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the buffer; its twin is `ColumnGather.spread`.
+    """Return the gradient of the buffer; its twin is `ColumnGather.scatter_grad`.
 
     Args:
         grad_BD: `[B, D]` fp32 of any strides, at least one value.
-        columns: as for `collect`.
-        counts: as for `collect`.
+        columns: as for `gather`.
+        counts: as for `gather`.
         scale: factor of the values to send, after the division by `counts`.
         num_sent: number of values of the buffer's first blocks, which are sent.
         dtype: dtype in which they are sent; None: fp32.
@@ -283,5 +283,5 @@ def spread(
     if dtype is not None:
         narrow = torch.empty(num_sent, dtype=dtype, device=out.device)
     numbers = *grad_BD.stride(), scale
-    _launch(_spread, grad_BD, out, narrow, num_sent, columns, counts, loss_scale, *numbers)
+    _launch(_scatter_grad, grad_BD, out, narrow, num_sent, columns, counts, loss_scale, *numbers)
     return out, out[:num_sent] if narrow is None else narrow

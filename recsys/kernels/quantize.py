@@ -1,11 +1,11 @@
-"""From rows of floats to quantized rows, by blocks of rows.
+"""Quantization of rows of floats, by blocks of rows.
 
-Each row is quantized on its own, so the size of a block changes nothing but time and memory. A
+Each row is quantized on its own, so the size of a block changes only time and memory. A
 block of 4 MiB stays in a CPU's cache while it is read several times.
 
-FBGEMM's quantizer serves where it is faster than PyTorch's operations: for rows of 4 and 2 bits on
-a CPU. Both return the same bits. For rows of 8 bits FBGEMM's fast quantizer has scales and biases
-of fp32, which is another format.
+FBGEMM's quantizer is used where it is faster than PyTorch's operations: for rows of 4 and 2 bits
+on a CPU. Both return the same bits. For rows of 8 bits FBGEMM's fast quantizer has scales and
+biases of fp32, which is another format.
 
 Shape names: `R` rows, `D` columns.
 """
@@ -20,16 +20,6 @@ from torch import Tensor
 
 from recsys.kernels import ops
 from recsys.kernels.quantized import HEADER_BYTES, SPARSE_TYPES, row_bytes
-
-__all__ = [
-    "BLOCK_VALUES",
-    "headers_of",
-    "pack_values",
-    "quantize_rows",
-    "row_ranges",
-    "values_of",
-    "write_rows",
-]
 
 BLOCK_VALUES = 1 << 20
 """Floats that are quantized at a time."""
@@ -54,8 +44,8 @@ def quantize_rows(weight_RD: Tensor, bits: int, out: Tensor | None = None) -> Te
         `[R, row_bytes(D, bits)]` uint8.
 
     Raises:
-        ValueError: if `bits` is none of these, `D` does not fill whole bytes, or a weight has
-            no value, is not finite or is too large.
+        ValueError: if `bits` is another number, `D` does not fill whole bytes, or a weight has no
+            value, is not finite or is too large.
 
     Example:
         >>> from recsys.kernels.quantized import dequantize_rows
@@ -99,14 +89,14 @@ def quantize_rows(weight_RD: Tensor, bits: int, out: Tensor | None = None) -> Te
 
 @final
 class _Scratch(NamedTuple):
-    """Buffers for one block. Memory that is allocated anew for each block costs page faults."""
+    """Buffers for one block. They are reused: new memory for each block costs page faults."""
 
     floats: Tensor
     values: Tensor
 
     @staticmethod
     def empty(rows: int, cols: int, device: torch.device) -> _Scratch:
-        """Allocate buffers; memory that nobody writes to is not used."""
+        """Allocate buffers; unwritten memory takes no space."""
         dtypes = torch.float32, torch.uint8
         return _Scratch(*(torch.empty(rows, cols, dtype=t, device=device) for t in dtypes))
 
@@ -245,7 +235,7 @@ def _as_floats(block: Tensor, bits: int) -> Tensor:
 
 
 def _is_finite(values: Tensor) -> bool:
-    # a sum is several times faster; that of finite values may be infinite
+    # a sum is several times faster, but the sum of finite values may be infinite
     return math.isfinite(float(values.sum(dtype=torch.float32))) or bool(
         torch.isfinite(values).all()
     )

@@ -1,10 +1,10 @@
 """Rows of 8, 4 or 2 bits with a scale and a bias each, or of floats; the backends that read them.
 
-A row is stored as FBGEMM's inference kernels read it. One of fp16 or fp32 is its values. The others
-are two fp16 numbers, scale and bias, then the values, one, two or four per byte (the first in the
-lowest bits). A value is `q * scale + bias`
-with `q` spread evenly from the row's least value to its greatest (asymmetric uniform
-quantization; Guan et al., "Post-Training 4-bit Quantization on Embedding Tables", 2019).
+A row is stored as FBGEMM's inference kernels read it. A row of fp16 or fp32 has only its values.
+The other rows have two fp16 numbers, scale and bias, then the values, one, two or four per byte
+(the first in the lowest bits). A value is `q * scale + bias` with `q` spread evenly from the row's
+least value to its greatest (asymmetric uniform quantization; Guan et al., "Post-Training
+4-bit Quantization on Embedding Tables", 2019).
 
 Shape names: `R` rows, `D` columns, `N` ids, `F` features, `B` bags per feature.
 """
@@ -22,7 +22,7 @@ from recsys.kernels.backend import FBGEMM_LIMITS, Backend, Limits
 from recsys.kernels.types import LookupSettings, PoolingType
 
 HEADER_BYTES = {32: 0, 16: 0, 8: 4, 4: 4, 2: 4}
-"""Of scale and bias, by bits."""
+"""Bytes of scale and bias, by bits."""
 SPARSE_TYPES = {32: 0, 16: 1, 8: 2, 4: 3, 2: 4}
 """FBGEMM's numbers for FP32, FP16, INT8, ..., by bits."""
 
@@ -86,7 +86,7 @@ def take_columns(rows: Tensor, bits: int, start: int, end: int) -> Tensor:
 
 
 def join_columns(parts: Sequence[Tensor], bits: int) -> Tensor:
-    """Return the rows whose columns `take_columns` gave, in order."""
+    """Concatenate the columns of rows that `take_columns` returned, in order."""
     first, *others = parts
     return torch.cat([first, *(rows[:, HEADER_BYTES[bits] :] for rows in others)], dim=1)
 

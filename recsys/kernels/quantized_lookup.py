@@ -106,7 +106,7 @@ class QuantizedLookup(nn.Module):
     def _lay_out(self, tables: Sequence[Tensor]) -> None:
         """Store the rows as their device's kernels read them."""
         device = tables[0].device
-        self.row_alignment = self._alignment_on(device)
+        self.row_alignment = row_alignment_on(device.type, self._least_alignment)
         self._row_bytes = [
             -(-r.shape[1] // self.row_alignment) * self.row_alignment for r in tables
         ]
@@ -121,17 +121,14 @@ class QuantizedLookup(nn.Module):
             self.table_rows(table).copy_(rows)
         self._describe()
 
-    def _alignment_on(self, device: torch.device) -> int:
-        return row_alignment_on(device.type, self._least_alignment)
-
     def _describe(self) -> None:
-        """Store what says where the rows are, beside them."""
+        """Register the index tensors of FBGEMM's kernel."""
         device = cast(Tensor, self.weights).device
         self.device_type = device.type
         settings = self.settings = replace(self.settings, device=device, location=None)
         self.backend, self.backend_reason, self._kernel = choose_backend(settings, "lookup")
-        # FBGEMM 1.6's CUDA kernel writes wrong float32 values for rows of 2 bits (seen on an H100);
-        # it computes in float16 whatever it returns
+        # FBGEMM 1.6's CUDA kernel writes wrong float32 values for rows of 2 bits (seen on an H100).
+        # It computes in float16 for every output dtype.
         self.is_widened = (
             device.type == "cuda" and settings.output_dtype is torch.float32 and 2 in settings.bits
         )
@@ -147,8 +144,8 @@ class QuantizedLookup(nn.Module):
         register("dim_offsets", list(edges), torch.int32)
         placement = 0 if device.type == "cuda" else 3  # FBGEMM's DEVICE and HOST
         register("placements", [placement] * len(features), torch.int32)
-        # There is neither host memory nor a cache, which FBGEMM's CUDA kernel wants to be told in
-        # tensors of these dtypes and dims.
+        # Without host memory and cache, FBGEMM's CUDA kernel needs empty tensors of these dtypes
+        # and dims.
         register("no_host_weights", [], torch.uint8)
         register("no_cache_locations", [], torch.int32)
         no_cache = torch.zeros(0, 0, dtype=torch.uint8, device=device)
@@ -157,10 +154,11 @@ class QuantizedLookup(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLookup:
         """Serve `to`, `cuda`, `to_empty`: another kind of device may mean another layout."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._alignment_on(cast(Tensor, self.weights).device) != self.row_alignment:
+        device_type = cast(Tensor, self.weights).device.type
+        if row_alignment_on(device_type, self._least_alignment) != self.row_alignment:
             self._lay_out([self.table_rows(table) for table in range(len(self._num_rows))])
         else:
-            self._describe()  # `to_empty` empties what is not learned, too
+            self._describe()  # `to_empty` clears these tensors too
         return self
 
     def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ from recsys.kernels.types import PoolingType
 
 @final
 class QuantizedSplitLookup(QuantizedLookup):
-    """One lookup of a table that is split by rows: bit for bit that of the whole table.
+    """One lookup of a table that is split by rows; results equal the whole table's, bit for bit.
 
     Args:
         blocks: the rows of each block, in order, on the device that holds them, as `quantize_rows`
@@ -51,7 +51,7 @@ class QuantizedSplitLookup(QuantizedLookup):
         output_dtype: torch.dtype = torch.float32,
         row_alignment: int = 1,
     ) -> None:
-        none = blocks[0][:0]  # of its own: what it reads comes with each batch
+        none = blocks[0][:0]  # it has no rows of its own; each batch brings its rows
         features = [0] * num_features
         super().__init__(
             [none], [bits], features, pooling, output_dtype=output_dtype,
@@ -76,7 +76,7 @@ class QuantizedSplitLookup(QuantizedLookup):
         return self._look_up_in(rows.flatten(), places, offsets, weights)
 
     def _gather(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of ids, as they are stored, and where each id's is among them.
+        """Return the stored rows of ids, and the index of each id's row among them.
 
         The host waits for the device: it must know how many ids are of each block.
         """

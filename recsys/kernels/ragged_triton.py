@@ -71,7 +71,7 @@ class Ragged(NamedTuple):
 
 
 class _Tensors(NamedTuple):
-    """Tensors of the kernel; None for what it does not need."""
+    """Tensors of the kernel; None for unused tensors."""
 
     matrix: Any
     """`[B, D]` the output, or its gradient."""
@@ -112,10 +112,10 @@ def _find_buckets(starts_ptr, segments, places, is_there, num_buckets, num_featu
 
 
 @triton.jit
-def _moved(values, buffer_ptr, starts, in_chunk, exists, COLLECTS: tl.constexpr):
+def _moved(values, buffer_ptr, starts, in_chunk, exists, GATHERS: tl.constexpr):
     """Add values of the buffer, or write the values there."""
     places = starts[:, :, None] + in_chunk
-    if COLLECTS:
+    if GATHERS:
         values += tl.load(buffer_ptr + places, mask=exists, other=0.0)
     else:
         tl.store(buffer_ptr + places, values, mask=exists)
@@ -138,7 +138,7 @@ def _move_ragged(
     num_buckets,
     num_features,
     half,
-    COLLECTS: tl.constexpr,
+    GATHERS: tl.constexpr,
     CHUNK: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -152,7 +152,7 @@ def _move_ragged(
     groups = tl.load(t.chunks + chunks)
     widths = tl.load(t.chunks + num_chunks + chunks)[None, :]
     in_row = tl.load(t.chunks + 2 * num_chunks + chunks)[None, :]
-    if COLLECTS:
+    if GATHERS:
         values = tl.zeros([BLOCK_B, BLOCK_U, UNIT], tl.float32)
     else:
         values = tl.load(t.matrix + matrix_places).to(tl.float32)
@@ -168,7 +168,7 @@ def _move_ragged(
         num_rows = tl.load(t.batch + blocks + 1, mask=is_there, other=0)[None, :]
         exists = is_real & (samples[:, None] < num_rows)[:, :, None]
         starts = (before + samples[:, None] * widths + in_row) * CHUNK
-        values = _moved(values, t.buffer, starts, in_chunk, exists, COLLECTS)
+        values = _moved(values, t.buffer, starts, in_chunk, exists, GATHERS)
         blocks += 2
         i += 2
     # blocks with a row per id
@@ -192,17 +192,17 @@ def _move_ragged(
             before = tl.load(of_buckets_ptr + buckets, mask=is_there, other=-1)
             exists = is_real & (before >= 0)[:, :, None]  # -1: the block has a row per bag
             starts = (before + rows * widths + in_row) * CHUNK
-            values = _moved(values, t.buffer, starts, in_chunk, exists, COLLECTS)
+            values = _moved(values, t.buffer, starts, in_chunk, exists, GATHERS)
             ids += 1
             j += 1
-    if COLLECTS:
+    if GATHERS:
         if t.means is not None:
             values *= mean_factors(t.means, t.counts, units, samples, num_samples)
         tl.store(t.matrix + matrix_places, values, mask=is_real)
 
 
 def _move(
-    matrix: Tensor, buffer: Tensor, ragged: Ragged, counts: Tensor | None, collects: bool
+    matrix: Tensor, buffer: Tensor, ragged: Ragged, counts: Tensor | None, gathers: bool
 ) -> None:
     columns, chunks, batch, num_groups, ids = ragged
     means, num_samples = columns.means_U, matrix.shape[0]
@@ -222,16 +222,16 @@ def _move(
         ids_of_round,
         *sizes,
         triton.next_power_of_2(sizes[1]) // 2,
-        COLLECTS=collects,
+        GATHERS=gathers,
         **known,
     )
 
 
 @self_checked
-def collect_ragged(
+def gather_ragged(
     buffer: Tensor, num_samples: int, ragged: Ragged, counts: Tensor | None
 ) -> Tensor:
-    """Gather the output from a buffer of blocks; its twin is `RaggedBatch.collect`.
+    """Gather the output from a buffer of blocks; its twin is `RaggedBatch.gather`.
 
     Args:
         buffer: flat, fp32.
@@ -245,22 +245,22 @@ def collect_ragged(
     """
     width, device = ragged.columns.width, buffer.device
     out = torch.empty(num_samples, width, dtype=buffer.dtype, device=device)
-    _move(out, buffer, ragged, counts, collects=True)
+    _move(out, buffer, ragged, counts, gathers=True)
     return out
 
 
 @self_checked
-def spread_ragged(
+def scatter_grad_ragged(
     grad_BD: Tensor, num_values: int, ragged: Ragged, counts: Tensor | None
 ) -> Tensor:
-    """Return the gradient of the buffer; its twin is `RaggedBatch.spread`.
+    """Return the gradient of the buffer; its twin is `RaggedBatch.scatter_grad`.
 
     Args:
         grad_BD: `[B, D]` fp32 of any strides.
         num_values: number of values of the buffer, at least one.
-        ragged: as for `collect_ragged`.
-        counts: as for `collect_ragged`.
+        ragged: as for `gather_ragged`.
+        counts: as for `gather_ragged`.
     """
     out = torch.empty(num_values, dtype=grad_BD.dtype, device=grad_BD.device)
-    _move(grad_BD, out, ragged, counts, collects=False)
+    _move(grad_BD, out, ragged, counts, gathers=False)
     return out

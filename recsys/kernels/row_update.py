@@ -26,7 +26,7 @@ def init_state(spec: OptimizerSpec, weight: Tensor) -> dict[str, Tensor]:
 
     Args:
         spec: The optimizer.
-        weight: [R, D]; gives shape and device. State is fp32 whatever the dtype of the weights.
+        weight: [R, D]; gives shape and device. State is fp32 for every dtype of the weights.
 
     Returns:
         Name to [R, D], [R] or (for `step`) a scalar.
@@ -51,10 +51,10 @@ def row_statistic(
     weight: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """Return the per-row sum over the given columns of what a row-wise optimizer averages.
+    """Return the sum of g*g over the given columns of each row.
 
-    Owners of different columns of one row add these up and divide by the whole width: that is
-    `row_moment` of `update_rows`.
+    Owners of different columns of a row add these sums up and divide by the whole width. The
+    result is the `row_moment` of `update_rows`.
 
     Args:
         spec: A row-wise optimizer.
@@ -116,7 +116,7 @@ def update_rows(
         spec: The optimizer.
         weight: [R, D], any floating dtype.
         state: As from `init_state`; changed in place.
-        rows: [K] int64, without duplicates, or as `first` says.
+        rows: [K] int64, without duplicates unless `first` is given.
         grads: [K, D].
         learning_rate: Overrides `spec.learning_rate`; one for all rows, or [K, 1].
         step: Updates so far, with this one; one for all rows, or [K, 1]. None: `state` counts them.
@@ -161,7 +161,7 @@ def update_rows(
             new_KD = round_stochastically(new_KD, weight.dtype)
         weight.index_copy_(0, rows, new_KD.to(weight.dtype))
         return
-    if first is not None:  # all entries of a row are alike, but only one may be added
+    if first is not None:  # all entries of a row are equal, but only one may be added
         is_first_K = first == torch.arange(first.numel(), device=first.device)
         move_KD = move_KD * is_first_K.unsqueeze(1)
     if weight.device.type == "cpu":  # 3 ms against 8 for 26,000 rows of 64 among 2,600,000
@@ -178,7 +178,7 @@ def apply_dense_update(
     grads: Tensor,
     learning_rate: float | Tensor,
 ) -> None:
-    """`update_rows` of all rows; not where `spec.moves_without_gradient`.
+    """Update all rows as `update_rows` does; not if `spec.moves_without_gradient`.
 
     Args:
         spec: The optimizer.

@@ -23,7 +23,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 COVERED: Final[Mapping[tuple[str, str], str]] = {}
-"""By GPU and Triton version: the digest of the kernels that `benchmarks/results/` covers."""
+"""Digest of the kernels that `benchmarks/results/` covers, by GPU and Triton version."""
 
 _MODULES = ("ops_triton", "output_triton", "ragged_triton", "sequence_triton", "update_triton")
 

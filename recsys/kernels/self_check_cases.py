@@ -1,7 +1,7 @@
 """Inputs of each Triton kernel with the results of PyTorch, for `self_check`.
 
-Values are small integers wherever the order of a sum could matter, so that results are equal to
-the bit. Inputs exceed one block of a kernel.
+Values are small integers if the order of a sum could matter, so that results are equal bit for
+bit. Inputs exceed one block of a kernel.
 
 Shape suffixes: as in the modules of the kernels.
 """
@@ -9,7 +9,6 @@ Shape suffixes: as in the modules of the kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,8 +18,27 @@ from torch.nn import functional
 
 from recsys.kernels import ops
 from recsys.kernels.bounds import are_bags_bad, find_bad_ids, safe_lengths
+from recsys.kernels.ops_triton import (
+    build_header,
+    complete_cumsum,
+    make_safe,
+    move_segments,
+    pack,
+    places_of_bags,
+    row_ids,
+)
+from recsys.kernels.output_triton import Columns, gather, scatter_grad
+from recsys.kernels.ragged_triton import Ids, Ragged, gather_ragged, scatter_grad_ragged
 from recsys.kernels.row_update import update_rows
+from recsys.kernels.sequence_triton import gather_rows, scatter_grad_rows
 from recsys.kernels.types import EmbOptimType, OptimizerSpec
+from recsys.kernels.update_triton import (
+    RowUpdate,
+    sum_and_update,
+    sum_by_row,
+    sum_into,
+    update_entries,
+)
 
 Results: TypeAlias = Iterator[tuple[Tensor, Tensor]]
 """Pairs of a kernel's result and PyTorch's."""
@@ -51,8 +69,6 @@ class _Batch(NamedTuple):
 
 
 def _complete_cumsum(device: torch.device) -> Results:
-    from recsys.kernels.ops_triton import complete_cumsum
-
     for number in (3, 10_000):
         values = _integers(0, 9, number).to(device)
         yield complete_cumsum(values), functional.pad(values.cumsum(0), (1, 0))
@@ -68,8 +84,6 @@ def _segments(device: torch.device, sizes: Tensor) -> tuple[Tensor, int, Tensor]
 
 
 def _move_segments(device: torch.device) -> Results:
-    from recsys.kernels.ops_triton import move_segments
-
     plan, total, source = _segments(device, _integers(0, 300, 40))
     for dtype in (torch.int64, torch.float32):
         values = torch.arange(total, device=device).to(dtype)
@@ -77,8 +91,6 @@ def _move_segments(device: torch.device) -> Results:
 
 
 def _pack(device: torch.device) -> Results:
-    from recsys.kernels.ops_triton import pack
-
     batch = _Batch.on(device)
     num_ids = batch.ids.numel()
     weights = torch.arange(num_ids, device=device) / 8
@@ -93,8 +105,6 @@ def _pack(device: torch.device) -> Results:
 
 
 def _make_safe(device: torch.device) -> Results:
-    from recsys.kernels.ops_triton import make_safe
-
     batch, rows_F = _Batch.on(device), torch.tensor([80, 90, 100], device=device)
     num_ids = batch.ids.numel()
     known = batch.offsets[::_BAGS].contiguous()
@@ -114,16 +124,12 @@ def _make_safe(device: torch.device) -> Results:
 
 
 def _row_ids(device: torch.device) -> Results:
-    from recsys.kernels.ops_triton import row_ids
-
     batch, base_F = _Batch.on(device), torch.tensor([0, 100, 2**33], device=device)
     expected = batch.ids + base_F[batch.bag_of_id // _BAGS]
     yield row_ids(batch.ids.int(), batch.offsets, base_F), expected
 
 
 def _places_of_bags(device: torch.device) -> Results:
-    from recsys.kernels.ops_triton import places_of_bags
-
     batch = _Batch.on(device)
     bags = batch.bag_of_id
     expected = bags % _BAGS * _FEATURES + bags // _BAGS
@@ -131,8 +137,6 @@ def _places_of_bags(device: torch.device) -> Results:
 
 
 def _build_header(device: torch.device) -> Results:
-    from recsys.kernels.ops_triton import build_header
-
     counts, places = _integers(0, 2**40, 3000).to(device), _integers(1, 3002, 3000).to(device)
     for found, flag in (([0, 0], 4), ([1, 1], 7)):
         words = torch.cat([torch.tensor([flag, 17], device=device), counts])
@@ -147,8 +151,6 @@ _PLACED = ((0, 0, 0), (0, 1, 1), (1, 2, 1), (0, 2, 2), (1, 0, 2), (1, 1, 3))
 
 def _columns(device: torch.device, is_split: bool) -> tuple[Any, Tensor | None, Tensor, Any]:
     """Return descriptors, counts, the divisors of the chunks, and the chunks of the blocks."""
-    from recsys.kernels.output_triton import Columns
-
     placed = _PLACED if is_split else tuple((b, p, 3 * b + p) for b in (0, 1) for p in range(3))
     entries = torch.tensor([(3 * b, 3, p, c) for b, p, c in placed]).t().contiguous().to(device)
     width = _CHUNK * (1 + placed[-1][2])
@@ -164,9 +166,7 @@ def _columns(device: torch.device, is_split: bool) -> tuple[Any, Tensor | None, 
     return Columns(entries, lists, means, width, _CHUNK, 32), counts, divisors, placed
 
 
-def _collect(device: torch.device) -> Results:
-    from recsys.kernels.output_triton import collect
-
+def _gather(device: torch.device) -> Results:
     buffer = _integers(3, 99, 6 * _SAMPLES * _CHUNK).float().to(device)
     blocks = buffer.view(2, _SAMPLES, 3, _CHUNK)
     for is_split in (False, True):
@@ -176,13 +176,11 @@ def _collect(device: torch.device) -> Results:
             expected[:, chunk] += blocks[block, :, place]
         sent = buffer[: buffer.numel() // 2].half() * 2
         expected = expected.view(_SAMPLES, -1) / divisors
-        yield collect(buffer, _SAMPLES, columns, counts), expected
-        yield collect(buffer, _SAMPLES, columns, counts, sent, 2.0), expected
+        yield gather(buffer, _SAMPLES, columns, counts), expected
+        yield gather(buffer, _SAMPLES, columns, counts, sent, 2.0), expected
 
 
-def _spread(device: torch.device) -> Results:
-    from recsys.kernels.output_triton import spread
-
+def _scatter_grad(device: torch.device) -> Results:
     for is_split in (False, True):
         columns, counts, divisors, placed = _columns(device, is_split)
         grad = _integers(4, 99, *divisors.shape).float().to(device)
@@ -192,19 +190,16 @@ def _spread(device: torch.device) -> Results:
             blocks[block, :, place] = divided[:, chunk]
         blocks[0] *= 0.5
         flat, num_sent = blocks.view(-1), blocks[0].numel()
-        found, sent = spread(grad, columns, counts, 0.5, num_sent)
+        found, sent = scatter_grad(grad, columns, counts, 0.5, num_sent)
         yield found, flat
         yield sent, flat[:num_sent]
-        found, sent = spread(grad, columns, counts, 0.5, num_sent, torch.float16, 2.0)
+        found, sent = scatter_grad(grad, columns, counts, 0.5, num_sent, torch.float16, 2.0)
         yield found[num_sent:], flat[num_sent:]
         yield sent, (flat[:num_sent] * 2).half()
 
 
 def _ragged(device: torch.device) -> tuple[Any, Tensor, Tensor, int]:
     """Return descriptors, the bag and the row of each id, and the number of rows of bags."""
-    from recsys.kernels.output_triton import Columns
-    from recsys.kernels.ragged_triton import Ids, Ragged
-
     lengths = _integers(5, 4, _SAMPLES)
     num_ids, num_rows = int(lengths.sum()), _SAMPLES // 2
     offsets = functional.pad(lengths.cumsum(0), (1, 0))
@@ -219,25 +214,21 @@ def _ragged(device: torch.device) -> tuple[Any, Tensor, Tensor, int]:
     return Ragged(columns, chunks, batch, 1, ids), bag_of_id, rows.to(device), num_rows
 
 
-def _collect_ragged(device: torch.device) -> Results:
-    from recsys.kernels.ragged_triton import collect_ragged
-
+def _gather_ragged(device: torch.device) -> Results:
     ragged, bag_of_id, rows, num_rows = _ragged(device)
     buffer = _integers(6, 99, rows.numel() + num_rows, 2 * _CHUNK).float().to(device)
     expected = torch.zeros(_SAMPLES, 2 * _CHUNK, device=device)
     expected[:num_rows] = buffer[rows.numel() :]
     expected.index_add_(0, bag_of_id, buffer[rows])
-    yield collect_ragged(buffer.view(-1), _SAMPLES, ragged, None), expected
+    yield gather_ragged(buffer.view(-1), _SAMPLES, ragged, None), expected
 
 
-def _spread_ragged(device: torch.device) -> Results:
-    from recsys.kernels.ragged_triton import spread_ragged
-
+def _scatter_grad_ragged(device: torch.device) -> Results:
     ragged, bag_of_id, rows, num_rows = _ragged(device)
     grad = _integers(7, 99, _SAMPLES, 2 * _CHUNK).float().to(device)
     expected = torch.empty(rows.numel() + num_rows, 2 * _CHUNK, device=device)
     expected[rows], expected[rows.numel() :] = grad[bag_of_id], grad[:num_rows]
-    yield spread_ragged(grad, expected.numel(), ragged, None), expected.view(-1)
+    yield scatter_grad_ragged(grad, expected.numel(), ragged, None), expected.view(-1)
 
 
 def _rows(device: torch.device, buffer: Tensor) -> tuple[tuple[Any, ...], Tensor]:
@@ -259,20 +250,16 @@ def _rows(device: torch.device, buffer: Tensor) -> tuple[tuple[Any, ...], Tensor
     return known, out.view(-1, 2 * _CHUNK)
 
 
-def _collect_rows(device: torch.device) -> Results:
-    from recsys.kernels.sequence_triton import collect_rows
-
+def _gather_rows(device: torch.device) -> Results:
     buffer = torch.arange(200.0 * _CHUNK, device=device)
     known, out = _rows(device, buffer)
-    yield collect_rows(buffer, 2 * _CHUNK, *known), out
+    yield gather_rows(buffer, 2 * _CHUNK, *known), out
 
 
-def _spread_rows(device: torch.device) -> Results:
-    from recsys.kernels.sequence_triton import spread_rows
-
+def _scatter_grad_rows(device: torch.device) -> Results:
     buffer = torch.arange(200.0 * _CHUNK, device=device)
     known, out = _rows(device, buffer)
-    yield spread_rows(out, *known), buffer
+    yield scatter_grad_rows(out, *known), buffer
 
 
 _TABLE_ROWS = 50
@@ -303,8 +290,6 @@ _VERY_MANY = 1, 70_000, False  # so many ids that a launch adds up groups of blo
 
 
 def _sum_by_row(device: torch.device) -> Results:
-    from recsys.kernels.update_triton import sum_by_row
-
     for shape in _SHAPES:
         given, sums, first = _Gradients.of(device, *shape)
         rows = given[0]
@@ -315,8 +300,6 @@ def _sum_by_row(device: torch.device) -> Results:
 
 
 def _sum_into(device: torch.device) -> Results:
-    from recsys.kernels.update_triton import sum_into
-
     for shape in (*_SHAPES, _VERY_MANY):
         given, sums, _ = _Gradients.of(device, *shape)
         found = torch.zeros_like(sums)
@@ -326,83 +309,66 @@ def _sum_into(device: torch.device) -> Results:
 
 def _updated(
     device: torch.device,
-    run: Callable[[Any, Tensor | None], None],
+    kernel: Callable[..., None],
+    given: tuple[Tensor | None, ...],
     rows: Tensor,
     grads: Tensor,
-    moments: Tensor | None = None,
+    moments: tuple[Tensor | None, ...] = (),
 ) -> Results:
-    """Yield tables and states after `run(update, moments)`, and after PyTorch's update."""
-    from recsys.kernels.update_triton import RowUpdate
+    """Yield tables and states after `kernel(update, *given)`, and after PyTorch's update.
 
+    `moments` are further arguments of the kernel, for row-wise Adagrad.
+    """
     starts = torch.tensor([0, 20, _TABLE_ROWS], device=device)
     rates = torch.tensor([0.5, 0.25], device=device)
     rate_of_rows = rates[(rows >= 20).long()].unsqueeze(1)
     for algorithm in (EmbOptimType.SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD):
+        is_sgd = algorithm is EmbOptimType.SGD
         spec = OptimizerSpec(algorithm=algorithm, weight_decay=0.25)
         weight = _integers(12, 9, _TABLE_ROWS, grads.shape[1]).float().to(device)
         state = torch.ones(_TABLE_ROWS, device=device)
-        expected, own = (weight.clone(), state.clone()), moments
-        if algorithm is EmbOptimType.SGD:
-            own = None
-            run(RowUpdate(spec, weight, None, rates, starts), own)
-        else:
-            run(RowUpdate(spec, weight, state, rates, starts), own)
-        update_rows(spec, expected[0], {"sum": expected[1]}, rows, grads, rate_of_rows, None, own)
-        yield weight, expected[0]
-        yield state, expected[1]
-
-
-def _without_moments(
-    kernel: Callable[..., None], given: tuple[Tensor | None, ...], update: Any, _: Tensor | None
-) -> None:
-    kernel(update, *given)
+        weight_after, states_after = weight.clone(), {"sum": state.clone()}
+        own = () if is_sgd else moments
+        kernel(RowUpdate(spec, weight, None if is_sgd else state, rates, starts), *given, *own)
+        update_rows(spec, weight_after, states_after, rows, grads, rate_of_rows, None, *own)
+        yield weight, weight_after
+        yield state, states_after["sum"]
 
 
 def _sum_and_update(device: torch.device) -> Results:
-    from recsys.kernels.update_triton import sum_and_update
-
     for shape in _SHAPES:
         given, sums, first = _Gradients.of(device, *shape)
         rows = given[0][first]
-        run = partial(_without_moments, sum_and_update, given)
-        yield from _updated(device, run, rows, sums[rows])
+        yield from _updated(device, sum_and_update, given, rows, sums[rows])
 
 
 def _update_entries(device: torch.device) -> Results:
-    from recsys.kernels.update_triton import update_entries
-
     rows = torch.arange(_TABLE_ROWS, device=device)
     grads = _integers(13, 9, _TABLE_ROWS, 20).float().to(device)
-    for moments in (None, torch.arange(50.0, device=device)):
-        yield from _updated(
-            device,
-            lambda update, own: update_entries(update, rows, grads, own),
-            rows,
-            grads,
-            moments,
-        )
+    for moments in ((), (torch.arange(50.0, device=device),)):
+        yield from _updated(device, update_entries, (rows, grads), rows, grads, moments)
 
 
 CASES: Mapping[str, Callable[[torch.device], Results]] = {
     case.__name__[1:]: case
     for case in (
         _build_header,
-        _collect,
-        _collect_ragged,
-        _collect_rows,
+        _gather,
+        _gather_ragged,
+        _gather_rows,
         _complete_cumsum,
         _make_safe,
         _move_segments,
         _pack,
         _places_of_bags,
         _row_ids,
-        _spread,
-        _spread_ragged,
-        _spread_rows,
+        _scatter_grad,
+        _scatter_grad_ragged,
+        _scatter_grad_rows,
         _sum_and_update,
         _sum_by_row,
         _sum_into,
         _update_entries,
     )
 }
-"""By kernel, its case."""
+"""Case of each kernel."""

@@ -1,7 +1,7 @@
 """Triton kernels of sequences' output stage on a GPU: received rows to the places of their ids.
 
-One launch each, whatever the plan. The kernels read a few numbers per stream and the place of each
-id. `RowGather` has the twin in PyTorch; results are equal bit for bit.
+Each function is one launch for any plan. The kernels read a few numbers per stream and the place of
+each id. `RowGather` has the twin in PyTorch; results are equal bit for bit.
 
 A program has a tile of ids, in the order of the streams, and of columns. Columns are processed by
 unit, as in `output_triton`.
@@ -29,7 +29,7 @@ def _move_rows(
     column_stride,
     num_streams,
     num_ids,
-    COLLECTS: tl.constexpr,
+    GATHERS: tl.constexpr,
     CHUNK: tl.constexpr,
     UNIT: tl.constexpr,
     STEPS: tl.constexpr,
@@ -49,7 +49,7 @@ def _move_rows(
     at = ((sources[:, None] + chunks[None, :]) * CHUNK)[:, :, None] + in_chunk
     columns = ((firsts[:, None] + chunks[None, :]) * CHUNK)[:, :, None] + in_chunk
     places = rows[:, None, None] * row_stride + columns * column_stride
-    if COLLECTS:
+    if GATHERS:
         tl.store(rows_ptr + places, tl.load(buffer_ptr + at, mask=is_there), mask=is_there)
     else:
         tl.store(buffer_ptr + at, tl.load(rows_ptr + places, mask=is_there), mask=is_there)
@@ -62,7 +62,7 @@ def _move(
     streams_5S: Tensor,
     widest: int,
     chunk: int,
-    collects: bool,
+    gathers: bool,
 ) -> None:
     num_streams, num_ids, unit = streams_5S.shape[1], places_N.numel(), gcd(chunk, _MAX_UNIT)
     num_units = widest * chunk // unit
@@ -75,17 +75,17 @@ def _move(
         *rows.stride(),
         num_streams,
         num_ids,
-        COLLECTS=collects,
+        GATHERS=gathers,
         STEPS=num_streams.bit_length(),
         **known,
     )
 
 
 @self_checked
-def collect_rows(
+def gather_rows(
     buffer: Tensor, dim: int, places_N: Tensor, streams_5S: Tensor, widest: int, chunk: int
 ) -> Tensor:
-    """Move the rows of a buffer to the places of their ids; its twin is `RowGather.collect`.
+    """Move the rows of a buffer to the places of their ids; its twin is `RowGather.gather`.
 
     Args:
         buffer: flat, at least one value.
@@ -102,23 +102,23 @@ def collect_rows(
         `[rows, dim]` of the buffer's dtype.
     """
     out = torch.empty(buffer.numel() // dim, dim, dtype=buffer.dtype, device=buffer.device)
-    _move(out, buffer, places_N, streams_5S, widest, chunk, collects=True)
+    _move(out, buffer, places_N, streams_5S, widest, chunk, gathers=True)
     return out
 
 
 @self_checked
-def spread_rows(
+def scatter_grad_rows(
     grad_RD: Tensor, places_N: Tensor, streams_5S: Tensor, widest: int, chunk: int
 ) -> Tensor:
-    """Return the gradient of the buffer, flat; its twin is `RowGather.spread`.
+    """Return the gradient of the buffer, flat; its twin is `RowGather.scatter_grad`.
 
     Args:
         grad_RD: `[rows, dim]` of any strides, at least one value.
-        places_N: as for `collect_rows`, like all other arguments.
-        streams_5S: as there.
-        widest: as there.
-        chunk: as there.
+        places_N: as in `gather_rows`.
+        streams_5S: as in `gather_rows`.
+        widest: as in `gather_rows`.
+        chunk: as in `gather_rows`.
     """
     out = torch.empty(grad_RD.numel(), dtype=grad_RD.dtype, device=grad_RD.device)
-    _move(grad_RD, out, places_N, streams_5S, widest, chunk, collects=False)
+    _move(grad_RD, out, places_N, streams_5S, widest, chunk, gathers=False)
     return out

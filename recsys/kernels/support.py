@@ -1,8 +1,8 @@
-"""The backends of lookups, in the order in which they are asked, and the choice among them.
+"""The backends of lookups, in order of preference, and the choice among them.
 
-What a backend cannot do is a table of measured facts in its own file. A setting that a kernel
-would ignore without a word counts as unsupported. `tests/kernels/test_support.py` measures the
-facts of the CPU anew, so that a new FBGEMM cannot make them wrong unnoticed.
+The file of each backend has a table of its measured limits. A setting that a kernel would silently
+ignore counts as unsupported. `tests/kernels/test_support.py` measures the limits on the CPU again,
+so a change in a new FBGEMM fails a test.
 
 A new backend is a class that extends `TorchKernel` (`Backend`, for quantized tables), and its place
 in `BACKENDS`.
@@ -49,12 +49,12 @@ class BackendChoice(NamedTuple):
 def choose_backend(
     settings: LookupSettings, role: Role = "update", wanted: str | None = None
 ) -> BackendChoice:
-    """Return the first backend that does exactly what the settings say.
+    """Return the first backend that supports all settings.
 
     Args:
         settings: The lookup to serve.
-        role: Its values, or its gradients and updates; one backend may serve each.
-        wanted: The name of a backend that must do it; None: any.
+        role: The forward pass, or gradients and updates; their backends may differ.
+        wanted: Name of the required backend; None: any.
 
     Returns:
         The backend and the reason.
@@ -104,7 +104,7 @@ def choose_backend(
 def shared_optimizer(
     spec: OptimizerSpec, device: torch.device, update_mode: UpdateMode
 ) -> OptimizerSpec:
-    """Return what of an optimizer must be equal for tables to be served by one lookup.
+    """Return the settings of an optimizer that tables of one lookup must share.
 
     A learning rate of 0 stands for any: each table of the lookup is then given its own. FBGEMM's
     CUDA module takes one rate for all its tables.

@@ -38,11 +38,11 @@ class TableBatchedEmbedding:
     tensors and is not an nn.Module: modules wrap it and define parameters and names.
 
     Args:
-        tables: The tables. Their rows are uninitialised: fill `weights`.
+        tables: The tables. Their rows are uninitialized: fill `weights`.
         feature_table_map: [F] the table number each feature reads.
         pooling: SUM, MEAN (divides by the number of ids, weighted or not) or NONE (all dims equal).
         weights_dtype: fp32, fp16 or bf16. Optimizer state and its math are fp32.
-        output_dtype: Dtype of the looked-up values.
+        output_dtype: Dtype of the output.
         optimizer: The tables' own optimizer; required unless `update_mode` is GRADIENT.
         update_mode: See `UpdateMode`.
         device: Device of the tables; "meta" returns shapes only.
@@ -50,7 +50,7 @@ class TableBatchedEmbedding:
         cache_load_factor: Share of the rows that the cache of MANAGED_CACHING holds; None: 0.2.
         keeps_batch: DEFERRED mode: see `DeferredGradients`.
         sparse_grad: GRADIENT mode: fill `.grad` with sparse tensors instead of dense ones.
-        backend: Force one by its name, "fbgemm" or "torch"; None: chosen by
+        backend: Name of the required backend, "fbgemm" or "torch"; None: chosen by
             `support.choose_backend`, for the lookup and for the update.
         weights: [sum of R*D] storage to adopt, in the layout of `layout`; None: allocated here.
 
@@ -158,7 +158,7 @@ class TableBatchedEmbedding:
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """[T] used by the next update; set all, or one by `set_learning_rate`."""
+        """[T] learning rates of the next update; `set_learning_rate` sets one."""
         rates = self._updater.rates
         return (rates,) * len(self.layout.tables) if isinstance(rates, float) else rates
 
@@ -202,7 +202,7 @@ class TableBatchedEmbedding:
         Args:
             indices: [N] int32 or int64, in range (see `find_bad_ids`), on the tables' device.
             offsets: [F * B + 1]; bag b of feature f is `indices[offsets[f * B + b]:...]`. With
-                `bags`: [sum of bags + 1], those of the first feature first.
+                `bags`: [sum of bags + 1], bags sorted by feature.
             per_sample_weights: [N] floats, or None. Receives a gradient when it requires one.
             parameters: [T] leaf tensors that alias `weights`. GRADIENT mode: they receive the
                 gradients. In the other modes only their `requires_grad` is read: frozen tables.

@@ -164,7 +164,7 @@ class FbgemmCpuKernel(TorchKernel):
 
     @property
     def takes_ranks(self) -> bool:
-        """Whether bags can be read in any order: see `_in_rows`."""
+        """True if bags can be read in any order: see `_in_rows`."""
         is_one = self._one_table is not None and not self.layout.shares_tables
         return is_one and isinstance(self.rates, float)
 

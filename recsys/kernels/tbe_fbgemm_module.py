@@ -50,9 +50,9 @@ _DECAYS: Mapping[EmbOptimType, tuple[WeightDecayMode, ...]] = {
     EmbOptimType.LAMB: (WeightDecayMode.DECOUPLE,),
     EmbOptimType.LARS_SGD: (WeightDecayMode.L2,),
 }
-"""The optimizers that it fuses on CUDA as ours do them, each with the decays that it heeds."""
+"""Optimizers with a fused CUDA update equal to ours, and the supported modes of weight decay."""
 _OF_VARIABLE_SIZE = (EmbOptimType.SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM)
-"""Those whose kernels take features of different numbers of bags."""
+"""Optimizers whose kernels support a different number of bags per feature."""
 
 _LOOKUP_OPS = {
     "dense_embedding_codegen_lookup_function": (
@@ -115,7 +115,7 @@ class FbgemmCudaLookup(TorchKernel):
         self._one_table = Geometry.of_one_table(self.layout)
 
     def lookup(self, batch: Batch) -> Tensor:
-        """Rows or pooled rows; no autograd. [B, total_dim], or [N, D] without pooling."""
+        """Look up rows, pooled or not; no autograd. [B, total_dim], or [N, D] without pooling."""
         if self.pooling is PoolingType.NONE or not batch.indices.numel():
             return super().lookup(batch)
         geometry, indices = self._geometry, batch.indices
@@ -206,7 +206,7 @@ class FbgemmCudaKernel(TorchKernel):
         """Look up, recording the fused backward when gradients are enabled.
 
         Returns:
-            None if the tables have several rates, of which the module takes one.
+            None if the tables have several rates: the module supports one rate.
         """
         if not isinstance(self.rates, float):
             return None
@@ -226,7 +226,7 @@ class FbgemmCudaKernel(TorchKernel):
             if batch.by_rank is not None:
                 ranked = batch.by_rank, self.layout.dims_F
                 out = _RowsByRank.apply(out, *ranked)  # type: ignore[no-untyped-call]
-        elif as_taken.bags is not batch.bags:  # the bags that were missing are the last
+        elif as_taken.bags is not batch.bags:  # the added bags are the last
             out = out[: int(batch.bags @ self.layout.dims_F)]
         if self._counts_steps and out.requires_grad:
             step = _Step(self)
@@ -235,7 +235,7 @@ class FbgemmCudaKernel(TorchKernel):
         return out
 
     def _as_taken(self, batch: Batch) -> Batch:
-        """Return a batch as the module takes it."""
+        """Convert a batch to the input of the module."""
         if self.pooling is PoolingType.NONE:
             return self._as_one_table(batch)
         if batch.indices.dtype is torch.int32 and self.layout.num_rows >= 2**31:
@@ -249,8 +249,8 @@ class FbgemmCudaKernel(TorchKernel):
         missing = self.layout.num_features - (batch.offsets.numel() - 1)
         if missing <= 0:
             return batch
-        # Of fewer bags than features its CUDA kernels return memory that nothing was written to;
-        # and without any bag they divide by zero.
+        # With fewer bags than features, its CUDA kernels return uninitialized memory; without any
+        # bag they divide by zero.
         bags, by_rank = batch.bags.copy(), batch.by_rank
         bags[-1] += missing
         if by_rank is not None:
@@ -261,7 +261,7 @@ class FbgemmCudaKernel(TorchKernel):
         return batch._replace(offsets=offsets, bags=bags, by_rank=by_rank)
 
     def _as_one_table(self, batch: Batch) -> Batch:
-        """Return a batch of sequences as bags of one id each, of one table."""
+        """Convert a batch of sequences to bags of one id each, of one table."""
         (group,) = self.layout.groups
         rows = row_ids_of(group, batch)
         if not rows.numel():
@@ -278,19 +278,19 @@ class FbgemmCudaKernel(TorchKernel):
         return weights_N
 
     def use_rates(self, rates: Rates) -> None:
-        """Learning rates from the next update on."""
+        """Set the learning rates from the next update on."""
         super().use_rates(rates)
         if isinstance(rates, float):
             self.module.set_learning_rate(rates)
 
     def prefetch(self, batch: Batch) -> None:
-        """Bring the rows of a batch to come into the cache."""
+        """Prefetch the rows of a later batch into the cache."""
         if self.settings.location is EmbeddingLocation.MANAGED_CACHING:
             as_taken = self._as_taken(batch)
             self.module.prefetch(*as_taken[:2], **_sizes_of(as_taken))
 
     def drop_cache(self) -> None:
-        """Forget cached rows; the next lookup reads the weights again."""
+        """Drop cached rows; the next lookup reads the weights again."""
         self.module.reset_cache_states()
 
     def flush(self) -> None:
@@ -298,7 +298,7 @@ class FbgemmCudaKernel(TorchKernel):
         self.module.flush()
 
     def count_backward(self, step: _Step) -> None:
-        """Note that the backward pass of a forward pass has come."""
+        """Count the backward pass of a forward pass."""
         self._pending.discard(step)
         self.steps_T.add_(1)
         self._checked_version = self.steps_T._version
@@ -347,13 +347,13 @@ class _RowsByRank(torch.autograd.Function):
 def _module_of(
     layout: StorageLayout, settings: LookupSettings, *, without_weights: bool = False
 ) -> Any:
-    """Build FBGEMM's module; without weights, these are empty, and all else is as ever."""
+    """Build FBGEMM's module, with empty weights if `without_weights`."""
     from fbgemm_gpu import split_embedding_configs as configs
     from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
 
     # Each forward pass of Adam, LAMB and LARS-SGD warns that they are "not optimized", which
-    # must not end a program that takes warnings for errors.
+    # must not end a program that raises warnings as errors.
     warnings.filterwarnings("ignore", r"\s*\S*\s*\[FBGEMM_GPU\] NOTE: The training optimizer")
     spec, location = settings.optimizer, settings.location
     assert spec is not None
@@ -371,7 +371,7 @@ def _module_of(
     place = common.EmbeddingLocation[location.name]
     factor = settings.cache_load_factor
     module = _without_waits(training.SplitTableBatchedEmbeddingBagsCodegen)
-    if without_weights:  # a GPU that the adopted ones nearly fill has no place for others
+    if without_weights:  # a GPU may have no memory for a second copy
         module = _without_weights(module)
     return module(
         [(rows, dim, place, compute) for rows, dim in sizes],
@@ -443,7 +443,7 @@ def _without_weights(module: Any) -> Any:
 
     def apply_split(self: Any, split: Any, prefix: str, *rest: Any, **named: Any) -> None:
         if prefix == "weights":
-            split = split._replace(dev_size=0)  # where tables begin stays
+            split = split._replace(dev_size=0)  # the offsets of tables are kept
         module._apply_split(self, split, prefix, *rest, **named)
 
     return type(module.__name__, (module,), {"_apply_split": apply_split})

@@ -1,8 +1,8 @@
-"""Where each table is in the one flat storage of a lookup, and the index tensors derived from it.
+"""Positions of tables in the flat storage of a lookup, and index tensors derived from them.
 
 Tables are stored ordered by dim (stable), so that tables of one dim form one [rows, dim] matrix: a
 `DimGroup`. A lookup over F features of one dim is then a lookup into one matrix with shifted ids,
-whatever the number of tables.
+for any number of tables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DimGroup:
     """The tables of one dim. Row numbers here are rows of the group's own matrix."""
 
     number: int
-    """Place among the layout's groups."""
+    """Index in the layout's groups."""
     dim: int
     tables: tuple[int, ...]
     """Table numbers, in storage order."""
@@ -37,9 +37,9 @@ class DimGroup:
     row_base_F: Tensor
     """[len(features)] int64: the group's row at which each feature's table begins."""
     first_element: int
-    """Where the matrix begins in the storage."""
+    """First element of the matrix in the storage."""
     first_row: int
-    """Where its rows begin in row-wise optimizer state."""
+    """First of its rows in row-wise optimizer state."""
     device: torch.device
 
     @property
@@ -49,7 +49,7 @@ class DimGroup:
 
     @cached_property
     def row_starts(self) -> Tensor:
-        """[tables + 1] int64: where each table begins, and the end."""
+        """[tables + 1] int64: first row of each table, and the end."""
         return torch.tensor([0, *accumulate(self.table_rows)], device=self.device)
 
     @cached_property
@@ -58,7 +58,7 @@ class DimGroup:
         return torch.tensor(self.features, device=self.device)
 
     def table_of_row(self, rows: Tensor) -> Tensor:
-        """Return which of `tables` each row of the group's matrix is of: [K] places in `tables`."""
+        """Return the table of each row of the group's matrix: [K] indices into `tables`."""
         return torch.searchsorted(self.row_starts, rows, right=True).sub_(1)
 
     def matrix(self, storage: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class StorageLayout:
     Args:
         tables: The tables, in the caller's order.
         feature_table_map: [F] table number of each feature.
-        device: Of the index tensors.
+        device: Device of the index tensors.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class StorageLayout:
             )
         order = sorted(range(num_tables), key=lambda t: self.tables[t].dim)
         self.storage_order = tuple(order)
-        """Table numbers in the order in which they stand in the storage."""
+        """Table numbers in storage order."""
         sizes = [self.tables[t].num_rows * self.tables[t].dim for t in order]
         rows = [self.tables[t].num_rows for t in order]
         self.first_element = dict(zip(order, accumulate(sizes, initial=0), strict=False))
@@ -132,12 +132,12 @@ class StorageLayout:
 
     @cached_property
     def used_groups(self) -> tuple[DimGroup, ...]:
-        """Those of `groups` that some feature reads."""
+        """Groups that some feature reads."""
         return tuple(group for group in self.groups if group.features)
 
     @cached_property
     def shares_tables(self) -> bool:
-        """Whether several features read a table."""
+        """True if several features read one table."""
         return len(set(self.feature_table_map)) < self.num_features
 
     @cached_property
@@ -146,7 +146,7 @@ class StorageLayout:
         return np.array(self.feature_dims, dtype=np.int64)
 
     def table_views(self, flat: Tensor) -> list[Tensor]:
-        """Per table, in the caller's order, its [rows, dim] view of a flat per-element tensor."""
+        """Return each table's [rows, dim] view of a flat per-element tensor, in caller order."""
         return [
             flat.narrow(0, self.first_element[t], spec.num_rows * spec.dim).view(
                 spec.num_rows, spec.dim
@@ -155,13 +155,13 @@ class StorageLayout:
         ]
 
     def row_views(self, flat: Tensor) -> list[Tensor]:
-        """Per table, in the caller's order, its [rows] view of a flat one-value-per-row tensor."""
+        """Return each table's [rows] view of a flat per-row tensor, in caller order."""
         return [
             flat.narrow(0, self.first_row[t], spec.num_rows) for t, spec in enumerate(self.tables)
         ]
 
     def new_states(self, optimizer: OptimizerSpec | None) -> dict[str, Tensor]:
-        """Flat optimizer state by name, zeros; what there is one of per table is on the host."""
+        """Allocate flat optimizer state by name, zeros; per-table state is on the host."""
         sizes = {"element": self.num_elements, "row": self.num_rows, "table": len(self.tables)}
         host = None if self.device.type != "meta" else self.device
         return {
@@ -172,7 +172,7 @@ class StorageLayout:
     def split_states(
         self, optimizer: OptimizerSpec | None, flat_states: Mapping[str, Tensor]
     ) -> list[dict[str, Tensor]]:
-        """Per table, in the caller's order, views of flat optimizer states."""
+        """Return each table's views of flat optimizer states, in caller order."""
         split: Mapping[str, Callable[[Tensor], Sequence[Tensor]]] = {
             "element": self.table_views,
             "row": self.row_views,
@@ -198,6 +198,6 @@ class StorageLayout:
 
     @cached_property
     def group_of_feature(self) -> Tensor:
-        """[F] int64: which of `groups` a feature reads."""
+        """[F] int64: index of the group that a feature reads."""
         number = {group.dim: group.number for group in self.groups}
         return torch.tensor([number[d] for d in self.feature_dims], device=self.device)

@@ -69,7 +69,7 @@ class TorchKernel(Backend):
 
     @property
     def takes_ranks(self) -> bool:
-        """Whether `lookup` and `update` support `Batch.by_rank`."""
+        """True if `lookup` and `update` support `Batch.by_rank`."""
         return False
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The vocabulary of the kernels: enums and frozen descriptions of tables and optimizers."""
+"""Enums and frozen descriptions of tables, lookups and optimizers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class UpdateMode(enum.Enum):
     """Method and time of a table's update."""
 
     FUSED = "fused"
-    """The table's own optimizer, inside backward; gradients are never materialised."""
+    """Backward applies the table's own optimizer; gradients are never materialized."""
     DEFERRED = "deferred"
     """Backward leaves duplicate-free row gradients; `step()` applies the table's own optimizer."""
     GRADIENT = "gradient"
@@ -47,7 +47,7 @@ class UpdateMode(enum.Enum):
 
 
 class RowState(enum.Enum):
-    """Behaviour of an optimizer that reads whole rows on a table that is split by columns."""
+    """Behavior of an optimizer that reads whole rows on a table that is split by columns."""
 
     EXACT = "exact"
     """The owners of a row's columns exchange partial sums: results as for an unsplit table."""
@@ -70,15 +70,15 @@ class BoundsCheckMode(enum.Enum):
     FATAL = "fatal"
     """Raise an IndexError naming feature, table, id, position and table size."""
     WARNING = "warning"
-    """Warn once per call and read row 0 in its place (what FBGEMM does)."""
+    """Warn once per call and read row 0 instead, as FBGEMM does."""
     IGNORE = "ignore"
-    """Read row 0 in its place without a warning."""
+    """Read row 0 instead, without a warning."""
     NONE = "none"
-    """Do not look. A bad id is then undefined behaviour: it may crash the process."""
+    """No check. A bad id is undefined behavior: it may crash the process."""
 
     @classmethod
     def _missing_(cls, value: object) -> BoundsCheckMode | None:
-        """Return the mode of a number, as FBGEMM counts them: `BoundsCheckMode(1)` warns."""
+        """Return the mode with FBGEMM's number: `BoundsCheckMode(1)` warns."""
         members = list(cls)
         if type(value) is int and 0 <= value < len(members):
             return members[value]
@@ -88,12 +88,12 @@ class BoundsCheckMode(enum.Enum):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSpec:
-    """One table, or one shard of one, as a kernel sees it."""
+    """Name and shape of a table, or of a shard of a table."""
 
     name: str
-    """Used in messages only."""
+    """Name for messages."""
     num_rows: int
-    """May be 0: a rank can own an empty row shard."""
+    """Number of rows; 0 for an empty row shard."""
     dim: int
     """Columns."""
 
@@ -108,7 +108,7 @@ class TableSpec:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LookupSettings:
-    """Everything about a lookup that decides which kernels can do it.
+    """Settings of a lookup, from which its backend is chosen.
 
     Raises:
         ValueError: Settings contradict each other.
@@ -122,26 +122,26 @@ class LookupSettings:
     dims: Sequence[int]
     """[T] columns of each table; all equal without pooling."""
     feature_table_map: Sequence[int]
-    """[F] the table number each feature reads."""
+    """[F] table number of each feature."""
     pooling: PoolingType
     optimizer: OptimizerSpec | None
-    """Needed unless `update_mode` is GRADIENT."""
+    """Optimizer of the tables; required unless `update_mode` is GRADIENT."""
     update_mode: UpdateMode
     bits: Sequence[int] = ()
-    """[T] of the values of quantized tables; empty: tables of `weights_dtype`."""
+    """[T] bits per value of quantized tables; empty: tables of `weights_dtype`."""
     location: EmbeddingLocation | None = None
-    """None becomes HOST on a CPU, DEVICE elsewhere."""
+    """Memory of the weights; None: HOST on a CPU, DEVICE elsewhere."""
     cache_load_factor: float | None = None
     """Share of the rows that the cache of MANAGED_CACHING holds; None: 0.2."""
 
     @property
     def fused(self) -> OptimizerSpec | None:
-        """The optimizer that a kernel has to apply inside backward, if any."""
+        """Optimizer that backward applies; None without."""
         return self.optimizer if self.update_mode is UpdateMode.FUSED else None
 
     @property
     def owned(self) -> OptimizerSpec | None:
-        """The optimizer whose state is beside the tables, if any."""
+        """Optimizer whose state is stored with the tables; None without."""
         return self.optimizer if self.update_mode is not UpdateMode.GRADIENT else None
 
     def __post_init__(self) -> None:

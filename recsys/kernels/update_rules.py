@@ -1,8 +1,8 @@
-"""The optimizers of tables, each a value: its state, its settings, its update of rows.
+"""Optimizers of tables: state, settings and update of rows.
 
-All that the rest of the library knows of an optimizer it reads from `UPDATE_RULES`; what FBGEMM
-has kernels for is a fact of those backends. The formulas are FBGEMM's, so that a table trained by
-any backend has the same weights:
+`UPDATE_RULES` describes each optimizer for the rest of the library; the files of the backends list
+FBGEMM's kernels. The formulas are FBGEMM's, so that a table trained by any backend has the same
+weights:
 
     SGD            w -= lr * g
     Adagrad        s += g*g;                w -= lr * g / (sqrt(s) + eps)
@@ -79,8 +79,8 @@ StateKind: TypeAlias = Literal["element", "row", "table"]
 class OptimizerSpec:
     """The optimizer a table owns. Hashable: tables are grouped by it.
 
-    Fields an algorithm does not read must keep their default, so that a setting is never dropped
-    without a word.
+    Fields that an algorithm does not read must keep their default, so that no setting is silently
+    ignored.
 
     Example:
         >>> OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.1).eps
@@ -144,15 +144,15 @@ class OptimizerSpec:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether an update needs the old weights."""
+        """True if an update needs the old weights."""
         return self.weight_decay != 0 or self.rule.reads_row is RowReads.NORMS
 
     @property
     def moves_without_gradient(self) -> bool:
-        """Whether a row with a zero gradient may change: by its past, by decay, or 0 / 0.
+        """True if a row with a zero gradient may change: by its state, by decay, or by 0 / 0.
 
-        Where not, all rows of a table can be updated by a dense gradient, as if only those with a
-        gradient were.
+        Otherwise a dense gradient can update all rows of a table: rows with a zero gradient do not
+        change.
 
         Example:
             >>> OptimizerSpec(algorithm=EmbOptimType.EXACT_ADAGRAD).moves_without_gradient
@@ -175,7 +175,7 @@ class OptimizerSpec:
         return self.weight_decay if is_meant else 0.0
 
     def settings(self) -> dict[str, float | str | tuple[float, float]]:
-        """Return what the algorithm reads besides its rate, under the names of torch.optim."""
+        """Return the settings of the algorithm without its rate, under the names of torch.optim."""
         read = {name: getattr(self, name) for name in self.rule.settings}
         if "beta1" in read:
             read["betas"] = (read.pop("beta1"), read.pop("beta2"))
@@ -194,7 +194,7 @@ class TouchedRows:
 
     spec: OptimizerSpec
     gradients: Tensor
-    """[K, D] fp32, with L2 decay but for rules that read norms."""
+    """[K, D] fp32, including L2 decay except for rules that read norms."""
     state: Mapping[str, Tensor]
     rate: float | Tensor
     """A scalar or [K, 1]; so is `step`."""
@@ -209,7 +209,7 @@ class TouchedRows:
 
     @property
     def weights(self) -> Tensor:
-        """`old`, which is there."""
+        """`old`, if `spec.reads_weights`."""
         assert self.old is not None
         return self.old
 
@@ -242,7 +242,7 @@ class UpdateRule:
     move: Callable[[TouchedRows], Tensor]
     """Return the step to subtract, [K, D], learning rate included; updates the state in place."""
     state: Mapping[str, StateKind] = field(default_factory=dict)
-    """By torch.optim's names; fp32, zeros at first. `step` counts updates."""
+    """State by name, as in torch.optim; fp32, zeros at first. `step` counts updates."""
     settings: tuple[str, ...] = ()
     """Fields of an `OptimizerSpec` that it reads besides rate and weight decay."""
     decay: WeightDecayMode = WeightDecayMode.L2
@@ -259,7 +259,7 @@ class UpdateRule:
 
     @property
     def reduces_rows(self) -> bool:
-        """Whether it needs all columns of a row at once, so that a column split is not exact."""
+        """True if the update needs all columns of a row, so that a column split is not exact."""
         return self.reads_row is not RowReads.NOTHING
 
 
@@ -267,10 +267,6 @@ def row_moment(g_KD: Tensor) -> Tensor:
     """Return the mean of g*g, by the norm: `square().mean()` would write a [K, D] intermediate."""
     norm_K: Tensor = torch.linalg.vector_norm(g_KD, dim=1)
     return norm_K.square_().div_(g_KD.shape[1])
-
-
-def _move_by_sgd(touched: TouchedRows) -> Tensor:
-    return touched.move_along(touched.gradients)
 
 
 def _move_by_adagrad(touched: TouchedRows) -> Tensor:
@@ -287,7 +283,7 @@ def _move_by_rowwise_adagrad(touched: TouchedRows) -> Tensor:
 
 
 def _adam_direction(touched: TouchedRows) -> Tensor:
-    """Adam's step before decay and rate; the rule's state says whether v is one per row."""
+    """Return Adam's step before decay and rate; the rule's state defines if v is one per row."""
     spec, g_KD, step = touched.spec, touched.gradients, touched.step
     assert step is not None
     mean_hat = touched.advance("exp_avg", g_KD, spec.beta1, 1 - spec.beta1)
@@ -298,10 +294,6 @@ def _adam_direction(touched: TouchedRows) -> Tensor:
     if is_row_wise:
         square = square.unsqueeze(1)
     return mean_hat / (square / (1 - spec.beta2**step)).sqrt_().add_(spec.eps)
-
-
-def _move_by_adam(touched: TouchedRows) -> Tensor:
-    return touched.move_along(_adam_direction(touched))
 
 
 def _move_by_lamb(touched: TouchedRows) -> Tensor:
@@ -326,7 +318,7 @@ def _row_norm(x_KD: Tensor) -> Tensor:
 
 
 def _safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide, so that a row with no gradient, whose denominator is 0, stays and is no NaN."""
+    """Divide; 0 if the denominator is 0, so that a row without a gradient does not change."""
     return torch.where(denominator > 0, numerator / denominator, torch.zeros_like(numerator))
 
 
@@ -349,7 +341,6 @@ def _scale_of_rowwise_adagrad(all_rows: TouchedRows) -> Tensor:
 
 
 _L2, _DECOUPLE = WeightDecayMode.L2, WeightDecayMode.DECOUPLE
-_ADAM_SETTINGS = ("eps", "beta1", "beta2")
 _ADAM_STATE: Mapping[str, StateKind] = {
     "exp_avg": "element",
     "exp_avg_sq": "element",
@@ -357,17 +348,17 @@ _ADAM_STATE: Mapping[str, StateKind] = {
 }
 _ROW_WISE_ADAM_STATE: Mapping[str, StateKind] = {**_ADAM_STATE, "exp_avg_sq": "row"}
 
-_LAMB = UpdateRule(
-    move=_move_by_lamb,
+_ADAM = UpdateRule(
+    move=lambda touched: touched.move_along(_adam_direction(touched)),
     state=_ADAM_STATE,
-    settings=_ADAM_SETTINGS,
+    settings=("eps", "beta1", "beta2"),
     decay=_DECOUPLE,
-    reads_row=RowReads.NORMS,
-    update_copies=7,
+    update_copies=5,
 )
+_LAMB = replace(_ADAM, move=_move_by_lamb, reads_row=RowReads.NORMS, update_copies=7)
 UPDATE_RULES: Mapping[EmbOptimType, UpdateRule] = {
     EmbOptimType.SGD: UpdateRule(
-        move=_move_by_sgd,
+        move=lambda touched: touched.move_along(touched.gradients),
         dense_scale=_scale_of_sgd,
         update_copies=2,
         torch_classes={torch.optim.SGD: _L2},
@@ -388,25 +379,16 @@ UPDATE_RULES: Mapping[EmbOptimType, UpdateRule] = {
         dense_scale=_scale_of_rowwise_adagrad,
         update_copies=2,
     ),
-    EmbOptimType.ADAM: UpdateRule(
-        move=_move_by_adam,
-        state=_ADAM_STATE,
-        settings=_ADAM_SETTINGS,
-        decay=_DECOUPLE,
-        update_copies=5,
+    EmbOptimType.ADAM: replace(
+        _ADAM,
         torch_classes={
             torch.optim.Adam: _L2,
             torch.optim.AdamW: _DECOUPLE,
             torch.optim.SparseAdam: _L2,
         },
     ),
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: UpdateRule(
-        move=_move_by_adam,
-        state=_ROW_WISE_ADAM_STATE,
-        settings=_ADAM_SETTINGS,
-        decay=_DECOUPLE,
-        reads_row=RowReads.MOMENT,
-        update_copies=4,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: replace(
+        _ADAM, state=_ROW_WISE_ADAM_STATE, reads_row=RowReads.MOMENT, update_copies=4
     ),
     EmbOptimType.LAMB: _LAMB,
     EmbOptimType.PARTIAL_ROWWISE_LAMB: replace(_LAMB, state=_ROW_WISE_ADAM_STATE, update_copies=6),

@@ -2,9 +2,9 @@
 
 The ids of a batch are sorted by row. Each program sums one block of ids, row by row. For each row
 that continues in other blocks, one program then adds up the sums of the blocks. If there are very
-many blocks, a launch in between adds up groups of blocks. The place of an entry determines what it
-is added to and in which order. There are no atomics, so results are the same from run to run, bit
-for bit. All sums are fp32.
+many blocks, a launch in between adds up groups of blocks. The position of an entry alone
+determines the order of additions. There are no atomics, so results are the same from run to
+run, bit for bit. All sums are fp32.
 
 Triton's interpreter (`TRITON_INTERPRET=1`) runs the kernels on a CPU, for tests.
 
@@ -363,7 +363,7 @@ def sum_and_update(
 
 @self_checked
 def update_entries(
-    update: RowUpdate, rows_K: Tensor, gradients_KD: Tensor, moments_K: Tensor | None
+    update: RowUpdate, rows_K: Tensor, gradients_KD: Tensor, moments_K: Tensor | None = None
 ) -> None:
     """Update rows by summed gradients; its twin is `row_update.update_rows`.
 

@@ -60,7 +60,7 @@ class _TaskGroup:
         ranked = [metric for metric in metrics if metric.ranks_rows]
         self.row_inputs = sorted({name for m in ranked for name in m.get_required_inputs()})
         self.rows = {size: RowWindow(size) for size in sorted({m.local_window for m in ranked})}
-        # Rows of batches to sum later, with those of their sums that need more than rows.
+        # Rows of batches to sum later, and their wide sums.
         self.pending: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.validates = any(metric.should_validate_update for metric in metrics)
 

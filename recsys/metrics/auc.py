@@ -74,8 +74,8 @@ def area_under_bins(positive_K: torch.Tensor, negative_K: torch.Tensor) -> torch
 class AUC(Accumulator):
     """Exact area under the ROC curve over many batches and ranks.
 
-    Memory grows with the samples, unlike that of `BinnedAUC`. The state is `[3, N]`: predictions,
-    labels and weights.
+    Memory grows with the samples; `BinnedAUC` needs constant memory. The state is `[3, N]`:
+    predictions, labels and weights.
 
     Example:
         >>> metric = AUC()

@@ -153,7 +153,7 @@ class MetricBatch:
 
         Raises:
             TypeError: The output is not a tensor.
-            ValueError: The output is missing, or its size is not that of the batch.
+            ValueError: The output is missing, or its size differs from the batch.
         """
         if name not in self._inputs:
             raise ValueError(
@@ -181,7 +181,7 @@ class Quantity:
     """Function that returns `[T, N]` values, float64 or of the dtype of the batch's rows; or
     `[T, width]` sums. Values should be float64 if a formula subtracts their sums."""
     is_weighted: bool = True
-    """Whether values are multiplied by the weights."""
+    """True if values are multiplied by the weights."""
     width: int = 0
     """Number of sums that `of` returns; 0 if it returns values."""
 

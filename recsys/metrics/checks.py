@@ -115,7 +115,7 @@ def check_columns(
         size = num_samples * (num_classes if index < num_tasks else 1)
         if column.numel() != size:
             raise ValueError(
-                f"predictions, labels and weights must have equally many values, here {size}; "
+                f"predictions, labels and weights must have the same number of values, {size}; "
                 f"received {names[index]} of shape {list(column.shape)}. Pass one per sample; "
                 "give a sample without a label the weight 0."
             )

@@ -175,7 +175,7 @@ def normalize_by_mean(
     predicted: torch.Tensor,
     predicted_negatives: torch.Tensor,
 ) -> torch.Tensor:
-    """Divide a mean log loss by that of always predicting the mean prediction.
+    """Divide a mean log loss by the log loss of always predicting the mean prediction.
 
     Args:
         log_loss: Loss summed over samples, any shape.

@@ -118,7 +118,7 @@ class RecMetricModule(torch.nn.Module):
         self._steps_at_compute = 0
 
     def get_required_inputs(self) -> list[str] | None:
-        """List the model outputs that the metrics need besides those of the tasks.
+        """List the model outputs that the metrics need besides labels, predictions and weights.
 
         Returns:
             Sorted keys; `None` for none.

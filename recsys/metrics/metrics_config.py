@@ -73,7 +73,7 @@ class SessionMetricDef:
     top_threshold: int | None = None
     """Number of best predictions of a session that count as predicted positive."""
     run_ranking_of_labels: bool = False
-    """Whether the `top_threshold` highest labels count as positive, instead of labels of 1."""
+    """True: the `top_threshold` highest labels count as positive, instead of labels of 1."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -100,11 +100,11 @@ class RecTaskInfo:
     session_metric_def: SessionMetricDef | None = None
     """Sessions, for metrics of sessions."""
     is_negative_task: bool = False
-    """Whether low predictions and labels are the good ones; NDCG rejects such tasks."""
+    """True if low predictions and labels are better; NDCG rejects such tasks."""
     tensor_name: str | None = None
     """Key of the tensor that `TENSOR_WEIGHTED_AVG` averages."""
     weighted: bool = True
-    """Whether that average is weighted."""
+    """True if the average of `tensor_name` is weighted."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -209,9 +209,9 @@ class MetricsConfig:
     max_compute_interval: float = float("inf")
     """Maximum seconds between two computations."""
     compute_on_all_ranks: bool = False
-    """Whether all ranks get results; otherwise rank 0 alone."""
+    """True: all ranks get results; False: rank 0 alone."""
     should_validate_update: bool = False
-    """Whether to skip batches whose weights are all zero."""
+    """True: batches whose weights are all zero are skipped."""
     enable_pt2_compile: bool = False
     """Ignored."""
     should_clone_update_inputs: bool = False

@@ -76,7 +76,8 @@ def parse_model_outputs(
     sizes = {len(tensor) for tensor in found if tensor is not None}
     if len(sizes) > 1:
         raise AssertionError(
-            f"labels, predictions and weights must have equally many samples; received {sizes}."
+            f"labels, predictions and weights must have the same number of samples; received "
+            f"{sizes}."
         )
     labels, predictions, weights = found
     assert labels is not None

@@ -301,7 +301,7 @@ def _argsort(scores_N: torch.Tensor) -> torch.Tensor:
     if scores_N.dtype not in _BITS:
         scores_N = scores_N.float()
     # Integers are sorted seven times as fast. The bits of non-negative floats have the order of the
-    # floats; without the sign, those of negative floats have the reverse order. Adding zero
+    # floats; without the sign, the bits of negative floats have the reverse order. Adding zero
     # converts -0.0 to 0.0.
     bits_N = (scores_N + 0.0).view(_BITS[scores_N.dtype])
     highest = torch.iinfo(bits_N.dtype).max

@@ -195,14 +195,14 @@ class RecMetric(_Measured, abc.ABC):
     _namespace: ClassVar[MetricNameBase]
     """Namespace under the name that TorchRec uses."""
     name: ClassVar[MetricNameBase]
-    """Name of the main result; defaults to that of the base class, or to the namespace."""
+    """Name of the main result; defaults to the base class's name, or to the namespace."""
     gives_scalars: ClassVar[bool] = False
-    """Whether results are scalars even if tasks are not fused."""
+    """True if results are scalars even if tasks are not fused."""
     arguments: ClassVar[Mapping[str, Any]] = {}
-    """Own arguments and their defaults, besides those of base classes. If the default is a bool, a
-    float or text, the type of the argument is checked."""
+    """Own arguments and their defaults, besides the arguments of base classes. If the default is a
+    bool, a float or text, the type of the argument is checked."""
     ranks_rows: ClassVar[bool] = False
-    """Whether the metric needs the last rows."""
+    """True if the metric needs the last rows."""
 
     def __init_subclass__(cls, metric: RecMetricEnum | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -315,7 +315,7 @@ class RecMetric(_Measured, abc.ABC):
         return iter(())
 
     def get_required_inputs(self) -> set[str]:
-        """List the model outputs that the metric needs besides those of the tasks.
+        """List the model outputs that the metric needs besides labels, predictions and weights.
 
         Returns:
             Keys.
@@ -355,7 +355,7 @@ class RecMetricList(_Measured):
         return self.rec_metrics[idx]
 
     def get_required_inputs(self) -> list[str] | None:
-        """List the model outputs that the metrics need besides those of the tasks.
+        """List the model outputs that the metrics need besides labels, predictions and weights.
 
         Returns:
             Sorted keys; `None` for none.

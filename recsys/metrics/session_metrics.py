@@ -140,7 +140,7 @@ class TopOfSessionMetric(SessionMetric):
     """
 
     is_recall: ClassVar[bool]
-    """Whether to divide by the positives; otherwise by the predicted positives."""
+    """True: divide by the positives; False: by the predicted positives."""
 
     def _prepare(self) -> None:
         for task in self.tasks:

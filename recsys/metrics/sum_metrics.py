@@ -1,7 +1,7 @@
 """Metrics that are formulas of sums over samples, one class statement each.
 
-A sum is over values times weights, unless it says otherwise. An undefined result is what the
-division gives, NaN or infinite: a ratio to no positives, an entropy of a single class.
+A sum is over values times weights, unless its description differs. An undefined result is NaN or
+infinite, as the division returns it: a ratio to no positives, an entropy of a single class.
 """
 
 import math
@@ -174,7 +174,7 @@ class AverageMetric(SumMetric, metric=Metric.AVERAGE, sums=(LABEL, PREDICTION, W
 
 
 class NMSEMetric(RatioMetric, metric=Metric.NMSE, sums=(SQUARED_ERROR, SQUARED_ERROR_OF_ONES)):
-    """Squared error divided by that of always predicting 1: `nmse`, and its root: `nrmse`."""
+    """Squared error divided by the error of always predicting 1: `nmse`, and its root: `nrmse`."""
 
     def values(self, sums: Sums) -> Iterator[Value]:
         """Compute the results."""
@@ -187,8 +187,8 @@ class MSEMetric(SumMetric, metric=Metric.MSE, sums=(SQUARED_ERROR, WEIGHT, LABEL
     """Mean squared error and its root: `mse`, `rmse`.
 
     The argument `include_r_squared=True` adds `r_squared`: one minus the squared error divided by
-    that of the mean of the labels. It is minus infinity for equal labels. Labels that differ by
-    less than a ten-millionth of their size count as equal.
+    the squared error of the mean label. It is minus infinity for equal labels. Labels that differ
+    by less than a ten-millionth of their size count as equal.
     """
 
     arguments: ClassVar[Mapping[str, Any]] = {"include_r_squared": False}
@@ -361,7 +361,7 @@ class CaliFreeNEMetric(
     sums=(LOG_LOSS, LABEL, NEGATIVE, PREDICTION, PREDICTED_NEGATIVE),
     formula=normalize_by_mean,
 ):
-    """Log loss divided by that of always predicting the mean of the predictions.
+    """Log loss divided by the log loss of always predicting the mean of the predictions.
 
     This is the normalized entropy divided by the normalized entropy of the mean prediction. Wrong
     calibration increases both. Source: see `recsys.metrics.normalized_entropy`.
@@ -473,8 +473,8 @@ class MultiLabelPrecisionMetric(
 ):
     """Precision of each label of samples with several labels.
 
-    The bits of a prediction are the labels that a sample is assigned, and the bits of its label
-    those that it has; bit 0 is the first label. Floats hold up to 24 labels, whole numbers up to
+    The bits of a prediction are the predicted labels of a sample, and the bits of its label are the
+    true labels; bit 0 is the first label. Floats hold up to 24 labels, whole numbers up to
     52. Arguments: `num_labels`, and `label_names`, which are appended to the name of the result
     instead of `label_0`, `label_1`, ...
     """

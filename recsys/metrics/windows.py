@@ -84,7 +84,7 @@ class RowWindow:
 
     @property
     def is_double(self) -> bool:
-        """Whether any rows are float64."""
+        """True if any rows are float64."""
         return any(rows.dtype == torch.float64 for rows, _ in self._parts)
 
     def add(self, rows_TN: torch.Tensor, extra_EN: torch.Tensor | None) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recsys.kernels.bounds import NO_LIMIT, LateChecks
+from recsys.kernels.bounds import NO_LIMIT, AsyncChecks
 from recsys.kernels.checked import checked
 from recsys.modules.traced import is_proxy, record
 from recsys.sparse import KeyedJaggedTensor
@@ -110,7 +110,7 @@ class PositionGather:
         self._owner = owner
         self._seen: tuple[list[str], torch.device] | None = None
         self._route: _Route
-        self._late = LateChecks()
+        self._late = AsyncChecks()
 
     def __reduce__(self) -> tuple[type[PositionGather], tuple[dict[str, int], str]]:
         """Copy and pickle without the state of earlier batches."""

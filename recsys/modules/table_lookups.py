@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys import step_stages
-from recsys.kernels.bounds import LateChecks
+from recsys.kernels.bounds import AsyncChecks
 from recsys.kernels.support import shared_optimizer
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import StorageLayout
@@ -220,7 +220,7 @@ class TableLookups(AliasedStorage):
             for members in _positions_by_key(keys)
         )
         super().__init__([table.slots for table in tables])
-        self.late = LateChecks()
+        self.late = AsyncChecks()
         self._attachments = attachment_count()
         self._owner, self._device = owner, device
         readers = [

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from recsys.kernels.arguments import flag
-from recsys.kernels.bounds import LateChecks
+from recsys.kernels.bounds import AsyncChecks
 
 __all__ = [
     "FINITE",
@@ -121,7 +121,7 @@ class _OfThread(threading.local):
     """Unfinished checks of a GPU, per thread: successive batches run in one thread."""
 
     def __init__(self) -> None:
-        self.late = LateChecks()
+        self.late = AsyncChecks()
 
 
 _of_thread = _OfThread()

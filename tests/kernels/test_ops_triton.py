@@ -151,13 +151,13 @@ FAULTS = "none", "negative length", "wrong sum", "offsets differ"
 
 
 @pytest.mark.parametrize(
-    ("fault", "is_told"),
-    [*((fault, told) for fault in FAULTS for told in (False, True)), ("told wrong", True)],
+    ("fault", "is_known"),
+    [*((fault, known) for fault in FAULTS for known in (False, True)), ("known wrong", True)],
 )
 @pytest.mark.parametrize("dtypes", [(torch.int32, torch.int64), (torch.int64, torch.int32)])
 @pytest.mark.parametrize("seed", range(6))
 def test_batches_are_made_safe_as_by_pytorch(
-    seed: int, dtypes: tuple[torch.dtype, torch.dtype], fault: str, is_told: bool
+    seed: int, dtypes: tuple[torch.dtype, torch.dtype], fault: str, is_known: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     num_features, num_bags = int(rng.integers(1, 9)), [1, 7, 400][seed % 3]
@@ -168,8 +168,8 @@ def test_batches_are_made_safe_as_by_pytorch(
     ids = torch.from_numpy(rng.integers(-1 if seed > 2 else 0, 91, int(lengths.sum())))
     ids = ids.to(dtypes[1])
     offsets = ops.complete_cumsum(lengths)
-    told, starts = None, offsets[::num_bags].long()
-    if fault == "told wrong":
+    known, starts = None, offsets[::num_bags].long()
+    if fault == "known wrong":
         lengths[-1] = 8
         ids = torch.zeros(int(lengths.sum()), dtype=dtypes[1])
         offsets = ops.complete_cumsum(lengths)
@@ -182,14 +182,14 @@ def test_batches_are_made_safe_as_by_pytorch(
     elif fault == "offsets differ":
         offsets = offsets + 1
     given = [t.to(DEVICE) for t in (lengths, offsets, ids, rows)]
-    if is_told:
+    if is_known:
         given.append(starts.to(DEVICE))
-        told = torch.arange(num_features) * num_bags, starts.diff()
+        known = torch.arange(num_features) * num_bags, starts.diff()
     found, safe, safe_offsets, safe_ids, counts = (t.cpu() for t in make_safe(*given))
     is_bad = are_bags_bad(lengths, offsets, ids.numel())
-    assert bool(is_bad) is (fault not in ("none", "told wrong"))
-    is_bad |= torch.tensor(fault == "told wrong")
-    expected = safe_lengths(lengths, is_bad, ids.numel(), told)
+    assert bool(is_bad) is (fault not in ("none", "known wrong"))
+    is_bad |= torch.tensor(fault == "known wrong")
+    expected = safe_lengths(lengths, is_bad, ids.numel(), known)
     assert torch.equal(safe, expected)
     assert torch.equal(safe_offsets, ops.complete_cumsum(expected))
     bad_ids = find_bad_ids(ids, offsets, rows) if fault == "none" else torch.ones_like(ids).bool()

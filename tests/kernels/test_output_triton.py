@@ -20,7 +20,7 @@ if not HAS_TRITON:
 
 from recsys.distributed.ranks.wire import CommType, WireFormat
 from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot
-from recsys.kernels.output_triton import collect, spread
+from recsys.kernels.output_triton import gather, scatter_grad
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -124,7 +124,7 @@ def test_columns_are_laid_out_and_back_as_by_loops(seed: int, batch_size: int) -
     given, is_untouched = _in_guards(buffer)
     if wire is not None:
         given[:travels] = torch.nan
-    found = _guarded(lambda: collect(given, batch_size, columns, counts.to(DEVICE), *narrow))
+    found = _guarded(lambda: gather(given, batch_size, columns, counts.to(DEVICE), *narrow))
     sums = np.zeros((batch_size, width))
     for where, part in _parts(blocks, buffer.numpy().astype(np.float64), batch_size):
         sums[:, where] += part
@@ -136,7 +136,7 @@ def test_columns_are_laid_out_and_back_as_by_loops(seed: int, batch_size: int) -
     inner, is_untouched = _in_guards(grad)
     formats = () if wire is None else (wire.cast, wire.loss_scale)
     scale = counts.to(DEVICE), 1 / 3, travels
-    returned, sent = _guarded(lambda: spread(inner, columns, *scale, *formats))
+    returned, sent = _guarded(lambda: scatter_grad(inner, columns, *scale, *formats))
     expected = np.full(size, np.nan)
     for where, part in _parts(blocks, expected, batch_size):
         part[:] = (grad.numpy() / divisors)[:, where]
@@ -172,7 +172,7 @@ def test_gradients_are_read_with_any_strides(blocks: Blocks) -> None:
 
     gather, columns = ColumnGather(blocks, 6, CPU), ColumnGather(blocks, 6, DEVICE).columns
     for grad, on_device in zip(gradients(CPU), gradients(DEVICE), strict=True):
-        found, _ = spread(on_device, columns, None, 1.0, 0)
+        found, _ = scatter_grad(on_device, columns, None, 1.0, 0)
         assert torch.equal(found.cpu(), gather.scatter_grad(grad)[0])
 
 
@@ -180,7 +180,7 @@ def test_what_is_no_number_stays_visible() -> None:
     columns = ColumnGather([[(0, 4)], [(0, 2)]], 4, DEVICE, [(0, 0, 2)]).columns
     buffer = torch.tensor([torch.inf, 1, torch.nan, 2, -1, 3], device=DEVICE)
     counts = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
-    found = collect(buffer, 1, columns, counts).cpu()
+    found = gather(buffer, 1, columns, counts).cpu()
     expected = torch.tensor([[torch.inf, 4, torch.nan, 2]])
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -199,8 +199,9 @@ for chunk, dtype in ((64, None), (1, torch.bfloat16)):
     )
     counts = empty((3, 5)) if is_full else None
     arrived = empty(60, dtype) if is_full else None
-    output_triton.collect(empty(500, torch.float32), 5, columns, counts, arrived, 3.0)
-    output_triton.spread(empty((5, width), torch.float32), columns, counts, 0.5, 60, dtype, 3.0)
+    output_triton.gather(empty(500, torch.float32), 5, columns, counts, arrived, 3.0)
+    grad = empty((5, width), torch.float32)
+    output_triton.scatter_grad(grad, columns, counts, 0.5, 60, dtype, 3.0)
     print("bf16 rounded", ("cvt.rn.bf16" in built[-1].asm["ptx"]) is is_full)
 """
 

@@ -16,7 +16,7 @@ from tests.needs_triton import HAS_TRITON, NEEDS_TRITON
 if not HAS_TRITON:
     pytest.skip(NEEDS_TRITON, allow_module_level=True)
 
-from recsys.kernels.ragged_triton import collect_ragged, spread_ragged
+from recsys.kernels.ragged_triton import gather_ragged, scatter_grad_ragged
 from tests.distributed.stages.test_ragged_gather import ragged
 
 CPU = torch.device("cpu")
@@ -40,14 +40,16 @@ def test_rows_are_laid_out_and_back_as_by_pytorch(seed: int) -> None:
     buffer = torch.full((case.buffer.numel() + 2 * GUARD,), torch.nan, device=DEVICE)
     buffer[GUARD:-GUARD] = case.buffer
     with mock.patch("recsys.kernels.ragged_triton.torch.empty", empty):
-        found = collect_ragged(buffer[GUARD:-GUARD], case.num_samples, *known)
+        found = gather_ragged(buffer[GUARD:-GUARD], case.num_samples, *known)
         # of any strides
         grad = case.grad.to(DEVICE).t().contiguous().t() if seed % 2 else case.grad.to(DEVICE)
-        spread = spread_ragged(grad, case.buffer.numel(), *known) if case.spread.size else None
+        grad_of_buffer = (
+            scatter_grad_ragged(grad, case.buffer.numel(), *known) if case.spread.size else None
+        )
     assert torch.equal(found.cpu(), by_pytorch.gather(case.buffer, case.counts))
     np.testing.assert_allclose(found.cpu().numpy(), case.rectangle, rtol=1e-5, atol=1e-5)
-    if spread is not None:
-        assert torch.equal(spread.cpu(), by_pytorch.scatter_grad(case.grad, case.counts))
+    if grad_of_buffer is not None:
+        assert torch.equal(grad_of_buffer.cpu(), by_pytorch.scatter_grad(case.grad, case.counts))
     for around in kept:
         assert around[:GUARD].isnan().all()
         assert around[-GUARD:].isnan().all()
@@ -58,8 +60,8 @@ columns = output_triton.Columns(empty((4, 4)), None, empty(8, torch.int32), 256,
 counts = empty((3, 5), torch.int32)
 for ids in (ragged_triton.Ids(empty(60), empty(41, torch.int32), 2, 3, 8), None):
     batch = ragged_triton.Ragged(columns, empty((4, 4)), empty(99), 2, ids)
-    ragged_triton.collect_ragged(empty(500, torch.float32), 5, batch, counts)
-    ragged_triton.spread_ragged(empty((5, 256), torch.float32).t().t(), 500, batch, counts)
+    ragged_triton.gather_ragged(empty(500, torch.float32), 5, batch, counts)
+    ragged_triton.scatter_grad_ragged(empty((5, 256), torch.float32).t().t(), 500, batch, counts)
 """
 
 

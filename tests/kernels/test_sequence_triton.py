@@ -18,7 +18,7 @@ from tests.needs_triton import HAS_TRITON, NEEDS_TRITON
 if not HAS_TRITON:
     pytest.skip(NEEDS_TRITON, allow_module_level=True)
 
-from recsys.kernels.sequence_triton import collect_rows, spread_rows
+from recsys.kernels.sequence_triton import gather_rows, scatter_grad_rows
 from tests.distributed.stages.test_row_gather import rows_of
 
 CPU = torch.device("cpu")
@@ -58,24 +58,24 @@ def test_rows_are_laid_out_and_back_as_by_pytorch(seed: int) -> None:
     buffer = torch.full((case.buffer.numel() + 2 * GUARD,), torch.nan, device=DEVICE)
     buffer[GUARD:-GUARD] = case.buffer
     with guards():
-        found = collect_rows(buffer[GUARD:-GUARD], case.dim, *known)
-        spread = spread_rows(case.grad.to(DEVICE), *known)
+        found = gather_rows(buffer[GUARD:-GUARD], case.dim, *known)
+        grad_of_buffer = scatter_grad_rows(case.grad.to(DEVICE), *known)
     assert torch.equal(found.cpu(), twin.gather(case.buffer))
     assert np.array_equal(found.cpu().numpy(), case.rectangle)
-    assert torch.equal(spread.cpu(), twin.scatter_grad(case.grad))
-    assert np.array_equal(spread.cpu().numpy(), case.spread)
+    assert torch.equal(grad_of_buffer.cpu(), twin.scatter_grad(case.grad))
+    assert np.array_equal(grad_of_buffer.cpu().numpy(), case.spread)
     turned = case.grad.to(DEVICE).t().contiguous().t()
     everywhere = torch.tensor(0.5, device=DEVICE).expand(case.grad.shape)
     with guards():
-        assert torch.equal(spread_rows(turned, *known), spread)
-        assert (spread_rows(everywhere, *known) == 0.5).all()
+        assert torch.equal(scatter_grad_rows(turned, *known), grad_of_buffer)
+        assert (scatter_grad_rows(everywhere, *known) == 0.5).all()
 
 
 COMPILES = """
 for chunk in (64, 3):
     known = empty(7, torch.int32), empty((5, 4)), 2, chunk
-    sequence_triton.collect_rows(empty(8 * chunk, torch.float32), 2 * chunk, *known)
-    sequence_triton.spread_rows(empty((4, 2 * chunk), torch.float32), *known)
+    sequence_triton.gather_rows(empty(8 * chunk, torch.float32), 2 * chunk, *known)
+    sequence_triton.scatter_grad_rows(empty((4, 2 * chunk), torch.float32), *known)
 """
 
 

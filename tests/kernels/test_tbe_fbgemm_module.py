@@ -461,8 +461,8 @@ def test_what_is_said_of_bags_is_uploaded_once_without_waiting(
     plain = type(inner).__mro__[1]._generate_vbe_metadata(inner, torch.zeros(11), bags)
     sizes = _sizes_of(Batch(torch.zeros(0), torch.zeros(11), None, case.bags_F, case.by_rank))
     inner.current_device = torch.device("meta")
-    (told,) = sizes.values()
-    made = inner._generate_vbe_metadata(torch.zeros(11), told)
+    (bag_sizes,) = sizes.values()
+    made = inner._generate_vbe_metadata(torch.zeros(11), bag_sizes)
     assert uploads == ["meta"]
     for found, expected in zip(made, plain, strict=True):
         assert type(found) is type(expected)
@@ -493,8 +493,8 @@ def test_bags_are_prefetched_as_they_are_looked_up(algorithm: EmbOptimType) -> N
     module.look_up_and_update(batch)
     for a, b in zip(*seen, strict=True):
         torch.testing.assert_close(a, b)
-    is_told = seen[0][2] == {"batch_size_per_feature_per_rank": [[3], [0], [5], [2]]}
-    assert is_told is (algorithm is not EmbOptimType.EXACT_ADAGRAD)
+    has_sizes = seen[0][2] == {"batch_size_per_feature_per_rank": [[3], [0], [5], [2]]}
+    assert has_sizes is (algorithm is not EmbOptimType.EXACT_ADAGRAD)
 
 
 @pytest.mark.parametrize("dims", [(4, 4, 4), (4, 8, 4)])

@@ -44,7 +44,7 @@ def test_missing_and_unequal_outputs_are_named() -> None:
     with pytest.raises(ValueError, match="must have the weight 'w_b'"):
         parse_task_model_outputs(TASKS, out)
     out["short"] = torch.rand(2)
-    with pytest.raises(AssertionError, match="equally many samples"):
+    with pytest.raises(AssertionError, match="same number of samples"):
         parse_model_outputs("l_a", "short", "w_a", out)
     assert parse_model_outputs("l_a", "", "", out)[1:] == (None, None)
 

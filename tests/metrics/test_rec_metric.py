@@ -152,7 +152,7 @@ def test_bad_input():
     metric = build(CTRMetric)
     with pytest.raises(ValueError, match=r"must have every task; received \['a'\], and not 'b'"):
         metric.update(**batch(a=[1.0]))
-    with pytest.raises(ValueError, match=r"here 1; received predictions .*'b' of shape \[2\]"):
+    with pytest.raises(ValueError, match=r"1; received predictions .*'b' of shape \[2\]"):
         metric.update(**batch(a=[1.0], b=[1.0, 0.0]))
     given = batch(a=[1.0], b=[0.0])
     with pytest.raises(TypeError, match="labels of the task 'a' must be a tensor; received"):

@@ -157,10 +157,10 @@ class ColumnGather:
         if not batch_size:
             return buffer.new_empty(0, self._width)
         if buffer.is_cuda and ops.HAS_TRITON:
-            from recsys.kernels.output_triton import collect
+            from recsys.kernels.output_triton import gather
 
             of_means = counts if self.mean_slots else None
-            return collect(buffer, batch_size, self.columns, of_means, arrived, wire.loss_scale)
+            return gather(buffer, batch_size, self.columns, of_means, arrived, wire.loss_scale)
         index = self._indexes.get(batch_size) or self._index(batch_size)
         rows = buffer.view(-1, self.chunk)
         if not index.offsets.numel():
@@ -193,11 +193,11 @@ class ColumnGather:
                 not have these values.
         """
         if grad_BD.is_cuda and ops.HAS_TRITON and grad_BD.numel():
-            from recsys.kernels.output_triton import spread
+            from recsys.kernels.output_triton import scatter_grad
 
             of_means = counts if self.mean_slots else None
             narrow = wire.cast, wire.loss_scale
-            return spread(grad_BD, self.columns, of_means, scale, num_sent, *narrow)
+            return scatter_grad(grad_BD, self.columns, of_means, scale, num_sent, *narrow)
         if self.mean_slots:
             grad_BD = grad_BD.clone()
             self.divide(grad_BD, counts)

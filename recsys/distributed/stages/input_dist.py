@@ -63,7 +63,7 @@ from recsys.distributed.stages.routes import (
 from recsys.distributed.stages.streams import StagedModule, Streams, readers_of, streams_of
 from recsys.distributed.stages.weight_gradients import with_weight_gradients
 from recsys.kernels import ops
-from recsys.kernels.bounds import LateChecks
+from recsys.kernels.bounds import AsyncChecks
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.batch_checker import (
     NO_COUNTS,
@@ -102,7 +102,7 @@ class InputDist:
 
     def __init__(self, module: StagedModule, most_ids: float) -> None:
         self.module, self.most_ids = module, most_ids
-        self.late = LateChecks()
+        self.late = AsyncChecks()
         self.end_of_data = EndOfData()
         layout, device, num_ranks = module.layout, module.device.type, module.env.world_size
         # only the device knows how many ids are in a block of rows

@@ -256,10 +256,10 @@ class RaggedBatch:
         if not num_samples:
             return buffer.new_zeros(0, gather.width)
         if buffer.is_cuda:
-            from recsys.kernels.ragged_triton import collect_ragged
+            from recsys.kernels.ragged_triton import gather_ragged
 
             of_means = counts if gather.columns.mean_slots else None
-            return collect_ragged(buffer, num_samples, self._on_device, of_means)
+            return gather_ragged(buffer, num_samples, self._on_device, of_means)
         # concatenated lists: for each output chunk, the chunks of the buffer that add up to it
         targets_M, num_chunks = self._targets_M, num_samples * gather.columns.num_chunks
         numbers = torch.bincount(targets_M, minlength=num_chunks)
@@ -284,10 +284,10 @@ class RaggedBatch:
         if not self.num_values:
             return grad_BD.new_empty(0)
         if grad_BD.is_cuda:
-            from recsys.kernels.ragged_triton import spread_ragged
+            from recsys.kernels.ragged_triton import scatter_grad_ragged
 
             of_means = counts if gather.columns.mean_slots else None
-            return spread_ragged(grad_BD, self.num_values, self._on_device, of_means)
+            return scatter_grad_ragged(grad_BD, self.num_values, self._on_device, of_means)
         if gather.columns.mean_slots:
             grad_BD = grad_BD.clone()
             gather.columns.divide(grad_BD, counts)

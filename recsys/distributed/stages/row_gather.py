@@ -90,9 +90,9 @@ class RowGather:
             buffer: The receive buffer, flat.
         """
         if self._on_device:
-            from recsys.kernels.sequence_triton import collect_rows
+            from recsys.kernels.sequence_triton import gather_rows
 
-            return collect_rows(buffer, self._dim, *self._on_device)
+            return gather_rows(buffer, self._dim, *self._on_device)
         output = torch.empty_like(buffer, memory_format=torch.contiguous_format)
         rows = buffer.view(-1, self._chunk)
         output.view(-1, self._chunk).index_copy_(0, self._target, rows)
@@ -105,7 +105,7 @@ class RowGather:
             grad_RD: Gradient of the output.
         """
         if self._on_device:
-            from recsys.kernels.sequence_triton import spread_rows
+            from recsys.kernels.sequence_triton import scatter_grad_rows
 
-            return spread_rows(grad_RD, *self._on_device)
+            return scatter_grad_rows(grad_RD, *self._on_device)
         return grad_RD.reshape(-1, self._chunk).index_select(0, self._target).view(-1)

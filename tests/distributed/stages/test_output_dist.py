@@ -185,7 +185,7 @@ def test_triton_brings_them_to_the_same_places(
     ranks: RankPool, num_ranks: int, node_size: int
 ) -> None:
     launched = ranks(num_ranks, _pooled_by_triton, node_size, PoolingType.MEAN, 1)
-    assert {"collect", "spread"} <= launched[0]
+    assert {"gather", "scatter_grad"} <= launched[0]
 
 
 def _tiny_gradients(backward: CommType, given: float, triton: bool) -> set[float]:
