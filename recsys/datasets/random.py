@@ -12,7 +12,7 @@ from recsys.kernels.checked import checked
 from recsys.sparse import KeyedJaggedTensor
 
 
-def _per_feature(
+def _setting_per_feature(
     name: str, one: int | None, many: list[int] | None, default: int, keys: list[str]
 ) -> list[int]:
     """Return the value of a setting for each feature."""
@@ -88,14 +88,14 @@ class RandomRecDataset(IterableDataset[Batch]):
         self.num_dense = num_dense
         self.num_batches = num_batches
         self.num_generated_batches = num_generated_batches
-        self.hash_sizes = _per_feature("hash_size", hash_size, hash_sizes, 100, keys)
-        self.ids_per_features = _per_feature(
+        self.hash_sizes = _setting_per_feature("hash_size", hash_size, hash_sizes, 100, keys)
+        self.ids_per_features = _setting_per_feature(
             "ids_per_feature", ids_per_feature, ids_per_features, 2, keys
         )
         if min_ids_per_feature is None and min_ids_per_features is None:
             exact = ids_per_feature is not None
             min_ids_per_features = self.ids_per_features if exact else [0] * len(keys)
-        self.min_ids_per_features = _per_feature(
+        self.min_ids_per_features = _setting_per_feature(
             "min_ids_per_feature", min_ids_per_feature, min_ids_per_features, 0, keys
         )
         for key, rows, least, most in zip(

@@ -80,7 +80,7 @@ class Ranked:
 
     @cached_property
     def ties(self) -> "_Ties":
-        """Weight of both classes in runs of equal scores."""
+        """Runs of equal scores, with the weights of their positives and negatives."""
         return _Ties(self)
 
     @cached_property

@@ -160,7 +160,7 @@ class BatchChecker:
             can_check = _are_checked_by_triton(bags, self.mode)
             by_kernels = (self._is_pooled or not is_variable) and can_check
             if not by_kernels:
-                safe, bad_bags = _safe_features(features, bags.length_per_key)
+                safe, bad_bags = _sanitize_on_device(features, bags.length_per_key)
                 bags = safe.parts()
         given = bags
         if is_variable:
@@ -328,7 +328,7 @@ def _make_safe(
     return found, bags._replace(lengths=lengths, offsets=offsets, values=values), counts
 
 
-def _safe_features(
+def _sanitize_on_device(
     features: KeyedJaggedTensor, sizes: list[int] | None
 ) -> tuple[KeyedJaggedTensor, Tensor]:
     """Sanitize the bags of a batch on a device, without a host wait.

@@ -168,7 +168,7 @@ class BaseEmbeddingConfig:
     input_dim: int | None = None
     """Size of the id space before remapping; ignored."""
     total_num_buckets: int | None = None
-    """Buckets of a table that is sharded by id bucket."""
+    """Buckets of a table that is sharded by id bucket; ignored."""
     use_virtual_table: bool = False
     """Not supported: must be False."""
     virtual_table_eviction_policy: None = None

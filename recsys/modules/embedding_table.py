@@ -74,7 +74,7 @@ class EmbeddingTable(nn.Module):
             torch.Size([2, 4])
         """
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-            self._check_gradients()
+            self._refuse_training()
         if not self._mode:
             return nn.functional.embedding(input, self.weight)
         return nn.functional.embedding_bag(
@@ -82,7 +82,7 @@ class EmbeddingTable(nn.Module):
         )
 
     @torch.jit.unused
-    def _check_gradients(self) -> None:
+    def _refuse_training(self) -> None:
         if torch.is_grad_enabled() and is_marked(self.weight):
             raise ValueError(
                 "A table with an optimizer in backward is trained by its collection; received a "

@@ -204,8 +204,8 @@ def check_ids(
         raise ValueError(f"{owner}.ids must have one dimension; received {list(ids.shape)}.")
     if device.type == "meta":
         raise ValueError(
-            f"{owner}.device must have storage to read or write the pool; received a pool on the "
-            'meta device. Pass device=torch.device("cpu"), or shard the pool.'
+            f"{owner} must not be on the meta device, where it has no rows to read or write. Pass "
+            'device=torch.device("cpu"), or shard the pool.'
         )
     if ids.device != device:
         raise ValueError(

@@ -61,7 +61,7 @@ class _Listed(Proposer):
         self._current = next(self._left, None)
 
     def _learn(self, perf_rating: float | None, storage_constraint: Topology | None) -> None:
-        """Process the feedback on a proposal."""
+        """Use the feedback before `feedback` advances; nothing by default."""
 
     def _groups(self, search_space: list[ShardingOption]) -> list[list[ShardingOption]]:
         """Return the options of each table, best first."""

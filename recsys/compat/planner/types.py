@@ -271,15 +271,15 @@ def _known(option: ShardingOption, shard: Shard, name: str) -> Any:
     value = getattr(shard, name)
     if value is None:
         raise ValueError(
-            f"Every shard must have a {name} before it is summed; received a shard of table "
-            f"{option.name!r} without it. Call enumerator.populate_estimates(options)."
+            f"Shards of table {option.name!r} must have a {name} before their total is read. Call "
+            "populate_estimates(options) of the enumerator first."
         )
     return value
 
 
 @dataclass
 class SharderData:
-    """Data of a sharder for estimators.
+    """Facts of a sharder that estimators read.
 
     Args:
         fused_params: Optimizer of tables without their own optimizer.

@@ -179,7 +179,7 @@ def text_of(subject: str, value: object) -> str:
 
 
 def whole_of(subject: str, value: object, least: int = 1, most: int | None = None) -> int:
-    """Return a whole number within limits.
+    """Check that a value of a JSON or YAML file is an int within limits, and return it.
 
     Raises:
         ValueError: It is too small or too large.

@@ -64,9 +64,10 @@ class Rect:
 class IdRange:
     """The ids `0..end`, each equal to its row number: the only id space so far.
 
-    Ids are not rows. Questions about ids (the valid ids, the row block of an id) go to the id space
-    of the table, never to its rows, so that another id space can replace this one. A conversion
-    from ids to rows would follow the exchange of ids, `InputDist.receive`.
+    The limits of valid ids and the id ranges of row blocks come from here. Another id space needs
+    more: the input stage also assumes that an id fits the dtype of the rows and 40 bits, and that
+    id 0 may replace a bad id. A conversion from ids to rows would be the last step of
+    `InputDist.receive`.
     """
 
     end: int
@@ -112,7 +113,7 @@ class PlacedTable:
         rects: Shards; empty for a replicated (data-parallel) table.
         combine: Pooling of the rows of a bag.
         one_width: Whether a lookup of the table requires rectangles of one width.
-        id_space: Valid ids; None for the range of the rows.
+        id_space: Valid ids; None for the range of the rows, as in all tables so far.
     """
 
     name: str

@@ -90,7 +90,7 @@ def _draw(
     axes = lower.subplots(1, len(exchanges), squeeze=False)[0]
     for axis, (title, bytes_RR) in zip(axes, exchanges, strict=True):
         cell_points = (_RANKS_WIDTH / len(exchanges) - 0.6) / layout.world_size * _POINTS
-        _draw_exchange(axis, layout, title, bytes_RR, font=min(_FONT, cell_points / 4.3))
+        _plot_bytes_matrix(axis, layout, title, bytes_RR, font=min(_FONT, cell_points / 4.3))
     axes[0].set_ylabel("from rank")
     each = "one sample" if samples_per_rank == 1 else f"{samples_per_rank:,} samples"
     title = f"Bytes from rank to rank in a forward pass, {each} on each rank"
@@ -184,7 +184,9 @@ def _draw_ranks(axes: Axes, layout: Layout, colors: list[_Color]) -> None:
     axes.set_ylim(layout.world_size - 0.5, -0.5)
 
 
-def _draw_exchange(axes: Axes, layout: Layout, title: str, bytes_RR: Tensor, font: float) -> None:
+def _plot_bytes_matrix(
+    axes: Axes, layout: Layout, title: str, bytes_RR: Tensor, font: float
+) -> None:
     """Draw a matrix of bytes; darker cells have more bytes."""
     world_size = layout.world_size
     darkest = max(float(bytes_RR.max()) * 1.6, 1.0)

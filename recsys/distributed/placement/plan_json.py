@@ -337,7 +337,7 @@ def _spec(
 
 def _read_shard(subject: str, entry: object, made_for: PlanRanks) -> ShardMetadata:
     interval = partial(_pair, rule="[first, one past the last]")
-    rank_of = partial(_rank, world_size=made_for.world_size)
+    rank_of = partial(_read_rank, world_size=made_for.world_size)
     required: Readers = {"rank": rank_of, "rows": interval, "columns": interval}
     members = files.read_members(subject, entry, required, {"placement": files.text_of})
     rank, (top, bottom), (left, right) = members["rank"], members["rows"], members["columns"]
@@ -371,8 +371,8 @@ def _ranks(subject: str, value: object, world_size: int) -> list[int]:
                 f'{subject} must hold numbers, and runs of them such as "0-7"; received {given!r}.'
             )
         first, last = (int(run[1]), int(run[2])) if run else (given, given)
-        _rank(subject, first, world_size)
-        ranks += range(first, _rank(subject, last, world_size) + 1)
+        _read_rank(subject, first, world_size)
+        ranks += range(first, _read_rank(subject, last, world_size) + 1)
         if len(ranks) > MOST_RANKS:
             raise ValueError(f"{subject} must name at most {MOST_RANKS} ranks; received more.")
     if not ranks:
@@ -380,7 +380,7 @@ def _ranks(subject: str, value: object, world_size: int) -> list[int]:
     return ranks
 
 
-def _rank(subject: str, value: object, world_size: int) -> int:
+def _read_rank(subject: str, value: object, world_size: int) -> int:
     rank = files.whole_of(subject, value, least=0)
     if rank >= world_size:
         raise ValueError(

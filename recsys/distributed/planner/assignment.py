@@ -151,7 +151,7 @@ class Assignment:
             peak = max(peak, load)
         return ranks.ravel(), peak
 
-    def _shard_loads(self, shard: int) -> Floats:
+    def _loads_with(self, shard: int) -> Floats:
         """Return the load of every rank with a shard added to it."""
         arrays = self.arrays
         cost_K = arrays.cost_PK[shard]
@@ -166,7 +166,7 @@ class Assignment:
     def _best_anywhere(self, shards: Ints) -> tuple[Ints, float]:
         arrays = self.arrays
         if len(shards) == 1:
-            load_R = self._shard_loads(int(shards[0]))
+            load_R = self._loads_with(int(shards[0]))
             rank = int(load_R.argmin())
             return np.array([rank]), float(load_R[rank])
         ranks, peak = np.empty_like(shards), 0.0
@@ -176,7 +176,7 @@ class Assignment:
         for place in order.tolist():
             shard = int(shards[place])
             if last < 0 or arrays.run_P[shard] != arrays.run_P[last]:
-                load_R = self._shard_loads(shard)
+                load_R = self._loads_with(shard)
                 load_R[used] = np.inf
                 last = shard
             rank = int(load_R.argmin())
@@ -192,7 +192,7 @@ class Assignment:
         order = np.argsort(-arrays.cost_PK[shards].max(axis=1), kind="stable")
         longest = int(shards[order[0]])
         # longest shard on the least loaded rank of the node, and so on
-        before_JS = self._shard_loads(longest).reshape(-1, size)
+        before_JS = self._loads_with(longest).reshape(-1, size)
         if arrays.run_P[shards[0]] == arrays.run_P[shards[-1]]:
             load_JN = np.sort(before_JS, axis=1)[:, : len(shards)]
         else:

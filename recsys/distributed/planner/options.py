@@ -52,11 +52,10 @@ class Shards:
 
     def __post_init__(self) -> None:
         times = [ms for cost in self.costs for ms in cost.parts]
-        if self.count < 1 or min(self.memory) < 0:
-            raise ValueError(
-                "Shards.count must be at least 1, and Shards.storage not negative; received "
-                f"{self.count} and {self.storage}."
-            )
+        if self.count < 1:
+            raise ValueError(f"Shards.count must be at least 1; received {self.count}.")
+        if min(self.memory) < 0:
+            raise ValueError(f"Shards.storage must not be negative; received {self.storage}.")
         if not all(ms >= 0 and math.isfinite(ms) for ms in times):
             raise ValueError(
                 f"Shards.costs must be finite and not negative; received {self.costs}."

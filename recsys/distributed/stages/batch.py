@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 @final
 class Bags(NamedTuple):
-    """Input of one lookup."""
+    """Input of one lookup. `F` features, `T` samples of all ranks."""
 
     indices: Tensor
-    """`[N]`."""
+    """`[N]` int32 or int64, rows of this rank's shards, in the order of `offsets`."""
     offsets: Tensor
-    """`[F*T+1]`."""
+    """`[F*T+1]`, dtype of `indices`. Bags are ordered by feature, then rank, then sample."""
     weights: Tensor | None
-    """`[N]`, or None."""
+    """`[N]` float32, or None."""
     ids_of_tables: list[int] | None = None
     """Number of ids for each table, on a device and if the host knows them; else None."""
     of_features: np.ndarray | None = None

@@ -2,7 +2,7 @@
 
 There are two exchanges for any mix of strategies. The *header* contains flags, batch sizes
 and id counts (see `header`); the host reads it, which is the only device-to-host read of the stage.
-The *payload* is one buffer of 32-bit words (64-bit for tables beyond int32 ids): per destination
+The *payload* is one buffer of 32-bit words (64-bit if a shard has 2^31 rows): per destination
 the lengths, the ids and the bits of the weights. Both ends pack and unpack it by one permutation of
 segments: whole features, or the ids of a feature in one block of rows of a row-split table (see
 `layout`).

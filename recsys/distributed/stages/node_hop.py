@@ -29,7 +29,7 @@ def _columns(
     )
 
 
-def ranges_of(layout: Layout, streams: Iterable[Stream], *, in_node: bool) -> Ranges:
+def output_columns_of(layout: Layout, streams: Iterable[Stream], *, in_node: bool) -> Ranges:
     """Return the output columns of streams whose table is added up within a node, or is not."""
     return merge_ranges(_columns(layout, streams, in_node=in_node))
 
@@ -102,7 +102,7 @@ class NodeHop:
         columns = node_columns(layout, node)
         self.width = width_of(columns)
         members = range(node * self.size, (node + 1) * self.size)
-        blocks = [ranges_of(layout, layout.streams[rank], in_node=True) for rank in members]
+        blocks = [output_columns_of(layout, layout.streams[rank], in_node=True) for rank in members]
         self.widths = np.array([width_of(block) for block in blocks])
         parts = [_within(columns, block) for block in blocks]
         self.gather = ColumnGather(parts, self.width, device)

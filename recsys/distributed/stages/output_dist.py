@@ -46,7 +46,7 @@ from recsys.distributed.stages.node_hop import (
     NodeHop,
     may_add_up,
     node_columns,
-    ranges_of,
+    output_columns_of,
     width_of,
 )
 from recsys.distributed.stages.ragged_gather import RaggedGather, RaggedRows
@@ -138,7 +138,7 @@ class Exchange:
         return buffer
 
     def finish_forward(self, buffer: Tensor) -> Tensor:
-        """Wait for the exchange and return the output."""
+        """Wait for the exchange; return the output, gathered from the buffer of `start_forward`."""
         arrived = self._wait(decode=self.rows.read_codecs[0] is EXACT)
         return self.rows.gather(buffer, arrived)
 
@@ -300,7 +300,7 @@ class OutputDist(OutputStage[KeyedTensor]):
         blocks: list[Ranges] = []
         self.widths = np.zeros(env.world_size, dtype=np.int64)  # per sample, from each rank
         for rank, streams in enumerate(layout.streams):
-            sent = [ranges_of(layout, streams, in_node=False)]
+            sent = [output_columns_of(layout, streams, in_node=False)]
             if any(rank in hop.sample_ranks for hop in self.hops):
                 sent.append(node_columns(layout, rank // layout.node_size))
             blocks += sent

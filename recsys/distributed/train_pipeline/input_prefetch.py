@@ -317,7 +317,7 @@ class PrefetchedBatch:
         self.drop()
 
     def drop(self) -> None:
-        """Wait for pending exchanges and drop their results."""
+        """Finish all exchanges, also those not started yet, and drop the results."""
         self.send()
         if self._error is None and not self._has_ids:
             for ctx in self.contexts.values():

@@ -55,7 +55,7 @@ def test_an_option_adds_up_its_shards() -> None:
     assert found.get_shards_assignment() == [1, None]
     assert (found.cache_load_factor, option().cache_load_factor) == (0.5, None)
     found.shards[1].perf = None
-    with pytest.raises(ValueError, match=r"must have a perf.*table 't'.*populate_estimates"):
+    with pytest.raises(ValueError, match=r"table 't' must have a perf.*populate_estimates"):
         _ = found.total_perf
 
 
