@@ -34,5 +34,5 @@ def test_refuses_bad_shards() -> None:
         shards(count=0, cost_ms=(1.0,))
     with pytest.raises(ValueError, match="finite and not negative; received"):
         shards(cost_ms=(math.nan,))
-    with pytest.raises(ValueError, match=r"storage not negative; received .*host=-1"):
+    with pytest.raises(ValueError, match=r"storage must not be negative; received .*host=-1"):
         shards(cost_ms=(1.0,), memory=(0, -1))
