@@ -16,29 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recsys.kernels import ops
+from recsys.kernels import (
+    ops,
+    ops_triton,
+    output_triton,
+    ragged_triton,
+    sequence_triton,
+    update_triton,
+)
 from recsys.kernels.bounds import are_bags_bad, find_bad_ids, safe_lengths
-from recsys.kernels.ops_triton import (
-    build_header,
-    complete_cumsum,
-    make_safe,
-    move_segments,
-    pack,
-    places_of_bags,
-    row_ids,
-)
-from recsys.kernels.output_triton import Columns, gather, scatter_grad
-from recsys.kernels.ragged_triton import Ids, Ragged, gather_ragged, scatter_grad_ragged
 from recsys.kernels.row_update import update_rows
-from recsys.kernels.sequence_triton import gather_rows, scatter_grad_rows
 from recsys.kernels.types import EmbOptimType, OptimizerSpec
-from recsys.kernels.update_triton import (
-    RowUpdate,
-    sum_and_update,
-    sum_by_row,
-    sum_into,
-    update_entries,
-)
 
 Results: TypeAlias = Iterator[tuple[Tensor, Tensor]]
 """Pairs of a kernel's result and PyTorch's."""
@@ -71,7 +59,7 @@ class _Batch(NamedTuple):
 def _complete_cumsum(device: torch.device) -> Results:
     for number in (3, 10_000):
         values = _integers(0, 9, number).to(device)
-        yield complete_cumsum(values), functional.pad(values.cumsum(0), (1, 0))
+        yield ops_triton.complete_cumsum(values), functional.pad(values.cumsum(0), (1, 0))
 
 
 def _segments(device: torch.device, sizes: Tensor) -> tuple[Tensor, int, Tensor]:
@@ -87,7 +75,7 @@ def _move_segments(device: torch.device) -> Results:
     plan, total, source = _segments(device, _integers(0, 300, 40))
     for dtype in (torch.int64, torch.float32):
         values = torch.arange(total, device=device).to(dtype)
-        yield move_segments(values, plan, total), values[source]
+        yield ops_triton.move_segments(values, plan, total), values[source]
 
 
 def _pack(device: torch.device) -> Results:
@@ -98,10 +86,13 @@ def _pack(device: torch.device) -> Results:
     sizes = torch.cat([torch.full((_FEATURES,), _BAGS), counts, counts])
     plan, total, source = _segments(device, sizes)
     words = torch.cat([batch.lengths.int(), batch.ids.int(), weights.view(torch.int32)])
-    yield pack(batch.lengths, batch.ids, weights, plan, total, torch.int32), words[source]
+    yield (
+        ops_triton.pack(batch.lengths, batch.ids, weights, plan, total, torch.int32),
+        words[source],
+    )
     plan, total, source = _segments(device, sizes[: 2 * _FEATURES])
     words = torch.cat([batch.lengths, batch.ids])
-    yield pack(batch.lengths, batch.ids, None, plan, total, torch.int64), words[source]
+    yield ops_triton.pack(batch.lengths, batch.ids, None, plan, total, torch.int64), words[source]
 
 
 def _make_safe(device: torch.device) -> Results:
@@ -119,21 +110,21 @@ def _make_safe(device: torch.device) -> Results:
         flags = torch.stack([flag, bad_ids.any() & ~flag]).int()
         safe_offsets = functional.pad(safe.cumsum(0), (1, 0))
         expected = flags, safe, safe_offsets, safe_ids, sizes[1]
-        found = make_safe(lengths, batch.offsets, batch.ids, rows_F, known)
+        found = ops_triton.make_safe(lengths, batch.offsets, batch.ids, rows_F, known)
         yield from zip(found, expected, strict=True)
 
 
 def _row_ids(device: torch.device) -> Results:
     batch, base_F = _Batch.on(device), torch.tensor([0, 100, 2**33], device=device)
     expected = batch.ids + base_F[batch.bag_of_id // _BAGS]
-    yield row_ids(batch.ids.int(), batch.offsets, base_F), expected
+    yield ops_triton.row_ids(batch.ids.int(), batch.offsets, base_F), expected
 
 
 def _places_of_bags(device: torch.device) -> Results:
     batch = _Batch.on(device)
     bags = batch.bag_of_id
     expected = bags % _BAGS * _FEATURES + bags // _BAGS
-    yield places_of_bags(batch.offsets, batch.ids.numel(), _FEATURES), expected
+    yield ops_triton.places_of_bags(batch.offsets, batch.ids.numel(), _FEATURES), expected
 
 
 def _build_header(device: torch.device) -> Results:
@@ -141,7 +132,7 @@ def _build_header(device: torch.device) -> Results:
     for found, flag in (([0, 0], 4), ([1, 1], 7)):
         words = torch.cat([torch.tensor([flag, 17], device=device), counts])
         flags = torch.tensor(found, dtype=torch.int32, device=device)
-        yield build_header(places, counts, flags, 4, 17, 1, 2), words[places]
+        yield ops_triton.build_header(places, counts, flags, 4, 17, 1, 2), words[places]
 
 
 _CHUNK, _SAMPLES = 64, 50
@@ -156,14 +147,14 @@ def _columns(device: torch.device, is_split: bool) -> tuple[Any, Tensor | None, 
     width = _CHUNK * (1 + placed[-1][2])
     divisors = torch.ones(_SAMPLES, width, device=device)
     if not is_split:
-        return Columns(entries, None, None, width, _CHUNK, 32), None, divisors, placed
+        return output_triton.Columns(entries, None, None, width, _CHUNK, 32), None, divisors, placed
     means = torch.tensor([0, 0, -1, -1, 1, 1, -1, -1], dtype=torch.int32, device=device)
     counts = torch.tensor([1, 2, 4, 0])[_integers(2, 4, 2, _SAMPLES)].to(device)
     for slot, chunk in ((0, 0), (1, 2)):
         divided = counts[slot].clamp(min=1).unsqueeze(1)
         divisors[:, chunk * _CHUNK : (chunk + 1) * _CHUNK] = divided
     lists = torch.tensor([0, 1, 3, 5, 6], device=device)
-    return Columns(entries, lists, means, width, _CHUNK, 32), counts, divisors, placed
+    return output_triton.Columns(entries, lists, means, width, _CHUNK, 32), counts, divisors, placed
 
 
 def _gather(device: torch.device) -> Results:
@@ -176,8 +167,8 @@ def _gather(device: torch.device) -> Results:
             expected[:, chunk] += blocks[block, :, place]
         sent = buffer[: buffer.numel() // 2].half() * 2
         expected = expected.view(_SAMPLES, -1) / divisors
-        yield gather(buffer, _SAMPLES, columns, counts), expected
-        yield gather(buffer, _SAMPLES, columns, counts, sent, 2.0), expected
+        yield output_triton.gather(buffer, _SAMPLES, columns, counts), expected
+        yield output_triton.gather(buffer, _SAMPLES, columns, counts, sent, 2.0), expected
 
 
 def _scatter_grad(device: torch.device) -> Results:
@@ -190,10 +181,12 @@ def _scatter_grad(device: torch.device) -> Results:
             blocks[block, :, place] = divided[:, chunk]
         blocks[0] *= 0.5
         flat, num_sent = blocks.view(-1), blocks[0].numel()
-        found, sent = scatter_grad(grad, columns, counts, 0.5, num_sent)
+        found, sent = output_triton.scatter_grad(grad, columns, counts, 0.5, num_sent)
         yield found, flat
         yield sent, flat[:num_sent]
-        found, sent = scatter_grad(grad, columns, counts, 0.5, num_sent, torch.float16, 2.0)
+        found, sent = output_triton.scatter_grad(
+            grad, columns, counts, 0.5, num_sent, torch.float16, 2.0
+        )
         yield found[num_sent:], flat[num_sent:]
         yield sent, (flat[:num_sent] * 2).half()
 
@@ -208,10 +201,15 @@ def _ragged(device: torch.device) -> tuple[Any, Tensor, Tensor, int]:
     batch = torch.tensor([7, 9, 0, 0, first, 0, 2 * first, 2 * num_ids, num_rows], device=device)
     chunks = torch.tensor([[0, 0], [2, 2], [0, 1], [0, 0]], device=device)
     entries = torch.zeros(4, 2, dtype=torch.int64, device=device)
-    columns = Columns(entries, None, None, 2 * _CHUNK, _CHUNK, 32)
-    ids = Ids(rows.to(device), offsets.to(device), 1, 2, 1)
+    columns = output_triton.Columns(entries, None, None, 2 * _CHUNK, _CHUNK, 32)
+    ids = ragged_triton.Ids(rows.to(device), offsets.to(device), 1, 2, 1)
     bag_of_id = torch.arange(_SAMPLES).repeat_interleave(lengths).to(device)
-    return Ragged(columns, chunks, batch, 1, ids), bag_of_id, rows.to(device), num_rows
+    return (
+        ragged_triton.Ragged(columns, chunks, batch, 1, ids),
+        bag_of_id,
+        rows.to(device),
+        num_rows,
+    )
 
 
 def _gather_ragged(device: torch.device) -> Results:
@@ -220,7 +218,7 @@ def _gather_ragged(device: torch.device) -> Results:
     expected = torch.zeros(_SAMPLES, 2 * _CHUNK, device=device)
     expected[:num_rows] = buffer[rows.numel() :]
     expected.index_add_(0, bag_of_id, buffer[rows])
-    yield gather_ragged(buffer.view(-1), _SAMPLES, ragged, None), expected
+    yield ragged_triton.gather_ragged(buffer.view(-1), _SAMPLES, ragged, None), expected
 
 
 def _scatter_grad_ragged(device: torch.device) -> Results:
@@ -228,7 +226,7 @@ def _scatter_grad_ragged(device: torch.device) -> Results:
     grad = _integers(7, 99, _SAMPLES, 2 * _CHUNK).float().to(device)
     expected = torch.empty(rows.numel() + num_rows, 2 * _CHUNK, device=device)
     expected[rows], expected[rows.numel() :] = grad[bag_of_id], grad[:num_rows]
-    yield scatter_grad_ragged(grad, expected.numel(), ragged, None), expected.view(-1)
+    yield ragged_triton.scatter_grad_ragged(grad, expected.numel(), ragged, None), expected.view(-1)
 
 
 def _rows(device: torch.device, buffer: Tensor) -> tuple[tuple[Any, ...], Tensor]:
@@ -253,13 +251,13 @@ def _rows(device: torch.device, buffer: Tensor) -> tuple[tuple[Any, ...], Tensor
 def _gather_rows(device: torch.device) -> Results:
     buffer = torch.arange(200.0 * _CHUNK, device=device)
     known, out = _rows(device, buffer)
-    yield gather_rows(buffer, 2 * _CHUNK, *known), out
+    yield sequence_triton.gather_rows(buffer, 2 * _CHUNK, *known), out
 
 
 def _scatter_grad_rows(device: torch.device) -> Results:
     buffer = torch.arange(200.0 * _CHUNK, device=device)
     known, out = _rows(device, buffer)
-    yield scatter_grad_rows(out, *known), buffer
+    yield sequence_triton.scatter_grad_rows(out, *known), buffer
 
 
 _TABLE_ROWS = 50
@@ -295,7 +293,7 @@ def _sum_by_row(device: torch.device) -> Results:
         rows = given[0]
         expected = torch.zeros(rows.numel(), shape[0], device=device)
         expected[first] = sums[rows[first]]
-        found = sum_by_row(*given, True)
+        found = update_triton.sum_by_row(*given, True)
         yield from zip(found, (rows, expected, (expected**2).sum(1)), strict=True)
 
 
@@ -303,7 +301,7 @@ def _sum_into(device: torch.device) -> Results:
     for shape in (*_SHAPES, _VERY_MANY):
         given, sums, _ = _Gradients.of(device, *shape)
         found = torch.zeros_like(sums)
-        sum_into(found, *given)
+        update_triton.sum_into(found, *given)
         yield found, sums
 
 
@@ -329,7 +327,11 @@ def _updated(
         state = torch.ones(_TABLE_ROWS, device=device)
         weight_after, states_after = weight.clone(), {"sum": state.clone()}
         own = () if is_sgd else moments
-        kernel(RowUpdate(spec, weight, None if is_sgd else state, rates, starts), *given, *own)
+        kernel(
+            update_triton.RowUpdate(spec, weight, None if is_sgd else state, rates, starts),
+            *given,
+            *own,
+        )
         update_rows(spec, weight_after, states_after, rows, grads, rate_of_rows, None, *own)
         yield weight, weight_after
         yield state, states_after["sum"]
@@ -339,14 +341,16 @@ def _sum_and_update(device: torch.device) -> Results:
     for shape in _SHAPES:
         given, sums, first = _Gradients.of(device, *shape)
         rows = given[0][first]
-        yield from _updated(device, sum_and_update, given, rows, sums[rows])
+        yield from _updated(device, update_triton.sum_and_update, given, rows, sums[rows])
 
 
 def _update_entries(device: torch.device) -> Results:
     rows = torch.arange(_TABLE_ROWS, device=device)
     grads = _integers(13, 9, _TABLE_ROWS, 20).float().to(device)
     for moments in ((), (torch.arange(50.0, device=device),)):
-        yield from _updated(device, update_entries, (rows, grads), rows, grads, moments)
+        yield from _updated(
+            device, update_triton.update_entries, (rows, grads), rows, grads, moments
+        )
 
 
 CASES: Mapping[str, Callable[[torch.device], Results]] = {

@@ -297,7 +297,7 @@ def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
     if triton and not plan.alone:
         ragged = "_ragged" * (plan.kind == "variable" or plan.by_id)
         rows = ragged if is_pooled else "_rows"
-        assert {f"collect{rows}", f"spread{rows}"} <= cuda.launched
+        assert {f"gather{rows}", f"scatter_grad{rows}"} <= cuda.launched
     if plan.wire is not CommType.FP32:  # of gradients, and of embeddings where no kernel does it
         assert decoded.call_count == len(samples) * (1 if lays_out else 2)
     assert found.keys() == expected.keys()

@@ -612,7 +612,7 @@ def _replicas_of(case: EachType) -> None:
     apply_optimizer_in_backward(
         torch.optim.SGD, model.ebc.parameters(), {"lr": 0.1}, stochastic_rounding=True
     )
-    with pytest.raises(ValueError, match="'data_parallel' is data_parallel .*stochastic_rounding"):
+    with pytest.raises(ValueError, match=r"'data_parallel' is data_parallel .*stochastic_rounding"):
         DistributedModelParallel(model, device=CPU, plan=case.plan())
 
 

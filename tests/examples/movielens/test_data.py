@@ -104,7 +104,7 @@ def test_bad_arguments(data, tmp_path):
         data.rows("valid")
     with pytest.raises(ValueError, match="rank 2 and world_size 2"):
         data.batches("train", 4, rank=2, world_size=2)
-    with pytest.raises(ValueError, match="batch_size.* must be at least 1; received 0"):
+    with pytest.raises(ValueError, match=r"batch_size.* must be at least 1; received 0"):
         data.batches("train", 0)
     with pytest.raises(ValueError, match="split must be one of time, random; received 'user'"):
         load_movielens(tmp_path, split="user")
