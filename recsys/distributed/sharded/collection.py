@@ -332,10 +332,7 @@ class ShardedCollection(OwnShardsModule):
             lookup.kernel.prefetch(bags.indices, bags.offsets, bags.of_features)
 
     def _look_up(self, ctx: BatchContext, dist_input: BatchContext) -> Iterator[Tensor]:
-        """Look up in replicated tables now, and in others when the result is iterated.
-
-        The output stage then starts the exchange within a node before it looks up other tables.
-        """
+        """Look up in replicated tables now; in others when the output stage iterates the result."""
         if dist_input is not ctx:
             given: object = dist_input
             if not isinstance(given, Awaitable) or given.wait() is not ctx:
