@@ -42,13 +42,14 @@ from recsys.kernels.quantized import row_bytes
 from recsys.kernels.quantized_lookup import row_alignment_on
 from recsys.kernels.types import PoolingType
 from recsys.modules.aliased_storage import AliasedStorage
+from recsys.modules.batch_checker import with_one_batch_size
 from recsys.modules.embedding_configs import (
     DATA_TYPE_NUM_BITS,
     BaseEmbeddingConfig,
     DataType,
     QuantConfig,
 )
-from recsys.modules.embedding_inputs import padded_lengths, positions_of
+from recsys.modules.embedding_inputs import positions_of
 from recsys.modules.embedding_table import TableDict
 from recsys.modules.embedding_tables import TableCollection
 from recsys.sparse import KeyedJaggedTensor
@@ -337,8 +338,8 @@ class QuantizedCollection(nn.Module):
         if not features.variable_stride_per_key():
             return features.lengths()
         owner, device = type(self).__name__, features.device()
-        check_features(features, owner, device, is_pooled=is_pooled, is_weighted=False)
-        return torch.cat(padded_lengths(features))
+        _, bags = check_features(features, owner, device, is_pooled=is_pooled, is_weighted=False)
+        return with_one_batch_size(bags, features.stride_per_key()).lengths
 
     def lookups(self) -> QuantizedTables:
         """Return the current lookups, which are not registered as a submodule."""

@@ -33,7 +33,15 @@ from recsys.sparse.keyed_bags import Parts
 from recsys.sparse.per_key_checks import check_length_per_key
 from recsys.sparse.validate import check_total
 
-__all__ = ["NO_COUNTS", "NO_FAULTS", "BatchChecker", "CheckedBatch", "RowLimits", "warn_of_bad_ids"]
+__all__ = [
+    "NO_COUNTS",
+    "NO_FAULTS",
+    "BatchChecker",
+    "CheckedBatch",
+    "RowLimits",
+    "warn_of_bad_ids",
+    "with_one_batch_size",
+]
 
 NO_COUNTS = torch.empty(0, dtype=torch.int64)
 """Counts of a batch whose ids were not counted."""
@@ -164,7 +172,7 @@ class BatchChecker:
                 bags = safe.parts()
         given = bags
         if is_variable:
-            bags = _with_one_batch_size(bags, features.stride_per_key())
+            bags = with_one_batch_size(bags, features.stride_per_key())
         if by_kernels:
             return self._check_by_kernels(features, bags, given, limits)
         found, faults = bags, NO_FAULTS
@@ -264,7 +272,7 @@ def _without_unread(bad_N: Tensor, bags: Parts, limits: RowLimits) -> Tensor:
     return bad_N & ~limits.unread_K.repeat_interleave(counts_K, output_size=bad_N.numel())
 
 
-def _with_one_batch_size(bags: Parts, strides: Sequence[int]) -> Parts:
+def with_one_batch_size(bags: Parts, strides: Sequence[int]) -> Parts:
     """Pad the features of fewer samples with empty bags."""
     longest = max(strides, default=0)
     bags_K = np.array(strides, dtype=np.int64)
@@ -333,8 +341,6 @@ def _sanitize_on_device(
 ) -> tuple[KeyedJaggedTensor, Tensor]:
     """Sanitize the bags of a batch on a device, without a host wait.
 
-    On the CPU, `check_features` has raised errors already, and the batch is returned.
-
     Args:
         features: A batch after `check_features`.
         sizes: Its `length_per_key` if buffers are allocated by it, else None.
@@ -349,7 +355,7 @@ def _sanitize_on_device(
     """
     values, lengths = features.values(), features.lengths()
     num_ids = values.numel()
-    if values.is_cpu or values.is_meta:
+    if values.is_meta:
         return features, NO_FAULTS
     known = None
     if sizes is not None:

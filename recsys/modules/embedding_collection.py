@@ -119,15 +119,19 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         sizes_per_key = checked.bags.length_per_key or safe.length_per_key()
         batch = checked.bags._replace(length_per_key=sizes_per_key)
         given = batch._replace(values=checked.found.values)
+        # the output has the ids as given
+        are_replaced = self._need_indices and checked.found is not checked.bags
         strides_per_key = safe.stride_per_key()
         lengths = safe.lengths().split_with_sizes(strides_per_key)
         found: dict[str, JaggedTensor] = {}
         for group in groups:
-            rows_ND = group.lookup(*group.selector.select(batch, None))
+            bags = group.selector.select(batch, None)
+            ids_N = group.selector.select(given, None).indices if are_replaced else bags.indices
+            rows_ND = group.lookup(*bags)
             positions = group.selector.positions
             views = FeatureViews(
                 rows_ND,
-                group.selector.select(given, None).indices if self._need_indices else None,
+                ids_N if self._need_indices else None,
                 torch.cat([lengths[p] for p in positions]),
                 [sizes_per_key[p] for p in positions],
                 [strides_per_key[p] for p in positions],

@@ -22,7 +22,6 @@ __all__ = [
     "FeatureSelector",
     "SelectedBags",
     "expand_bags",
-    "padded_lengths",
     "positions_of",
 ]
 
@@ -110,16 +109,6 @@ class FeatureSelector:
         if self.positions != list(range(len(keys))):
             self._permute_F = torch.tensor(self.positions, dtype=torch.int32, device=device)
         self._keys, self._device = list(keys), device
-
-
-def padded_lengths(batch: KeyedJaggedTensor) -> list[Tensor]:
-    """Return the lengths of each key, padded with empty bags to the largest batch size."""
-    strides = batch.stride_per_key()
-    longest = max(strides, default=0)
-    pieces = batch.lengths().split_with_sizes(strides)
-    return [
-        torch.nn.functional.pad(p, (0, longest - s)) for p, s in zip(pieces, strides, strict=True)
-    ]
 
 
 def positions_of(

@@ -28,9 +28,7 @@ from recsys.modules.batch_checker import (
     RowLimits,
 )
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
-from recsys.modules.embedding_inputs import (
-    FeatureSelector,
-)
+from recsys.modules.embedding_inputs import FeatureSelector
 from recsys.optim.apply_optimizer_in_backward import (
     AttachedOptimizer,
     attachment_count,

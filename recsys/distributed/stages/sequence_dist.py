@@ -129,7 +129,7 @@ class SequenceRows:
         edges = np.concatenate([[0], np.cumsum(sent_counts * stage.sent_chunks)])
         # [R, S] chunks received from each rank in each stream
         self.received_chunks = ctx.shape.ids_received_RS * stage.own_chunks
-        self.stage, self.rank = stage, stage.env.rank
+        self.stage = stage
         self.sends: list[int] = (self.received_chunks.sum(1) * stage.chunk).tolist()
         self.receives: list[int] = (np.diff(edges[stage.sent_edges]) * stage.chunk).tolist()
         self.widths: list[int] = []
@@ -187,7 +187,7 @@ class SequenceRows:
         if not stage.keeps_order:
             grad = self._reorder(grad, stage.to_lookups, self.received_chunks.reshape(-1))
         per_stream = self.received_chunks.sum(0)
-        groups = stage.layout.groups[self.rank]
+        groups = stage.layout.groups[stage.env.rank]
         sizes = [int(per_stream[g.streams].sum()) * stage.chunk for g in groups]
         parts = zip(grad.split(sizes), self.widths, strict=True)
         return [part.view(-1, width) for part, width in parts]
