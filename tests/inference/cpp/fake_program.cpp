@@ -1,0 +1,80 @@
+// A program without torch, for tests of the other files: exact arithmetic on whole numbers.
+//
+// Inputs: dense [rows, 2], the features `a` and `b`, and the weighted feature `w`. Output `score`
+// [rows, 1]: the row's dense values, plus the first bytes of the rows of table `t` for `a`, plus
+// 3 x the ids of `b`, plus the ids of `w` times their weights. Jagged output `rows`: the bytes of the
+// rows of `t` for `a`. It raises an error for the dense value 666.
+#include <cstring>
+#include <stdexcept>
+
+#include "program.h"
+
+namespace recsys {
+namespace {
+
+constexpr std::int64_t kRowBytes = 8;
+
+class FakeProgram : public Program {
+ public:
+  explicit FakeProgram(Tables& tables) : tables_(tables) {}
+
+  std::vector<Tensor> run(const std::vector<Tensor>& inputs) override {
+    const auto floats = [&](int i) { return static_cast<const float*>(inputs[i].data.get()); };
+    const auto whole = [&](int i) {
+      return static_cast<const std::int64_t*>(inputs[i].data.get());
+    };
+    const std::int64_t rows = inputs[0].shape[0];
+    const auto* table = static_cast<const std::uint8_t*>(tables_.buffers().at("t.rows").get());
+    Tensor score = allocate(RECSYS_FLOAT32, {rows, 1});
+    auto* scores = static_cast<float*>(score.data.get());
+    for (std::int64_t row = 0; row < rows; ++row) {
+      scores[row] = floats(0)[2 * row] + floats(0)[2 * row + 1];
+      if (floats(0)[2 * row] == 666) {
+        throw std::runtime_error("The dense value is 666.");
+      }
+    }
+    const std::int64_t *ids = whole(1), *lengths = whole(2);
+    std::int64_t num_a = 0;
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t i = 0; i < lengths[row]; ++i, ++num_a) {
+        scores[row] += table[ids[num_a] * kRowBytes];
+      }
+    }
+    const std::int64_t* b = ids + num_a;
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t i = 0; i < lengths[rows + row]; ++i) {
+        scores[row] += 3 * static_cast<float>(*b++);
+      }
+    }
+    const std::int64_t *w = whole(3), *w_lengths = whole(4);
+    const float* weights = floats(5);
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t i = 0; i < w_lengths[row]; ++i) {
+        scores[row] += static_cast<float>(*w++) * *weights++;
+      }
+    }
+    Tensor values = allocate(RECSYS_UINT8, {num_a, kRowBytes});
+    auto* bytes = static_cast<char*>(values.data.get());
+    for (std::int64_t i = 0; i < num_a; ++i) {
+      std::memcpy(bytes + i * kRowBytes, table + ids[i] * kRowBytes, kRowBytes);
+    }
+    Tensor found = allocate(RECSYS_INT64, {rows});
+    std::memcpy(found.data.get(), lengths, static_cast<std::size_t>(rows) * sizeof *lengths);
+    return {score, values, found};
+  }
+
+ private:
+  Tables& tables_;
+};
+
+}  // namespace
+
+std::unique_ptr<Program> load_program(const Manifest& manifest, const std::string&, Tables& tables,
+                                      const Options& options) {
+  manifest.check_machine(manifest.program(options.program), "2.13.0", "1.8.0");
+  return std::make_unique<FakeProgram>(tables);
+}
+
+std::string text_of_program_error(const std::exception& error) { return error.what(); }
+
+}  // namespace recsys
