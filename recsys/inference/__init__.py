@@ -2,6 +2,7 @@
 
 from recsys.checksums import verify_checksum
 from recsys.inference.export import export_aoti, export_torchscript
+from recsys.inference.packages.deltas import read_delta, write_delta, write_delta_between
 from recsys.inference.programs import load_aoti, load_torchscript
 from recsys.inference.quant_modules import (
     QuantEmbeddingBagCollection,
@@ -21,6 +22,9 @@ __all__ = [
     "load_torchscript",
     "quantize_embeddings",
     "quantize_inference_model",
+    "read_delta",
     "shard_quant_model",
     "verify_checksum",
+    "write_delta",
+    "write_delta_between",
 ]
