@@ -10,16 +10,24 @@ from recsys.inference.quant_modules import (
     QuantFeatureProcessedEmbeddingBagCollection,
 )
 from recsys.inference.quantize import quantize_embeddings, quantize_inference_model
+from recsys.inference.report import (
+    QuantizationReport,
+    QuantizedTableReport,
+    quantization_report,
+)
 from recsys.inference.shard import shard_quant_model
 
 __all__ = [
     "QuantEmbeddingBagCollection",
     "QuantEmbeddingCollection",
     "QuantFeatureProcessedEmbeddingBagCollection",
+    "QuantizationReport",
+    "QuantizedTableReport",
     "export_aoti",
     "export_torchscript",
     "load_aoti",
     "load_torchscript",
+    "quantization_report",
     "quantize_embeddings",
     "quantize_inference_model",
     "read_delta",

@@ -35,6 +35,7 @@ from recsys.inference.quantized_tables import (
     Served,
     rows_left,
 )
+from recsys.inference.saved_tables import SavedTables
 from recsys.kernels.arguments import wrong_type
 from recsys.kernels.backend import OUTPUT_CODES
 from recsys.kernels.checked import checked_but
@@ -251,6 +252,27 @@ class QuantizedCollection(nn.Module):
             rows_of_table(config, weights[config.name], rows)
         return self
 
+    def quantize_saved(self, saved: SavedTables, path: str) -> Self:
+        """Write the rows of all tables from a checkpoint, block by block.
+
+        Args:
+            saved: The checkpoint.
+            path: The path of the collection in the saved model.
+
+        Raises:
+            CheckpointError: It lacks a table, or has one of another size.
+            ValueError: A table cannot be quantized to its dtype.
+        """
+        for config, [rows] in zip(self._configs, self.lookups().stored_rows(), strict=True):
+            name = saved.find(config.name, path)
+            saved.check_size(
+                name, range(config.num_embeddings, config.num_embeddings + 1), config.embedding_dim
+            )
+            for start, block in saved.blocks(name, rows_left(config)):
+                part = replace(config, num_embeddings=len(block), num_embeddings_post_pruning=None)
+                rows_of_table(part, block, rows[start : start + len(block)])
+        return self
+
     def options(self) -> dict[str, Any]:
         """Return constructor arguments, by name, for a collection with the same rows."""
         return {
@@ -274,13 +296,29 @@ class QuantizedCollection(nn.Module):
         """
         state = self.__getstate__()
         del state["_aliased"]
+        zero = torch.zeros(1, 1, dtype=torch.uint8)
         rows = []
         for table, of_table in zip(self._tables(), shards, strict=True):
-            whole, bits = table.rows(), DATA_TYPE_NUM_BITS[table.config.data_type]
-            rows.append([shard_of(whole, bits, r).to(device_of(r.rank)) for r in of_table])
+            bits = DATA_TYPE_NUM_BITS[table.config.data_type]
+            sizes = [(r.num_rows, row_bytes(r.num_cols, bits)) for r in of_table]
+            rows.append(
+                [
+                    zero.to(device_of(rect.rank)).expand(size)
+                    for rect, size in zip(of_table, sizes, strict=True)
+                ]
+            )
         state = copy.deepcopy(state | {"_shards": [tuple(of_table) for of_table in shards]})
+        lookups = self._new_lookups(rows, shards)
+        # one table at a time: rows of some columns are copied on the way
+        for table, of_table, stored in zip(
+            self._tables(), shards, lookups.stored_rows(), strict=True
+        ):
+            whole, bits = table.rows(), DATA_TYPE_NUM_BITS[table.config.data_type]
+            for rect, target in zip(of_table, stored, strict=True):
+                found = shard_of(whole, bits, rect)
+                target[:, : found.shape[1]].copy_(found)
         new = type(self).__new__(type(self))
-        new.__setstate__({**state, "_aliased": self._new_lookups(rows, shards)})
+        new.__setstate__({**state, "_aliased": lookups})
         new.is_placed = True
         return new
 

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import secrets
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -318,8 +319,8 @@ def _changed_values(old: SavedTables, new: SavedTables) -> list[str]:
 def _update_between(table: _Table, old: SavedTables, new: SavedTables) -> Update:
     """Return the rows of a table that differ after quantization."""
     names = old.find(table.name), new.find(table.name)
-    old.check_size(names[0], table.rows, table.dim)
-    new.check_size(names[1], table.rows, table.dim)
+    for saved, name in zip((old, new), names, strict=True):
+        saved.check_size(name, range(table.rows, sys.maxsize), table.dim)
     parts = [ids for ids, _ in _changed_blocks(table, old, new, names)]
     ids = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
 

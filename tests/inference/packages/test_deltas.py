@@ -236,5 +236,7 @@ def test_differences_between_checkpoints(tmp_path: Path) -> None:
     ):
         write_delta_between(folder, after, tmp_path / "other")
     large = version(tmp_path / "3", rows=ROWS + 1)
-    with pytest.raises(CheckpointError, match=r"must have 51 rows or more and 8 columns; received"):
+    with pytest.raises(
+        CheckpointError, match=r"must have 51 rows and 8 columns, or more rows; received"
+    ):
         write_delta_between(large, after, after)
