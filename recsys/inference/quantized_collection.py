@@ -26,7 +26,6 @@ from recsys.inference.quantized_table import (
     QuantizedTable,
     ShardedQuantizedTable,
     Table,
-    shard_of,
     whole_table,
 )
 from recsys.inference.quantized_tables import (
@@ -39,7 +38,7 @@ from recsys.inference.saved_tables import SavedTables
 from recsys.kernels.arguments import wrong_type
 from recsys.kernels.backend import OUTPUT_CODES
 from recsys.kernels.checked import checked_but
-from recsys.kernels.quantized import row_bytes
+from recsys.kernels.quantized import row_bytes, take_columns
 from recsys.kernels.quantized_lookup import row_alignment_on
 from recsys.kernels.types import PoolingType
 from recsys.modules.aliased_storage import AliasedStorage
@@ -72,6 +71,7 @@ _DATA_TYPES = {
     torch.float16: DataType.FP16,
     torch.float32: DataType.FP32,
 }
+_COPIED_ROWS = 1 << 16
 SERVED = (*dict.fromkeys(_DATA_TYPES.values()), DataType.UINT8)
 """Element types that quantized tables support."""
 
@@ -309,14 +309,15 @@ class QuantizedCollection(nn.Module):
             )
         state = copy.deepcopy(state | {"_shards": [tuple(of_table) for of_table in shards]})
         lookups = self._new_lookups(rows, shards)
-        # one table at a time: rows of some columns are copied on the way
-        for table, of_table, stored in zip(
-            self._tables(), shards, lookups.stored_rows(), strict=True
+        given = self.lookups().stored_rows()
+        for table, source, of_table, stored in zip(
+            self._tables(), given, shards, lookups.stored_rows(), strict=True
         ):
-            whole, bits = table.rows(), DATA_TYPE_NUM_BITS[table.config.data_type]
+            bits = DATA_TYPE_NUM_BITS[table.config.data_type]
+            size = row_bytes(table.config.embedding_dim, bits)
+            whole = source[0][:, :size] if len(source) == 1 else table.rows()
             for rect, target in zip(of_table, stored, strict=True):
-                found = shard_of(whole, bits, rect)
-                target[:, : found.shape[1]].copy_(found)
+                _copy_shard(whole, bits, rect, target)
         new = type(self).__new__(type(self))
         new.__setstate__({**state, "_aliased": lookups})
         new.is_placed = True
@@ -432,6 +433,14 @@ class QuantizedCollection(nn.Module):
         lookups = state.pop("_aliased")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._alias(lookups)
+
+
+def _copy_shard(whole: Tensor, bits: int, rect: Rect, target: Tensor) -> None:
+    """Copy a shard of a table's rows in blocks, as columns of a row are copied twice."""
+    for first in range(rect.row_start, rect.row_end, _COPIED_ROWS):
+        last = min(first + _COPIED_ROWS, rect.row_end)
+        part = take_columns(whole[first:last], bits, rect.col_start, rect.col_end)
+        target[first - rect.row_start : last - rect.row_start, : part.shape[1]].copy_(part)
 
 
 def _check_rows(subject: str, rows: Tensor, size: tuple[int, int]) -> None:
