@@ -107,8 +107,8 @@ def quantize_embeddings(
 
     Raises:
         ValueError: The model has nothing to quantize or an unsupported collection, a dtype is not
-            supported, a table cannot be quantized, a name is not a table of the model, or the
-            model does not fit `checkpoint`.
+            supported, a table cannot be quantized, or a name is not a table of the model. Or a
+            `checkpoint` is given, and the model is sharded or has tables in memory.
         CheckpointError: The checkpoint is damaged, or is of another model.
 
     Example:

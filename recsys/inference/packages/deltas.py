@@ -51,7 +51,7 @@ class Delta:
     base: str
     """SHA-256 of the manifest of its version, as hexadecimal digits."""
     tables: Mapping[str, tuple[Tensor, Tensor]]
-    """By table name: ids, int64 `[R]`, ascending; and quantized rows, uint8 `[R, row bytes]`."""
+    """Ids, int64 `[R]`, ascending, and quantized rows, uint8 `[R, row bytes]`, by table name."""
 
 
 @checked
