@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import io
 import json
 import linecache
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -32,6 +30,7 @@ from torch.fx.experimental import _config as shapes
 from torch.utils import _pytree as pytree
 
 from recsys.checksums import new_file
+from recsys.inference.input_features import arguments_by_name, is_jagged, name_of
 from recsys.inference.programs import AOTIProgram, describe
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.served import position_processor
@@ -184,10 +183,10 @@ class PlainModel(nn.Module):
         with torch.no_grad():
             self._expected = model(*inputs)
         self.output_names = list(_plain(self._expected, self._expected))
-        for jagged in pytree.tree_leaves(inputs, is_leaf=_is_jagged):
-            if _is_jagged(jagged):
+        for jagged in pytree.tree_leaves(inputs, is_leaf=is_jagged):
+            if is_jagged(jagged):
                 jagged.lengths()  # a program takes lengths instead of offsets
-        found, self._structure = pytree.tree_flatten_with_path(_named(model, inputs))
+        found, self._structure = pytree.tree_flatten_with_path(arguments_by_name(model, inputs))
         self._leaves = [leaf for _, leaf in found]
         self._places = _places_of_tensors(found)
         for i in self._places:
@@ -195,10 +194,10 @@ class PlainModel(nn.Module):
             self._leaves[i] = self._leaves[i].detach().clone(memory_format=torch.contiguous_format)
         self.tensors: tuple[Tensor, ...] = tuple(self._leaves[i] for i in self._places)
         self._batch_sizes = _batch_sizes(inputs)
-        self.names = ["_".join(map(_text, found[i][0])) for i in self._places]
+        self.names = [name_of(found[i][0]) for i in self._places]
         are_jagged = [
-            _is_jagged(leaf)
-            for leaf in pytree.tree_leaves(inputs, is_leaf=_is_jagged)
+            is_jagged(leaf)
+            for leaf in pytree.tree_leaves(inputs, is_leaf=is_jagged)
             for _ in pytree.tree_leaves(leaf)
         ]
         self.are_jagged = [are_jagged[i] for i in self._places]
@@ -230,8 +229,8 @@ class PlainModel(nn.Module):
         with torch.no_grad():
             sizes = self._batch_sizes
             none = [
-                t[:0] if is_jagged or (t.dim() and t.shape[0] in sizes) else t
-                for t, is_jagged in zip(self.tensors, self.are_jagged, strict=True)
+                t[:0] if has_ids or (t.dim() and t.shape[0] in sizes) else t
+                for t, has_ids in zip(self.tensors, self.are_jagged, strict=True)
             ]
             with contextlib.suppress(Exception):  # some models need a sample
                 cases.append((none, self(*none)))
@@ -324,11 +323,11 @@ def exported_program(plain: PlainModel) -> ExportedProgram:
             None
         ) from None  # the note names the line, without 40 frames of torch
     found = _traced_inputs(exported, plain)
-    for name, is_jagged, tensor in zip(plain.names, plain.are_jagged, found, strict=True):
+    for name, has_ids, tensor in zip(plain.names, plain.are_jagged, found, strict=True):
         size = tensor.shape[0] if tensor.dim() else 0
         limits = None if isinstance(size, int) else exported.range_constraints[size.node.expr]
         least, most = (size, size) if limits is None else (limits.lower, limits.upper)
-        if least > 1 and (is_jagged or least < most):
+        if least > 1 and (has_ids or least < most):
             sizes = f"{name}.shape[0] {'==' if least == most else '>='} {least}"
             raise ValueError(
                 "A package serves batches of any size, but the model is traced for "
@@ -392,31 +391,11 @@ def _where(error: Exception, model: nn.Module) -> _Where | None:
     return None
 
 
-def _named(model: nn.Module, inputs: Sequence[object]) -> dict[str, object]:
-    """Return the arguments of a model by name."""
-    names = []
-    for name, parameter in inspect.signature(model.forward).parameters.items():
-        is_last = parameter.kind is inspect.Parameter.VAR_POSITIONAL
-        names += [f"{name}_{i}" for i in range(len(inputs))] if is_last else [name]
-    return dict(zip(names, inputs, strict=False))
-
-
-def _is_jagged(value: object) -> bool:
-    return isinstance(value, JaggedTensor | KeyedJaggedTensor)
-
-
 def _batch_sizes(inputs: Sequence[object]) -> set[int]:
     """Return the batch sizes of all jagged inputs."""
-    leaves = pytree.tree_leaves(inputs, is_leaf=_is_jagged)
+    leaves = pytree.tree_leaves(inputs, is_leaf=is_jagged)
     strides = {leaf.stride() for leaf in leaves if isinstance(leaf, KeyedJaggedTensor)}
     return strides | {len(leaf.lengths()) for leaf in leaves if isinstance(leaf, JaggedTensor)}
-
-
-def _text(key: Any) -> str:
-    """Convert a key of a pytree path to a part of a name."""
-    if isinstance(key, pytree.GetAttrKey):
-        return key.name.removeprefix("_")
-    return re.sub(r"\W", "_", str(getattr(key, "key", getattr(key, "idx", key))))
 
 
 def _places_of_tensors(found: Sequence[tuple[Sequence[Any], object]]) -> list[int]:
