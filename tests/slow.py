@@ -16,6 +16,12 @@ TRACED = "tests/modules/test_traced.py::test_traced_and_compiled_models_train_li
 CURVE = "tests/distributed/test_job.py::test_tables_that_move_on_the_way_continue_the_curve"
 
 QUICK_CASE_OF: dict[str, str] = {
+    "tests/inference/test_batch_sizes.py::test_packages_with_attention_serve_any_batch_size": (
+        "tests/inference/test_batch_sizes.py::test_attention_serves_any_batch_size[example1]"
+    ),
+    "tests/inference/test_saved_tables.py::test_memory_holds_the_quantized_tables_and_a_block": (
+        "tests/inference/test_saved_tables.py::test_a_checkpoint_equals_the_model[dtype0]"
+    ),
     "tests/inference/test_programs.py::test_a_package_reads_what_it_is_given": (
         "tests/inference/test_programs.py::test_inputs_are_validated_before_the_compiled_code_reads_them"
     ),

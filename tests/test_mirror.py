@@ -83,6 +83,7 @@ TESTED_THROUGH = {
     "distributed/stages/pool_rows.py": "distributed/test_object_pools.py",
     "distributed/stages/sequence_dist.py": "distributed/stages/test_output_dist.py",
     "inference/batch_checks.py": "inference/test_quantize.py",
+    "inference/packages/delta_files.py": "inference/packages/test_deltas.py",
     "inference/quantized_collection.py": "inference/test_quant_modules.py",
     "inference/quantized_table.py": "inference/test_shard.py",
     "inference/quantized_tables.py": "inference/test_quant_modules.py",

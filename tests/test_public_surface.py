@@ -41,6 +41,8 @@ SURFACE = {
     "recsys.inference": """
         QuantEmbeddingBagCollection QuantEmbeddingCollection
         QuantFeatureProcessedEmbeddingBagCollection export_aoti export_torchscript
+        QuantizationReport QuantizedTableReport quantization_report read_delta write_delta
+        write_delta_between
         load_aoti load_torchscript quantize_embeddings quantize_inference_model shard_quant_model
         verify_checksum
     """,

@@ -2,6 +2,7 @@
 
 from recsys.checksums import verify_checksum
 from recsys.inference.export import export_aoti, export_torchscript
+from recsys.inference.packages.deltas import read_delta, write_delta, write_delta_between
 from recsys.inference.programs import load_aoti, load_torchscript
 from recsys.inference.quant_modules import (
     QuantEmbeddingBagCollection,
@@ -9,18 +10,29 @@ from recsys.inference.quant_modules import (
     QuantFeatureProcessedEmbeddingBagCollection,
 )
 from recsys.inference.quantize import quantize_embeddings, quantize_inference_model
+from recsys.inference.report import (
+    QuantizationReport,
+    QuantizedTableReport,
+    quantization_report,
+)
 from recsys.inference.shard import shard_quant_model
 
 __all__ = [
     "QuantEmbeddingBagCollection",
     "QuantEmbeddingCollection",
     "QuantFeatureProcessedEmbeddingBagCollection",
+    "QuantizationReport",
+    "QuantizedTableReport",
     "export_aoti",
     "export_torchscript",
     "load_aoti",
     "load_torchscript",
+    "quantization_report",
     "quantize_embeddings",
     "quantize_inference_model",
+    "read_delta",
     "shard_quant_model",
     "verify_checksum",
+    "write_delta",
+    "write_delta_between",
 ]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recsys.sparse import KeyedJaggedTensor
 
-__all__ = ["by_key", "fails", "positions_in", "read_sizes", "to_device"]
+__all__ = ["are_outside", "by_key", "fails", "positions_in", "read_sizes", "to_device"]
 
 
 def positions_in(features: KeyedJaggedTensor, names: list[str]) -> list[int]:
@@ -63,6 +63,20 @@ def fails(holds: Tensor, message: str) -> bool:
         torch._assert_async(holds, message)
         return False
     return not bool(holds)
+
+
+def are_outside(values: Tensor, ids_per_key: Tensor, rows: list[int]) -> Tensor:
+    """Return which ids are outside their table, `[N]`.
+
+    Args:
+        values: `[N]` ids, ordered by key.
+        ids_per_key: `[K]`, with the sum `N`.
+        rows: The rows of the table of each key; -1 if no table looks up its ids.
+    """
+    rows_N = torch.repeat_interleave(
+        to_device(rows, values.device), ids_per_key, output_size=values.numel()
+    )
+    return (rows_N >= 0) & ((values < 0) | (values >= rows_N))
 
 
 def read_sizes(values: Tensor, lengths_KB: Tensor, is_needed: bool) -> list[int]:

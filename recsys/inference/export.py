@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import io
 import json
 import linecache
 import os
-import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +28,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as shapes
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from recsys.checksums import new_file
+from recsys.inference.batch_sizes import batch_sizes, check_any_size, samples_of
+from recsys.inference.input_features import (
+    arguments_by_name,
+    features_of_inputs,
+    is_jagged,
+    name_of,
+)
 from recsys.inference.programs import AOTIProgram, describe
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.served import position_processor
@@ -44,6 +51,9 @@ from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from recsys.sparse.script_modules import without_torchscript_warnings
 
 __all__ = ["export_aoti", "export_torchscript"]
+
+_MAX_TRIED = 8
+"""Samples of the example that are tried as a batch, until the model supports one."""
 
 
 @checked
@@ -114,7 +124,9 @@ def export_aoti(model: nn.Module, path: str | Path, inputs: Sequence[object]) ->
     The compiled code does not validate dtypes, shapes and strides of its inputs; `load_aoti` does.
     For other loaders, the metadata has JSON lists with an entry per input: "inputs" (names),
     "dtypes" (such as "int64") and "shapes" (such as "n0 5"). In a shape, a number is the size of a
-    dim, and dims with the same name have the same size. Tensors must be contiguous.
+    dim, and dims with the same name have the same size. Tensors must be contiguous. "jagged" has an
+    entry per jagged input: its name under "input", and under "features" the "name", "rows", "table"
+    and "module" of each feature. Rows are null if the model changes the ids before the lookup.
 
     The file's SHA-256 is written to a file of the same name plus ".sha256"; see `verify_checksum`.
 
@@ -151,6 +163,10 @@ def export_aoti(model: nn.Module, path: str | Path, inputs: Sequence[object]) ->
     exported = exported_program(plain)
     about = {
         **describe(plain.names, _traced_inputs(exported, plain)),
+        "jagged": [
+            {"input": name, "features": list(map(asdict, features))}
+            for name, features in features_of_inputs(model, inputs).items()
+        ],
         "outputs": plain.output_names,
     }
     config = {
@@ -184,21 +200,22 @@ class PlainModel(nn.Module):
         with torch.no_grad():
             self._expected = model(*inputs)
         self.output_names = list(_plain(self._expected, self._expected))
-        for jagged in pytree.tree_leaves(inputs, is_leaf=_is_jagged):
-            if _is_jagged(jagged):
+        for jagged in pytree.tree_leaves(inputs, is_leaf=is_jagged):
+            if is_jagged(jagged):
                 jagged.lengths()  # a program takes lengths instead of offsets
-        found, self._structure = pytree.tree_flatten_with_path(_named(model, inputs))
+        found, self._structure = pytree.tree_flatten_with_path(arguments_by_name(model, inputs))
         self._leaves = [leaf for _, leaf in found]
         self._places = _places_of_tensors(found)
-        for i in self._places:
-            # the graph records the strides of the example, which must be contiguous
-            self._leaves[i] = self._leaves[i].detach().clone(memory_format=torch.contiguous_format)
-        self.tensors: tuple[Tensor, ...] = tuple(self._leaves[i] for i in self._places)
-        self._batch_sizes = _batch_sizes(inputs)
-        self.names = ["_".join(map(_text, found[i][0])) for i in self._places]
+        self.tensors = self._tensors_in(inputs)
+        self._none = self._tensors_in(samples_of(inputs, slice(0)))
+        tried = range(min(max(batch_sizes(inputs), default=0), _MAX_TRIED))
+        self._single = [self._tensors_in(samples_of(inputs, slice(i, i + 1))) for i in tried]
+        for i, tensor in zip(self._places, self.tensors, strict=True):
+            self._leaves[i] = tensor
+        self.names = [name_of(found[i][0]) for i in self._places]
         are_jagged = [
-            _is_jagged(leaf)
-            for leaf in pytree.tree_leaves(inputs, is_leaf=_is_jagged)
+            is_jagged(leaf)
+            for leaf in pytree.tree_leaves(inputs, is_leaf=is_jagged)
             for _ in pytree.tree_leaves(leaf)
         ]
         self.are_jagged = [are_jagged[i] for i in self._places]
@@ -216,6 +233,14 @@ class PlainModel(nn.Module):
         arguments = pytree.tree_unflatten(leaves, self._structure)
         return self._tensors_of(self.model(*arguments.values()))
 
+    def _tensors_in(self, inputs: Sequence[object]) -> tuple[Tensor, ...]:
+        """Return the tensors of arguments of the model, in order."""
+        leaves = pytree.tree_leaves(list(inputs))
+        # the graph records the strides of the example, which must be contiguous
+        return tuple(
+            leaves[i].detach().clone(memory_format=torch.contiguous_format) for i in self._places
+        )
+
     def _tensors_of(self, output: Any) -> Any:
         return output if isinstance(self._expected, Tensor) else _plain(output, self._expected)
 
@@ -223,23 +248,22 @@ class PlainModel(nn.Module):
         """Compare the outputs of a program and the model.
 
         Raises:
-            ValueError: They differ on the example, or on an empty batch if the model supports one.
+            ValueError: They differ on the example, or on a batch of no or one sample that the model
+                supports.
         """
-        expected = self._tensors_of(self._expected)
-        cases: list[tuple[Sequence[Tensor], object]] = [(self.tensors, expected)]
+        cases: list[tuple[str, Sequence[Tensor], object]] = [
+            ("the example", self.tensors, self._tensors_of(self._expected))
+        ]
         with torch.no_grad():
-            sizes = self._batch_sizes
-            none = [
-                t[:0] if is_jagged or (t.dim() and t.shape[0] in sizes) else t
-                for t, is_jagged in zip(self.tensors, self.are_jagged, strict=True)
-            ]
-            with contextlib.suppress(Exception):  # some models need a sample
-                cases.append((none, self(*none)))
-            for tensors, wanted in cases:
+            for size, batches in (("an empty batch", [self._none]), ("one sample", self._single)):
+                for batch in batches:
+                    with contextlib.suppress(Exception):  # some models need a sample, or an id
+                        cases.append((size, batch, self(*batch)))
+                        break
+            for size, tensors, wanted in cases:
                 try:
                     torch.testing.assert_close(program(*tensors), wanted)
                 except Exception as error:
-                    size = "the example" if tensors is self.tensors else "an empty batch"
                     raise ValueError(
                         f"The program must return the model's outputs; received other outputs on "
                         f"{size}. Look for a size in forward that is written, or read, as a number."
@@ -319,22 +343,18 @@ def exported_program(plain: PlainModel) -> ExportedProgram:
         where = _where(error, plain.model)
         if where is None:
             raise
-        error.add_note(f"{where} torch.export cannot trace it.")
+        reason = ""
+        if isinstance(error, GuardOnDataDependentSymNode):
+            reason = (
+                " Branches and sizes must not depend on values of tensors. Use torch.where, and "
+                "pass desired_length to to_padded_dense."
+            )
+        error.add_note(f"{where} torch.export cannot trace it.{reason}")
         raise error.with_traceback(
             None
         ) from None  # the note names the line, without 40 frames of torch
-    found = _traced_inputs(exported, plain)
-    for name, is_jagged, tensor in zip(plain.names, plain.are_jagged, found, strict=True):
-        size = tensor.shape[0] if tensor.dim() else 0
-        limits = None if isinstance(size, int) else exported.range_constraints[size.node.expr]
-        least, most = (size, size) if limits is None else (limits.lower, limits.upper)
-        if least > 1 and (is_jagged or least < most):
-            sizes = f"{name}.shape[0] {'==' if least == most else '>='} {least}"
-            raise ValueError(
-                "A package serves batches of any size, but the model is traced for "
-                f"{sizes} only. Look for a branch on a shape in forward, or for a size written as "
-                "a number. Or use export_torchscript, which keeps branches."
-            )
+    traced = _traced_inputs(exported, plain)
+    check_any_size(exported, zip(plain.names, plain.are_jagged, traced, strict=True))
     return exported
 
 
@@ -390,33 +410,6 @@ def _where(error: Exception, model: nn.Module) -> _Where | None:
         if isinstance(module, nn.Module) and id(module) in paths and not file.startswith(ours):
             return _Where(module, paths[id(module)], file, line)
     return None
-
-
-def _named(model: nn.Module, inputs: Sequence[object]) -> dict[str, object]:
-    """Return the arguments of a model by name."""
-    names = []
-    for name, parameter in inspect.signature(model.forward).parameters.items():
-        is_last = parameter.kind is inspect.Parameter.VAR_POSITIONAL
-        names += [f"{name}_{i}" for i in range(len(inputs))] if is_last else [name]
-    return dict(zip(names, inputs, strict=False))
-
-
-def _is_jagged(value: object) -> bool:
-    return isinstance(value, JaggedTensor | KeyedJaggedTensor)
-
-
-def _batch_sizes(inputs: Sequence[object]) -> set[int]:
-    """Return the batch sizes of all jagged inputs."""
-    leaves = pytree.tree_leaves(inputs, is_leaf=_is_jagged)
-    strides = {leaf.stride() for leaf in leaves if isinstance(leaf, KeyedJaggedTensor)}
-    return strides | {len(leaf.lengths()) for leaf in leaves if isinstance(leaf, JaggedTensor)}
-
-
-def _text(key: Any) -> str:
-    """Convert a key of a pytree path to a part of a name."""
-    if isinstance(key, pytree.GetAttrKey):
-        return key.name.removeprefix("_")
-    return re.sub(r"\W", "_", str(getattr(key, "key", getattr(key, "idx", key))))
 
 
 def _places_of_tensors(found: Sequence[tuple[Sequence[Any], object]]) -> list[int]:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from recsys.checksums import verify_if_present
+from recsys.inference.batch_checks import are_outside, by_key, read_sizes
+from recsys.inference.input_features import InputFeature
 from recsys.kernels.checked import checked
 from recsys.sparse.script_modules import without_torchscript_warnings
 
@@ -74,13 +76,53 @@ class Input(NamedTuple):
         )
 
 
+class JaggedInput(NamedTuple):
+    """A jagged input of a compiled program: the tensors of its values and lengths."""
+
+    name: str
+    features: tuple[InputFeature, ...]
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Check ids and lengths, which waits for the device.
+
+        Args:
+            tensors: The inputs of the program by name.
+
+        Raises:
+            IndexError: An id is outside its table.
+            ValueError: The lengths do not match the ids or the features.
+        """
+        values, lengths = tensors[f"{self.name}_values"], tensors[f"{self.name}_lengths"]
+        rows = [-1 if feature.rows is None else feature.rows for feature in self.features]
+        if max(rows, default=-1) < 0 or values.dim() != 1:
+            return
+        try:
+            lengths_KB = by_key(values, lengths, len(rows))
+            read_sizes(values, lengths_KB, False)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self.name}: {error}") from None
+        ids_per_key = lengths_KB.sum(1)
+        bad_N = are_outside(values, ids_per_key, rows)
+        if not bool(bad_N.any()):
+            return
+        where = int(bad_N.nonzero()[0])
+        key = int(torch.searchsorted(ids_per_key.cumsum(0), where, right=True))
+        found = self.features[key]
+        raise IndexError(
+            f"{self.name}: ids of feature {found.name!r} must be from 0 to {rows[key] - 1}; "
+            f"received {int(values[where])}. Module {found.module!r} looks them up in table "
+            f"{found.table!r} with {rows[key]} rows."
+        )
+
+
 @final
 class AOTIProgram:
     """A compiled program of `export_aoti`, with validation of its inputs.
 
     Call it with the tensors of `inputs` on its device. Tensors that are not contiguous are copied.
-    Dtypes are not converted: int32 ids are an error if the program was compiled for int64. The
-    program itself checks that ids are inside their table and that lengths add up.
+    Dtypes are not converted: int32 ids are an error if the program was compiled for int64. Ids and
+    lengths are checked too, if the program looks up the ids as they are. On a GPU this waits for
+    the device.
 
     Args:
         compiled: The package, loaded by torch.
@@ -89,6 +131,7 @@ class AOTIProgram:
     Attributes:
         compiled: The program without validation, of `torch._inductor.aoti_load_package`.
         inputs: Its inputs, in order: `name`, `dtype` and `shape` of each.
+        jagged: Its jagged inputs: `name`, and `features` with `name`, `rows`, `table` and `module`.
         outputs: The names of the outputs.
         device: The device of the inputs.
 
@@ -111,6 +154,10 @@ class AOTIProgram:
             Input(name, dtype, tuple(shape.split()))
             for name, dtype, shape in zip(*parts, strict=True)
         )
+        self.jagged = tuple(
+            JaggedInput(entry["input"], tuple(InputFeature(**f) for f in entry["features"]))
+            for entry in json.loads(metadata.get("jagged", "[]"))
+        )
         kind = metadata["AOTI_DEVICE_KEY"]
         self.device = torch.device(kind)
         if kind == "cuda":
@@ -126,9 +173,11 @@ class AOTIProgram:
             A tensor, or a dict of tensors by name; see `export_aoti`.
 
         Raises:
+            IndexError: An id is outside its table.
             TypeError: The number of tensors differs, or a tensor has another dtype.
-            ValueError: A tensor has another shape, or is on another device.
-            RuntimeError: The program raised an error, for example for an id outside its table.
+            ValueError: A tensor has another shape, or is on another device, or lengths do not match
+                the ids.
+            RuntimeError: The program raised an error.
         """
         if len(tensors) != len(self.inputs):
             names = ", ".join(found.name for found in self.inputs)
@@ -140,6 +189,9 @@ class AOTIProgram:
             found.validated(tensor, self.device, sizes)
             for found, tensor in zip(self.inputs, tensors, strict=True)
         ]
+        by_name = {found.name: tensor for found, tensor in zip(self.inputs, ready, strict=True)}
+        for jagged in self.jagged:
+            jagged.check(by_name)
         return self.compiled(*ready)
 
     def __repr__(self) -> str:

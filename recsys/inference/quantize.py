@@ -7,6 +7,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -32,6 +33,7 @@ from recsys.inference.quantized_collection import (
     to_data_type,
 )
 from recsys.inference.quantized_shards import rows_of_table
+from recsys.inference.saved_tables import SavedTables, with_saved_values
 from recsys.kernels.arguments import wrong_type
 from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import DataType, QuantConfig
@@ -71,6 +73,7 @@ def quantize_embeddings(
     per_table_weight_dtype: Mapping[str, torch.dtype] | None = None,
     *,
     dst: int | None = None,
+    checkpoint: str | Path | None = None,
 ) -> nn.Module:
     """Replace the embedding collections of a model by quantized collections.
 
@@ -94,13 +97,19 @@ def quantize_embeddings(
         per_table_weight_dtype: Other dtypes by table name.
         dst: The rank that receives the tables of a sharded model; on other ranks they are on the
             `meta` device and use no memory. None: every rank receives all tables.
+        checkpoint: A checkpoint, as `path` of `read_checkpoint`, of an unsharded `module` whose
+            tables are on the `meta` device. Its tables are read and quantized block by block; all
+            other values are loaded. Memory holds the quantized tables and a block, never the
+            float tables.
 
     Returns:
         The model with quantized tables, unsharded, in evaluation mode.
 
     Raises:
         ValueError: The model has nothing to quantize or an unsupported collection, a dtype is not
-            supported, a table cannot be quantized, or a name is not a table of the model.
+            supported, a table cannot be quantized, or a name is not a table of the model. Or a
+            `checkpoint` is given, and the model is sharded or has tables in memory.
+        CheckpointError: The checkpoint is damaged, or is of another model.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
@@ -120,7 +129,7 @@ def quantize_embeddings(
         )
     per_table = dict(per_table_weight_dtype or {})
     qconfig = _qconfig(dtype, output_dtype, per_table)
-    return _replace(module, mapping, dict.fromkeys(mapping, qconfig), inplace, dst)
+    return _replace(module, mapping, dict.fromkeys(mapping, qconfig), inplace, dst, checkpoint)
 
 
 @checked
@@ -133,6 +142,7 @@ def quantize_inference_model(
     output_dtype: torch.dtype = torch.float32,
     *,
     dst: int | None = None,
+    checkpoint: str | Path | None = None,
 ) -> nn.Module:
     """Prepare a trained model for inference: quantize its tables in place.
 
@@ -150,6 +160,7 @@ def quantize_inference_model(
         quantization_dtype: The dtype of all other tables.
         output_dtype: Dtype of the output: `torch.float32`, `torch.float16` or `torch.bfloat16`.
         dst: As for `quantize_embeddings`.
+        checkpoint: As for `quantize_embeddings`.
 
     Returns:
         The model with quantized tables, unsharded, in evaluation mode.
@@ -174,7 +185,7 @@ def quantize_inference_model(
         kind: processed if issubclass(kind, FeatureProcessedEmbeddingBagCollection) else others
         for kind in mapping
     }
-    return _replace(model, mapping, qconfigs, True, dst)
+    return _replace(model, mapping, qconfigs, True, dst, checkpoint)
 
 
 @checked
@@ -263,19 +274,34 @@ def _replace(
     qconfigs: Mapping[type[nn.Module], QuantConfig],
     inplace: bool,
     dst: int | None,
+    checkpoint: str | Path | None,
 ) -> nn.Module:
     sharded = [child for child in model.modules() if isinstance(child, ShardedCollection)]
     if sharded:
+        if checkpoint is not None:
+            raise ValueError(
+                "checkpoint must be None for a sharded model, which has its values; received "
+                f"{str(checkpoint)!r}."
+            )
         return _unsharded(model, sharded[0].env, mapping, qconfigs, dst)
     if dst is not None:
         raise ValueError(
             f"dst must be None for an unsharded model; received {dst} and {type(model).__name__}."
         )
+    saved = None
+    if checkpoint is not None:
+        _checked(model, mapping, qconfigs)
+        saved = SavedTables(checkpoint)
+        model = with_saved_values(model if inplace else copy.deepcopy(model), saved)
+        inplace = True
     found = _checked(model, mapping, qconfigs)
-    quantized = {
-        key: _configured(child, qconfigs[kind], cast(Any, mapping[kind]).from_float)
-        for key, (child, kind) in found.items()
-    }
+    paths = {id(child): path for path, child in model.named_modules()}
+    quantized: dict[int, nn.Module] = {}
+    for key, (trained, kind) in found.items():
+        made = cast(Any, mapping[kind]).from_float
+        if saved is not None:
+            made = partial(_from_saved, mapping[kind], saved, paths[key])
+        quantized[key] = _configured(trained, qconfigs[kind], made)
     if id(model) in quantized:
         return quantized[id(model)].eval()
     if not inplace:
@@ -354,6 +380,18 @@ def _unsharded(
             # the unsharded class has the same submodules
             module.__class__ = FeatureProcessedEmbeddingBagCollection  # type: ignore[assignment]
     return copied.eval()
+
+
+def _from_saved(
+    made: type[nn.Module], saved: SavedTables, path: str, module: nn.Module
+) -> nn.Module:
+    if not issubclass(made, _BUILT_IN):
+        raise ValueError(
+            f"A collection of a checkpoint can be replaced by one of "
+            f"{[k.__name__ for k in _BUILT_IN]}; received {made.__name__} for {path!r}. Load the "
+            "checkpoint into the model, and quantize that model."
+        )
+    return made.like(module, torch.device("cpu")).quantize_saved(saved, path)
 
 
 def _like(made: type[nn.Module], device: torch.device | None, module: nn.Module) -> nn.Module:

@@ -26,7 +26,6 @@ from recsys.inference.quantized_table import (
     QuantizedTable,
     ShardedQuantizedTable,
     Table,
-    shard_of,
     whole_table,
 )
 from recsys.inference.quantized_tables import (
@@ -35,10 +34,11 @@ from recsys.inference.quantized_tables import (
     Served,
     rows_left,
 )
+from recsys.inference.saved_tables import SavedTables
 from recsys.kernels.arguments import wrong_type
 from recsys.kernels.backend import OUTPUT_CODES
 from recsys.kernels.checked import checked_but
-from recsys.kernels.quantized import row_bytes
+from recsys.kernels.quantized import row_bytes, take_columns
 from recsys.kernels.quantized_lookup import row_alignment_on
 from recsys.kernels.types import PoolingType
 from recsys.modules.aliased_storage import AliasedStorage
@@ -71,6 +71,7 @@ _DATA_TYPES = {
     torch.float16: DataType.FP16,
     torch.float32: DataType.FP32,
 }
+_COPIED_ROWS = 1 << 16
 SERVED = (*dict.fromkeys(_DATA_TYPES.values()), DataType.UINT8)
 """Element types that quantized tables support."""
 
@@ -251,6 +252,27 @@ class QuantizedCollection(nn.Module):
             rows_of_table(config, weights[config.name], rows)
         return self
 
+    def quantize_saved(self, saved: SavedTables, path: str) -> Self:
+        """Write the rows of all tables from a checkpoint, block by block.
+
+        Args:
+            saved: The checkpoint.
+            path: The path of the collection in the saved model.
+
+        Raises:
+            CheckpointError: It lacks a table, or has one of another size.
+            ValueError: A table cannot be quantized to its dtype.
+        """
+        for config, [rows] in zip(self._configs, self.lookups().stored_rows(), strict=True):
+            name = saved.find(config.name, path)
+            saved.check_size(
+                name, range(config.num_embeddings, config.num_embeddings + 1), config.embedding_dim
+            )
+            for start, block in saved.blocks(name, rows_left(config)):
+                part = replace(config, num_embeddings=len(block), num_embeddings_post_pruning=None)
+                rows_of_table(part, block, rows[start : start + len(block)])
+        return self
+
     def options(self) -> dict[str, Any]:
         """Return constructor arguments, by name, for a collection with the same rows."""
         return {
@@ -274,13 +296,30 @@ class QuantizedCollection(nn.Module):
         """
         state = self.__getstate__()
         del state["_aliased"]
+        zero = torch.zeros(1, 1, dtype=torch.uint8)
         rows = []
         for table, of_table in zip(self._tables(), shards, strict=True):
-            whole, bits = table.rows(), DATA_TYPE_NUM_BITS[table.config.data_type]
-            rows.append([shard_of(whole, bits, r).to(device_of(r.rank)) for r in of_table])
+            bits = DATA_TYPE_NUM_BITS[table.config.data_type]
+            sizes = [(r.num_rows, row_bytes(r.num_cols, bits)) for r in of_table]
+            rows.append(
+                [
+                    zero.to(device_of(rect.rank)).expand(size)
+                    for rect, size in zip(of_table, sizes, strict=True)
+                ]
+            )
         state = copy.deepcopy(state | {"_shards": [tuple(of_table) for of_table in shards]})
+        lookups = self._new_lookups(rows, shards)
+        given = self.lookups().stored_rows()
+        for table, source, of_table, stored in zip(
+            self._tables(), given, shards, lookups.stored_rows(), strict=True
+        ):
+            bits = DATA_TYPE_NUM_BITS[table.config.data_type]
+            size = row_bytes(table.config.embedding_dim, bits)
+            whole = source[0][:, :size] if len(source) == 1 else table.rows()
+            for rect, target in zip(of_table, stored, strict=True):
+                _copy_shard(whole, bits, rect, target)
         new = type(self).__new__(type(self))
-        new.__setstate__({**state, "_aliased": self._new_lookups(rows, shards)})
+        new.__setstate__({**state, "_aliased": lookups})
         new.is_placed = True
         return new
 
@@ -394,6 +433,14 @@ class QuantizedCollection(nn.Module):
         lookups = state.pop("_aliased")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._alias(lookups)
+
+
+def _copy_shard(whole: Tensor, bits: int, rect: Rect, target: Tensor) -> None:
+    """Copy a shard of a table's rows in blocks, as columns of a row are copied twice."""
+    for first in range(rect.row_start, rect.row_end, _COPIED_ROWS):
+        last = min(first + _COPIED_ROWS, rect.row_end)
+        part = take_columns(whole[first:last], bits, rect.col_start, rect.col_end)
+        target[first - rect.row_start : last - rect.row_start, : part.shape[1]].copy_(part)
 
 
 def _check_rows(subject: str, rows: Tensor, size: tuple[int, int]) -> None:

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from recsys.distributed.placement.layout import Rect
-from recsys.inference.batch_checks import by_key, fails, positions_in, read_sizes, to_device
+from recsys.inference.batch_checks import (
+    are_outside,
+    by_key,
+    fails,
+    positions_in,
+    read_sizes,
+    to_device,
+)
 from recsys.kernels import ops
 from recsys.kernels.arguments import whole
 from recsys.kernels.backend import OUTPUT_CODES
@@ -257,10 +264,7 @@ class QuantizedTables(Served):
         rows = [-1] * ids_per_key.numel()  # of the table that a key is looked up in; -1: no table
         for feature, key in enumerate(positions):
             rows[key] = self.num_rows[feature]
-        rows_N = torch.repeat_interleave(
-            to_device(rows, values.device), ids_per_key, output_size=values.numel()
-        )
-        bad_N = (rows_N >= 0) & ((values < 0) | (values >= rows_N))
+        bad_N = are_outside(values, ids_per_key, rows)
         if fails(~bad_N.any(), "An id is outside its table."):
             where = int(bad_N.nonzero()[0].item())
             key = int(torch.searchsorted(ids_per_key.cumsum(0), where, right=True))

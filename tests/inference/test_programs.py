@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ METADATA = {
 class Compiled:
     """Stands for a compiled program: it needs what `AOTIProgram` promises to give it."""
 
-    def __init__(self, metadata: dict[str, list[str]] = METADATA) -> None:
+    def __init__(self, metadata: dict[str, Any] = METADATA) -> None:
         self._metadata = metadata
 
     def get_metadata(self) -> dict[str, str]:
@@ -137,6 +138,54 @@ def test_a_package_of_another_kind_is_refused() -> None:
             AOTIProgram(Compiled(others), "m.pt2")  # type: ignore[arg-type]
 
 
+JAGGED = {
+    "inputs": ["a_values", "a_lengths", "b_values", "b_lengths"],
+    "outputs": ["output"],
+    "dtypes": ["int64"] * 4,
+    "shapes": ["n0", "n1", "n2", "n3"],
+    "jagged": [
+        {
+            "input": "a",
+            "features": [
+                {"name": "x", "rows": 9, "table": "t", "module": "bags"},
+                {"name": "y", "rows": None, "table": None, "module": None},
+                {"name": "z", "rows": 5, "table": "u", "module": "rows.last"},
+            ],
+        },
+        {
+            "input": "b",
+            "features": [{"name": "b", "rows": None, "table": None, "module": None}],
+        },
+    ],
+}
+
+
+def test_bad_ids_are_named_before_the_compiled_code_reads_them() -> None:
+    program = AOTIProgram(Compiled(JAGGED), "model.pt2")  # type: ignore[arg-type]
+    ids, lengths = torch.tensor([8, 0, 99, -9, 4]), torch.tensor([1, 1, 0, 2, 1, 0])
+    other = torch.tensor([-1]), torch.tensor([7])
+    program(ids, lengths, *other)
+    program(ids[:0], lengths[:0], *other)
+    for position, bad, message in (
+        (1, 9, "a: ids of feature 'x' must be from 0 to 8; received 9. Module 'bags' looks them up "
+         "in table 't' with 9 rows."),
+        (0, -1, "a: ids of feature 'x' must be from 0 to 8; received -1. "),
+        (4, 5, "a: ids of feature 'z' must be from 0 to 4; received 5. Module 'rows.last' looks "),
+        (4, 2**62, f"received {2**62}. "),
+    ):  # fmt: skip
+        changed = ids.clone()
+        changed[position] = bad
+        with pytest.raises(IndexError, match=re.escape(message)):
+            program(changed, lengths, *other)
+    for wrong, message in (
+        (lengths[:4], "a: lengths must have one value per feature and sample, 3 features"),
+        (lengths + 1, "a: lengths must not be negative and must add up to the number of ids, 5"),
+        (lengths * torch.tensor([1, -1, 1, 1, 3, 1]), "received 1 negative lengths"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            program(ids, wrong, *other)
+
+
 class Scores(nn.Module):
     """A model of dense features, and tables."""
 
@@ -182,8 +231,8 @@ def test_a_package_reads_what_it_is_given(tmp_path: Path) -> None:
             ValueError, match=r"prior must have the shape \[n3\]; received \[1, 3\]"
         ):
             program(*_weighted(6), prior[None])
-        with pytest.raises(RuntimeError):
-            program(*_change(2, lambda t: t + 1)(_weighted(6)), prior)  # lengths do not add up
+        with pytest.raises(ValueError, match="ids: lengths must not be negative and must add up"):
+            program(*_change(2, lambda t: t + 1)(_weighted(6)), prior)
     _check_flips(path, load_aoti)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recsys.distributed.placement.plan import EmbeddingModuleShardingPlan, ShardingType
 from recsys.distributed.placement.strategies import parameter_sharding, rects_of
@@ -41,6 +41,7 @@ from recsys.modules.embedding_configs import (
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.feature_processor import PositionWeightedModuleCollection
 from recsys.sparse import KeyedJaggedTensor
+from tests.allocations import Allocations
 from tests.inference.row_sizes import table_bytes
 from tests.inference.test_export import Mixed, Processed, dlrm, inputs_of, plain_tensors
 from tests.inference.test_quant_modules import _batch, _flat, _pooled, _processed, _sequence
@@ -432,3 +433,21 @@ def test_what_is_on_other_devices_is_brought_to_the_ids(monkeypatch: Any) -> Non
 def _size(collection: Any, name: str) -> tuple[int, int]:
     [config] = [config for config in collection.configs() if config.name == name]
     return rows_left(config), config.embedding_dim
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
+def test_each_row_is_copied_once(kind: str, splits: bool) -> None:
+    tables = [EmbeddingBagConfig(200_000, 32, "t", feature_names=["f"])]
+    model = nn.Sequential(EmbeddingBagCollection(tables=tables))
+    if splits:
+        quant_prep_enable_quant_state_dict_split_scale_bias(model[0])
+    model = quantize_embeddings(model)
+    constraints = {"t": ParameterConstraints(sharding_types=[kind])}
+    sharded, _ = shard_quant_model(model, 2, "cpu", constraints=constraints)
+    with Allocations(*model[0].lookups().buffers()) as allocations:
+        placed = model[0].placed(sharded[0]._shards, lambda rank: torch.device("cpu"))
+    stored = sum(t.numel() for rows in placed.lookups().stored_rows() for t in rows)
+    # columns are copied in blocks on the way, and freed
+    columns = 200_000 * (16 + 4) * 2 if kind == "column_wise" else 0
+    assert stored <= allocations.num_bytes < stored + columns + 100_000

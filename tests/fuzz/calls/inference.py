@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +17,13 @@ from recsys.inference import (
     export_torchscript,
     load_aoti,
     load_torchscript,
+    quantization_report,
     quantize_embeddings,
     quantize_inference_model,
+    read_delta,
     shard_quant_model,
     verify_checksum,
+    write_delta,
 )
 from recsys.inference.modules import (
     BatchingMetadata,
@@ -108,7 +113,31 @@ QUANT = {
 }  # fmt: skip
 STATE = mapping(lambda: {"a": torch.ones(2)}, tensor(lambda: torch.ones(2)))
 
+
+def _version() -> str:
+    Path("deltas").mkdir(exist_ok=True)
+    table = {"name": "t", "rows": 9, "dim": 4, "dtype": "int8", "row_bytes": 8}
+    Path("manifest.json").write_text(json.dumps({"tables": [table]}))
+    return "."
+
+
+def _delta() -> str:
+    return str(write_delta(_version(), {"t": (torch.tensor([1]), torch.ones(1, 4))}))
+
+
+ROWS = mapping(
+    lambda: {"t": (torch.tensor([1]), torch.ones(1, 4))},
+    Kind(lambda: None, lambda value: None if isinstance(value, tuple) else False),
+)
+
 CALLS = [
+    Call("write_delta", write_delta, {
+        "version": Kind(_version, path(_version).is_legal), "tables": ROWS,
+    }),
+    Call("read_delta", read_delta, {"file": path(_delta)}),
+    Call("quantization_report", lambda quantized: quantization_report(_model(), quantized), {
+        "quantized": module(_quantized),
+    }),
     Call("verify_checksum", verify_checksum, {"path": path(_program)}),
     Call("load_torchscript", load_torchscript, {"path": path(_program), "device": maybe(DEVICE)}),
     Call("load_aoti", load_aoti, {"path": Kind(_program, path(_program).is_legal)}),

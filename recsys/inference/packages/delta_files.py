@@ -1,0 +1,146 @@
+"""The file format of deltas: safetensors with a checksum of the whole file in its metadata.
+
+Legend: `R` updated rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+__all__ = ["Header", "Update", "header_of", "parse"]
+
+_FORMAT = "recsys.delta/1"
+_NO_CHECKSUM = "0" * 64
+_MARK = b'"checksum": "'
+_DTYPES = {"I64": torch.int64, "U8": torch.uint8}
+
+
+@final
+class Update(NamedTuple):
+    """Changed rows of a table."""
+
+    table: str
+    ids: Tensor
+    """int64 `[R]`, ascending."""
+    row_bytes: int
+    blocks: Callable[[], Iterator[Tensor]]
+    """Returns the rows of the ids in blocks, uint8 `[.., row_bytes]`."""
+
+
+@final
+class Header(NamedTuple):
+    """The header of a delta."""
+
+    sequence: int
+    base: str
+    text: bytes
+    """The JSON text, with a checksum of zeros."""
+    updates: Sequence[Update]
+
+    @property
+    def checksum_at(self) -> int:
+        """The position of the checksum in the file."""
+        return 8 + self.text.index(_MARK) + len(_MARK)
+
+    def data(self) -> Iterator[bytes]:
+        """Yield the content of the file, with a checksum of zeros."""
+        yield len(self.text).to_bytes(8, "little") + self.text
+        for update in self.updates:
+            yield update.ids.numpy().tobytes()
+        for update in self.updates:
+            for rows in update.blocks():
+                yield rows.numpy().tobytes()
+
+
+def header_of(sequence: int, base: str, updates: Sequence[Update]) -> Header:
+    """Return the header of a delta.
+
+    Args:
+        sequence: The number of the delta.
+        base: SHA-256 of the version's manifest, as hexadecimal digits.
+        updates: The changed rows by table.
+    """
+    metadata = {
+        "checksum": _NO_CHECKSUM,
+        "format": _FORMAT,
+        "sequence": str(sequence),
+        "base": base,
+    }
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for update in updates:  # all ids first: they start at multiples of 8 bytes
+        start, end = end, end + 8 * len(update.ids)
+        shape = [len(update.ids)]
+        header[f"{update.table}.ids"] = {
+            "dtype": "I64", "shape": shape, "data_offsets": [start, end],
+        }  # fmt: skip
+    for update in updates:
+        start, end = end, end + update.row_bytes * len(update.ids)
+        shape = [len(update.ids), update.row_bytes]
+        header[f"{update.table}.rows"] = {
+            "dtype": "U8", "shape": shape, "data_offsets": [start, end],
+        }  # fmt: skip
+    text = json.dumps(header).encode()
+    return Header(sequence, base, text + b" " * (-len(text) % 8), updates)
+
+
+def parse(file: Path) -> tuple[Header, dict[str, tuple[Tensor, Tensor]]]:
+    """Read a delta and verify its checksum and structure.
+
+    Returns:
+        The header, without updates; and by table ids, int64 `[R]`, and rows, uint8
+        `[R, row bytes]`.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is damaged, or of another format.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} must be a delta; there is no such file.")
+    data = bytearray(file.read_bytes())
+    try:
+        return _parsed(data)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error}. Copy it again.") from None
+
+
+def _parsed(data: bytearray) -> tuple[Header, dict[str, tuple[Tensor, Tensor]]]:
+    first = 8 + int.from_bytes(data[:8], "little")
+    if len(data) < 8 or first > len(data):
+        raise ValueError("its header is longer than the file")
+    text = bytes(data[8:first])
+    header = json.loads(text)
+    metadata = header.pop("__metadata__")
+    if metadata["format"] != _FORMAT:
+        raise ValueError(f"its format must be {_FORMAT!r}; received {metadata['format']!r}")
+    digest = metadata["checksum"]
+    start = 8 + text.index(f'{digest}"'.encode())
+    data[start : start + 64] = _NO_CHECKSUM.encode()
+    if len(digest) != 64 or hashlib.sha256(data).hexdigest() != digest:
+        raise ValueError("its checksum does not match its content")
+    found: dict[str, Tensor] = {}
+    for name, entry in header.items():
+        start, end = (first + offset for offset in entry["data_offsets"])
+        if not first <= start <= end <= len(data):
+            raise ValueError(f"the tensor {name!r} ends beyond the file")
+        dtype = _DTYPES[entry["dtype"]]
+        is_empty = start == end  # frombuffer does not accept it
+        tensor = torch.frombuffer(data[start:end] or bytearray(8), dtype=dtype)
+        found[name] = tensor[: 0 if is_empty else None].view(entry["shape"])
+    tables: dict[str, tuple[Tensor, Tensor]] = {}
+    for name in sorted({name.rpartition(".")[0] for name in found}):
+        ids, rows = found.pop(f"{name}.ids"), found.pop(f"{name}.rows")
+        is_right = ids.dtype is torch.int64 and rows.dtype is torch.uint8
+        if not is_right or ids.dim() != 1 or rows.dim() != 2 or len(ids) != len(rows):
+            raise ValueError(f"table {name!r} must have a row of bytes for each id")
+        tables[name] = ids, rows
+    if found:
+        raise ValueError(f"it has the unknown tensors {sorted(found)}")
+    return Header(int(metadata["sequence"]), metadata["base"], text, ()), tables
