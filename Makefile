@@ -4,6 +4,7 @@
 #   make test       the test suite; pass arguments with ARGS="-k jagged"
 #   make test SLOW=1  the test suite with its slow cases, as CI runs it
 #   make conformance  every sharding type, compared with the unsharded model and TorchRec; an hour
+#   make predictor  build the C++ core for serving packages into build/predictor/
 #   make bench      CPU benchmarks against TorchRec
 #   make gpu        tests and benchmarks that need a GPU
 #   make lint       ruff, codespell, mypy
@@ -28,7 +29,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 BASE := $(VENV)/.installed-$(EXTRA)
 stamp = $(VENV)/.installed-$(EXTRA)-$(1)
 
-.PHONY: train test conformance bench gpu lint docs peers clean
+.PHONY: train predictor test conformance bench gpu lint docs peers clean
 .DELETE_ON_ERROR:
 
 train: $(BASE)
@@ -36,6 +37,11 @@ train: $(BASE)
 
 test: $(call stamp,test) $(if $(SLOW),$(call stamp,triton) $(call stamp,onnx))
 	$(BIN)/python -m pytest $(if $(SLOW),,-m "not slow") $(ARGS)
+
+# Needs CMake, a C++17 compiler and OpenSSL's headers (libssl-dev).
+predictor: $(BASE)
+	cmake -S recsys/inference/cpp -B build/predictor -DPython3_EXECUTABLE=$(BIN)/python
+	cmake --build build/predictor --parallel
 
 conformance: $(call stamp,test) $(call stamp,peers)
 	$(BIN)/python -m tests.conformance $(ARGS)
