@@ -16,6 +16,9 @@ TRACED = "tests/modules/test_traced.py::test_traced_and_compiled_models_train_li
 CURVE = "tests/distributed/test_job.py::test_tables_that_move_on_the_way_continue_the_curve"
 
 QUICK_CASE_OF: dict[str, str] = {
+    "tests/inference/test_triton_serving.py::test_versions_are_replaced_under_load": (
+        "tests/inference/test_triton_serving.py::test_a_broken_version_is_refused"
+    ),
     "tests/inference/test_programs.py::test_a_package_reads_what_it_is_given": (
         "tests/inference/test_programs.py::test_inputs_are_validated_before_the_compiled_code_reads_them"
     ),

@@ -85,6 +85,7 @@ def triton_server(
         f"--grpc-address={HOST}",
         f"--grpc-port={grpc_port}",
         "--allow-metrics=false",
+        "--exit-timeout-secs=3",  # the server waits so long for clients that keep a connection
         *arguments,
     ]
     with contextlib.ExitStack() as stack:
@@ -94,9 +95,16 @@ def triton_server(
         try:
             wait_until_ready(process, http_port, seconds)
         except RuntimeError as error:
-            end = log.read_text(errors="replace")[-4000:] if log else "See the log above."
-            raise RuntimeError(f"{error}\n{end}") from None
+            raise RuntimeError(f"{error} {errors_of(log)}") from None
         yield Server(process, http_port, grpc_port)
+
+
+def errors_of(log: Path | None) -> str:
+    """Return the errors in a log of Triton."""
+    if log is None:
+        return "See the log above."
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(line for line in lines if line.startswith(("E", "error", "terminate")))
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], port: int, seconds: float) -> None:
@@ -107,9 +115,10 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int, seconds: float
             raise RuntimeError(f"The server ended with exit code {process.returncode}.")
         with contextlib.suppress(OSError, http.client.HTTPException):
             connection = http.client.HTTPConnection(HOST, port, timeout=5)
-            connection.request("GET", "/v2/health/ready")
-            if connection.getresponse().status == 200:
-                return
+            with contextlib.closing(connection):
+                connection.request("GET", "/v2/health/ready")
+                if connection.getresponse().status == 200:
+                    return
         time.sleep(0.05)
     raise RuntimeError(f"The server was not ready after {seconds:.0f} s.")
 

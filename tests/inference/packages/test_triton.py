@@ -69,7 +69,8 @@ def test_quotes_in_names_are_escaped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "service"), [("movies", "movies"), ("My_Films.v2", "my-films-v2"), ("a" * 80, "a" * 63)]
+    ("name", "service"),
+    [("movies", "movies"), ("My_Films.v2", "my-films-v2"), ("a" * 80, "a" * 63)],
 )
 def test_the_service_has_a_name_that_kubernetes_accepts(name: str, service: str) -> None:
     document = yaml.safe_load(kserve(name, "pvc://claim/models"))
