@@ -6,7 +6,11 @@ Compares, with the same program and one thread per operator: calls in this proce
 Triton with the backend of recsys, Triton's Python backend, and FastAPI with uvicorn and JSON. The
 clients are one C++ program, `serving_load.cpp`. Servers take turns `--rounds` times.
 
-FastAPI has a folder of its own: `pip install --target .cache/fastapi fastapi 'uvicorn[standard]'`.
+Two of them need packages in folders of their own, and are left out without:
+
+    pip install --target .cache/fastapi fastapi 'uvicorn[standard]'
+    pip install --target .cache/numpy1 'numpy<2'  # of Triton's Python backend
+
 `--soak MINUTES` then loads Triton at 80% of its rate and watches its memory.
 """
 
@@ -33,10 +37,10 @@ import numpy as np
 
 from benchmarks.serving_calls import DTYPES, Arrays
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from serving.triton_server import HOST, find_server, free_ports, stop, triton_server
 
+ROOT = Path(__file__).parents[1]
 DATATYPES = {"float32": "FP32", "int64": "INT64"}
 CASES = ((1, 1), (32, 1), (32, 32))
 """Clients, and rows of a request."""
@@ -48,6 +52,7 @@ def main() -> None:
     parser.add_argument("--triton", type=Path, default=ROOT / ".cache/triton")
     parser.add_argument("--predictor", type=Path, default=ROOT / "build/predictor")
     parser.add_argument("--fastapi", type=Path, default=ROOT / ".cache/fastapi")
+    parser.add_argument("--numpy", type=Path, default=ROOT / ".cache/numpy1")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
@@ -99,17 +104,15 @@ class Bench:
     def contestants(self) -> dict[str, Any]:
         """The measurements that this machine can do, by name."""
         found = {"calls": self.calls, "Triton, recsys": self.triton}
-        if f"{sys.version_info.major}.{sys.version_info.minor}" in self.stubs():
-            found["Triton, Python"] = self.triton_python
-        if (self.options.fastapi / "fastapi").is_dir():
-            found["FastAPI"] = self.fastapi
-        else:
-            print("FastAPI is left out: see the docstring for its folder.")
+        for name, measure, package in (
+            ("Triton, Python", self.triton_python, self.options.numpy / "numpy"),
+            ("FastAPI", self.fastapi, self.options.fastapi / "fastapi"),
+        ):
+            if package.is_dir():
+                found[name] = measure
+            else:
+                print(f"{name} is left out: {package} is missing; see the docstring.")
         return found
-
-    def stubs(self) -> set[str]:
-        folder = self.options.triton / "pytriton/tritonserver/python_backend_stubs"
-        return {path.name for path in folder.iterdir()}
 
     def run(self, *arguments: object) -> dict[str, Any]:
         seconds = self.options.seconds
@@ -169,16 +172,18 @@ class Bench:
         program = folder / stub / "triton_python_backend_stub"
         program.chmod(0o755)
         (backends / "python" / program.name).symlink_to(program)
-        with environment(self.variables()), self.server("python", backends) as server:
+        with (
+            environment(self.variables(self.options.numpy)),
+            self.server("python", backends) as server,
+        ):
             yield from self.http(server.http_port, kserve_request)
 
-    def variables(self) -> dict[str, str]:
-        packages = [str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))]
+    def variables(self, folder: Path) -> dict[str, str]:
         return {
             "LIBRARY": str(self.library),
             "VERSION": str(self.version),
             "DTYPES": json.dumps(self.dtypes),
-            "PYTHONPATH": ":".join([*packages, str(self.options.fastapi.resolve())]),
+            "PYTHONPATH": f"{ROOT}:{folder.resolve()}",
             "LD_LIBRARY_PATH": str(sysconfig.get_config_var("LIBDIR")),
         }
 
@@ -188,7 +193,9 @@ class Bench:
             sys.executable, "-m", "uvicorn", "benchmarks.serving_fastapi:app", "--host", HOST,
             "--port", str(port), "--no-access-log", "--log-level", "warning",
         ]  # fmt: skip
-        process = subprocess.Popen(command, env={**os.environ, **self.variables()}, cwd=ROOT)
+        process = subprocess.Popen(
+            command, env={**os.environ, **self.variables(self.options.fastapi)}, cwd=ROOT
+        )
         try:
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline and process.poll() is None:

@@ -1,4 +1,4 @@
-"""A model of Triton's Python backend, for comparison; Triton gives it `triton_python_backend_utils`."""
+"""A model of Triton's Python backend, for comparison."""
 
 from __future__ import annotations
 

@@ -31,9 +31,11 @@ def small_model(seed: int) -> nn.Module:
     """A quantized DLRM of two tables."""
     torch.manual_seed(seed)
     tables = [
-        EmbeddingBagConfig(name=f"{name}s", embedding_dim=8, num_embeddings=rows, feature_names=[name])
+        EmbeddingBagConfig(
+            name=f"{name}s", embedding_dim=8, num_embeddings=rows, feature_names=[name]
+        )
         for name, rows in ROWS.items()
-    ]  # fmt: skip
+    ]
     model = DLRM(EmbeddingBagCollection(tables=tables), DENSE, [8, 8], [8, 1])
     return quantize_embeddings(model.eval(), torch.int8)
 

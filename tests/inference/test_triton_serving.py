@@ -63,7 +63,7 @@ class Client:
 
     def error(self, request: Request) -> tuple[str, str]:
         """Status and message of the error of a bad request."""
-        with pytest.raises(Exception, match=".") as caught:
+        with pytest.raises(Exception, match=r".") as caught:
             self.infer(request)
         error: Any = caught.value
         return str(error.status()), str(error.message())
