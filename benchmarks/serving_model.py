@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path[:0] = os.environ["PYTHONPATH"].split(":")  # the backend ignores this variable
 
 import triton_python_backend_utils as backend
 
