@@ -184,6 +184,7 @@ class Bench:
             "VERSION": str(self.version),
             "DTYPES": json.dumps(self.dtypes),
             "PYTHONPATH": f"{ROOT}:{folder.resolve()}",
+            "PACKAGES": str(folder.resolve()),
             "LD_LIBRARY_PATH": str(sysconfig.get_config_var("LIBDIR")),
         }
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = os.environ["PYTHONPATH"].split(":")  # the backend ignores this variable
+sys.path.insert(0, os.environ["PACKAGES"])  # the backend ignores PYTHONPATH
 
 import triton_python_backend_utils as backend
 
