@@ -124,7 +124,7 @@ class Bench:
         return figures
 
     def calls(self) -> Iterator[dict[str, Any]]:
-        """As many threads call a predictor with a runner per core."""
+        """Call a predictor, with a runner per core, from a thread per client."""
         for clients, rows in CASES:
             path = self.folder / "tensors"
             path.write_bytes(tensor_file(self.requests[rows]))

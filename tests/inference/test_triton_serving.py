@@ -154,12 +154,14 @@ def test_300_bad_requests_among_good_ones(served: tuple[Server, Any], protocol: 
     with ThreadPoolExecutor(3) as pool:
         good = [pool.submit(check_good, seed) for seed in range(3)]
         client = Client(server, protocol)
-        for i in range(300):
-            request, message = bad[i % len(bad)]
-            status, text = client.error(request)
-            assert status in BAD_STATUS, text
-            assert message in text
-        is_done.set()
+        try:
+            for i in range(300):
+                request, message = bad[i % len(bad)]
+                status, text = client.error(request)
+                assert status in BAD_STATUS, text
+                assert message in text
+        finally:
+            is_done.set()
         assert min(future.result() for future in good) > 0
     assert server.process.poll() is None
 

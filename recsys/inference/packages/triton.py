@@ -91,7 +91,7 @@ def kserve(name: str, uri: str) -> str:
     """Return a manifest of a KServe `InferenceService` that serves a package by Triton.
 
     The service runs the image `recsys-triton`, which holds Triton and the backend; the guide to
-    serving has its Dockerfile. Edit the image's name to that of your registry.
+    serving has its Dockerfile. Replace the image's name by the name in your registry.
 
     Args:
         name: Name of the model. The service has it in lower case, with `-` for other characters.
