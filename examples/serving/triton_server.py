@@ -26,7 +26,7 @@ class Server:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody uses at the moment."""
+    """Return unused ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
