@@ -1,6 +1,7 @@
 # All targets share one environment: the folder .venv, with the extra that fits this machine.
 #
 #   make train      train, checkpoint, quantize, export and score DLRM on MovieLens
+#   make serve      after make train: serve the model by NVIDIA Triton, on loopback
 #   make test       the test suite; pass arguments with ARGS="-k jagged"
 #   make test SLOW=1  the test suite with its slow cases, as CI runs it
 #   make conformance  every sharding type, compared with the unsharded model and TorchRec; an hour
@@ -29,11 +30,22 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 BASE := $(VENV)/.installed-$(EXTRA)
 stamp = $(VENV)/.installed-$(EXTRA)-$(1)
 
-.PHONY: train predictor test conformance bench gpu lint docs peers clean
+.PHONY: train predictor serve test conformance bench gpu lint docs peers clean
 .DELETE_ON_ERROR:
 
 train: $(BASE)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/dlrm/train.py $(ARGS)
+
+# The server comes in a wheel that requires an older numpy, so it is unpacked beside the environment.
+TRITON := .cache/triton
+
+serve: predictor $(call stamp,serving) $(TRITON)/.unpacked
+	$(BIN)/python examples/serving/package.py
+	exec $(BIN)/python examples/serving/serve.py $(ARGS)
+
+$(TRITON)/.unpacked:
+	$(PIP) --no-deps --target $(TRITON) nvidia-pytriton==0.7.0
+	@touch $@
 
 test: $(call stamp,test) $(if $(SLOW),$(call stamp,triton) $(call stamp,onnx))
 	$(BIN)/python -m pytest $(if $(SLOW),,-m "not slow") $(ARGS)
@@ -80,7 +92,7 @@ $(BASE): pyproject.toml | $(VENV)/bin/python
 	$(PIP) --editable ".[$(EXTRA),examples]"
 	@touch $@
 
-$(call stamp,test) $(call stamp,dev) $(call stamp,docs) $(call stamp,triton) $(call stamp,onnx): $(VENV)/.installed-$(EXTRA)-%: $(BASE)
+$(call stamp,test) $(call stamp,dev) $(call stamp,docs) $(call stamp,triton) $(call stamp,onnx) $(call stamp,serving): $(VENV)/.installed-$(EXTRA)-%: $(BASE)
 	$(PIP) --editable ".[$(EXTRA),$*]"
 	@touch $@
 

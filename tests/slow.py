@@ -22,6 +22,9 @@ QUICK_CASE_OF: dict[str, str] = {
     "tests/inference/test_saved_tables.py::test_memory_holds_the_quantized_tables_and_a_block": (
         "tests/inference/test_saved_tables.py::test_a_checkpoint_equals_the_model[dtype0]"
     ),
+    "tests/inference/test_triton_serving.py::test_versions_are_replaced_under_load": (
+        "tests/inference/test_triton_serving.py::test_a_broken_version_is_refused"
+    ),
     "tests/inference/test_programs.py::test_a_package_reads_what_it_is_given": (
         "tests/inference/test_programs.py::test_inputs_are_validated_before_the_compiled_code_reads_them"
     ),

@@ -27,6 +27,7 @@ BROAD = {
     "distributed/test_sharding.py",
     "distributed/train_pipeline/test_structures.py",
     "distributed/test_step_cost.py",
+    "inference/test_triton_serving.py",
     "metrics/test_every_metric.py",
     "metrics/test_sync.py",
     "test_bad_input.py",

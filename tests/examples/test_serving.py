@@ -1,0 +1,107 @@
+"""The client and the server of examples/serving, without Triton."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from serving.client import read_request
+from serving.triton_server import errors_of, find_server, free_ports, stop, triton_server
+
+
+def write_requests(path: Path) -> None:
+    np.savez(
+        path,
+        dense_features=np.arange(8, dtype=np.float32).reshape(4, 2),
+        user_id=np.array([7, 8, 7, 9]),
+        **{"user_id.lengths": np.ones(4, np.int64)},
+        history=np.array([1, 2, 3, 4, 5]),
+        **{"history.lengths": np.array([2, 1, 0, 2])},
+    )
+
+
+@pytest.mark.parametrize(
+    ("user", "rows", "history", "lengths"),
+    [(7, [[0, 1], [4, 5]], [1, 2], [2, 0]), (9, [[6, 7]], [4, 5], [2])],
+)
+def test_a_request_has_the_rows_of_a_user(
+    tmp_path: Path, user: int, rows: list[list[float]], history: list[int], lengths: list[int]
+) -> None:
+    path = tmp_path / "requests.npz"
+    write_requests(path)
+    request = read_request(path, user)
+    assert list(request) == [
+        "dense_features", "user_id", "user_id.lengths", "history", "history.lengths",
+    ]  # fmt: skip
+    assert request["dense_features"].tolist() == rows
+    assert request["user_id"].tolist() == [user] * len(rows)
+    assert request["history"].tolist() == history
+    assert request["history.lengths"].tolist() == lengths
+
+
+def test_an_unknown_user_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "requests.npz"
+    write_requests(path)
+    with pytest.raises(SystemExit, match=r"such as \[7, 8, 9\]"):
+        read_request(path, 6)
+
+
+def test_a_folder_without_triton_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="must contain an unpacked nvidia-pytriton"):
+        find_server(tmp_path)
+
+
+def write_server(folder: Path, body: str) -> Path:
+    """A program that takes Triton's place."""
+    program = folder / "pytriton/tritonserver/bin/tritonserver"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!{sys.executable}\n{body}\n")
+    return find_server(folder)
+
+
+def test_the_errors_of_a_server_that_ends_are_raised(tmp_path: Path) -> None:
+    program = write_server(tmp_path, "print('I1 fine')\nprint('E1 bad model')\nraise SystemExit(1)")
+    log = tmp_path / "log"
+    with (
+        pytest.raises(RuntimeError, match=r"ended with exit code 1\. E1 bad model$"),
+        triton_server(program, tmp_path, tmp_path, log=log),
+    ):
+        pass
+    assert errors_of(None) == "See the log above."
+
+
+READY = """
+import http.server, sys
+given = dict(one.split("=", 1) for one in sys.argv[1:] if "=" in one)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+port = int(given["--http-port"])
+http.server.HTTPServer((given["--http-address"], port), Handler).serve_forever()
+"""
+
+
+def test_a_server_is_awaited_and_stopped(tmp_path: Path) -> None:
+    program = write_server(tmp_path, READY)
+    ports = tuple(free_ports(2))
+    with triton_server(program, tmp_path, tmp_path, ports=ports, log=tmp_path / "log") as server:
+        assert (server.http_port, server.grpc_port) == ports
+        assert server.process.poll() is None
+    assert server.process.poll() is not None
+
+
+def test_a_server_that_does_not_stop_is_killed() -> None:
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    code = f"import signal, time; {ignore}; print(flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process.stdout as output:
+        output.readline()
+        stop(process, seconds=0.1)
+    assert process.returncode == -9
+    assert not os.path.exists(f"/proc/{process.pid}")
