@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from recsys.kernels.checked import checked
 
 __all__ = ["config_pbtxt", "kserve"]
@@ -121,6 +119,8 @@ def kserve(name: str, uri: str) -> str:
               image: recsys-triton:latest
         <BLANKLINE>
     """
+    import yaml  # not everybody needs it
+
     service = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")[:63].strip("-")
     if not service:
         raise ValueError(
