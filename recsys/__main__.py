@@ -9,14 +9,24 @@ from collections.abc import Mapping, Sequence
 
 import recsys
 
-_COMMANDS: Mapping[str, str] = {
-    "doctor": "check the installed versions, and suggest repairs",
-    "calibrate": "measure lookups, exchanges and updates on this machine, for the planner",
-    "plan": "plan the placement of tables, also for another machine, and explain the plan",
+_PACKAGES = "recsys.inference.packages.command"
+
+_COMMANDS: Mapping[str, tuple[str, str]] = {
+    "doctor": ("recsys.doctor", "check the installed versions, and suggest repairs"),
+    "calibrate": (
+        "recsys.calibrate",
+        "measure lookups, exchanges and updates on this machine, for the planner",
+    ),
+    "plan": (
+        "recsys.plan",
+        "plan the placement of tables, also for another machine, and explain the plan",
+    ),
+    "package": (_PACKAGES, "write a serving package of a quantized model"),
+    "verify": (_PACKAGES, "compare the files of a serving package with its manifest, and run it"),
+    "inspect": (_PACKAGES, "print the inputs, outputs and tables of a serving package"),
 }
-"""Description of each command. Command `x` is the function `main(options)` of the module
-`recsys.x`, which may have `add_arguments(parser)`. Only the module of the given command is
-imported."""
+"""Module and description of each command. The module has `main(options)`, and may have
+`add_arguments(parser)`. Only the module of the given command is imported."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,14 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name: commands.add_parser(
             name, help=description, description=f"{description}.".capitalize()
         )
-        for name, description in _COMMANDS.items()
+        for name, (_, description) in _COMMANDS.items()
     }
     given = sys.argv[1:] if arguments is None else arguments
     command = next((word for word in given if not word.startswith("-")), None)
     if command is None or command not in parsers:
         parser.parse_args(given)  # exits: prints the help, the version or an error
         raise AssertionError
-    module = importlib.import_module(f"recsys.{command}")
+    module = importlib.import_module(_COMMANDS[command][0])
     if hasattr(module, "add_arguments"):
         module.add_arguments(parsers[command])
     exit_code: int = module.main(parser.parse_args(given))

@@ -2,7 +2,11 @@
 
 from recsys.checksums import verify_checksum
 from recsys.inference.export import export_aoti, export_torchscript
+from recsys.inference.packages.check import inspect, verify
 from recsys.inference.packages.deltas import read_delta, write_delta, write_delta_between
+from recsys.inference.packages.predictor import Predictor
+from recsys.inference.packages.triton import kserve
+from recsys.inference.packages.writer import package
 from recsys.inference.programs import load_aoti, load_torchscript
 from recsys.inference.quant_modules import (
     QuantEmbeddingBagCollection,
@@ -18,6 +22,7 @@ from recsys.inference.report import (
 from recsys.inference.shard import shard_quant_model
 
 __all__ = [
+    "Predictor",
     "QuantEmbeddingBagCollection",
     "QuantEmbeddingCollection",
     "QuantFeatureProcessedEmbeddingBagCollection",
@@ -25,13 +30,17 @@ __all__ = [
     "QuantizedTableReport",
     "export_aoti",
     "export_torchscript",
+    "inspect",
+    "kserve",
     "load_aoti",
     "load_torchscript",
+    "package",
     "quantization_report",
     "quantize_embeddings",
     "quantize_inference_model",
     "read_delta",
     "shard_quant_model",
+    "verify",
     "verify_checksum",
     "write_delta",
     "write_delta_between",

@@ -102,11 +102,7 @@ def export_torchscript(
         torch.Size([3, 4])
     """
     plain = PlainModel(model, inputs)
-    with without_torchscript_warnings():
-        # for an annotation in the __init__ of torch.fx.GraphModule
-        warnings.filterwarnings("ignore", "The TorchScript type system doesn't support instance")
-        program: torch.jit.ScriptModule = torch.jit.script(_traced(plain))
-    plain.check(program)
+    program = scripted(plain)
     with new_file(path) as temporary:
         program.save(str(temporary))
     return program
@@ -169,21 +165,34 @@ def export_aoti(model: nn.Module, path: str | Path, inputs: Sequence[object]) ->
         ],
         "outputs": plain.output_names,
     }
-    config = {
-        "aot_inductor.metadata": {k: json.dumps(v, ensure_ascii=False) for k, v in about.items()},
-        # otherwise AOTI_RUNTIME_CHECK_INPUTS=1 rejects batches of 0 and 1 samples
-        "aot_inductor.check_lowerbound": False,
-    }
+    metadata = {k: json.dumps(v, ensure_ascii=False) for k, v in about.items()}
     with new_file(path) as temporary:
-        with warnings.catch_warnings(), _any_size():
-            # a warning of torch's own code that copies the structure of the inputs
-            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-            torch._inductor.aoti_compile_and_package(
-                exported, package_path=str(temporary), inductor_configs=config
-            )
+        compile_exported(exported, temporary, {"aot_inductor.metadata": metadata})
         program = AOTIProgram(torch._inductor.aoti_load_package(str(temporary)), path)
         plain.check(program)
     return program
+
+
+def scripted(plain: PlainModel) -> torch.jit.ScriptModule:
+    """Compile a plain model by TorchScript, and compare its outputs."""
+    with without_torchscript_warnings():
+        # for an annotation in the __init__ of torch.fx.GraphModule
+        warnings.filterwarnings("ignore", "The TorchScript type system doesn't support instance")
+        program: torch.jit.ScriptModule = torch.jit.script(_traced(plain))
+    plain.check(program)
+    return program
+
+
+def compile_exported(exported: ExportedProgram, path: Path, config: Mapping[str, Any]) -> None:
+    """Compile a program of `torch.export` to a file, with options of Inductor."""
+    # otherwise AOTI_RUNTIME_CHECK_INPUTS=1 rejects batches of 0 and 1 samples
+    config = {"aot_inductor.check_lowerbound": False, **config}
+    with warnings.catch_warnings(), _any_size():
+        # a warning of torch's own code that copies the structure of the inputs
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+        torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(path), inductor_configs=config
+        )
 
 
 class PlainModel(nn.Module):
@@ -198,8 +207,8 @@ class PlainModel(nn.Module):
         super().__init__()
         _check_model(model)
         with torch.no_grad():
-            self._expected = model(*inputs)
-        self.output_names = list(_plain(self._expected, self._expected))
+            self.expected = model(*inputs)
+        self.output_names = list(_plain(self.expected, self.expected))
         for jagged in pytree.tree_leaves(inputs, is_leaf=is_jagged):
             if is_jagged(jagged):
                 jagged.lengths()  # a program takes lengths instead of offsets
@@ -242,7 +251,7 @@ class PlainModel(nn.Module):
         )
 
     def _tensors_of(self, output: Any) -> Any:
-        return output if isinstance(self._expected, Tensor) else _plain(output, self._expected)
+        return output if isinstance(self.expected, Tensor) else _plain(output, self.expected)
 
     def check(self, program: Callable[..., object]) -> None:
         """Compare the outputs of a program and the model.
@@ -252,7 +261,7 @@ class PlainModel(nn.Module):
                 supports.
         """
         cases: list[tuple[str, Sequence[Tensor], object]] = [
-            ("the example", self.tensors, self._tensors_of(self._expected))
+            ("the example", self.tensors, self._tensors_of(self.expected))
         ]
         with torch.no_grad():
             for size, batches in (("an empty batch", [self._none]), ("one sample", self._single)):

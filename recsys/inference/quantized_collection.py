@@ -26,6 +26,7 @@ from recsys.inference.quantized_table import (
     QuantizedTable,
     ShardedQuantizedTable,
     Table,
+    copy_shard,
     whole_table,
 )
 from recsys.inference.quantized_tables import (
@@ -38,7 +39,7 @@ from recsys.inference.saved_tables import SavedTables
 from recsys.kernels.arguments import wrong_type
 from recsys.kernels.backend import OUTPUT_CODES
 from recsys.kernels.checked import checked_but
-from recsys.kernels.quantized import row_bytes, take_columns
+from recsys.kernels.quantized import row_bytes
 from recsys.kernels.quantized_lookup import row_alignment_on
 from recsys.kernels.types import PoolingType
 from recsys.modules.aliased_storage import AliasedStorage
@@ -71,7 +72,6 @@ _DATA_TYPES = {
     torch.float16: DataType.FP16,
     torch.float32: DataType.FP32,
 }
-_COPIED_ROWS = 1 << 16
 SERVED = (*dict.fromkeys(_DATA_TYPES.values()), DataType.UINT8)
 """Element types that quantized tables support."""
 
@@ -317,10 +317,19 @@ class QuantizedCollection(nn.Module):
             size = row_bytes(table.config.embedding_dim, bits)
             whole = source[0][:, :size] if len(source) == 1 else table.rows()
             for rect, target in zip(of_table, stored, strict=True):
-                _copy_shard(whole, bits, rect, target)
+                copy_shard(whole, bits, rect, target)
+        new = self._with(state, lookups)
+        new.is_placed = True
+        return new
+
+    def over(self, lookups: QuantizedTables) -> Self:
+        """Return the same collection over other lookups of the same rows, which are not copied."""
+        state = {k: v for k, v in self.__getstate__().items() if k != "_aliased"}
+        return self._with(copy.deepcopy(state), lookups)
+
+    def _with(self, state: dict[str, Any], lookups: QuantizedTables) -> Self:
         new = type(self).__new__(type(self))
         new.__setstate__({**state, "_aliased": lookups})
-        new.is_placed = True
         return new
 
     def _given_rows(self, weights: Weights | None, device: torch.device) -> list[Tensor]:
@@ -433,14 +442,6 @@ class QuantizedCollection(nn.Module):
         lookups = state.pop("_aliased")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._alias(lookups)
-
-
-def _copy_shard(whole: Tensor, bits: int, rect: Rect, target: Tensor) -> None:
-    """Copy a shard of a table's rows in blocks, as columns of a row are copied twice."""
-    for first in range(rect.row_start, rect.row_end, _COPIED_ROWS):
-        last = min(first + _COPIED_ROWS, rect.row_end)
-        part = take_columns(whole[first:last], bits, rect.col_start, rect.col_end)
-        target[first - rect.row_start : last - rect.row_start, : part.shape[1]].copy_(part)
 
 
 def _check_rows(subject: str, rows: Tensor, size: tuple[int, int]) -> None:

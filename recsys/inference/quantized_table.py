@@ -13,6 +13,8 @@ from recsys.inference.quantized_tables import rows_left
 from recsys.kernels.quantized import join_columns, row_bytes, take_columns
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
 
+_COPIED_ROWS = 1 << 16
+
 __all__ = ["QuantizedTable", "ShardedQuantizedTable", "Table", "shard_of", "whole_table"]
 
 
@@ -189,6 +191,14 @@ class ShardedQuantizedTable(nn.Module):
 
 
 Table: TypeAlias = QuantizedTable | ShardedQuantizedTable
+
+
+def copy_shard(whole: Tensor, bits: int, rect: Rect, target: Tensor) -> None:
+    """Copy a shard of a table's rows in blocks, as columns of a row are copied twice."""
+    for first in range(rect.row_start, rect.row_end, _COPIED_ROWS):
+        last = min(first + _COPIED_ROWS, rect.row_end)
+        part = take_columns(whole[first:last], bits, rect.col_start, rect.col_end)
+        target[first - rect.row_start : last - rect.row_start, : part.shape[1]].copy_(part)
 
 
 def shard_of(rows: Tensor, bits: int, rect: Rect) -> Tensor:

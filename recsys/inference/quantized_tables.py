@@ -8,6 +8,7 @@ Legend: `K` keys of a batch, `B` batch size, `N` ids, `D` columns.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -220,6 +221,20 @@ class QuantizedTables(Served):
         for (table, _), rows in sorted(zip(self._stored, stored, strict=True), key=itemgetter(0)):
             tables.setdefault(table, []).append(rows)
         return list(tables.values())
+
+    @torch.jit.unused
+    def tables_by_lookup(self) -> list[list[int]]:
+        """Return the tables of each lookup, in the order of its rows."""
+        tables = iter([table for table, _ in self._stored])
+        counts = [len(cast(QuantizedLookup, lookup).stored_tables()) for lookup in self.lookups]
+        return [[next(tables) for _ in range(count)] for count in counts]
+
+    @torch.jit.unused
+    def over(self, lookups: Sequence[QuantizedLookup]) -> QuantizedTables:
+        """Return these tables with other lookups of the same rows."""
+        new = copy.copy(self)
+        new._modules = {**self._modules, "lookups": nn.ModuleList(lookups)}
+        return new
 
     def _look_up(
         self,

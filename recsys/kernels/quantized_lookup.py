@@ -5,6 +5,7 @@ Shape names: `R` rows, `D` columns, `N` ids, `F` features, `B` bags per feature.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -228,6 +229,20 @@ class QuantizedLookup(nn.Module):
         size, start = self._row_bytes[table], self._starts[table]
         storage: Tensor = self.weights  # type: ignore[assignment]
         return storage[start : start + size * self._num_rows[table]].view(-1, size)
+
+    @torch.jit.unused
+    def over(self, starts: list[int], storage: Tensor) -> QuantizedLookup:
+        """Return this lookup over other storage with the same rows, not copied.
+
+        Args:
+            starts: The first byte of each table in the storage.
+            storage: uint8, on the device of this lookup's rows.
+        """
+        new = copy.copy(self)
+        new._buffers = {**self._buffers, "weights": storage}
+        new._starts = list(starts)
+        new._describe()
+        return new
 
     @torch.jit.unused
     def table_rows(self, table: int) -> Tensor:

@@ -1,0 +1,62 @@
+"""Commands for serving packages: `python -m recsys package|verify|inspect`."""
+
+from __future__ import annotations
+
+import argparse
+import pkgutil
+import sys
+from pathlib import Path
+
+from recsys.inference.packages.check import inspect, verify
+from recsys.inference.packages.triton import kserve
+from recsys.inference.packages.writer import package
+
+__all__ = ["add_arguments", "main"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command, which the parser's `prog` ends with."""
+    if not parser.prog.endswith("package"):
+        parser.add_argument("version", type=Path, help="a version, such as models/movies/1")
+        return
+    parser.add_argument(
+        "model",
+        help="a function, such as serving:load, that returns the quantized model and its example "
+        "arguments",
+    )
+    parser.add_argument("folder", type=Path, help="the package, such as models/movies")
+    parser.add_argument("--version", type=int, default=1, help="number of the version")
+    parser.add_argument("--max-rows", type=int, default=4096, help="rows of a batch")
+    parser.add_argument("--torchscript", action="store_true", help="write a program of TorchScript")
+    parser.add_argument(
+        "--kserve", metavar="URI", help="print a KServe manifest for the address of the models"
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run a command; errors go to stderr."""
+    try:
+        if options.command == "verify":
+            verify(options.version)
+            print(f"{options.version} is whole.")
+        elif options.command == "inspect":
+            print(inspect(options.version))
+        else:
+            sys.path.insert(0, "")  # a user's module in the current folder
+            model, inputs = pkgutil.resolve_name(options.model)()
+            kinds = ["torchscript" if options.torchscript else "aoti"]
+            written = package(
+                model,
+                options.folder,
+                inputs,
+                version=options.version,
+                programs=kinds,
+                max_rows=options.max_rows,
+            )
+            print(f"The package is {written}.", file=sys.stderr)
+            if options.kserve:
+                print(kserve(options.folder.name, options.kserve), end="")
+    except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
+        print(f"recsys {options.command}: {error}", file=sys.stderr)
+        return 1
+    return 0

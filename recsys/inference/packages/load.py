@@ -1,0 +1,125 @@
+"""Programs of a package in Python: loading, with tables outside of the program's file."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, cast, final
+
+import torch
+from torch import Tensor
+
+from recsys.inference.packages.manifest import check_machine
+from recsys.inference.packages.mapping import MappedFile, map_files
+from recsys.inference.packages.safetensors import read_tensors
+from recsys.sparse.script_modules import without_torchscript_warnings
+
+__all__ = ["OpenProgram", "map_buffers", "open_program", "program_of", "set_buffer"]
+
+
+@final
+class OpenProgram(NamedTuple):
+    """A loaded program."""
+
+    program: Any
+    buffers: Mapping[str, Tensor]
+    """Memory of each buffer of tables, uint8. Writes do not change the files."""
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run the program on contiguous tensors, and return its outputs in order."""
+        with torch.inference_mode():
+            if isinstance(self.program, torch.jit.ScriptModule):
+                found = self.program(*inputs)
+                return list(found.values()) if isinstance(found, dict) else [found]
+            outputs: list[Tensor] = self.program.boxed_run(list(inputs))
+            return outputs
+
+
+def open_program(version: Path, manifest: Mapping[str, Any], kind: str = "") -> OpenProgram:
+    """Load a program of a version on its tables.
+
+    Args:
+        version: The folder of the version.
+        manifest: Its manifest; the files must have been verified.
+        kind: "aoti" or "torchscript"; "": the first program of the manifest.
+
+    Raises:
+        ValueError: There is no such program, this machine cannot run it, or the file is not a
+            program.
+    """
+    found = program_of(manifest, kind)
+    check_machine(manifest, found["kind"])
+    path = version / found["file"]
+    buffers = map_buffers(version, manifest)
+    try:
+        if found["kind"] == "torchscript":
+            with without_torchscript_warnings():
+                script = torch.jit.load(str(path))
+            for name in found["constants"]:
+                set_buffer(script, name, buffers[name])
+            return OpenProgram(script.eval(), buffers)
+        _check_names(path)
+        dense = read_tensors(version / "dense.safetensors")
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+        constants = {name: (dense | buffers)[name] for name in found["constants"]}
+        loader.load_constants(constants, False, True, True)
+    except (RuntimeError, KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} must be a program; {error}.") from error
+    return OpenProgram(_Kept(loader, constants), buffers)
+
+
+def program_of(manifest: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """Return the description of a program by its kind.
+
+    Raises:
+        ValueError: The package has no such program.
+    """
+    for program in manifest["programs"]:
+        if kind in ("", program["kind"]):
+            return cast(Mapping[str, Any], program)
+    kinds = ", ".join(program["kind"] for program in manifest["programs"])
+    raise ValueError(f"program must be one of the package's kinds ({kinds}); received {kind!r}.")
+
+
+def map_buffers(version: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Map the tables of a version into the buffers of its programs."""
+    return {
+        buffer["name"]: map_files(
+            buffer["bytes"],
+            [
+                MappedFile(version / t["file"], t["offset"], t["rows"] * t["row_bytes"])
+                for t in manifest["tables"]
+                if t["buffer"] == buffer["name"]
+            ],
+        )
+        for buffer in manifest["buffers"]
+    }
+
+
+def set_buffer(script: torch.jit.ScriptModule, name: str, value: Tensor) -> None:
+    """Set a buffer of a program of TorchScript by its path."""
+    *path, attribute = name.split(".")
+    setattr(reduce(getattr, path, script), attribute, value)
+
+
+class _Kept(NamedTuple):
+    """A program of AOTInductor and the memory of its constants, which it does not own."""
+
+    loader: Any
+    constants: Mapping[str, Tensor]
+
+    def boxed_run(self, inputs: list[Tensor]) -> Any:
+        return self.loader.boxed_run(inputs)
+
+
+def _check_names(path: Path) -> None:
+    """Check that no file of an archive leaves the folder to which torch extracts it."""
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if name.startswith("/") or ".." in PurePosixPath(name).parts:
+                raise ValueError(
+                    f"{path} must have files inside its folder; received {name!r}. Copy the "
+                    "package again."
+                )

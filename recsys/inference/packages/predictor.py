@@ -1,0 +1,285 @@
+"""Prediction by a serving package in Python: for notebooks, tests and batch scoring."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recsys.inference.packages.deltas import Delta, read_delta, read_deltas
+from recsys.inference.packages.library import Library
+from recsys.inference.packages.load import OpenProgram, open_program
+from recsys.inference.packages.manifest import read_manifest, verify_files
+from recsys.inference.packages.requests import Request, check_request, merge, split
+from recsys.inference.packages.safetensors import read_tensors
+from recsys.kernels.checked import checked
+
+__all__ = ["Predictor"]
+
+Response = dict[str, NDArray[Any]]
+
+
+@final
+class Predictor:
+    """Predictor over one version of a serving package.
+
+    Requests have a tensor or array per input: dense inputs `[B, ...]`; and per feature ids `[N]`,
+    int64 or int32, `<feature>.lengths` `[B]`, and `<feature>.weights` `[N]`, float32, if the input
+    is weighted. Without lengths each row has one id; an absent feature has no ids. Inputs are
+    checked before the program reads them.
+
+    With the C++ core, calls, merging and updates are those of a server. Without it the program runs
+    by torch.
+
+    Args:
+        version: The folder of a version, such as "models/movies/1".
+        library: `librecsys_predictor.so` of `make predictor`. None: the file that the environment
+            variable `RECSYS_PREDICTOR` names, or torch if there is none.
+        program: "aoti" or "torchscript"; "": the first of the package.
+        num_threads: Threads of one operator, with the C++ core only; 0: torch's default.
+        verify_tables: Compare the checksums of the tables, which reads them.
+        poll_ms: Interval of reading new deltas in milliseconds, with the C++ core only; 0: deltas
+            are read when the version is opened.
+
+    Raises:
+        FileNotFoundError: The folder is not a version of a package, or a file is missing.
+        ValueError: A file is damaged, or this machine cannot run the program.
+
+    Example:
+        >>> predictor = Predictor("models/movies/1")  # doctest: +SKIP
+        >>> predictor({"film": torch.tensor([3, 4])})["film"].shape  # doctest: +SKIP
+        (2, 4)
+    """
+
+    @checked
+    def __init__(
+        self,
+        version: str | Path,
+        *,
+        library: str | Path | None = None,
+        program: str = "",
+        num_threads: int = 0,
+        verify_tables: bool = True,
+        poll_ms: int = 0,
+    ) -> None:
+        path = library or os.environ.get("RECSYS_PREDICTOR", "")
+        if not path and (poll_ms or num_threads):
+            raise ValueError(
+                "poll_ms and num_threads need the C++ core; received no library. Build it by "
+                "`make predictor`, and name it by RECSYS_PREDICTOR."
+            )
+        self._program = program
+        self._verify_tables = verify_tables
+        self._engine: Library | _TorchEngine
+        if path:
+            options = {
+                "program": program, "num_threads": num_threads,
+                "verify_tables": int(verify_tables), "poll_ms": poll_ms,
+            }  # fmt: skip
+            self._engine = Library(Path(path), Path(version), options)
+        else:
+            self._engine = _TorchEngine(Path(version), program, verify_tables)
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The manifest of the version."""
+        found: dict[str, Any] = json.loads(self._engine.manifest())
+        return found
+
+    @property
+    def sequence(self) -> int:
+        """The number of the last applied delta; 0: none."""
+        return self._engine.sequence()
+
+    def __call__(self, request: Request) -> Response:
+        """Score a request.
+
+        Returns:
+            The outputs by name. A bfloat16 output is returned as float32.
+
+        Raises:
+            IndexError: An id is outside its table (without the C++ core).
+            TypeError: A tensor has another dtype (without the C++ core).
+            ValueError: The request does not match the package.
+            RuntimeError: The program raised an error.
+        """
+        [found] = self.run([request])
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def run(self, requests: Sequence[Request]) -> list[Response | Exception]:
+        """Score requests, which the C++ core merges; the entry of a bad request is its error."""
+        tensors = [{name: _tensor(value) for name, value in one.items()} for one in requests]
+        return [
+            one if isinstance(one, Exception) else {k: _array(v) for k, v in one.items()}
+            for one in self._engine.run(tensors)
+        ]
+
+    @checked
+    def update(self, table: str, ids: Tensor, rows: Tensor) -> None:
+        """Write rows of a table, in memory only.
+
+        Args:
+            table: Name of the table.
+            ids: int64 `[R]`.
+            rows: Quantized rows, uint8 `[R, row bytes]`.
+
+        Raises:
+            ValueError: The table, an id or the shape of the rows does not match the package.
+        """
+        ids, rows = ids.long().contiguous(), rows.contiguous()
+        if ids.dim() != 1 or rows.dtype is not torch.uint8 or rows.shape[:1] != ids.shape:
+            raise ValueError(
+                f"Rows must be uint8 of [{len(ids)}, row bytes]; received {rows.dtype} of "
+                f"{list(rows.shape)}."
+            )
+        self._engine.update(table, ids, rows)
+
+    @checked
+    def apply(self, file: str | Path) -> None:
+        """Apply the next delta of the version, in memory only.
+
+        Raises:
+            FileNotFoundError: There is no such file (without the C++ core).
+            ValueError: The delta is damaged, belongs to another version, or is not the next one.
+        """
+        self._engine.apply(Path(file))
+
+    @checked
+    def swap(self, version: str | Path) -> None:
+        """Open another version in place of the current one, which is kept after an error."""
+        if isinstance(self._engine, Library):
+            self._engine.swap(Path(version))
+        else:
+            self._engine = _TorchEngine(Path(version), self._program, self._verify_tables)
+
+    def close(self) -> None:
+        """Free the memory; the predictor cannot be used afterwards."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+@final
+class _TorchEngine:
+    """A version whose program runs by torch."""
+
+    def __init__(self, version: Path, kind: str, verify_tables: bool) -> None:
+        self._manifest = read_manifest(version)
+        verify_files(version, self._manifest, verify_tables)
+        self._program: OpenProgram = open_program(version, self._manifest, kind)
+        self._check_sample(version / "sample.safetensors")
+        self._sequence = 0
+        for delta in read_deltas(version):
+            self._apply(delta)
+
+    def _check_sample(self, path: Path) -> None:
+        """Run the request of the package, and compare the outputs with its response."""
+        sample = read_tensors(path)
+        parts: dict[str, dict[str, Tensor]] = {"request": {}, "response": {}}
+        for name, tensor in sample.items():
+            part, _, key = name.partition(".")
+            parts.setdefault(part, {})[key] = tensor
+        found = self._run_one(parts["request"])
+        if isinstance(found, Exception):
+            raise ValueError(f"The sample of the package must be a request; {found}") from found
+        for name, output in found.items():
+            wanted = parts["response"].get(name)
+            if wanted is None or not _are_close(output, wanted):
+                raise ValueError(
+                    f"The program must return the response of the sample; output {name} differs. "
+                    "Write the package again."
+                )
+
+    def manifest(self) -> str:
+        return json.dumps(self._manifest)
+
+    def sequence(self) -> int:
+        return self._sequence
+
+    def run(self, requests: Sequence[Request]) -> list[dict[str, Tensor] | Exception]:
+        return [self._run_one(request) for request in requests]
+
+    def _run_one(self, request: Request) -> dict[str, Tensor] | Exception:
+        try:
+            checked_request = check_request(self._manifest, request)
+        except (ValueError, TypeError, IndexError) as error:
+            return error
+        outputs = self._program.run(merge(self._manifest, [checked_request]))
+        return split(self._manifest, outputs, [checked_request.rows])[0]
+
+    def update(self, table: str, ids: Tensor, rows: Tensor) -> None:
+        self._check(table, ids, rows)
+        self._write(table, ids, rows)
+
+    def apply(self, file: Path) -> None:
+        delta = read_delta(file)
+        if delta.sequence != self._sequence + 1:
+            raise ValueError(
+                f"{file} must have the sequence number {self._sequence + 1}; received "
+                f"{delta.sequence}."
+            )
+        self._apply(delta)
+
+    def close(self) -> None:
+        del self._program
+
+    def _apply(self, delta: Delta) -> None:
+        for table, (ids, rows) in delta.tables.items():
+            self._write(table, ids, rows)
+        self._sequence = delta.sequence
+
+    def _check(self, name: str, ids: Tensor, rows: Tensor) -> None:
+        table = self._table(name)
+        if rows.shape[1:] != (table["row_bytes"],):
+            raise ValueError(
+                f"Rows of table {name!r} must have {table['row_bytes']} bytes; received "
+                f"{list(rows.shape[1:])}."
+            )
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= table["rows"]):
+            raise ValueError(
+                f"Row ids of table {name!r} must be from 0 to {table['rows'] - 1}; received "
+                f"{int(ids.min())} to {int(ids.max())}."
+            )
+
+    def _table(self, name: str) -> Any:
+        for table in self._manifest["tables"]:
+            if table["name"] == name:
+                return table
+        raise ValueError(f"An update must name a table of the package; received {name!r}.")
+
+    def _write(self, name: str, ids: Tensor, rows: Tensor) -> None:
+        table = self._table(name)
+        start, size = table["offset"], table["rows"] * table["row_bytes"]
+        stored = self._program.buffers[table["buffer"]][start : start + size]
+        stored.view(table["rows"], table["row_bytes"])[ids] = rows
+
+
+def _are_close(found: Tensor, wanted: Tensor) -> bool:
+    if found.dtype != wanted.dtype or found.shape != wanted.shape:
+        return False
+    if not found.is_floating_point():
+        return torch.equal(found, wanted)
+    return torch.allclose(found.double(), wanted.double(), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def _tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().cpu().contiguous()
+    return torch.from_numpy(np.ascontiguousarray(value))
+
+
+def _array(tensor: Tensor) -> NDArray[Any]:
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()

@@ -1,0 +1,429 @@
+"""Writing of serving packages."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import platform
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, final
+from urllib.parse import quote
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+import recsys
+from recsys.inference.export import PlainModel, compile_exported, exported_program, scripted
+from recsys.inference.packages.describe import (
+    describe_inputs,
+    describe_outputs,
+    sample_request,
+)
+from recsys.inference.packages.load import OpenProgram, open_program, set_buffer
+from recsys.inference.packages.manifest import (
+    FORMAT,
+    fbgemm_release,
+    read_manifest,
+    sha256_of,
+)
+from recsys.inference.packages.mapping import ALIGNMENT, MappedFile, map_files
+from recsys.inference.packages.requests import check_request, merge, split
+from recsys.inference.packages.safetensors import write_tensors
+from recsys.inference.packages.triton import config_pbtxt
+from recsys.inference.quantized_collection import QuantizedCollection
+from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
+from recsys.kernels.quantized_lookup import QuantizedLookup
+from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
+from recsys.modules.embedding_configs import BaseEmbeddingConfig, DataType
+
+__all__ = ["package"]
+
+_FILES = {"aoti": "program.pt2", "torchscript": "program.pt"}
+_DTYPES = {
+    DataType.INT8: "int8", DataType.UINT8: "int8", DataType.INT4: "int4", DataType.INT2: "int2",
+    DataType.FP16: "float16", DataType.FP32: "float32",
+}  # fmt: skip
+_BLOCK_BYTES = 32 << 20
+
+
+@checked
+def package(
+    model: nn.Module,
+    folder: str | Path,
+    inputs: Sequence[object],
+    *,
+    version: int = 1,
+    programs: Sequence[str] = ("aoti",),
+    max_rows: int = 4096,
+    defaults: Mapping[str, float] | None = None,
+) -> Path:
+    """Write a version of a serving package: a folder that NVIDIA Triton serves.
+
+    The tables are files of raw rows, which servers map into memory; versions share equal tables by
+    hard links. The rest of a version is the program, its dense constants, and a sample request with
+    its response, which is compared when the version is opened. The version appears whole or not at
+    all.
+
+    Args:
+        model: A quantized model in evaluation mode.
+        folder: The package. Its last part is the name of the model.
+        inputs: Example arguments of the model, as for `export_aoti`, with two samples or more. All
+            inputs have one row per sample.
+        version: Number of the version.
+        programs: "aoti" for AOTInductor, "torchscript", or both; servers take the first by default.
+            TorchScript is for models that branch on values, and for tables on several devices,
+            which are stored in the program. It is deprecated by PyTorch.
+        max_rows: Maximum number of rows of a request, and of a merged batch.
+        defaults: Values of dense inputs that a request may leave out, by name.
+
+    Returns:
+        The folder of the version.
+
+    Raises:
+        FileExistsError: The package has this version.
+        TypeError: The model returns an object without tensors.
+        ValueError: The model cannot be exported, an input or output has no rows, or the outputs of
+            a row depend on other rows.
+
+    Example:
+        >>> from recsys.inference import quantize_embeddings
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
+        >>> from recsys.sparse import KeyedJaggedTensor
+        >>> tables = [EmbeddingBagConfig(9, 4, "films", feature_names=["film"])]
+        >>> model = quantize_embeddings(EmbeddingBagCollection(tables=tables))
+        >>> batch = KeyedJaggedTensor(["film"], torch.tensor([3, 4]), lengths=torch.tensor([1, 1]))
+        >>> package(model, "models/movies", [batch])  # doctest: +SKIP
+        PosixPath('models/movies/1')
+    """
+    folder, kinds = Path(folder), list(dict.fromkeys(programs))
+    whole("package.version", version, least=1)
+    whole("package.max_rows", max_rows, least=1)
+    if not kinds or any(kind not in _FILES for kind in kinds):
+        raise ValueError(f"programs must be some of {[*_FILES]}; received {list(programs)}.")
+    target = folder / str(version)
+    if target.exists():
+        raise FileExistsError(f"{target} exists. Choose another version, or remove it.")
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f".part-{secrets.token_hex(8)}"
+    part.mkdir()
+    try:
+        manifest = _write_version(part, model, inputs, kinds, max_rows, dict(defaults or {}))
+        _sync(part)
+        os.rename(part, target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    config = folder / f".part-{secrets.token_hex(8)}"
+    config.write_text(config_pbtxt(manifest, folder.name))
+    os.replace(config, folder / "config.pbtxt")
+    return target
+
+
+def _write_version(
+    part: Path,
+    model: nn.Module,
+    inputs: Sequence[object],
+    kinds: Sequence[str],
+    max_rows: int,
+    defaults: Mapping[str, float],
+) -> dict[str, Any]:
+    (part / "tables").mkdir()
+    (part / "deltas").mkdir()
+    entries = describe_inputs(model, inputs, defaults)
+    tables, mapped = _write_tables(part, model)
+    packaged: nn.Module = copy.deepcopy(model, dict[int, Any](mapped))
+    plain = PlainModel(packaged, inputs)
+    names = {id(module): f"{path}.weights" for path, module in plain.named_modules()}
+    lookups = [
+        lookup
+        for collection in mapped.values()
+        for lookup in collection.lookups().lookups
+        if isinstance(lookup, QuantizedLookup)
+    ]
+    buffers = {names[id(lookup)]: lookup for lookup in lookups}
+    dense: dict[str, Tensor] = {}
+    programs = []
+    machine = {"machine": platform.machine(), "instruction_set": ""}
+    for kind in kinds:
+        constants = list(buffers)
+        if kind == "aoti":
+            constants, machine = _write_compiled(part, plain, set(buffers), dense)
+        else:
+            _write_script(part, plain, buffers)
+        device = plain.tensors[0].device.type
+        program = {"kind": kind, "file": _FILES[kind], "device": device, "constants": constants}
+        programs.append(program)
+    write_tensors(part / "dense.safetensors", dense)
+    manifest = {
+        "format": FORMAT,
+        "recsys": recsys.__version__,
+        "torch": torch.__version__.partition("+")[0],
+        "fbgemm": fbgemm_release(),
+        **machine,
+        "programs": programs,
+        "inputs": entries,
+        "outputs": list(describe_outputs(plain.expected)),
+        "tables": [
+            {**table.entry, "buffer": names[id(table.lookup)], "offset": table.offset}
+            for table in tables
+        ],
+        "buffers": [
+            {"name": name, "bytes": lookup.weights.numel()}  # type: ignore[operator]
+            for name, lookup in buffers.items()
+        ],
+        "limits": {"max_rows": max_rows},
+        "columns": [],
+    }
+    request = sample_request(model, inputs, entries)
+    response = _checked_response(part, manifest, request)
+    sample = {f"request.{name}": tensor for name, tensor in request.items()}
+    sample |= {f"response.{name}": tensor for name, tensor in response.items()}
+    write_tensors(part / "sample.safetensors", sample)
+    manifest["files"] = {
+        str(path.relative_to(part)): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in sorted(part.rglob("*"))
+        if path.is_file()
+    }
+    (part / "manifest.json").write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    return manifest
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+@final
+class _Written(NamedTuple):
+    """A table of a package."""
+
+    entry: dict[str, Any]
+    """The manifest's entry without buffer and offset."""
+    lookup: QuantizedLookup
+    offset: int
+
+
+def _write_tables(
+    part: Path, model: nn.Module
+) -> tuple[list[_Written], dict[int, QuantizedCollection]]:
+    """Write the tables of a model.
+
+    Returns:
+        The tables; and by the `id` of each collection a collection whose rows are the mapped files.
+        Collections with tables on several devices are left out: they stay in the program.
+    """
+    collections = {path: module for path, module in model.named_modules() if _has_files(module)}
+    configs = [config for one in collections.values() for config in one.configs()]
+    names = [config.name for config in configs]
+    earlier = _earlier_files(part.parent)
+    tables: list[_Written] = []
+    mapped = {}
+    for path, collection in collections.items():
+        found = collection.lookups()
+        lookups = []
+        for own, lookup in zip(found.tables_by_lookup(), found.lookups, strict=True):
+            assert isinstance(lookup, QuantizedLookup)
+            entries, starts, files, end = [], [], [], 0
+            for table, rows in zip(own, lookup.stored_tables(), strict=True):
+                config = collection.configs()[table]
+                name = config.name if names.count(config.name) == 1 else f"{path}.{config.name}"
+                entry = _entry(name, config, rows)
+                _write_rows(part / entry["file"], rows, earlier)
+                files.append(MappedFile(part / entry["file"], end, rows.numel()))
+                entries.append(entry)
+                starts.append(end)
+                end += -(-rows.numel() // ALIGNMENT) * ALIGNMENT
+            storage = map_files(end, files).to(rows.device)
+            lookups.append(lookup.over(starts, storage))
+            tables += [
+                _Written(entry, lookups[-1], start)
+                for entry, start in zip(entries, starts, strict=True)
+            ]
+        mapped[id(collection)] = collection.over(found.over(lookups))
+    return tables, mapped
+
+
+def _has_files(module: nn.Module) -> bool:
+    if not isinstance(module, QuantizedCollection) or module.is_placed:
+        return False
+    return not any(isinstance(one, QuantizedSplitLookup) for one in module.lookups().lookups)
+
+
+def _entry(name: str, config: BaseEmbeddingConfig, rows: Tensor) -> dict[str, Any]:
+    return {
+        "name": name,
+        "rows": rows.shape[0],
+        "dim": config.embedding_dim,
+        "dtype": _DTYPES[config.data_type],
+        "row_bytes": rows.shape[1],
+        "file": f"tables/{quote(name, safe='')}.rows",
+        "features": list(config.feature_names),
+    }
+
+
+def _write_rows(path: Path, rows: Tensor, earlier: Mapping[str, Path]) -> None:
+    """Write a table, or link the file of an earlier version with the same content."""
+    step = max(_BLOCK_BYTES // max(rows.shape[1], 1), 1)
+
+    def blocks() -> Iterator[memoryview]:
+        for block in rows.split(step):
+            yield block.cpu().contiguous().numpy().data
+
+    if earlier:
+        digest = hashlib.sha256()
+        for block in blocks():
+            digest.update(block)
+        same = earlier.get(digest.hexdigest())
+        if same is not None:
+            try:
+                os.link(same, path)
+            except OSError:  # another file system, or one without links
+                shutil.copyfile(same, path)
+            return
+    with path.open("wb") as file:
+        for block in blocks():
+            file.write(block)
+
+
+def _earlier_files(folder: Path) -> dict[str, Path]:
+    """Return the table files of other versions by checksum."""
+    found = {}
+    for path in folder.glob("*/manifest.json"):
+        try:
+            manifest = read_manifest(path.parent)
+        except (ValueError, OSError):  # a damaged version is no source
+            continue
+        for table in manifest["tables"]:
+            file, about = path.parent / table["file"], manifest["files"].get(table["file"])
+            if about and file.is_file() and file.stat().st_size == about["bytes"]:
+                found[about["sha256"]] = file
+    return found
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def _write_compiled(
+    part: Path, plain: PlainModel, buffers: set[str], dense: dict[str, Tensor]
+) -> tuple[list[str], dict[str, str]]:
+    """Write a program of AOTInductor without constants.
+
+    Returns:
+        The names of its constants, and the machine that it needs. The values of all constants that
+        are not buffers of tables are added to `dense`.
+    """
+    exported = exported_program(plain)
+    path = part / _FILES["aoti"]
+    compile_exported(exported, path, {"aot_inductor.package_constants_in_so": False})
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+    values = _constants(exported)
+    constants = {name: values[name] for name in loader.get_constant_fqns()}
+    dense |= {name: value for name, value in constants.items() if name not in buffers}
+    loader.load_constants(constants, False, True, True)
+    program = OpenProgram(loader, {})
+
+    def call(*tensors: Tensor) -> object:
+        found = program.run(tensors)
+        is_one = isinstance(plain.expected, Tensor)
+        return found[0] if is_one else dict(zip(plain.output_names, found, strict=True))
+
+    plain.check(call)
+    about = loader.get_metadata()
+    return list(constants), {
+        "machine": about["AOTI_MACHINE"],
+        "instruction_set": about["AOTI_CPU_ISA"],
+    }
+
+
+def _constants(exported: ExportedProgram) -> dict[str, Tensor]:
+    """Return the constants of an exported program by their names in the compiled program.
+
+    Inductor renames tensors that `forward` makes: `_tensor_constant0`, ... in the order of their
+    first use.
+    """
+    found = {**exported.state_dict, **exported.constants}
+    targets = {
+        spec.arg.name: spec.target
+        for spec in exported.graph_signature.input_specs
+        if spec.kind is InputKind.CONSTANT_TENSOR
+    }
+    made: dict[str, None] = {}
+    for node in exported.graph.nodes:
+        for used in node.all_input_nodes:
+            if used.name in targets and used.op == "placeholder":
+                made.setdefault(targets[used.name])
+    for i, name in enumerate(made):
+        found[f"_tensor_constant{i}"] = exported.constants[name]
+    return found
+
+
+def _write_script(part: Path, plain: PlainModel, buffers: Mapping[str, QuantizedLookup]) -> None:
+    """Write a program of TorchScript without the rows of tables."""
+    program = scripted(plain)
+    kept = {name: lookup.weights for name, lookup in buffers.items()}
+    for name in buffers:
+        set_buffer(program, name, torch.zeros(0, dtype=torch.uint8))
+    program.save(str(part / _FILES["torchscript"]))
+    for name, weights in kept.items():
+        set_buffer(program, name, weights)  # type: ignore[arg-type]
+
+
+# -- sample ----------------------------------------------------------------------------------------
+
+
+def _checked_response(
+    part: Path, manifest: dict[str, Any], request: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the response of the sample request, by each program of a package.
+
+    Raises:
+        ValueError: Two copies of the request in a batch get other responses than one.
+    """
+    first: dict[str, Tensor] = {}
+    for program in manifest["programs"]:
+        opened = open_program(part, manifest, program["kind"])
+        alone, merged = (_respond(opened.run, manifest, request, n) for n in (1, 2))
+        for name, wanted in alone[0].items():
+            for response in merged:
+                if not _are_close(response[name], wanted):
+                    raise ValueError(
+                        f"Output {name!r} of a row must not depend on other rows, as a server "
+                        "merges requests; received another output for two copies of the example "
+                        "in one batch. Leave out what combines rows, such as in-batch negatives."
+                    )
+        first = first or alone[0]
+    return first
+
+
+def _respond(
+    run: Callable[[Sequence[Tensor]], list[Tensor]],
+    manifest: Mapping[str, Any],
+    request: Mapping[str, Tensor],
+    copies: int,
+) -> list[dict[str, Tensor]]:
+    checked_requests = [check_request(manifest, request)] * copies
+    outputs = run(merge(manifest, checked_requests))
+    return split(manifest, outputs, [one.rows for one in checked_requests])
+
+
+def _are_close(found: Tensor, wanted: Tensor) -> bool:
+    return found.shape == wanted.shape and torch.allclose(
+        found, wanted, rtol=1e-3, atol=1e-5, equal_nan=True
+    )
+
+
+def _sync(folder: Path) -> None:
+    """Write a folder's files to disk."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
