@@ -16,6 +16,12 @@ TRACED = "tests/modules/test_traced.py::test_traced_and_compiled_models_train_li
 CURVE = "tests/distributed/test_job.py::test_tables_that_move_on_the_way_continue_the_curve"
 
 QUICK_CASE_OF: dict[str, str] = {
+    "tests/inference/cpp/test_core.py::test_random_calls_under_address_sanitizer": (
+        "tests/inference/cpp/test_core.py::test_both_languages_refuse_requests_alike[1]"
+    ),
+    "tests/inference/cpp/test_core.py::test_threads_under_thread_sanitizer": (
+        "tests/inference/cpp/test_core.py::test_deltas_are_applied_in_order"
+    ),
     "tests/inference/test_batch_sizes.py::test_packages_with_attention_serve_any_batch_size": (
         "tests/inference/test_batch_sizes.py::test_attention_serves_any_batch_size[example1]"
     ),

@@ -30,6 +30,7 @@ BROAD = {
     "inference/test_triton_serving.py",
     "metrics/test_every_metric.py",
     "metrics/test_sync.py",
+    "inference/cpp/test_core.py",
     "test_bad_input.py",
     "test_benchmarks.py",
     "test_docstrings.py",
@@ -44,6 +45,16 @@ BROAD = {
 
 # Source files with public names that are tested through what uses them.
 TESTED_THROUGH = {
+    "inference/packages/check.py": "inference/packages/test_writer.py",
+    "inference/packages/describe.py": "inference/packages/test_writer.py",
+    "inference/packages/load.py": "inference/packages/test_writer.py",
+    "inference/packages/manifest.py": "inference/packages/test_writer.py",
+    "inference/packages/mapping.py": "inference/packages/test_writer.py",
+    "inference/packages/predictor.py": "inference/packages/test_writer.py",
+    "inference/packages/safetensors.py": "inference/packages/test_writer.py",
+    "inference/packages/library.py": "inference/cpp/test_core.py",
+    "inference/packages/requests.py": "inference/cpp/test_core.py",
+    "inference/packages/command.py": "test_main.py",
     "compat/__main__.py": "compat/test_torchrec.py",
     "compat/criteo_scripts.py": "compat/test_answers.py",
     "compat/datasets.py": "compat/test_answers.py",

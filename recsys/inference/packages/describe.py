@@ -50,6 +50,9 @@ def describe_inputs(
     unknown = sorted(set(defaults) - set(dense))
     if unknown:
         raise ValueError(f"defaults must name dense inputs ({dense}); received {unknown}.")
+    halves = [n for n in defaults if leaves[n].dtype in (torch.float16, torch.bfloat16)]
+    if any(defaults[name] for name in halves):
+        raise ValueError(f"defaults of float16 and bfloat16 inputs must be 0; received {defaults}.")
     uses = Counter([*dense, *(f.name for of_input in features.values() for f in of_input)])
     entries: list[dict[str, Any]] = []
     for name, leaf in leaves.items():

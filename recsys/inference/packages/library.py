@@ -18,6 +18,9 @@ _DTYPES = (
 )  # fmt: skip
 """In the order of `recsys_dtype`."""
 
+_OTHER_DTYPE = -1
+"""Refused by the library."""
+
 _BAD_REQUEST, _BAD_PACKAGE, _BAD_DELTA = 1, 2, 3
 _Sizes = ctypes.POINTER(ctypes.c_int64)
 
@@ -143,10 +146,8 @@ def _views(request: Mapping[str, Tensor]) -> Any:
     """Return the tensors of a request for the C API, which refers to their memory."""
     views = (_Tensor * len(request))()
     for view, (name, tensor) in zip(views, request.items(), strict=True):
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(f"{name} must have one of {[*_DTYPES]}; received {tensor.dtype}.")
         view.name = name.encode()
-        view.dtype = _DTYPES.index(tensor.dtype)
+        view.dtype = _DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else _OTHER_DTYPE
         view.num_dims = tensor.dim()
         view.shape = (ctypes.c_int64 * tensor.dim())(*tensor.shape)
         view.data = tensor.data_ptr() or None

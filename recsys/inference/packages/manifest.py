@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from recsys.doctor import VARIANTS
+
 __all__ = [
     "FORMAT",
     "check_machine",
@@ -132,15 +134,15 @@ def check_machine(manifest: Mapping[str, Any], kind: str) -> None:
 
 def fbgemm_release() -> str:
     """Return the release of the installed fbgemm_gpu."""
-    for name in ("fbgemm-gpu", "fbgemm-gpu-cpu"):
+    for name in VARIANTS:
         try:
             return version(name).partition("+")[0]
         except PackageNotFoundError:
             continue
-    import fbgemm_gpu  # a build from source
-
-    release: str = fbgemm_gpu.__version__
-    return release.partition("+")[0]
+    raise ImportError(
+        "Packages need fbgemm_gpu, which is not installed. `python -m recsys doctor` shows the "
+        "matching release."
+    )
 
 
 def sha256_of(path: Path) -> str:

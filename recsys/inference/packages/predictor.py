@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self, final
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from recsys.inference.packages.deltas import Delta, read_delta, read_deltas
 from recsys.inference.packages.library import Library
 from recsys.inference.packages.load import OpenProgram, open_program
-from recsys.inference.packages.manifest import read_manifest, verify_files
+from recsys.inference.packages.manifest import read_manifest, sha256_of, verify_files
 from recsys.inference.packages.requests import Request, check_request, merge, split
 from recsys.inference.packages.safetensors import read_tensors
 from recsys.kernels.checked import checked
@@ -35,8 +34,7 @@ class Predictor:
     is weighted. Without lengths each row has one id; an absent feature has no ids. Inputs are
     checked before the program reads them.
 
-    With the C++ core, calls, merging and updates are those of a server. Without it the program runs
-    by torch.
+    With the C++ core, calls run as in a server. Without it the program runs by torch.
 
     Args:
         version: The folder of a version, such as "models/movies/1".
@@ -117,10 +115,12 @@ class Predictor:
 
     def run(self, requests: Sequence[Request]) -> list[Response | Exception]:
         """Score requests, which the C++ core merges; the entry of a bad request is its error."""
-        tensors = [{name: _tensor(value) for name, value in one.items()} for one in requests]
+        tensors = [_tensors(request) for request in requests]
+        answers = iter(self._engine.run([t for t in tensors if not isinstance(t, Exception)]))
+        found = [one if isinstance(one, Exception) else next(answers) for one in tensors]
         return [
             one if isinstance(one, Exception) else {k: _array(v) for k, v in one.items()}
-            for one in self._engine.run(tensors)
+            for one in found
         ]
 
     @checked
@@ -178,6 +178,7 @@ class _TorchEngine:
 
     def __init__(self, version: Path, kind: str, verify_tables: bool) -> None:
         self._manifest = read_manifest(version)
+        self._base = sha256_of(version / "manifest.json")
         verify_files(version, self._manifest, verify_tables)
         self._program: OpenProgram = open_program(version, self._manifest, kind)
         self._check_sample(version / "sample.safetensors")
@@ -217,8 +218,11 @@ class _TorchEngine:
             checked_request = check_request(self._manifest, request)
         except (ValueError, TypeError, IndexError) as error:
             return error
-        outputs = self._program.run(merge(self._manifest, [checked_request]))
-        return split(self._manifest, outputs, [checked_request.rows])[0]
+        try:
+            outputs = self._program.run(merge(self._manifest, [checked_request]))
+            return split(self._manifest, outputs, [checked_request.rows])[0]
+        except Exception as error:  # of the program
+            return RuntimeError(str(error))
 
     def update(self, table: str, ids: Tensor, rows: Tensor) -> None:
         self._check(table, ids, rows)
@@ -237,6 +241,13 @@ class _TorchEngine:
         del self._program
 
     def _apply(self, delta: Delta) -> None:
+        if delta.base != self._base:
+            raise ValueError(
+                f"Delta {delta.sequence} must be of the version with manifest {self._base}; "
+                f"received a delta of {delta.base}."
+            )
+        for table, (ids, rows) in delta.tables.items():
+            self._check(table, ids, rows)
         for table, (ids, rows) in delta.tables.items():
             self._write(table, ids, rows)
         self._sequence = delta.sequence
@@ -275,10 +286,16 @@ def _are_close(found: Tensor, wanted: Tensor) -> bool:
     return torch.allclose(found.double(), wanted.double(), rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def _tensor(value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.detach().cpu().contiguous()
-    return torch.from_numpy(np.ascontiguousarray(value))
+def _tensors(request: Request) -> dict[str, Tensor] | Exception:
+    """Convert a request to tensors, or return the error of a bad value."""
+    found = {}
+    for name, value in request.items():
+        try:
+            tensor = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            return TypeError(f"{name} must be a tensor or an array of numbers; {error}.")
+        found[name] = tensor.detach().cpu().contiguous()
+    return found
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:

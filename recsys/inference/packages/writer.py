@@ -298,7 +298,7 @@ def _earlier_files(folder: Path) -> dict[str, Path]:
     for path in folder.glob("*/manifest.json"):
         try:
             manifest = read_manifest(path.parent)
-        except (ValueError, OSError):  # a damaged version is no source
+        except (ValueError, OSError):  # leave out a damaged version
             continue
         for table in manifest["tables"]:
             file, about = path.parent / table["file"], manifest["files"].get(table["file"])

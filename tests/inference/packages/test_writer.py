@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -208,6 +209,17 @@ def test_updates_and_deltas_change_memory_only(copied: Path, dlrm: nn.Module) ->
         assert predictor.sequence == 1
 
 
+def test_a_delta_of_another_version_is_refused(copied: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(copied, tmp_path / "other"))
+    with (other / "manifest.json").open("a") as file:
+        file.write(" ")
+    delta = write_delta(other, {"films": (torch.tensor([1]), torch.ones(1, 8))})
+    with Predictor(copied) as predictor:
+        with pytest.raises(ValueError, match="must be of the version"):
+            predictor.apply(delta)
+        assert predictor.sequence == 0
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -271,8 +283,9 @@ def test_bad_requests_name_feature_and_id(movies: Path) -> None:
     good = request_of(bags_of(), dense_features=torch.rand(3, 2))
     bad = {**good, "film": torch.tensor([1, 40, 2])}
     with Predictor(movies) as predictor:
-        first, error, last = predictor.run([good, bad, good])
+        first, error, text, last = predictor.run([good, bad, {"film": np.array(["a"])}, good])
     assert isinstance(first, dict)
     assert isinstance(last, dict)
+    assert isinstance(text, TypeError)
     assert isinstance(error, IndexError)
     assert str(error) == "film has the id 40 at position 1; ids must be from 0 to 39."

@@ -1,0 +1,245 @@
+"""The C++ core with a program of its own: requests, deltas and packages, and runs of sanitizers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recsys.inference.packages.library import Library
+from recsys.inference.packages.manifest import read_manifest
+from recsys.inference.packages.requests import Request, check_request
+from tests.inference.cpp import fake_package
+
+SOURCE = Path(__file__).parent
+MISSING = [name for name in ("cmake", "c++") if shutil.which(name) is None]
+if not Path("/usr/include/openssl/evp.h").exists():
+    MISSING.append("the headers of OpenSSL")
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the core is for Linux"),
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}"),
+]
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Builds a target of CMakeLists.txt in this folder."""
+    folder = tmp_path_factory.mktemp("core")
+    configured = ["cmake", "-S", str(SOURCE), "-B", str(folder)]
+    subprocess.run(configured, check=True, capture_output=True, timeout=60)
+
+    def built(target: str) -> Path:
+        command = ["cmake", "--build", str(folder), "--parallel", "2", "--target", target]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return folder / target
+
+    return built
+
+
+@pytest.fixture(scope="session")
+def library(build: Callable[[str], Path]) -> Path:
+    return build("recsys_fake").with_name("librecsys_fake.so")
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> Path:
+    return fake_package.write(tmp_path / "fake" / "1")
+
+
+def opened(library: Path, version: Path, **options: int) -> Library:
+    return Library(library, version, options)
+
+
+def tensors(**given: list[float] | list[int]) -> dict[str, torch.Tensor]:
+    return {
+        name.replace("_", "."): torch.tensor(
+            values, dtype=torch.float32 if name in ("dense", "w_weights") else torch.int64
+        )
+        for name, values in given.items()
+    }
+
+
+ids = st.lists(st.integers(0, fake_package.ROWS - 1), max_size=4)
+row = st.tuples(st.integers(-9, 9), ids, ids, st.lists(st.integers(0, 99), max_size=3))
+
+
+@given(requests=st.lists(st.lists(row, max_size=12), min_size=1, max_size=20))
+@settings(max_examples=100, deadline=None)
+def test_merged_requests_equal_requests_one_by_one(
+    library: Path, tmp_path_factory: pytest.TempPathFactory, requests: list[list[tuple]]
+) -> None:
+    """Against plain Python; more than max_rows rows make several batches."""
+    folder = tmp_path_factory.getbasetemp() / "merged" / "1"
+    core = opened(library, folder if folder.exists() else fake_package.write(folder))
+    given = []
+    for rows in requests:
+        request = {"dense": torch.tensor([[r[0], 1] for r in rows], dtype=torch.float32)}
+        request["dense"] = request["dense"].view(-1, 2)
+        for at, name in enumerate("abw", 1):
+            bags = [r[at] for r in rows]
+            request[name] = torch.tensor([*chain(*bags)], dtype=torch.int64)
+            request[f"{name}.lengths"] = torch.tensor(list(map(len, bags)), dtype=torch.int64)
+        request["w.weights"] = torch.full((len(request["w"]),), 0.5)
+        given.append(request)
+    merged = core.run(given)
+    for rows, found in zip(requests, merged, strict=True):
+        assert isinstance(found, dict)
+        scores = [r[0] + 1 + sum(r[1]) + 3 * sum(r[2]) + sum(r[3]) / 2 for r in rows]
+        assert found["score"].flatten().tolist() == scores
+        assert found["rows.lengths"].tolist() == [len(r[1]) for r in rows]
+        assert found["rows.values"][:, 0].tolist() == [i for r in rows for i in r[1]]
+    core.close()
+
+
+BAD: list[dict[str, torch.Tensor]] = [
+    tensors(unknown=[1]),
+    tensors(a=[1, fake_package.ROWS]),
+    tensors(a=[-1]),
+    {"a": torch.tensor([1.0])},
+    {"a": torch.tensor([[1]])},
+    {"dense": torch.zeros(2, 3)},
+    {"dense": torch.zeros(2, 2, dtype=torch.float64)},
+    {},
+    tensors(a=[1, 2], b=[1]),
+    tensors(a=[1, 2], a_lengths=[1, -1, 2]),
+    tensors(a=[1, 2], a_lengths=[1]),
+    tensors(a_lengths=[1]),
+    tensors(a_lengths=[2**62, 2**62]),
+    tensors(w=[1, 2]),
+    tensors(w=[1, 2], w_weights=[0.5]),
+    {"w.weights": torch.ones(1), "dense": torch.zeros(1, 2)},
+    {"dense": torch.zeros(65, 2)},
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
+def test_both_languages_refuse_requests_alike(library: Path, version: Path, bad: Request) -> None:
+    good = {"dense": torch.tensor([[1.0, 2.0]])}
+    core = opened(library, version)
+    first, error, last = core.run([good, bad, good])  # type: ignore[list-item]
+    core.close()
+    assert isinstance(error, ValueError)
+    for found in (first, last):
+        assert isinstance(found, dict)
+        assert found["score"].tolist() == [[3.0]]
+    with pytest.raises((ValueError, TypeError, IndexError)) as raised:
+        check_request(read_manifest(version), bad)
+    assert str(raised.value) == str(error)
+
+
+def score_of(core: Library) -> float:
+    [found] = core.run([tensors(a=[0, 1])])
+    assert isinstance(found, dict)
+    return float(found["score"].sum())
+
+
+def test_deltas_are_applied_in_order(library: Path, version: Path) -> None:
+    fake_package.delta(version, 1, {0: 10})
+    fake_package.delta(version, 2, {0: 20, 1: 30})
+    core = opened(library, version)
+    assert (core.sequence(), score_of(core)) == (2, 50.0)
+    third = fake_package.delta(version, 3, {1: 1})
+    core.apply(third)
+    assert (core.sequence(), score_of(core)) == (3, 21.0)
+    core.update("t", torch.tensor([0]), torch.full((1, 8), 4, dtype=torch.uint8))
+    assert score_of(core) == 5.0
+    core.close()
+    assert (
+        np.fromfile(version / "tables/t.rows", np.uint8).tolist()
+        == fake_package.TABLE.ravel().tolist()
+    )
+
+
+def test_deltas_that_do_not_fit_change_nothing(library: Path, version: Path) -> None:
+    core = opened(library, version)
+    before = score_of(core)
+    files = {
+        "sequence number 1": fake_package.delta(version, 2, {0: 9}),
+        "belongs to": fake_package.delta(version, 3, {0: 9}, base="1" * 64),
+        "must be from 0 to 4": fake_package.delta(version, 1, {0: 9, 7: 9}),
+    }
+    for message, file in files.items():
+        with pytest.raises(ValueError, match=message):
+            core.apply(file)
+    good = fake_package.delta(version, 1, {0: 9})
+    damaged = bytearray(good.read_bytes())
+    for at in range(0, len(damaged), 7):
+        damaged[at] ^= 1
+        good.write_bytes(damaged)
+        with pytest.raises(ValueError, match="delta"):
+            core.apply(good)
+        damaged[at] ^= 1
+    assert (core.sequence(), score_of(core)) == (0, before)
+    good.write_bytes(damaged)
+    core.apply(good)
+    with pytest.raises(ValueError, match="sequence number 2"):
+        core.apply(good)
+    core.close()
+
+
+def test_a_gap_is_refused(library: Path, version: Path) -> None:
+    fake_package.delta(version, 2, {0: 9})
+    with pytest.raises(ValueError, match=r"000000000001\.delta"):
+        opened(library, version)
+
+
+def test_a_damaged_version_is_named_and_the_old_one_goes_on(
+    library: Path, version: Path, tmp_path: Path
+) -> None:
+    core = opened(library, version)
+    for name in ("program.fake", "sample.safetensors", "tables/t.rows"):
+        other = Path(shutil.copytree(version, tmp_path / name))
+        data = bytearray((other / name).read_bytes())
+        data[-1] ^= 1
+        (other / name).write_bytes(data)
+        with pytest.raises(ValueError, match=rf"{name}.*damaged"):
+            core.swap(other)
+        (other / name).unlink()
+        with pytest.raises(ValueError, match=rf"{name}.*missing"):
+            core.swap(other)
+    for i, (changed, message) in enumerate(
+        [
+            ({"format": 2}, "format is 2"),
+            ({"torch": "2.3.0"}, r"torch 2\.3"),
+            ({"fbgemm": "0.9.0"}, r"fbgemm_gpu 0\.9"),
+            ({"files": {"../x": {"bytes": 1, "sha256": ""}}}, r"\.\./x"),
+        ]
+    ):
+        with pytest.raises(ValueError, match=message):
+            core.swap(fake_package.write(tmp_path / str(i), **changed))
+    assert score_of(core) == 1.0
+    core.swap(fake_package.write(tmp_path / "good" / "2"))
+    assert score_of(core) == 1.0
+    core.close()
+
+
+@pytest.mark.slow
+def test_random_calls_under_address_sanitizer(build: Callable[[str], Path], version: Path) -> None:
+    command = [build("fuzz"), version, "10000", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert "answers" in done.stdout
+
+
+@pytest.mark.slow
+def test_threads_under_thread_sanitizer(
+    build: Callable[[str], Path], version: Path, tmp_path: Path
+) -> None:
+    other = fake_package.write(tmp_path / "other" / "2")
+    # ThreadSanitizer supports few layouts of memory
+    fixed = ["setarch", "-R"] if shutil.which("setarch") else []
+    command = [*fixed, str(build("stress")), str(version), str(other), "300"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert "1500 calls" in done.stdout
