@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from recsys.doctor import VARIANTS
-
 __all__ = [
     "FORMAT",
     "check_machine",
@@ -28,6 +26,7 @@ __all__ = [
 ]
 
 FORMAT = 1
+_FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-genai")
 _KEYS = (
     "recsys", "torch", "fbgemm", "machine", "instruction_set", "programs", "inputs", "outputs",
     "tables", "buffers", "files", "limits", "columns",
@@ -134,7 +133,7 @@ def check_machine(manifest: Mapping[str, Any], kind: str) -> None:
 
 def fbgemm_release() -> str:
     """Return the release of the installed fbgemm_gpu."""
-    for name in VARIANTS:
+    for name in _FBGEMM:
         try:
             return version(name).partition("+")[0]
         except PackageNotFoundError:
