@@ -16,6 +16,9 @@ TRACED = "tests/modules/test_traced.py::test_traced_and_compiled_models_train_li
 CURVE = "tests/distributed/test_job.py::test_tables_that_move_on_the_way_continue_the_curve"
 
 QUICK_CASE_OF: dict[str, str] = {
+    "tests/inference/cpp/test_library.py::test_versions_leave_no_memory_and_no_folder": (
+        "tests/inference/cpp/test_core.py::test_a_damaged_version_is_named_and_the_old_one_goes_on"
+    ),
     "tests/inference/cpp/test_core.py::test_random_calls_under_address_sanitizer": (
         "tests/inference/cpp/test_core.py::test_both_languages_refuse_requests_alike[1]"
     ),

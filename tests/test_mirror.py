@@ -31,6 +31,7 @@ BROAD = {
     "metrics/test_every_metric.py",
     "metrics/test_sync.py",
     "inference/cpp/test_core.py",
+    "inference/cpp/test_library.py",
     "test_bad_input.py",
     "test_benchmarks.py",
     "test_docstrings.py",

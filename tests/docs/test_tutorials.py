@@ -24,7 +24,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(page for f in FOLDERS for page in ROOT.glo
 PAGES = [page for page in PAGES if ROOT / "docs" / "reference" not in page.parents]  # generated
 # A block that cannot run has the reason in the line before it: <!-- not run: ... -->
 BLOCK = re.compile(
-    r"^(<!-- not run: \S[^\n]* -->\n)?```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.M | re.S
+    r"^(<!-- not run: \S[^\n]* -->\n)?```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?",
+    re.M | re.S,
 )
 ANY_PYTHON = re.compile(r"^[ \t]*(?:```+|~~~+)[ \t]*\{?\.?py(?:thon3?|con)?\b", re.M | re.I)
 

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <filesystem>
 #include <shared_mutex>
 #include <utility>
@@ -194,8 +195,35 @@ class Version {
   std::string delta_error_;
 };
 
+namespace {
+
+// Runs a function in a thread that ends with it. A compiled program has thread-local variables, and
+// stays in memory as long as a thread that has called it.
+template <typename Function>
+void in_own_thread(Function function) {
+  std::exception_ptr error;
+  std::thread([&] {
+    try {
+      function();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }).join();
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
+std::shared_ptr<Version> open_version(const std::string& folder, const Options& options) {
+  std::unique_ptr<Version> opened;
+  in_own_thread([&] { opened = std::make_unique<Version>(folder, options); });
+  return {opened.release(), [](Version* version) { in_own_thread([=] { delete version; }); }};
+}
+
+}  // namespace
+
 Predictor::Predictor(const std::string& version, const Options& options)
-    : options_(options), version_(std::make_shared<Version>(version, options)) {
+    : options_(options), version_(open_version(version, options)) {
   if (options.poll_ms > 0) {
     poller_ = std::thread(&Predictor::poll, this);
   }
@@ -257,7 +285,7 @@ std::vector<Response> Predictor::run(const std::vector<Request>& requests) {
 }
 
 void Predictor::swap(const std::string& version) {
-  auto opened = std::make_shared<Version>(version, options_);
+  std::shared_ptr<Version> opened = open_version(version, options_);
   std::shared_ptr<Version> old;  // is destroyed without the lock
   const std::lock_guard<std::mutex> guard(mutex_);
   old = std::exchange(version_, std::move(opened));

@@ -7,8 +7,10 @@
 #include <c10/core/InferenceMode.h>
 #include <caffe2/serialize/inline_container.h>
 #include <dlfcn.h>
+#include <elf.h>
 #include <torch/csrc/inductor/aoti_runner/model_container_runner.h>
 
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <mutex>
@@ -64,6 +66,33 @@ void load_fbgemm(const std::string& folder) {
   is_loaded = true;
 }
 
+// Makes a library of GCC removable from memory: the dynamic linker keeps a library with symbols of
+// the binding STB_GNU_UNIQUE until the process ends, so each new version would leak its code.
+void allow_unloading(char* library, std::size_t size) {
+  Elf64_Ehdr header;
+  if (size < sizeof header) {
+    return;
+  }
+  std::memcpy(&header, library, sizeof header);
+  for (int i = 0; i < header.e_shnum; ++i) {
+    Elf64_Shdr section;
+    const std::size_t at = header.e_shoff + static_cast<std::size_t>(i) * header.e_shentsize;
+    if (at + sizeof section > size) {
+      return;
+    }
+    std::memcpy(&section, library + at, sizeof section);
+    if (section.sh_type != SHT_DYNSYM || section.sh_offset + section.sh_size > size) {
+      continue;
+    }
+    auto* symbols = reinterpret_cast<Elf64_Sym*>(library + section.sh_offset);
+    for (std::size_t s = 0; s < section.sh_size / sizeof(Elf64_Sym); ++s) {
+      if (ELF64_ST_BIND(symbols[s].st_info) == STB_GNU_UNIQUE) {
+        symbols[s].st_info = ELF64_ST_INFO(STB_GLOBAL, ELF64_ST_TYPE(symbols[s].st_info));
+      }
+    }
+  }
+}
+
 // Extracts the compiled code of a package of torch.export, and returns the library's path.
 std::string extract(const std::string& path, const std::string& folder) {
   caffe2::serialize::PyTorchStreamReader reader(path);
@@ -81,6 +110,9 @@ std::string extract(const std::string& path, const std::string& folder) {
       continue;
     }
     const auto [data, size] = reader.getRecord(name);
+    if (relative.extension() == ".so") {
+      allow_unloading(static_cast<char*>(data.get()), size);
+    }
     const std::string target = (fs::path(folder) / relative.filename()).string();
     std::ofstream file(target, std::ios::binary);
     file.write(static_cast<const char*>(data.get()), static_cast<std::streamsize>(size));
@@ -119,7 +151,9 @@ class CompiledProgram : public Program {
       if (found == parameters_.end()) {
         fail(RECSYS_BAD_PACKAGE, "dense.safetensors must have '", original, "'; it is missing.");
       }
-      constants[name] = found->second;
+      // torch never frees its handles of user-managed constants, so these must not own memory
+      const at::Tensor& owner = found->second;
+      constants[name] = at::from_blob(owner.data_ptr(), owner.sizes(), owner.options());
     }
     runner_->update_constant_buffer(constants, /*use_inactive=*/false,
                                     /*validate_full_updates=*/true, /*user_managed=*/true);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import zipfile
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -16,7 +17,14 @@ from recsys.inference.packages.mapping import MappedFile, map_files
 from recsys.inference.packages.safetensors import read_tensors
 from recsys.sparse.script_modules import without_torchscript_warnings
 
-__all__ = ["OpenProgram", "map_buffers", "open_program", "program_of", "set_buffer"]
+__all__ = [
+    "OpenProgram",
+    "map_buffers",
+    "open_program",
+    "program_of",
+    "set_buffer",
+    "set_constants",
+]
 
 
 @final
@@ -64,7 +72,7 @@ def open_program(version: Path, manifest: Mapping[str, Any], kind: str = "") -> 
         dense = read_tensors(version / "dense.safetensors")
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         constants = {name: (dense | buffers)[name] for name in found["constants"]}
-        loader.load_constants(constants, False, True, True)
+        set_constants(loader, constants)
     except (RuntimeError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} must be a program; {error}.") from error
     return OpenProgram(_Kept(loader, constants), buffers)
@@ -102,6 +110,22 @@ def set_buffer(script: torch.jit.ScriptModule, name: str, value: Tensor) -> None
     """Set a buffer of a program of TorchScript by its path."""
     *path, attribute = name.split(".")
     setattr(reduce(getattr, path, script), attribute, value)
+
+
+def set_constants(loader: Any, constants: Mapping[str, Tensor]) -> None:
+    """Set the constants of a compiled program, which does not own their memory.
+
+    torch never frees its references to such tensors, so it gets views without an owner.
+    """
+    views = {}
+    for name, tensor in constants.items():
+        size = tensor.numel() * tensor.element_size()
+        if tensor.is_cuda or not size:
+            views[name] = tensor
+            continue
+        memory = (ctypes.c_uint8 * size).from_address(tensor.data_ptr())
+        views[name] = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+    loader.load_constants(views, False, True, True)
 
 
 class _Kept(NamedTuple):

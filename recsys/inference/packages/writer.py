@@ -26,7 +26,7 @@ from recsys.inference.packages.describe import (
     describe_outputs,
     sample_request,
 )
-from recsys.inference.packages.load import OpenProgram, open_program, set_buffer
+from recsys.inference.packages.load import OpenProgram, open_program, set_buffer, set_constants
 from recsys.inference.packages.manifest import (
     FORMAT,
     fbgemm_release,
@@ -326,7 +326,7 @@ def _write_compiled(
     values = _constants(exported)
     constants = {name: values[name] for name in loader.get_constant_fqns()}
     dense |= {name: value for name, value in constants.items() if name not in buffers}
-    loader.load_constants(constants, False, True, True)
+    set_constants(loader, constants)
     program = OpenProgram(loader, {})
 
     def call(*tensors: Tensor) -> object:

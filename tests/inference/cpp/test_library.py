@@ -1,0 +1,93 @@
+"""The C++ core with torch: a compiled package in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from recsys.inference import Predictor, package, quantize_embeddings
+from recsys.inference.packages.library import Library
+from recsys.modules.dlrm import DLRM
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.sparse import KeyedJaggedTensor
+from tests.inference.cpp.test_core import MISSING
+
+SOURCE = Path(__file__).parents[3] / "recsys/inference/cpp"
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the core is for Linux"),
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}"),
+]
+
+
+@pytest.mark.slow
+def test_versions_leave_no_memory_and_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both languages give the same scores; swaps and a killed process leave nothing."""
+    torch.manual_seed(0)
+    tables = [EmbeddingBagConfig(50, 8, "films", feature_names=["film"])]
+    model = quantize_embeddings(
+        DLRM(EmbeddingBagCollection(tables=tables), 2, [8, 8], [8, 1]).eval()
+    )
+    batch = KeyedJaggedTensor(["film"], torch.tensor([3, 4]), lengths=torch.tensor([1, 1]))
+    first = package(model, tmp_path / "m", [torch.rand(2, 2), batch])
+    second = Path(shutil.copytree(first, tmp_path / "m" / "2"))
+    build = tmp_path / "build"
+    python = f"-DPython3_EXECUTABLE={sys.executable}"
+    for command in (
+        ["cmake", "-S", str(SOURCE), "-B", str(build), python],
+        ["cmake", "--build", str(build), "--parallel", "2", "--target", "recsys_predictor"],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+    library = build / "librecsys_predictor.so"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    request = {"dense_features": torch.rand(3, 2), "film": torch.tensor([1, 49, 0])}
+    with Predictor(first) as plain:
+        wanted = plain(request)["output"]
+    core = Library(library, first, {"num_threads": 1})
+    for i in range(6):
+        core.swap((second, first)[i % 2])
+        # a thread keeps a program that it has called in memory
+        thread = threading.Thread(target=core.run, args=([request],))
+        thread.start()
+        thread.join()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    for text in ("recsys-predictor-", "dense.safetensors", "films.rows"):
+        mapped = {line.split(None, 5)[0] for line in maps if text in line and str(tmp_path) in line}
+        one = 8 if text == "recsys-predictor-" else 1  # parts of a library
+        assert len(mapped) <= 2 * one, text
+    [found] = core.run([request])
+    assert isinstance(found, dict)
+    torch.testing.assert_close(found["output"].numpy(), wanted)
+    assert os.listdir(temporary) == []
+    swaps = (
+        "import ctypes, sys\n"
+        "core, p = ctypes.CDLL(sys.argv[1]), ctypes.c_void_p()\n"
+        "folder = sys.argv[2].encode()\n"
+        "assert core.recsys_open(folder, None, ctypes.byref(p)) == 0\n"
+        "print('open', flush=True)\n"
+        "while True: core.recsys_swap(p, folder)\n"
+    )
+    for _ in range(5):
+        child = subprocess.Popen(
+            [sys.executable, "-c", swaps, str(library), str(first)], stdout=subprocess.PIPE
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"open\n"
+        child.kill()
+        child.communicate(timeout=30)
+    core.swap(second)
+    core.close()
+    assert os.listdir(temporary) == []
