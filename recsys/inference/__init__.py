@@ -5,7 +5,7 @@ from recsys.inference.export import export_aoti, export_torchscript
 from recsys.inference.packages.check import inspect, verify
 from recsys.inference.packages.deltas import read_delta, write_delta, write_delta_between
 from recsys.inference.packages.predictor import Predictor
-from recsys.inference.packages.triton import kserve
+from recsys.inference.packages.server_configs import kserve
 from recsys.inference.packages.writer import package
 from recsys.inference.programs import load_aoti, load_torchscript
 from recsys.inference.quant_modules import (

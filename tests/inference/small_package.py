@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from recsys.inference import export_torchscript, quantize_embeddings
-from recsys.inference.packages.triton import config_pbtxt
+from recsys.inference.packages.server_configs import config_pbtxt
 from recsys.modules.dlrm import DLRM
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection

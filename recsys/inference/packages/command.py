@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from recsys.inference.packages.check import inspect, verify
-from recsys.inference.packages.triton import kserve
+from recsys.inference.packages.server_configs import kserve
 from recsys.inference.packages.writer import package
 
 __all__ = ["add_arguments", "main"]

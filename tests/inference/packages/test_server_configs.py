@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from recsys.inference.packages.triton import config_pbtxt, kserve
+from recsys.inference.packages.server_configs import config_pbtxt, kserve
 
 DENSE = {
     "name": "age", "kind": "dense", "dtype": "float32", "shape": [-1, 2], "default": None,
