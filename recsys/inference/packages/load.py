@@ -32,16 +32,18 @@ class OpenProgram(NamedTuple):
     """A loaded program."""
 
     program: Any
+    device: torch.device
     buffers: Mapping[str, Tensor]
-    """Memory of each buffer of tables, uint8. Writes do not change the files."""
+    """Memory of each buffer of tables, uint8, on the device. Writes do not change the files."""
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run the program on contiguous tensors, and return its outputs in order."""
+        """Run the program on contiguous tensors, and return its outputs in order, on its device."""
+        moved = [tensor.to(self.device) for tensor in inputs]
         with torch.inference_mode():
             if isinstance(self.program, torch.jit.ScriptModule):
-                found = self.program(*inputs)
+                found = self.program(*moved)
                 return list(found.values()) if isinstance(found, dict) else [found]
-            outputs: list[Tensor] = self.program.boxed_run(list(inputs))
+            outputs: list[Tensor] = self.program.boxed_run(moved)
             return outputs
 
 
@@ -60,22 +62,23 @@ def open_program(version: Path, manifest: Mapping[str, Any], kind: str = "") -> 
     found = program_of(manifest, kind)
     check_machine(manifest, found["kind"])
     path = version / found["file"]
-    buffers = map_buffers(version, manifest)
+    device = torch.device(found["device"])
     try:
+        buffers = {name: rows.to(device) for name, rows in map_buffers(version, manifest).items()}
         if found["kind"] == "torchscript":
             with without_torchscript_warnings():
-                script = torch.jit.load(str(path))
+                script = torch.jit.load(str(path), device)
             for name in found["constants"]:
                 set_buffer(script, name, buffers[name])
-            return OpenProgram(script.eval(), buffers)
+            return OpenProgram(script.eval(), device, buffers)
         _check_names(path)
         dense = read_tensors(version / "dense.safetensors")
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
-        constants = {name: (dense | buffers)[name] for name in found["constants"]}
+        constants = {name: (dense | buffers)[name].to(device) for name in found["constants"]}
         set_constants(loader, constants)
     except (RuntimeError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} must be a program; {error}.") from error
-    return OpenProgram(_Kept(loader, constants), buffers)
+    return OpenProgram(_Kept(loader, constants), device, buffers)
 
 
 def program_of(manifest: Mapping[str, Any], kind: str) -> Mapping[str, Any]:

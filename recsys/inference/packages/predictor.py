@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recsys.inference.packages.deltas import Delta, read_delta, read_deltas
 from recsys.inference.packages.library import Library
-from recsys.inference.packages.load import OpenProgram, open_program
+from recsys.inference.packages.load import OpenProgram, open_program, program_of
 from recsys.inference.packages.manifest import read_manifest, sha256_of, verify_files
 from recsys.inference.packages.requests import Request, check_request, merge, split
 from recsys.inference.packages.safetensors import read_tensors
@@ -34,7 +34,8 @@ class Predictor:
     is weighted. Without lengths each row has one id; an absent feature has no ids. Inputs are
     checked before the program reads them.
 
-    With the C++ core, calls run as in a server. Without it the program runs by torch.
+    With the C++ core, calls run as in a server. Without it the program runs by torch. The program
+    of a model that was on a GPU runs on the current CUDA device.
 
     Args:
         version: The folder of a version, such as "models/movies/1".
@@ -77,9 +78,11 @@ class Predictor:
         self._verify_tables = verify_tables
         self._engine: Library | _TorchEngine
         if path:
+            on_gpu = program_of(read_manifest(Path(version)), program)["device"] == "cuda"
             options = {
                 "program": program, "num_threads": num_threads,
                 "verify_tables": int(verify_tables), "poll_ms": poll_ms,
+                "device": torch.cuda.current_device() if on_gpu else -1,
             }  # fmt: skip
             self._engine = Library(Path(path), Path(version), options)
         else:
@@ -275,7 +278,8 @@ class _TorchEngine:
         table = self._table(name)
         start, size = table["offset"], table["rows"] * table["row_bytes"]
         stored = self._program.buffers[table["buffer"]][start : start + size]
-        stored.view(table["rows"], table["row_bytes"])[ids] = rows
+        stored = stored.view(table["rows"], table["row_bytes"])
+        stored[ids.to(stored.device)] = rows.to(stored.device)
 
 
 def _are_close(found: Tensor, wanted: Tensor) -> bool:

@@ -73,7 +73,7 @@ def package(
     all.
 
     Args:
-        model: A quantized model in evaluation mode.
+        model: A quantized model in evaluation mode, on the device for which programs are compiled.
         folder: The package. Its last part is the name of the model.
         inputs: Example arguments of the model, as for `export_aoti`, with two samples or more. All
             inputs have one row per sample.
@@ -321,13 +321,19 @@ def _write_compiled(
     """
     exported = exported_program(plain)
     path = part / _FILES["aoti"]
-    compile_exported(exported, path, {"aot_inductor.package_constants_in_so": False})
+    device = plain.tensors[0].device
+    config = {
+        "aot_inductor.package_constants_in_so": False,
+        # CUDA kernels inside the library, so that it needs no other file once it is loaded
+        "aot_inductor.embed_kernel_binary": device.type == "cuda",
+    }
+    compile_exported(exported, path, config)
     loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
     values = _constants(exported)
-    constants = {name: values[name] for name in loader.get_constant_fqns()}
+    constants = {name: values[name].to(device) for name in loader.get_constant_fqns()}
     dense |= {name: value for name, value in constants.items() if name not in buffers}
     set_constants(loader, constants)
-    program = OpenProgram(loader, {})
+    program = OpenProgram(loader, device, {})
 
     def call(*tensors: Tensor) -> object:
         found = program.run(tensors)
