@@ -118,6 +118,8 @@ def _traced_sizes(values: Tensor, lengths_KB: Tensor, is_needed: bool) -> list[i
 def to_device(values: list[int], device: torch.device) -> Tensor:
     """Copy numbers to a device as an int64 tensor; the host does not wait."""
     tensor = torch.tensor(values, dtype=torch.int64)
+    if not torch.jit.is_scripting() and torch.compiler.is_compiling():  # type: ignore[attr-defined]
+        return tensor.to(device)  # torch.export cannot trace pinned memory
     if device.type == "cuda":  # a copy from pinned memory is asynchronous
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

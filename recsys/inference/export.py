@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
+from torch.export.passes import move_to_device_pass
 from torch.fx.experimental import _config as shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
@@ -362,6 +363,9 @@ def exported_program(plain: PlainModel) -> ExportedProgram:
         raise error.with_traceback(
             None
         ) from None  # the note names the line, without 40 frames of torch
+    device = plain.tensors[0].device
+    if device.type != "cpu":  # numbers that were copied from the host while the model was traced
+        exported = move_to_device_pass(exported, device)
     traced = _traced_inputs(exported, plain)
     check_any_size(exported, zip(plain.names, plain.are_jagged, traced, strict=True))
     return exported
