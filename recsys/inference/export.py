@@ -168,7 +168,8 @@ def export_aoti(model: nn.Module, path: str | Path, inputs: Sequence[object]) ->
     }
     metadata = {k: json.dumps(v, ensure_ascii=False) for k, v in about.items()}
     with new_file(path) as temporary:
-        compile_exported(exported, temporary, {"aot_inductor.metadata": metadata})
+        device = plain.tensors[0].device
+        compile_exported(exported, temporary, device, {"aot_inductor.metadata": metadata})
         program = AOTIProgram(torch._inductor.aoti_load_package(str(temporary)), path)
         plain.check(program)
     return program
@@ -184,10 +185,15 @@ def scripted(plain: PlainModel) -> torch.jit.ScriptModule:
     return program
 
 
-def compile_exported(exported: ExportedProgram, path: Path, config: Mapping[str, Any]) -> None:
+def compile_exported(
+    exported: ExportedProgram, path: Path, device: torch.device, config: Mapping[str, Any]
+) -> None:
     """Compile a program of `torch.export` to a file, with options of Inductor."""
     # otherwise AOTI_RUNTIME_CHECK_INPUTS=1 rejects batches of 0 and 1 samples
     config = {"aot_inductor.check_lowerbound": False, **config}
+    if device.type != "cpu":
+        # Inductor times kernels on zeros, which are no lengths of the ids beside them
+        config["assert_indirect_indexing"] = False
     with warnings.catch_warnings(), _any_size():
         # a warning of torch's own code that copies the structure of the inputs
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")

@@ -327,7 +327,7 @@ def _write_compiled(
         # CUDA kernels inside the library, so that it needs no other file once it is loaded
         "aot_inductor.embed_kernel_binary": device.type == "cuda",
     }
-    compile_exported(exported, path, config)
+    compile_exported(exported, path, device, config)
     loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
     values = _constants(exported)
     constants = {name: values[name].to(device) for name in loader.get_constant_fqns()}
