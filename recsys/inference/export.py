@@ -197,6 +197,7 @@ def compile_exported(
     with warnings.catch_warnings(), _any_size():
         # a warning of torch's own code that copies the structure of the inputs
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the caller's choice
         torch._inductor.aoti_compile_and_package(
             exported, package_path=str(path), inductor_configs=config
         )
