@@ -192,7 +192,7 @@ def compile_exported(
     # otherwise AOTI_RUNTIME_CHECK_INPUTS=1 rejects batches of 0 and 1 samples
     config = {"aot_inductor.check_lowerbound": False, **config}
     if device.type != "cpu":
-        # Inductor times kernels with lengths of zero, whatever the number of ids
+        # Inductor times kernels with lengths of zero and any number of ids
         config["assert_indirect_indexing"] = False
     with warnings.catch_warnings(), _any_size():
         # a warning of torch's own code that copies the structure of the inputs
