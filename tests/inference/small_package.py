@@ -1,21 +1,13 @@
-"""A small serving package, written field by field: its TorchScript program holds all tables."""
+"""A small serving package."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
-import shutil
 from pathlib import Path
-from typing import Any
 
-import fbgemm_gpu
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from recsys.inference import export_torchscript, quantize_embeddings
-from recsys.inference.packages.server_configs import config_pbtxt
+from recsys.inference import package, quantize_embeddings
 from recsys.modules.dlrm import DLRM
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -65,57 +57,9 @@ def arguments_of(request: Request) -> tuple[Tensor, KeyedJaggedTensor]:
     return request["dense_features"], KeyedJaggedTensor(list(ROWS), values, lengths=lengths)
 
 
-def write_version(package: Path, version: int, seed: int, max_rows: int = 64) -> nn.Module:
-    """Write a version; it appears at once, when it is complete. Return its model."""
+def write_version(folder: Path, version: int, seed: int, program: str = "torchscript") -> nn.Module:
+    """Write a version of a package, of at most 64 rows, and return its model."""
     model = small_model(seed)
-    folder = package.parent.parent / f"{package.name}-{version}.part"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    sample = random_request(3, seed=0)
-    export_torchscript(model, folder / "program.pt", arguments_of(sample))
-    (folder / "program.pt.sha256").unlink()
-    tensors = {f"request.{name}": tensor for name, tensor in sample.items()}
-    save_file({**tensors, "response.output": score(model, sample)}, folder / "sample.safetensors")
-    manifest = manifest_of(folder, max_rows)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    package.mkdir(parents=True, exist_ok=True)
-    (package / "config.pbtxt").write_text(config_pbtxt(manifest, package.name))
-    folder.rename(package / str(version))
+    inputs = arguments_of(random_request(3, seed=0))
+    package(model, folder, inputs, version=version, programs=[program], max_rows=64)
     return model
-
-
-def manifest_of(folder: Path, max_rows: int) -> dict[str, Any]:
-    features = [{"name": name, "tensor": name, "rows": rows} for name, rows in ROWS.items()]
-    return {
-        "format": 1,
-        "recsys": "0.1.0",
-        "torch": torch.__version__.partition("+")[0],
-        "fbgemm": fbgemm_gpu.__version__.partition("+")[0],
-        "machine": platform.machine(),
-        "instruction_set": "",
-        "programs": [
-            {"kind": "torchscript", "file": "program.pt", "device": "cpu", "constants": []}
-        ],
-        "inputs": [
-            {
-                "name": "dense_features", "kind": "dense", "dtype": "float32",
-                "shape": [-1, DENSE], "default": None,
-            },
-            {
-                "name": "sparse_features", "kind": "jagged", "dtype": "int64",
-                "lengths_dtype": "int64", "weighted": False, "features": features,
-            },
-        ],
-        "outputs": [{"name": "output", "kind": "rows", "dtype": "float32", "shape": [-1, 1]}],
-        "tables": [],
-        "buffers": [],
-        "files": {
-            path.name: {
-                "bytes": path.stat().st_size,
-                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            }
-            for path in folder.iterdir()
-        },
-        "limits": {"max_rows": max_rows},
-        "columns": [],
-    }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -70,35 +71,39 @@ def tensors(**given: list[float] | list[int]) -> dict[str, torch.Tensor]:
     }
 
 
-ids = st.lists(st.integers(0, fake_package.ROWS - 1), max_size=4)
-row = st.tuples(st.integers(-9, 9), ids, ids, st.lists(st.integers(0, 99), max_size=3))
-
-
-@given(requests=st.lists(st.lists(row, max_size=12), min_size=1, max_size=20))
+@given(
+    num_rows=st.lists(st.integers(0, 50), min_size=1, max_size=20), seed=st.integers(0, 2**32 - 1)
+)
 @settings(max_examples=100, deadline=None)
 def test_merged_requests_equal_requests_one_by_one(
-    library: Path, tmp_path_factory: pytest.TempPathFactory, requests: list[list[tuple]]
+    library: Path, tmp_path_factory: pytest.TempPathFactory, num_rows: list[int], seed: int
 ) -> None:
     """Against plain Python; more than max_rows rows make several batches."""
     folder = tmp_path_factory.getbasetemp() / "merged" / "1"
     core = opened(library, folder if folder.exists() else fake_package.write(folder))
-    given = []
-    for rows in requests:
-        request = {"dense": torch.tensor([[r[0], 1] for r in rows], dtype=torch.float32)}
-        request["dense"] = request["dense"].view(-1, 2)
-        for at, name in enumerate("abw", 1):
-            bags = [r[at] for r in rows]
-            request[name] = torch.tensor([*chain(*bags)], dtype=torch.int64)
-            request[f"{name}.lengths"] = torch.tensor(list(map(len, bags)), dtype=torch.int64)
+    random = np.random.default_rng(seed)
+    limits = {"a": fake_package.ROWS, "b": fake_package.ROWS, "w": 100}
+    requests, bags_of = [], []
+    for count in num_rows:
+        request = {"dense": torch.from_numpy(random.integers(-9, 10, (count, 2))).float()}
+        bags = {
+            name: [random.integers(0, limit, n).tolist() for n in random.integers(0, 5, count)]
+            for name, limit in limits.items()
+        }
+        for name, lists in bags.items():
+            request[name] = torch.tensor([*chain(*lists)], dtype=torch.int64)
+            request[f"{name}.lengths"] = torch.tensor([*map(len, lists)], dtype=torch.int64)
         request["w.weights"] = torch.full((len(request["w"]),), 0.5)
-        given.append(request)
-    merged = core.run(given)
-    for rows, found in zip(requests, merged, strict=True):
+        requests.append(request)
+        bags_of.append(bags)
+    merged = core.run(requests)
+    for request, bags, found in zip(requests, bags_of, merged, strict=True):
         assert isinstance(found, dict)
-        scores = [r[0] + 1 + sum(r[1]) + 3 * sum(r[2]) + sum(r[3]) / 2 for r in rows]
+        rows = zip(request["dense"].sum(1).tolist(), *bags.values(), strict=True)
+        scores = [dense + sum(a) + 3 * sum(b) + sum(w) / 2 for dense, a, b, w in rows]
         assert found["score"].flatten().tolist() == scores
-        assert found["rows.lengths"].tolist() == [len(r[1]) for r in rows]
-        assert found["rows.values"][:, 0].tolist() == [i for r in rows for i in r[1]]
+        assert found["rows.lengths"].tolist() == [*map(len, bags["a"])]
+        assert found["rows.values"][:, 0].tolist() == [*chain(*bags["a"])]
     core.close()
 
 
@@ -158,6 +163,46 @@ def test_deltas_are_applied_in_order(library: Path, version: Path) -> None:
     assert (
         np.fromfile(version / "tables/t.rows", np.uint8).tolist()
         == fake_package.TABLE.ravel().tolist()
+    )
+
+
+FOLLOWER = """
+import ctypes, sys, time
+core, options, p = ctypes.CDLL(sys.argv[1]), (ctypes.c_int32 * 16)(), ctypes.c_void_p()
+core.recsys_default_options(options)
+options[4] = 1  # poll_ms
+assert core.recsys_open(sys.argv[2].encode(), options, ctypes.byref(p)) == 0
+print("open", flush=True)
+time.sleep(60)
+"""
+
+
+def test_killed_followers_start_again_with_all_deltas(library: Path, version: Path) -> None:
+    """A predictor that is killed while it applies deltas does not write to the version."""
+    random = np.random.default_rng(0)
+    expected = dict(enumerate(fake_package.TABLE[:, 0].tolist()))
+    rows = [tensors(a=[row]) for row in expected]
+    sequence = 0
+    for _ in range(20):
+        command = [sys.executable, "-c", FOLLOWER, str(library), str(version)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"open\n"
+        for _ in range(random.integers(1, 20)):
+            sequence += 1
+            changed = dict(enumerate(random.integers(0, 200, 5).tolist()))
+            fake_package.delta(version, sequence, changed)
+            expected |= changed
+        time.sleep(random.uniform(0, 0.005))
+        child.kill()
+        child.communicate(timeout=30)
+    core = opened(library, version)
+    assert core.sequence() == sequence
+    found = core.run(rows)
+    assert [float(one["score"]) for one in found if isinstance(one, dict)] == [*expected.values()]
+    core.close()
+    assert np.array_equal(
+        np.fromfile(version / "tables/t.rows", np.uint8), fake_package.TABLE.ravel()
     )
 
 
