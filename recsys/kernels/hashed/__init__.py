@@ -1,0 +1,1 @@
+"""Hash index: the rows of embedding tables by any 64-bit id."""

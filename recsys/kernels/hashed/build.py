@@ -1,0 +1,164 @@
+"""Build of the C file of the hash index: compiled at first use, kept in a cache folder.
+
+The folder is `$RECSYS_CACHE`, else `recsys` in `$XDG_CACHE_HOME` or `~/.cache`. Without a compiler
+the twin in PyTorch serves. `RECSYS_HASH=torch` forces it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+from typing import NamedTuple, final
+
+SOURCE = Path(__file__).with_name("hash_index.c")
+FLAGS = ("-std=c11", "-O3", "-Wall", "-Wextra", "-shared", "-fPIC")
+CPU_FLAGS = (("-march=native",), ())
+"""Flags of the CPU, the preferred first; not every compiler has them."""
+
+
+@final
+class Loaded(NamedTuple):
+    """The C file's library, or the reason for which the twin serves."""
+
+    library: ctypes.CDLL | None
+    text: str
+    """Path of the library, or the reason."""
+
+
+def library() -> ctypes.CDLL | None:
+    """Return the library of the C file; None if the twin serves.
+
+    Warns:
+        RuntimeWarning: At the first call, if the C file cannot be built.
+    """
+    return _loaded().library
+
+
+def describe() -> str:
+    """Return the implementation that maps ids on a CPU, and the library's path or the reason."""
+    loaded = _loaded()
+    return f"{'torch' if loaded.library is None else 'C'}: {loaded.text}"
+
+
+@functools.cache
+def _loaded() -> Loaded:
+    if os.environ.get("RECSYS_HASH") == "torch":
+        return Loaded(None, "RECSYS_HASH=torch")
+    try:
+        loaded = load()
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = _reason(error)
+        warnings.warn(
+            f"Hashed ids are mapped by PyTorch, several times slower: {reason}. Install a C "
+            "compiler, or set CC to its command.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return Loaded(None, reason)
+    loaded.library.recsys_map_ids.restype = ctypes.c_int64  # type: ignore[union-attr]
+    return loaded
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = (error.stderr or "").strip().splitlines() or ["no message"]
+        return f"{shlex.join(error.cmd[:1])} failed ({lines[-1]})"
+    return str(error)
+
+
+def load() -> Loaded:
+    """Load the library from the cache folder, and build it there if necessary.
+
+    Processes that build at the same time do not disturb each other. If the cache folder cannot be
+    used, the library is built in a temporary folder that only this process uses.
+
+    Raises:
+        OSError: There is no compiler, or no folder to build in.
+        subprocess.SubprocessError: The compiler fails, or runs for more than two minutes.
+    """
+    cached = cache_path()
+    if cached is not None:
+        try:
+            return Loaded(ctypes.CDLL(str(cached)), str(cached))
+        except OSError:  # not built yet, or damaged
+            pass
+    with tempfile.TemporaryDirectory(prefix="recsys-") as folder:
+        built = Path(folder, SOURCE.stem + ".so")
+        _compile(built)
+        if cached is not None:
+            try:
+                _move(built, cached)
+                return Loaded(ctypes.CDLL(str(cached)), str(cached))
+            except OSError:
+                pass
+        return Loaded(ctypes.CDLL(str(built)), "in memory, as the cache folder cannot be written")
+
+
+def cache_path() -> Path | None:
+    """Return the library's path in the cache folder; None if there is no home folder.
+
+    The name contains a hash of the source, the flags, the compiler and the CPU: machines with one
+    home folder, and versions of this package, each have their own library.
+    """
+    folder = os.environ.get("RECSYS_CACHE")
+    if not folder:
+        base = os.environ.get("XDG_CACHE_HOME")
+        try:
+            folder = str(Path(base) if base else Path.home() / ".cache") + "/recsys"
+        except RuntimeError:
+            return None
+    parts = [SOURCE.read_text(), repr((FLAGS, CPU_FLAGS)), os.environ.get("CC", "")]
+    parts += [platform.system(), platform.machine(), _cpu_features()]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return Path(folder, f"{SOURCE.stem}-{digest[:32]}.so")
+
+
+def _cpu_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _compiler() -> list[str]:
+    chosen = shlex.split(os.environ.get("CC", ""))
+    for command in [chosen] if chosen else [["cc"], ["gcc"], ["clang"]]:
+        if shutil.which(command[0]):
+            return command
+    raise FileNotFoundError(f"there is no C compiler ({shlex.join(chosen) or 'cc, gcc or clang'})")
+
+
+def _compile(path: Path) -> None:
+    compiler = _compiler()
+    for flags in CPU_FLAGS:
+        command = [*compiler, *FLAGS, *flags, "-o", str(path), str(SOURCE)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=120, check=False
+        )
+        if done.returncode == 0:
+            return
+    done.check_returncode()
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move a file into the cache folder, under its name only once it is complete."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=target.name, dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(source.read_bytes())
+        os.chmod(temporary, 0o755)
+        os.replace(temporary, target)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise

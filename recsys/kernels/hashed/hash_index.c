@@ -1,0 +1,456 @@
+/* Lookup of ids in hash indexes: the rows of embedding tables by any 64-bit id.
+ *
+ * index.py describes the arrays, twin.py the rules; results equal those of twin.py bit for bit.
+ * No global state and no threads: calls on different indexes may run at the same time.
+ */
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+_Static_assert(sizeof(void *) == 8, "native.py passes pointers as 64-bit numbers");
+
+enum { WAYS = 16, LINE = 64 };
+enum { EVICT_NONE, EVICT_LRU, EVICT_LFU, EVICT_DISTANCE_LFU };
+enum { ADMIT_ALWAYS, ADMIT_AT_LEAST, ADMIT_PROBABILITY };
+enum { FRACTION = 256, NEAR = 16, FAR = 32 }; /* NEAR and FAR: distances of prefetches, in ids */
+
+/* One shard; native.py fills it in this order. */
+typedef struct {
+    int64_t *ids;
+    int32_t *last_used;
+    int32_t *seen;
+    uint8_t *digests;
+    uint8_t *sketch;
+    uint64_t seed;
+    int64_t region_bits;
+    int64_t first_region;
+    int64_t num_regions; /* of the shard */
+    int64_t lines;       /* of a region */
+    int64_t eviction;
+    int64_t half_life;
+    int64_t exponent;
+    int64_t ttl;
+    int64_t admission;
+    int64_t admission_value;
+    int64_t is_shared;
+    int64_t num_ids; /* of the batch */
+    /* results */
+    int64_t hits;
+    int64_t admitted;
+    int64_t evicted;
+    int64_t refused;
+    int64_t unknown;
+} Table;
+
+typedef struct {
+    int64_t step;
+    int64_t pin;
+    int64_t oldest; /* rows last used before this step are expired */
+    int is_training;
+} Moment;
+
+typedef struct {
+    int64_t id;
+    uint32_t line;
+    uint32_t position; /* in the table's part of the batch */
+} Miss;
+
+/* -- places of ids ----------------------------------------------------------------------------- */
+
+static inline uint64_t mix64(uint64_t x)
+{
+    x ^= x >> 30;
+    x *= 0xbf58476d1ce4e5b9u;
+    x ^= x >> 27;
+    x *= 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+/* Place of an id: line << 16 | home << 8 | digest. A line of another shard is out of range. */
+static inline uint64_t locate(const Table *t, int64_t id)
+{
+    uint64_t hash = mix64((uint64_t)id ^ t->seed);
+    uint64_t region = hash >> 1 >> (63 - t->region_bits);
+    uint64_t line = (hash << t->region_bits >> 32) * (uint64_t)t->lines >> 32;
+    uint64_t home = hash >> (30 - t->region_bits) & 3;
+    uint64_t digest = (hash & 0xffff) % 255 + 1;
+    region -= (uint64_t)t->first_region;
+    return (region * (uint64_t)t->lines + line) << 16 | home << 8 | digest;
+}
+
+static inline int64_t line_of(uint64_t spot) { return (int64_t)(spot >> 16); }
+static inline unsigned home_of(uint64_t spot) { return spot >> 8 & 3; }
+static inline uint8_t digest_of(uint64_t spot) { return (uint8_t)spot; }
+
+static inline int64_t shared_row(const Table *t, uint64_t spot)
+{
+    return line_of(spot) / t->lines * t->lines * LINE;
+}
+
+/* -- digests of a line ------------------------------------------------------------------------- */
+
+/* Bit i of the result: whether digest i of the line equals `digest`. */
+static inline uint64_t match_line(const uint8_t *line, uint8_t digest)
+{
+#if defined(__SSE2__) && !defined(RECSYS_PORTABLE)
+    __m128i wanted = _mm_set1_epi8((char)digest);
+    uint64_t mask = 0;
+    for (int bucket = 3; bucket >= 0; bucket--) {
+        __m128i ways = _mm_loadu_si128((const __m128i *)(const void *)(line + bucket * WAYS));
+        mask = mask << WAYS | (uint64_t)_mm_movemask_epi8(_mm_cmpeq_epi8(ways, wanted));
+    }
+    return mask;
+#else
+    const uint64_t low = 0x7f7f7f7f7f7f7f7fu;
+    uint64_t mask = 0;
+    for (int i = 0; i < LINE; i += 8) {
+        uint64_t word;
+        memcpy(&word, line + i, 8);
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+        word = __builtin_bswap64(word);
+#endif
+        word ^= digest * 0x0101010101010101u; /* its equal bytes are 0 */
+        word = ~(((word & low) + low) | word | low) >> 7;
+        mask |= (word * 0x0102040810204080u >> 56) << i;
+    }
+    return mask;
+#endif
+}
+
+/* Rotate a line's mask so that the home bucket comes first. */
+static inline uint64_t from_home(uint64_t mask, unsigned home)
+{
+    unsigned bits = home * WAYS;
+    return mask >> bits | mask << (-bits & 63);
+}
+
+/* Row offset in the line of the first bit of a mask that was rotated. */
+static inline int64_t first_way(uint64_t mask, unsigned home)
+{
+    return ((unsigned)__builtin_ctzll(mask) + home * WAYS) & (LINE - 1);
+}
+
+/* Prefetch a line of digests, and the ids that may match. */
+static inline void prefetch_digests(const Table *t, uint64_t spot)
+{
+    __builtin_prefetch(t->digests + line_of(spot) * LINE);
+}
+
+static inline uint64_t prefetch_candidate(const Table *t, uint64_t spot)
+{
+    int64_t row = line_of(spot) * LINE;
+    uint64_t mask = from_home(match_line(t->digests + row, digest_of(spot)), home_of(spot));
+    if (mask) {
+        row += first_way(mask, home_of(spot));
+        __builtin_prefetch(t->ids + row);
+        __builtin_prefetch(t->last_used + row, 1);
+    }
+    return mask;
+}
+
+/* -- known ids --------------------------------------------------------------------------------- */
+
+/* Count of eviction "lfu", halved for each half-life since the last use. */
+static inline int64_t decayed(const Table *t, int64_t row, const Moment *now)
+{
+    int64_t seen = t->seen[row], age = now->step - t->last_used[row];
+    if (t->half_life == 0 || age < t->half_life)
+        return seen;
+    int64_t halvings = age / t->half_life;
+    return seen >> (halvings < 31 ? halvings : 31);
+}
+
+static inline void touch(const Table *t, int64_t row, const Moment *now)
+{
+    if (t->last_used[row] == now->step)
+        return;
+    if (t->eviction >= EVICT_LFU) {
+        int64_t seen = t->eviction == EVICT_LFU ? decayed(t, row, now) + FRACTION
+                                                : (int64_t)t->seen[row] + 1;
+        t->seen[row] = (int32_t)(seen < INT32_MAX ? seen : INT32_MAX);
+    }
+    t->last_used[row] = (int32_t)now->step;
+}
+
+/* Return the row of an id, expired or not; -1: none. `mask` has its candidates. */
+static inline int64_t row_of(const Table *t, uint64_t spot, int64_t id, uint64_t mask)
+{
+    for (; mask; mask &= mask - 1) {
+        int64_t row = line_of(spot) * LINE + first_way(mask, home_of(spot));
+        if (t->ids[row] == id)
+            return row;
+    }
+    return -1;
+}
+
+/* First pass: find ids, and record the use of their rows. Return the number of misses. */
+static int64_t find_known(const Table *t, const Moment *now, const int64_t *ids,
+                          const uint64_t *spots, int64_t *rows, Miss *misses)
+{
+    int64_t n = t->num_ids, num_misses = 0;
+    uint64_t masks[NEAR];
+    for (int64_t i = 0; i < n && i < FAR; i++)
+        prefetch_digests(t, spots[i]);
+    for (int64_t i = 0; i < n && i < NEAR; i++)
+        masks[i] = prefetch_candidate(t, spots[i]);
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t mask = masks[i % NEAR];
+        if (i + FAR < n)
+            prefetch_digests(t, spots[i + FAR]);
+        if (i + NEAR < n)
+            masks[i % NEAR] = prefetch_candidate(t, spots[i + NEAR]);
+        int64_t row = row_of(t, spots[i], ids[i], mask);
+        if (row >= 0 && t->last_used[row] >= now->oldest) {
+            if (now->is_training)
+                touch(t, row, now);
+            rows[i] = row;
+            continue;
+        }
+        rows[i] = t->is_shared ? shared_row(t, spots[i]) : -1;
+        if (now->is_training) {
+            __builtin_prefetch(t->last_used + line_of(spots[i]) * LINE + home_of(spots[i]) * WAYS);
+            misses[num_misses] = (Miss){ids[i], (uint32_t)line_of(spots[i]), (uint32_t)i};
+        }
+        num_misses++;
+    }
+    return num_misses;
+}
+
+/* -- order of unknown ids ---------------------------------------------------------------------- */
+
+static inline int is_before(const Miss *a, const Miss *b)
+{
+    return a->line != b->line ? a->line < b->line : a->id < b->id;
+}
+
+static void insertion_sort(Miss *items, int64_t n)
+{
+    for (int64_t i = 1; i < n; i++) {
+        Miss item = items[i];
+        int64_t j = i;
+        for (; j > 0 && is_before(&item, &items[j - 1]); j--)
+            items[j] = items[j - 1];
+        items[j] = item;
+    }
+}
+
+/* Merge sort by line, then id. `spare` has space for n / 2 items. */
+static void sort_misses(Miss *items, int64_t n, Miss *spare)
+{
+    if (n <= 16) {
+        insertion_sort(items, n);
+        return;
+    }
+    int64_t half = n / 2, left = 0, right = half, out = 0;
+    sort_misses(items, half, spare);
+    sort_misses(items + half, n - half, spare);
+    memcpy(spare, items, (size_t)half * sizeof *items);
+    while (left < half && right < n)
+        items[out++] = is_before(&items[right], &spare[left]) ? items[right++] : spare[left++];
+    memcpy(items + out, spare + left, (size_t)(half - left) * sizeof *items);
+}
+
+/* -- admission and placement ------------------------------------------------------------------- */
+
+/* Count an id in the sketch of its home bucket; see `admit_by_count` in twin.py. */
+static int is_counted_often(const Table *t, uint64_t spot, uint64_t hash)
+{
+    uint8_t *cells = t->sketch + (line_of(spot) * 4 + home_of(spot)) * LINE;
+    uint64_t mixed = mix64(hash);
+    int lowest = 255, total = 0;
+    for (int group = 0; group < 4; group++) {
+        uint8_t *cell = cells + 16 * group + (mixed >> 4 * group & 15);
+        if (*cell < 255)
+            ++*cell;
+        lowest = *cell < lowest ? *cell : lowest;
+    }
+    for (int i = 0; i < LINE; i++)
+        total += cells[i];
+    if (total > 32 * t->admission_value)
+        for (int i = 0; i < LINE; i++)
+            cells[i] >>= 1;
+    return lowest >= t->admission_value;
+}
+
+static int is_admitted(const Table *t, uint64_t spot, int64_t id, const Moment *now)
+{
+    if (t->admission == ADMIT_ALWAYS)
+        return 1;
+    uint64_t hash = mix64((uint64_t)id ^ t->seed);
+    if (t->admission == ADMIT_AT_LEAST)
+        return is_counted_often(t, spot, hash);
+    uint64_t mixed = mix64(hash + (uint64_t)now->step * 0x9e3779b97f4a7c15u);
+    return (int64_t)(mixed >> 32) < t->admission_value;
+}
+
+/* Score of a row that is not pinned; the lowest is evicted. */
+static inline int64_t score(const Table *t, int64_t row, const Moment *now)
+{
+    if (t->eviction == EVICT_LRU)
+        return t->last_used[row];
+    if (t->eviction == EVICT_LFU)
+        return decayed(t, row, now) * ((int64_t)1 << 31) + t->last_used[row];
+    double distance = (double)(now->step - t->last_used[row]), power = distance;
+    for (int64_t i = 1; i < t->exponent; i++)
+        power *= distance;
+    double share = t->seen[row] / power;
+    int64_t bits; /* doubles that are not negative have the order of their bits */
+    memcpy(&bits, &share, sizeof bits);
+    return bits;
+}
+
+/* Return the row to evict for a new id; -1: all rows of its home bucket are pinned. */
+static int64_t lowest_row(const Table *t, uint64_t spot, int64_t reserved, const Moment *now)
+{
+    int64_t first = line_of(spot) * LINE + home_of(spot) * WAYS, lowest = -1;
+    int64_t lowest_score = INT64_MAX;
+    for (int64_t way = home_of(spot) == 0 ? reserved : 0; way < WAYS; way++) {
+        if (t->last_used[first + way] >= now->pin)
+            continue;
+        int64_t found = score(t, first + way, now);
+        if (found < lowest_score) {
+            lowest_score = found;
+            lowest = first + way;
+        }
+    }
+    return lowest;
+}
+
+/* Return the row of a new id; -1: none is free or can be evicted. */
+static int64_t choose_row(const Table *t, uint64_t spot, int64_t id, const Moment *now)
+{
+    int64_t line = line_of(spot) * LINE;
+    unsigned home = home_of(spot);
+    int64_t reserved = line_of(spot) % t->lines == 0; /* ways of the line that belong to no id */
+    uint64_t available = match_line(t->digests + line, 0);
+    if (t->ttl) {
+        uint64_t own = match_line(t->digests + line, digest_of(spot));
+        int64_t row = row_of(t, spot, id, from_home(own, home));
+        if (row >= 0)
+            return row;
+        for (int way = 0; way < LINE; way++)
+            available |= (uint64_t)(t->last_used[line + way] < now->oldest) << way;
+    }
+    available &= ~(uint64_t)reserved;
+    if (available)
+        return line + first_way(from_home(available, home), home);
+    return t->eviction == EVICT_NONE ? -1 : lowest_row(t, spot, reserved, now);
+}
+
+/* Admit an unknown id and give it a row; -1: it gets none. */
+static int64_t place(Table *t, uint64_t spot, int64_t id, const Moment *now)
+{
+    if (!is_admitted(t, spot, id, now))
+        return -1;
+    int64_t row = choose_row(t, spot, id, now);
+    if (row < 0) {
+        t->refused++;
+        return -1;
+    }
+    t->admitted++;
+    t->evicted += t->digests[row] != 0 && t->ids[row] != id;
+    t->ids[row] = id;
+    t->digests[row] = digest_of(spot);
+    t->last_used[row] = (int32_t)now->step;
+    if (t->eviction >= EVICT_LFU)
+        t->seen[row] = t->eviction == EVICT_LFU ? FRACTION : 1;
+    return row;
+}
+
+/* Second pass: place each unknown id once. Write new rows and ids; return the misses left. */
+static int64_t place_unknown(Table *t, const Moment *now, const uint64_t *spots, Miss *misses,
+                             int64_t num_misses, int64_t *rows, int64_t *new_rows,
+                             int64_t *new_ids)
+{
+    int64_t left = 0, num_new = 0;
+    sort_misses(misses, num_misses, misses + num_misses);
+    for (int64_t i = 0; i < num_misses;) {
+        int64_t id = misses[i].id, row = place(t, spots[misses[i].position], id, now);
+        if (row >= 0) {
+            new_rows[num_new] = row;
+            new_ids[num_new++] = id;
+        }
+        for (; i < num_misses && misses[i].id == id; i++) {
+            if (row >= 0)
+                rows[misses[i].position] = row;
+            else
+                left++;
+        }
+    }
+    return left;
+}
+
+/* -- all tables of a group --------------------------------------------------------------------- */
+
+/* Fill `spots`. Return 0, or 1 + the position of the first id of another shard. */
+static int64_t locate_all(const Table *tables, int64_t num_tables, const int64_t *ids,
+                          uint64_t *spots)
+{
+    const int64_t *first = ids;
+    for (const Table *t = tables; t < tables + num_tables; t++) {
+        uint64_t limit = (uint64_t)(t->num_regions * t->lines) << 16;
+        int is_foreign = 0;
+        for (int64_t i = 0; i < t->num_ids; i++) {
+            spots[i] = locate(t, ids[i]);
+            is_foreign |= spots[i] >= limit;
+        }
+        if (is_foreign)
+            for (int64_t i = 0;; i++)
+                if (spots[i] >= limit)
+                    return ids + i - first + 1;
+        ids += t->num_ids;
+        spots += t->num_ids;
+    }
+    return 0;
+}
+
+static void map_table(Table *t, int64_t step, int64_t pin, int is_training, const int64_t *ids,
+                      const uint64_t *spots, Miss *misses, int64_t *rows, int64_t *new_rows,
+                      int64_t *new_ids)
+{
+    int64_t alive = step - t->ttl;
+    Moment now = {step, pin, t->ttl ? (alive < pin ? alive : pin) : 0, is_training};
+    t->admitted = t->evicted = t->refused = 0;
+    int64_t num_misses = find_known(t, &now, ids, spots, rows, misses);
+    t->hits = t->num_ids - num_misses;
+    t->unknown = num_misses;
+    if (is_training && num_misses)
+        t->unknown =
+            place_unknown(t, &now, spots, misses, num_misses, rows, new_rows, new_ids);
+}
+
+/* Map a batch of ids to rows; see `map_ids` in index.py.
+ *
+ * ids and rows: those of all tables. new_rows and new_ids: space for one item of each id; used in
+ * training only. Return 0; -1: no memory; or 1 + the position of an id of another shard. */
+int64_t recsys_map_ids(Table *tables, int64_t num_tables, const int64_t *ids, int64_t step,
+                       int64_t pin, int64_t is_training, int64_t *rows, int64_t *new_rows,
+                       int64_t *new_ids)
+{
+    size_t num_ids = 0, most = 0;
+    for (int64_t i = 0; i < num_tables; i++) {
+        size_t n = (size_t)tables[i].num_ids;
+        num_ids += n;
+        most = n > most ? n : most;
+    }
+    uint64_t *spots = malloc((num_ids + 1) * sizeof *spots);
+    Miss *misses = malloc((most + most / 2 + 1) * sizeof *misses);
+    int64_t result = spots && misses ? locate_all(tables, num_tables, ids, spots) : -1;
+    const uint64_t *next = spots;
+    for (int64_t i = 0; i < num_tables && result == 0; i++) {
+        Table *t = tables + i;
+        map_table(t, step, pin, is_training != 0, ids, next, misses, rows, new_rows, new_ids);
+        ids += t->num_ids;
+        rows += t->num_ids;
+        next += t->num_ids;
+        new_rows += is_training ? t->admitted : 0;
+        new_ids += is_training ? t->admitted : 0;
+    }
+    free(spots);
+    free(misses);
+    return result;
+}
