@@ -49,6 +49,7 @@ from recsys.modules.embedding_configs import (
     BaseEmbeddingConfig,
     DataType,
     QuantConfig,
+    refuse_hashed_ids,
 )
 from recsys.modules.embedding_inputs import positions_of
 from recsys.modules.embedding_table import TableDict
@@ -480,6 +481,7 @@ def quantized_configs(
         return module.configs(), module.options()
     if not isinstance(cast(object, module), TableCollection | ShardedCollection):
         wrong_type("module", "a collection of tables, sharded or not", module)
+    refuse_hashed_ids(module.configs(), "quantized")
     qconfig = getattr(configured, "qconfig", None)
     dtype, output_dtype = torch.int8, torch.float32
     per_table: Mapping[str, torch.dtype] = {}

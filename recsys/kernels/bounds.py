@@ -79,7 +79,7 @@ def find_bad_ids(indices: Tensor, offsets: Tensor, num_rows_F: Tensor) -> Tensor
     Args:
         indices: [N] int32 or int64.
         offsets: [F * B + 1].
-        num_rows_F: [F] int64 rows of the table that each feature reads.
+        num_rows_F: [F] int64 rows of the table that each feature reads; `NO_LIMIT`: any id is good.
 
     Returns:
         [N] bool.
@@ -92,9 +92,9 @@ def find_bad_ids(indices: Tensor, offsets: Tensor, num_rows_F: Tensor) -> Tensor
     if num_bags == 0 or indices.numel() == 0:
         return torch.zeros_like(indices, dtype=torch.bool)
     if num_rows_F.numel() == 1:
-        return (indices < 0) | (indices >= num_rows_F)
+        return ((indices < 0) | (indices >= num_rows_F)) & (num_rows_F != NO_LIMIT)
     limit_N = num_rows_F.repeat_interleave(offsets[::num_bags].diff(), output_size=indices.numel())
-    return (indices < 0) | (indices >= limit_N)
+    return ((indices < 0) | (indices >= limit_N)) & (limit_N != NO_LIMIT)
 
 
 def bad_id_message(

@@ -55,13 +55,12 @@ class RowLimits(NamedTuple):
 
     Attributes:
         rows_K: `[K]` rows of the smallest table that reads each feature.
+            `NO_LIMIT` if no table with row numbers does.
         least: The smallest of them.
-        unread_K: `[K]` bool, features that no table reads; empty if there are none.
     """
 
     rows_K: Tensor
     least: int
-    unread_K: Tensor
 
 
 @final
@@ -103,7 +102,7 @@ class BatchChecker:
     """Sanitizes the batches of a collection of tables, and describes their faults.
 
     Args:
-        readers: Per feature the name and the rows of each table that reads it.
+        readers: Per feature the name and the rows of each table that reads it by row number.
         mode: Handling of ids outside their table.
         device: Device of batches and tables.
         is_pooled: Whether bags are pooled. Otherwise the output has the lengths of the bags.
@@ -136,12 +135,8 @@ class BatchChecker:
     def limits_of(self, keys: Sequence[str]) -> RowLimits:
         """Return the limits of batches with these keys."""
         rows = np.array([self._smallest.get(key, (NO_LIMIT, ""))[0] for key in keys], np.int64)
-        is_unread = rows == NO_LIMIT
-        return RowLimits(
-            rows_K=torch.from_numpy(rows).to(self._device),
-            least=int(rows.min(initial=NO_LIMIT)),
-            unread_K=torch.from_numpy(is_unread[: len(rows) * is_unread.any()]).to(self._device),
-        )
+        least = int(rows.min(initial=NO_LIMIT))
+        return RowLimits(torch.from_numpy(rows).to(self._device), least)
 
     def check(
         self,
@@ -178,7 +173,7 @@ class BatchChecker:
         found, faults = bags, NO_FAULTS
         bad_N = self._find_bad_ids(bags, limits)
         if bad_N.numel():
-            bad_ids = _without_unread(bad_N, bags, limits).any()
+            bad_ids = bad_N.any()
             bags = bags._replace(values=bags.values.masked_fill(bad_N, 0))
             faults = torch.stack([torch.zeros_like(bad_ids), bad_ids])
         if bad_bags.dim() == 0:
@@ -210,7 +205,7 @@ class BatchChecker:
         """Return `[N]` bool for ids outside their table, or an empty tensor if there are none."""
         if self.mode is BoundsCheckMode.NONE or not bags.values.numel():
             return NO_FAULTS
-        if bags.values.is_cpu and bags.are_ids_below(limits.least):
+        if limits.least == NO_LIMIT or (bags.values.is_cpu and bags.are_ids_below(limits.least)):
             return NO_FAULTS
         bad_N = find_bad_ids(bags.values, bags.offsets, limits.rows_K)
         return NO_FAULTS if bad_N.is_cpu and not bad_N.any() else bad_N
@@ -251,7 +246,6 @@ class BatchChecker:
         """Return the message about the first id outside its table."""
         keys, bags, rows_K = checked.given.keys(), checked.found, checked.limits.rows_K
         bad_N = find_bad_ids(bags.values, bags.offsets, rows_K)
-        bad_N = _without_unread(bad_N, bags, checked.limits)
         if not bool(bad_N.any()):
             return OVERWRITTEN
         tables = [self._smallest.get(key, (0, ""))[1] for key in keys]
@@ -262,14 +256,6 @@ def warn_of_bad_ids(text: str) -> None:
     """Warn with the text of `BatchChecker.describe`, if there is one."""
     if text:
         warnings.warn(f"{text} Row 0 is read instead.", UserWarning, stacklevel=5)
-
-
-def _without_unread(bad_N: Tensor, bags: Parts, limits: RowLimits) -> Tensor:
-    """Return which bad ids a table reads; features that no table reads may have any ids."""
-    if not limits.unread_K.numel():
-        return bad_N
-    counts_K = bags.ids_per_key()
-    return bad_N & ~limits.unread_K.repeat_interleave(counts_K, output_size=bad_N.numel())
 
 
 def with_one_batch_size(bags: Parts, strides: Sequence[int]) -> Parts:

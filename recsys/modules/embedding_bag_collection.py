@@ -130,7 +130,9 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
         checked = lookups.check_batch(features, is_weighted=self._is_weighted)
         bags = checked.bags
         weights = bags.weights if self._is_weighted else None
-        pooled = [group.lookup(*group.selector.select(bags, weights)) for group in groups]
+        pooled = [
+            group.lookup(group.selector.select(bags, weights), self.training) for group in groups
+        ]
         values_BD = pooled[0] if len(groups) == 1 else self._in_table_order(groups, pooled)
         if checked.is_variable:
             values_BD = expand_bags(values_BD, tuple(self._dims), tuple(self._read), checked.safe)

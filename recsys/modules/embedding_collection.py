@@ -127,7 +127,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         for group in groups:
             bags = group.selector.select(batch, None)
             ids_N = group.selector.select(given, None).indices if are_replaced else bags.indices
-            rows_ND = group.lookup(*bags)
+            rows_ND = group.lookup(bags, self.training)
             positions = group.selector.positions
             views = FeatureViews(
                 rows_ND,

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from recsys.kernels.arguments import choice, finite, flag, names, repeated, whole, wrong_type
 from recsys.kernels.checked import checked
+from recsys.kernels.hashed.index import geometry
 from recsys.kernels.types import PoolingType
+from recsys.modules.hashed_ids import HashedIds
 
 __all__ = [
     "DATA_TYPE_NUM_BITS",
@@ -32,6 +34,7 @@ __all__ = [
     "dtype_to_data_type",
     "pooling_type_to_pooling_mode",
     "pooling_type_to_str",
+    "refuse_hashed_ids",
 ]
 
 
@@ -146,7 +149,7 @@ class BaseEmbeddingConfig:
     """
 
     num_embeddings: int
-    """Rows; ids are in [0, num_embeddings)."""
+    """Rows; ids are in [0, num_embeddings), or any 64-bit number with `ids`."""
     embedding_dim: int
     """Columns."""
     name: str = ""
@@ -177,6 +180,8 @@ class BaseEmbeddingConfig:
     """Not supported: must be False."""
     stash_weights: bool = False
     """Not supported: must be False."""
+    ids: HashedIds | None = field(default=None, kw_only=True)
+    """Rules of a table that is read by any 64-bit id; it has `num_embeddings` rows, rounded up."""
 
     def __post_init__(self) -> None:
         where = f"{type(self).__name__} '{self.name}'"
@@ -184,6 +189,10 @@ class BaseEmbeddingConfig:
             wrong_type(f"{type(self).__name__}.name", "text", self.name)
         self.num_embeddings = whole(f"{where}.num_embeddings", self.num_embeddings)
         self.embedding_dim = whole(f"{where}.embedding_dim", self.embedding_dim)
+        if not isinstance(self.ids, HashedIds | None):
+            wrong_type(f"{where}.ids", "HashedIds or None", self.ids)
+        if self.ids is not None:
+            self.num_embeddings, _ = geometry(self.num_embeddings, self.ids.num_regions)
         if not isinstance(self.data_type, DataType):
             raise TypeError(
                 f"{where}.data_type must be a DataType; received {self.data_type!r}. Use "
@@ -321,6 +330,21 @@ class QuantConfig(_QuantConfig):
     ) -> QuantConfig:
         """Check the arguments; a NamedTuple has no `__post_init__`."""
         return super().__new__(cls, activation, weight, per_table_weight_dtype)
+
+
+def refuse_hashed_ids(configs: Iterable[BaseEmbeddingConfig], action: str) -> None:
+    """Raise ValueError if a table has hashed ids.
+
+    Args:
+        configs: The tables.
+        action: Past participle for the message, such as "sharded".
+    """
+    hashed = [config.name for config in configs if config.ids is not None]
+    if hashed:
+        raise ValueError(
+            f"Tables with HashedIds cannot be {action} in this release; received {hashed}. Use "
+            "tables of row numbers there, for example of `recsys.sparse.hash_ids`."
+        )
 
 
 _TRAINABLE = (DataType.FP32, DataType.FP16, DataType.BF16)

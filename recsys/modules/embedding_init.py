@@ -18,7 +18,7 @@ from torch import Tensor
 
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 
-__all__ = ["BLOCK_ROWS", "draw_seed", "init_rows"]
+__all__ = ["BLOCK_ROWS", "draw_seed", "init_ids", "init_rows", "seed_of_ids"]
 
 BLOCK_ROWS = 4096
 """Rows per call of an `init_fn`; the position of the block is part of the seed."""
@@ -91,6 +91,51 @@ def init_rows(
     return out
 
 
+@torch.no_grad()
+def init_ids(seed: int, ids: Tensor, step: int, config: BaseEmbeddingConfig) -> Tensor:
+    """Return the initial values of rows with new ids, which depend on seed, id and column.
+
+    An `init_fn` fills all rows at once, in the order of the ids.
+
+    Args:
+        seed: Seed of the table, from `seed_of_ids`.
+        ids: int64 [N], distinct.
+        step: Training batch, part of the seed of an `init_fn`.
+        config: The table's config.
+
+    Returns:
+        fp32 [N, embedding_dim].
+
+    Example:
+        >>> config = BaseEmbeddingConfig(10, 2, "t")
+        >>> both = init_ids(1, torch.tensor([-5, 2**62]), 1, config)
+        >>> torch.equal(init_ids(1, torch.tensor([2**62]), 9, config), both[1:])
+        True
+    """
+    dim = config.embedding_dim
+    if config.init_fn is not None:
+        order = ids.argsort()
+        drawn = _call_init_fn(_seed_of(seed, step), len(ids), dim, config.init_fn)
+        values = torch.empty_like(drawn, device=ids.device)
+        values[order] = drawn.to(ids.device)
+        return values.float()
+    low, high = config.get_weight_init_min(), config.get_weight_init_max()
+    starts = _mix(ids ^ seed)
+    columns = torch.arange(1, -(-dim // 2) + 1, device=ids.device).mul_(_STEP)
+    words = starts[:, None] + columns
+    return _uniform(words, low, high).view(len(ids), -1)[:, :dim]
+
+
+def seed_of_ids(seed: int, table_index: int) -> int:
+    """Return the seed of the initial values of a table with hashed ids.
+
+    Args:
+        seed: Seed of the collection.
+        table_index: Position of the table in its collection.
+    """
+    return _seed_of(seed, table_index, "ids")
+
+
 def _draw(
     seed: int, table_index: int, row_start: int, config: BaseEmbeddingConfig, out: Tensor
 ) -> None:
@@ -106,15 +151,25 @@ def _draw(
         number = (row_start + first) * words_per_row + 1
         last = number + len(rows) * words_per_row
         words = torch.arange(number, last, device=out.device).mul_(_STEP).add_(start)
-        for shift, factor in ((30, _FACTORS[0]), (27, _FACTORS[1]), (31, 1)):
-            words.bitwise_xor_((words >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
-        # each half has more than the 24 bits of precision of a float32
-        bits = words.view(torch.int32).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)
-        values = bits.float().mul_((high - low) / 2**24).add_(low)
-        rows.copy_(values.view(len(rows), -1)[:, :dim])
+        rows.copy_(_uniform(words, low, high).view(len(rows), -1)[:, :dim])
 
 
-def _seed_of(*numbers: int) -> int:
+def _uniform(words: Tensor, low: float, high: float) -> Tensor:
+    """Return two values per state of SplitMix64; overwrites the states."""
+    _mix(words)
+    # each half has more than the 24 bits of precision of a float32
+    bits = words.view(torch.int32).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)
+    return bits.float().mul_((high - low) / 2**24).add_(low)
+
+
+def _mix(words: Tensor) -> Tensor:
+    """Finalize states of SplitMix64 in place."""
+    for shift, factor in ((30, _FACTORS[0]), (27, _FACTORS[1]), (31, 1)):
+        words.bitwise_xor_((words >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
+    return words
+
+
+def _seed_of(*numbers: int | str) -> int:
     text = "/".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 

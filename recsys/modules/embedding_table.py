@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
+from recsys.modules.table_index import TableIndex
 from recsys.optim.apply_optimizer_in_backward import is_marked
 
 __all__ = ["EmbeddingTable", "TableDict"]
@@ -30,7 +31,8 @@ class EmbeddingTable(nn.Module):
     """One table of a collection: its parameter under the public name.
 
     A call looks up ids of this table alone, as `nn.EmbeddingBag` or `nn.Embedding` does. The
-    collection looks up all of its tables at once and is faster.
+    collection looks up all of its tables at once and is faster. With hashed ids, `index` has the
+    row of each id, and a call takes rows.
 
     Args:
         config: The table.
@@ -42,6 +44,8 @@ class EmbeddingTable(nn.Module):
         self.num_embeddings = config.num_embeddings
         self.embedding_dim = config.embedding_dim
         self.weight = nn.Parameter(weight)
+        if config.ids is not None:
+            self.index = TableIndex(config, weight.device)
         self._mode = config.pooling.name.lower() if isinstance(config, EmbeddingBagConfig) else ""
 
     def forward(

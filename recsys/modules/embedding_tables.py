@@ -18,7 +18,7 @@ from recsys.kernels.lookup_batch import Batch
 from recsys.kernels.types import BoundsCheckMode, PoolingType
 from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
-from recsys.modules.embedding_init import draw_seed, init_rows
+from recsys.modules.embedding_init import draw_seed, init_rows, seed_of_ids
 from recsys.modules.embedding_interfaces import get_embedding_names_by_table
 from recsys.modules.embedding_table import EmbeddingTable, TableDict
 from recsys.modules.table_lookups import LookupGroup, TableLookups, TableSlot, new_weights
@@ -157,6 +157,8 @@ class TableCollection(nn.Module):
             if not weight.is_meta:
                 rows, dim = weight.shape
                 init_rows(self.init_seed, t, 0, rows, dim, config, weight)
+                if config.ids is not None:
+                    table.index.clear(seed_of_ids(self.init_seed, t))
 
     # -- traced, see `traced` -------------------------------------------------------------------
 
@@ -169,12 +171,18 @@ class TableCollection(nn.Module):
         *dims: list[int],
     ) -> Any:
         """Call a lookup function of `traced` with a batch or its proxy."""
+        hashed = [config.name for config in self._configs if config.ids is not None]
+        if hashed and (is_exporting() or is_proxy(features)):
+            raise ValueError(
+                f"Tables with HashedIds cannot be traced or exported; received {hashed}. Export "
+                "the part of the model after the lookup."
+            )
         weights = [table.weight for table in self._tables()]
         # under `torch.fx`, attributes are proxies
         updates = any(is_marked(table._parameters["weight"]) for table in self._tables())
         varies = not is_proxy(features) and features.variable_stride_per_key()
         if not (is_exporting() or is_proxy(features)):
-            if updates or varies:
+            if updates or varies or hashed:
                 return run_eagerly(self, features)
         elif varies:
             raise ValueError(
@@ -246,7 +254,14 @@ class TableCollection(nn.Module):
             self._save_optimizers()
             tables = zip(self._configs, self._poolings, self._tables(), strict=True)
             slots = [
-                TableSlot(t, config, pooling, table._parameters, self._attached.get(config.name))  # type: ignore[arg-type]
+                TableSlot(
+                    t,
+                    config,
+                    pooling,
+                    table._parameters,  # type: ignore[arg-type]
+                    self._attached.get(config.name),
+                    table.index if config.ids is not None else None,
+                )
                 for t, (config, pooling, table) in enumerate(tables)
             ]
             owner, mode = type(self).__name__, self._bounds_check_mode

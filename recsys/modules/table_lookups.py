@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys import step_stages
-from recsys.kernels.bounds import AsyncChecks
+from recsys.kernels.bounds import NO_LIMIT, AsyncChecks
 from recsys.kernels.support import shared_optimizer
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import StorageLayout
@@ -28,7 +28,9 @@ from recsys.modules.batch_checker import (
     RowLimits,
 )
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
-from recsys.modules.embedding_inputs import FeatureSelector
+from recsys.modules.embedding_inputs import FeatureSelector, SelectedBags
+from recsys.modules.hashed_group import HashedGroup
+from recsys.modules.table_index import TableIndex
 from recsys.optim.apply_optimizer_in_backward import (
     AttachedOptimizer,
     attachment_count,
@@ -53,6 +55,8 @@ class TableSlot(NamedTuple):
     """The parameters of the table's module, which holds `weight`."""
     attached: AttachedOptimizer | None
     """The optimizer that updates the table in backward, if there is one."""
+    hashed: TableIndex | None
+    """The index of a table with hashed ids."""
 
     @property
     def weight(self) -> nn.Parameter:
@@ -65,7 +69,7 @@ class TableSlot(NamedTuple):
         Raises:
             ValueError: The kernels do not support the attached optimizer.
         """
-        shape = self.weight.dtype, self.pooling, _lookup_dim(self.config, self.pooling)
+        shape = self.weight.dtype, *_group_key(self.config, self.pooling)
         if self.attached is None:
             return shape
         try:
@@ -119,6 +123,8 @@ class LookupGroup:
             weights=_common_storage(self.parameters, layout),
         )
         self._alias_parameters(configs, states, is_updated=attached is not None)
+        indexes = [table.hashed for table in tables if table.hashed is not None]
+        self._hashed = HashedGroup(configs, indexes, self.tbe) if indexes else None
         features = [feature for config in configs for feature in config.feature_names]
         names = [config.name for config in configs for _ in config.feature_names]
         self.selector = FeatureSelector(features, names, owner)
@@ -148,20 +154,26 @@ class LookupGroup:
                 if not value.is_meta:  # after `to_empty` of tables without state
                     state[name].copy_(value)
 
-    def lookup(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    def lookup(self, bags: SelectedBags, is_training: bool) -> Tensor:
         """Look up checked ids: [B, sum of dims], or [N, D] without pooling.
 
         Args:
-            indices: [N] ids.
-            offsets: [F * B + 1].
-            weights: [N], or None.
+            bags: The ids of the group's features.
+            is_training: Whether the module is in training mode: new ids get rows of tables with
+                hashed ids.
         """
+        indices, offsets, weights = bags
+        if self._hashed is not None:
+            is_training = is_training and torch.is_grad_enabled()
+            indices = self._hashed.rows_of(indices, offsets, is_training)
         if self._owners:
             self._update_learning_rates()
         with step_stages.running((Stage.LOOKUP, "")):
             output = self.tbe.forward(indices, offsets, weights, self.parameters)
         if step_stages.observers:
             step_stages.report_update(output, "")
+        if self._hashed is not None and is_training and output.requires_grad:
+            self._hashed.hold(output)
         return output
 
     def _update_learning_rates(self) -> None:
@@ -224,9 +236,10 @@ class TableLookups(AliasedStorage):
         readers = [
             (feature, table.config.name, table.config.num_embeddings)
             for table in tables
+            if table.hashed is None
             for feature in table.config.feature_names
         ]
-        self._features = [feature for feature, _, _ in readers]
+        self._features = [name for table in tables for name in table.config.feature_names]
         is_pooled = any(table.pooling is not PoolingType.NONE for table in tables)
         self._is_pooled = is_pooled
         self.checker = BatchChecker(readers, bounds_check_mode, device, is_pooled=is_pooled)
@@ -290,7 +303,11 @@ class TableLookups(AliasedStorage):
         if (
             bags.values.is_cpu
             and has_one_size
-            and (mode is BoundsCheckMode.NONE or bags.are_ids_below(limits.least))
+            and (
+                mode is BoundsCheckMode.NONE
+                or limits.least == NO_LIMIT
+                or bags.are_ids_below(limits.least)
+            )
         ):
             return CheckedBatch(features, features, bags, bags, NO_COUNTS, limits, NO_FAULTS, False)
         needs_sizes = not (self._is_pooled and has_one_size and self._reads_whole)
@@ -313,7 +330,7 @@ def new_weights(
     """Allocate tables; tables that share a lookup are views of one storage."""
     weights: dict[int, Tensor] = {}
     keys = [
-        (data_type_to_dtype(config.data_type), pooling, _lookup_dim(config, pooling))
+        (data_type_to_dtype(config.data_type), *_group_key(config, pooling))
         for config, pooling in zip(configs, poolings, strict=True)
     ]
     for members in _positions_by_key(keys):
@@ -330,9 +347,11 @@ def _positions_by_key(keys: Sequence[Hashable]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _lookup_dim(config: BaseEmbeddingConfig, pooling: PoolingType) -> int:
-    """Return the dim that the tables of a lookup share; 0 for pooled tables of any dim."""
-    return config.embedding_dim if pooling is PoolingType.NONE else 0
+def _group_key(config: BaseEmbeddingConfig, pooling: PoolingType) -> tuple[PoolingType, int, bool]:
+    """Return the pooling, dim and kind of ids that the tables of a lookup share."""
+    # pooled tables have any dim
+    dim = config.embedding_dim if pooling is PoolingType.NONE else 0
+    return pooling, dim, config.ids is None
 
 
 def _layout(configs: Sequence[BaseEmbeddingConfig], device: torch.device) -> StorageLayout:

@@ -49,6 +49,7 @@ from recsys.distributed.stages.lookup import Lookup
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer
 from recsys.distributed.state.table_shards import load_tables
 from recsys.modules.eager import run_eagerly
+from recsys.modules.embedding_configs import refuse_hashed_ids
 from recsys.modules.embedding_table import TableDict
 from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection
 from recsys.optim.keyed import CombinedOptimizer
@@ -120,6 +121,7 @@ class ShardedCollection(OwnShardsModule):
         env.check_can_exchange()
         with build_on_all_ranks(env) as construction:
             weights = module.table_weights()
+            refuse_hashed_ids(module.configs(), "sharded")
             plan = EmbeddingModuleShardingPlan(table_name_to_parameter_sharding)
             path = construction.path or module_fqn or type(module).__name__
             check_plan_covers(path, plan, weights)

@@ -1,0 +1,165 @@
+"""Ids without limit: how a table gives its rows to 64-bit ids, and takes them back.
+
+A table with `ids=HashedIds(...)` is read by any int64, such as the hash of a user's name. An id
+gets a row when it is trained on, and loses it when another id needs the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+from recsys.kernels.arguments import finite, whole
+from recsys.kernels.checked import check_fields
+from recsys.kernels.hashed.index import MAX_REGIONS, IndexSettings
+
+__all__ = ["LFU", "LRU", "AtLeast", "DistanceLFU", "HashedIds", "Probability"]
+
+
+@final
+@dataclass(frozen=True)
+class LRU:
+    """Eviction of the least recently used id."""
+
+
+@final
+@dataclass(frozen=True)
+class LFU:
+    """Eviction of the least frequently used id; the count of batches that had it may decay.
+
+    Raises:
+        ValueError: The half-life is negative.
+    """
+
+    half_life: int = 0
+    """Batches without an id in which its count halves; 0: counts do not decay."""
+
+    def __post_init__(self) -> None:
+        whole("LFU.half_life", self.half_life, 0, 2**31 - 1)
+
+
+@final
+@dataclass(frozen=True)
+class DistanceLFU:
+    """Eviction of the id with the lowest count / distance^exponent.
+
+    The count is the number of batches that had the id, the distance the number of batches since
+    its last use.
+
+    Raises:
+        ValueError: The exponent is not from 1 to 4.
+    """
+
+    exponent: int = 1
+    """Whole number from 1 to 4."""
+
+    def __post_init__(self) -> None:
+        whole("DistanceLFU.exponent", self.exponent, 1, 4)
+
+
+@final
+@dataclass(frozen=True)
+class AtLeast:
+    """Admission of an id at the n-th batch that has it, by approximate counts (never later).
+
+    Raises:
+        ValueError: The number of batches is not from 2 to 255.
+    """
+
+    batches: int
+    """Number of batches from 2 to 255."""
+
+    def __post_init__(self) -> None:
+        whole("AtLeast.batches", self.batches, 2, 255)
+
+
+@final
+@dataclass(frozen=True)
+class Probability:
+    """Admission of an unknown id with a probability, in each batch that has it.
+
+    Raises:
+        ValueError: The probability is not above 0 and below 1.
+    """
+
+    probability: float
+    """Above 0 and below 1."""
+
+    def __post_init__(self) -> None:
+        if not 0 < finite("Probability.probability", self.probability) < 1:
+            raise ValueError(
+                f"Probability.probability must be above 0 and below 1; received {self.probability}."
+            )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class HashedIds:
+    """Rules by which a table gives its rows to ids of 64 bits.
+
+    The rows are `num_embeddings` of the config, rounded up to whole lines of 64 rows per region.
+    Which ids have rows depends on the batches alone, not on their order of ids or on the number of
+    ranks. Up to 80% of the rows are filled almost without a loss.
+
+    The table needs an optimizer in backward (`apply_optimizer_in_backward`): the weights and the
+    optimizer state of a row start anew with each new id.
+
+    Raises:
+        ValueError: A value is out of its range.
+        TypeError: A value has another type.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> config = EmbeddingBagConfig(1_000, 8, "users", feature_names=["user"], ids=HashedIds())
+        >>> config.num_embeddings
+        1024
+    """
+
+    eviction: LRU | LFU | DistanceLFU | None = field(default_factory=LRU)
+    """Rule of the id that loses its row; None: ids keep their rows."""
+    ttl: int | None = None
+    """Batches without an id after which it loses its row; None: no limit."""
+    admission: AtLeast | Probability | None = None
+    """Condition for a row; None: an id gets a row in the first batch that trains on it."""
+    unknown: Literal["shared", "zero"] = "shared"
+    """Ids without a row read one trained row per region, or zeros."""
+    num_regions: int = 64
+    """Parts into which rows can be split among ranks; a power of two. Small tables have fewer."""
+    seed: int = 0
+    """Seed of the hash; a secret one if ids come from an adversary."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.ttl is not None:
+            whole("HashedIds.ttl", self.ttl, 1, 2**31 - 1)
+        whole("HashedIds.num_regions", self.num_regions, 1, MAX_REGIONS)
+        if self.num_regions & (self.num_regions - 1):
+            raise ValueError(
+                f"HashedIds.num_regions must be a power of two; received {self.num_regions}."
+            )
+        if self.unknown not in ("shared", "zero"):
+            raise ValueError(
+                f"HashedIds.unknown must be 'shared' or 'zero'; received {self.unknown!r}."
+            )
+
+    def settings(self) -> IndexSettings:
+        """Return the rules as the index takes them."""
+        eviction, admission = self.eviction, self.admission
+        value = 0
+        if isinstance(admission, AtLeast):
+            value = admission.batches
+        elif isinstance(admission, Probability):
+            value = round(admission.probability * 2**32)
+        return IndexSettings(
+            eviction=_EVICTIONS[type(eviction)],  # type: ignore[arg-type]
+            half_life=eviction.half_life if isinstance(eviction, LFU) else 0,
+            exponent=eviction.exponent if isinstance(eviction, DistanceLFU) else 1,
+            ttl=self.ttl or 0,
+            admission=_ADMISSIONS[type(admission)],  # type: ignore[arg-type]
+            admission_value=value,
+            is_shared=True,
+        )
+
+
+_EVICTIONS = {LRU: "lru", LFU: "lfu", DistanceLFU: "distance_lfu", type(None): "none"}
+_ADMISSIONS = {AtLeast: "at_least", Probability: "probability", type(None): "always"}

@@ -1,0 +1,150 @@
+"""The index of one table with hashed ids, as a module: buffers that are saved with the table."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn, final
+
+import torch
+from torch import Tensor, nn
+
+from recsys.kernels.hashed.index import COUNTS, HashIndex, geometry
+from recsys.kernels.hashed.twin import locate
+from recsys.modules.embedding_configs import BaseEmbeddingConfig
+from recsys.modules.hashed_ids import HashedIds
+
+__all__ = ["HashedIdStats", "TableIndex"]
+
+_ROW_STATES = ("ids", "last_used", "seen", "sketch")
+
+
+@final
+class HashedIdStats(NamedTuple):
+    """Counts of the training batches of a table with hashed ids, since the module was made.
+
+    Attributes:
+        rows: Rows that an id can have.
+        used: Rows that have an id.
+        hits: Ids of batches that had a row.
+        admitted: Ids that got a row.
+        evicted: Ids that lost their row to another id.
+        refused: Ids that were admitted and got no row, as all rows of their bucket were in use by
+            batches in flight, or as nothing is evicted.
+        unknown: Ids of batches that had no row, each time they occurred.
+    """
+
+    rows: int
+    used: int
+    hits: int
+    admitted: int
+    evicted: int
+    refused: int
+    unknown: int
+
+
+@final
+class TableIndex(nn.Module):
+    """Index of one table: which id has which row, and when it was used.
+
+    Args:
+        config: The table, with `ids`.
+        device: Device of the table.
+
+    Attributes:
+        ids: int64 `[rows]`, the id of each row; without a meaning where `last_used` is 0.
+        last_used: int32 `[rows]`, the last training batch that had the id; 0: the row is free.
+        seen: int32 `[rows]`, counts of the frequency rules; `[0]` for others.
+        sketch: uint8 `[4 * rows]`, counters of `AtLeast`; `[0]` for others.
+        steps: int64 `[]`, training batches, when it was saved; `step` is current.
+        init_seed: int64 `[]`, seed of the initial values.
+    """
+
+    ids: Tensor
+    last_used: Tensor
+    seen: Tensor
+    sketch: Tensor
+    steps: Tensor
+    init_seed: Tensor
+    digests: Tensor
+
+    def __init__(self, config: BaseEmbeddingConfig, device: torch.device) -> None:
+        super().__init__()
+        assert config.ids is not None
+        self.rules: HashedIds = config.ids
+        self._name = config.name
+        rows, regions = geometry(config.num_embeddings, config.ids.num_regions)
+        self._index = HashIndex.empty(
+            config.ids.settings(), rows, regions, 0, regions, config.ids.seed, device
+        )
+        for name in _ROW_STATES:
+            values = getattr(self._index, name)
+            self.register_buffer(name, values, persistent=values.numel() > 0)
+        self.register_buffer("digests", self._index.digests, persistent=False)
+        for name in ("steps", "init_seed"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.int64, device="cpu"))
+        self.step, self.init_seed_number = 0, 0
+        self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device="cpu")
+
+    @property
+    def index(self) -> HashIndex:
+        """The index over the buffers."""
+        old = self._index
+        if old.ids is not self.ids or old.digests is not self.digests:  # the module was moved
+            self._index = HashIndex(
+                settings=old.settings, num_regions=old.num_regions, first_region=old.first_region,
+                last_region=old.last_region, lines=old.lines, seed=old.seed, ids=self.ids,
+                last_used=self.last_used, seen=self.seen, digests=self.digests, sketch=self.sketch,
+            )  # fmt: skip
+        return self._index
+
+    def clear(self, init_seed: int) -> None:
+        """Free all rows."""
+        for name in (*_ROW_STATES, "digests"):
+            getattr(self, name).zero_()
+        self.step, self.init_seed_number = 0, init_seed
+        self._counts.zero_()
+
+    def shared_rows(self) -> Tensor:
+        """Return the row of each region that unknown ids read."""
+        rows, regions = self.ids.numel(), self._index.num_regions
+        return torch.arange(0, rows, rows // regions, device=self.ids.device)
+
+    def count(self, counts: Tensor) -> None:
+        """Add the counts of a batch."""
+        self._counts += counts
+
+    def stats(self) -> HashedIdStats:
+        """Return counts since the module was made; waits for the device."""
+        rows, used = self.ids.numel() - self._index.num_regions, int((self.last_used > 0).sum())
+        return HashedIdStats(rows, used, *self._counts.tolist())
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Return the ids that have a row, ascending, and their rows; int64 `[used]` each."""
+        rows = self.last_used.nonzero().flatten()
+        ids, order = self.ids[rows].sort()
+        return ids, rows[order]
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise ValueError(
+            "Tables with HashedIds cannot be compiled by TorchScript; received table "
+            f"'{self._name}'. Compile the part of the model after the lookup."
+        )
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self.steps.fill_(self.step)
+        self.init_seed.fill_(self.init_seed_number)
+        super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if self.ids.is_meta:
+            return
+        self.step, self.init_seed_number = int(self.steps), int(self.init_seed)
+        index = self.index
+        places = locate(index, self.ids)
+        rows = torch.arange(self.ids.numel(), device=self.ids.device)
+        if bool(((places.lines != rows // 64) & (self.last_used > 0)).any()):
+            raise ValueError(
+                f"Table '{self._name}' must be loaded with the seed and num_regions of its "
+                "HashedIds with which it was saved; received ids in other rows."
+            )
+        index.rebuild()

@@ -1,0 +1,292 @@
+"""Tables with hashed ids train like a dict of rows by id."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
+from recsys.inference import quantize_embeddings
+from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from recsys.modules.embedding_init import init_ids
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.modules.hashed_ids import LFU, AtLeast, HashedIds
+from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
+from recsys.sparse import KeyedJaggedTensor
+
+DIM, LR = 4, 0.5
+NAMES = ("a", "b")
+
+
+def bags_of(rng: np.random.Generator, num_ids: int, size: int = 8) -> KeyedJaggedTensor:
+    """A batch of two features whose ids lie anywhere among 64-bit numbers."""
+    lengths = torch.from_numpy(rng.integers(0, 4, 2 * size))
+    numbers = rng.integers(0, num_ids, int(lengths.sum()))
+    ids = torch.from_numpy(numbers) * 0x5851F42D4C957F2D - 2**63
+    return KeyedJaggedTensor(list(NAMES), ids, lengths=lengths)
+
+
+def bags(rows: int = 64, optimizer: Any = torch.optim.SGD, **rules: Any) -> Any:
+    torch.manual_seed(0)
+    tables = [EmbeddingBagConfig(rows, DIM, "t", feature_names=list(NAMES), ids=HashedIds(**rules))]
+    ebc = EmbeddingBagCollection(tables=tables)
+    if optimizer is not None:
+        apply_optimizer_in_backward(optimizer, ebc.parameters(), {"lr": LR})
+    return ebc
+
+
+def table_of(collection: Any) -> Any:
+    return next(iter(collection._tables()))
+
+
+class Dict:
+    """Rows by id, in float64; it asks the index which ids have a row, and nothing else."""
+
+    def __init__(self, table: Any, config: Any, is_adagrad: bool) -> None:
+        self.table, self.config, self.is_adagrad = table, config, is_adagrad
+        self.rows: dict[int, Any] = {}
+        self.sums: dict[int, float] = {}
+        self.shared: dict[int, Any] = {}
+
+    def read(self, ids: Tensor) -> list[Any]:
+        """The row of each id; call it after the collection has read the same ids."""
+        index = self.table.index
+        known = set(index.pairs()[0].tolist())
+        for gone in set(self.rows) - known:
+            del self.rows[gone], self.sums[gone]
+        found = []
+        for id_ in ids.tolist():
+            if id_ in known and id_ not in self.rows:
+                values = init_ids(index.init_seed_number, torch.tensor([id_]), 1, self.config)
+                self.rows[id_], self.sums[id_] = values[0].double().numpy(), 0.0
+            found.append(self.rows.get(id_))
+        return found
+
+    def update(self, gradients: dict[int, Any]) -> None:
+        for id_, gradient in gradients.items():
+            if id_ in self.rows:
+                rate = LR
+                if self.is_adagrad:
+                    self.sums[id_] += float((gradient**2).mean())
+                    rate = LR / (np.sqrt(self.sums[id_]) + 1e-8)
+                self.rows[id_] = self.rows[id_] - rate * gradient
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, RowWiseAdagrad])
+@pytest.mark.parametrize("pooling", ["sum", "mean", ""])
+@pytest.mark.parametrize(("rows", "num_ids"), [(512, 100), (64, 300)])
+def test_trains_as_a_dict(rows: int, num_ids: int, pooling: str, optimizer: Any) -> None:
+    """Also while ids lose their rows to others; unknown ids read zeros."""
+    torch.manual_seed(0)
+    rules = HashedIds(unknown="zero", admission=AtLeast(2) if rows == 64 else None)
+    if pooling:
+        config: Any = EmbeddingBagConfig(
+            rows, DIM, "t", feature_names=list(NAMES), pooling=pooling, ids=rules
+        )
+        collection: Any = EmbeddingBagCollection(tables=[config])
+    else:
+        config = EmbeddingConfig(rows, DIM, "t", feature_names=list(NAMES), ids=rules)
+        collection = EmbeddingCollection(tables=[config])
+    apply_optimizer_in_backward(optimizer, collection.parameters(), {"lr": LR})
+    oracle = Dict(table_of(collection), config, optimizer is RowWiseAdagrad)
+    rng, columns = np.random.default_rng(0), np.arange(1.0, DIM + 1) / 7
+    for step in range(60):
+        batch = bags_of(rng, num_ids)
+        collection.train(step % 5 != 4)
+        found, loss = collection(batch), torch.zeros(())
+        gradients: dict[int, Any] = {}
+        for name in NAMES:
+            ids, lengths = batch[name].values(), batch[name].lengths().numpy()
+            read = [np.zeros(DIM) if row is None else row for row in oracle.read(ids)]
+            values = np.array(read).reshape(-1, DIM)
+            bag_of = np.repeat(np.arange(len(lengths)), lengths)
+            share = np.ones(len(ids)) if pooling != "mean" else 1 / lengths[bag_of]
+            output = found[name] if pooling else found[name].values()
+            wanted = values
+            if pooling:
+                wanted = np.zeros((len(lengths), DIM))
+                np.add.at(wanted, bag_of, values * share[:, None])
+            torch.testing.assert_close(
+                output.detach().double(), torch.from_numpy(wanted), rtol=1e-4, atol=1e-5
+            )
+            factors = np.arange(1.0, len(output) + 1)
+            loss = loss + (output * torch.from_numpy(factors[:, None] * columns)).sum()
+            of_ids = factors[bag_of] * share if pooling else factors
+            for id_, factor in zip(ids.tolist(), of_ids, strict=True):
+                gradients[id_] = gradients.get(id_, 0) + factor * columns
+        if collection.training:
+            loss.backward()
+            oracle.update(gradients)
+    stats = table_of(collection).index.stats()
+    assert stats.used == len(oracle.rows)
+    assert (stats.evicted > 0) == (num_ids == 300)
+
+
+def test_rows_in_flight_keep_their_ids() -> None:
+    """Two batches before the backward of the first: the second takes no row of the first."""
+    ebc = bags(64, eviction=LFU())
+    rng = np.random.default_rng(1)
+    for _ in range(40):  # full
+        ebc(bags_of(rng, 500)).values().sum().backward()
+    index = table_of(ebc).index
+    first = ebc(bags_of(rng, 10**6, 16)).values()
+    held = index.ids[index.last_used == index.step].tolist()
+    others = [ebc(bags_of(rng, 10**6, 16)).values() for _ in range(4)]
+    assert set(held) <= set(index.pairs()[0].tolist())
+    assert index.stats().refused > 0
+    first.sum().backward()
+    del others  # graphs that are freed end the hold, too
+    for _ in range(10):
+        ebc(bags_of(rng, 10**6, 16)).values().sum().backward()
+    assert not set(held) <= set(index.pairs()[0].tolist())
+
+
+def test_evaluation_writes_nothing() -> None:
+    ebc = bags(128, RowWiseAdagrad, eviction=LFU(3), ttl=5)
+    rng = np.random.default_rng(2)
+    for _ in range(5):
+        ebc(bags_of(rng, 100)).values().sum().backward()
+    before = copy.deepcopy(ebc.state_dict())
+    ebc.eval()
+    ebc(bags_of(rng, 1000))
+    ebc.train()
+    with torch.no_grad():
+        ebc(bags_of(rng, 1000))
+    for name, value in ebc.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_unknown_ids_share_a_trained_row() -> None:
+    ebc = bags(64, admission=AtLeast(200))
+    batch = bags_of(np.random.default_rng(3), 10**6)
+    first = ebc(batch).values()
+    first.sum().backward()
+    assert table_of(ebc).index.stats().used == 0
+    assert not torch.equal(ebc(batch).values(), first)
+    lengths = batch.lengths().view(2, -1).t().reshape(-1, 1)
+    rows = first.view(-1, DIM) / lengths.clamp(1)
+    assert len(torch.unique(rows[lengths.flatten() > 0].round(decimals=5), dim=0)) == 1
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "pickle", "deepcopy", "state_dict"])
+def test_training_goes_on_after_a_copy(way: str, tmp_path: Path) -> None:
+    rules = {"eviction": LFU(4), "ttl": 9, "admission": AtLeast(2)}
+    first = bags(128, RowWiseAdagrad, **rules)
+    rng = np.random.default_rng(4)
+    batches = [bags_of(rng, 300) for _ in range(40)]
+    for batch in batches[:20]:
+        first(batch).values().sum().backward()
+    torch.manual_seed(1)
+    second = bags(128, RowWiseAdagrad, **rules)
+    second(batches[-1]).values().sum().backward()
+    if way == "checkpoint":
+        with pytest.warns(UserWarning, match="lacks the optimizer state"):
+            save_checkpoint(tmp_path / "c", first)
+        load_checkpoint(tmp_path / "c", second)
+    elif way == "pickle":
+        second = pickle.loads(pickle.dumps(first))
+    elif way == "deepcopy":
+        second = copy.deepcopy(first)
+    else:
+        second.load_state_dict(first.state_dict())
+    if way in ("checkpoint", "state_dict"):  # without the optimizer's state
+        for collection in (first, second):
+            for states in collection.optimizer_states().values():
+                for state in states.values():
+                    state.zero_()
+    for batch in batches[20:]:
+        outputs = [collection(batch).values() for collection in (first, second)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.sum().backward()
+    assert table_of(first).index.pairs()[0].equal(table_of(second).index.pairs()[0])
+
+
+def test_two_tables_and_tables_of_row_numbers() -> None:
+    """Tables of both kinds, also of one feature; only row numbers have limits."""
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(100, DIM, "t", feature_names=["a"], ids=HashedIds()),
+        EmbeddingBagConfig(50, DIM, "rows", feature_names=["b"]),
+        EmbeddingBagConfig(100, DIM, "u", feature_names=["b", "a"], ids=HashedIds(seed=3)),
+    ]
+    ebc = EmbeddingBagCollection(tables=tables)
+    apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": LR})
+    lengths = torch.tensor([1, 1, 1, 1])
+    batch = KeyedJaggedTensor(["a", "b"], torch.tensor([-1, 2**63 - 1, 4, 49]), lengths=lengths)
+    out = ebc(batch)
+    assert torch.equal(out["b@rows"], ebc.embedding_bags["rows"].weight[[4, 49]])
+    for name, table in (("a@t", "t"), ("a@u", "u"), ("b@u", "u")):
+        index = ebc.embedding_bags[table].index
+        ids, rows = index.pairs()
+        place = dict(zip(ids.tolist(), rows.tolist(), strict=True))
+        wanted = [place[i] for i in batch[name[0]].values().tolist()]
+        assert torch.equal(out[name], ebc.embedding_bags[table].weight[wanted])
+    bad = KeyedJaggedTensor(["a", "b"], torch.tensor([-1, 2**63 - 1, 4, 50]), lengths=lengths)
+    with pytest.raises(IndexError, match=r"Id 50 of feature 'b' is out of range for table 'rows'"):
+        ebc(bad)
+
+
+def test_the_output_has_the_ids_as_given() -> None:
+    torch.manual_seed(0)
+    config = EmbeddingConfig(64, DIM, "t", feature_names=list(NAMES), ids=HashedIds())
+    collection = EmbeddingCollection(tables=[config], need_indices=True)
+    batch = bags_of(np.random.default_rng(5), 40)
+    with torch.no_grad():
+        found = collection(batch)
+    assert torch.equal(torch.cat([found[n].weights() for n in NAMES]), batch.values())
+
+
+def test_initial_values_depend_on_the_id_alone() -> None:
+    batch = bags_of(np.random.default_rng(6), 20)
+    found = []
+    for rows in (64, 4096):
+        ebc = bags(rows)
+        found.append(ebc(batch).values() * rows**0.5)  # of the range of values
+    torch.testing.assert_close(*found)
+
+
+def test_an_init_fn_fills_new_rows() -> None:
+    def fill(rows: Tensor) -> Tensor:
+        return torch.arange(1.0, len(rows) + 1)[:, None].expand(-1, DIM)
+
+    config = EmbeddingConfig(64, DIM, "t", feature_names=["a"], ids=HashedIds(), init_fn=fill)
+    collection = EmbeddingCollection(tables=[config])
+    apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": LR})
+    batch = KeyedJaggedTensor(["a"], torch.tensor([9, -9, 0, 9]), lengths=torch.tensor([4]))
+    assert collection(batch)["a"].values()[:, 0].tolist() == [3, 1, 2, 3]
+
+
+def test_errors_name_the_table(tmp_path: Path) -> None:
+    ebc = bags(64, None)
+    batch = bags_of(np.random.default_rng(7), 5)
+    with pytest.raises(ValueError, match="'t' with HashedIds needs an optimizer in backward"):
+        ebc(batch)
+    ebc.eval()(batch)
+    with pytest.raises(ValueError, match="cannot be compiled by TorchScript; received table 't'"):
+        torch.jit.script(ebc)
+    with pytest.raises(ValueError, match=r"cannot be traced or exported; received \['t'\]"):
+        torch.fx.symbolic_trace(ebc)
+    with pytest.raises(ValueError, match=r"quantized in this release; received \['t'\]"):
+        quantize_embeddings(nn.Sequential(ebc))
+    other = bags(4096, seed=1)
+    ebc.train()
+    trained = bags(4096)
+    trained(batch).values().sum().backward()
+    with pytest.raises(ValueError, match="'t' must be loaded with the seed and num_regions"):
+        other.load_state_dict(trained.state_dict())
+
+
+def test_rows_are_rounded_up_to_whole_regions() -> None:
+    for rows, wanted in ((1, 64), (64, 64), (65, 128), (300, 512), (100_000, 102_400)):
+        config = EmbeddingBagConfig(rows, DIM, "t", feature_names=["a"], ids=HashedIds())
+        assert config.num_embeddings == wanted
+        config.__post_init__()
+        assert config.num_embeddings == wanted
