@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 from recsys.kernels.hashed.index import HashIndex, IndexSettings
 
@@ -137,7 +138,7 @@ class Oracle:
             return own
         _, region, line, home = self.place_of(id_)
         buckets = [[line + (home + i) % 4 * 16 + way for way in range(16)] for i in range(4)]
-        for row in sum(buckets, []):
+        for row in chain(*buckets):
             entry = self.entries.get(row)
             if row != region and (entry is None or not self.is_alive(entry, step, pin)):
                 return row

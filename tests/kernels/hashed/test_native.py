@@ -6,6 +6,7 @@ import copy
 import random
 import shutil
 import subprocess
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def map_both(
     """Map a batch by the C file and by the twin, and compare results and states."""
     library = build.library()
     assert library is not None
-    ids = torch.tensor(sum(parts, []), dtype=torch.int64)
+    ids = torch.tensor([*chain(*parts)], dtype=torch.int64)
     sizes = [len(part) for part in parts]
     step, pin, is_training = now
     found = native.map_tables(library, indexes, ids, sizes, step, pin, bool(is_training))

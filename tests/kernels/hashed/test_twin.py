@@ -105,8 +105,7 @@ def test_a_long_stream_equals_plain_python(name: str) -> None:
     for step in range(1, 40):
         check_batch(index, oracle, batch_of(draw, 200, 600), step, step - step % 3, step % 7 != 0)
     assert_equal_state(index, oracle)
-    counts = [len(oracle.entries)]
-    assert min(counts) > 0
+    assert oracle.entries
 
 
 def test_the_hash_is_the_finalizer_of_splitmix64() -> None:
@@ -133,8 +132,10 @@ def test_ids_of_one_line_only_damage_this_line(name: str) -> None:
     before = twin.map_tables([index], others, [others.numel()], 2, 2, False)[0]
     crowd = torch.tensor(ids_of_line(5_000, 7))
     rows, new_rows, *_, counts = twin.map_tables([index], crowd, [5_000], 3, 3, True)
-    assert twin.locate(index, crowd).lines.max() == 0 and new_rows.numel() <= 63
-    assert rows.max() < 64 and counts[0, 4] >= 5_000 - 63
+    assert twin.locate(index, crowd).lines.max() == 0
+    assert new_rows.numel() <= 63
+    assert rows.max() < 64
+    assert counts[0, 4] >= 5_000 - 63
     assert torch.equal(before, twin.map_tables([index], others, [others.numel()], 3, 3, False)[0])
 
 
