@@ -76,7 +76,7 @@ def locate(index: HashIndex, ids: Tensor) -> Spots:
     regions = shift_right(hashes, 64 - bits) if bits else torch.zeros_like(hashes)
     lines = shift_right(shift_right(hashes << bits, 32) * index.lines, 32)
     homes = (hashes >> (30 - bits)) & 3
-    digests = ((hashes & 0xFFFF) % 255 + 1).to(torch.uint8)
+    digests = (((hashes & 0xFFFF) * 255 >> 16) + 1).to(torch.uint8)
     local = (regions - index.first_region) * index.lines + lines
     return Spots(hashes, regions, local, homes, digests)
 

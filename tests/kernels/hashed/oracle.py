@@ -171,7 +171,7 @@ def assert_equal_state(index: HashIndex, oracle: Oracle) -> None:
     for row, entry in oracle.entries.items():
         assert (ids[row], used[row]) == (entry.id, entry.last_used)
         assert not seen or seen[row] == entry.seen
-        assert index.digests[row] == oracle.place_of(entry.id)[0] % 2**16 % 255 + 1
+        assert index.digests[row] == oracle.place_of(entry.id)[0] % 2**16 * 255 // 2**16 + 1
     assert index.digests.count_nonzero() == len(rows)
     sketch = index.sketch.view(-1, 64).tolist()
     for (line, home), cells in oracle.cells.items():
