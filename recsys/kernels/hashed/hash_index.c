@@ -329,11 +329,9 @@ static int is_admitted(const Table *t, uint64_t spot, int64_t id, const Moment *
     return (int64_t)(mixed >> 32) < t->admission_value;
 }
 
-/* Score of a row that is not pinned; the lowest is evicted. */
+/* Score of a row that is not pinned, for evictions that count; the lowest is evicted. */
 static inline int64_t score(const Table *t, int64_t row, const Moment *now)
 {
-    if (t->eviction == EVICT_LRU)
-        return t->last_used[row];
     if (t->eviction == EVICT_LFU)
         return decayed(t, row, now) * ((int64_t)1 << 31) + t->last_used[row];
     double distance = (double)(now->step - t->last_used[row]), power = distance;
@@ -345,21 +343,32 @@ static inline int64_t score(const Table *t, int64_t row, const Moment *now)
     return bits;
 }
 
-/* Return the row to evict for a new id; -1: all rows of its home bucket are pinned. */
-static int64_t lowest_row(const Table *t, uint64_t spot, int64_t reserved, const Moment *now)
+/* Return the way of a home bucket to evict for a new id; -1: all are pinned.
+ *
+ * `first` is the bucket's row, `start` 1 if its first way belongs to no id. */
+static int64_t lowest_way(const Table *t, int64_t first, int64_t start, const Moment *now)
 {
-    int64_t first = line_of(spot) * LINE + home_of(spot) * WAYS, lowest = -1;
-    int64_t lowest_score = INT64_MAX;
-    for (int64_t way = home_of(spot) == 0 ? reserved : 0; way < WAYS; way++) {
-        if (t->last_used[first + way] >= now->pin)
+    int64_t lowest = INT64_MAX, way = -1;
+    if (t->eviction == EVICT_NONE)
+        return -1;
+    if (t->eviction == EVICT_LRU) { /* without branches, which would be mispredicted */
+        for (int64_t i = start; i < WAYS; i++) {
+            int64_t used = t->last_used[first + i];
+            int64_t found = used < now->pin ? used * WAYS + i : INT64_MAX;
+            lowest = found < lowest ? found : lowest;
+        }
+        return lowest == INT64_MAX ? -1 : lowest % WAYS;
+    }
+    for (int64_t i = start; i < WAYS; i++) {
+        if (t->last_used[first + i] >= now->pin)
             continue;
-        int64_t found = score(t, first + way, now);
-        if (found < lowest_score) {
-            lowest_score = found;
-            lowest = first + way;
+        int64_t found = score(t, first + i, now);
+        if (found < lowest) {
+            lowest = found;
+            way = i;
         }
     }
-    return lowest;
+    return way;
 }
 
 /* Return the row of a new id; -1: none is free or can be evicted. */
@@ -379,7 +388,9 @@ static int64_t choose_row(const Table *t, uint64_t spot, int64_t id, const Momen
     available &= ~(uint64_t)reserved;
     if (available)
         return line + first_way(from_home(available, home), home);
-    return t->eviction == EVICT_NONE ? -1 : lowest_row(t, spot, reserved, now);
+    int64_t first = line + home * WAYS;
+    int64_t way = lowest_way(t, first, home == 0 ? reserved : 0, now);
+    return way < 0 ? -1 : first + way;
 }
 
 /* Admit an unknown id and give it a row; -1: it gets none. */
