@@ -3,7 +3,6 @@
  * index.py describes the arrays, twin.py the rules; results equal those of twin.py bit for bit.
  * No global state and no threads: calls on different indexes may run at the same time.
  */
-#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,14 +11,12 @@
 #endif
 
 _Static_assert(sizeof(void *) == 8, "native.py passes pointers as 64-bit numbers");
-
 enum { WAYS = 16, LINE = 64 };
 enum { EVICT_NONE, EVICT_LRU, EVICT_LFU, EVICT_DISTANCE_LFU };
 enum { ADMIT_ALWAYS, ADMIT_AT_LEAST, ADMIT_PROBABILITY };
 enum { FRACTION = 256, BLOCK = 128, AHEAD = 8, GROUPS = 1024 };
-
 /* FRACTION: a count of 1 of eviction "lfu". BLOCK: ids whose data fit into the fastest cache.
- * AHEAD: unknown ids between a prefetch and its use. GROUPS: of lines, to sort unknown ids. */
+ * AHEAD: unknown ids between a prefetch and its place. GROUPS: of lines, to sort unknown ids. */
 
 /* One shard; native.py fills it in this order. */
 typedef struct {
@@ -29,29 +26,16 @@ typedef struct {
     uint8_t *digests;
     uint8_t *sketch;
     uint64_t seed;
-    int64_t region_bits;
-    int64_t first_region;
+    int64_t region_bits, first_region;
     int64_t num_regions; /* of the shard */
     int64_t lines;       /* of a region */
-    int64_t eviction;
-    int64_t half_life;
-    int64_t exponent;
-    int64_t ttl;
-    int64_t admission;
-    int64_t admission_value;
-    int64_t is_shared;
-    int64_t num_ids; /* of the batch */
-    /* results */
-    int64_t hits;
-    int64_t admitted;
-    int64_t evicted;
-    int64_t refused;
-    int64_t unknown;
+    int64_t eviction, half_life, exponent, ttl, admission, admission_value, is_shared;
+    int64_t num_ids;                                   /* of the batch */
+    int64_t hits, admitted, evicted, refused, unknown; /* results */
 } Table;
 
 typedef struct {
-    int64_t step;
-    int64_t pin;
+    int64_t step, pin;
     int64_t oldest; /* rows last used before this step are expired */
     int is_training;
 } Moment;
@@ -161,10 +145,11 @@ static inline int64_t decayed(const Table *t, int64_t row, const Moment *now)
 
 static inline void touch(const Table *t, int64_t row, const Moment *now)
 {
-    if (t->eviction >= EVICT_LFU && t->last_used[row] != now->step) {
-        int64_t seen = t->eviction == EVICT_LFU ? decayed(t, row, now) + FRACTION
-                                                : (int64_t)t->seen[row] + 1;
-        t->seen[row] = (int32_t)(seen < INT32_MAX ? seen : INT32_MAX);
+    if (t->eviction >= EVICT_LFU) { /* without a branch on `last_used`: half of the ids repeat */
+        int64_t seen = t->seen[row];
+        int64_t more = t->eviction == EVICT_LFU ? decayed(t, row, now) + FRACTION : seen + 1;
+        more = more < INT32_MAX ? more : INT32_MAX;
+        t->seen[row] = (int32_t)(t->last_used[row] == now->step ? seen : more);
     }
     t->last_used[row] = (int32_t)now->step;
 }
@@ -188,14 +173,17 @@ static int64_t find_block(const Table *t, const Moment *now, const int64_t *ids,
                           const uint64_t *spots, int64_t n, int64_t *rows, int64_t *others)
 {
     int64_t num_others = 0;
-    int uses_last_used = now->is_training || now->oldest > 0;
+    int reads_use = now->is_training || now->oldest > 0;
+    int counts_use = now->is_training && t->eviction >= EVICT_LFU;
     for (int64_t i = 0; i < n; i++)
         __builtin_prefetch(t->digests + line_of(spots[i]) * LINE);
     for (int64_t i = 0; i < n; i++) {
         rows[i] = line_of(spots[i]) * LINE + first_way(candidates(t, spots[i]), home_of(spots[i]));
         __builtin_prefetch(t->ids + rows[i]);
-        if (uses_last_used)
+        if (reads_use)
             __builtin_prefetch(t->last_used + rows[i]);
+        if (counts_use)
+            __builtin_prefetch(t->seen + rows[i]);
     }
     for (int64_t i = 0; i < n; i++) {
         int64_t row = rows[i];
@@ -222,16 +210,13 @@ static int64_t find_known(const Table *t, const Moment *now, const int64_t *ids,
         for (int64_t j = 0; j < num_others; j++) {
             int64_t i = first + others[j];
             int64_t row = row_of(t, spots[i], ids[i], candidates(t, spots[i]));
-            if (row >= 0 && t->last_used[row] >= now->oldest) {
-                if (now->is_training)
-                    touch(t, row, now);
-                rows[i] = row;
-                continue;
+            if (row < 0 || t->last_used[row] < now->oldest) {
+                row = t->is_shared ? shared_row(t, spots[i]) : -1;
+                misses[num_misses++] = (Miss){ids[i], (uint32_t)line_of(spots[i]), (uint32_t)i};
+            } else if (now->is_training) {
+                touch(t, row, now);
             }
-            rows[i] = t->is_shared ? shared_row(t, spots[i]) : -1;
-            if (now->is_training)
-                misses[num_misses] = (Miss){ids[i], (uint32_t)line_of(spots[i]), (uint32_t)i};
-            num_misses++;
+            rows[i] = row;
         }
     }
     return num_misses;
@@ -246,13 +231,12 @@ static inline int is_before(const Miss *a, const Miss *b)
 
 static void insertion_sort(Miss *items, int64_t n)
 {
-    for (int64_t i = 1; i < n; i++) {
-        Miss item = items[i];
-        int64_t j = i;
-        for (; j > 0 && is_before(&item, &items[j - 1]); j--)
+    for (int64_t i = 1; i < n; i++)
+        for (int64_t j = i; j > 0 && is_before(&items[j], &items[j - 1]); j--) {
+            Miss item = items[j];
             items[j] = items[j - 1];
-        items[j] = item;
-    }
+            items[j - 1] = item;
+        }
 }
 
 /* Merge sort by line, then id. `spare` has space for n / 2 items. */
@@ -418,6 +402,8 @@ static inline void prefetch_place(const Table *t, uint64_t spot)
     int64_t line = line_of(spot) * LINE;
     __builtin_prefetch(t->digests + line);
     __builtin_prefetch(t->last_used + line + home_of(spot) * WAYS);
+    if (t->eviction >= EVICT_LFU)
+        __builtin_prefetch(t->seen + line + home_of(spot) * WAYS);
 }
 
 /* Second pass: place each unknown id once. Write new rows and ids; return the misses left. */
@@ -435,23 +421,21 @@ static int64_t place_unknown(Table *t, const Moment *now, const uint64_t *spots,
             new_rows[num_new] = row;
             new_ids[num_new++] = id;
         }
-        for (; i < num_misses && misses[i].id == id; i++) {
+        for (; i < num_misses && misses[i].id == id; i++)
             if (row >= 0)
                 rows[misses[i].position] = row;
             else
                 left++;
-        }
     }
     return left;
 }
 
 /* -- all tables of a group --------------------------------------------------------------------- */
 
-/* Fill `spots`. Return 0, or 1 + the position of the first id of another shard. */
+/* Fill `spots`. Return 0, or 1 + the number of a table that has an id of another shard. */
 static int64_t locate_all(const Table *tables, int64_t num_tables, const int64_t *ids,
                           uint64_t *spots)
 {
-    const int64_t *first = ids;
     for (int64_t table = 0; table < num_tables; table++) {
         const Table t = tables[table]; /* a copy, which the loop's writes cannot change */
         uint64_t limit = (uint64_t)(t.num_regions * t.lines) << 16;
@@ -461,9 +445,7 @@ static int64_t locate_all(const Table *tables, int64_t num_tables, const int64_t
             num_foreign += spots[i] >= limit;
         }
         if (num_foreign)
-            for (int64_t i = 0;; i++)
-                if (spots[i] >= limit)
-                    return ids + i - first + 1;
+            return table + 1;
         ids += t.num_ids;
         spots += t.num_ids;
     }
@@ -481,14 +463,14 @@ static void map_table(Table *t, int64_t step, int64_t pin, int is_training, cons
     t->hits = t->num_ids - num_misses;
     t->unknown = num_misses;
     if (is_training && num_misses)
-        t->unknown =
-            place_unknown(t, &now, spots, misses, num_misses, rows, new_rows, new_ids);
+        t->unknown = place_unknown(t, &now, spots, misses, num_misses, rows, new_rows, new_ids);
 }
 
 /* Map a batch of ids to rows; see `map_ids` in index.py.
  *
  * ids and rows: those of all tables. new_rows and new_ids: space for one item of each id; used in
- * training only. Return 0; -1: no memory; or 1 + the position of an id of another shard. */
+ * training only. Return 0; -1: no memory; or 1 + the number of a table that has an id of another
+ * shard, and nothing is written. */
 int64_t recsys_map_ids(Table *tables, int64_t num_tables, const int64_t *ids, int64_t step,
                        int64_t pin, int64_t is_training, int64_t *rows, int64_t *new_rows,
                        int64_t *new_ids)
@@ -509,8 +491,8 @@ int64_t recsys_map_ids(Table *tables, int64_t num_tables, const int64_t *ids, in
         ids += t->num_ids;
         rows += t->num_ids;
         next += t->num_ids;
-        new_rows += is_training ? t->admitted : 0;
-        new_ids += is_training ? t->admitted : 0;
+        new_rows += t->admitted;
+        new_ids += t->admitted;
     }
     free(spots);
     free(misses);
