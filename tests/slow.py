@@ -15,7 +15,18 @@ TRACED = "tests/modules/test_traced.py::test_traced_and_compiled_models_train_li
 
 CURVE = "tests/distributed/test_job.py::test_tables_that_move_on_the_way_continue_the_curve"
 
+HASHED = "tests/kernels/hashed/test_native.py"
+
 QUICK_CASE_OF: dict[str, str] = {
+    f"{HASHED}::test_a_million_operations_equal_the_twin": (
+        f"{HASHED}::test_a_group_of_tables_equals_the_twin"
+    ),
+    f"{HASHED}::test_many_ids_of_one_line_equal_the_twin[at least 2]": (
+        f"{HASHED}::test_many_ids_of_one_line_equal_the_twin[lru]"
+    ),
+    f"{HASHED}::test_random_calls_under_sanitizers": (
+        f"{HASHED}::test_digests_are_compared_alike_by_all_instructions"
+    ),
     "tests/inference/cpp/test_library.py::test_versions_leave_no_memory_and_no_folder": (
         "tests/inference/cpp/test_core.py::test_a_damaged_version_is_named_and_the_old_one_goes_on"
     ),

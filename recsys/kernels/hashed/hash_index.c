@@ -3,7 +3,6 @@
  * index.py describes the arrays, twin.py the rules; results equal those of twin.py bit for bit.
  * No global state and no threads: calls on different indexes may run at the same time.
  */
-#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,11 +11,12 @@
 #endif
 
 _Static_assert(sizeof(void *) == 8, "native.py passes pointers as 64-bit numbers");
-
 enum { WAYS = 16, LINE = 64 };
 enum { EVICT_NONE, EVICT_LRU, EVICT_LFU, EVICT_DISTANCE_LFU };
 enum { ADMIT_ALWAYS, ADMIT_AT_LEAST, ADMIT_PROBABILITY };
-enum { FRACTION = 256, NEAR = 16, FAR = 32 }; /* NEAR and FAR: distances of prefetches, in ids */
+enum { FRACTION = 256, BLOCK = 128, AHEAD = 8, GROUPS = 1024 };
+/* FRACTION: a count of 1 of eviction "lfu". BLOCK: ids whose data fit into the fastest cache.
+ * AHEAD: unknown ids between a prefetch and its place. GROUPS: of lines, to sort unknown ids. */
 
 /* One shard; native.py fills it in this order. */
 typedef struct {
@@ -26,29 +26,16 @@ typedef struct {
     uint8_t *digests;
     uint8_t *sketch;
     uint64_t seed;
-    int64_t region_bits;
-    int64_t first_region;
+    int64_t region_bits, first_region;
     int64_t num_regions; /* of the shard */
     int64_t lines;       /* of a region */
-    int64_t eviction;
-    int64_t half_life;
-    int64_t exponent;
-    int64_t ttl;
-    int64_t admission;
-    int64_t admission_value;
-    int64_t is_shared;
-    int64_t num_ids; /* of the batch */
-    /* results */
-    int64_t hits;
-    int64_t admitted;
-    int64_t evicted;
-    int64_t refused;
-    int64_t unknown;
+    int64_t eviction, half_life, exponent, ttl, admission, admission_value, is_shared;
+    int64_t num_ids;                                   /* of the batch */
+    int64_t hits, admitted, evicted, refused, unknown; /* results */
 } Table;
 
 typedef struct {
-    int64_t step;
-    int64_t pin;
+    int64_t step, pin;
     int64_t oldest; /* rows last used before this step are expired */
     int is_training;
 } Moment;
@@ -77,7 +64,7 @@ static inline uint64_t locate(const Table *t, int64_t id)
     uint64_t region = hash >> 1 >> (63 - t->region_bits);
     uint64_t line = (hash << t->region_bits >> 32) * (uint64_t)t->lines >> 32;
     uint64_t home = hash >> (30 - t->region_bits) & 3;
-    uint64_t digest = (hash & 0xffff) % 255 + 1;
+    uint64_t digest = ((hash & 0xffff) * 255 >> 16) + 1;
     region -= (uint64_t)t->first_region;
     return (region * (uint64_t)t->lines + line) << 16 | home << 8 | digest;
 }
@@ -96,7 +83,10 @@ static inline int64_t shared_row(const Table *t, uint64_t spot)
 /* Bit i of the result: whether digest i of the line equals `digest`. */
 static inline uint64_t match_line(const uint8_t *line, uint8_t digest)
 {
-#if defined(__SSE2__) && !defined(RECSYS_PORTABLE)
+#if defined(__AVX512BW__) && !defined(RECSYS_PORTABLE)
+    __m512i ways = _mm512_loadu_si512((const void *)line);
+    return _mm512_cmpeq_epi8_mask(ways, _mm512_set1_epi8((char)digest));
+#elif defined(__SSE2__) && !defined(RECSYS_PORTABLE)
     __m128i wanted = _mm_set1_epi8((char)digest);
     uint64_t mask = 0;
     for (int bucket = 3; bucket >= 0; bucket--) {
@@ -128,28 +118,17 @@ static inline uint64_t from_home(uint64_t mask, unsigned home)
     return mask >> bits | mask << (-bits & 63);
 }
 
-/* Row offset in the line of the first bit of a mask that was rotated. */
+/* Row offset in the line of the first bit of a mask that was rotated; any if there is none. */
 static inline int64_t first_way(uint64_t mask, unsigned home)
 {
-    return ((unsigned)__builtin_ctzll(mask) + home * WAYS) & (LINE - 1);
+    return ((unsigned)__builtin_ctzll(mask | (uint64_t)1 << 63) + home * WAYS) & (LINE - 1);
 }
 
-/* Prefetch a line of digests, and the ids that may match. */
-static inline void prefetch_digests(const Table *t, uint64_t spot)
+/* Rows of the id's line that have its digest, the home bucket first. */
+static inline uint64_t candidates(const Table *t, uint64_t spot)
 {
-    __builtin_prefetch(t->digests + line_of(spot) * LINE);
-}
-
-static inline uint64_t prefetch_candidate(const Table *t, uint64_t spot)
-{
-    int64_t row = line_of(spot) * LINE;
-    uint64_t mask = from_home(match_line(t->digests + row, digest_of(spot)), home_of(spot));
-    if (mask) {
-        row += first_way(mask, home_of(spot));
-        __builtin_prefetch(t->ids + row);
-        __builtin_prefetch(t->last_used + row, 1);
-    }
-    return mask;
+    uint64_t mask = match_line(t->digests + line_of(spot) * LINE, digest_of(spot));
+    return from_home(mask, home_of(spot));
 }
 
 /* -- known ids --------------------------------------------------------------------------------- */
@@ -166,12 +145,11 @@ static inline int64_t decayed(const Table *t, int64_t row, const Moment *now)
 
 static inline void touch(const Table *t, int64_t row, const Moment *now)
 {
-    if (t->last_used[row] == now->step)
-        return;
-    if (t->eviction >= EVICT_LFU) {
-        int64_t seen = t->eviction == EVICT_LFU ? decayed(t, row, now) + FRACTION
-                                                : (int64_t)t->seen[row] + 1;
-        t->seen[row] = (int32_t)(seen < INT32_MAX ? seen : INT32_MAX);
+    if (t->eviction >= EVICT_LFU) { /* without a branch on `last_used`: half of the ids repeat */
+        int64_t seen = t->seen[row];
+        int64_t more = t->eviction == EVICT_LFU ? decayed(t, row, now) + FRACTION : seen + 1;
+        more = more < INT32_MAX ? more : INT32_MAX;
+        t->seen[row] = (int32_t)(t->last_used[row] == now->step ? seen : more);
     }
     t->last_used[row] = (int32_t)now->step;
 }
@@ -187,35 +165,59 @@ static inline int64_t row_of(const Table *t, uint64_t spot, int64_t id, uint64_t
     return -1;
 }
 
-/* First pass: find ids, and record the use of their rows. Return the number of misses. */
+/* First pass for a block of ids: find them, and record the use of their rows.
+ *
+ * Each loop reads memory that the loop before requests, so that the requests overlap. Almost all
+ * ids are in the first row whose digest matches; `others` gets the positions of the others. */
+static int64_t find_block(const Table *t, const Moment *now, const int64_t *ids,
+                          const uint64_t *spots, int64_t n, int64_t *rows, int64_t *others)
+{
+    int64_t num_others = 0;
+    int reads_use = now->is_training || now->oldest > 0;
+    int counts_use = now->is_training && t->eviction >= EVICT_LFU;
+    for (int64_t i = 0; i < n; i++)
+        __builtin_prefetch(t->digests + line_of(spots[i]) * LINE);
+    for (int64_t i = 0; i < n; i++) {
+        rows[i] = line_of(spots[i]) * LINE + first_way(candidates(t, spots[i]), home_of(spots[i]));
+        __builtin_prefetch(t->ids + rows[i]);
+        if (reads_use)
+            __builtin_prefetch(t->last_used + rows[i]);
+        if (counts_use)
+            __builtin_prefetch(t->seen + rows[i]);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        int64_t row = rows[i];
+        int is_known = t->ids[row] == ids[i] && t->digests[row] == digest_of(spots[i]);
+        if (now->oldest > 0)
+            is_known = is_known && t->last_used[row] >= now->oldest;
+        others[num_others] = i;
+        num_others += !is_known;
+        if (is_known && now->is_training)
+            touch(t, row, now);
+    }
+    return num_others;
+}
+
+/* First pass. Rows of unknown ids are the shared row or -1. Return the number of misses. */
 static int64_t find_known(const Table *t, const Moment *now, const int64_t *ids,
                           const uint64_t *spots, int64_t *rows, Miss *misses)
 {
-    int64_t n = t->num_ids, num_misses = 0;
-    uint64_t masks[NEAR];
-    for (int64_t i = 0; i < n && i < FAR; i++)
-        prefetch_digests(t, spots[i]);
-    for (int64_t i = 0; i < n && i < NEAR; i++)
-        masks[i] = prefetch_candidate(t, spots[i]);
-    for (int64_t i = 0; i < n; i++) {
-        uint64_t mask = masks[i % NEAR];
-        if (i + FAR < n)
-            prefetch_digests(t, spots[i + FAR]);
-        if (i + NEAR < n)
-            masks[i % NEAR] = prefetch_candidate(t, spots[i + NEAR]);
-        int64_t row = row_of(t, spots[i], ids[i], mask);
-        if (row >= 0 && t->last_used[row] >= now->oldest) {
-            if (now->is_training)
+    int64_t num_misses = 0, others[BLOCK];
+    for (int64_t first = 0; first < t->num_ids; first += BLOCK) {
+        int64_t n = t->num_ids - first < BLOCK ? t->num_ids - first : BLOCK;
+        int64_t num_others =
+            find_block(t, now, ids + first, spots + first, n, rows + first, others);
+        for (int64_t j = 0; j < num_others; j++) {
+            int64_t i = first + others[j];
+            int64_t row = row_of(t, spots[i], ids[i], candidates(t, spots[i]));
+            if (row < 0 || t->last_used[row] < now->oldest) {
+                row = t->is_shared ? shared_row(t, spots[i]) : -1;
+                misses[num_misses++] = (Miss){ids[i], (uint32_t)line_of(spots[i]), (uint32_t)i};
+            } else if (now->is_training) {
                 touch(t, row, now);
+            }
             rows[i] = row;
-            continue;
         }
-        rows[i] = t->is_shared ? shared_row(t, spots[i]) : -1;
-        if (now->is_training) {
-            __builtin_prefetch(t->last_used + line_of(spots[i]) * LINE + home_of(spots[i]) * WAYS);
-            misses[num_misses] = (Miss){ids[i], (uint32_t)line_of(spots[i]), (uint32_t)i};
-        }
-        num_misses++;
     }
     return num_misses;
 }
@@ -229,29 +231,53 @@ static inline int is_before(const Miss *a, const Miss *b)
 
 static void insertion_sort(Miss *items, int64_t n)
 {
-    for (int64_t i = 1; i < n; i++) {
-        Miss item = items[i];
-        int64_t j = i;
-        for (; j > 0 && is_before(&item, &items[j - 1]); j--)
+    for (int64_t i = 1; i < n; i++)
+        for (int64_t j = i; j > 0 && is_before(&items[j], &items[j - 1]); j--) {
+            Miss item = items[j];
             items[j] = items[j - 1];
-        items[j] = item;
-    }
+            items[j - 1] = item;
+        }
 }
 
 /* Merge sort by line, then id. `spare` has space for n / 2 items. */
-static void sort_misses(Miss *items, int64_t n, Miss *spare)
+static void merge_sort(Miss *items, int64_t n, Miss *spare)
 {
     if (n <= 16) {
         insertion_sort(items, n);
         return;
     }
     int64_t half = n / 2, left = 0, right = half, out = 0;
-    sort_misses(items, half, spare);
-    sort_misses(items + half, n - half, spare);
+    merge_sort(items, half, spare);
+    merge_sort(items + half, n - half, spare);
     memcpy(spare, items, (size_t)half * sizeof *items);
     while (left < half && right < n)
         items[out++] = is_before(&items[right], &spare[left]) ? items[right++] : spare[left++];
     memcpy(items + out, spare + left, (size_t)(half - left) * sizeof *items);
+}
+
+/* Sort by line, then id. Return the sorted items, in `items` or in `spare`, which has space for n.
+ *
+ * Lines come from a hash, so groups of lines have about equally many items. If they do not, since
+ * ids were chosen so, merge sort is as fast as without groups. */
+static Miss *sort_misses(Miss *items, int64_t n, Miss *spare, int64_t num_lines)
+{
+    int64_t starts[GROUPS + 1] = {0};
+    int shift = 0;
+    if (n <= 16) {
+        insertion_sort(items, n);
+        return items;
+    }
+    while ((num_lines - 1) >> shift >= GROUPS)
+        shift++;
+    for (int64_t i = 0; i < n; i++)
+        starts[(items[i].line >> shift) + 1]++;
+    for (int64_t group = 0; group < GROUPS; group++)
+        starts[group + 1] += starts[group];
+    for (int64_t i = 0; i < n; i++) /* moves the start of a group to its end */
+        spare[starts[items[i].line >> shift]++] = items[i];
+    for (int64_t group = 0, start = 0; group < GROUPS; start = starts[group++])
+        merge_sort(spare + start, starts[group] - start, items);
+    return spare;
 }
 
 /* -- admission and placement ------------------------------------------------------------------- */
@@ -287,11 +313,9 @@ static int is_admitted(const Table *t, uint64_t spot, int64_t id, const Moment *
     return (int64_t)(mixed >> 32) < t->admission_value;
 }
 
-/* Score of a row that is not pinned; the lowest is evicted. */
+/* Score of a row that is not pinned, for evictions that count; the lowest is evicted. */
 static inline int64_t score(const Table *t, int64_t row, const Moment *now)
 {
-    if (t->eviction == EVICT_LRU)
-        return t->last_used[row];
     if (t->eviction == EVICT_LFU)
         return decayed(t, row, now) * ((int64_t)1 << 31) + t->last_used[row];
     double distance = (double)(now->step - t->last_used[row]), power = distance;
@@ -303,21 +327,32 @@ static inline int64_t score(const Table *t, int64_t row, const Moment *now)
     return bits;
 }
 
-/* Return the row to evict for a new id; -1: all rows of its home bucket are pinned. */
-static int64_t lowest_row(const Table *t, uint64_t spot, int64_t reserved, const Moment *now)
+/* Return the way of a home bucket to evict for a new id; -1: all are pinned.
+ *
+ * `first` is the bucket's row, `start` 1 if its first way belongs to no id. */
+static int64_t lowest_way(const Table *t, int64_t first, int64_t start, const Moment *now)
 {
-    int64_t first = line_of(spot) * LINE + home_of(spot) * WAYS, lowest = -1;
-    int64_t lowest_score = INT64_MAX;
-    for (int64_t way = home_of(spot) == 0 ? reserved : 0; way < WAYS; way++) {
-        if (t->last_used[first + way] >= now->pin)
+    int64_t lowest = INT64_MAX, way = -1;
+    if (t->eviction == EVICT_NONE)
+        return -1;
+    if (t->eviction == EVICT_LRU) { /* without branches, which would be mispredicted */
+        for (int64_t i = start; i < WAYS; i++) {
+            int64_t used = t->last_used[first + i];
+            int64_t found = used < now->pin ? used * WAYS + i : INT64_MAX;
+            lowest = found < lowest ? found : lowest;
+        }
+        return lowest == INT64_MAX ? -1 : lowest % WAYS;
+    }
+    for (int64_t i = start; i < WAYS; i++) {
+        if (t->last_used[first + i] >= now->pin)
             continue;
-        int64_t found = score(t, first + way, now);
-        if (found < lowest_score) {
-            lowest_score = found;
-            lowest = first + way;
+        int64_t found = score(t, first + i, now);
+        if (found < lowest) {
+            lowest = found;
+            way = i;
         }
     }
-    return lowest;
+    return way;
 }
 
 /* Return the row of a new id; -1: none is free or can be evicted. */
@@ -328,8 +363,7 @@ static int64_t choose_row(const Table *t, uint64_t spot, int64_t id, const Momen
     int64_t reserved = line_of(spot) % t->lines == 0; /* ways of the line that belong to no id */
     uint64_t available = match_line(t->digests + line, 0);
     if (t->ttl) {
-        uint64_t own = match_line(t->digests + line, digest_of(spot));
-        int64_t row = row_of(t, spot, id, from_home(own, home));
+        int64_t row = row_of(t, spot, id, candidates(t, spot));
         if (row >= 0)
             return row;
         for (int way = 0; way < LINE; way++)
@@ -338,7 +372,9 @@ static int64_t choose_row(const Table *t, uint64_t spot, int64_t id, const Momen
     available &= ~(uint64_t)reserved;
     if (available)
         return line + first_way(from_home(available, home), home);
-    return t->eviction == EVICT_NONE ? -1 : lowest_row(t, spot, reserved, now);
+    int64_t first = line + home * WAYS;
+    int64_t way = lowest_way(t, first, home == 0 ? reserved : 0, now);
+    return way < 0 ? -1 : first + way;
 }
 
 /* Admit an unknown id and give it a row; -1: it gets none. */
@@ -352,7 +388,7 @@ static int64_t place(Table *t, uint64_t spot, int64_t id, const Moment *now)
         return -1;
     }
     t->admitted++;
-    t->evicted += t->digests[row] != 0 && t->ids[row] != id;
+    t->evicted += t->digests[row] != 0 && !(t->ttl && t->ids[row] == id);
     t->ids[row] = id;
     t->digests[row] = digest_of(spot);
     t->last_used[row] = (int32_t)now->step;
@@ -361,49 +397,57 @@ static int64_t place(Table *t, uint64_t spot, int64_t id, const Moment *now)
     return row;
 }
 
+static inline void prefetch_place(const Table *t, uint64_t spot)
+{
+    int64_t line = line_of(spot) * LINE;
+    __builtin_prefetch(t->digests + line);
+    __builtin_prefetch(t->last_used + line + home_of(spot) * WAYS);
+    if (t->eviction >= EVICT_LFU)
+        __builtin_prefetch(t->seen + line + home_of(spot) * WAYS);
+}
+
 /* Second pass: place each unknown id once. Write new rows and ids; return the misses left. */
 static int64_t place_unknown(Table *t, const Moment *now, const uint64_t *spots, Miss *misses,
                              int64_t num_misses, int64_t *rows, int64_t *new_rows,
                              int64_t *new_ids)
 {
     int64_t left = 0, num_new = 0;
-    sort_misses(misses, num_misses, misses + num_misses);
+    misses = sort_misses(misses, num_misses, misses + num_misses, t->num_regions * t->lines);
     for (int64_t i = 0; i < num_misses;) {
+        if (i + AHEAD < num_misses)
+            prefetch_place(t, spots[misses[i + AHEAD].position]);
         int64_t id = misses[i].id, row = place(t, spots[misses[i].position], id, now);
         if (row >= 0) {
             new_rows[num_new] = row;
             new_ids[num_new++] = id;
         }
-        for (; i < num_misses && misses[i].id == id; i++) {
+        for (; i < num_misses && misses[i].id == id; i++)
             if (row >= 0)
                 rows[misses[i].position] = row;
             else
                 left++;
-        }
     }
     return left;
 }
 
 /* -- all tables of a group --------------------------------------------------------------------- */
 
-/* Fill `spots`. Return 0, or 1 + the position of the first id of another shard. */
+/* Fill `spots`. Return 0, or 1 + the number of a table that has an id of another shard. */
 static int64_t locate_all(const Table *tables, int64_t num_tables, const int64_t *ids,
                           uint64_t *spots)
 {
-    const int64_t *first = ids;
-    for (const Table *t = tables; t < tables + num_tables; t++) {
-        uint64_t limit = (uint64_t)(t->num_regions * t->lines) << 16;
-        int is_foreign = 0;
-        for (int64_t i = 0; i < t->num_ids; i++) {
-            spots[i] = locate(t, ids[i]);
-            is_foreign |= spots[i] >= limit;
+    for (int64_t table = 0; table < num_tables; table++) {
+        const Table t = tables[table]; /* a copy, which the loop's writes cannot change */
+        uint64_t limit = (uint64_t)(t.num_regions * t.lines) << 16;
+        uint64_t num_foreign = 0;
+        for (int64_t i = 0; i < t.num_ids; i++) {
+            spots[i] = locate(&t, ids[i]);
+            num_foreign += spots[i] >= limit;
         }
-        if (is_foreign)
-            for (int64_t i = 0;; i++)
-                if (spots[i] >= limit)
-                    return ids + i - first + 1;
-        ids += t->num_ids;
-        spots += t->num_ids;
+        if (num_foreign)
+            return table + 1;
+        ids += t.num_ids;
+        spots += t.num_ids;
     }
     return 0;
 }
@@ -419,14 +463,14 @@ static void map_table(Table *t, int64_t step, int64_t pin, int is_training, cons
     t->hits = t->num_ids - num_misses;
     t->unknown = num_misses;
     if (is_training && num_misses)
-        t->unknown =
-            place_unknown(t, &now, spots, misses, num_misses, rows, new_rows, new_ids);
+        t->unknown = place_unknown(t, &now, spots, misses, num_misses, rows, new_rows, new_ids);
 }
 
 /* Map a batch of ids to rows; see `map_ids` in index.py.
  *
  * ids and rows: those of all tables. new_rows and new_ids: space for one item of each id; used in
- * training only. Return 0; -1: no memory; or 1 + the position of an id of another shard. */
+ * training only. Return 0; -1: no memory; or 1 + the number of a table that has an id of another
+ * shard, and nothing is written. */
 int64_t recsys_map_ids(Table *tables, int64_t num_tables, const int64_t *ids, int64_t step,
                        int64_t pin, int64_t is_training, int64_t *rows, int64_t *new_rows,
                        int64_t *new_ids)
@@ -438,7 +482,7 @@ int64_t recsys_map_ids(Table *tables, int64_t num_tables, const int64_t *ids, in
         most = n > most ? n : most;
     }
     uint64_t *spots = malloc((num_ids + 1) * sizeof *spots);
-    Miss *misses = malloc((most + most / 2 + 1) * sizeof *misses);
+    Miss *misses = malloc((2 * most + 1) * sizeof *misses);
     int64_t result = spots && misses ? locate_all(tables, num_tables, ids, spots) : -1;
     const uint64_t *next = spots;
     for (int64_t i = 0; i < num_tables && result == 0; i++) {
@@ -447,8 +491,8 @@ int64_t recsys_map_ids(Table *tables, int64_t num_tables, const int64_t *ids, in
         ids += t->num_ids;
         rows += t->num_ids;
         next += t->num_ids;
-        new_rows += is_training ? t->admitted : 0;
-        new_ids += is_training ? t->admitted : 0;
+        new_rows += t->admitted;
+        new_ids += t->admitted;
     }
     free(spots);
     free(misses);

@@ -21,7 +21,7 @@ from recsys.kernels.hashed import build, native, twin
 LINE = 64
 """Rows of a line: 4 buckets of 16."""
 MAX_REGIONS = 1 << 14
-"""Limit of the hash's bits: those of regions, lines, home and digest do not overlap."""
+"""Limit of the hash: the bits of region, line, home bucket and digest do not overlap."""
 
 Eviction: TypeAlias = Literal["none", "lru", "lfu", "distance_lfu"]
 Admission: TypeAlias = Literal["always", "at_least", "probability"]
@@ -51,8 +51,8 @@ class IndexSettings:
 
     eviction: Eviction
     """Row of the home bucket that a new id gets if its line is full: none; the least recently
-    used; the least frequently used; or that of the lowest count / distance^exponent, for the
-    distance in steps since the last use."""
+    used; the least frequently used; or the row of the lowest count / distance^exponent. The
+    distance is the number of steps since the last use."""
     half_life: int
     """Eviction "lfu": steps in which the count of an unused row halves; 0: never."""
     exponent: int
@@ -60,13 +60,13 @@ class IndexSettings:
     ttl: int
     """Steps without use after which a row expires; 0: never. A pinned row does not expire."""
     admission: Admission
-    """Unknown ids that get a row: all; those that occurred in a number of batches, approximately;
-    or a random share of them."""
+    """Unknown ids that get a row: all; ids that occurred in about so many batches, recently; or a
+    random share."""
     admission_value: int
     """Number of batches, from 2 to 255, of admission "at_least"; probability times 2^32 of
     admission "probability"; else 0."""
     is_shared: bool
-    """Whether ids without a row read the first row of their region; otherwise their row is -1."""
+    """True: ids without a row read the first row of their region. False: their row is -1."""
 
     def __post_init__(self) -> None:
         for name, choices in (("eviction", native.EVICTIONS), ("admission", native.ADMISSIONS)):
@@ -208,8 +208,10 @@ class HashIndex:
 
     def rebuild(self) -> None:
         """Compute the digests from `ids` and `last_used`, for example after these were loaded."""
-        digests = twin.locate(self, self.ids).digests
-        self.digests.copy_(torch.where(self.last_used > 0, digests, 0))
+        for start in range(0, self.ids.numel(), 1 << 20):  # to bound memory
+            rows = slice(start, start + (1 << 20))
+            digests = twin.locate(self, self.ids[rows]).digests
+            self.digests[rows] = torch.where(self.last_used[rows] > 0, digests, 0)
 
 
 @final
@@ -247,8 +249,8 @@ def map_ids(
 
     Args:
         indexes: The shards of a group of tables, on one device.
-        ids: int64 [sum of sizes] ids of all tables, those of a table together. Each belongs to a
-            region of its shard.
+        ids: int64 [sum of sizes] ids of the first table, then of the second, and so on. Each id
+            belongs to a region of its shard.
         sizes: Number of ids of each table.
         step: Training step, from 1 to 2^31 - 1; in evaluation the last one.
         pin: The first step whose rows must keep their ids, at most `step`.

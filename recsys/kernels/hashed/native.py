@@ -67,8 +67,7 @@ def map_tables(
     if result < 0:
         raise MemoryError(f"There is no memory to map {ids.numel()} ids. Map smaller batches.")
     if result:
-        table = int(np.searchsorted(np.cumsum(sizes), result))
-        raise twin.foreign_id(indexes[table], int(ids[result - 1]))
+        twin.check_regions(indexes[result - 1], ids.split(list(sizes))[result - 1])
     counts = torch.from_numpy(tables[:, -RESULTS:].copy())
     new_sizes: list[int] = tables[:, 1 - RESULTS].tolist()
     num_new = sum(new_sizes)

@@ -76,7 +76,7 @@ def locate(index: HashIndex, ids: Tensor) -> Spots:
     regions = shift_right(hashes, 64 - bits) if bits else torch.zeros_like(hashes)
     lines = shift_right(shift_right(hashes << bits, 32) * index.lines, 32)
     homes = (hashes >> (30 - bits)) & 3
-    digests = ((hashes & 0xFFFF) % 255 + 1).to(torch.uint8)
+    digests = (((hashes & 0xFFFF) * 255 >> 16) + 1).to(torch.uint8)
     local = (regions - index.first_region) * index.lines + lines
     return Spots(hashes, regions, local, homes, digests)
 
@@ -91,12 +91,11 @@ def map_tables(
 ) -> Found:
     """Map ids to rows; see `index.map_ids`."""
     parts = ids.split(list(sizes))
-    spots = [locate(index, part) for index, part in zip(indexes, parts, strict=True)]
-    for index, part, places in zip(indexes, parts, spots, strict=True):
-        _check_regions(index, part, places.regions)
+    for index, part in zip(indexes, parts, strict=True):
+        check_regions(index, part)
     found = [
-        _Table(index, step, pin).map(part, places, is_training)
-        for index, part, places in zip(indexes, parts, spots, strict=True)
+        _Table(index, step, pin).map(part, locate(index, part), is_training)
+        for index, part in zip(indexes, parts, strict=True)
     ]
     if not found:
         return ids.clone(), ids.clone(), ids.clone(), [], torch.zeros(0, 5, dtype=torch.int64)
@@ -105,19 +104,16 @@ def map_tables(
     return torch.cat(rows), torch.cat(new_rows), torch.cat(new_ids), new_sizes, torch.tensor(counts)
 
 
-def _check_regions(index: HashIndex, ids: Tensor, regions: Tensor) -> None:
-    foreign = (regions < index.first_region) | (regions >= index.last_region)
-    if foreign.any():
-        raise foreign_id(index, int(ids[foreign][0]))
-
-
-def foreign_id(index: HashIndex, id_: int) -> ValueError:
-    """Return the error of an id that belongs to another shard."""
-    region = int(locate(index, torch.tensor([id_])).regions[0])
-    return ValueError(
-        f"ids must belong to regions {index.first_region} to {index.last_region - 1} of the "
-        f"shard; received id {id_} of region {region}. Send each id to the owner of its region."
-    )
+def check_regions(index: HashIndex, ids: Tensor) -> None:
+    """Raise an error if an id belongs to another shard."""
+    regions = locate(index, ids).regions
+    is_foreign = (regions < index.first_region) | (regions >= index.last_region)
+    if is_foreign.any():
+        raise ValueError(
+            f"ids must belong to regions {index.first_region} to {index.last_region - 1} of the "
+            f"shard; received id {int(ids[is_foreign][0])} of region "
+            f"{int(regions[is_foreign][0])}. Send each id to the owner of its region."
+        )
 
 
 class _Table:

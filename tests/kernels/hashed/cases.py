@@ -53,7 +53,7 @@ def index_of(
 def ids_of_line(count: int, seed: int) -> list[int]:
     """Ids that fall into the first line of the first region, of any home bucket."""
     draw = random.Random(count)
-    return [id_of_hash(draw.getrandbits(30), seed) for _ in range(count)]
+    return [id_of_hash(draw.getrandbits(32), seed) for _ in range(count)]
 
 
 def batch_of(draw: random.Random, most_ids: int, universe: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 from recsys.kernels.hashed.index import HashIndex, IndexSettings
 
@@ -137,7 +138,7 @@ class Oracle:
             return own
         _, region, line, home = self.place_of(id_)
         buckets = [[line + (home + i) % 4 * 16 + way for way in range(16)] for i in range(4)]
-        for row in sum(buckets, []):
+        for row in chain(*buckets):
             entry = self.entries.get(row)
             if row != region and (entry is None or not self.is_alive(entry, step, pin)):
                 return row
@@ -170,7 +171,7 @@ def assert_equal_state(index: HashIndex, oracle: Oracle) -> None:
     for row, entry in oracle.entries.items():
         assert (ids[row], used[row]) == (entry.id, entry.last_used)
         assert not seen or seen[row] == entry.seen
-        assert index.digests[row] == oracle.place_of(entry.id)[0] % 2**16 % 255 + 1
+        assert index.digests[row] == oracle.place_of(entry.id)[0] % 2**16 * 255 // 2**16 + 1
     assert index.digests.count_nonzero() == len(rows)
     sketch = index.sketch.view(-1, 64).tolist()
     for (line, home), cells in oracle.cells.items():

@@ -105,8 +105,7 @@ def test_a_long_stream_equals_plain_python(name: str) -> None:
     for step in range(1, 40):
         check_batch(index, oracle, batch_of(draw, 200, 600), step, step - step % 3, step % 7 != 0)
     assert_equal_state(index, oracle)
-    counts = [len(oracle.entries)]
-    assert min(counts) > 0
+    assert oracle.entries
 
 
 def test_the_hash_is_the_finalizer_of_splitmix64() -> None:
@@ -119,7 +118,7 @@ def test_bits_of_the_hash_do_not_overlap() -> None:
     """Of the most regions: each field has its bits, those of the digest are the lowest 16."""
     index = index_of(settings_of(), lines=1, num_regions=1 << 14)
     places = twin.locate(index, torch.tensor([id_of_hash(2**64 - 1 - (3 << 16), 7)]))
-    assert [int(value) for value in places[1:]] == [2**14 - 1, 2**14 - 1, 0, 1]
+    assert [int(value) for value in places[1:]] == [2**14 - 1, 2**14 - 1, 0, 255]
 
 
 @pytest.mark.parametrize("name", ["lru", "at least 2", "none", "ttl"])
