@@ -101,6 +101,10 @@ class TableCollection(nn.Module):
             for config, table in zip(self._configs, self._tables(), strict=True)
         }
 
+    def table(self, name: str) -> EmbeddingTable:
+        """Return the module of a table."""
+        return self._tables()[[config.name for config in self._configs].index(name)]
+
     @property
     @torch.jit.unused
     def bounds_check_mode(self) -> BoundsCheckMode:

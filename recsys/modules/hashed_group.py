@@ -11,27 +11,31 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from recsys.kernels.hashed.index import COUNTS, map_ids
+from recsys.kernels.hashed.index import map_ids
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.types import UpdateMode
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.embedding_init import init_ids
 from recsys.modules.table_index import TableIndex
 
-__all__ = ["HashedGroup"]
+__all__ = ["PINNED_BATCHES", "HashedGroup"]
 
-_UNKNOWN: Final = COUNTS.index("unknown")
+PINNED_BATCHES: Final = 4
+"""Batches, with the current one, whose rows keep their ids. It is constant, so that pipelines,
+which map ids up to three batches ahead, give the same ids rows as a plain loop."""
 
 
 @final
 class HashedGroup:
     """Indexes of the tables of one lookup.
 
-    Rows that a batch reads keep their ids until its backward pass, or until its graph is freed.
+    Rows that a batch reads keep their ids until their update, or until its graph is freed, and for
+    `PINNED_BATCHES` at least.
 
     Args:
         configs: The tables.
-        indexes: The index of each.
+        indexes: The index of each, or of its rows in the lookup.
+        columns: The columns of each in the lookup.
         tbe: Their lookup.
     """
 
@@ -39,22 +43,32 @@ class HashedGroup:
         self,
         configs: Sequence[BaseEmbeddingConfig],
         indexes: Sequence[TableIndex],
+        columns: Sequence[slice],
         tbe: TableBatchedEmbedding,
     ) -> None:
-        self._configs, self._indexes, self._tbe = list(configs), list(indexes), tbe
+        self._configs, self.indexes, self._tbe = list(configs), list(indexes), tbe
+        self._columns = list(columns)
         features = [len(config.feature_names) for config in configs]
         self._first_features = torch.tensor(list(accumulate(features, initial=0)))
         self._num_features = sum(features)
+        self._zeros = [t for t, index in enumerate(indexes) if index.rules.unknown == "zero"]
+        self._may_have_changed = True  # rows of `_zeros` that unknown ids read
+        # first steps whose rows batches without a backward pass, or updates to come, may read
         self._in_flight: list[int] = []
-        # tables whose unknown ids read zeros, while an update may have changed these rows
-        self._changed = {t for t, index in enumerate(indexes) if index.rules.unknown == "zero"}
+        self._to_update: list[int] = []
 
-    def rows_of(self, indices: Tensor, offsets: Tensor, is_training: bool) -> Tensor:
+    def sizes_of(self, offsets: Tensor) -> list[int]:
+        """Return the number of ids of each table, given the offsets of bags, `[F * B + 1]`."""
+        num_bags = (offsets.numel() - 1) // self._num_features
+        sizes: list[int] = offsets[self._first_features * num_bags].diff().tolist()
+        return sizes
+
+    def rows_of(self, ids: Tensor, sizes: Sequence[int], is_training: bool) -> Tensor:
         """Return the rows of ids; in training, give rows to new ids.
 
         Args:
-            indices: [N] ids, ordered by table.
-            offsets: [F * B + 1].
+            ids: [N], ordered by table.
+            sizes: Number of ids of each table.
             is_training: Whether the batch is trained on. Otherwise nothing is written.
 
         Returns:
@@ -69,41 +83,46 @@ class HashedGroup:
                 "which resets its state with each new id; received none. Call "
                 "apply_optimizer_in_backward before training."
             )
-        self._restore_zeros()
-        step = max(index.step for index in self._indexes) + is_training
-        num_bags = (offsets.numel() - 1) // self._num_features
-        edges = offsets[self._first_features * num_bags]
+        step = max(index.step for index in self.indexes) + is_training
+        if not self._tbe.deferred.exist:
+            self._to_update.clear()
+        pinned = step - PINNED_BATCHES + 1
         mapped = map_ids(
-            [index.index for index in self._indexes],
-            indices.long(),
-            edges.diff().tolist(),
+            [index.index for index in self.indexes],
+            ids.long(),
+            sizes,
             max(step, 1),
-            min(self._in_flight, default=max(step, 1)),
+            min([pinned, *self._in_flight, *self._to_update]),
             is_training,
         )
         if is_training:
-            for t, index in enumerate(self._indexes):
+            for t, index in enumerate(self.indexes):
                 index.step = step
                 index.count(mapped.counts[t])
             self._initialize(mapped.new_rows, mapped.new_ids, mapped.new_sizes, step)
-            self._changed |= {
-                t
-                for t, index in enumerate(self._indexes)
-                if index.rules.unknown == "zero" and mapped.counts[t, _UNKNOWN]
-            }
         return mapped.rows
 
+    def prepare_lookup(self) -> None:
+        """Set the rows of unknown ids to zero where an update may have changed them."""
+        if not self._may_have_changed:
+            return
+        self._may_have_changed = bool(self._in_flight)
+        for t in self._zeros:
+            rows, dim = self.indexes[t].shared_rows(), self._tbe.layout.tables[t].dim
+            self._tbe.reset_rows(t, rows, torch.zeros(len(rows), dim, device=rows.device))
+
     def hold(self, output: Tensor) -> None:
-        """Keep the ids of all rows that the last batch read until the backward pass of its output.
+        """Keep the ids of the rows of a lookup until its update, or until its graph is freed.
 
         Args:
             output: The output of the lookup, which requires a gradient.
         """
-        step = max(index.step for index in self._indexes)
-        self._in_flight.append(step)
-        release = partial(_remove, self._in_flight, step)
+        self._may_have_changed = bool(self._zeros)
+        first = max(index.step for index in self.indexes) - PINNED_BATCHES + 1
+        self._in_flight.append(first)
+        release = partial(_release, first, self._in_flight, self._to_update)
         output.register_hook(lambda grad: release())
-        # of a graph that is freed without one
+        # of a graph that is freed without a backward pass
         weakref.finalize(output.grad_fn, release).atexit = False
 
     def _initialize(self, rows: Tensor, ids: Tensor, sizes: Sequence[int], step: int) -> None:
@@ -111,21 +130,11 @@ class HashedGroup:
             zip(rows.split(list(sizes)), ids.split(list(sizes)), strict=True)
         ):
             if own_rows.numel():
-                values = init_ids(
-                    self._indexes[t].init_seed_number, own_ids, step, self._configs[t]
-                )
-                self._tbe.reset_rows(t, own_rows, values)
-
-    def _restore_zeros(self) -> None:
-        """Set the rows of unknown ids to zero where an update may have changed them."""
-        for t in self._changed:
-            rows = self._indexes[t].shared_rows()
-            zeros = torch.zeros(len(rows), self._configs[t].embedding_dim, device=rows.device)
-            self._tbe.reset_rows(t, rows, zeros)
-        if not self._in_flight:
-            self._changed.clear()
+                values = init_ids(self.indexes[t].init_seed_number, own_ids, step, self._configs[t])
+                self._tbe.reset_rows(t, own_rows, values[:, self._columns[t]])
 
 
-def _remove(steps: list[int], step: int) -> None:
-    if step in steps:
-        steps.remove(step)
+def _release(first: int, in_flight: list[int], to_update: list[int]) -> None:
+    if first in in_flight:
+        in_flight.remove(first)
+        to_update.append(first)  # of gradients that wait for a step

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from recsys.kernels.hashed.index import COUNTS, HashIndex, geometry
 from recsys.kernels.hashed.twin import locate
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
-from recsys.modules.hashed_ids import HashedIds
+from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds
 
-__all__ = ["HashedIdStats", "TableIndex"]
+__all__ = ["HashedIdStats", "TableIndex", "row_states_of"]
 
 _ROW_STATES = ("ids", "last_used", "seen", "sketch")
 
@@ -41,19 +41,30 @@ class HashedIdStats(NamedTuple):
     unknown: int
 
 
+def row_states_of(rules: HashedIds) -> dict[str, tuple[torch.dtype, int]]:
+    """Return dtype and values per row of each array that an index saves."""
+    found = {"ids": (torch.int64, 1), "last_used": (torch.int32, 1)}
+    if isinstance(rules.eviction, LFU | DistanceLFU):
+        found["seen"] = torch.int32, 1
+    if isinstance(rules.admission, AtLeast):
+        found["sketch"] = torch.uint8, 4
+    return found
+
+
 @final
 class TableIndex(nn.Module):
-    """Index of one table: which id has which row, and when it was used.
+    """Index of a table or of some of its regions: which id has which row, and when it was used.
 
     Args:
         config: The table, with `ids`.
-        device: Device of the table.
+        device: Device of the rows.
+        rows: Range of the rows, which starts and ends with a region; None: all rows.
 
     Attributes:
         ids: int64 `[rows]`, the id of each row; without a meaning where `last_used` is 0.
         last_used: int32 `[rows]`, the last training batch that had the id; 0: the row is free.
         seen: int32 `[rows]`, counts of the frequency rules; `[0]` for others.
-        sketch: uint8 `[4 * rows]`, counters of `AtLeast`; `[0]` for others.
+        sketch: uint8 `[rows, 4]`, counters of `AtLeast`; `[0]` for others.
         steps: int64 `[]`, training batches, when it was saved; `step` is current.
         init_seed: int64 `[]`, seed of the initial values.
     """
@@ -66,17 +77,24 @@ class TableIndex(nn.Module):
     init_seed: Tensor
     digests: Tensor
 
-    def __init__(self, config: BaseEmbeddingConfig, device: torch.device) -> None:
+    def __init__(
+        self, config: BaseEmbeddingConfig, device: torch.device, rows: range | None = None
+    ) -> None:
         super().__init__()
         assert config.ids is not None
         self.rules: HashedIds = config.ids
         self._name = config.name
-        rows, regions = geometry(config.num_embeddings, config.ids.num_regions)
+        of_table, regions = geometry(config.num_embeddings, config.ids.num_regions)
+        self._region_rows = of_table // regions
+        own = range(of_table) if rows is None else rows
+        first, last = own.start // self._region_rows, own.stop // self._region_rows
         self._index = HashIndex.empty(
-            config.ids.settings(), rows, regions, 0, regions, config.ids.seed, device
+            config.ids.settings(), of_table, regions, first, last, config.ids.seed, device
         )
         for name in _ROW_STATES:
             values = getattr(self._index, name)
+            if name == "sketch":
+                values = values.view(-1, 4)
             self.register_buffer(name, values, persistent=values.numel() > 0)
         self.register_buffer("digests", self._index.digests, persistent=False)
         for name in ("steps", "init_seed"):
@@ -92,7 +110,8 @@ class TableIndex(nn.Module):
             self._index = HashIndex(
                 settings=old.settings, num_regions=old.num_regions, first_region=old.first_region,
                 last_region=old.last_region, lines=old.lines, seed=old.seed, ids=self.ids,
-                last_used=self.last_used, seen=self.seen, digests=self.digests, sketch=self.sketch,
+                last_used=self.last_used, seen=self.seen, digests=self.digests,
+                sketch=self.sketch.view(-1),
             )  # fmt: skip
         return self._index
 
@@ -105,8 +124,7 @@ class TableIndex(nn.Module):
 
     def shared_rows(self) -> Tensor:
         """Return the row of each region that unknown ids read."""
-        rows, regions = self.ids.numel(), self._index.num_regions
-        return torch.arange(0, rows, rows // regions, device=self.ids.device)
+        return torch.arange(0, self.ids.numel(), self._region_rows, device=self.ids.device)
 
     def count(self, counts: Tensor) -> None:
         """Add the counts of a batch."""
@@ -114,7 +132,8 @@ class TableIndex(nn.Module):
 
     def stats(self) -> HashedIdStats:
         """Return counts since the module was made; waits for the device."""
-        rows, used = self.ids.numel() - self._index.num_regions, int((self.last_used > 0).sum())
+        rows = self.ids.numel() - self.ids.numel() // self._region_rows
+        used = int((self.last_used > 0).sum())
         return HashedIdStats(rows, used, *self._counts.tolist())
 
     def pairs(self) -> tuple[Tensor, Tensor]:
@@ -129,15 +148,26 @@ class TableIndex(nn.Module):
             f"'{self._name}'. Compile the part of the model after the lookup."
         )
 
-    def _save_to_state_dict(self, *args: Any) -> None:
+    def write_counters(self) -> None:
+        """Set the buffers `steps` and `init_seed` to the current values."""
         self.steps.fill_(self.step)
         self.init_seed.fill_(self.init_seed_number)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self.write_counters()
         super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        if self.ids.is_meta:
-            return
+        if not self.ids.is_meta:
+            self.restore()
+
+    def restore(self) -> None:
+        """Take over arrays that were written, such as by a load.
+
+        Raises:
+            ValueError: Ids have other rows than the hash gives them.
+        """
         self.step, self.init_seed_number = int(self.steps), int(self.init_seed)
         index = self.index
         places = locate(index, self.ids)

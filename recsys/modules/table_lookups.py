@@ -124,7 +124,8 @@ class LookupGroup:
         )
         self._alias_parameters(configs, states, is_updated=attached is not None)
         indexes = [table.hashed for table in tables if table.hashed is not None]
-        self._hashed = HashedGroup(configs, indexes, self.tbe) if indexes else None
+        columns = [slice(None)] * len(indexes)
+        self._hashed = HashedGroup(configs, indexes, columns, self.tbe) if indexes else None
         features = [feature for config in configs for feature in config.feature_names]
         names = [config.name for config in configs for _ in config.feature_names]
         self.selector = FeatureSelector(features, names, owner)
@@ -165,7 +166,9 @@ class LookupGroup:
         indices, offsets, weights = bags
         if self._hashed is not None:
             is_training = is_training and torch.is_grad_enabled()
-            indices = self._hashed.rows_of(indices, offsets, is_training)
+            sizes = self._hashed.sizes_of(offsets)
+            indices = self._hashed.rows_of(indices, sizes, is_training)
+            self._hashed.prepare_lookup()
         if self._owners:
             self._update_learning_rates()
         with step_stages.running((Stage.LOOKUP, "")):

@@ -60,21 +60,17 @@ class Rect:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class IdRange:
-    """The ids `0..end`, each equal to its row number: the only id space so far.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IdHash:
+    """Assignment of 64-bit ids to the regions of a table with hashed ids.
 
-    The limits of valid ids and the id ranges of row blocks come from here. Another id space needs
-    more: the input stage also assumes that an id fits the dtype of the rows and 40 bits, and that
-    id 0 may replace a bad id. A conversion from ids to rows would be the last step of
+    Row blocks are whole regions. The owner of a region converts its ids to rows at the end of
     `InputDist.receive`.
     """
 
-    end: int
-
-    def edges(self, row_starts: Sequence[int]) -> tuple[int, ...]:
-        """Return the first id of each row block, and the end of the last."""
-        return (*row_starts, self.end)
+    seed: int
+    num_regions: int
+    region_rows: int
 
 
 @final
@@ -113,7 +109,7 @@ class PlacedTable:
         rects: Shards; empty for a replicated (data-parallel) table.
         combine: Pooling of the rows of a bag.
         one_width: Whether a lookup of the table requires rectangles of one width.
-        id_space: Valid ids; None for the range of the rows, as in all tables so far.
+        hashed: Assignment of ids to regions; None if ids are row numbers.
     """
 
     name: str
@@ -124,7 +120,7 @@ class PlacedTable:
     rects: tuple[Rect, ...]
     combine: PoolingType = PoolingType.SUM
     one_width: bool = False
-    id_space: IdRange | None = None
+    hashed: IdHash | None = None
 
     def __post_init__(self) -> None:
         if self.rects:
@@ -136,14 +132,14 @@ class PlacedTable:
         return self.num_rows, self.dim
 
     @property
-    def ids(self) -> IdRange:
-        """The valid ids."""
-        return self.id_space or IdRange(self.num_rows)
-
-    @property
     def row_starts(self) -> tuple[int, ...]:
         """First row of each row block."""
         return tuple(sorted({rect.row_start for rect in self.rects}))
+
+    @property
+    def row_edges(self) -> tuple[int, ...]:
+        """First row of each row block, and the end of the last."""
+        return (*self.row_starts, self.num_rows)
 
     @property
     def whole(self) -> Rect:
@@ -212,6 +208,7 @@ class LookupGroup:
         streams: Range of the lookup's streams among the rank's.
         width: Number of output columns.
         in_node: Whether the output is added up within the node before it is sent on.
+        is_hashed: Whether the tables have hashed ids.
     """
 
     key: Hashable
@@ -221,6 +218,7 @@ class LookupGroup:
     streams: range
     width: int
     in_node: bool = False
+    is_hashed: bool = False
 
 
 @final
@@ -349,7 +347,7 @@ def build_layout(
     owned: list[list[_Part]] = [[] for _ in range(world_size)]
     replicated: list[_Part] = []
     for index, table in enumerate(tables):
-        group = first.setdefault(table.group, index)
+        group = first.setdefault((table.group, table.hashed is not None), index)
         is_apart = table.one_width or not is_pooled
         block_of = {start: block for block, start in enumerate(table.row_starts)}
         for rect in table.rects or [table.whole]:
@@ -441,6 +439,7 @@ def _plan_lookups(
                 streams=range(first, len(streams)),
                 width=width,
                 in_node=not is_flat,
+                is_hashed=tables[numbers[0]].hashed is not None,
             )
         )
     return tuple(groups), tuple(streams), tuple(segments)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from recsys.distributed.placement.layout import Layout, PlacedTable, Rect, build_layout
+from recsys.distributed.placement.layout import IdHash, Layout, PlacedTable, Rect, build_layout
 from recsys.distributed.placement.plan import EmbeddingModuleShardingPlan, ParameterSharding
-from recsys.distributed.placement.strategies import check_plan_covers, pooling_of_parts, rects_of
+from recsys.distributed.placement.strategies import (
+    check_plan_covers,
+    pooling_of_parts,
+    rects_of,
+    rects_of_regions,
+)
 from recsys.distributed.ranks.node import get_local_size
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
+from recsys.kernels.hashed.index import geometry
 from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.embedding_tables import TableCollection
@@ -100,6 +106,13 @@ def place_tables(
     for i, config in enumerate(configs):
         rows, dim = config.num_embeddings, config.embedding_dim
         rects = rects_of(config.name, rows, dim, plan[config.name], world_size, local_size)
+        hashed = None
+        if config.ids is not None:
+            _, num_regions = geometry(rows, config.ids.num_regions)
+            hashed = IdHash(
+                seed=config.ids.seed, num_regions=num_regions, region_rows=rows // num_regions
+            )
+            rects = rects_of_regions(config.name, rects, hashed)
         placed.append(
             PlacedTable(
                 name=config.name,
@@ -110,6 +123,7 @@ def place_tables(
                 rects=rects,
                 combine=poolings[i],
                 one_width=needs_one_width(i, rects),
+                hashed=hashed,
             )
         )
     return list(names), build_layout(placed, len(names), world_size, node_size=local_size)

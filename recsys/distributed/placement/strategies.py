@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from recsys.distributed.placement.file_checks import nearest
-from recsys.distributed.placement.layout import ROW_PARTS, Rect
+from recsys.distributed.placement.layout import ROW_PARTS, IdHash, Rect
 from recsys.distributed.placement.plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
@@ -267,6 +267,39 @@ def rects_of(
             )
     kept = [rect for rect in rects if rect.num_rows > 0 and rect.num_cols > 0]
     return tuple(_merge_neighbors(kept))
+
+
+def rects_of_regions(name: str, rects: Sequence[Rect], hashed: IdHash) -> tuple[Rect, ...]:
+    """Return the rectangles of a table with hashed ids: rows move to the nearest region's edge.
+
+    Args:
+        name: Name of the table.
+        rects: Rectangles of its plan.
+        hashed: Regions of the table.
+
+    Raises:
+        ValueError: The table is replicated, or has fewer regions than row blocks.
+    """
+    if not rects:
+        raise ValueError(
+            f"Table {name!r} with HashedIds must not be data_parallel: its replicas would give "
+            "their rows to different ids. Use another sharding type."
+        )
+    step = hashed.region_rows
+    edge = {
+        row: (row + step // 2) // step * step
+        for rect in rects
+        for row in (rect.row_start, rect.row_end)
+    }
+    if len(set(edge.values())) < len(edge):
+        raise ValueError(
+            f"Table {name!r} with HashedIds must have a region for each of its {len(edge) - 1} row "
+            f"blocks; received {hashed.num_regions} regions. Use fewer ranks, or more rows and "
+            "HashedIds.num_regions."
+        )
+    return tuple(
+        replace(rect, row_start=edge[rect.row_start], row_end=edge[rect.row_end]) for rect in rects
+    )
 
 
 def _rect_of(table: str, shard: ShardMetadata) -> Rect:

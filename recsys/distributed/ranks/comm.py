@@ -217,11 +217,11 @@ def broadcast_object(group: dist.ProcessGroup, what: str, own: T, source: int = 
     return box[0]
 
 
-def broadcast(env: ShardingEnv, what: ExchangeName, tensor: Tensor) -> None:
-    """Fill `tensor` on every rank with the values of rank 0; `what` as for `all_to_all`."""
+def broadcast(env: ShardingEnv, what: ExchangeName, tensor: Tensor, source: int = 0) -> None:
+    """Fill `tensor` on every rank with the values of rank `source`; `what` as for `all_to_all`."""
     if env.world_size > 1:
         with explained(env.process_group, what), waiting(what):
-            dist.broadcast(tensor, group=env.process_group, group_src=0)
+            dist.broadcast(tensor, group=env.process_group, group_src=source)
 
 
 @contextmanager

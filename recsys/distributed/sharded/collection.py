@@ -49,7 +49,6 @@ from recsys.distributed.stages.lookup import Lookup
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer
 from recsys.distributed.state.table_shards import load_tables
 from recsys.modules.eager import run_eagerly
-from recsys.modules.embedding_configs import refuse_hashed_ids
 from recsys.modules.embedding_table import TableDict
 from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection
 from recsys.optim.keyed import CombinedOptimizer
@@ -121,7 +120,6 @@ class ShardedCollection(OwnShardsModule):
         env.check_can_exchange()
         with build_on_all_ranks(env) as construction:
             weights = module.table_weights()
-            refuse_hashed_ids(module.configs(), "sharded")
             plan = EmbeddingModuleShardingPlan(table_name_to_parameter_sharding)
             path = construction.path or module_fqn or type(module).__name__
             check_plan_covers(path, plan, weights)
@@ -175,6 +173,7 @@ class ShardedCollection(OwnShardsModule):
     def _set_stages(self, stages: CollectionStages) -> None:
         """Set the stages and hold their tables as submodules."""
         self._stages = stages
+        stages.input_dist.is_training = self.training
         self._hold_tables(TableDict(stages.tables))
 
     def _optimizer_of(self, stages: CollectionStages) -> FusedTablesOptimizer:
@@ -183,6 +182,11 @@ class ShardedCollection(OwnShardsModule):
             [option.optimizer for option in self._settings.options],
             stages.finisher.deferred,
         )
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode; only in training do new ids get rows."""
+        self._stages.input_dist.is_training = mode
+        return super().train(mode)
 
     def _hold_tables(self, tables: TableDict) -> None:
         self.add_module(self.tables_name, tables)
@@ -354,7 +358,11 @@ class ShardedCollection(OwnShardsModule):
         path = self._settings.path
         for lookup, given in zip(lookups, bags, strict=True):
             with step_stages.running((Stage.LOOKUP, path)):
+                if lookup.hashed is not None:
+                    lookup.hashed.prepare_lookup()
                 output = lookup.kernel.forward(*given[:3], lookup.parameters, *given[3:])
+            if lookup.hashed is not None and output.requires_grad:
+                lookup.hashed.hold(output)
             if step_stages.observers:
                 step_stages.report_update(output, path)
             yield output

@@ -150,9 +150,10 @@ def build_stages(
         path=settings.path,
     )
     own = layout.groups[env.rank]
-    built = build_lookups(own, layout.tables, device, env.world_size, known=lookups)
+    tables, configs = layout.tables, settings.configs
+    built = build_lookups(own, tables, configs, device, env.world_size, known=lookups)
     built_replicas = build_lookups(
-        layout.replica_groups, layout.tables, device, replicated=True, known=replicas
+        layout.replica_groups, tables, configs, device, replicated=True, known=replicas
     )
     finisher = PostBackwardUpdater(built, built_replicas, layout, env, device)
     names = [n for of_table in get_embedding_names_by_table(settings.configs) for n in of_table]
@@ -168,7 +169,7 @@ def build_stages(
     )
     return CollectionStages(
         layout=layout,
-        input_dist=InputDist(module, output_dist.most_ids),
+        input_dist=InputDist(module, output_dist.most_ids, [lookup.hashed for lookup in built]),
         output_dist=output_dist,
         lookups=built,
         replicas=built_replicas,
@@ -188,7 +189,12 @@ def _tables(
     tables = {}
     for index, (config, option) in enumerate(zip(settings.configs, settings.options, strict=True)):
         tables[config.name] = TableShards(
-            layout.tables[index], option.dtype, settings.device, settings.env, shards[index]
+            layout.tables[index],
+            option.dtype,
+            settings.device,
+            settings.env,
+            shards[index],
+            config.ids,
         )
         if option.optimizer is not None:
             for shard in shards[index]:

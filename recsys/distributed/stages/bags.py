@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recsys.distributed.placement.layout import IdHash
 from recsys.distributed.stages.batch import Bags, BatchContext, PreparedBatch
 from recsys.distributed.stages.header import COUNT_BITS, Header
 from recsys.distributed.stages.routes import Positions, Routes
 from recsys.distributed.stages.streams import Streams
 from recsys.kernels import ops
+from recsys.kernels.hashed.twin import mix64, signed
 from recsys.modules.batch_checker import CheckedBatch
 from recsys.sparse.keyed_bags import Parts
 
@@ -38,7 +40,37 @@ _ID_BITS = 40  # one word has an id and, above it, the number of its feature
 _ID_MASK = (1 << _ID_BITS) - 1  # only ids of features without a table may be larger
 
 
-def keep_distinct(bags: Parts) -> tuple[Parts, Tensor]:
+def rows_of_regions(
+    ids_N: Tensor, counts_F: Tensor, hashes: Sequence[IdHash | None]
+) -> tuple[Tensor, Tensor]:
+    """Return a row of the region of each hashed id, by which ids are bucketized.
+
+    Args:
+        ids_N: int64 ids, ordered by feature.
+        counts_F: Ids of each feature.
+        hashes: Assignment of each feature's ids to regions; None for row numbers.
+
+    Returns:
+        `[N]` rows, and `[N]` bool, which ids are hashed.
+    """
+    known = [one or _NO_HASH for one in hashes]
+    constants = [
+        [signed(h.seed), 64 - (h.num_regions - 1).bit_length(), h.region_rows] for h in known
+    ]
+    of_features = ops.upload(np.array(constants, dtype=np.int64), ids_N.device)
+    seed_N, shift_N, rows_N = of_features.repeat_interleave(
+        counts_F, dim=0, output_size=ids_N.numel()
+    ).unbind(1)
+    is_hashed_N = rows_N > 0
+    mixed = mix64(ids_N ^ seed_N)
+    regions = (mixed >> shift_N.clamp(max=63)) & ((1 << (64 - shift_N)) - 1)
+    return torch.where(is_hashed_N, regions * rows_N, ids_N), is_hashed_N
+
+
+_NO_HASH = IdHash(seed=0, num_regions=1, region_rows=0)
+
+
+def keep_distinct(bags: Parts, *, are_wide: bool = False) -> tuple[Parts, Tensor]:
     """Deduplicate the ids of each feature.
 
     The number of ids stays the same, because the host does not know the number of distinct ids. The
@@ -46,6 +78,7 @@ def keep_distinct(bags: Parts) -> tuple[Parts, Tensor]:
 
     Args:
         bags: One bag per feature.
+        are_wide: Whether ids may have more than 40 bits.
 
     Returns:
         The bags, and `[N]` the position of each given id among the distinct ids.
@@ -54,16 +87,24 @@ def keep_distinct(bags: Parts) -> tuple[Parts, Tensor]:
     key_N = torch.arange(num_keys, device=counts_K.device).repeat_interleave(
         counts_K, output_size=num_ids
     )
-    words, order = torch.sort((key_N << _ID_BITS) + (bags.values & _ID_MASK))
-    is_first = torch.ones_like(words, dtype=torch.bool)
-    torch.ne(words[1:], words[:-1], out=is_first[1:])
+    if are_wide:  # two words per id
+        words, order = torch.sort(bags.values.long())
+        keys_sorted, by_key = torch.sort(key_N[order], stable=True)
+        words, order = words[by_key], order[by_key]
+        is_first = torch.ones_like(words, dtype=torch.bool)
+        is_first[1:] = (words[1:] != words[:-1]) | (keys_sorted[1:] != keys_sorted[:-1])
+    else:
+        words, order = torch.sort((key_N << _ID_BITS) + (bags.values & _ID_MASK))
+        is_first = torch.ones_like(words, dtype=torch.bool)
+        torch.ne(words[1:], words[:-1], out=is_first[1:])
+        keys_sorted = words >> _ID_BITS
     place_N = is_first.cumsum(0) - 1
     inverse = torch.empty_like(order).index_copy_(0, order, place_N)
     # repeated ids are written to the same position
     found = torch.zeros_like(words).index_copy_(0, place_N, words)
-    values = (found & _ID_MASK).to(bags.values.dtype)
+    values = (found if are_wide else found & _ID_MASK).to(bags.values.dtype)
     lengths = counts_K.new_zeros(num_keys + 1)
-    lengths.index_add_(0, words >> _ID_BITS, is_first.to(lengths.dtype))
+    lengths.index_add_(0, keys_sorted, is_first.to(lengths.dtype))
     lengths[num_keys] = num_ids - lengths.sum()
     offsets, keys = ops.complete_cumsum(lengths), [*bags.keys, ""]
     return bags._replace(keys=keys, values=values, lengths=lengths, offsets=offsets), inverse

@@ -29,7 +29,8 @@ class Flag:
     VARIABLE = 1 << 5  # features have their own batch sizes
     SHORT = 1 << 6  # bags of row-split tables have few ids
     ABSENT = 1 << 7  # the batch lacks the module's features
-    MODULE = ~0xFF  # the bits that identify the module
+    MODULE = 0xFFFFFF << 8  # the bits that identify the module
+    ADMITS = 1 << 32  # new ids get rows of tables with hashed ids
 
 
 COUNT_BITS = 40

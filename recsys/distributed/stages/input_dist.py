@@ -30,6 +30,7 @@ from recsys.distributed.stages.bags import (
     bags_of_streams,
     keep_distinct,
     one_bag_per_key,
+    rows_of_regions,
     select_bags,
 )
 from recsys.distributed.stages.batch import (
@@ -63,7 +64,7 @@ from recsys.distributed.stages.routes import (
 from recsys.distributed.stages.streams import StagedModule, Streams, readers_of, streams_of
 from recsys.distributed.stages.weight_gradients import with_weight_gradients
 from recsys.kernels import ops
-from recsys.kernels.bounds import AsyncChecks
+from recsys.kernels.bounds import NO_LIMIT, AsyncChecks
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.batch_checker import (
     NO_COUNTS,
@@ -73,6 +74,7 @@ from recsys.modules.batch_checker import (
     RowLimits,
     warn_of_bad_ids,
 )
+from recsys.modules.hashed_group import HashedGroup
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import Parts, check_features
 
@@ -89,8 +91,10 @@ class InputDist:
     Args:
         module: The module.
         most_ids: Largest share of ids per bag for which the output stage can return a row per id.
+        hashed: Per lookup of this rank the indexes of its tables, if they have hashed ids.
 
     Attributes:
+        is_training: Whether the module is in training mode.
         checker: Checks batches.
         streams: Constants of the exchanges.
         late: Checks whose results are read after the step, of batches without a header.
@@ -100,13 +104,19 @@ class InputDist:
         goes_by_id: Whether ids of row-split tables may return a row each.
     """
 
-    def __init__(self, module: StagedModule, most_ids: float) -> None:
-        self.module, self.most_ids = module, most_ids
+    def __init__(
+        self, module: StagedModule, most_ids: float, hashed: Sequence[HashedGroup | None]
+    ) -> None:
+        self.module, self.most_ids, self.hashed = module, most_ids, hashed
+        self.is_training = True
         self.late = AsyncChecks()
         self.end_of_data = EndOfData()
         layout, device, num_ranks = module.layout, module.device.type, module.env.world_size
         # only the device knows how many ids are in a block of rows
-        self.may_skip_header = device == "cuda" and num_ranks == 1 and not layout.split_slots
+        self._has_hashed_ids = any(table.hashed for table in layout.tables)
+        self.may_skip_header = (
+            device == "cuda" and num_ranks == 1 and not (layout.split_slots or self._has_hashed_ids)
+        )
         self.checker = BatchChecker(
             readers_of(module), module.mode, module.device, is_pooled=module.is_pooled
         )
@@ -176,7 +186,11 @@ class InputDist:
         if (
             bags.values.is_cpu
             and bags.stride_per_key_per_rank is None
-            and (self.module.mode is BoundsCheckMode.NONE or bags.are_ids_below(limits.least))
+            and (
+                self.module.mode is BoundsCheckMode.NONE
+                or limits.least == NO_LIMIT
+                or bags.are_ids_below(limits.least)
+            )
         ):
             checked = CheckedBatch(
                 features, features, bags, bags, NO_COUNTS, limits, NO_FAULTS, False
@@ -196,7 +210,7 @@ class InputDist:
             bags_D = bags_of_streams(self.streams, routes, checked)
         if self.module.distinct:
             given_counts_K = counts_K
-            bags, inverse = keep_distinct(bags)
+            bags, inverse = keep_distinct(bags, are_wide=self._has_hashed_ids)
             counts_K = bags.lengths
         is_short = self.goes_by_id and _are_bags_short(self.streams, bags, bags_D, self.most_ids)
         weights, needs_grad, places = list[Tensor](), False, list[Tensor]()
@@ -253,18 +267,28 @@ class InputDist:
             places = [ops.permute_2d(select, lengths_KB, place_N)[1] for place_N in places]
             if is_short:
                 offsets = ops.complete_cumsum(lengths_FB.flatten())
-        if values_N.dtype not in round_.blocks:  # int32 ids of a table beyond int32
-            values_N = values_N.long()
+        if values_N.dtype not in round_.blocks or round_.hashes:
+            values_N = values_N.long()  # int32 ids of a table beyond int32, or of any 64-bit id
         block_sizes, boundaries = round_.blocks[values_N.dtype]
+        rows_N, is_hashed_N = values_N, NO_FAULTS
+        if round_.hashes:
+            rows_N, is_hashed_N = rows_of_regions(values_N, lengths_FB.sum(1), round_.hashes)
         lengths, values, new_weights, moved_to = ops.block_bucketize(
             lengths_FB.flatten(),
-            values_N,
+            rows_N,
             weights[0] if weights else None,
             block_sizes,
             self.module.layout.num_buckets,
             boundaries,
-            return_positions=is_short or bool(places),
+            return_positions=is_short or bool(places) or bool(round_.hashes),
         )
+        if round_.hashes:  # their owner receives the ids themselves
+            assert moved_to is not None
+            to = moved_to.long()
+            ids = torch.empty_like(values_N).index_copy_(0, to, values_N)
+            values = torch.where(
+                torch.empty_like(is_hashed_N).index_copy_(0, to, is_hashed_N), ids, values
+            )
         segments.lengths.append(lengths)
         segments.values.append(values)
         if new_weights is not None:
@@ -303,6 +327,8 @@ class InputDist:
         flag, streams = ctx.flag | self._module_bits, self.streams
         if self.module.trains and torch.is_grad_enabled():
             flag |= Flag.TRAINS
+            if self.is_training and self._has_hashed_ids:
+                flag |= Flag.ADMITS
         if ctx.end_of_data.is_last:
             flag |= Flag.IS_LAST
         if not ctx.is_good:
@@ -423,6 +449,12 @@ class InputDist:
                 lookups = _split_bags(self, bags, shape, header.counts_G)
         elif routes.lookups and not header.counts_G.size:  # all of them read the whole batch
             lookups, _ = select_bags(routes.lookups, ctx)
+        if self._has_hashed_ids:
+            is_training = bool((header.flags_R & Flag.ADMITS).all())
+            lookups = [
+                bags if group is None else _with_rows(bags, group, is_training)
+                for bags, group in zip(lookups, self.hashed, strict=True)
+            ]
         ctx.received = ReceivedBatch(lookups, replicas, places, anchors)
         return ctx
 
@@ -503,11 +535,19 @@ def _split_bags(stage: InputDist, bags: Bags, shape: BatchShape, ids_S: np.ndarr
             start, first_bag = end, last_bag
         if shape.is_ragged:
             own = own._replace(of_features=bags_RS[:, first:last].T)
-        if bags.indices.is_cuda:
+        if bags.indices.is_cuda or group.is_hashed:
             of_tables = np.bincount(group.feature_table_map, ids_S[first:last], len(group.tables))
             own = own._replace(ids_of_tables=of_tables.astype(np.int64).tolist())
         found.append(own)
     return found
+
+
+def _with_rows(bags: Bags, group: HashedGroup, is_training: bool) -> Bags:
+    """Return the bags of a lookup with the rows of its ids."""
+    sizes = bags.ids_of_tables
+    assert sizes is not None
+    rows = group.rows_of(bags.indices, sizes, is_training).to(bags.indices.dtype)
+    return bags._replace(indices=rows, ids_of_tables=sizes if rows.is_cuda else None)
 
 
 def _are_bags_short(streams: Streams, bags: Parts, bags_D: np.ndarray, most_ids: float) -> bool:

@@ -27,6 +27,9 @@ from recsys.kernels.types import (
     TableSpec,
     UpdateMode,
 )
+from recsys.modules.embedding_configs import BaseEmbeddingConfig
+from recsys.modules.hashed_group import HashedGroup
+from recsys.modules.table_index import TableIndex
 
 
 @final
@@ -69,17 +72,22 @@ class LocalShard:
     states: dict[str, Tensor]
     kernel: TableBatchedEmbedding
     place: int  # position of the table in the kernel
+    index: TableIndex | None  # of a table with hashed ids
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lookup:
-    """One lookup of this rank or of replicated tables: its kernel and its parameters."""
+    """One lookup of this rank or of replicated tables: its kernel and its parameters.
+
+    `hashed` has the indexes of tables with hashed ids.
+    """
 
     group: LookupGroup
     settings: GroupSettings
     kernel: TableBatchedEmbedding
     parameters: list[nn.Parameter]
+    hashed: HashedGroup | None
 
     def __repr__(self) -> str:
         return repr(self.kernel)
@@ -94,12 +102,14 @@ class Lookup:
                 states=self.kernel.states[i] if self.settings.optimizer is not None else {},
                 kernel=self.kernel,
                 place=i,
+                index=None if self.hashed is None else self.hashed.indexes[i],
             )
 
 
 def build_lookups(
     groups: Sequence[LookupGroup],
     tables: Sequence[PlacedTable],
+    configs: Sequence[BaseEmbeddingConfig],
     device: torch.device,
     num_sources: int = 1,
     *,
@@ -111,6 +121,7 @@ def build_lookups(
     Args:
         groups: Lookup groups of the layout; each `key` is a `GroupSettings`.
         tables: The layout's tables, for names.
+        configs: Their configs.
         device: Device of the tables.
         num_sources: Number of ranks whose batches are looked up.
         replicated: Whether the tables are replicated. Their gradients are then of this rank's batch
@@ -143,8 +154,28 @@ def build_lookups(
             keeps_batch=replicated or (settings.exchanges_row_statistics and not settings.deferred),
         )
         parameters = [nn.Parameter(w, requires_grad=settings.requires_grad) for w in kernel.weights]
-        found.append(Lookup(group=group, settings=settings, kernel=kernel, parameters=parameters))
+        hashed = _hashed_group(group, configs, kernel, device) if group.is_hashed else None
+        lookup = Lookup(
+            group=group, settings=settings, kernel=kernel, parameters=parameters, hashed=hashed
+        )
+        found.append(lookup)
     return found
+
+
+def _hashed_group(
+    group: LookupGroup,
+    configs: Sequence[BaseEmbeddingConfig],
+    kernel: TableBatchedEmbedding,
+    device: torch.device,
+) -> HashedGroup:
+    """Return indexes without ids of the shards of a lookup."""
+    own = [configs[t] for t in group.tables]
+    indexes = [
+        TableIndex(config, device, range(rect.row_start, rect.row_end))
+        for config, rect in zip(own, group.rects, strict=True)
+    ]
+    columns = [slice(rect.col_start, rect.col_end) for rect in group.rects]
+    return HashedGroup(own, indexes, columns, kernel)
 
 
 def _served_by(group: LookupGroup) -> Hashable:

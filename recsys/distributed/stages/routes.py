@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed.placement.layout import Layout, LookupGroup
+from recsys.distributed.placement.layout import IdHash, Layout, LookupGroup
 from recsys.modules.embedding_inputs import positions_of
 
 FLAG, BATCH, COUNTS = 0, 1, 2  # positions in the header for one rank
@@ -48,9 +48,11 @@ def reads_by_rank(group: LookupGroup, *, pooled: bool) -> bool:
 
     Ids that each return a row are read rank by rank, so that rows return without a copy. If several
     features read one table, its ids are read feature by feature: gradients are then added up in the
-    order of the unsharded lookup, with bit-identical results.
+    order of the unsharded lookup, with bit-identical results. Hashed ids are mapped table by table.
     """
-    return not pooled and len(set(group.feature_table_map)) == len(group.feature_table_map)
+    if pooled or group.is_hashed:
+        return False
+    return len(set(group.feature_table_map)) == len(group.feature_table_map)
 
 
 def lookup_order(groups: Sequence[LookupGroup], world_size: int, *, pooled: bool) -> np.ndarray:
@@ -80,11 +82,14 @@ class SplitRound:
         num_blocks: Number of blocks of all features.
         blocks: By dtype of the ids: rows per block of each feature's table, and the boundaries of
             the blocks if a table is split unevenly.
+        hashes: Assignment to regions of the ids of each feature; None where they are row numbers.
+            Empty if all are.
     """
 
     features: Positions
     num_blocks: int
     blocks: dict[torch.dtype, tuple[Tensor, list[Tensor] | None]]
+    hashes: tuple[IdHash | None, ...]
 
 
 @final
@@ -149,7 +154,7 @@ def _blocks_of(
     """Return `SplitRound.blocks`, without int32 if a table has more rows than that."""
     tables = [layout.tables[layout.slots[layout.split_slots[i]].table] for i in slots if i >= 0]
     num_edges = layout.num_buckets + 1
-    edges_of = [table.ids.edges(table.row_starts) for table in tables]
+    edges_of = [table.row_edges for table in tables]
     is_even = all(edges[:-1] == tuple(range(0, edges[-1], edges[1])) for edges in edges_of)
     found = {}
     for dtype in (torch.int32, torch.int64):
@@ -196,7 +201,18 @@ def _rounds(
                 places[:, split_slot] = first + place + np.arange(layout.num_buckets) * len(slots)
         num_blocks = layout.num_buckets * len(slots)
         blocks = _blocks_of(layout, slots, device)
-        rounds.append(SplitRound(features=features, num_blocks=num_blocks, blocks=blocks))
+        hashes = tuple(
+            layout.tables[layout.slots[layout.split_slots[i]].table].hashed if i >= 0 else None
+            for i in slots
+        )
+        rounds.append(
+            SplitRound(
+                features=features,
+                num_blocks=num_blocks,
+                blocks=blocks,
+                hashes=hashes if any(hashes) else (),
+            )
+        )
         first += num_blocks
     return tuple(rounds), places
 

@@ -50,10 +50,10 @@ class StagedModule:
 
 
 def readers_of(module: StagedModule) -> list[tuple[str, str, int]]:
-    """Return the feature, the name and the rows of each table that reads a feature."""
+    """Return the feature, the name and the rows of each table that reads row numbers."""
     tables, names = module.layout.tables, module.feature_names
     slots = [(names[slot.feature], tables[slot.table]) for slot in module.layout.slots]
-    return [(feature, table.name, table.ids.end) for feature, table in slots]
+    return [(feature, table.name, table.num_rows) for feature, table in slots if not table.hashed]
 
 
 @final
@@ -121,7 +121,9 @@ def streams_of(module: StagedModule) -> Streams:
     # received: [rank][part][stream]; read: [part][streams in the order of lookups]
     order = np.arange(world_size * num_parts * num_received)
     by_part = order.reshape(world_size, num_parts, num_received).transpose(1, 0, 2)
-    narrow = all(rect.num_rows < 2**31 for table in layout.tables for rect in table.rects)
+    narrow = not any(
+        table.hashed or rect.num_rows >= 2**31 for table in layout.tables for rect in table.rects
+    )
     return Streams(
         num_received=num_received,
         edges=edges,

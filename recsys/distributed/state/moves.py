@@ -20,9 +20,11 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.stages.lookup import GroupSettings, LocalShard
 from recsys.distributed.state.table_shards import TableShards
+from recsys.modules.table_index import row_states_of
 
 ROUND_BYTES = 32 << 20  # sent and received by a rank in one round
 _ALIGNED = 16  # one buffer holds values of several dtypes
+_INDEX = "index."  # before the names of an index's arrays
 
 
 @final
@@ -115,9 +117,26 @@ def move_tables(
                 load[rank] += transfer.num_bytes
     if waiting:
         _exchange(waiting, env, table.device)
-    for table in new.values():
+    for name, table in new.items():
         for shard in table.shards:
             shard.kernel.drop_cache()
+        _move_counters(old[name], table, env)
+
+
+def _move_counters(old: TableShards, new: TableShards, env: ShardingEnv) -> None:
+    """Set the counters of the indexes of a table, which are equal on all its owners."""
+    if new.rules is None:
+        return
+    counters = torch.zeros(2, dtype=torch.int64, device=new.device)
+    for index in old.indexes()[:1]:
+        counters = torch.tensor([index.step, index.init_seed_number], device=new.device)
+    source = old.table.rects[0].rank
+    if env.world_size > 1:
+        comm.broadcast(env, ExchangeName.TABLE_MOVES, counters, source)
+    for index in new.indexes():
+        index.steps.copy_(counters[0])
+        index.init_seed.copy_(counters[1])
+        index.restore()
 
 
 def _transfers(old: TableShards, new: TableShards, env: ShardingEnv) -> Iterator[_Transfer]:
@@ -128,20 +147,27 @@ def _transfers(old: TableShards, new: TableShards, env: ShardingEnv) -> Iterator
     new_shards = {shard.rect.offsets: shard for shard in new.shards}
 
     def values_of(shard: LocalShard, name: str) -> Tensor:
+        if name.startswith(_INDEX):
+            return getattr(shard.index, name.removeprefix(_INDEX))  # type: ignore[no-any-return]
         return shard.states[name] if name else shard.kernel.weights[shard.place]
 
     kinds = {} if group.optimizer is None else dict(group.optimizer.rule.state)
+    of_index = {} if new.rules is None else row_states_of(new.rules)
+    kinds |= dict.fromkeys((_INDEX + name for name in of_index), "row")
     for name, kind in {"": "element", **kinds}.items():
-        dtype = torch.float32 if name else new.dtype
+        dtype, per_row = torch.float32 if name else new.dtype, 1
+        if name.startswith(_INDEX):
+            dtype, per_row = of_index[name.removeprefix(_INDEX)]
         # state of some of a row's columns moves with the columns
-        moved_as = "element" if kind == "row" and group.splits_row_state else kind
+        is_split = group.splits_row_state and not name.startswith(_INDEX)
+        moved_as = "element" if kind == "row" and is_split else kind
         for source, target, rows, cols in moves_of(old.table, new.table, env.world_size, moved_as):
             sent = received = None
             if source.rank == env.rank:
                 sent = values_of(old_shards[source.offsets], name)
             if target.rank == env.rank:
                 received = values_of(new_shards[target.offsets], name)
-            width = cols[1] - cols[0] if kind == "element" else 1
+            width = cols[1] - cols[0] if kind == "element" else per_row
             step = max(ROUND_BYTES // (width * dtype.itemsize), 1)
             starts = [rows[0]] if kind == "table" else range(rows[0], rows[1], step)
             for start in starts:

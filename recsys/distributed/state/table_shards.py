@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -15,7 +16,10 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.stages.lookup import GroupSettings, LocalShard
 from recsys.distributed.state.sharded_table import ShardedTable
+from recsys.modules.embedding_init import seed_of_ids
 from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.hashed_ids import HashedIds
+from recsys.modules.table_index import TableIndex, row_states_of
 from recsys.optim.clipping import mark_part
 
 _STATE_DIMS = {"element": 2, "row": 1, "table": 0}  # one value per element, row or table
@@ -37,6 +41,7 @@ class TableShards(nn.Module):
         device: Device of the shards.
         env: The ranks.
         shards: Shards of this rank.
+        rules: Rules of hashed ids; None if ids are row numbers.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class TableShards(nn.Module):
         device: torch.device,
         env: ShardingEnv,
         shards: Sequence[LocalShard],
+        rules: HashedIds | None,
     ) -> None:
         super().__init__()
         self.table: PlacedTable
@@ -53,8 +59,10 @@ class TableShards(nn.Module):
         self.device: torch.device
         self.env: ShardingEnv
         self.shards: tuple[LocalShard, ...]
+        self.rules: HashedIds | None
         # nn.Module.__setattr__ is slow, and models have thousands of tables
-        self.__dict__.update(table=table, dtype=dtype, device=device, env=env, shards=tuple(shards))
+        self.__dict__.update(table=table, dtype=dtype, device=device, env=env, rules=rules)
+        self.__dict__["shards"] = tuple(shards)
         for i, shard in enumerate(shards):
             self.register_parameter(f"weight_{i}" if i else "weight", shard.parameter)
             if table.rects and env.world_size > 1:
@@ -90,6 +98,36 @@ class TableShards(nn.Module):
             else:
                 result[name] = self._view(held, torch.float32, _STATE_DIMS[kind])
         return result
+
+    def indexes(self) -> list[TableIndex]:
+        """Return the indexes of this rank's shards, if the table has hashed ids."""
+        return [shard.index for shard in self.shards if shard.index is not None]
+
+    def index_states(self) -> dict[str, Tensor]:
+        """Return the live index as in a state dict, by the names of `TableIndex`; {} without one.
+
+        All are a `ShardedTable`: values per row, and one value per table.
+        """
+        if self.rules is None:
+            return {}
+        held = [(shard, shard.index) for shard in self.shards if shard.index is not None]
+        found = {
+            name: self._view([(s, getattr(index, name)) for s, index in held], torch.int64, 0)
+            for name in ("steps", "init_seed")
+        }
+        for name, (dtype, width) in row_states_of(self.rules).items():
+            shape = (self.table.num_rows, *([width] if width > 1 else []))
+            zeros = (0,) * (len(shape) - 1)
+            found[name] = ShardedTable(
+                torch.Size(shape),
+                [((s.rect.row_start, *zeros), getattr(index, name)) for s, index in held],
+                dtype=dtype,
+                device=self.device,
+                group=self.env.process_group,
+                rects=[replace(r, col_start=0, col_end=width) for r in self.table.rects],
+                node_size=self.env.node_size,
+            )
+        return found
 
     def _view(
         self,
@@ -129,6 +167,8 @@ class TableShards(nn.Module):
             mine.parameter.copy_(theirs.parameter)
             for name, state in mine.states.items():
                 state.copy_(theirs.states[name])
+            if mine.index is not None and theirs.index is not None:
+                mine.index.load_state_dict(theirs.index.state_dict())
 
     _names = SimpleNamespace(weight=None)
 
@@ -143,6 +183,10 @@ class TableShards(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         destination[prefix + "weight"] = self.whole()
+        for index in self.indexes():
+            index.write_counters()
+        for name, state in self.index_states().items():
+            destination[f"{prefix}index.{name}"] = state
 
     def _load_from_state_dict(
         self,
@@ -155,7 +199,8 @@ class TableShards(nn.Module):
         error_msgs: list[str],
     ) -> None:
         key = prefix + "weight"
-        known = {prefix + name for name in (*self._parameters, "weight")}
+        of_index = {f"{prefix}index.{name}": v for name, v in self.index_states().items()}
+        known = {*of_index, *(prefix + name for name in (*self._parameters, "weight"))}
         own = (name for name in (state_dict if strict else ()) if name.startswith(prefix))
         unexpected_keys += [name for name in own if name not in known]
         if key not in state_dict:
@@ -167,8 +212,22 @@ class TableShards(nn.Module):
                 _copy(self.whole(), state_dict[key])
             for shard in self.shards:
                 shard.kernel.drop_cache()
+            self._load_index(of_index, state_dict, missing_keys)
         except (ValueError, RuntimeError) as error:
             error_msgs.append(f"{key}: {error}")
+
+    def _load_index(
+        self, own: Mapping[str, Tensor], given: Mapping[str, Any], missing_keys: list[str]
+    ) -> None:
+        lacking = [key for key in own if key not in given]
+        missing_keys += lacking if self.shards else []
+        if lacking or not own:
+            return
+        with torch.no_grad():
+            for key, value in own.items():
+                _copy(value, given[key])
+        for index in self.indexes():
+            index.restore()
 
 
 def _copy(own: Tensor, given: Tensor) -> None:
@@ -196,6 +255,7 @@ def load_tables(
         seed: Rank 0's seed of the initial values.
     """
     module.init_seed = seed
+    _load_indexes(tables, module, env, seed)
     weights = [weight.detach() for weight in module.table_weights().values()]
     parts = list(tables.values())
     for blocks in _batches(
@@ -212,6 +272,29 @@ def load_tables(
                 if any(r.row_start < rows.stop and rows.start < r.row_end for r in rects):
                     values = module.initial_rows(index, rows.start, rows.stop, table.device)
                     table.fill(rows, values)
+
+
+def _load_indexes(
+    tables: Mapping[str, TableShards], module: TableCollection, env: ShardingEnv, seed: int
+) -> None:
+    """Fill the indexes of tables with hashed ids from rank 0's; no ids for `meta` tables."""
+    for t, (name, table) in enumerate(tables.items()):
+        if table.rules is None:
+            continue
+        given = module.table(name).index
+        if given.ids.is_meta:
+            for index in table.indexes():
+                index.clear(seed_of_ids(seed, t))
+            continue
+        values = {key: value.to(table.device) for key, value in given.state_dict().items()}
+        for value in values.values() if env.world_size > 1 else ():
+            comm.broadcast(env, ExchangeName.TABLE_VALUES, value)
+        for shard in table.shards:
+            assert shard.index is not None
+            own = slice(shard.rect.row_start, shard.rect.row_end)
+            shard.index.load_state_dict(
+                {key: value[own] if value.dim() else value for key, value in values.items()}
+            )
 
 
 _Block = tuple[TableShards, Tensor, slice]
