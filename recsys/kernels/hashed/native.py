@@ -86,6 +86,7 @@ def _table(index: HashIndex) -> bytes:
     known = _ROWS.get(index)
     if known is not None and known[0] == addresses:
         return known[1]
+    _check_arrays(index)
     settings = index.settings
     numbers = [
         *addresses,
@@ -107,3 +108,24 @@ def _table(index: HashIndex) -> bytes:
     row = np.array(numbers, dtype=np.int64).tobytes()
     _ROWS[index] = addresses, row
     return row
+
+
+def _check_arrays(index: HashIndex) -> None:
+    """Raise an error if the C file would read or write beside an array."""
+    rows = (index.last_region - index.first_region) * index.lines * twin.LINE
+    counts = index.settings.eviction in ("lfu", "distance_lfu")
+    sketched = index.settings.admission == "at_least"
+    for name, dtype, size in (
+        ("ids", torch.int64, rows),
+        ("last_used", torch.int32, rows),
+        ("seen", torch.int32, rows * counts),
+        ("digests", torch.uint8, rows),
+        ("sketch", torch.uint8, 4 * rows * sketched),
+    ):
+        array: Tensor = getattr(index, name)
+        is_right = array.dtype == dtype and array.shape == (size,)
+        if not (is_right and array.device.type == "cpu" and array.is_contiguous()):
+            raise ValueError(
+                f"{name} must be a contiguous {dtype} tensor [{size}] on the device of the ids, "
+                f"the CPU; received {array.dtype} {list(array.shape)} on {array.device}."
+            )

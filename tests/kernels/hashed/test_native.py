@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 import shutil
 import subprocess
@@ -115,6 +116,23 @@ def test_an_array_that_moved_is_used_at_its_new_place() -> None:
     index.ids.set_(index.ids.clone())
     native.map_tables(library, [index], ids + 10, [10], 2, 2, True)
     assert set(index.ids[index.last_used > 0].tolist()) == set(range(20))
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("ids", torch.zeros(128, dtype=torch.int32)),
+        ("seen", torch.zeros(127, dtype=torch.int32)),
+        ("sketch", torch.zeros(1024, dtype=torch.uint8)[::2]),
+        ("digests", torch.zeros(128, dtype=torch.uint8, device="meta")),
+    ],
+)
+def test_arrays_are_validated(name: str, array: torch.Tensor) -> None:
+    settings = settings_of(eviction="lfu", admission="at_least", admission_value=2)
+    index, library = dataclasses.replace(index_of(settings), **{name: array}), build.library()
+    assert library is not None
+    with pytest.raises(ValueError, match=rf"^{name} must be a contiguous .*on {array.device}\.$"):
+        native.map_tables(library, [index], torch.zeros(1, dtype=torch.int64), [1], 1, 1, True)
 
 
 def compiled(folder: Path, *flags: str) -> Path:
