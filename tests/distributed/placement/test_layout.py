@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 
 from recsys.distributed.placement.layout import (
-    IdRange,
     PlacedTable,
     Rect,
     Stream,
@@ -160,12 +159,9 @@ def test_shards_must_tile_their_table(rects: list[Rect], message: str) -> None:
         table("a", rects)
 
 
-def test_ids_are_the_range_of_the_rows_unless_told() -> None:
+def test_edges_of_row_blocks() -> None:
     halves = [rect((0, 6), (0, 4), 0), rect((6, 10), (0, 4), 1)]
-    placed = table("a", halves)
-    assert placed.ids == IdRange(10)
-    assert placed.ids.edges(placed.row_starts) == (0, 6, 10)
-    assert dataclasses.replace(placed, id_space=IdRange(8)).ids.end == 8
+    assert table("a", halves).row_edges == (0, 6, 10)
 
 
 def test_only_means_over_row_blocks_are_averaged_at_the_end() -> None:
