@@ -13,6 +13,7 @@ TESTS = Path(__file__).parent
 # Test files about more than one source file, or about the tests' own tools.
 BROAD = {
     "datasets/test_workers.py",
+    "distributed/test_hashed_ids.py",
     "distributed/test_job.py",
     "compat/test_answers.py",
     "compat/test_facts.py",

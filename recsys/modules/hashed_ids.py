@@ -102,7 +102,7 @@ class HashedIds:
     ranks. Up to 80% of the rows are filled almost without a loss.
 
     The table needs an optimizer in backward (`apply_optimizer_in_backward`): the weights and the
-    optimizer state of a row start anew with each new id.
+    optimizer state of a row are reset for each new id.
 
     Raises:
         ValueError: A value is out of its range.
