@@ -236,7 +236,7 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         start_bucket: 0.
         end_bucket: None or `total_num_buckets`.
         opt_in_prob: Percent of admission in each batch that has the id; -1 and 100: always.
-        percent_reserved_slots: From 0 to below 100; without an effect.
+        percent_reserved_slots: From 0 to below 100, not 0 with `opt_in_prob`; without an effect.
         disable_fallback: True: unknown ids read zeros. False: they share a row.
         track_id_freq: False.
         read_only_suffix: Without an effect.
@@ -307,6 +307,11 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
                 f"{percent_reserved_slots}."
             )
         percent = whole(f"{kind}.opt_in_prob", opt_in_prob, -1, 100)
+        if percent > 0 and not percent_reserved_slots:
+            raise ValueError(
+                f"{kind}.percent_reserved_slots must be above 0 if opt_in_prob is; received 0. Pass "
+                "1: ids without a row share one row per region."
+            )
         unknown: Literal["zero", "shared"] = "zero" if disable_fallback else "shared"
         ids = HashedIds(
             eviction=None if eviction_policy_name is None else LRU(),
