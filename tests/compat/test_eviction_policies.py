@@ -1,4 +1,4 @@
-"""Policies and filters become rules of `HashedIds`. The filters' values are in the folder `cases`."""
+"""Policies and filters become rules of `HashedIds`. The folder `cases` has the filters' values."""
 
 from __future__ import annotations
 
