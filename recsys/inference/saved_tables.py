@@ -112,7 +112,8 @@ def with_saved_values(model: nn.Module, saved: SavedTables) -> nn.Module:
         if isinstance(child, TableCollection)
         for name in child.state_dict()
     }
-    allocated = sorted(name for name in tables if not own[name].is_meta)
+    weights = [name for name in tables if SavedTables.is_table(name)]
+    allocated = sorted(name for name in weights if not own[name].is_meta)
     if allocated:
         raise ValueError(
             f"Tables must be on the meta device, as the checkpoint has their rows; received "
