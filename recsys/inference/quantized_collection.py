@@ -313,8 +313,10 @@ class QuantizedCollection(nn.Module):
         return new
 
     def over(self, lookups: QuantizedTables) -> Self:
-        """Return the same collection over other lookups of the same rows, which are not copied."""
+        """Return the collection over other lookups of the same rows; it takes no hashed ids."""
         state = {k: v for k, v in self.__getstate__().items() if k != "_aliased"}
+        state["_modules"] = {k: v for k, v in self._modules.items() if k != "indexes"}
+        state["_modules"][self._tables_name] = None
         return self._with(copy.deepcopy(state), lookups)
 
     def _with(self, state: dict[str, Any], lookups: QuantizedTables) -> Self:
