@@ -96,6 +96,7 @@ class HashedGroup:
             is_training,
         )
         if is_training:
+            self._tbe.marks.mark_rows(mapped.rows, sizes)  # their last use is written
             for t, index in enumerate(self.indexes):
                 index.step = step
                 index.count(mapped.counts[t])
