@@ -309,8 +309,8 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         percent = whole(f"{kind}.opt_in_prob", opt_in_prob, -1, 100)
         if percent > 0 and not percent_reserved_slots:
             raise ValueError(
-                f"{kind}.percent_reserved_slots must be above 0 if opt_in_prob is; received 0. Pass "
-                "1: ids without a row share one row per region."
+                f"{kind}.percent_reserved_slots must be above 0 if opt_in_prob is; received 0. "
+                "Pass 1: ids without a row share one row per region."
             )
         unknown: Literal["zero", "shared"] = "zero" if disable_fallback else "shared"
         ids = HashedIds(

@@ -21,14 +21,14 @@ DIFFERENT = {
         r"(DistributedModelParallel|DMPCollection|ShardedModule|Sharded\w+Collection|"
         r"ShardedEmbeddingBag)\.write\w*"
     ): "writes rows into a key-value store",
-    r"DistributedModelParallel\(model_tracker_configs\)": "no tracker of changed rows yet",
+    r"DistributedModelParallel\(model_tracker_configs\)": "raw ids are in the index of a table",
     (
         r"DMPCollection(Config)?[.(](sharding_strategy|ensure_reduce_scatter_complete|"
         r"rs_awaitable_hook_module)\)?"
     ): "sync() is the one way to average tables",
     r"DMPCollection\(use_sharded_relay\)": "the process group chooses how to all-reduce",
     r"(DistributedModelParallel|DMPCollection)\.(get_delta_tracker|init_torchrec_delta_tracker)": (
-        "no tracker of changed rows yet"
+        "made of the model: ModelDeltaTrackerTrec(model)"
     ),
     r"\w+\.reshard\(sharded_module_fqn\)": "takes plans by module path",
     r"EmbeddingBagCollectionSharder\.reshard": "a sharded collection reshards itself",
@@ -130,6 +130,9 @@ DIFFERENT = {
         r"\w*ManagedCollision\w*Collection\.(lookup_\w+|sync_hash_zch_weights)"
     ): INDEX,
     r"ManagedCollisionModule\(\w+\)": "made by its two subclasses",
+    r"ModelDeltaTracker(Trec)?\.(record_\w+|compact|get_latest|trigger_compaction)": (
+        "a row has one mark, made by its update"
+    ),
     r"ManagedCollisionCollectionSharder\.\w+": "tables are sharded with their ids",
     (
         r"BaseShardedManagedCollisionEmbeddingCollection\.(prefetch|preprocess_input|"
