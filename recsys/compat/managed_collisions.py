@@ -1,7 +1,7 @@
 """TorchRec's managed collision modules, as rules of tables with hashed ids.
 
-A module gives the rules and, outside an embedding collection, the index of its ids. Its constructor
-has TorchRec's arguments; arguments without an effect are marked.
+Their constructors have TorchRec's arguments. Docstrings mark arguments without an effect, and give
+the only value of arguments that have no meaning here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 class ManagedCollisionModule(nn.Module):
     """Rules and ids of one table; base of two classes.
 
-    In an embedding collection the ids are those of its table, which alone gives them rows.
+    By itself it gives rows to ids in its own index. In an embedding collection it reads the index
+    of its table: the collection's forward pass gives rows to ids.
 
     Args:
         zch_size: Rows, rounded up to whole lines of 64 rows per region.
@@ -63,7 +64,7 @@ class ManagedCollisionModule(nn.Module):
         table = BaseEmbeddingConfig(zch_size, 1, name or "", ids=ids)
         self._rows = table.num_embeddings
         self._own: TableIndex | None = TableIndex(table, torch.device(device))
-        # the table of a collection; a list, so that it is no submodule
+        # the table of a collection, in a list: it is not a submodule
         self._tables: list[EmbeddingTable] = []
 
     def bind(self, table: EmbeddingTable) -> None:
@@ -121,8 +122,7 @@ class ManagedCollisionModule(nn.Module):
     ) -> dict[str, JaggedTensor]:
         """Return the features with rows in place of ids.
 
-        In training mode, with gradients enabled, new ids get rows. Not so in an embedding
-        collection, whose own forward pass gives them rows.
+        By itself, in training mode with gradients enabled, it gives rows to new ids.
 
         Args:
             features: Ids, by any names.

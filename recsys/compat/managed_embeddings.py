@@ -95,6 +95,8 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
         Raises:
             ValueError: The tables are trained without an optimizer in backward.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return run_eagerly(self, features)  # type: ignore[no-any-return]
         collection = self._managed_collision_collection
         embeddings = self._embedding_module(hashed(features, collection.hash_functions()))
         if not self._return_remapped_features:
@@ -218,9 +220,6 @@ class BaseShardedManagedCollisionEmbeddingCollection(ShardedModule):
         env: The ranks.
         device: Device of the tables.
         module_fqn: Path of the module in the model, for error messages.
-
-    Raises:
-        ValueError: As the sharder.
     """
 
     answers_for_all = False

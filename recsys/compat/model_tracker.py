@@ -113,7 +113,7 @@ class DeltaStore:
         raw_ids: Tensor | None = None,
         runtime_meta: Tensor | None = None,
     ) -> None:
-        """Add the ids of a batch, whose number is not below those of the table's other batches.
+        """Add the ids of a batch. Numbers of the batches of a table ascend.
 
         Args:
             batch_idx: Number of the batch.
@@ -192,8 +192,8 @@ class DeltaStore:
 class ModelDeltaTracker:
     """Rows of a model's tables that changed, for several consumers: `ChangedRows` by name.
 
-    A row changes at its update, in training. With hashed ids, the rows are those of the ids. Call
-    it between two steps. Up to eight consumers can read a table.
+    A row changes at its update, in training. Hashed ids count by their rows. Call it between two
+    steps. Up to eight consumers can read a table.
 
     Args:
         model: The model, sharded or not.

@@ -22,6 +22,7 @@ from recsys.compat.managed_collisions import (
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
+from recsys.compat.managed_embeddings import ManagedCollisionEmbeddingBagCollection
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.hashed_ids import LFU, LRU, AtLeast, DistanceLFU, HashedIds, Probability
@@ -122,6 +123,25 @@ def test_rows_are_those_of_a_trained_table(number: int) -> None:
     other.load_state_dict(collisions.state_dict())
     batch = batch_of(rng)
     assert torch.equal(other(batch).values(), collisions(batch).values())
+
+
+def test_a_compiled_model_trains_alike() -> None:
+    configs = [EmbeddingBagConfig(128, 4, "t", feature_names=["a", "b", "c"])]
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        collisions = ManagedCollisionCollection({"t": mch()}, configs)
+        bags = EmbeddingBagCollection(tables=configs)
+        module: Any = ManagedCollisionEmbeddingBagCollection(bags, collisions, True)
+        apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+        call = torch.compile(module, backend="eager") if is_compiled else module
+        rng = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            pooled, rows = call(batch_of(rng))
+            pooled.values().sum().backward()
+            found.append((pooled.values().detach(), rows.values()))
+    for eager, compiled in zip(found[:3], found[3:], strict=True):
+        assert all(map(torch.equal, eager, compiled))
 
 
 def test_a_module_by_itself() -> None:

@@ -198,3 +198,18 @@ def which_collections_raise() -> Any:
             lambda: ManagedCollisionEmbeddingBagCollection(few, _collisions(tables))
         ),
     }
+
+
+def which_modules_pool() -> Any:
+    import torchrec
+    from torchrec.distributed.planner.types import ShardingOption
+    from torchrec.modules import mc_embedding_modules
+
+    found = []
+    for kind in ("EmbeddingBag", "Embedding"):
+        tables = _tables(f"{kind}Config")
+        inner = getattr(torchrec, f"{kind}Collection")(tables=tables)
+        managed = getattr(mc_embedding_modules, f"ManagedCollision{kind}Collection")
+        module = managed(inner, _collisions(tables))
+        found.append([ShardingOption.module_pooled(one, "t") for one in (inner, module)])
+    return found
