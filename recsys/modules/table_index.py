@@ -12,7 +12,7 @@ from recsys.kernels.hashed.twin import locate
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds
 
-__all__ = ["HashedIdStats", "TableIndex", "row_states_of"]
+__all__ = ["HashedIdStats", "TableIndex", "index_row_bytes", "row_states_of"]
 
 _ROW_STATES = ("ids", "last_used", "seen", "sketch")
 
@@ -49,6 +49,12 @@ def row_states_of(rules: HashedIds) -> dict[str, tuple[torch.dtype, int]]:
     if isinstance(rules.admission, AtLeast):
         found["sketch"] = torch.uint8, 4
     return found
+
+
+def index_row_bytes(rules: HashedIds) -> int:
+    """Return the bytes that an index has for each row: saved arrays, and a digest."""
+    arrays = row_states_of(rules).values()
+    return 1 + sum(dtype.itemsize * values for dtype, values in arrays)
 
 
 @final

@@ -58,7 +58,7 @@ def _loaded() -> Loaded:
     except (OSError, subprocess.SubprocessError) as error:
         reason = _reason(error)
         warnings.warn(
-            f"Hashed ids are mapped by PyTorch, several times slower: {reason}. Install a C "
+            f"Hashed ids are mapped by PyTorch, over 20 times slower: {reason}. Install a C "
             "compiler, or set CC to its command.",
             RuntimeWarning,
             stacklevel=2,
