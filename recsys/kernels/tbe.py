@@ -19,7 +19,7 @@ from recsys.kernels.row_gradients import split_by_table
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates, warn_of_fp16
 from recsys.kernels.support import choose_backend
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import TorchKernel
+from recsys.kernels.tbe_torch import TorchKernel, WriteRows
 from recsys.kernels.types import (
     EmbeddingLocation,
     LookupSettings,
@@ -294,15 +294,15 @@ class TableBatchedEmbedding:
         self._updater.drop_cache()
 
     @torch.no_grad()
-    def reset_rows(self, table: int, rows: Tensor, values: Tensor) -> None:
+    def reset_rows(self, sizes: Sequence[int], rows: Tensor, write: WriteRows) -> None:
         """Reassign rows: set new weights and reset their optimizer state.
 
         Args:
-            table: Number of the table.
-            rows: [K] int64, without duplicates.
-            values: [K, D] the new weights.
+            sizes: Number of rows of each table.
+            rows: [K] int64 rows of their tables, ordered by table, without duplicates.
+            write: Writes the new weights; called for each dim.
         """
-        self._updater.reset_rows(table, rows, values)
+        self._updater.reset_rows(sizes, rows, write)
 
     def dense_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
         """Return the gradient of all tables in any update mode: fp32, in the layout of `storage`.
