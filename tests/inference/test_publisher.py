@@ -20,6 +20,7 @@ from recsys.inference.packages.deltas import read_deltas
 from recsys.kernels.hashed.index import geometry
 from recsys.kernels.quantize import quantize_rows
 from recsys.kernels.quantized import row_bytes
+from recsys.modules.hashed_ids import AtLeast
 from tests.distributed.cases import whole
 from tests.inference.packages.test_indexes import Model, batch_of, check, new_model, trained
 from tests.ranks import RankPool
@@ -84,7 +85,7 @@ def _sharded(model: Model, kinds: tuple[ShardingType, ShardingType]) -> Distribu
 
 def _publish(kinds: tuple[ShardingType, ShardingType], folder: Path) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    model = new_model(unknown="zero")
+    model = new_model(unknown="zero", admission=AtLeast(2))
     sharded = _sharded(model, kinds)
     base = rows_of(sharded)
     version = folder / "1"
