@@ -80,6 +80,9 @@ class Kernels:
     """Difference to PyTorch on the GPU by Triton kernel; empty if there is none."""
     backends: Mapping[str, str] = field(default_factory=dict)
     """Backend of an fp32 table with row-wise Adagrad, and its reason, by device type."""
+    hashed: str = ""
+    """Implementation that maps hashed ids on a CPU, "C" or "torch", a colon, and its library or the
+    reason; empty if the process failed."""
 
 
 @final
@@ -131,6 +134,7 @@ def diagnose(facts: Facts) -> list[Finding]:
         *_judge_python_and_torch(facts),
         *_judge_fbgemm(facts),
         *_judge_backends(facts),
+        *_judge_hashed_ids(facts),
         *_judge_process_groups(facts),
         _judge_torchrec(facts),
     ]
@@ -237,6 +241,16 @@ def _judge_backends(facts: Facts) -> Iterator[Finding]:
             yield Finding("problem", text, "export RECSYS_KERNELS=torch")
     if compared and not any(compared.values()):
         yield Finding("ok", f"All {len(compared)} Triton kernels return the same as PyTorch.")
+
+
+def _judge_hashed_ids(facts: Facts) -> Iterator[Finding]:
+    implementation, _, text = facts.kernels.hashed.partition(": ")
+    if implementation == "C":
+        yield Finding("ok", f"Hashed ids are mapped on a CPU by the C file ({text}).")
+    elif implementation:
+        yield Finding(
+            "note", f"Hashed ids are mapped on a CPU by PyTorch, over 20 times slower: {text}."
+        )
 
 
 def _judge_process_groups(facts: Facts) -> Iterator[Finding]:
@@ -349,6 +363,10 @@ def print_kernels() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # `ops` only warns if FBGEMM does not load
         from recsys.kernels import ops, self_check, support, tbe_fbgemm, tbe_fbgemm_module
+        from recsys.kernels.hashed import build
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the report has the reason
+        hashed = build.describe()
 
     def serves(device_type: str) -> str:
         choice = support.choose_backend(
@@ -373,6 +391,7 @@ def print_kernels() -> None:
         has_cuda_kernels=tbe_fbgemm_module.has_cuda_ops(),
         why_triton_fails=ops.WHY_TRITON_FAILS,
         backends={d: serves(d) for d in ("cpu", "cuda") if d == "cpu" or torch.cuda.is_available()},
+        hashed=hashed,
     )
     print(json.dumps(asdict(kernels)))
 

@@ -21,6 +21,7 @@ from recsys.doctor import (
     print_kernels,
 )
 from recsys.kernels import ops
+from recsys.kernels.hashed import build
 
 CPU_KERNELS = Kernels(fbgemm="1.8.0", has_cpu_kernels=True, backends={"cpu": "fbgemm (it can)"})
 CUDA_KERNELS = Kernels(fbgemm="1.8.0", has_cpu_kernels=True, has_cuda_kernels=True)
@@ -285,4 +286,20 @@ def test_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     lines = capsys.readouterr().out.splitlines()
     assert f"python   {sys.version_info[0]}.{sys.version_info[1]}" in lines
     assert any(line.startswith("ok       Lookups on cpu are served by ") for line in lines)
+    assert any(line[9:].startswith("Hashed ids are mapped on a CPU by ") for line in lines)
     assert exit_code == any(line.startswith("problem") for line in lines)
+
+
+def test_says_who_maps_hashed_ids() -> None:
+    kernels = replace(CPU_KERNELS, hashed="C: /cache/hash_index.so")
+    texts = [finding.text for finding in diagnose(replace(LAPTOP, kernels=kernels))]
+    assert "Hashed ids are mapped on a CPU by the C file (/cache/hash_index.so)." in texts
+    kernels = replace(CPU_KERNELS, hashed="torch: there is no C compiler")
+    [note] = notes(replace(LAPTOP, kernels=kernels))
+    assert note.text.endswith("by PyTorch, over 20 times slower: there is no C compiler.")
+
+
+def test_hashed_ids_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
+    print_kernels()
+    found = Kernels(**json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert found.hashed == build.describe()

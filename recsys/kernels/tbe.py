@@ -21,7 +21,7 @@ from recsys.kernels.row_marks import RowMarks
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates, warn_of_fp16
 from recsys.kernels.support import choose_backend
 from recsys.kernels.tbe_layout import StorageLayout
-from recsys.kernels.tbe_torch import TorchKernel
+from recsys.kernels.tbe_torch import TorchKernel, WriteRows
 from recsys.kernels.types import (
     EmbeddingLocation,
     LookupSettings,
@@ -302,18 +302,16 @@ class TableBatchedEmbedding:
         self.marks.mark_all()
 
     @torch.no_grad()
-    def reset_rows(self, table: int, rows: Tensor, values: Tensor) -> None:
+    def reset_rows(self, sizes: Sequence[int], rows: Tensor, write: WriteRows) -> None:
         """Reassign rows: set new weights and reset their optimizer state.
 
         Args:
-            table: Number of the table.
-            rows: [K] int64, without duplicates.
-            values: [K, D] the new weights.
+            sizes: Number of rows of each table.
+            rows: [K] int64 rows of their tables, ordered by table, without duplicates.
+            write: Writes the new weights; called for each dim.
         """
         with self.marks.writes():
-            self._updater.reset_rows(table, rows, values)
-            sizes = [0] * len(self.weights)
-            sizes[table] = rows.numel()
+            self._updater.reset_rows(sizes, rows, write)
             self.marks.mark_rows(rows, sizes)
 
     def dense_gradients(self, grad: Tensor, batch: Batch) -> Tensor:

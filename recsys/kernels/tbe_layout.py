@@ -53,6 +53,23 @@ class DimGroup:
         return torch.tensor([0, *accumulate(self.table_rows)], device=self.device)
 
     @cached_property
+    def first_rows(self) -> np.ndarray:
+        """[tables] int64, on the host: first row of each table."""
+        return np.array([0, *accumulate(self.table_rows[:-1])], dtype=np.int64)
+
+    def select(self, items: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return the items of the group's tables, in storage order.
+
+        Args:
+            items: [N] items of all tables of the lookup, ordered by table.
+            sizes: Number of items of each table of the lookup.
+        """
+        if len(self.tables) == len(sizes):  # of one dim, and so in order
+            return items
+        parts = items.split(list(sizes))
+        return torch.cat([parts[t] for t in self.tables])
+
+    @cached_property
     def feature_numbers(self) -> Tensor:
         """[len(features)] int64."""
         return torch.tensor(self.features, device=self.device)

@@ -9,9 +9,10 @@ Shape suffixes: N ids, F features, B bags per feature, K distinct rows, D column
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,10 @@ Rates: TypeAlias = float | tuple[float, ...]
 GroupPart: TypeAlias = tuple[DimGroup, Tensor | None, Batch]
 """Part of a batch that reads a dim group: the group; the [N_group] positions of its ids in the
 batch, None for all ids; and the batch of these ids as rows of the group's matrix."""
+
+WriteRows: TypeAlias = Callable[[DimGroup, Tensor, Tensor], object]
+"""Function that writes rows of a dim group: the group; its matrix; and [k] rows of the matrix, in
+the order of `DimGroup.select`."""
 
 
 class TorchKernel(Backend):
@@ -188,15 +193,28 @@ class TorchKernel(Backend):
     def drop_cache(self) -> None:
         """Drop cached rows, after the storage or states were written."""
 
-    def reset_rows(self, table: int, rows: Tensor, values: Tensor) -> None:
-        """Set new weights [K, D] of rows of a table, and reset their optimizer state."""
+    def reset_rows(self, sizes: Sequence[int], rows: Tensor, write: WriteRows) -> None:
+        """Set new weights of rows, and reset their optimizer state.
+
+        Args:
+            sizes: Number of rows of each table.
+            rows: [K] int64 rows of their tables, ordered by table, without duplicates.
+            write: Writes the new weights; called for each dim.
+        """
         self.flush()
-        self.layout.table_views(self.storage)[table].index_copy_(
-            0, rows, values.to(self.storage.dtype)
-        )
-        for state in self.layout.split_states(self.settings.owned, self.states)[table].values():
-            if state.dim():  # not a table's counter of updates
-                state.index_fill_(0, rows, 0.0)
+        kinds = {} if self.settings.owned is None else self.settings.owned.rule.state
+        for group in self.layout.groups:
+            group_sizes = [sizes[t] for t in group.tables]
+            starts = np.repeat(group.first_rows, group_sizes)
+            if not starts.size:
+                continue
+            rows_k = group.select(rows, sizes) + upload(starts, rows.device)
+            write(group, group.matrix(self.storage), rows_k)
+            for name, kind in kinds.items():
+                if kind == "element":
+                    group.matrix(self.states[name]).index_fill_(0, rows_k, 0.0)
+                elif kind == "row":
+                    group.rows(self.states[name]).index_fill_(0, rows_k, 0.0)
         self.drop_cache()
 
     # -- shared by all backends -------------------------------------------------------------------

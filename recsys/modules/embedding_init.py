@@ -11,14 +11,17 @@ SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generato
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from recsys.kernels import ops
+from recsys.kernels.hashed import build, native
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 
-__all__ = ["BLOCK_ROWS", "draw_seed", "init_ids", "init_rows", "seed_of_ids"]
+__all__ = ["BLOCK_ROWS", "draw_seed", "init_ids", "init_new_rows", "init_rows", "seed_of_ids"]
 
 BLOCK_ROWS = 4096
 """Rows per call of an `init_fn`; the position of the block is part of the seed."""
@@ -119,11 +122,58 @@ def init_ids(seed: int, ids: Tensor, step: int, config: BaseEmbeddingConfig) -> 
         values = torch.empty_like(drawn, device=ids.device)
         values[order] = drawn.to(ids.device)
         return values.float()
-    low, high = config.get_weight_init_min(), config.get_weight_init_max()
-    starts = _mix(ids ^ seed)
-    columns = torch.arange(1, -(-dim // 2) + 1, device=ids.device).mul_(_STEP)
-    words = starts[:, None] + columns
-    return _uniform(words, low, high).view(len(ids), -1)[:, :dim]
+    return _values_of_ids(ids, seed, dim, *_range_of(config))
+
+
+@torch.no_grad()
+def init_new_rows(
+    weights: Tensor,
+    rows: Tensor,
+    ids: Tensor,
+    sizes: Sequence[int],
+    seeds: Sequence[int],
+    columns: Sequence[slice],
+    step: int,
+    configs: Sequence[BaseEmbeddingConfig],
+) -> None:
+    """Write the initial values of rows with new ids of several tables; see `init_ids`.
+
+    Args:
+        weights: [rows, D] the tables, one below the other.
+        rows: int64 [K] rows of `weights`, ordered by table.
+        ids: int64 [K], distinct in each table.
+        sizes: Number of rows of each table.
+        seeds: Seed of each table.
+        columns: The columns of each table that `weights` has.
+        step: Training batch.
+        configs: Config of each table.
+    """
+    draws_alike = all(config.init_fn is None for config in configs)
+    if draws_alike and weights.is_cpu and weights.dtype is torch.float32:
+        library = build.library()
+        if library is not None:
+            draws = [
+                (own.start or 0, seed, *_range_of(config))
+                for own, seed, config in zip(columns, seeds, configs, strict=True)
+            ]
+            native.init_rows(library, weights, rows, ids, sizes, draws)
+            return
+    dim = configs[0].embedding_dim
+    if draws_alike and all(
+        (config.embedding_dim, own) == (dim, columns[0])
+        for config, own in zip(configs, columns, strict=True)
+    ):
+        seed_K = ops.upload(np.repeat(np.array(seeds, dtype=np.int64), sizes), ids.device)
+        ranges = np.array([_range_of(config) for config in configs], dtype=np.float32)
+        low_K, scale_K = ops.upload(np.repeat(ranges, sizes, axis=0), ids.device).unbind(1)
+        values = _values_of_ids(ids, seed_K, dim, low_K[:, None], scale_K[:, None])
+        weights.index_copy_(0, rows, values[:, columns[0]].to(weights.dtype))
+        return
+    parts = rows.split(list(sizes)), ids.split(list(sizes))
+    for own_rows, own_ids, seed, own, config in zip(*parts, seeds, columns, configs, strict=True):
+        if own_ids.numel():
+            values = init_ids(seed, own_ids, step, config)[:, own]
+            weights.index_copy_(0, own_rows, values.to(weights.dtype))
 
 
 def seed_of_ids(seed: int, table_index: int) -> int:
@@ -140,7 +190,7 @@ def _draw(
     seed: int, table_index: int, row_start: int, config: BaseEmbeddingConfig, out: Tensor
 ) -> None:
     """Fill the rows from `row_start` with uniform values."""
-    low, high = config.get_weight_init_min(), config.get_weight_init_max()
+    low, scale = _range_of(config)
     num_rows, dim = out.shape
     words_per_row = -(-dim // 2)
     start = _seed_of(seed, table_index)
@@ -151,15 +201,31 @@ def _draw(
         number = (row_start + first) * words_per_row + 1
         last = number + len(rows) * words_per_row
         words = torch.arange(number, last, device=out.device).mul_(_STEP).add_(start)
-        rows.copy_(_uniform(words, low, high).view(len(rows), -1)[:, :dim])
+        rows.copy_(_uniform(words, low, scale).view(len(rows), -1)[:, :dim])
 
 
-def _uniform(words: Tensor, low: float, high: float) -> Tensor:
+def _range_of(config: BaseEmbeddingConfig) -> tuple[float, float]:
+    """Return the lower end of the range of initial values, and the range divided by 2^24."""
+    low, high = config.get_weight_init_min(), config.get_weight_init_max()
+    return low, (high - low) / 2**24
+
+
+def _values_of_ids(
+    ids: Tensor, seed: int | Tensor, dim: int, low: float | Tensor, scale: float | Tensor
+) -> Tensor:
+    """Return fp32 [N, dim]; seeds are [N] or one, ranges [N, 1] or one."""
+    starts = _mix(ids ^ seed)
+    columns = torch.arange(1, -(-dim // 2) + 1, device=ids.device).mul_(_STEP)
+    words = starts[:, None] + columns
+    return _uniform(words, low, scale).view(len(ids), -1)[:, :dim]
+
+
+def _uniform(words: Tensor, low: float | Tensor, scale: float | Tensor) -> Tensor:
     """Return two values per state of SplitMix64; overwrites the states."""
     _mix(words)
     # each half has more than the 24 bits of precision of a float32
     bits = words.view(torch.int32).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)
-    return bits.float().mul_((high - low) / 2**24).add_(low)
+    return bits.float().mul_(scale).add_(low)
 
 
 def _mix(words: Tensor) -> Tensor:

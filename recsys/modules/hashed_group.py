@@ -11,11 +11,12 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from recsys.kernels.hashed.index import map_ids
+from recsys.kernels.hashed.index import Mapped, map_ids
 from recsys.kernels.tbe import TableBatchedEmbedding
+from recsys.kernels.tbe_layout import DimGroup
 from recsys.kernels.types import UpdateMode
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
-from recsys.modules.embedding_init import init_ids
+from recsys.modules.embedding_init import init_new_rows
 from recsys.modules.table_index import TableIndex
 
 __all__ = ["PINNED_BATCHES", "HashedGroup"]
@@ -51,7 +52,15 @@ class HashedGroup:
         features = [len(config.feature_names) for config in configs]
         self._first_features = torch.tensor(list(accumulate(features, initial=0)))
         self._num_features = sum(features)
-        self._zeros = [t for t, index in enumerate(indexes) if index.rules.unknown == "zero"]
+        # of tables whose unknown ids read zeros, the rows that they read
+        zeros = [
+            index.shared_rows()[: None if index.rules.unknown == "zero" else 0] for index in indexes
+        ]
+        self._zero_sizes, self._zeros = [len(rows) for rows in zeros], torch.cat(zeros)
+        self._counters = [index.counter for index in indexes]
+        self._counts = torch.stack([index.counts for index in indexes])
+        for index, counts in zip(indexes, self._counts, strict=True):
+            index.counts = counts  # all are added up at once
         self._may_have_changed = True  # rows of `_zeros` that unknown ids read
         # first steps whose rows batches without a backward pass, or updates to come, may read
         self._in_flight: list[int] = []
@@ -83,7 +92,7 @@ class HashedGroup:
                 "which resets its state with each new id; received none. Call "
                 "apply_optimizer_in_backward before training."
             )
-        step = max(index.step for index in self.indexes) + is_training
+        step = self._last_step() + is_training
         if not self._tbe.deferred.exist:
             self._to_update.clear()
         pinned = step - PINNED_BATCHES + 1
@@ -97,10 +106,11 @@ class HashedGroup:
         )
         if is_training:
             self._tbe.marks.mark_rows(mapped.rows, sizes)  # their last use is written
-            for t, index in enumerate(self.indexes):
-                index.step = step
-                index.count(mapped.counts[t])
-            self._initialize(mapped.new_rows, mapped.new_ids, mapped.new_sizes, step)
+            for counter in self._counters:
+                counter.step = step
+            self._counts += mapped.counts
+            if mapped.new_rows.numel():
+                self._initialize(mapped, step)
         return mapped.rows
 
     def prepare_lookup(self) -> None:
@@ -108,9 +118,12 @@ class HashedGroup:
         if not self._may_have_changed:
             return
         self._may_have_changed = bool(self._in_flight)
-        for t in self._zeros:
-            rows, dim = self.indexes[t].shared_rows(), self._tbe.layout.tables[t].dim
-            self._tbe.reset_rows(t, rows, torch.zeros(len(rows), dim, device=rows.device))
+        if self._zeros.numel():
+            self._tbe.reset_rows(
+                self._zero_sizes,
+                self._zeros,
+                lambda group, weights, rows: weights.index_fill_(0, rows, 0.0),
+            )
 
     def hold(self, output: Tensor) -> None:
         """Keep the ids of the rows of a lookup until its update, or until its graph is freed.
@@ -118,21 +131,34 @@ class HashedGroup:
         Args:
             output: The output of the lookup, which requires a gradient.
         """
-        self._may_have_changed = bool(self._zeros)
-        first = max(index.step for index in self.indexes) - PINNED_BATCHES + 1
+        self._may_have_changed = self._zeros.numel() > 0
+        first = self._last_step() - PINNED_BATCHES + 1
         self._in_flight.append(first)
         release = partial(_release, first, self._in_flight, self._to_update)
         output.register_hook(lambda grad: release())
         # of a graph that is freed without a backward pass
         weakref.finalize(output.grad_fn, release).atexit = False
 
-    def _initialize(self, rows: Tensor, ids: Tensor, sizes: Sequence[int], step: int) -> None:
-        for t, (own_rows, own_ids) in enumerate(
-            zip(rows.split(list(sizes)), ids.split(list(sizes)), strict=True)
-        ):
-            if own_rows.numel():
-                values = init_ids(self.indexes[t].init_seed_number, own_ids, step, self._configs[t])
-                self._tbe.reset_rows(t, own_rows, values[:, self._columns[t]])
+    def _last_step(self) -> int:
+        return max(counter.step for counter in self._counters)
+
+    def _initialize(self, mapped: Mapped, step: int) -> None:
+        """Reset the rows of new ids."""
+        sizes = mapped.new_sizes
+
+        def write(group: DimGroup, weights: Tensor, rows: Tensor) -> None:
+            init_new_rows(
+                weights,
+                rows,
+                group.select(mapped.new_ids, sizes),
+                [sizes[t] for t in group.tables],
+                [self.indexes[t].init_seed_number for t in group.tables],
+                [self._columns[t] for t in group.tables],
+                step,
+                [self._configs[t] for t in group.tables],
+            )
+
+        self._tbe.reset_rows(sizes, mapped.new_rows, write)
 
 
 def _release(first: int, in_flight: list[int], to_update: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, final
 
 import torch
@@ -12,7 +13,7 @@ from recsys.kernels.hashed.twin import locate
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds
 
-__all__ = ["HashedIdStats", "TableIndex", "row_states_of"]
+__all__ = ["HashedIdStats", "TableIndex", "index_row_bytes", "row_states_of"]
 
 _ROW_STATES = ("ids", "last_used", "seen", "sketch")
 
@@ -51,6 +52,20 @@ def row_states_of(rules: HashedIds) -> dict[str, tuple[torch.dtype, int]]:
     return found
 
 
+def index_row_bytes(rules: HashedIds) -> int:
+    """Return the bytes that an index has for each row: saved arrays, and a digest."""
+    arrays = row_states_of(rules).values()
+    return 1 + sum(dtype.itemsize * values for dtype, values in arrays)
+
+
+@final
+@dataclass(slots=True)
+class StepCounter:
+    """Number of training batches of a table."""
+
+    step: int
+
+
 @final
 class TableIndex(nn.Module):
     """Index of a table or of some of its regions: which id has which row, and when it was used.
@@ -66,6 +81,8 @@ class TableIndex(nn.Module):
         seen: int32 `[rows]`, counts of the frequency rules; `[0]` for others.
         sketch: uint8 `[rows, 4]`, counters of `AtLeast`; `[0]` for others.
         steps: int64 `[]`, training batches, when it was saved; `step` is current.
+        counter: Has `step`, to be set without the checks of a module.
+        counts: int64 `[5]` on the CPU, sums of `Mapped.counts`.
         init_seed: int64 `[]`, seed of the initial values.
     """
 
@@ -99,14 +116,23 @@ class TableIndex(nn.Module):
         self.register_buffer("digests", self._index.digests, persistent=False)
         for name in ("steps", "init_seed"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64, device="cpu"))
-        self.step, self.init_seed_number = 0, 0
-        self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device="cpu")
+        self.counter, self.init_seed_number = StepCounter(0), 0
+        self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device="cpu")
+
+    @property
+    def step(self) -> int:
+        """Training batches so far."""
+        return self.counter.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.counter.step = step
 
     @property
     def index(self) -> HashIndex:
         """The index over the buffers."""
-        old = self._index
-        if old.ids is not self.ids or old.digests is not self.digests:  # the module was moved
+        old, new = self._index, self._buffers
+        if old.ids is not new["ids"] or old.digests is not new["digests"]:  # the module was moved
             self._index = HashIndex(
                 settings=old.settings, num_regions=old.num_regions, first_region=old.first_region,
                 last_region=old.last_region, lines=old.lines, seed=old.seed, ids=self.ids,
@@ -120,21 +146,17 @@ class TableIndex(nn.Module):
         for name in (*_ROW_STATES, "digests"):
             getattr(self, name).zero_()
         self.step, self.init_seed_number = 0, init_seed
-        self._counts.zero_()
+        self.counts.zero_()
 
     def shared_rows(self) -> Tensor:
         """Return the row of each region that unknown ids read."""
         return torch.arange(0, self.ids.numel(), self._region_rows, device=self.ids.device)
 
-    def count(self, counts: Tensor) -> None:
-        """Add the counts of a batch."""
-        self._counts += counts
-
     def stats(self) -> HashedIdStats:
         """Return counts since the module was made; waits for the device."""
         rows = self.ids.numel() - self.ids.numel() // self._region_rows
         used = int((self.last_used > 0).sum())
-        return HashedIdStats(rows, used, *self._counts.tolist())
+        return HashedIdStats(rows, used, *self.counts.tolist())
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Return the ids that have a row, ascending, and their rows; int64 `[used]` each."""

@@ -125,7 +125,11 @@ def test_deferred_rows_are_marked_by_the_step(keeps_batch: bool) -> None:
 def test_reset_rows_are_marked() -> None:
     tbe, consumer = make_lookup(), Consumer()
     tbe.marks.add(consumer)
-    tbe.reset_rows(2, torch.tensor([5, 11]), torch.ones(2, 4))
+    tbe.reset_rows(
+        [0, 0, 2],
+        torch.tensor([5, 11]),
+        lambda group, weights, at: weights.index_copy_(0, at, torch.ones(2, 4)),
+    )
     assert rows_of(tbe.marks.take(consumer)) == [set(), set(), {5, 11}]
 
 

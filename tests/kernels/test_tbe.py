@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from recsys.kernels.lookup_batch import RankedBags
 from recsys.kernels.row_update import update_rows
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, has_cpu_ops
+from recsys.kernels.tbe_layout import DimGroup
 from recsys.kernels.tbe_torch import TorchKernel
 from recsys.kernels.types import (
     EmbeddingLocation,
@@ -591,7 +593,9 @@ def test_rows_that_are_reset_train_as_at_first(backend: str) -> None:
     train(tbe, SMALL)
     before, state = tbe.weights[0].clone(), tbe.states[0]["sum"].clone()
     rows = torch.tensor([4, 1])
-    tbe.reset_rows(0, rows, fresh.weights[0][rows])
+    values = fresh.weights[0][rows]
+    sizes = [2, *[0] * (len(tbe.weights) - 1)]
+    tbe.reset_rows(sizes, rows, lambda group, weights, at: weights.index_copy_(0, at, values))
     assert torch.equal(tbe.weights[0][rows], fresh.weights[0][rows])
     kept = torch.tensor([0, 2, 3, 5, 6])
     assert torch.equal(tbe.weights[0][kept], before[kept])
@@ -609,7 +613,9 @@ def test_rows_that_are_reset_train_as_at_first(backend: str) -> None:
 def test_a_reset_row_keeps_its_tables_count_of_updates() -> None:
     tbe = SMALL.build(spec_of(EmbOptimType.ADAM), UpdateMode.FUSED)
     train(tbe, SMALL, steps=2)
-    tbe.reset_rows(1, torch.tensor([0]), torch.zeros(1, 8))
+    tbe.reset_rows(
+        [0, 1, 0], torch.tensor([0]), lambda group, weights, rows: weights.index_fill_(0, rows, 0.0)
+    )
     assert tbe.states[1]["step"] == 2
     assert not tbe.states[1]["exp_avg"][0].any()
     assert tbe.states[1]["exp_avg"][1:].any()
@@ -1026,3 +1032,39 @@ def test_fbgemm_trains_bags_of_their_own_to_the_bits_of_a_rectangle(
     for a, b in zip(train(pair[0], case), train_padded(pair[1], case), strict=True):
         assert torch.equal(a, b)
     assert_same(*pair, rtol=0, atol=0)
+
+
+def test_rows_of_tables_of_several_dims_are_reset_together() -> None:
+    dims, num_rows, rng = [8, 4, 8, 12, 4], [5, 7, 3, 9, 4], random.Random(0)
+    tbe = TableBatchedEmbedding(
+        [
+            TableSpec(name=str(i), num_rows=rows, dim=dim)
+            for i, (rows, dim) in enumerate(zip(num_rows, dims, strict=True))
+        ],
+        feature_table_map=range(5),
+        pooling=PoolingType.SUM,
+        optimizer=spec_of(EmbOptimType.ADAM),
+        update_mode=UpdateMode.FUSED,
+        device=torch.device("cpu"),
+    )
+    for _ in range(20):
+        sizes = [rng.randint(0, rows) for rows in num_rows]
+        rows = [rng.sample(range(of), size) for of, size in zip(num_rows, sizes, strict=True)]
+        values = [torch.randn(size, dim) for size, dim in zip(sizes, dims, strict=True)]
+        states = [state for of in tbe.states for state in of.values()]
+        for tensor in (*tbe.weights, *states):
+            tensor.fill_(1.0)
+
+        def write(group: DimGroup, weights: Tensor, at: Tensor) -> None:
+            weights.index_copy_(0, at, torch.cat([values[t] for t in group.tables]))  # noqa: B023
+
+        tbe.reset_rows(sizes, torch.tensor([row for own in rows for row in own]), write)
+        for t, own in enumerate(rows):
+            expected = torch.ones(num_rows[t], dims[t])
+            expected[own] = values[t]
+            assert torch.equal(tbe.weights[t], expected)
+            for name, state in tbe.states[t].items():
+                ones = torch.ones_like(state)
+                if name != "step":
+                    ones[own] = 0.0
+                assert torch.equal(state, ones)

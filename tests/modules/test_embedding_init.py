@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -144,3 +146,84 @@ def test_values_look_uniform_and_independent() -> None:
 def test_the_values_are_pinned() -> None:
     """A checkpoint-free restart must give the same tables in every later version."""
     assert embedding_init._seed_of(1, 2, 3) == 1138364116778193076
+
+
+def ids_case(rng: random.Random, num_tables: int, *, alike: bool) -> dict[str, Any]:
+    """Arguments of `init_new_rows` for tables whose shards have `dim` columns."""
+    dim = rng.choice([1, 3, 4, 64, 131, 300])
+    configs, columns = [], []
+    for number in range(num_tables):
+        first = 0 if alike else rng.choice([0, 1, 2, 5])
+        low = rng.choice([None, -3.0, 0.0])
+        config = EmbeddingBagConfig(
+            10 + number, first + dim + rng.choice([0, 3]) * (not alike), f"t{number}",
+            feature_names=["f"], weight_init_min=low, weight_init_max=low and low + 0.7,
+        )  # fmt: skip
+        configs.append(config)
+        columns.append(slice(None) if alike else slice(first, first + dim))
+    sizes = [rng.choice([0, 1, 7]) for _ in configs]
+    bits = [rng.randrange(-(2**63), 2**63) for _ in range(sum(sizes))]
+    return {
+        "rows": torch.tensor(rng.sample(range(40), sum(sizes)), dtype=torch.int64),
+        "ids": torch.tensor(bits, dtype=torch.int64),
+        "sizes": sizes,
+        "seeds": [rng.randrange(2**63) for _ in configs],
+        "columns": columns,
+        "step": 5,
+        "configs": configs,
+    }
+
+
+def expected_of(case: dict[str, Any], weights: Tensor) -> Tensor:
+    """The rows of each id, one by one, from Python's integers."""
+    expected, numbers = weights.clone(), iter(zip(case["rows"], case["ids"], strict=True))
+    for size, seed, own, config in zip(
+        case["sizes"], case["seeds"], case["columns"], case["configs"], strict=True
+    ):
+        low, high = config.get_weight_init_min(), config.get_weight_init_max()
+        for row, id_ in (next(numbers) for _ in range(size)):
+            start = splitmix_mix((int(id_) ^ seed) % 2**64)
+            values = []
+            for column in range(config.embedding_dim)[own]:
+                word = splitmix_mix((start + (column // 2 + 1) * 0x9E3779B97F4A7C15) % 2**64)
+                bits = (word >> 32 * (column % 2)) % 2**32 >> 8
+                scaled = np.float32(bits) * np.float32((high - low) / 2**24)
+                values.append(scaled + np.float32(low))
+            expected[row] = torch.tensor(np.array(values)).to(weights.dtype)
+    return expected
+
+
+def splitmix_mix(word: int) -> int:
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+    return word ^ word >> 31
+
+
+@pytest.mark.parametrize("kind", ["C", "torch", "bf16"])
+def test_rows_of_new_ids_are_functions_of_seed_and_id(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    if kind == "torch":
+        monkeypatch.setattr("recsys.kernels.hashed.build.library", lambda: None)
+    rng = random.Random(1)
+    for number in range(30):
+        case = ids_case(rng, num_tables=4, alike=number % 2 == 0)
+        dim = len(range(case["configs"][0].embedding_dim)[case["columns"][0]])
+        dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+        weights = torch.full((40, dim), 9.0, dtype=dtype)
+        expected = expected_of(case, weights)
+        embedding_init.init_new_rows(weights, **case)
+        assert torch.equal(weights, expected)
+
+
+def test_rows_of_new_ids_of_an_init_fn_are_filled_in_the_order_of_ids() -> None:
+    config = EmbeddingBagConfig(10, 3, "t", feature_names=["f"], init_fn=torch.nn.init.normal_)
+    ids = torch.tensor([5, -(2**63), 0, 7])
+    weights = torch.zeros(8, 2)
+    columns, rows = slice(1, 3), torch.tensor([7, 0, 3, 2])
+    embedding_init.init_new_rows(
+        weights, rows, ids, [0, 4], [1, 2], [slice(0, 2), columns], 6, [CONFIG, config]
+    )
+    expected = embedding_init.init_ids(2, ids.sort().values, 6, config)[:, columns]
+    assert torch.equal(weights[[0, 3, 7, 2]], expected)
+    assert not weights[[1, 4, 5, 6]].any()

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
-from recsys.inference import quantize_embeddings
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_init import init_ids
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recsys.modules.hashed_ids import LFU, AtLeast, HashedIds
+from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds
+from recsys.modules.table_index import index_row_bytes
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
 
@@ -274,8 +274,6 @@ def test_errors_name_the_table(tmp_path: Path) -> None:
         torch.jit.script(ebc)
     with pytest.raises(ValueError, match=r"cannot be traced or exported; received \['t'\]"):
         torch.fx.symbolic_trace(ebc)
-    with pytest.raises(ValueError, match=r"quantized in this release; received \['t'\]"):
-        quantize_embeddings(nn.Sequential(ebc))
     other = bags(4096, seed=1)
     ebc.train()
     trained = bags(4096)
@@ -290,3 +288,12 @@ def test_rows_are_rounded_up_to_whole_regions() -> None:
         assert config.num_embeddings == wanted
         config.__post_init__()
         assert config.num_embeddings == wanted
+
+
+@pytest.mark.parametrize(
+    "rules", [{}, {"eviction": LFU()}, {"admission": AtLeast(2)}, {"eviction": DistanceLFU()}]
+)
+def test_bytes_of_an_index_are_those_of_its_arrays(rules: dict[str, Any]) -> None:
+    index = table_of(bags(1000, **rules)).index
+    arrays = [a for a in index.buffers() if a.dim()]
+    assert sum(a.nbytes for a in arrays) == 1024 * index_row_bytes(index.rules)

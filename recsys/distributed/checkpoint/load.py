@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from recsys.distributed.checkpoint.background import end_pending
 from recsys.distributed.checkpoint.blocks import BlockReader
+from recsys.distributed.checkpoint.chain import reader_of
+from recsys.distributed.checkpoint.delta import take_chain
 from recsys.distributed.checkpoint.errors import CheckpointError, failures_named, on_every_rank
 from recsys.distributed.checkpoint.rank_state import (
     Stateful,
@@ -88,6 +90,7 @@ def load_checkpoint(
     """
     path = checked_path("load_checkpoint", path, model, optimizer)
     end_pending(model)
+    take_chain(model)  # the next save of the model is full
     env = env_of(model)
     group = env.process_group
     what = f"Loading {path}"
@@ -100,7 +103,7 @@ def load_checkpoint(
     assert chosen is not None
     folder, manifest = chosen
     subject = f"The checkpoint {folder}"
-    reader = BlockReader(folder, manifest)
+    reader = reader_of(folder, manifest)
     settings: Settings | None = None if manifest is None else manifest["optimizer"]
     state: dict[str, Any] = {}
     resized: Resized = []

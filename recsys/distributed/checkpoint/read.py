@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from recsys.distributed.checkpoint.blocks import BlockReader
+from recsys.distributed.checkpoint.chain import reader_of
 from recsys.distributed.checkpoint.errors import CheckpointError, failures_named
 from recsys.distributed.checkpoint.safe_pickle import decode
 from recsys.distributed.checkpoint.versions import Manifest, open_version
@@ -110,7 +110,7 @@ class SavedValues:
 
     def __init__(self, folder: Path, manifest: Manifest | None, optimizer: bool = False) -> None:
         self.folder = folder
-        self._reader = BlockReader(folder, manifest)
+        self._reader = reader_of(folder, manifest)
         found = self._reader.read_metadata().state_dict_metadata
         is_ours = manifest is not None or all(name.split(".")[0] in _SECTIONS for name in found)
         self._saved_as = {

@@ -7,7 +7,7 @@ strategies. Strategy names occur in plans written by hand (`sharding_plan`), in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -285,13 +285,9 @@ def rects_of_regions(name: str, rects: Sequence[Rect], hashed: IdHash) -> tuple[
             f"Table {name!r} with HashedIds must not be data_parallel: its replicas would give "
             "their rows to different ids. Use another sharding type."
         )
-    step = hashed.region_rows
-    edge = {
-        row: (row + step // 2) // step * step
-        for rect in rects
-        for row in (rect.row_start, rect.row_end)
-    }
-    if len(set(edge.values())) < len(edge):
+    rows = {row for rect in rects for row in (rect.row_start, rect.row_end)}
+    edge = region_edges(rows, hashed.region_rows)
+    if not has_region_for_each(edge):
         raise ValueError(
             f"Table {name!r} with HashedIds must have a region for each of its {len(edge) - 1} row "
             f"blocks; received {hashed.num_regions} regions. Use fewer ranks, or more rows and "
@@ -300,6 +296,16 @@ def rects_of_regions(name: str, rects: Sequence[Rect], hashed: IdHash) -> tuple[
     return tuple(
         replace(rect, row_start=edge[rect.row_start], row_end=edge[rect.row_end]) for rect in rects
     )
+
+
+def region_edges(edges: Iterable[int], region_rows: int) -> dict[int, int]:
+    """Return the nearest edge of a region for each edge of a row block."""
+    return {edge: (edge + region_rows // 2) // region_rows * region_rows for edge in edges}
+
+
+def has_region_for_each(moved: Mapping[int, int]) -> bool:
+    """Return whether every row block still has rows after `region_edges` moved its edges."""
+    return len(set(moved.values())) == len(moved)
 
 
 def _rect_of(table: str, shard: ShardMetadata) -> Rect:

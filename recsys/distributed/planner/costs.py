@@ -8,7 +8,8 @@ Notation: a shard of `r x c` values of `e` bytes each receives `N` ids in `G` ba
 
 - *prefetch*: a cache in device memory (`fused_uvm_caching`) fetches missing rows from the host and
   evicts as many: the misses among `N`, at most the distinct rows;
-- *forward*: reads `N c e` bytes of rows;
+- *forward*: reads `N c e` bytes of rows; maps hashed ids to rows, which reads a cache line of
+  digests, one of ids and one of last uses for each;
 - *backward*: reads the gradients, and reads and writes the touched rows with their optimizer state.
   `N` draws from `r` equally likely rows touch `r (1 - (1 - 1/r)^N)`. If ranks that own columns must
   sum one value per row, ids are sorted and gradients read once more;
@@ -39,7 +40,8 @@ from recsys.distributed.planner.shard_traffic import traffic_of_shard
 from recsys.distributed.planner.tables import PlannedTable, ShardSpec, Summable
 from recsys.distributed.planner.topology import Topology
 
-_LENGTH_BYTES, _VALUE_BYTES = 4, 4
+_VALUE_BYTES = 4
+_INDEX_BYTES = 3 * 64  # that the mapping of a hashed id reads
 _SORT_PASSES, _PAIR_BYTES = 4, 8
 _FOUND_ID_BYTES = 8  # as in the user's batch
 REPLICA_PASSES = 1 + 2 + 2 + 1 + 3
@@ -117,7 +119,7 @@ class CostModel:
         looked_up = self._lookup(table, shard, ids, load.bags)
         if self._world_size == 1:
             return Cost(**looked_up)
-        ids_in = ids * (table.id_bytes + 4 * table.is_weighted) + load.lengths * _LENGTH_BYTES
+        ids_in = (ids * (1 + table.is_weighted) + load.lengths) * table.id_bytes
         there_and_back = values * sum(table.wire_bytes)
         # ids are sorted by owner; embeddings are copied to the output, gradients from it
         found = ids * (_FOUND_ID_BYTES + 4 * table.is_weighted) * self._copy
@@ -178,9 +180,10 @@ class CostModel:
             missed = min((1 - table.hit_rate) * ids, touched)
             fetched = (2 if table.trains else 1) * missed * row_bytes  # includes the evicted row
         learning = backward / backward_bw if table.trains else 0.0
+        mapped = ids * _INDEX_BYTES if table.num_regions else 0.0
         return {
             "prefetch": fetched / host_bw,
-            "forward": forward / speed.forward_bw,
+            "forward": forward / speed.forward_bw + mapped / hardware.memory_bw,
             "backward": learning,
         }
 

@@ -20,9 +20,12 @@ from recsys.distributed.sharded.module_tree import outermost
 from recsys.distributed.sharded.sharder import ModuleSharder, has_tables
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
+from recsys.kernels.hashed.index import geometry
 from recsys.kernels.support import choose_backend
 from recsys.kernels.types import EmbeddingLocation, LookupSettings, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollectionInterface
+from recsys.modules.hashed_ids import HashedIds
+from recsys.modules.table_index import index_row_bytes
 from recsys.optim.specs import TableOptimizer
 
 _OF_FEATURES = ("pooling_factors", "num_poolings", "batch_sizes")
@@ -123,12 +126,15 @@ class _ModuleReader:
         self.weights = sharder.shardable_parameters(module)
         self._features = {name: [name] for name in self.weights}
         self._poolings: dict[str, PoolingType] = {}
+        self._hashed: dict[str, HashedIds] = {}
         self._is_weighted = False
         for part in module.modules():
             if isinstance(part, _HasTables):
                 for config, pooling in zip(part.configs(), part.poolings(), strict=True):
                     self._features[config.name] = config.feature_names
                     self._poolings[config.name] = pooling
+                    if config.ids is not None:
+                        self._hashed[config.name] = config.ids
                 pools: object = part
                 if isinstance(pools, EmbeddingBagCollectionInterface):
                     self._is_weighted = pools.is_weighted()
@@ -173,7 +179,7 @@ class _ModuleReader:
                     f"as in its optimizer; received {constraints.stochastic_rounding}. Set it in "
                     "fused_params or in apply_optimizer_in_backward."
                 )
-            draws = sum(t.draws for t in of_table)
+            draws, rules = sum(t.draws for t in of_table), self._hashed.get(name)
             yield PlannedTable(
                 path=self._path,
                 name=name,
@@ -194,6 +200,9 @@ class _ModuleReader:
                 is_weighted=self._is_weighted or constraints.is_weighted,
                 is_alone=sent <= {name},
                 wire_bytes=(there.bytes_per_value, back.bytes_per_value),
+                num_regions=0 if rules is None else geometry(len(weight), rules.num_regions)[1],
+                index_row_bytes=0 if rules is None else index_row_bytes(rules),
+                sends_wide_ids=bool(self._hashed),
                 constraints=constraints,
                 kernels=kernels[name],
             )

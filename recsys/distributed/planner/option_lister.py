@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Protocol, final
 
 from recsys.distributed.placement.layout import PlacedTable, adds_up_in_node
@@ -13,7 +13,13 @@ from recsys.distributed.placement.plan import (
     ParameterSharding,
     ShardingType,
 )
-from recsys.distributed.placement.strategies import MIN_COLUMNS, even_block, rects_of
+from recsys.distributed.placement.strategies import (
+    MIN_COLUMNS,
+    even_block,
+    has_region_for_each,
+    rects_of,
+    region_edges,
+)
 from recsys.distributed.planner.costs import CostModel
 from recsys.distributed.planner.options import Reach, Shards, TableOption
 from recsys.distributed.planner.storage import StorageModel
@@ -93,6 +99,7 @@ class OptionLister:
             for kernel in table.kernels.get(kind, ())
             if table.allows(kind, kernel)
             for reach, blocks in self._splits(table, kind)
+            if _fits_regions(table, blocks)
         ]
 
     def estimated(self, table: PlannedTable, options: Iterable[TableOption]) -> list[TableOption]:
@@ -243,6 +250,15 @@ class OptionLister:
                 yield columns
         if most < 2 and table.constraints.sharding_types is not None:
             yield [(1, table.dim)]
+
+
+def _fits_regions(table: PlannedTable, blocks: Sequence[Block]) -> bool:
+    """Return whether a table with hashed ids has a region for each of its row blocks."""
+    if not table.num_regions:
+        return True
+    sizes = (rows for count, rows, _ in blocks for _ in range(count))
+    edges = {edge % table.rows for edge in accumulate(sizes, initial=0)} | {table.rows}
+    return has_region_for_each(region_edges(edges, table.rows // table.num_regions))
 
 
 def _split(size: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:

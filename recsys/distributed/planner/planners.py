@@ -373,9 +373,11 @@ class EmbeddingShardingPlanner:
         asked, types = table.constraints, [kind.value for kind in ShardingType]
         kernels = asked.compute_kernels or (["fused"] if table.trains else [])
         which = f" with compute kernel {', '.join(kernels)}" if kernels else ""
-        optimizer = "its optimizer and " if table.optimizer else ""
+        needs = ["its optimizer"] if table.optimizer else []
+        needs += [f"hashed ids in {table.num_regions} regions"] if table.num_regions else []
+        needs.append(f"{table.rows} x {table.dim} values")
         return (
             f"Table {table.name!r} may only be sharded {', '.join(asked.sharding_types or types)}"
-            f"{which}, which is not supported on {self._topology.compute_device} with {optimizer}"
-            f"{table.rows} x {table.dim} values. Allow other sharding types of {', '.join(types)}."
+            f"{which}, which is not supported on {self._topology.compute_device} with "
+            f"{' and '.join(needs)}. Allow other sharding types of {', '.join(types)}."
         )

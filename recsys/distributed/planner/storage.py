@@ -16,7 +16,7 @@ from recsys.distributed.planner.shard_traffic import ShardTraffic, traffic_of_sh
 from recsys.distributed.planner.tables import Bytes, PlannedTable, ShardSpec, Storage
 from recsys.distributed.planner.topology import Topology
 
-_VALUE_BYTES, _LENGTH_BYTES, _ROW_ID_BYTES = 4, 4, 8
+_VALUE_BYTES, _ROW_ID_BYTES = 4, 8
 _SORTED_ID_BYTES = 12  # and its position
 _GIVEN_ID_BYTES, _GIVEN_LENGTH_BYTES = 8, 8  # int64, the usual type in batches
 _BATCH_COPIES = 3  # of the own samples' embeddings: values, gradients, gradients to send
@@ -41,8 +41,8 @@ class StorageModel:
         """Return the memory of a shard."""
         num_rows, num_cols = shard[:2]
         load = traffic_of_shard(table, shard, self._topology, self._batch_size)
-        received = load.ids * (table.id_bytes + _VALUE_BYTES * table.is_weighted)
-        received += 2 * load.bags * _LENGTH_BYTES  # and offsets
+        received = load.ids * (1 + table.is_weighted) + 2 * load.bags  # lengths and offsets
+        received *= table.id_bytes
         values = load.rows * num_cols
         moved = self._moved_values(table, shard, load)
         gradients, working = self._row_gradients(table, num_rows, num_cols, load.ids)

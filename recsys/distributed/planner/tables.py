@@ -52,7 +52,7 @@ class Storage(Summable):
 
     Attributes:
         weights: Weights of the table.
-        state: Optimizer state.
+        state: Optimizer state, and the index of hashed ids.
         gradients: Gradients: of the whole table if it is a replica or has no optimizer; of touched
             rows if its optimizer is deferred.
         cache: Cache in device memory for a table in host memory.
@@ -119,6 +119,9 @@ class PlannedTable:
         is_weighted: Whether ids have weights.
         is_alone: Whether all other tables of its module can only be replicated.
         wire_bytes: Bytes of an output value and of its gradient when sent.
+        num_regions: Parts that rows with hashed ids can be split into; 0: ids are row numbers.
+        index_row_bytes: Bytes of the index of hashed ids for each row.
+        sends_wide_ids: Whether ids, lengths and weights of its module are sent as 8 bytes each.
         constraints: Constraints from the user.
         kernels: Compute kernels of each sharding type that may be chosen.
     """
@@ -141,6 +144,9 @@ class PlannedTable:
     is_weighted: bool = False
     is_alone: bool = False
     wire_bytes: tuple[float, float] = (4.0, 4.0)
+    num_regions: int = 0
+    index_row_bytes: int = 0
+    sends_wide_ids: bool = False
     constraints: ParameterConstraints
     kernels: Mapping[ShardingType, Sequence[EmbeddingComputeKernel]]
 
@@ -232,7 +238,8 @@ class PlannedTable:
         rows, cols, kernel = shard[:3]
         weights = rows * cols * self.element_bytes
         by_element = rows * cols * self._state_bytes("element")
-        by_row = rows * self._state_bytes("row") + self._state_bytes("table")
+        by_row = rows * (self._state_bytes("row") + self.index_row_bytes)
+        by_row += self._state_bytes("table")
         state, cache, in_host = Bytes(by_element + by_row), 0, kernel in UVM_KERNELS
         if in_host:
             state = Bytes(by_row, by_element)  # FBGEMM keeps row states on the device
@@ -250,8 +257,8 @@ class PlannedTable:
 
     @property
     def id_bytes(self) -> int:
-        """Bytes of an id when it is sent."""
-        return 4 if self.rows < 2**31 else 8
+        """Bytes of an id, of a length, and of a weight when it is sent."""
+        return 4 if self.rows < 2**31 and not self.sends_wide_ids else 8
 
     @property
     def gradient_bytes(self) -> int:
@@ -281,8 +288,10 @@ class PlannedTable:
         return self.storage_of(ShardSpec(self.rows, self.dim, kernel)).total
 
     def allows(self, sharding_type: ShardingType, kernel: EmbeddingComputeKernel) -> bool:
-        """Return whether the table's optimizer supports a sharding type and a kernel."""
+        """Return whether the table's ids and its optimizer support a sharding type and a kernel."""
         optimizer = self.optimizer
+        if self.num_regions and sharding_type is ShardingType.DATA_PARALLEL:
+            return False  # replicas would give their rows to different ids
         if optimizer is None:
             return True
         if sharding_type is ShardingType.DATA_PARALLEL:

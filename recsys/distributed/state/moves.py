@@ -103,7 +103,8 @@ def move_tables(
         old[name].flush()
         for transfer in _transfers(old[name], table, env):
             if transfer.source == transfer.target:
-                _copy_unless_shared(transfer)
+                if transfer.received is not None and transfer.sent is not None:
+                    transfer.received.copy_(transfer.sent)
                 continue
             ends = tuple(zip(loads, transfer[:2], strict=True))
             if any(load[rank] + transfer.num_bytes > ROUND_BYTES for load, rank in ends):
@@ -116,19 +117,10 @@ def move_tables(
                 load[rank] += transfer.num_bytes
     if waiting:
         _exchange(waiting, env, table.device)
-    kept = {id(shard.kernel) for table in old.values() for shard in table.shards}
     for name, table in new.items():
         for shard in table.shards:
-            if id(shard.kernel) not in kept:
-                shard.kernel.drop_cache()
+            shard.kernel.drop_cache()  # also of those that stay: column owners mark equal rows
         _move_counters(old[name], table, env)
-
-
-def _copy_unless_shared(transfer: _Transfer) -> None:
-    sent, received = transfer.sent, transfer.received
-    if sent is None or received is None or sent.data_ptr() == received.data_ptr():
-        return
-    received.copy_(sent)
 
 
 def _move_counters(old: TableShards, new: TableShards, env: ShardingEnv) -> None:

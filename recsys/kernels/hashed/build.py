@@ -1,4 +1,4 @@
-"""Build of the C file of the hash index: compiled at first use, kept in a cache folder.
+"""Build of the C files of hashed ids: compiled at first use, kept in a cache folder.
 
 The folder is `$RECSYS_CACHE`, else `recsys` in `$XDG_CACHE_HOME` or `~/.cache`. Without a compiler
 the twin in PyTorch serves. `RECSYS_HASH=torch` forces it.
@@ -19,15 +19,16 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple, final
 
-SOURCE = Path(__file__).with_name("hash_index.c")
-FLAGS = ("-std=c11", "-O3", "-Wall", "-Wextra", "-shared", "-fPIC")
+NAME = "hash_index"
+SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in (NAME, "new_rows"))
+FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC")
 CPU_FLAGS = (("-march=native",), ())
 """Flags of the CPU, the preferred first; not every compiler has them."""
 
 
 @final
 class Loaded(NamedTuple):
-    """The C file's library, or the reason for which the twin serves."""
+    """The library of the C files, or the reason for which the twin serves."""
 
     library: ctypes.CDLL | None
     text: str
@@ -35,10 +36,10 @@ class Loaded(NamedTuple):
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the library of the C file; None if the twin serves.
+    """Return the library of the C files; None if the twin serves.
 
     Warns:
-        RuntimeWarning: At the first call, if the C file cannot be built.
+        RuntimeWarning: At the first call, if the C files cannot be built.
     """
     return _loaded().library
 
@@ -58,13 +59,14 @@ def _loaded() -> Loaded:
     except (OSError, subprocess.SubprocessError) as error:
         reason = _reason(error)
         warnings.warn(
-            f"Hashed ids are mapped by PyTorch, several times slower: {reason}. Install a C "
+            f"Hashed ids are mapped by PyTorch, over 20 times slower: {reason}. Install a C "
             "compiler, or set CC to its command.",
             RuntimeWarning,
             stacklevel=2,
         )
         return Loaded(None, reason)
     loaded.library.recsys_map_ids.restype = ctypes.c_int64  # type: ignore[union-attr]
+    loaded.library.recsys_init_rows.restype = None  # type: ignore[union-attr]
     return loaded
 
 
@@ -92,7 +94,7 @@ def load() -> Loaded:
         except OSError:  # not built yet, or damaged
             pass
     with tempfile.TemporaryDirectory(prefix="recsys-") as folder:
-        built = Path(folder, SOURCE.stem + ".so")
+        built = Path(folder, f"{NAME}.so")
         _compile(built)
         if cached is not None:
             try:
@@ -106,7 +108,7 @@ def load() -> Loaded:
 def cache_path() -> Path | None:
     """Return the library's path in the cache folder; None if there is no home folder.
 
-    The name contains a hash of the source, the flags, the compiler and the CPU: machines with one
+    The name contains a hash of the sources, the flags, the compiler and the CPU: machines with one
     home folder, and versions of this package, each have their own library.
     """
     folder = os.environ.get("RECSYS_CACHE")
@@ -116,10 +118,14 @@ def cache_path() -> Path | None:
             folder = str(Path(base) if base else Path.home() / ".cache") + "/recsys"
         except RuntimeError:
             return None
-    parts = [SOURCE.read_text(), repr((FLAGS, CPU_FLAGS)), os.environ.get("CC", "")]
+    parts = [
+        *(source.read_text() for source in SOURCES),
+        repr((FLAGS, CPU_FLAGS)),
+        os.environ.get("CC", ""),
+    ]
     parts += [platform.system(), platform.machine(), _cpu_features()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return Path(folder, f"{SOURCE.stem}-{digest[:32]}.so")
+    return Path(folder, f"{NAME}-{digest[:32]}.so")
 
 
 def _cpu_features() -> str:
@@ -141,7 +147,7 @@ def _compiler() -> list[str]:
 def _compile(path: Path) -> None:
     compiler = _compiler()
     for flags in CPU_FLAGS:
-        command = [*compiler, *FLAGS, *flags, "-o", str(path), str(SOURCE)]
+        command = [*compiler, *FLAGS, *flags, "-o", str(path), *map(str, SOURCES)]
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=120, check=False
         )

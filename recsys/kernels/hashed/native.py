@@ -1,11 +1,11 @@
-"""Lookup of ids in hash indexes on a CPU, by the C file `hash_index.c`."""
+"""Lookup of ids in hash indexes on a CPU, and initial weights of their rows, by the C files."""
 
 from __future__ import annotations
 
 import ctypes
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 import torch
@@ -22,10 +22,18 @@ RESULTS = 5
 EVICTIONS = {"none": 0, "lru": 1, "lfu": 2, "distance_lfu": 3}
 ADMISSIONS = {"always": 0, "at_least": 1, "probability": 2}
 
-_ROWS: weakref.WeakKeyDictionary[HashIndex, tuple[tuple[int, ...], bytes]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Addresses of the arrays of an index, and its `Table`."""
+
+@final
+class _Group(NamedTuple):
+    """Indexes that are mapped together, the addresses of their arrays, and the C file's tables."""
+
+    indexes: tuple[weakref.ref[HashIndex], ...]
+    addresses: list[int]
+    tables: np.ndarray
+
+
+_GROUPS: weakref.WeakKeyDictionary[HashIndex, _Group] = weakref.WeakKeyDictionary()
+"""The last group that begins with an index."""
 
 
 def map_tables(
@@ -48,8 +56,7 @@ def map_tables(
         pin: The first step whose rows keep their ids.
         is_training: Whether to record the use of rows and to place new ids.
     """
-    tables = np.frombuffer(bytearray().join(map(_table, indexes)), dtype=np.int64)
-    tables = tables.reshape(len(indexes), -1) if indexes else np.zeros((0, RESULTS + 1), np.int64)
+    tables = _tables(indexes)
     tables[:, -RESULTS - 1] = sizes
     rows = torch.empty_like(ids)
     new = torch.empty(2, ids.numel() if is_training else 0, dtype=torch.int64)
@@ -74,22 +81,72 @@ def map_tables(
     return rows, new[0, :num_new], new[1, :num_new], new_sizes, counts
 
 
-def _table(index: HashIndex) -> bytes:
-    """Return the C file's `Table` of an index."""
-    addresses = (
-        index.ids.data_ptr(),
-        index.last_used.data_ptr(),
-        index.seen.data_ptr(),
-        index.digests.data_ptr(),
-        index.sketch.data_ptr(),
+def init_rows(
+    library: ctypes.CDLL,
+    weights: Tensor,
+    rows: Tensor,
+    ids: Tensor,
+    sizes: Sequence[int],
+    draws: Sequence[tuple[int, int, float, float]],
+) -> None:
+    """Write the initial weights of rows that got a new id.
+
+    Args:
+        library: The library of the C files.
+        weights: Contiguous fp32 [rows, columns] of all tables.
+        rows: int64 [K], rows of `weights`, ordered by table.
+        ids: int64 [K].
+        sizes: Number of rows of each table.
+        draws: Of each table the first of its columns that `weights` has, the seed, the lower end
+            of the range of values, and the range divided by 2^24.
+    """
+    tables = np.zeros((len(sizes), 5), dtype=np.int64)
+    tables[:, 0] = sizes
+    tables[:, 1] = [column for column, *_ in draws]
+    tables[:, 2] = [seed for _, seed, *_ in draws]
+    tables[:, 3:].view(np.float64)[:] = [numbers for _, _, *numbers in draws]
+    rows, ids = rows.contiguous(), ids.contiguous()
+    library.recsys_init_rows(
+        ctypes.c_void_p(tables.ctypes.data),
+        ctypes.c_int64(len(sizes)),
+        ctypes.c_void_p(weights.data_ptr()),
+        ctypes.c_int64(weights.shape[1]),
+        ctypes.c_void_p(rows.data_ptr()),
+        ctypes.c_void_p(ids.data_ptr()),
     )
-    known = _ROWS.get(index)
-    if known is not None and known[0] == addresses:
-        return known[1]
-    _check_arrays(index)
+
+
+def _tables(indexes: Sequence[HashIndex]) -> np.ndarray:
+    """Return a copy of the C file's tables, [indexes, numbers of a table]."""
+    if not indexes:
+        return np.zeros((0, RESULTS + 1), np.int64)
+    addresses = [
+        array.data_ptr()
+        for index in indexes
+        for array in (index.ids, index.last_used, index.seen, index.digests, index.sketch)
+    ]
+    known = _GROUPS.get(indexes[0])
+    is_known = (
+        known is not None
+        and known.addresses == addresses
+        and len(known.indexes) == len(indexes)
+        and all(ref() is index for ref, index in zip(known.indexes, indexes, strict=True))
+    )
+    if not is_known:
+        for index in indexes:
+            _check_arrays(index)
+        numbers = np.array(list(map(_numbers, indexes)), dtype=np.int64)
+        tables = np.concatenate([np.array(addresses).reshape(len(indexes), -1), numbers], axis=1)
+        known = _Group(tuple(map(weakref.ref, indexes)), addresses, tables)
+        _GROUPS[indexes[0]] = known
+    assert known is not None
+    return known.tables.copy()
+
+
+def _numbers(index: HashIndex) -> list[int]:
+    """Return the numbers of the C file's `Table` after its addresses."""
     settings = index.settings
-    numbers = [
-        *addresses,
+    return [
         twin.signed(index.seed),
         index.num_regions.bit_length() - 1,
         index.first_region,
@@ -105,9 +162,6 @@ def _table(index: HashIndex) -> bytes:
         0,
         *[0] * RESULTS,
     ]
-    row = np.array(numbers, dtype=np.int64).tobytes()
-    _ROWS[index] = addresses, row
-    return row
 
 
 def _check_arrays(index: HashIndex) -> None:

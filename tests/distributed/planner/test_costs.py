@@ -308,3 +308,20 @@ def test_measured_speeds_take_the_place_of_bandwidths() -> None:
     assert after.backward == pytest.approx(before.backward * 1e6 / 2e5)
     values = 4 * BATCH * 2 * 64
     assert after.output - placed(plain, values) == pytest.approx(2 * values * 4 / 1e3)
+
+
+def test_hashed_ids_are_mapped_to_rows_where_they_are_looked_up() -> None:
+    hashed = dataclasses.replace(TABLE, num_regions=8)
+    for of in (topology(1), topology(4), on_host(topology(4))):
+        bandwidth = 1e6 if of.compute_device == "cuda" else 1e5
+        for cols, rows in ((64, 1000), (16, 1000), (64, 250)):
+            ids = of.world_size * BATCH * 3 * rows / 1000
+            more = part(of, rows, cols, hashed).forward - part(of, rows, cols).forward
+            assert more == pytest.approx(ids * 3 * 64 / bandwidth)
+
+
+def test_wide_ids_arrive_as_8_bytes_with_their_lengths_and_weights() -> None:
+    wide = dataclasses.replace(TABLE, sends_wide_ids=True, is_weighted=True)
+    ids, bags = 4 * BATCH * 3, 4 * BATCH * 2
+    sent, sorted_ids = (2 * ids + bags) * 8 * 3 / 4 / 1e4, 2 * ids * 12 / 1e6
+    assert part(topology(4), table=wide).input == pytest.approx(sent + sorted_ids)

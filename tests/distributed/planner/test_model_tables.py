@@ -16,6 +16,7 @@ from recsys.distributed.types import CacheParams, EmbeddingComputeKernel, Shardi
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.modules.hashed_ids import LFU, AtLeast, HashedIds
 from recsys.optim import RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -230,3 +231,17 @@ class TestModules:
         pytest.importorskip("fbgemm_gpu")
         assert tables(module)["t"].writes_row_gradients is by_rows
         assert not tables(module, "cuda")["t"].writes_row_gradients
+
+
+def test_tables_with_hashed_ids() -> None:
+    rules = HashedIds(eviction=LFU(), admission=AtLeast(2), num_regions=8)
+    configs = [
+        EmbeddingBagConfig(1000, 64, "hashed", feature_names=["f"], ids=rules),
+        EmbeddingBagConfig(1000, 64, "rows", feature_names=["g"]),
+    ]
+    found = tables(EmbeddingBagCollection(tables=configs, device=META))
+    assert [table.num_regions for table in found.values()] == [8, 0]
+    assert [table.rows for table in found.values()] == [1024, 1000]
+    assert [table.index_row_bytes for table in found.values()] == [8 + 4 + 1 + 4 + 4, 0]
+    assert all(table.sends_wide_ids for table in found.values())
+    assert not tables(ebc(t=["f"]))["t"].sends_wide_ids

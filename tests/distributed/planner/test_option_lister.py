@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 
 import torch
 
-from recsys.distributed.placement.strategies import STRATEGIES
+from recsys.distributed.placement.layout import IdHash
+from recsys.distributed.placement.strategies import STRATEGIES, rects_of_regions
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import Reach, TableOption
 from recsys.distributed.planner.storage import StorageModel
@@ -15,6 +17,7 @@ from recsys.distributed.planner.tables import PlannedTable, ShardSpec
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
+from recsys.kernels.hashed.index import geometry
 from recsys.optim.specs import TableOptimizer, optimizer_spec
 from tests.offenders import check_each
 
@@ -127,3 +130,28 @@ def test_a_grid_has_a_part_for_each_rank_of_its_nodes() -> None:
     assert few == []
     (grid,) = (o for o in options(table()) if o.sharding_type is ShardingType.GRID_SHARD)
     assert [part.count for part in grid.shards] == [4, 4]
+
+
+def test_hashed_ids_have_the_options_that_the_engine_can_place() -> None:
+    rng, refused = random.Random(0), 0
+    for _ in range(100):
+        rows, regions = geometry(rng.randint(1, 10_000), 2 ** rng.randint(0, 6))
+        world_size, node_size = rng.choice([(8, 4), (6, 3), (24, 8), (2, 2), (63, 63)])
+        plain = table(rows=rows)
+        hashed = dataclasses.replace(plain, num_regions=regions, index_row_bytes=13)
+        found = [(o.sharding_type, o.num_ranks) for o in options(hashed, world_size, node_size)]
+        expected = []
+        for option in options(plain, world_size, node_size):
+            kind, ranks = option.sharding_type, range(option.num_ranks)
+            rects = []
+            if kind is not ShardingType.DATA_PARALLEL:
+                rects = STRATEGIES[kind](rows, plain.dim, ranks, node_size)
+            id_hash = IdHash(seed=0, num_regions=regions, region_rows=rows // regions)
+            try:
+                rects_of_regions("t", rects, id_hash)
+            except ValueError:
+                refused += kind is not ShardingType.DATA_PARALLEL
+            else:
+                expected.append((kind, option.num_ranks))
+        assert found == expected
+    assert refused > 20

@@ -36,6 +36,7 @@ from recsys.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.modules.hashed_ids import HashedIds
 from recsys.optim import LAMB as Lamb
 from recsys.optim import RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -152,6 +153,21 @@ class TestDemands:
             plan_of(
                 collection({"a": (10, 4)}), a=ParameterConstraints(compute_kernels=["fused_uvm"])
             )
+
+    def test_that_hashed_ids_cannot_meet_are_refused(self) -> None:
+        config = EmbeddingBagConfig(500, 64, "t", feature_names=["f"], ids=HashedIds())
+        model = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
+        for kind in ("data_parallel", "row_wise"):
+            planner = EmbeddingShardingPlanner(
+                Topology(63, "cpu", ddr_cap=1 << 40),
+                constraints={"t": ParameterConstraints(sharding_types=[kind])},
+            )
+            if kind == "row_wise":  # on fewer ranks
+                [sharding] = planner.plan(model, SHARDERS).plan[""].values()
+                assert len(set(sharding.ranks)) <= 8
+                continue
+            with pytest.raises(PlannerError, match="hashed ids in 8 regions and 512 x 64 values"):
+                planner.plan(model, SHARDERS)
 
     def test_one_pooling_factor_per_feature(self) -> None:
         demand = ParameterConstraints(pooling_factors=[1.0, 2.0])

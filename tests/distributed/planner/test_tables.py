@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from recsys.distributed.planner.tables import Bytes, PlannedTable
@@ -95,3 +97,20 @@ def test_copies_are_kept_only_of_tables_whose_rounding_is_no_matter_of_chance() 
     replicas = ShardingType.DATA_PARALLEL
     assert table(EmbOptimType.EXACT_SGD).allows(replicas, FUSED)
     assert not table(EmbOptimType.EXACT_SGD, stochastic_rounding=True).allows(replicas, FUSED)
+
+
+def test_an_index_of_hashed_ids_is_state_of_each_row() -> None:
+    hashed = dataclasses.replace(
+        table(EmbOptimType.EXACT_ROWWISE_ADAGRAD), num_regions=1, index_row_bytes=17
+    )
+    assert hashed.whole == Bytes(3200 + 400 + 17 * 100)
+    assert hashed.state_bytes_per_row(8) == 4  # that an update moves
+    assert not hashed.allows(ShardingType.DATA_PARALLEL, EmbeddingComputeKernel.DENSE)
+    assert hashed.allows(ShardingType.ROW_WISE, EmbeddingComputeKernel.FUSED)
+
+
+def test_wide_ids_are_sent_as_8_bytes() -> None:
+    narrow = table(None)
+    assert narrow.id_bytes == 4
+    assert dataclasses.replace(narrow, sends_wide_ids=True).id_bytes == 8
+    assert dataclasses.replace(narrow, rows=2**31).id_bytes == 8

@@ -81,9 +81,9 @@ def test_the_name_has_what_the_library_depends_on(
 ) -> None:
     names = {build.cache_path()}
     other = tmp_path / "hash_index.c"
-    other.write_text(build.SOURCE.read_text() + "\n")
+    other.write_text(build.SOURCES[0].read_text() + "\n")
     for name, value in {
-        "SOURCE": other,
+        "SOURCES": (other, *build.SOURCES[1:]),
         "FLAGS": (*build.FLAGS, "-g"),
         "_cpu_features": lambda: "flags: none",
     }.items():
@@ -154,6 +154,8 @@ def test_the_twin_is_forced(tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_the_c_file_compiles_without_warnings(tmp_path: Path) -> None:
+def test_the_c_files_compile_without_warnings(tmp_path: Path) -> None:
     command = [*build._compiler(), *build.FLAGS, "-Werror", "-Wconversion", "-pedantic", "-o"]
-    subprocess.run([*command, str(tmp_path / "x.so"), str(build.SOURCE)], check=True, timeout=60)
+    subprocess.run(
+        [*command, str(tmp_path / "x.so"), *map(str, build.SOURCES)], check=True, timeout=60
+    )

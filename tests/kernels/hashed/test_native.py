@@ -135,12 +135,25 @@ def test_arrays_are_validated(name: str, array: torch.Tensor) -> None:
         native.map_tables(library, [index], torch.zeros(1, dtype=torch.int64), [1], 1, 1, True)
 
 
+def test_groups_that_share_an_index_and_arrays_that_move() -> None:
+    indexes = [index_of(SETTINGS[name], seed=i) for i, name in enumerate(SETTINGS)]
+    twins = copy.deepcopy(indexes)
+    for step in range(1, 30):
+        count = 1 + step % 3
+        some = [0, *random.Random(step).sample(range(1, len(indexes)), count - 1)]
+        parts = [batch_of(random.Random(step), 40, 300) for _ in some]
+        map_both([indexes[i] for i in some], [twins[i] for i in some], parts, step, step, 1)
+        if step % 5 == 0:
+            for array in (indexes[0].ids, indexes[0].digests):
+                array.set_(array.clone())
+
+
 def compiled(folder: Path, *flags: str) -> Path:
     assert COMPILER is not None
     program = folder / "driver"
     source = Path(__file__).with_name("driver.c")
     command = [COMPILER, "-std=c11", "-g", "-Wall", "-Wextra", "-Werror", *flags]
-    command += [f"-I{build.SOURCE.parent}", "-o", str(program), str(source)]
+    command += [f"-I{build.SOURCES[0].parent}", "-o", str(program), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if "cannot find" in done.stderr and "san" in done.stderr:
         pytest.skip("the compiler has no sanitizers")
