@@ -155,7 +155,7 @@ class ManagedCollisionModule(nn.Module):
         mapped = map_ids([index.index], ids.long(), [ids.numel()], step, pin, is_training)
         if is_training:
             index.step = step
-            index.count(mapped.counts[0])
+            index.counts += mapped.counts[0]
         return mapped.rows
 
 

@@ -332,7 +332,7 @@ def test_a_dlrm_trains_in_a_pipeline(ranks: RankPool) -> None:
 
 
 def _train_one_table() -> None:
-    configs = tables({"a": 100}, EmbeddingConfig)
+    configs = tables({"a": 16}, EmbeddingConfig)
     configs[0].feature_names = ["a", "b"]
     module = managed(configs, returns=True)
     apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
