@@ -31,7 +31,7 @@ def features_in_order(
     if len(set(names)) < len(names):
         raise ValueError(
             "Each feature must be of one table to have one row per id; received the features "
-            f"{names}. Leave out return_remapped_features, or name the feature twice in the batch."
+            f"{names}. Put the feature into the batch once for each table."
         )
     keys = features.keys()
     missing = sorted(set(names) - set(keys))

@@ -24,7 +24,7 @@ from recsys.compat.features_as_rows import features_in_order, with_ids
 from recsys.kernels.arguments import finite, whole, wrong_type
 from recsys.kernels.hashed.index import geometry, map_ids
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
-from recsys.modules.embedding_table import EmbeddingTable
+from recsys.modules.embedding_table import EmbeddingTable, TableDict
 from recsys.modules.hashed_group import PINNED_BATCHES
 from recsys.modules.hashed_ids import LRU, HashedIds, Probability
 from recsys.modules.table_index import TableIndex
@@ -349,7 +349,7 @@ class ManagedCollisionCollection(nn.Module):
         need_preprocess: bool = True,
     ) -> None:
         super().__init__()
-        self._managed_collision_modules = nn.ModuleDict(managed_collision_modules)
+        self._managed_collision_modules = TableDict(managed_collision_modules)
         self._embedding_configs = list(embedding_configs)
         self.need_preprocess = need_preprocess
         for config in self._embedding_configs:

@@ -188,6 +188,14 @@ def test_arguments_without_a_meaning_are_refused(make: Any, message: str) -> Non
         make()
 
 
+def test_tables_have_any_name() -> None:
+    table = EmbeddingBagConfig(100, 4, "items", feature_names=["keys"])
+    collisions = ManagedCollisionCollection({"items": mch()}, [table])
+    batch = KeyedJaggedTensor(["keys"], torch.tensor([1]), lengths=torch.tensor([1]))
+    assert collisions(batch).keys() == ["keys"]
+    assert collisions.table_to_number_buckets() == {"items": 1}
+
+
 def test_collections_name_the_table() -> None:
     table = EmbeddingBagConfig(100, 4, "t", feature_names=["a"])
     with pytest.raises(ValueError, match="received none for table 't'"):
