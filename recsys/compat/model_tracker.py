@@ -293,7 +293,7 @@ class ModelDeltaTracker:
         for path, module in self.get_tracked_modules().items():
             for config in module.configs():
                 for name, _ in module.named_modules():
-                    if name.rpartition(".")[2] == config.name:
+                    if name.partition(".")[2] == config.name:
                         found[f"{path}.{name}" if path else name] = list(config.feature_names)
         return found
 

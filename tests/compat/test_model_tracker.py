@@ -18,6 +18,7 @@ from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.hashed_ids import HashedIds
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import CPU, whole_state
@@ -153,6 +154,18 @@ def test_paths_may_be_left_out() -> None:
     model(batch_of(torch.Generator().manual_seed(0))).sum().backward()
     assert len(tracker.get_unique_ids()) == len(TYPES)
     assert list(tracker.get_tracked_modules()) == ["static"]
+
+
+def test_features_of_tables_of_any_name() -> None:
+    configs = [
+        EmbeddingBagConfig(64, 4, name, feature_names=[f"{name}s"], ids=HashedIds())
+        for name in ("index", "weight")
+    ]
+    tracker = ModelDeltaTracker(EmbeddingBagCollection(tables=configs))
+    assert tracker.fqn_to_feature_names() == {
+        "embedding_bags.index": ["indexs"],
+        "embedding_bags.weight": ["weights"],
+    }
 
 
 def test_errors_name_the_argument() -> None:
