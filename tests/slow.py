@@ -30,6 +30,12 @@ QUICK_CASE_OF: dict[str, str] = {
     "tests/inference/cpp/test_library.py::test_versions_leave_no_memory_and_no_folder": (
         "tests/inference/cpp/test_core.py::test_a_damaged_version_is_named_and_the_old_one_goes_on"
     ),
+    "tests/examples/test_stream.py::test_a_job_goes_on_at_its_position": (
+        "tests/examples/test_stream.py::test_ranks_share_a_file"
+    ),
+    "tests/inference/test_publisher.py::test_a_killed_publisher_leaves_the_state_of_a_step": (
+        "tests/inference/test_publisher.py::test_a_predictor_follows_a_model_that_trains"
+    ),
     "tests/inference/cpp/test_core.py::test_random_calls_under_address_sanitizer": (
         "tests/inference/cpp/test_core.py::test_both_languages_refuse_requests_alike[1]"
     ),

@@ -81,7 +81,7 @@ def package(model: DistributedModelParallel, folder: Path, rank: int) -> Path:
 def train(options: argparse.Namespace, env: ShardingEnv) -> None:
     torch.manual_seed(0)
     model = ClickModel(options.rows, options.embedding_dim)
-    apply_optimizer_in_backward(RowWiseAdagrad, model.bags.parameters(), {"lr": 0.05})
+    apply_optimizer_in_backward(RowWiseAdagrad, model.bags.parameters(), {"lr": 0.3})
     sharded = DistributedModelParallel(model, env=env, device=torch.device("cpu"))
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     adam = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=1e-3))
