@@ -17,7 +17,13 @@ CURVE = "tests/distributed/test_job.py::test_tables_that_move_on_the_way_continu
 
 HASHED = "tests/kernels/hashed/test_native.py"
 
+MANAGED = (
+    "tests/compat/test_managed_embeddings.py::test_they_train_as_plain_collections_in_other_ways"
+)
+
 QUICK_CASE_OF: dict[str, str] = {
+    f"{MANAGED}[two nodes]": f"{MANAGED}[weighted]",
+    f"{MANAGED}[three ranks]": f"{MANAGED}[own batch sizes]",
     f"{HASHED}::test_a_million_operations_equal_the_twin": (
         f"{HASHED}::test_a_group_of_tables_equals_the_twin"
     ),
