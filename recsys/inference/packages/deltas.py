@@ -150,9 +150,14 @@ def read_delta(file: str | Path) -> Delta:
             version, or does not match the tables of its version.
     """
     file = Path(file)
+    return read_delta_named(file, file.name)
+
+
+def read_delta_named(file: Path, name: str) -> Delta:
+    """Read and verify a delta that will be renamed to `name`, as `read_delta`."""
     manifest = _Manifest.read(file.parent.parent)
     header, tensors = parse(file)
-    match = _NAME.fullmatch(file.name)
+    match = _NAME.fullmatch(name)
     if match is None or int(match[1]) != header.sequence:
         raise ValueError(
             f"{file} must be named after its sequence number, {header.sequence:012}.delta. It was "
@@ -163,16 +168,16 @@ def read_delta(file: str | Path) -> Delta:
             f"{file} must be a delta of {manifest.folder}, whose manifest has the SHA-256 "
             f"{manifest.base}; received a delta of the base {header.base}."
         )
-    for name, (ids, rows, *index) in tensors.items():
+    for table_name, (ids, rows, *index) in tensors.items():
         try:
-            table = manifest.table(name)
-            _check_ids(name, ids, table.rows)
+            table = manifest.table(table_name)
+            _check_ids(table_name, ids, table.rows)
             table.check_index(len(index) == 2)
             if not bool((ids[1:] > ids[:-1]).all()):
-                raise ValueError(f"Ids of table {name!r} must be ascending.")
+                raise ValueError(f"Ids of table {table_name!r} must be ascending.")
             if rows.shape[1] != table.row_bytes:
                 raise ValueError(
-                    f"Rows of table {name!r} must have {table.row_bytes} bytes; received "
+                    f"Rows of table {table_name!r} must have {table.row_bytes} bytes; received "
                     f"{rows.shape[1]}."
                 )
         except ValueError as error:
