@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 NAME = "hash_index"
-SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in (NAME, "new_rows"))
+FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / f"{name}.c" for name in (NAME, "new_rows", "regions"))
+HEADER = FOLDER / "mix64.h"
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC")
 CPU_FLAGS = (("-march=native",), ())
 """Flags of the CPU, the preferred first; not every compiler has them."""
@@ -66,7 +68,8 @@ def _loaded() -> Loaded:
         )
         return Loaded(None, reason)
     loaded.library.recsys_map_ids.restype = ctypes.c_int64  # type: ignore[union-attr]
-    loaded.library.recsys_init_rows.restype = None  # type: ignore[union-attr]
+    for name in ("recsys_init_rows", "recsys_region_rows"):
+        getattr(loaded.library, name).restype = None
     return loaded
 
 
@@ -119,7 +122,7 @@ def cache_path() -> Path | None:
         except RuntimeError:
             return None
     parts = [
-        *(source.read_text() for source in SOURCES),
+        *(source.read_text() for source in (*SOURCES, HEADER)),
         repr((FLAGS, CPU_FLAGS)),
         os.environ.get("CC", ""),
     ]
