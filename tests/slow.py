@@ -18,6 +18,10 @@ CURVE = "tests/distributed/test_job.py::test_tables_that_move_on_the_way_continu
 HASHED = "tests/kernels/hashed/test_native.py"
 
 QUICK_CASE_OF: dict[str, str] = {
+    "tests/kernels/hashed/test_build.py::test_a_wheel_with_the_library": (
+        "tests/kernels/hashed/test_build.py::"
+        "test_without_a_compiler_the_library_of_the_wheel_serves"
+    ),
     f"{HASHED}::test_a_million_operations_equal_the_twin": (
         f"{HASHED}::test_a_group_of_tables_equals_the_twin"
     ),
