@@ -24,6 +24,10 @@ MANAGED = (
 QUICK_CASE_OF: dict[str, str] = {
     f"{MANAGED}[two nodes]": f"{MANAGED}[weighted]",
     f"{MANAGED}[three ranks]": f"{MANAGED}[own batch sizes]",
+    "tests/kernels/hashed/test_build.py::test_a_wheel_with_the_library": (
+        "tests/kernels/hashed/test_build.py::"
+        "test_without_a_compiler_the_library_of_the_wheel_serves"
+    ),
     f"{HASHED}::test_a_million_operations_equal_the_twin": (
         f"{HASHED}::test_a_group_of_tables_equals_the_twin"
     ),
