@@ -5,7 +5,7 @@
 
 Users and items are any 64-bit ids, which come and go: a table has a fixed number of rows, and the
 least recently used ids lose theirs. Each batch is scored before it is trained on, so the printed
-loss is that of clicks that the model has not seen. At each start a version of the package is
+loss is of clicks that the model has not seen. At each start a version of the package is
 written to `OUT/models/clicks`; then deltas follow. Checkpoints have the position in the stream.
 """
 

@@ -370,7 +370,7 @@ class QuantizedCollection(nn.Module):
 
     @property
     def has_hashed_ids(self) -> bool:
-        """Whether some tables have hashed ids, which `indexes` maps to rows."""
+        """True if tables have hashed ids, which `indexes` maps to rows."""
         return "indexes" in self._modules
 
     @property
