@@ -17,7 +17,10 @@ CURVE = "tests/distributed/test_job.py::test_tables_that_move_on_the_way_continu
 
 HASHED = "tests/kernels/hashed/test_native.py"
 
+DELTAS = "tests/distributed/checkpoint/test_delta.py::test_base_and_deltas_are_the_full_checkpoint"
+
 QUICK_CASE_OF: dict[str, str] = {
+    f"{DELTAS}[hashed, row-wise Adagrad]": f"{DELTAS}[static, row-wise Adagrad]",
     f"{HASHED}::test_a_million_operations_equal_the_twin": (
         f"{HASHED}::test_a_group_of_tables_equals_the_twin"
     ),
