@@ -28,6 +28,10 @@ QUICK_CASE_OF: dict[str, str] = {
         "tests/kernels/hashed/test_build.py::"
         "test_without_a_compiler_the_library_of_the_wheel_serves"
     ),
+DELTAS = "tests/distributed/checkpoint/test_delta.py::test_base_and_deltas_are_the_full_checkpoint"
+
+QUICK_CASE_OF: dict[str, str] = {
+    f"{DELTAS}[hashed, row-wise Adagrad]": f"{DELTAS}[static, row-wise Adagrad]",
     f"{HASHED}::test_a_million_operations_equal_the_twin": (
         f"{HASHED}::test_a_group_of_tables_equals_the_twin"
     ),

@@ -52,7 +52,7 @@ class Chain:
         Args:
             path: Folder of the checkpoint.
             shapes: Current values.
-            full_every: Number of saves of which one is full.
+            full_every: Every so many saves, one is full.
             env: The ranks.
         """
         if self.path != path.resolve() or self.shapes != shapes:
@@ -142,7 +142,7 @@ class ChangedValues(NamedTuple):
     state: dict[str, Any]
     """State to save: of values with rows the changed rows, and other values in full."""
     rows: dict[str, Any]
-    """By table: the number of its rows, and the names of the values that have them."""
+    """Number of rows, and names of the values that have them, by table."""
 
 
 def changed_values(

@@ -1,4 +1,4 @@
-"""Tables with hashed ids of another size, seed or number of regions: their ids get rows anew."""
+"""Tables with hashed ids of another size, seed or number of regions: their ids get new rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class HashedTables:
 
     Each id has the row that the hash gives it in the new table. If a line of the table has too many
     ids, the ids with the highest scores stay, by the eviction rule of the table. Counters of
-    `AtLeast` start anew, and so do optimizer states of rows without an id.
+    `AtLeast` and optimizer states of rows without an id are reset.
 
     Args:
         model: The model.
@@ -73,7 +73,7 @@ class HashedTables:
                     states[weight] = {k: v for k, v in states[weight].items() if k not in of_rows}
 
     def names(self, resize: Collection[str]) -> list[str]:
-        """Return the names of tables that are none of these."""
+        """Return the names of the other tables."""
         return [t for t in resize if not any(is_named(own.weight, t) for own in self._tables)]
 
     @torch.no_grad()

@@ -77,8 +77,8 @@ def load_checkpoint(
         resize: Names of tables that may have another number of rows than saved. Rows in both are
             loaded with their optimizer state. New rows keep the model's values; saved rows beyond
             the table's end are ignored. A table with hashed ids may also have another seed or
-            `num_regions`: its ids get rows anew, with their weights and optimizer state, and those
-            with the highest scores by its eviction rule stay if there is no room for all.
+            `num_regions`. Its ids get new rows, with their weights and optimizer state. If there is
+            no room for all, the ids with the highest scores by its eviction rule stay.
 
     Returns:
         The saved `extra`, with tensors on the CPU.

@@ -46,9 +46,9 @@ def load_table(
         values: `[rows, columns]` of floating point numbers, converted to the table's dtype, or a
             file written by `np.save`. For other files pass a `np.memmap`.
         ids: A table with hashed ids: `[rows]` int64, distinct, the id of each row of the values.
-            These ids get rows, at any admission, and count as used by the last batch; other ids
-            keep theirs while there is room in their part of the table. A warning says how many of
-            the given ids found no room. Optimizer states of new rows start anew.
+            These ids get rows without admission, and count as used by the last batch. Other ids
+            keep their rows while there is room. A warning has the number of given ids without room.
+            Optimizer states of new rows are reset.
 
     Raises:
         CheckpointError: On every rank, if a file cannot be read.

@@ -13,8 +13,8 @@ def choose_rows(index: HashIndex, ids: Tensor, scores: Tensor, step: int) -> tup
     """Return rows for ids of a shard; ids that the index has keep their rows.
 
     An id gets a row of its line, in its home bucket if there is one. If a line has too many ids,
-    its own ids lose their rows first, those of the lowest scores by the eviction rule, and then the
-    given ids of the lowest scores. The result does not depend on the order of the ids, nor on the
+    its own ids of the lowest scores lose their rows first, by the eviction rule, and then the given
+    ids of the lowest scores. The result does not depend on the order of the ids, nor on the
     split of regions over shards. The index is not changed.
 
     Args:
