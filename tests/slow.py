@@ -21,6 +21,8 @@ MANAGED = (
     "tests/compat/test_managed_embeddings.py::test_they_train_as_plain_collections_in_other_ways"
 )
 
+DELTAS = "tests/distributed/checkpoint/test_delta.py::test_base_and_deltas_are_the_full_checkpoint"
+
 QUICK_CASE_OF: dict[str, str] = {
     f"{MANAGED}[two nodes]": f"{MANAGED}[weighted]",
     f"{MANAGED}[three ranks]": f"{MANAGED}[own batch sizes]",
@@ -28,9 +30,6 @@ QUICK_CASE_OF: dict[str, str] = {
         "tests/kernels/hashed/test_build.py::"
         "test_without_a_compiler_the_library_of_the_wheel_serves"
     ),
-DELTAS = "tests/distributed/checkpoint/test_delta.py::test_base_and_deltas_are_the_full_checkpoint"
-
-QUICK_CASE_OF: dict[str, str] = {
     f"{DELTAS}[hashed, row-wise Adagrad]": f"{DELTAS}[static, row-wise Adagrad]",
     f"{HASHED}::test_a_million_operations_equal_the_twin": (
         f"{HASHED}::test_a_group_of_tables_equals_the_twin"
