@@ -47,6 +47,7 @@ BROAD = {
 
 # Source files with public names that are tested through what uses them.
 TESTED_THROUGH = {
+    "inference/served_indexes.py": "inference/packages/test_indexes.py",
     "inference/packages/check.py": "inference/packages/test_writer.py",
     "inference/packages/describe.py": "inference/packages/test_writer.py",
     "inference/packages/load.py": "inference/packages/test_writer.py",

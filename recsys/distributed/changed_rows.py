@@ -34,9 +34,9 @@ class ChangedRows:
     changes when its weights or its optimizer state are written: by an update in backward, by
     `step()` of deferred tables, by a load, or when a hashed row gets a new id. A row with a hashed
     id also changes when a training batch uses it, as its last use is written. Rows that are marked
-    may have equal values: all rows of a table count as changed after a load, after a step of a
-    torch optimizer that is not attached in backward, after a `reshard` of the collection, and after
-    the sync of a `DMPCollection`. Writes through `parameter.data` are not seen.
+    may have equal values. All rows of a table count as changed after a load, a `reshard` of its
+    collection, the sync of a `DMPCollection`, and a step of a torch optimizer that is not attached
+    in backward. Writes through `parameter.data` are not seen.
 
     Each consumer has its own marks; a table can have eight. Marks cost one byte per row, and
     nothing without a consumer. Call the methods between two steps, in the thread that trains.

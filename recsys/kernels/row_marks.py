@@ -27,7 +27,7 @@ class RowMarks:
     """One byte per row, one bit per consumer, set when a row is written.
 
     Without a consumer there is no memory, and calls return at once. The lookup marks the rows of
-    its own updates. Other writes, such as those of a torch optimizer or of `load_state_dict`, are
+    its own updates. Other writes, by a torch optimizer or `load_state_dict` for example, are
     found by the version counters of the tensors and mark all rows.
 
     Args:

@@ -314,6 +314,21 @@ class TableBatchedEmbedding:
             self._updater.reset_rows(sizes, rows, write)
             self.marks.mark_rows(rows, sizes)
 
+    @torch.no_grad()
+    def write_rows(self, table: int, rows: Tensor, values: Tensor, *, is_new: bool) -> None:
+        """Set weights of rows of a table, `[K, D]`; reset their optimizer state if `is_new`."""
+        sizes = [0] * len(self.weights)
+        sizes[table] = rows.numel()
+        values = values.to(self.storage.dtype)
+        if is_new:
+            self.reset_rows(sizes, rows, lambda group, w, at: w.index_copy_(0, at, values))
+            return
+        with self.marks.writes():
+            self._updater.flush()
+            self.weights[table].index_copy_(0, rows, values)
+            self._updater.drop_cache()
+            self.marks.mark_rows(rows, sizes)
+
     def dense_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
         """Return the gradient of all tables in any update mode: fp32, in the layout of `storage`.
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from recsys.distributed.changed_rows import ChangedRows
 from recsys.distributed.checkpoint.errors import on_every_rank
+from recsys.distributed.checkpoint.state import parts_of_value, values_with_rows
 from recsys.distributed.checkpoint.versions import identity_of, newest_version, read_manifest
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.distributed.state.table_shards import TableShards
 
-_ROW_STATES = ("ids", "last_used", "seen")  # of an index; its sketch changes without its rows
 _MOST_OF_BASE = 0.5  # the deltas of a chain may have this share of the bytes of its base
 
 _chains: WeakKeyDictionary[nn.Module, Chain] = WeakKeyDictionary()
@@ -52,7 +52,7 @@ class Chain:
         Args:
             path: Folder of the checkpoint.
             shapes: Current values.
-            full_every: Number of saves of which one is full.
+            full_every: Every so many saves, one is full.
             env: The ranks.
         """
         if self.path != path.resolve() or self.shapes != shapes:
@@ -142,7 +142,7 @@ class ChangedValues(NamedTuple):
     state: dict[str, Any]
     """State to save: of values with rows the changed rows, and other values in full."""
     rows: dict[str, Any]
-    """By table: the number of its rows, and the names of the values that have them."""
+    """Number of rows, and names of the values that have them, by table."""
 
 
 def changed_values(
@@ -242,12 +242,12 @@ class _Table:
     def of(cls, name: str, edges: list[int], rows: Tensor | None, state: dict[str, Any]) -> _Table:
         """Return the table of a weight's name in the state."""
         weight = state["model"][name]
-        places = _places_of(name, weight, state)
+        places = values_with_rows(name, state)
         values = {
             ".".join(place): value.shape[1:].numel() * value.dtype.itemsize
             for place, value in places.items()
         }
-        ranges = [(o[0], o[0] + len(part)) for o, part in _parts_of(weight)]
+        ranges = [(o[0], o[0] + len(part)) for o, part in parts_of_value(weight)]
         owned = {
             block
             for block, (start, end) in enumerate(pairwise(edges))
@@ -283,7 +283,7 @@ class _Table:
         """Return the changed rows of a value, in the order of the row numbers."""
         shape = (self.num_rows, *value.shape[1:])
         packed = []
-        for offsets, part in _parts_of(value):
+        for offsets, part in parts_of_value(value):
             first, rows = self._rows_in(offsets[0], len(part))
             if rows.numel():
                 own = part.index_select(0, (rows - offsets[0]).to(part.device))
@@ -295,7 +295,7 @@ class _Table:
     def row_numbers(self, weight: Tensor) -> Tensor:
         """Return the numbers of the changed rows, like a value of the table."""
         numbers = {}
-        for offsets, part in _parts_of(weight):
+        for offsets, part in parts_of_value(weight):
             first, rows = self._rows_in(offsets[0], len(part))
             if rows.numel():
                 numbers[first] = rows
@@ -309,26 +309,6 @@ class _Table:
         first, last = self._edges.index(start), self._edges.index(start + length)
         rows = [self._parts[block] for block in range(first, last)]
         return self._starts[first], torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
-
-
-def _parts_of(value: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
-    if isinstance(value, ShardedTable):
-        return [(offsets, part) for offsets, part in value.local_shards()]
-    return [((0,) * value.dim(), value.detach())]
-
-
-def _places_of(name: str, weight: Tensor, state: dict[str, Any]) -> dict[tuple[str, ...], Tensor]:
-    """Return the values of a table that have its rows, by their keys in the state."""
-    found: dict[tuple[str, ...], Tensor] = {("model", name): weight}
-    prefix = name.removesuffix("weight")
-    for key in _ROW_STATES:
-        value = state["model"].get(f"{prefix}index.{key}")
-        if value is not None:
-            found["model", f"{prefix}index.{key}"] = value
-    for key, value in state.get("optimizer", {}).get("state", {}).get(name, {}).items():
-        if isinstance(value, Tensor) and value.dim() and value.shape[0] == weight.shape[0]:
-            found["optimizer", "state", name, key] = value
-    return found
 
 
 def _edges_of(model: nn.Module) -> dict[str, list[int]]:

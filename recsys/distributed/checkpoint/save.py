@@ -98,9 +98,9 @@ def save_checkpoint(
         delta: Whether to save only the rows of tables that changed since the previous version of
             this model in `path`, with their optimizer state and ids; other values are saved in
             full. A load of such a version reads the previous ones as well. The save is full if
-            there is no previous version by this process, after a load, if values have other shapes
-            than in it, if someone else has saved a newer version, or if the deltas since the last
-            full version would exceed half of its size.
+            this process has no previous version of the model in `path`, or has loaded the model
+            since. It is also full if a value has another shape, if another process has saved a
+            newer version, or if the deltas would exceed half of the last full version.
         full_every: With `delta`, every so many saves one is full.
 
     Raises:

@@ -287,9 +287,10 @@ class InputDist:
             assert moved_to is not None
             to = moved_to.long()
             ids = torch.empty_like(values_N).index_copy_(0, to, values_N)
-            values = torch.where(
-                torch.empty_like(is_hashed_N).index_copy_(0, to, is_hashed_N), ids, values
-            )
+            if is_hashed_N.numel():
+                is_hashed = torch.empty_like(is_hashed_N).index_copy_(0, to, is_hashed_N)
+                ids = torch.where(is_hashed, ids, values)
+            values = ids
         segments.lengths.append(lengths)
         segments.values.append(values)
         if new_weights is not None:
