@@ -158,13 +158,13 @@ def test_paths_may_be_left_out() -> None:
 
 def test_features_of_tables_of_any_name() -> None:
     configs = [
-        EmbeddingBagConfig(64, 4, name, feature_names=[f"{name}s"], ids=HashedIds())
+        EmbeddingBagConfig(64, 4, name, feature_names=[f"of_{name}"], ids=HashedIds())
         for name in ("index", "weight")
     ]
     tracker = ModelDeltaTracker(EmbeddingBagCollection(tables=configs))
     assert tracker.fqn_to_feature_names() == {
-        "embedding_bags.index": ["indexs"],
-        "embedding_bags.weight": ["weights"],
+        "embedding_bags.index": ["of_index"],
+        "embedding_bags.weight": ["of_weight"],
     }
 
 
