@@ -14,6 +14,7 @@ TESTS = Path(__file__).parent
 BROAD = {
     "datasets/test_workers.py",
     "distributed/test_hashed_ids.py",
+    "distributed/test_hashed_programs.py",
     "distributed/test_job.py",
     "compat/test_answers.py",
     "compat/test_facts.py",
