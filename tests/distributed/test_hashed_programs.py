@@ -60,14 +60,15 @@ def crowd(rules: HashedIds, count: int) -> list[int]:
     return found
 
 
-CROWD = crowd(HashedIds(), 40)
+CROWD = crowd(HashedIds(), 90)
 
 
 @dataclass(frozen=True)
 class ProgramCase(HashedCase):
     """Tables with sum pooling, whose weights are exact in float32."""
 
-    sizes = (0, 2, 9, 17)
+    sizes = (0, 9, 30, 50)
+    num_ids: int = 700
     pooling: PoolingType | None = PoolingType.SUM
     weighted: bool | None = False
     hyperparameters: tuple[tuple[str, float], ...] = (("lr", RATE),)
