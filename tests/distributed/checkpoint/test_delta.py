@@ -229,10 +229,13 @@ def test_saves_that_cannot_be_deltas_are_full(tmp_path: Path) -> None:
     assert kinds(path) == "fdfffff"
     save(tmp_path / "best", model, delta=False)
     save(path, model)
+    step(model, 2)
     save(path, model, delta=False)
     step(model, 3)
     save(path, model)
     assert kinds(path) == "fdfffffdfd"
+    rows = read_manifest(path / "step-10")["rows"]["embedding_bags.static.weight"]
+    assert rows["count"] <= 40  # the rows of one step
     check_load(path, model)
     save(tmp_path / "other", model)
     save(path, model)
