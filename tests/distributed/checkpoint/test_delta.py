@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,29 @@ def test_base_and_deltas_are_the_full_checkpoint(
         if key.endswith("weight") and not key.startswith("optimizer"):
             rows = {key: slice(1, max(len(chain[key]) - 1, 1))}
             assert torch.equal(read_checkpoint(tmp_path / "chain", rows)[key], full[key][rows[key]])
+
+
+def _save_after_one_rank_marked_all(case: Case, path: Path) -> None:
+    rank, model = dist.get_rank(), shard(case)
+    with always_deltas():
+        for number in range(3):
+            train(case, model, range(number, number + 1), rank=rank, with_dense=False)
+            if rank == 0 and number == 2:
+                for module in model.modules():
+                    for own in module.shards if isinstance(module, TableShards) else ():
+                        own.kernel.marks.mark_all()
+            save_checkpoint(path / "c", model, model.fused_optimizer, delta=True, keep=None)
+    save_checkpoint(path / "full", model, model.fused_optimizer)
+
+
+def test_owners_of_columns_that_disagree_save_all_rows(ranks: RankPool, tmp_path: Path) -> None:
+    case = Case(6, 2, types=(ShardingType.COLUMN_WISE,), optimizer=Adam)
+    ranks(2, _save_after_one_rank_marked_all, case, tmp_path)
+    assert kinds(tmp_path / "c") == "fdd"
+    chain = read_checkpoint(tmp_path / "c", optimizer=True)
+    assert_same(chain, read_checkpoint(tmp_path / "full", optimizer=True), rtol=0, atol=0)
+    rows = read_manifest(tmp_path / "c" / "step-3")["rows"]
+    assert any(saved["count"] == len(chain[name]) for name, saved in rows.items())
 
 
 # -- in one process --------------------------------------------------------------------------------
@@ -323,6 +348,15 @@ def test_an_unsharded_model_saves_deltas(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "full", model, optimizer)
     chain = read_checkpoint(tmp_path / "step-4", optimizer=True)
     assert_same(chain, read_checkpoint(tmp_path / "full", optimizer=True), rtol=0, atol=0)
+
+
+def test_a_chain_does_not_keep_its_model_alive(tmp_path: Path) -> None:
+    model = make()
+    save(tmp_path, model)
+    found = weakref.ref(model)
+    del model
+    gc.collect()
+    assert found() is None
 
 
 def test_options_are_checked(tmp_path: Path) -> None:
