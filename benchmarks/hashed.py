@@ -117,6 +117,7 @@ class Pairs(NamedTuple):
         ratios = [a / b for a, b in zip(self.ours, self.other, strict=True)]
         return {
             "ratio": round(statistics.median(ratios), 3),
+            "of_totals": round(sum(self.ours) / sum(self.other), 3),
             "extremes": [round(min(ratios), 3), round(max(ratios), 3)],
             "ms": round(statistics.median(self.ours), 3),
             "other_ms": round(statistics.median(self.other), 3),
@@ -241,12 +242,15 @@ def measure_mapping(pairs: int) -> dict[str, Any]:
     )
     found = {"read-only lookup to a gather": read.summary()}
     if MCHManagedCollisionModule is not None:
-        found["mapping in training to MCH"] = measure_mch(indexes, stream, min(pairs, 24))
+        found["mapping in training to MCH"] = measure_mch(indexes, stream, 60)
     return found
 
 
 def measure_mch(indexes: Sequence[HashIndex], stream: Stream, pairs: int) -> dict[str, Any]:
-    """Compare the mapping in training with the peer's profile and remap."""
+    """Compare the mapping in training with the peer's profile and remap.
+
+    The peer evicts in each 20th batch, so that the ratio of totals counts.
+    """
     peers = [
         MCHManagedCollisionModule(
             zch_size=geometry(ROWS)[0],
@@ -263,7 +267,7 @@ def measure_mch(indexes: Sequence[HashIndex], stream: Stream, pairs: int) -> dic
     def remap(ids: Tensor) -> None:
         lengths = torch.ones(BATCH, dtype=torch.int64)
         for name, peer, of_table in zip(NAMES, peers, ids, strict=True):
-            peer({name: PeerJaggedTensor(of_table & (2**62 - 1), lengths)})
+            peer({name: PeerJaggedTensor(of_table & (2**62 - 1), lengths=lengths)})
 
     for _ in range(40):  # as many ids as the hash has seen by now
         for part in stream.batch(4).split(BATCH, dim=1):

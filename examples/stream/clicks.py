@@ -2,13 +2,13 @@
 
     python examples/stream/clicks.py --events runs/stream/clicks --rate 2000
 
-A user or item has a taste of 4 numbers that follows from its id; the probability of a click depends
-on both tastes.
+The probability of a click follows from how active its user is and how popular its item is.
 """
 
 import argparse
 import functools
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +19,9 @@ LIFE = 60.0  # seconds in which half of them are replaced
 
 
 @functools.cache
-def taste(number: int) -> list[float]:
-    """Return the taste of a user or item."""
-    rng = random.Random(number)
-    return [rng.gauss(0, 1) for _ in range(4)]
+def effect(number: int) -> float:
+    """Return how much a user or item changes the logit of a click."""
+    return random.Random(number).gauss(0, 1.5)
 
 
 def click(rng: random.Random, seconds: float) -> dict[str, float]:
@@ -30,8 +29,7 @@ def click(rng: random.Random, seconds: float) -> dict[str, float]:
     first = int(seconds / LIFE * ACTIVE / 2)
     numbers = [first + int(ACTIVE * rng.random() ** 2) for _ in range(2)]
     user, item = (hashed(f"{kind} {n}") for kind, n in zip(("user", "item"), numbers, strict=True))
-    score = sum(a * b for a, b in zip(taste(user), taste(item), strict=True))
-    clicked = rng.random() < 1 / (1 + 2.718 ** -(score - 1))
+    clicked = rng.random() < 1 / (1 + math.exp(1 - effect(user) - effect(item)))
     return {"time": time.time(), "user": user, "item": item, "clicked": int(clicked)}
 
 

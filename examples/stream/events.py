@@ -53,11 +53,11 @@ class FileEvents:
         return {"position": self.position, "line": self.line}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the positions."""
+        """Continue at the positions."""
         self.position, self.line = state["position"], state["line"]
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Go on at the first position of another number of ranks; some events are read twice."""
+        """Continue at the first position of another number of ranks; some events are read twice."""
         self.load_state_dict(min(states, key=lambda state: state["position"]))
 
 
@@ -105,11 +105,11 @@ class KafkaEvents:
         return {"offsets": [list(item) for item in self.offsets.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the positions."""
+        """Continue at the positions."""
         self.load_state_dicts([state])
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Go on at the offsets of any number of ranks."""
+        """Continue at the offsets of any number of ranks."""
         saved = dict(item for state in states for item in state["offsets"])
         self.offsets |= {number: saved[number] for number in self.offsets if number in saved}
         self._assign()

@@ -5,7 +5,7 @@
 
 Users and items are any 64-bit ids, which come and go: a table has a fixed number of rows, and the
 least recently used ids lose theirs. Each batch is scored before it is trained on, so the printed
-loss is that of clicks that the model has not seen. At each start a version of the package is
+loss is of clicks that the model has not seen. At each start a version of the package is
 written to `OUT/models/clicks`; then deltas follow. Checkpoints have the position in the stream.
 """
 
@@ -81,7 +81,7 @@ def package(model: DistributedModelParallel, folder: Path, rank: int) -> Path:
 def train(options: argparse.Namespace, env: ShardingEnv) -> None:
     torch.manual_seed(0)
     model = ClickModel(options.rows, options.embedding_dim)
-    apply_optimizer_in_backward(RowWiseAdagrad, model.bags.parameters(), {"lr": 0.05})
+    apply_optimizer_in_backward(RowWiseAdagrad, model.bags.parameters(), {"lr": 0.3})
     sharded = DistributedModelParallel(model, env=env, device=torch.device("cpu"))
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     adam = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=1e-3))

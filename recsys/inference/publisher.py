@@ -132,7 +132,7 @@ class Publisher:
             self._changed.close()
 
     def _is_time(self) -> bool:
-        """Return whether rank 0 said so one step before, which costs no waiting."""
+        """Return whether it was time on rank 0 one step before: no rank waits for the answer."""
         env = self._env
         was_due = False
         if self._agreeing is not None:

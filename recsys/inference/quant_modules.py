@@ -251,7 +251,7 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
     def served(self) -> Served:
         """The module that exported programs run; it reads the same tables."""
         processor = position_processor(self.feature_processor) or self.feature_processor
-        return ProcessedBags(processor, cast(QuantizedBags, self.lookups()))
+        return ProcessedBags(processor, cast(QuantizedBags, super().served))
 
 
 class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):

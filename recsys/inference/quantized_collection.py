@@ -366,12 +366,7 @@ class QuantizedCollection(nn.Module):
 
     def _with_rows(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return a batch with rows in place of hashed ids."""
-        return self.indexes.rows_of(features) if self.has_hashed_ids else features
-
-    @property
-    def has_hashed_ids(self) -> bool:
-        """Whether some tables have hashed ids, which `indexes` maps to rows."""
-        return "indexes" in self._modules
+        return self.indexes.rows_of(features) if "indexes" in self._modules else features
 
     @property
     def served(self) -> Served:
@@ -380,7 +375,7 @@ class QuantizedCollection(nn.Module):
         Raises:
             ValueError: Tables have hashed ids, which programs do not map.
         """
-        if self.has_hashed_ids:
+        if "indexes" in self._modules:
             names = [config.name for config in self._configs if config.ids is not None]
             raise ValueError(
                 f"A program cannot map the ids of tables with HashedIds; received {names}. Write "

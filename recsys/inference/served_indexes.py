@@ -107,7 +107,7 @@ class ServedIndexes(nn.Module):
             states: `INDEX_STATES` of the trained index.
             rules: Rules of the trained index.
             stored: The table's quantized rows, uint8 `[R, row bytes]`; rows of unknown ids are
-                set to zero if the rules say so.
+                set to zero if the rules require it.
 
         Raises:
             ValueError: Ids have other rows than the hash gives them.

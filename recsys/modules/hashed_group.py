@@ -8,6 +8,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Final, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,7 +51,7 @@ class HashedGroup:
         self._configs, self.indexes, self._tbe = list(configs), list(indexes), tbe
         self._columns = list(columns)
         features = [len(config.feature_names) for config in configs]
-        self._first_features = torch.tensor(list(accumulate(features, initial=0)))
+        self._first_features = np.array(list(accumulate(features, initial=0)))
         self._num_features = sum(features)
         # of tables whose unknown ids read zeros, the rows that they read
         zeros = [
@@ -69,7 +70,12 @@ class HashedGroup:
     def sizes_of(self, offsets: Tensor) -> list[int]:
         """Return the number of ids of each table, given the offsets of bags, `[F * B + 1]`."""
         num_bags = (offsets.numel() - 1) // self._num_features
-        sizes: list[int] = offsets[self._first_features * num_bags].diff().tolist()
+        edges = self._first_features * num_bags
+        if offsets.is_cpu:
+            on_host: np.ndarray = offsets.numpy()[edges]
+        else:
+            on_host = offsets[torch.from_numpy(edges)].numpy(force=True)
+        sizes: list[int] = np.diff(on_host).tolist()
         return sizes
 
     def rows_of(self, ids: Tensor, sizes: Sequence[int], is_training: bool) -> Tensor:

@@ -14,9 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
+from recsys.distributed.placement.layout import IdHash
 from recsys.distributed.placement.plan_layout import layout_of_plan
 from recsys.distributed.placement.strategies import parameter_sharding
+from recsys.distributed.stages.bags import rows_of_regions
 from recsys.distributed.types import ShardingType
+from recsys.kernels.hashed import build
+from recsys.kernels.hashed.index import HashIndex
+from recsys.kernels.hashed.twin import locate
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.hashed_ids import LFU, LRU, AtLeast, DistanceLFU, HashedIds, Probability
@@ -226,3 +231,40 @@ def test_plans_that_do_not_fit_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             layout_of_plan(ebc, {"t": parameter_sharding(kind, 64, 4, ranks)}, 2)
+
+
+@pytest.mark.parametrize("kind", ["C", "torch"])
+def test_regions_are_those_of_the_index(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    if kind == "torch":
+        monkeypatch.setattr(build, "library", lambda: None)
+    rng = random.Random(2)
+    for number in range(20):
+        hashes: list[IdHash | None] = [
+            IdHash(
+                seed=rng.randrange(2**64),
+                num_regions=2 ** rng.randrange(15),
+                region_rows=64 * rng.randint(1, 9),
+            )
+            for _ in range(4)
+        ]
+        if number % 2:
+            hashes[rng.randrange(4)] = None
+        ids = [[rng.randrange(-(2**63), 2**63) for _ in range(rng.randrange(9))] for _ in hashes]
+        counts = torch.tensor([len(own) for own in ids])
+        flat = torch.tensor([one for own in ids for one in own], dtype=torch.int64)
+        rows, is_hashed = rows_of_regions(flat, counts, hashes)
+        expected = []
+        for own, one in zip(ids, hashes, strict=True):
+            if one is None:
+                expected += own
+                continue
+            lines = one.region_rows // 64
+            index = HashIndex.empty(
+                HashedIds().settings(), one.region_rows * one.num_regions, one.num_regions,
+                0, one.num_regions, one.seed, "meta",
+            )  # fmt: skip
+            found = locate(index, torch.tensor(own, dtype=torch.int64)).lines // lines
+            expected += (found * one.region_rows).tolist()
+        assert rows.tolist() == expected
+        of_ids = [one is not None for own, one in zip(ids, hashes, strict=True) for _ in own]
+        assert is_hashed.tolist() == ([] if None not in hashes else of_ids)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,45 @@ def test_rows_of_a_delta_that_cannot_be_written_are_published_later(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     ranks(2, _fail_to_publish, tmp_path)
+
+
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from recsys.inference import Publisher
+from recsys.inference.packages.deltas import read_deltas
+from tests.inference.test_publisher import applied, rows_of, version_of, new_model, batch_of
+torch.set_num_threads(1)
+rng, counts = random.Random(0), []
+for kill in range(int(sys.argv[2])):
+    torch.manual_seed(kill)
+    model = new_model(unknown="zero")
+    base, version = rows_of(model), version_of(Path(sys.argv[1], str(kill)))
+    child = os.fork()
+    if child == 0:
+        publisher = Publisher(model, version)
+        for seed in range(10_000):
+            model(batch_of(seed)).sum().backward()
+            publisher.publish()
+    time.sleep(rng.uniform(0.02, 0.3))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    counts.append(len(list(read_deltas(version))))
+    for seed in range(counts[-1]):
+        model(batch_of(seed)).sum().backward()
+    found = applied(version, base)
+    for name, rows in rows_of(model).items():
+        assert torch.equal(found[name][0], rows), (kill, counts, name)
+print(sum(counts))
+"""
+
+
+def test_a_killed_publisher_leaves_the_state_of_a_step(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path), "20"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20
 
 
 def test_bad_arguments(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from recsys.distributed.stages.header import COUNT_BITS, Header
 from recsys.distributed.stages.routes import Positions, Routes
 from recsys.distributed.stages.streams import Streams
 from recsys.kernels import ops
+from recsys.kernels.hashed import build, native
 from recsys.kernels.hashed.twin import mix64, signed
-from recsys.modules.batch_checker import CheckedBatch
+from recsys.modules.batch_checker import NO_FAULTS, CheckedBatch
 from recsys.sparse.keyed_bags import Parts
 
 _MAX_KEPT = 0.9  # padding is left out if at most this share of the values would be kept
@@ -51,20 +52,28 @@ def rows_of_regions(
         hashes: Assignment of each feature's ids to regions; None for row numbers.
 
     Returns:
-        `[N]` rows, and `[N]` bool, which ids are hashed.
+        `[N]` rows; and `[N]` bool, which ids are hashed, or `[0]` if all are.
     """
     known = [one or _NO_HASH for one in hashes]
-    constants = [
-        [signed(h.seed), 64 - (h.num_regions - 1).bit_length(), h.region_rows] for h in known
-    ]
-    of_features = ops.upload(np.array(constants, dtype=np.int64), ids_N.device)
-    seed_N, shift_N, rows_N = of_features.repeat_interleave(
-        counts_F, dim=0, output_size=ids_N.numel()
-    ).unbind(1)
-    is_hashed_N = rows_N > 0
+    constants = np.array(
+        [[signed(h.seed), (h.num_regions - 1).bit_length(), h.region_rows] for h in known],
+        dtype=np.int64,
+    )
+    is_hashed_N = NO_FAULTS
+    if not all(hashes):
+        is_hashed_F = ops.upload(constants[:, 2] > 0, ids_N.device)
+        is_hashed_N = is_hashed_F.repeat_interleave(counts_F, output_size=ids_N.numel())
+    library = build.library() if ids_N.is_cpu else None
+    if library is not None:
+        return native.region_rows(library, ids_N, counts_F.tolist(), constants), is_hashed_N
+    seed_N, bits_N, rows_N = (
+        ops.upload(constants, ids_N.device)
+        .repeat_interleave(counts_F, dim=0, output_size=ids_N.numel())
+        .unbind(1)
+    )
     mixed = mix64(ids_N ^ seed_N)
-    regions = (mixed >> shift_N.clamp(max=63)) & ((1 << (64 - shift_N)) - 1)
-    return torch.where(is_hashed_N, regions * rows_N, ids_N), is_hashed_N
+    regions = (mixed >> (64 - bits_N).clamp(max=63)) & ((1 << bits_N) - 1)
+    return torch.where(rows_N > 0, regions * rows_N, ids_N), is_hashed_N
 
 
 _NO_HASH = IdHash(seed=0, num_regions=1, region_rows=0)

@@ -76,9 +76,9 @@ def write_delta(version: str | Path, tables: Mapping[str, tuple[Tensor, ...]]) -
 
     Raises:
         FileNotFoundError: The folder is not a version of a package.
-        ValueError: The package has no such table, an id repeats or is outside its table, rows have
-            another shape or dtype or cannot be quantized, the hash does not give a hashed id its
-            row, or the folder of deltas has a gap.
+        ValueError: The package has no such table, an id repeats or is outside its table, or rows
+            have another shape or dtype or cannot be quantized. Or the hash does not give a hashed
+            id its row, or the folder of deltas has a gap.
 
     Example:
         >>> import tempfile

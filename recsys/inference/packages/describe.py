@@ -44,8 +44,8 @@ def describe_inputs(
 
     Raises:
         ValueError: Inputs have different numbers of rows, a KeyedJaggedTensor has a batch size per
-            key, a default names no dense input, or the ids of a table with hashed ids are not an
-            input as they are.
+            key, or a default names no dense input. Or the ids of a table with hashed ids are not
+            an input, unchanged.
     """
     leaves = _leaves(model, inputs)
     features = features_of_inputs(model, inputs)

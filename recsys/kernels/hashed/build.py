@@ -1,7 +1,8 @@
 """Build of the C files of hashed ids: compiled at first use, kept in a cache folder.
 
-The folder is `$RECSYS_CACHE`, else `recsys` in `$XDG_CACHE_HOME` or `~/.cache`. Without a compiler
-the twin in PyTorch serves. `RECSYS_HASH=torch` forces it.
+The folder is `$RECSYS_CACHE`, else `recsys` in `$XDG_CACHE_HOME` or `~/.cache`. The first of these
+serves: the library in the cache folder; one that a compiler builds, for this CPU; the one of the
+wheel, for any x86-64 CPU (hatch_build.py); the twin in PyTorch, which `RECSYS_HASH=torch` forces.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, final
 
 NAME = "hash_index"
-SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in (NAME, "new_rows"))
+FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / f"{name}.c" for name in (NAME, "new_rows", "regions"))
+HEADER = FOLDER / "mix64.h"
+PREBUILT = FOLDER / f"{NAME}.so"
+"""The library of a wheel for Linux on x86-64; not in other wheels."""
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC")
 CPU_FLAGS = (("-march=native",), ())
 """Flags of the CPU, the preferred first; not every compiler has them."""
@@ -66,7 +72,8 @@ def _loaded() -> Loaded:
         )
         return Loaded(None, reason)
     loaded.library.recsys_map_ids.restype = ctypes.c_int64  # type: ignore[union-attr]
-    loaded.library.recsys_init_rows.restype = None  # type: ignore[union-attr]
+    for name in ("recsys_init_rows", "recsys_region_rows"):
+        getattr(loaded.library, name).restype = None
     return loaded
 
 
@@ -81,11 +88,13 @@ def load() -> Loaded:
     """Load the library from the cache folder, and build it there if necessary.
 
     Processes that build at the same time do not disturb each other. If the cache folder cannot be
-    used, the library is built in a temporary folder that only this process uses.
+    used, the library is built in a temporary folder that only this process uses. If it cannot be
+    built, the wheel's library is loaded.
 
     Raises:
-        OSError: There is no compiler, or no folder to build in.
-        subprocess.SubprocessError: The compiler fails, or runs for more than two minutes.
+        OSError: There is no compiler, or no folder to build in; and no library in the wheel.
+        subprocess.SubprocessError: The compiler fails, or runs for more than two minutes; and there
+            is no library in the wheel.
     """
     cached = cache_path()
     if cached is not None:
@@ -93,9 +102,20 @@ def load() -> Loaded:
             return Loaded(ctypes.CDLL(str(cached)), str(cached))
         except OSError:  # not built yet, or damaged
             pass
+    try:
+        return _built(cached)
+    except (OSError, subprocess.SubprocessError) as error:
+        try:
+            return Loaded(ctypes.CDLL(str(PREBUILT)), f"{PREBUILT}, prebuilt: {_reason(error)}")
+        except OSError:  # not in this wheel, or for other machines
+            raise error from None
+
+
+def _built(cached: Path | None) -> Loaded:
+    """Build the library, and move it into the cache folder if possible."""
     with tempfile.TemporaryDirectory(prefix="recsys-") as folder:
         built = Path(folder, f"{NAME}.so")
-        _compile(built)
+        compile_library(built, CPU_FLAGS)
         if cached is not None:
             try:
                 _move(built, cached)
@@ -119,7 +139,7 @@ def cache_path() -> Path | None:
         except RuntimeError:
             return None
     parts = [
-        *(source.read_text() for source in SOURCES),
+        *(source.read_text() for source in (*SOURCES, HEADER)),
         repr((FLAGS, CPU_FLAGS)),
         os.environ.get("CC", ""),
     ]
@@ -144,9 +164,19 @@ def _compiler() -> list[str]:
     raise FileNotFoundError(f"there is no C compiler ({shlex.join(chosen) or 'cc, gcc or clang'})")
 
 
-def _compile(path: Path) -> None:
+def compile_library(path: Path, cpu_flags: Sequence[Sequence[str]]) -> None:
+    """Compile the C files.
+
+    Args:
+        path: Path of the library.
+        cpu_flags: Flags of the CPU; the first that the compiler has are used.
+
+    Raises:
+        OSError: There is no compiler.
+        subprocess.SubprocessError: The compiler fails, or runs for more than two minutes.
+    """
     compiler = _compiler()
-    for flags in CPU_FLAGS:
+    for flags in cpu_flags:
         command = [*compiler, *FLAGS, *flags, "-o", str(path), *map(str, SOURCES)]
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=120, check=False

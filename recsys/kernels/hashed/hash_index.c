@@ -7,6 +7,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "mix64.h"
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
@@ -48,15 +50,6 @@ typedef struct {
 } Miss;
 
 /* -- places of ids ----------------------------------------------------------------------------- */
-
-static inline uint64_t mix64(uint64_t x)
-{
-    x ^= x >> 30;
-    x *= 0xbf58476d1ce4e5b9u;
-    x ^= x >> 27;
-    x *= 0x94d049bb133111ebu;
-    return x ^ x >> 31;
-}
 
 /* Place of an id: line << 16 | home << 8 | digest. A line of another shard is out of range. */
 static inline uint64_t locate(const Table *t, int64_t id)

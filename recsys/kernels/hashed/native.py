@@ -81,6 +81,29 @@ def map_tables(
     return rows, new[0, :num_new], new[1, :num_new], new_sizes, counts
 
 
+def region_rows(
+    library: ctypes.CDLL, ids: Tensor, sizes: Sequence[int], hashes: np.ndarray
+) -> Tensor:
+    """Return a row of the region of each hashed id, and other ids as they are; int64 [N].
+
+    Args:
+        library: The library of the C files.
+        ids: int64 [N], ordered by feature.
+        sizes: Number of ids of each feature.
+        hashes: int64 [F, 3] seed of the hash, log2 of the number of regions, and rows of a region;
+            0 rows for features of row numbers.
+    """
+    features = np.concatenate([np.array(sizes, dtype=np.int64)[:, None], hashes], axis=1)
+    ids, rows = ids.contiguous(), torch.empty_like(ids, memory_format=torch.contiguous_format)
+    library.recsys_region_rows(
+        ctypes.c_void_p(features.ctypes.data),
+        ctypes.c_int64(len(features)),
+        ctypes.c_void_p(ids.data_ptr()),
+        ctypes.c_void_p(rows.data_ptr()),
+    )
+    return rows
+
+
 def init_rows(
     library: ctypes.CDLL,
     weights: Tensor,

@@ -5,6 +5,8 @@
  * equal bit for bit, so the compiler must not contract products and sums (-ffp-contract=off). */
 #include <stdint.h>
 
+#include "mix64.h"
+
 _Static_assert(sizeof(void *) == 8, "native.py passes pointers as 64-bit numbers");
 enum { WORDS = 64, AHEAD = 6, LINE_VALUES = 16 };
 /* WORDS: of a row that are computed at once. AHEAD: rows between a prefetch and its use. */
@@ -16,15 +18,6 @@ typedef struct {
     uint64_t seed;
     double low, scale;
 } NewRows;
-
-static inline uint64_t mix64(uint64_t x)
-{
-    x ^= x >> 30;
-    x *= 0xbf58476d1ce4e5b9u;
-    x ^= x >> 27;
-    x *= 0x94d049bb133111ebu;
-    return x ^ x >> 31;
-}
 
 /* Fill `n` values, at most 2 * WORDS, from an even column on. */
 static void fill_values(float *values, int64_t n, uint64_t start, int64_t column, float low,

@@ -320,6 +320,19 @@ def test_threads_under_thread_sanitizer(
     # ThreadSanitizer supports few layouts of memory
     fixed = ["setarch", "-R"] if shutil.which("setarch") else []
     command = [*fixed, str(build("stress")), str(version), str(other), "300"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    assert "1500 calls" in done.stdout
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        for sequence in range(1, 2000):
+            if running.poll() is not None:
+                break
+            for folder in (version, other):
+                hashed = {1 + (sequence * 7 + i) % 63: sequence % 4 + i for i in range(5)}
+                fake_package.delta(folder, sequence, {4: sequence % 200}, hashed)
+            time.sleep(0.01)
+        printed, errors = running.communicate(timeout=280)
+    finally:
+        running.kill()
+        running.communicate()
+    assert running.returncode == 0, errors
+    assert "1500 calls" in printed
+    assert sequence > 5

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
+import time
 import uuid
 from pathlib import Path
 
@@ -74,3 +78,25 @@ def test_files_that_do_not_fit_are_named_and_not_copied(tmp_path: Path, url: str
     assert len(list(read_deltas(tmp_path / "served/1"))) == 1
     files.pipe_file(second, whole)
     assert follow(url, tmp_path / "served/1") == 2
+
+
+def test_the_command_follows_until_it_is_stopped(tmp_path: Path) -> None:
+    model = new_model()
+    publisher = Publisher(model, version_of(tmp_path / "own"), url=str(tmp_path / "remote"))
+    served = tmp_path / "served/1"
+    command = [sys.executable, "-m", "recsys", "follow", str(tmp_path / "remote"), str(served)]
+    process = subprocess.Popen([*command, "--every", "0.05"], stderr=subprocess.PIPE)
+    try:
+        trained(model, range(3))
+        file = publisher.publish()
+        assert file is not None
+        end = time.monotonic() + 60
+        while not (served / "deltas" / file.name).exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert len(list(read_deltas(served))) == 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    publisher.close()

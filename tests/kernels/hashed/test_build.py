@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"
 )
 
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
 import torch
 from recsys.kernels.hashed import build
@@ -32,6 +36,7 @@ print(build.describe())
 def start(folder: Path, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-W", "always", "-c", SCRIPT],
+        cwd=folder.anchor,  # the current folder would be imported from
         env=os.environ | {"RECSYS_CACHE": str(folder), "PYTHONPATH": os.getcwd()} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -69,7 +74,7 @@ def test_two_processes_build_at_once(tmp_path: Path) -> None:
 @needs_compiler
 def test_the_library_is_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = build.load().text
-    monkeypatch.setattr(build, "_compile", None)
+    monkeypatch.setattr(build, "compile_library", None)
     assert build.load().text == path
     assert build.describe() == f"C: {path}"
     assert build.library() is not None
@@ -135,6 +140,63 @@ def test_without_a_compiler_the_twin_serves_with_one_warning(
         assert build.library() is None
     assert build.library() is None  # warnings are errors
     assert build.describe() == "torch: there is no C compiler (no-such-compiler -O1)"
+
+
+@needs_compiler
+def test_without_a_compiler_the_library_of_the_wheel_serves(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prebuilt = tmp_path / "prebuilt.so"
+    build.compile_library(prebuilt, [()])
+    monkeypatch.setattr(build, "PREBUILT", prebuilt)
+    path = build.load().text
+    assert path == str(build.cache_path())  # a compiler is preferred
+    Path(path).unlink()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    reason = "there is no C compiler (no-such-compiler)"
+    assert build.describe() == f"C: {prebuilt}, prebuilt: {reason}"
+    build._loaded.cache_clear()
+    other = tmp_path / "other.so"  # the loader knows the first by its path
+    other.write_bytes(b"\x7fELF of another machine")
+    monkeypatch.setattr(build, "PREBUILT", other)
+    with pytest.warns(RuntimeWarning, match=r"no C compiler \(no-such-compiler\)"):
+        assert build.library() is None
+
+
+@pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="Linux on x86-64 only"
+)
+@needs_compiler
+def test_a_wheel_with_the_library(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "recsys", tree / "recsys", ignore=ignored)
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d"]
+    for folder, variable in (("pure", "0"), ("prebuilt", "1")):
+        subprocess.run(
+            [*command, str(tmp_path / folder)], cwd=tree, check=True, timeout=120,
+            env=os.environ | {"RECSYS_PREBUILT": variable}, capture_output=True,
+        )  # fmt: skip
+    [pure] = (tmp_path / "pure").iterdir()
+    [wheel] = (tmp_path / "prebuilt").iterdir()
+    assert pure.name.endswith("-py3-none-any.whl")
+    assert wheel.name.endswith("-py3-none-manylinux_2_17_x86_64.whl")
+    contents = [set(zipfile.ZipFile(path).namelist()) for path in (pure, wheel)]
+    assert {"recsys/kernels/hashed/hash_index.so"} == contents[1] - contents[0]
+    assert {f"recsys/kernels/hashed/{path.name}" for path in build.SOURCES} < contents[0]
+    installed = tmp_path / "installed"
+    zipfile.ZipFile(wheel).extractall(installed)
+    library = installed / "recsys" / "kernels" / "hashed" / "hash_index.so"
+    symbols = library.read_bytes()
+    versions = {tuple(map(int, v.split(b"."))) for v in re.findall(rb"GLIBC_([0-9.]+)", symbols)}
+    assert max(versions) <= (2, 17)
+    found = start(tmp_path / "cache", CC="no-such-compiler", PYTHONPATH=str(installed))
+    reason = "there is no C compiler (no-such-compiler)"
+    assert result(found) == (f"C: {library}, prebuilt: {reason}", "")
 
 
 def test_a_compiler_that_fails_is_named(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
