@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import NamedTuple, final
 
@@ -42,7 +43,8 @@ class ChangedRows:
     nothing without a consumer. Call the methods between two steps, in the thread that trains.
 
     Args:
-        model: The model, sharded or not. Its collections may be built or moved later.
+        model: The model, sharded or not. Its tables may move to other ranks or devices later. It is
+            not kept alive.
 
     Raises:
         ValueError: A table has eight consumers.
@@ -65,7 +67,7 @@ class ChangedRows:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model = weakref.ref(model)  # chains of checkpoints must not keep a model alive
         self._all = False
         for part in _parts_of(model):
             if not part.marks.knows(self):
@@ -82,7 +84,7 @@ class ChangedRows:
         """
         taken: dict[int, list[Tensor]] = {}
         found: dict[str, list[tuple[int, Tensor]]] = {}
-        for part in _parts_of(self._model):
+        for part in self._parts():
             marks = part.marks
             if id(marks) not in taken:
                 is_new = not marks.knows(self)  # a lookup that was built since
@@ -95,13 +97,17 @@ class ChangedRows:
         self._all = False
         return {name: _rows_of(parts) for name, parts in found.items()}
 
+    def _parts(self) -> Iterator[_Part]:
+        model = self._model()
+        return iter(()) if model is None else _parts_of(model)
+
     def mark_all(self) -> None:
         """Have the next `take` return all rows, for example as the last rows were not saved."""
         self._all = True
 
     def close(self) -> None:
         """Free the marks; `take` must not be called any more."""
-        for part in _parts_of(self._model):
+        for part in self._parts():
             part.marks.remove(self)
 
 

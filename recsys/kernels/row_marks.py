@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import final
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from recsys.kernels.lookup_batch import Batch, rows_of_features
+from recsys.kernels.ops import upload
 from recsys.kernels.row_gradients import RowGradients
 from recsys.kernels.tbe_layout import StorageLayout
 
@@ -41,11 +44,15 @@ class RowMarks:
         self._bits: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._bytes: Tensor | None = None
         self._versions: list[int] = []
-        first = [layout.first_row[t] for t in range(len(layout.tables))]
-        self._first_row_F = torch.tensor(
-            [first[t] for t in layout.feature_table_map], device=layout.device
-        )
-        self._first_row_T = torch.tensor(first, device=layout.device)
+
+    @cached_property
+    def _first_row_T(self) -> Tensor:
+        first = [self._layout.first_row[t] for t in range(len(self._layout.tables))]
+        return torch.tensor(first, device=self._layout.device)
+
+    @cached_property
+    def _first_row_F(self) -> Tensor:
+        return self._first_row_T[list(self._layout.feature_table_map)]
 
     @property
     def exist(self) -> bool:
@@ -129,8 +136,8 @@ class RowMarks:
             sizes: [T] number of rows of each table.
         """
         if self.exist:
-            starts = list(accumulate(sizes, initial=0))
-            batch = Batch(rows, torch.tensor(starts, device=rows.device))  # a bag per table
+            starts = np.array([*accumulate(sizes, initial=0)], dtype=np.int64)
+            batch = Batch(rows, upload(starts, rows.device))  # a bag per table
             self._fill(rows_of_features(self._first_row_T, batch))
 
     def mark_changed(self, values: Tensor, is_changed: Tensor | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,29 @@ def test_base_and_deltas_are_the_full_checkpoint(
             assert torch.equal(read_checkpoint(tmp_path / "chain", rows)[key], full[key][rows[key]])
 
 
+def _save_after_one_rank_marked_all(case: Case, path: Path) -> None:
+    rank, model = dist.get_rank(), shard(case)
+    with always_deltas():
+        for number in range(3):
+            train(case, model, range(number, number + 1), rank=rank, with_dense=False)
+            if rank == 0 and number == 2:
+                for module in model.modules():
+                    for own in module.shards if isinstance(module, TableShards) else ():
+                        own.kernel.marks.mark_all()
+            save_checkpoint(path / "c", model, model.fused_optimizer, delta=True, keep=None)
+    save_checkpoint(path / "full", model, model.fused_optimizer)
+
+
+def test_owners_of_columns_that_disagree_save_all_rows(ranks: RankPool, tmp_path: Path) -> None:
+    case = Case(6, 2, types=(ShardingType.COLUMN_WISE,), optimizer=Adam)
+    ranks(2, _save_after_one_rank_marked_all, case, tmp_path)
+    assert kinds(tmp_path / "c") == "fdd"
+    chain = read_checkpoint(tmp_path / "c", optimizer=True)
+    assert_same(chain, read_checkpoint(tmp_path / "full", optimizer=True), rtol=0, atol=0)
+    rows = read_manifest(tmp_path / "c" / "step-3")["rows"]
+    assert any(saved["count"] == len(chain[name]) for name, saved in rows.items())
+
+
 # -- in one process --------------------------------------------------------------------------------
 
 ROWS = 4096
@@ -229,10 +254,13 @@ def test_saves_that_cannot_be_deltas_are_full(tmp_path: Path) -> None:
     assert kinds(path) == "fdfffff"
     save(tmp_path / "best", model, delta=False)
     save(path, model)
+    step(model, 2)
     save(path, model, delta=False)
     step(model, 3)
     save(path, model)
     assert kinds(path) == "fdfffffdfd"
+    rows = read_manifest(path / "step-10")["rows"]["embedding_bags.static.weight"]
+    assert rows["count"] <= 40  # the rows of one step
     check_load(path, model)
     save(tmp_path / "other", model)
     save(path, model)
@@ -320,6 +348,15 @@ def test_an_unsharded_model_saves_deltas(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "full", model, optimizer)
     chain = read_checkpoint(tmp_path / "step-4", optimizer=True)
     assert_same(chain, read_checkpoint(tmp_path / "full", optimizer=True), rtol=0, atol=0)
+
+
+def test_a_chain_does_not_keep_its_model_alive(tmp_path: Path) -> None:
+    model = make()
+    save(tmp_path, model)
+    found = weakref.ref(model)
+    del model
+    gc.collect()
+    assert found() is None
 
 
 def test_options_are_checked(tmp_path: Path) -> None:
