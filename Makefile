@@ -2,6 +2,7 @@
 #
 #   make train      train, checkpoint, quantize, export and score DLRM on MovieLens
 #   make serve      after make train: serve the model by NVIDIA Triton, on loopback
+#   make stream     train on a stream of clicks while Triton serves, and measure the freshness
 #   make test       the test suite; pass arguments with ARGS="-k jagged"
 #   make test SLOW=1  the test suite with its slow cases, as CI runs it
 #   make conformance  every sharding type, compared with the unsharded model and TorchRec; an hour
@@ -30,7 +31,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 BASE := $(VENV)/.installed-$(EXTRA)
 stamp = $(VENV)/.installed-$(EXTRA)-$(1)
 
-.PHONY: train predictor serve test conformance bench gpu lint docs peers clean
+.PHONY: train predictor serve stream test conformance bench gpu lint docs peers clean
 .DELETE_ON_ERROR:
 
 train: $(BASE)
@@ -42,6 +43,10 @@ TRITON := .cache/triton
 serve: predictor $(call stamp,serving) $(TRITON)/.unpacked
 	$(BIN)/python examples/serving/package.py
 	exec $(BIN)/python examples/serving/serve.py $(ARGS)
+
+stream: predictor $(TRITON)/.unpacked
+	rm -rf runs/stream
+	$(BIN)/python examples/stream/freshness.py $(ARGS)
 
 $(TRITON)/.unpacked:
 	$(PIP) --no-deps --target $(TRITON) nvidia-pytriton==0.7.0

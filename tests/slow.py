@@ -17,11 +17,20 @@ CURVE = "tests/distributed/test_job.py::test_tables_that_move_on_the_way_continu
 
 HASHED = "tests/kernels/hashed/test_native.py"
 
+MANAGED = (
+    "tests/compat/test_managed_embeddings.py::test_they_train_as_plain_collections_in_other_ways"
+)
+
+DELTAS = "tests/distributed/checkpoint/test_delta.py::test_base_and_deltas_are_the_full_checkpoint"
+
 QUICK_CASE_OF: dict[str, str] = {
+    f"{MANAGED}[two nodes]": f"{MANAGED}[weighted]",
+    f"{MANAGED}[three ranks]": f"{MANAGED}[own batch sizes]",
     "tests/kernels/hashed/test_build.py::test_a_wheel_with_the_library": (
         "tests/kernels/hashed/test_build.py::"
         "test_without_a_compiler_the_library_of_the_wheel_serves"
     ),
+    f"{DELTAS}[hashed, row-wise Adagrad]": f"{DELTAS}[static, row-wise Adagrad]",
     f"{HASHED}::test_a_million_operations_equal_the_twin": (
         f"{HASHED}::test_a_group_of_tables_equals_the_twin"
     ),
@@ -33,6 +42,12 @@ QUICK_CASE_OF: dict[str, str] = {
     ),
     "tests/inference/cpp/test_library.py::test_versions_leave_no_memory_and_no_folder": (
         "tests/inference/cpp/test_core.py::test_a_damaged_version_is_named_and_the_old_one_goes_on"
+    ),
+    "tests/examples/test_stream.py::test_a_job_goes_on_at_its_position": (
+        "tests/examples/test_stream.py::test_ranks_share_a_file"
+    ),
+    "tests/inference/test_publisher.py::test_a_killed_publisher_leaves_the_state_of_a_step": (
+        "tests/inference/test_publisher.py::test_a_predictor_follows_a_model_that_trains"
     ),
     "tests/inference/cpp/test_core.py::test_random_calls_under_address_sanitizer": (
         "tests/inference/cpp/test_core.py::test_both_languages_refuse_requests_alike[1]"

@@ -33,7 +33,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert stop.value.code == 0
     out = capsys.readouterr().out
     assert "usage: python -m recsys " in out
-    for command in ("doctor", "calibrate", "plan", "package", "verify", "inspect"):
+    for command in ("doctor", "calibrate", "plan", "package", "verify", "inspect", "follow"):
         assert re.search(rf"^    {command}\b", out, re.M)
 
 

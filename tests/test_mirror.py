@@ -47,6 +47,7 @@ BROAD = {
 
 # Source files with public names that are tested through what uses them.
 TESTED_THROUGH = {
+    "inference/served_indexes.py": "inference/packages/test_indexes.py",
     "inference/packages/check.py": "inference/packages/test_writer.py",
     "inference/packages/describe.py": "inference/packages/test_writer.py",
     "inference/packages/load.py": "inference/packages/test_writer.py",
@@ -62,6 +63,7 @@ TESTED_THROUGH = {
     "compat/criteo_scripts.py": "compat/test_answers.py",
     "compat/datasets.py": "compat/test_answers.py",
     "compat/decisions.py": "compat/test_answers.py",
+    "compat/features_as_rows.py": "compat/test_managed_embeddings.py",
     "compat/metrics.py": "compat/test_answers.py",
     "compat/modules.py": "compat/test_answers.py",
     "compat/planner/annotations.py": "compat/test_answers.py",
@@ -95,6 +97,7 @@ TESTED_THROUGH = {
     "distributed/state/row_updates.py": "distributed/state/test_fused_optimizer.py",
     "distributed/stages/exchanged_rows.py": "distributed/stages/test_output_dist.py",
     "distributed/stages/node_hop.py": "distributed/stages/test_output_dist.py",
+    "distributed/stages/returned_rows.py": "compat/test_managed_embeddings.py",
     "distributed/stages/pool_rows.py": "distributed/test_object_pools.py",
     "distributed/stages/sequence_dist.py": "distributed/stages/test_output_dist.py",
     "inference/batch_checks.py": "inference/test_quantize.py",

@@ -42,7 +42,7 @@ SURFACE = {
         QuantEmbeddingBagCollection QuantEmbeddingCollection
         QuantFeatureProcessedEmbeddingBagCollection export_aoti export_torchscript
         QuantizationReport QuantizedTableReport quantization_report read_delta write_delta
-        write_delta_between Predictor inspect kserve package verify
+        write_delta_between Predictor Publisher follow inspect kserve package verify
         load_aoti load_torchscript quantize_embeddings quantize_inference_model shard_quant_model
         verify_checksum
     """,

@@ -114,7 +114,7 @@ _ENGINE = "The engine has a different structure: see docs/engine.md."
 _EXCHANGE = "recsys.distributed.stages.input_dist.InputDist exchanges batches."
 _LAYOUT = "A sharded collection's `layout` contains the shard placement, for all sharding types."
 _LOOKUP = "Use recsys.kernels.tbe.TableBatchedEmbedding for lookups."
-_HASH = "Ids must be rows of their table: call recsys.sparse.hash_ids before the model."
+_HASH = "A table with ids=HashedIds(...) has the index of its ids: see docs/data.md."
 _MACHINE = (
     "Pass the machine's properties to Topology(world_size, compute_device, hbm_cap=..., ...)."
 )
@@ -127,7 +127,7 @@ _PRUNING = (
 _SEMISYNC = (
     "It needs an optimizer with `global_step`; no public optimizer has it. Use DMPCollection."
 )
-_TRACKER = "Changed rows are not tracked. Save a checkpoint: see docs/checkpoints.md."
+_TRACKER = "recsys.distributed.changed_rows.ChangedRows returns the rows that changed."
 
 INSTEAD: dict[str, str] = {
     "torchrec.distributed.batched_embedding_kernel": _LOOKUP,
@@ -148,7 +148,8 @@ INSTEAD: dict[str, str] = {
     "torchrec.distributed.itep_": _PRUNING,
     "torchrec.distributed.keyed_jagged_tensor_pool.": _POOLS,
     "torchrec.distributed.mc_": _HASH,
-    "torchrec.distributed.model_tracker": _TRACKER,
+    "torchrec.distributed.model_tracker.": _TRACKER,
+    "torchrec.distributed.model_tracker.trackers": _HASH,
     "torchrec.distributed.object_pool": _POOLS,
     "torchrec.distributed.planner.dry_run.cli": "Describe the other machine by a "
     "Topology: see docs/planner.md.",

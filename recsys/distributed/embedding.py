@@ -27,7 +27,6 @@ class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
     """Pending embeddings of a batch's ids."""
 
 
-@final
 class ShardedEmbeddingCollection(ShardedCollection):
     """`EmbeddingCollection` that is sharded over ranks.
 

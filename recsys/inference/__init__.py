@@ -4,10 +4,12 @@ from recsys.checksums import verify_checksum
 from recsys.inference.export import export_aoti, export_torchscript
 from recsys.inference.packages.check import inspect, verify
 from recsys.inference.packages.deltas import read_delta, write_delta, write_delta_between
+from recsys.inference.packages.follow import follow
 from recsys.inference.packages.predictor import Predictor
 from recsys.inference.packages.server_configs import kserve
 from recsys.inference.packages.writer import package
 from recsys.inference.programs import load_aoti, load_torchscript
+from recsys.inference.publisher import Publisher
 from recsys.inference.quant_modules import (
     QuantEmbeddingBagCollection,
     QuantEmbeddingCollection,
@@ -23,6 +25,7 @@ from recsys.inference.shard import shard_quant_model
 
 __all__ = [
     "Predictor",
+    "Publisher",
     "QuantEmbeddingBagCollection",
     "QuantEmbeddingCollection",
     "QuantFeatureProcessedEmbeddingBagCollection",
@@ -30,6 +33,7 @@ __all__ = [
     "QuantizedTableReport",
     "export_aoti",
     "export_torchscript",
+    "follow",
     "inspect",
     "kserve",
     "load_aoti",

@@ -41,7 +41,8 @@ class InputFeature:
 
     name: str
     rows: int | None
-    """Ids must be from 0 to `rows - 1`; None: no table looks them up, or the model changes them."""
+    """Ids must be from 0 to `rows - 1`; None: any id, as its table has hashed ids, no table looks
+    them up, or the model changes them."""
     table: str | None
     """The table that looks them up; of several tables, the one with the fewest rows."""
     module: str | None
@@ -85,7 +86,7 @@ def features_of_inputs(
     for i, (name, key) in enumerate(slots):
         feature = InputFeature(key, None, None, None)
         for rows, table, path in lookups.get(i, ()):
-            if feature.rows is None or rows < feature.rows:
+            if feature.rows is None or (rows is not None and rows < feature.rows):
                 feature = replace(feature, rows=rows, table=table, module=path)
         found[name].append(feature)
     return {name: tuple(features) for name, features in found.items()}
@@ -130,7 +131,8 @@ def _text(key: Any) -> str:
 class _Lookup(NamedTuple):
     """A lookup that received the ids of a feature."""
 
-    rows: int
+    rows: int | None
+    """None: of hashed ids."""
     table: str
     path: str
 
@@ -240,7 +242,8 @@ class _Trial:
             for key, batch in given.to_dict().items():
                 for config in module.configs():
                     if key in config.feature_names:
-                        lookup = _Lookup(rows_left(config), config.name, path)
+                        rows = rows_left(config) if config.ids is None else None
+                        lookup = _Lookup(rows, config.name, path)
                         self._note(batch.values(), lookup)
             zeros: object = given.with_values(torch.zeros_like(given.values()))
         elif isinstance(given, Tensor) and isinstance(module, nn.Embedding | nn.EmbeddingBag):

@@ -11,11 +11,8 @@ from typing import Any, cast
 
 import torch
 
-from recsys.inference.quantized_collection import (
-    SERVED,
-    QuantizedCollection,
-    Weights,
-)
+from recsys.inference.quantized_collection import QuantizedCollection, Weights
+from recsys.inference.quantized_table import SERVED
 from recsys.inference.quantized_tables import (
     QuantizedBags,
     QuantizedOptions,
@@ -137,7 +134,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
                 ids.
         """
         positions = self._positions(features)
-        features = features.trim()
+        features = self._with_rows(features.trim())
         lookups = cast(QuantizedBags, self.lookups())
         weights = features.weights_or_none() if lookups.is_weighted else None
         if lookups.is_weighted and weights is None:
@@ -254,7 +251,7 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
     def served(self) -> Served:
         """The module that exported programs run; it reads the same tables."""
         processor = position_processor(self.feature_processor) or self.feature_processor
-        return ProcessedBags(processor, cast(QuantizedBags, self.lookups()))
+        return ProcessedBags(processor, cast(QuantizedBags, super().served))
 
 
 class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface):
@@ -334,7 +331,8 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
             ValueError: The lengths do not match the ids.
         """
         positions, keys = self._positions(features), features.keys()
-        features = features.trim()
+        given = features.trim()
+        features = self._with_rows(given)
         lengths = self._lengths(features, is_pooled=False)
         if features.variable_stride_per_key():
             of_key = features.lengths().split_with_sizes(features.stride_per_key())
@@ -342,6 +340,8 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
             of_key = lengths.view(len(keys), features.stride()).unbind(0)
         lookups = cast(QuantizedRows, self.lookups())
         rows, ids = lookups.look_up(features.values(), lengths, positions, len(keys))
+        if features is not given and lookups.need_indices:
+            ids = list(given.values().split(given.length_per_key()))
         place = {key: i for i, key in enumerate(keys)}
         return {
             name: JaggedTensor.from_parts(

@@ -27,12 +27,9 @@ from recsys.inference.quant_modules import (
     QuantEmbeddingCollection,
     QuantFeatureProcessedEmbeddingBagCollection,
 )
-from recsys.inference.quantized_collection import (
-    QuantizedCollection,
-    split_header,
-    to_data_type,
-)
+from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.quantized_shards import rows_of_table
+from recsys.inference.quantized_table import split_header, to_data_type
 from recsys.inference.saved_tables import SavedTables, with_saved_values
 from recsys.kernels.arguments import wrong_type
 from recsys.kernels.checked import checked

@@ -27,6 +27,8 @@ from recsys.inference.quantized_table import (
     ShardedQuantizedTable,
     Table,
     copy_shard,
+    split_header,
+    to_data_type,
     whole_table,
 )
 from recsys.inference.quantized_tables import (
@@ -36,6 +38,7 @@ from recsys.inference.quantized_tables import (
     rows_left,
 )
 from recsys.inference.saved_tables import SavedTables
+from recsys.inference.served_indexes import INDEX_STATES, ServedIndexes, index_states
 from recsys.kernels.arguments import wrong_type
 from recsys.kernels.backend import OUTPUT_CODES
 from recsys.kernels.checked import checked_but
@@ -47,56 +50,24 @@ from recsys.modules.batch_checker import with_one_batch_size
 from recsys.modules.embedding_configs import (
     DATA_TYPE_NUM_BITS,
     BaseEmbeddingConfig,
-    DataType,
     QuantConfig,
-    refuse_hashed_ids,
 )
 from recsys.modules.embedding_inputs import positions_of
 from recsys.modules.embedding_table import TableDict
 from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.hashed_ids import HashedIds
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import check_features
 
 __all__ = [
-    "SERVED",
     "QuantizedCollection",
     "Weights",
     "quantized_configs",
-    "split_header",
-    "to_data_type",
 ]
-
-_DATA_TYPES = {
-    **dict.fromkeys((torch.int8, torch.uint8, torch.qint8, torch.quint8), DataType.INT8),
-    torch.quint4x2: DataType.INT4,
-    torch.quint2x4: DataType.INT2,
-    torch.float16: DataType.FP16,
-    torch.float32: DataType.FP32,
-}
-SERVED = (*dict.fromkeys(_DATA_TYPES.values()), DataType.UINT8)
-"""Element types that quantized tables support."""
 
 Weights = Mapping[str, tuple[Tensor, Tensor | None]]
 """Rows, uint8 [rows, bytes], and scales and biases, uint8 [rows, 4], by table name. The second is
 None if each row begins with its scale and bias, or has none."""
-
-
-def to_data_type(dtype: torch.dtype) -> DataType:
-    """Return the element type of tables for a quantized dtype.
-
-    Raises:
-        ValueError: Tables cannot be quantized to it.
-
-    Example:
-        >>> to_data_type(torch.quint4x2)
-        <DataType.INT4: 'INT4'>
-    """
-    if not isinstance(dtype, torch.dtype) or dtype not in _DATA_TYPES:
-        raise ValueError(
-            "Tables are quantized to torch.int8, torch.quint4x2, torch.quint2x4, torch.float16 or "
-            f"torch.float32; received {dtype!r}."
-        )
-    return _DATA_TYPES[dtype]
 
 
 @final
@@ -136,6 +107,8 @@ class QuantizedCollection(nn.Module):
         self._configs = list(configs)
         self._poolings = tuple(poolings)
         self._shards = [(whole_table(config),) for config in self._configs]
+        if any(config.ids is not None for config in self._configs):
+            self.indexes = ServedIndexes(self._configs, torch.device(device))
         rows = self._given_rows(weights, torch.device(device))
         self._alias(self._new_lookups([[of_table] for of_table in rows], self._shards))
 
@@ -247,10 +220,13 @@ class QuantizedCollection(nn.Module):
         stored = [rows for [rows] in self.lookups().stored_rows()]
         if isinstance(tables, ShardedCollection):
             quantize_shards(tables, self._configs, stored)
-            return self
-        weights = tables.table_weights()
-        for config, rows in zip(self._configs, stored, strict=True):
-            rows_of_table(config, weights[config.name], rows)
+        else:
+            weights = tables.table_weights()
+            for config, rows in zip(self._configs, stored, strict=True):
+                rows_of_table(config, weights[config.name], rows)
+        for config, trained in zip(self._configs, tables.configs(), strict=True):
+            if config.ids is not None:
+                self._assign_index(config, index_states(tables, config.name), trained.ids)
         return self
 
     def quantize_saved(self, saved: SavedTables, path: str) -> Self:
@@ -270,9 +246,22 @@ class QuantizedCollection(nn.Module):
                 name, range(config.num_embeddings, config.num_embeddings + 1), config.embedding_dim
             )
             for start, block in saved.blocks(name, rows_left(config)):
-                part = replace(config, num_embeddings=len(block), num_embeddings_post_pruning=None)
+                part = replace(
+                    config, num_embeddings=len(block), num_embeddings_post_pruning=None, ids=None
+                )
                 rows_of_table(part, block, rows[start : start + len(block)])
+            if config.ids is not None:
+                index = name.removesuffix("weight") + "index."
+                states = saved.values.read({index + key: None for key in INDEX_STATES})
+                self._assign_index(config, {k: states[index + k] for k in INDEX_STATES}, config.ids)
         return self
+
+    def _assign_index(
+        self, config: BaseEmbeddingConfig, states: Mapping[str, Tensor], rules: HashedIds
+    ) -> None:
+        [stored] = self.lookups().stored_rows()[self._configs.index(config)]
+        if not stored.is_meta:
+            self.indexes.assign(config, states, rules, stored)
 
     def options(self) -> dict[str, Any]:
         """Return constructor arguments, by name, for a collection with the same rows."""
@@ -324,8 +313,10 @@ class QuantizedCollection(nn.Module):
         return new
 
     def over(self, lookups: QuantizedTables) -> Self:
-        """Return the same collection over other lookups of the same rows, which are not copied."""
+        """Return the collection over other lookups of the same rows; it takes no hashed ids."""
         state = {k: v for k, v in self.__getstate__().items() if k != "_aliased"}
+        state["_modules"] = {k: v for k, v in self._modules.items() if k != "indexes"}
+        state["_modules"][self._tables_name] = None
         return self._with(copy.deepcopy(state), lookups)
 
     def _with(self, state: dict[str, Any], lookups: QuantizedTables) -> Self:
@@ -373,9 +364,23 @@ class QuantizedCollection(nn.Module):
             self._order = list(keys), positions
         return positions
 
+    def _with_rows(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return a batch with rows in place of hashed ids."""
+        return self.indexes.rows_of(features) if "indexes" in self._modules else features
+
     @property
     def served(self) -> Served:
-        """The module that exported programs run; it reads the same tables."""
+        """The module that exported programs run; it reads the same tables.
+
+        Raises:
+            ValueError: Tables have hashed ids, which programs do not map.
+        """
+        if "indexes" in self._modules:
+            names = [config.name for config in self._configs if config.ids is not None]
+            raise ValueError(
+                f"A program cannot map the ids of tables with HashedIds; received {names}. Write "
+                "a package by recsys.inference.package, whose servers map them."
+            )
         return self.lookups()
 
     def script_form(self) -> nn.Module:
@@ -453,13 +458,6 @@ def _check_rows(subject: str, rows: Tensor, size: tuple[int, int]) -> None:
         )
 
 
-def split_header(rows: Tensor, data_type: DataType) -> tuple[Tensor, Tensor | None]:
-    """Split rows into values, and scales and biases [rows, 4], or None: views."""
-    if DATA_TYPE_NUM_BITS[data_type] >= 16:
-        return rows, None
-    return rows[:, 4:], rows[:, :4]
-
-
 def quantized_configs(
     module: TableCollection | ShardedCollection | QuantizedCollection, configured: nn.Module
 ) -> tuple[list[Any], dict[str, Any]]:
@@ -481,7 +479,6 @@ def quantized_configs(
         return module.configs(), module.options()
     if not isinstance(cast(object, module), TableCollection | ShardedCollection):
         wrong_type("module", "a collection of tables, sharded or not", module)
-    refuse_hashed_ids(module.configs(), "quantized")
     qconfig = getattr(configured, "qconfig", None)
     dtype, output_dtype = torch.int8, torch.float32
     per_table: Mapping[str, torch.dtype] = {}

@@ -11,11 +11,55 @@ from torch import Tensor, nn
 from recsys.distributed.placement.layout import Rect
 from recsys.inference.quantized_tables import rows_left
 from recsys.kernels.quantized import join_columns, row_bytes, take_columns
-from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
+from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig, DataType
+
+__all__ = [
+    "SERVED",
+    "QuantizedTable",
+    "ShardedQuantizedTable",
+    "Table",
+    "shard_of",
+    "split_header",
+    "to_data_type",
+    "whole_table",
+]
 
 _COPIED_ROWS = 1 << 16
 
-__all__ = ["QuantizedTable", "ShardedQuantizedTable", "Table", "shard_of", "whole_table"]
+_DATA_TYPES = {
+    **dict.fromkeys((torch.int8, torch.uint8, torch.qint8, torch.quint8), DataType.INT8),
+    torch.quint4x2: DataType.INT4,
+    torch.quint2x4: DataType.INT2,
+    torch.float16: DataType.FP16,
+    torch.float32: DataType.FP32,
+}
+SERVED = (*dict.fromkeys(_DATA_TYPES.values()), DataType.UINT8)
+"""Element types that quantized tables support."""
+
+
+def to_data_type(dtype: torch.dtype) -> DataType:
+    """Return the element type of tables for a quantized dtype.
+
+    Raises:
+        ValueError: Tables cannot be quantized to it.
+
+    Example:
+        >>> to_data_type(torch.quint4x2)
+        <DataType.INT4: 'INT4'>
+    """
+    if not isinstance(dtype, torch.dtype) or dtype not in _DATA_TYPES:
+        raise ValueError(
+            "Tables are quantized to torch.int8, torch.quint4x2, torch.quint2x4, torch.float16 or "
+            f"torch.float32; received {dtype!r}."
+        )
+    return _DATA_TYPES[dtype]
+
+
+def split_header(rows: Tensor, data_type: DataType) -> tuple[Tensor, Tensor | None]:
+    """Split rows into values, and scales and biases [rows, 4], or None: views."""
+    if DATA_TYPE_NUM_BITS[data_type] >= 16:
+        return rows, None
+    return rows[:, 4:], rows[:, :4]
 
 
 def whole_table(config: BaseEmbeddingConfig) -> Rect:

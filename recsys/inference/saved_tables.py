@@ -62,6 +62,33 @@ class SavedTables:
         parts = name.split(".")
         return len(parts) >= 3 and parts[-1] == "weight" and parts[-3] in _COLLECTIONS
 
+    @staticmethod
+    def is_index(name: str) -> bool:
+        """Return whether a full name is the name of a part of a table's index of hashed ids."""
+        parts = name.split(".")
+        return len(parts) >= 4 and parts[-2] == "index" and parts[-4] in _COLLECTIONS
+
+    def index_of(self, name: str, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Return the hashed id of each row, int64, and whether the row has one, bool.
+
+        Args:
+            name: Full name of the table.
+            num_rows: The number of rows.
+
+        Raises:
+            CheckpointError: The table has no hashed ids, or another number of rows.
+        """
+        parts = [f"{name.removesuffix('weight')}index.{key}" for key in ("ids", "last_used")]
+        known = self.values.values
+        sizes = [tuple(getattr(known.get(part), "size", ())) for part in parts]
+        if sizes != [(num_rows,)] * 2:
+            raise CheckpointError(
+                f"{name!r} of {self.values.folder} must have hashed ids in {num_rows} rows; "
+                f"received {sizes}. Pass the checkpoint of this model."
+            )
+        found = self.values.read(dict.fromkeys(parts))
+        return found[parts[0]], found[parts[1]] > 0
+
     def check_size(self, name: str, rows: range, dim: int) -> None:
         """Check the size of a table.
 
@@ -112,7 +139,8 @@ def with_saved_values(model: nn.Module, saved: SavedTables) -> nn.Module:
         if isinstance(child, TableCollection)
         for name in child.state_dict()
     }
-    allocated = sorted(name for name in tables if not own[name].is_meta)
+    weights = [name for name in tables if SavedTables.is_table(name)]
+    allocated = sorted(name for name in weights if not own[name].is_meta)
     if allocated:
         raise ValueError(
             f"Tables must be on the meta device, as the checkpoint has their rows; received "

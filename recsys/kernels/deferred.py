@@ -20,6 +20,7 @@ from recsys.kernels.row_gradients import (
     rows_per_table,
     split_by_table,
 )
+from recsys.kernels.row_marks import RowMarks
 from recsys.kernels.row_update import row_statistic
 from recsys.kernels.tbe_torch import TorchKernel
 
@@ -30,12 +31,13 @@ class DeferredGradients:
 
     Args:
         kernel: Kernel that computes and applies them.
+        marks: Marks of the rows that a step changes.
         keeps_batch: Keep the output gradient and the batch of a backward pass until the step, which
             can then be fused. The memory of the batch's ids must not change until then.
     """
 
-    def __init__(self, kernel: TorchKernel, *, keeps_batch: bool) -> None:
-        self.keeps_batch = keeps_batch
+    def __init__(self, kernel: TorchKernel, marks: RowMarks, *, keeps_batch: bool) -> None:
+        self.keeps_batch, self._marks = keeps_batch, marks
         self._kernel, self._layout = kernel, kernel.layout
         optimizer = kernel.optimizer
         self._counts_rows = optimizer is not None and optimizer.moves_without_gradient
@@ -158,7 +160,9 @@ class DeferredGradients:
             touched: [rows of all tables]; rows with 0 keep weights and optimizer state. Required
                 if the optimizer `moves_without_gradient`.
         """
-        self._kernel.apply_dense(summed, touched)
+        with self._marks.writes():
+            self._kernel.apply_dense(summed, touched)
+            self._marks.mark_changed(summed, touched)
         self.drop()
 
     def step(self, row_moments: Sequence[Tensor] | None = None) -> None:
@@ -175,11 +179,13 @@ class DeferredGradients:
                 torch.cat([row_moments[t] for t in group.tables]) for group in self._layout.groups
             ]
         if grouped is not None and self._held is not None and self._statistics:
-            self._kernel.update_by_moments(*self._held, self._statistics, grouped)
+            with self._marks.writes(self._held[1]):
+                self._kernel.update_by_moments(*self._held, self._statistics, grouped)
         else:
             self._reduce()
             if self._pending is not None:
-                self._kernel.apply(self._pending, grouped)
+                with self._marks.writes(by_group=self._pending):
+                    self._kernel.apply(self._pending, grouped)
         self.drop()
 
     def drop(self) -> None:

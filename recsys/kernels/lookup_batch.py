@@ -109,21 +109,32 @@ class FeatureParts:
 
 def row_ids_of(group: DimGroup, batch: Batch) -> Tensor:
     """Convert ids of tables to rows of the group's matrix: [N] int64."""
+    return rows_of_features(group.row_base_F, batch)
+
+
+def rows_of_features(first_row_F: Tensor, batch: Batch) -> Tensor:
+    """Add the first row of its feature to each id: [N] int64.
+
+    Args:
+        first_row_F: [F] int64.
+        batch: A batch of these features.
+    """
     indices, offsets = batch.indices, batch.offsets
-    if group.row_base_F.numel() == 1:  # the base of one feature can be non-zero
-        return indices.long() + group.row_base_F
+    if first_row_F.numel() == 1:  # the row of one feature can be non-zero
+        return indices.long() + first_row_F
     if not indices.numel():
         return indices.long()
     if batch.bags is not None:  # all ids of a feature as one bag
         offsets = starts_of_features(offsets, batch.bags)
-    num_bags = (offsets.numel() - 1) // group.row_base_F.numel()
+    num_bags = (offsets.numel() - 1) // first_row_F.numel()
     if indices.is_cuda and ops.HAS_TRITON:
         from recsys.kernels.ops_triton import row_ids
 
-        return row_ids(indices, offsets, group.row_base_F)
-    base = group.row_base_F.repeat_interleave(
-        offsets[::num_bags].diff(), output_size=indices.numel()
-    )
+        return row_ids(indices, offsets, first_row_F)
+    ids_F = offsets[::num_bags].diff()
+    if indices.is_cpu:  # four times as fast as torch's
+        return torch.from_numpy(np.repeat(first_row_F.numpy(), ids_F.numpy())).add_(indices)
+    base = first_row_F.repeat_interleave(ids_F, output_size=indices.numel())
     return base.add_(indices)
 
 

@@ -6,6 +6,7 @@ Shape suffixes: N ids, F features, B bags per feature, T tables, R rows, K touch
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from recsys.kernels.deferred import DeferredGradients
 from recsys.kernels.lookup_batch import Batch, RankedBags
 from recsys.kernels.row_gradients import split_by_table
+from recsys.kernels.row_marks import RowMarks
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates, warn_of_fp16
 from recsys.kernels.support import choose_backend
 from recsys.kernels.tbe_layout import StorageLayout
@@ -61,6 +63,7 @@ class TableBatchedEmbedding:
         states: Optimizer state of each table by name, live views.
         backend: Name of the backend that updates the tables: "fbgemm", "triton" or "torch".
         deferred: DEFERRED mode: pending gradients.
+        marks: Marks of the rows that changed.
 
     Raises:
         ValueError: Settings contradict each other, or `backend="fbgemm"` cannot serve them.
@@ -118,7 +121,10 @@ class TableBatchedEmbedding:
         self.storage = self._updater.storage
         self.weights = self.layout.table_views(self.storage)
         self.states = self.layout.split_states(settings.owned, self._updater.states)
-        self.deferred = DeferredGradients(self._updater, keeps_batch=keeps_batch)
+        # FBGEMM's module updates within its own graph
+        watched = () if self._updater.has_own_graph else (self.storage, *self.flat_states.values())
+        self.marks = RowMarks(self.layout, watched)
+        self.deferred = DeferredGradients(self._updater, self.marks, keeps_batch=keeps_batch)
         # makes outputs require grad although no input does
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         # for `scaled_loss`
@@ -256,6 +262,7 @@ class TableBatchedEmbedding:
             if own is not None:
                 if own.grad_fn is not None:
                     own.grad_fn.metadata[TABLE_UPDATES] = self._updates  # type: ignore[index]
+                    own.register_hook(partial(_mark, self.marks, batch))
                 return own
         if self.settings.location is EmbeddingLocation.MANAGED_CACHING:
             raise ValueError(
@@ -290,8 +297,9 @@ class TableBatchedEmbedding:
         self._updater.flush()
 
     def drop_cache(self) -> None:
-        """Drop cached rows after `weights` or `states` were written (MANAGED_CACHING only)."""
+        """Drop cached rows after `weights` or `states` were written, and mark all rows."""
         self._updater.drop_cache()
+        self.marks.mark_all()
 
     @torch.no_grad()
     def reset_rows(self, sizes: Sequence[int], rows: Tensor, write: WriteRows) -> None:
@@ -302,7 +310,24 @@ class TableBatchedEmbedding:
             rows: [K] int64 rows of their tables, ordered by table, without duplicates.
             write: Writes the new weights; called for each dim.
         """
-        self._updater.reset_rows(sizes, rows, write)
+        with self.marks.writes():
+            self._updater.reset_rows(sizes, rows, write)
+            self.marks.mark_rows(rows, sizes)
+
+    @torch.no_grad()
+    def write_rows(self, table: int, rows: Tensor, values: Tensor, *, is_new: bool) -> None:
+        """Set weights of rows of a table, `[K, D]`; reset their optimizer state if `is_new`."""
+        sizes = [0] * len(self.weights)
+        sizes[table] = rows.numel()
+        values = values.to(self.storage.dtype)
+        if is_new:
+            self.reset_rows(sizes, rows, lambda group, w, at: w.index_copy_(0, at, values))
+            return
+        with self.marks.writes():
+            self._updater.flush()
+            self.weights[table].index_copy_(0, rows, values)
+            self._updater.drop_cache()
+            self.marks.mark_rows(rows, sizes)
 
     def dense_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
         """Return the gradient of all tables in any update mode: fp32, in the layout of `storage`.
@@ -383,9 +408,12 @@ class TableBatchedEmbedding:
         if self.update_mode is UpdateMode.DEFERRED:
             self.deferred.add(grad, batch, trained, ids_of_tables)
         elif all(trained):
-            kernel.update(grad, batch)
+            with self.marks.writes(batch):
+                kernel.update(grad, batch)
         else:
-            kernel.apply(kernel.drop_frozen(kernel.row_gradients(grad, batch), trained))
+            found = kernel.drop_frozen(kernel.row_gradients(grad, batch), trained)
+            with self.marks.writes(by_group=found):
+                kernel.apply(found)
 
     def _parameter_gradients(
         self, grad: Tensor, batch: Batch, trained: Sequence[bool]
@@ -408,6 +436,12 @@ class TableBatchedEmbedding:
                 for weight, (rows, grads) in zip(self.weights, found, strict=True)
             ]
         return [g if wanted else None for g, wanted in zip(pieces, trained, strict=True)]
+
+
+def _mark(marks: RowMarks, batch: Batch, _: Tensor) -> None:
+    """Mark the rows of a batch, in a backward pass that updates them."""
+    with marks.writes(batch):
+        pass
 
 
 @final

@@ -34,7 +34,6 @@ __all__ = [
     "dtype_to_data_type",
     "pooling_type_to_pooling_mode",
     "pooling_type_to_str",
-    "refuse_hashed_ids",
 ]
 
 
@@ -330,21 +329,6 @@ class QuantConfig(_QuantConfig):
     ) -> QuantConfig:
         """Check the arguments; a NamedTuple has no `__post_init__`."""
         return super().__new__(cls, activation, weight, per_table_weight_dtype)
-
-
-def refuse_hashed_ids(configs: Iterable[BaseEmbeddingConfig], action: str) -> None:
-    """Raise ValueError if a table has hashed ids.
-
-    Args:
-        configs: The tables.
-        action: Past participle for the message, such as "sharded".
-    """
-    hashed = [config.name for config in configs if config.ids is not None]
-    if hashed:
-        raise ValueError(
-            f"Tables with HashedIds cannot be {action} in this release; received {hashed}. Use "
-            "tables of row numbers there, for example of `recsys.sparse.hash_ids`."
-        )
 
 
 _TRAINABLE = (DataType.FP32, DataType.FP16, DataType.BF16)

@@ -151,6 +151,15 @@ class TableCollection(nn.Module):
         states = {self._configs[t].name: s for t, s in self._current_lookups().states()}
         return {name: state for name, state in states.items() if name in self._attached}
 
+    def marked_lookups(self) -> list[LookupGroup]:
+        """Return the current lookups, which mark the rows that change."""
+        return list(self._current_lookups().groups)
+
+    def mark_all_rows(self) -> None:
+        """Mark all rows as changed, after a write that is not an update."""
+        for group in () if self._lookups is None else self._lookups.groups:
+            group.tbe.marks.mark_all()
+
     def check_ids(self) -> None:
         """On CUDA, wait, and raise if an earlier batch had bad lengths or ids."""
         self._current_lookups().late.read_all()
@@ -163,6 +172,7 @@ class TableCollection(nn.Module):
                 init_rows(self.init_seed, t, 0, rows, dim, config, weight)
                 if config.ids is not None:
                     table.index.clear(seed_of_ids(self.init_seed, t))
+        self.mark_all_rows()
 
     # -- traced, see `traced` -------------------------------------------------------------------
 
@@ -295,6 +305,7 @@ class TableCollection(nn.Module):
         return super()._apply(moved, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def _load_from_state_dict(self, *args: Any) -> None:
+        self.mark_all_rows()
         self._save_optimizers()
         super()._load_from_state_dict(*args)
 

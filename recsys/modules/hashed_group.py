@@ -111,6 +111,7 @@ class HashedGroup:
             is_training,
         )
         if is_training:
+            self._tbe.marks.mark_rows(mapped.rows, sizes)  # their last use is written
             for counter in self._counters:
                 counter.step = step
             self._counts += mapped.counts

@@ -197,6 +197,7 @@ class TableIndex(nn.Module):
         if bool(((places.lines != rows // 64) & (self.last_used > 0)).any()):
             raise ValueError(
                 f"Table '{self._name}' must be loaded with the seed and num_regions of its "
-                "HashedIds with which it was saved; received ids in other rows."
+                "HashedIds with which it was saved; received ids in other rows. Use these, or pass "
+                f"resize=['{self._name}'] to load_checkpoint."
             )
         index.rebuild()

@@ -150,6 +150,7 @@ class LookupGroup:
             parameter.data = view
             if is_updated:
                 drop_hook(parameter)
+        self.tbe.marks.watch(self.parameters)
         for config, state in zip(configs, self.tbe.states, strict=True):
             for name, value in states.get(config.name, {}).items():
                 if not value.is_meta:  # after `to_empty` of tables without state

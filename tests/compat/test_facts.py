@@ -12,6 +12,7 @@ from tests.compat.facts import FILE, defaults_of, members_of
 
 INNER = "belongs to the engine inside, which is another one: docs/engine.md"
 HELD = "an attribute of the object, not of its class"
+INDEX = "of TorchRec's index of ids, which is another one"
 DIFFERENT = {
     r"EmbeddingCollection[.(]use_gather_select\w*\)?": (
         "how a lookup gathers is the kernel's choice"
@@ -20,14 +21,14 @@ DIFFERENT = {
         r"(DistributedModelParallel|DMPCollection|ShardedModule|Sharded\w+Collection|"
         r"ShardedEmbeddingBag)\.write\w*"
     ): "writes rows into a key-value store",
-    r"DistributedModelParallel\(model_tracker_configs\)": "no tracker of changed rows yet",
+    r"DistributedModelParallel\(model_tracker_configs\)": "raw ids are in the index of a table",
     (
         r"DMPCollection(Config)?[.(](sharding_strategy|ensure_reduce_scatter_complete|"
         r"rs_awaitable_hook_module)\)?"
     ): "sync() is the one way to average tables",
     r"DMPCollection\(use_sharded_relay\)": "the process group chooses how to all-reduce",
     r"(DistributedModelParallel|DMPCollection)\.(get_delta_tracker|init_torchrec_delta_tracker)": (
-        "no tracker of changed rows yet"
+        "made of the model: ModelDeltaTrackerTrec(model)"
     ),
     r"\w+\.reshard\(sharded_module_fqn\)": "takes plans by module path",
     r"EmbeddingBagCollectionSharder\.reshard": "a sharded collection reshards itself",
@@ -123,7 +124,20 @@ DIFFERENT = {
     ),
     r"GradientClippingOptimizer\.last_total_grad_norm": "step returns what the optimizer does",
     r"KeyedOptimizerWrapper\(pass_params_dict\)": "the factory takes a list",
-    r"Embedding(Bag)?CollectionContext[.(]\w+\)?": "made by create_context",
+    r"(ManagedCollision)?Embedding(Bag)?CollectionContext[.(]\w+\)?": "made by create_context",
+    (
+        r"((MCH|HashZch)?ManagedCollisionModule|\w+_EvictionPolicy)\.\w+|"
+        r"\w*ManagedCollision\w*Collection\.(lookup_\w+|sync_hash_zch_weights)"
+    ): INDEX,
+    r"ManagedCollisionModule\(\w+\)": "made by its two subclasses",
+    r"ModelDeltaTracker(Trec)?\.(record_\w+|compact|get_latest|trigger_compaction)": (
+        "a row has one mark, made by its update"
+    ),
+    r"ManagedCollisionCollectionSharder\.\w+": "tables are sharded with their ids",
+    (
+        r"BaseShardedManagedCollisionEmbeddingCollection\.(prefetch|preprocess_input|"
+        r"qcomm_codecs_registry|register_\w+|shardings|write\w*)"
+    ): INNER,
     (
         r"\w+Pipeline\w*\((enable_inplace_copy_batch|free_features_storage_early|"
         r"clear_data_dist_inputs|enqueue_batch_after_forward)\)"

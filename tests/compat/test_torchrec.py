@@ -185,8 +185,8 @@ def test_star_import(torchrec: Any) -> None:
             "no counterpart of torchrec.distributed.train_pipeline.utils._rewrite_model. The",
         ),
         (
-            "from torchrec.modules.mc_modules import ManagedCollisionModule",
-            "no counterpart of torchrec.modules.mc_modules. Ids must be rows of their table",
+            "from torchrec.modules.mc_modules import MCHEvictionPolicy",
+            "no counterpart of torchrec.modules.mc_modules.MCHEvictionPolicy. A table with ids=",
         ),
         ("import torchrec.github", "no counterpart of torchrec.github."),
         ("import torchrec.github.scripts", "no counterpart of torchrec.github."),

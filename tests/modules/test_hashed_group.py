@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
-from recsys.inference import quantize_embeddings
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_init import init_ids
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -275,8 +274,6 @@ def test_errors_name_the_table(tmp_path: Path) -> None:
         torch.jit.script(ebc)
     with pytest.raises(ValueError, match=r"cannot be traced or exported; received \['t'\]"):
         torch.fx.symbolic_trace(ebc)
-    with pytest.raises(ValueError, match=r"quantized in this release; received \['t'\]"):
-        quantize_embeddings(nn.Sequential(ebc))
     other = bags(4096, seed=1)
     ebc.train()
     trained = bags(4096)

@@ -207,7 +207,8 @@ class ShardingOption:
             module: Module of the table.
             sharding_option_name: Name of the table.
         """
-        return not isinstance(module, EmbeddingCollectionInterface)
+        tables = getattr(module, "_embedding_module", module)  # of managed collisions
+        return not isinstance(tables, EmbeddingCollectionInterface)
 
     @property
     def cache_load_factor(self) -> float | None:

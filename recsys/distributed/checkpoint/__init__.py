@@ -9,12 +9,13 @@ and files. The files of this folder in reading order:
 - `settings`: learning rates and other settings of optimizers.
 - `versions`: the `step-N` folders and their manifests.
 - `blocks`: reads and writes blocks with a CRC each.
+- `chain` reads a delta with its base, and `delta` finds the rows to save.
 - `rank_state`: state of each rank, such as data loaders.
 - `background`: saves during training.
 - `save`, `load`, and `read` (without a model).
 - `export`: weights as safetensors.
-- `resize`: tables with more or fewer rows than saved.
-- `table`: loads a table from an array.
+- `resize`: tables with more or fewer rows than saved, and `hashed`: those with hashed ids.
+- `table`: loads a table from an array, and `table_ids`: one with hashed ids.
 - `torchrec_names` and `sharded_tensors` (for torchsnapshot).
 """
 
@@ -23,13 +24,14 @@ from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.checkpoint.export import export_safetensors
 from recsys.distributed.checkpoint.load import load_checkpoint
 from recsys.distributed.checkpoint.rank_state import RandomState, Stateful
-from recsys.distributed.checkpoint.read import read_checkpoint
+from recsys.distributed.checkpoint.read import HashedRows, read_checkpoint, read_hashed_table
 from recsys.distributed.checkpoint.save import save_checkpoint, save_checkpoint_async
 from recsys.distributed.checkpoint.table import load_table
 from recsys.distributed.checkpoint.versions import newest_version
 
 __all__ = [
     "CheckpointError",
+    "HashedRows",
     "PendingSave",
     "RandomState",
     "Stateful",
@@ -38,6 +40,7 @@ __all__ = [
     "load_table",
     "newest_version",
     "read_checkpoint",
+    "read_hashed_table",
     "save_checkpoint",
     "save_checkpoint_async",
 ]

@@ -11,14 +11,17 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from recsys.distributed.checkpoint.background import end_pending
 from recsys.distributed.checkpoint.blocks import BlockReader
+from recsys.distributed.checkpoint.chain import reader_of
+from recsys.distributed.checkpoint.delta import take_chain
 from recsys.distributed.checkpoint.errors import CheckpointError, failures_named, on_every_rank
+from recsys.distributed.checkpoint.hashed import HashedTables
 from recsys.distributed.checkpoint.rank_state import (
     Stateful,
     check_progress,
     load_progress,
     rank_key,
 )
-from recsys.distributed.checkpoint.read import CompleteLoadPlanner
+from recsys.distributed.checkpoint.read import CompleteLoadPlanner, SavedValues
 from recsys.distributed.checkpoint.resize import Resized, fit_rows, restore
 from recsys.distributed.checkpoint.safe_pickle import decode, decode_pickle
 from recsys.distributed.checkpoint.settings import (
@@ -73,7 +76,9 @@ def load_checkpoint(
             `load_state_dicts` that takes the states of all ranks.
         resize: Names of tables that may have another number of rows than saved. Rows in both are
             loaded with their optimizer state. New rows keep the model's values; saved rows beyond
-            the table's end are ignored.
+            the table's end are ignored. A table with hashed ids may also have another seed or
+            `num_regions`. Its ids get new rows, with their weights and optimizer state. If there is
+            no room for all, the ids with the highest scores by its eviction rule stay.
 
     Returns:
         The saved `extra`, with tensors on the CPU.
@@ -88,6 +93,7 @@ def load_checkpoint(
     """
     path = checked_path("load_checkpoint", path, model, optimizer)
     end_pending(model)
+    take_chain(model)  # the next save of the model is full
     env = env_of(model)
     group = env.process_group
     what = f"Loading {path}"
@@ -100,10 +106,11 @@ def load_checkpoint(
     assert chosen is not None
     folder, manifest = chosen
     subject = f"The checkpoint {folder}"
-    reader = BlockReader(folder, manifest)
+    reader = reader_of(folder, manifest)
     settings: Settings | None = None if manifest is None else manifest["optimizer"]
     state: dict[str, Any] = {}
     resized: Resized = []
+    hashed: list[HashedTables] = []
     updates: Updates = []
     tables = [resize] if isinstance(resize, str) else resize
 
@@ -111,7 +118,8 @@ def load_checkpoint(
         check_progress(progress)
         state.update(_state_to_fill(reader, folder, model, optimizer, allow_partial, settings))
         saved = reader.read_metadata().state_dict_metadata
-        resized.extend(fit_rows(folder, state, saved, tables))
+        hashed.append(HashedTables(model, state, tables))
+        resized.extend(fit_rows(folder, state, saved, hashed[0].names(tables)))
         if progress:
             keys = _progress_keys(reader)
             own = [rank_key(env.rank)] if len(keys) == env.world_size else keys
@@ -136,6 +144,8 @@ def load_checkpoint(
 
     def finish() -> None:
         restore(state, resized)
+        if tables:
+            hashed[0].fill(SavedValues(folder, manifest, optimizer=True))
         model.load_state_dict(state["model"])
         if optimizer is not None:
             load_settings(updates)  # before the state: a warm-up then sets its rate

@@ -7,9 +7,10 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from recsys.distributed.checkpoint.blocks import BlockReader
+from recsys.distributed.checkpoint.chain import reader_of
 from recsys.distributed.checkpoint.errors import CheckpointError, failures_named
 from recsys.distributed.checkpoint.safe_pickle import decode
 from recsys.distributed.checkpoint.versions import Manifest, open_version
@@ -86,6 +87,72 @@ def read_checkpoint(
     return saved.read({name: saved.rows_of(name, rows.get(name, slice(None))) for name in names})
 
 
+@final
+class HashedRows(NamedTuple):
+    """The ids of a table with hashed ids, and their rows."""
+
+    ids: Tensor
+    """int64 [K], ascending."""
+    values: Tensor
+    """[K, columns] weights, in the same order."""
+
+
+@checked
+def read_hashed_table(path: str | Path, table: str) -> HashedRows:
+    """Read the ids of a table with hashed ids and their weights, without a model.
+
+    Ids that no longer have a row are not returned, nor are the rows that unknown ids share.
+    `load_table(model, table, values, ids=ids)` gives them rows in another table.
+
+    Args:
+        path: As for `read_checkpoint`.
+        table: Name of the table.
+
+    Returns:
+        Tensors on the CPU.
+
+    Raises:
+        CheckpointError: The folder is not a checkpoint or is damaged, it has no such table or
+            several, or the table has no hashed ids.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from recsys import EmbeddingBagCollection, EmbeddingBagConfig
+        >>> from recsys.distributed.checkpoint import load_table, save_checkpoint
+        >>> from recsys.modules.hashed_ids import HashedIds
+        >>> config = EmbeddingBagConfig(64, 1, "t", feature_names=["f"], ids=HashedIds())
+        >>> model = EmbeddingBagCollection(tables=[config])
+        >>> values = np.array([[1], [2]], np.float32)
+        >>> load_table(model, "t", values, ids=np.array([2**62, -7]))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(folder, model)
+        ...     read_hashed_table(folder, "t")
+        HashedRows(ids=tensor([                 -7, 4611686018427387904]), values=tensor([[2.],
+                [1.]]))
+    """
+    saved = SavedValues.find(path_of("read_hashed_table.path", path))
+    names = [name for name in saved.named(table) if name.endswith("index.ids")]
+    if len(names) != 1:
+        raise CheckpointError(
+            f"table must be the name of one table with HashedIds; {saved.folder} has {names} of "
+            f"{table!r}. Give a longer part of its name, or call read_checkpoint for a table of "
+            "row numbers."
+        )
+    prefix = names[0].removesuffix("index.ids")
+    index = saved.read({f"{prefix}index.{name}": None for name in ("ids", "last_used")})
+    ids, last_used = index.values()
+    rows = (last_used > 0).nonzero().flatten()
+    weight = f"{prefix}weight"
+    parts = []
+    for block in saved.row_ranges(weight):
+        assert block is not None
+        own = rows[(rows >= block.start) & (rows < block.stop)]
+        parts.append(saved.read({weight: block})[weight][own - block.start])
+    found, order = ids[rows].sort()
+    return HashedRows(found, torch.cat(parts)[order])
+
+
 def is_named(name: str, part: str) -> bool:
     """Return whether a name equals another, or is a part of it between dots.
 
@@ -110,7 +177,7 @@ class SavedValues:
 
     def __init__(self, folder: Path, manifest: Manifest | None, optimizer: bool = False) -> None:
         self.folder = folder
-        self._reader = BlockReader(folder, manifest)
+        self._reader = reader_of(folder, manifest)
         found = self._reader.read_metadata().state_dict_metadata
         is_ours = manifest is not None or all(name.split(".")[0] in _SECTIONS for name in found)
         self._saved_as = {

@@ -6,13 +6,25 @@ import contextlib
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from recsys.distributed.changed_rows import ChangedRows
 from recsys.distributed.checkpoint.background import PendingSave, copy_to_host, end_pending
 from recsys.distributed.checkpoint.blocks import BlockWriter, Files
+from recsys.distributed.checkpoint.delta import (
+    Chain,
+    ChangedValues,
+    SavedChain,
+    about_delta,
+    changed_values,
+    keep_chain,
+    saved_as,
+    shapes_of,
+    take_chain,
+)
 from recsys.distributed.checkpoint.errors import failures_named, on_every_rank
 from recsys.distributed.checkpoint.export import write_safetensors
 from recsys.distributed.checkpoint.rank_state import (
@@ -44,7 +56,7 @@ from recsys.step_stages import long_section
 
 
 @long_section("save_checkpoint")
-@checked_but("path", "model", "optimizer", "extra", "step", "keep", "progress")
+@checked_but("path", "model", "optimizer", "extra", "step", "keep", "progress", "full_every")
 def save_checkpoint(
     path: str | Path,
     model: nn.Module,
@@ -55,6 +67,8 @@ def save_checkpoint(
     keep: int | None = 2,
     progress: Mapping[str, Stateful] | None = None,
     consolidated: bool = False,
+    delta: bool = False,
+    full_every: int = 100,
 ) -> None:
     """Save a model, sharded or not, with its optimizer, as a new version in `path/step-N`.
 
@@ -81,6 +95,13 @@ def save_checkpoint(
         consolidated: Whether to write the weights also as one file `path/step-N/model.safetensors`,
             by the names of the unsharded model, and its checksum as `model.safetensors.sha256`.
             Rank 0 copies it block by block from the files of all ranks while the other ranks wait.
+        delta: Whether to save only the rows of tables that changed since the previous version of
+            this model in `path`, with their optimizer state and ids; other values are saved in
+            full. A load of such a version reads the previous ones as well. The save is full if
+            this process has no previous version of the model in `path`, or has loaded the model
+            since. It is also full if a value has another shape, if another process has saved a
+            newer version, or if the deltas would exceed half of the last full version.
+        full_every: With `delta`, every so many saves one is full.
 
     Raises:
         CheckpointError: On every rank, with path, cause and failing rank: `extra`, `progress`, a
@@ -88,10 +109,11 @@ def save_checkpoint(
             optimizer state of a shard is not one value per element, per row of whole width, or per
             table; the files cannot be written; or the previous asynchronous save of the model
             failed.
-        TypeError: An argument has another type: `step` and `keep` are whole numbers, `extra` is a
-            mapping, and the members of `progress` have a state.
-        ValueError: `step` is negative or `keep` is not positive, or the model is a `DMPCollection`
-            whose groups of ranks hold different tables.
+        TypeError: An argument has another type: `step`, `keep` and `full_every` are whole numbers,
+            `extra` is a mapping, and the members of `progress` have a state.
+        ValueError: `step` is negative, `keep` or `full_every` is not positive, both `delta` and
+            `consolidated` are set, or the model is a `DMPCollection` whose groups of ranks hold
+            different tables.
 
     Example:
         >>> import tempfile
@@ -105,7 +127,8 @@ def save_checkpoint(
         ['step-1', 'step-2']
         {'epoch': 2}
     """
-    job = _Save("save_checkpoint", path, model, optimizer, step, keep, consolidated)
+    options = _Options(step, keep, consolidated, delta, full_every)
+    job = _Save("save_checkpoint", path, model, optimizer, options)
     state = job.collect_state(extra, progress)
     with contextlib.ExitStack() as until_saved:
         folder = job.create_folder(until_saved)
@@ -114,7 +137,7 @@ def save_checkpoint(
 
 
 @long_section("save_checkpoint_async")
-@checked_but("path", "model", "optimizer", "extra", "step", "keep", "progress")
+@checked_but("path", "model", "optimizer", "extra", "step", "keep", "progress", "full_every")
 def save_checkpoint_async(
     path: str | Path,
     model: nn.Module,
@@ -125,6 +148,8 @@ def save_checkpoint_async(
     keep: int | None = 2,
     progress: Mapping[str, Stateful] | None = None,
     consolidated: bool = False,
+    delta: bool = False,
+    full_every: int = 100,
 ) -> PendingSave:
     """Save as `save_checkpoint` does, while training continues.
 
@@ -142,6 +167,8 @@ def save_checkpoint_async(
         keep: Number of complete versions to keep.
         progress: State of each rank.
         consolidated: Whether to write the weights also as one file of safetensors.
+        delta: Whether to save only the rows that changed since the previous version.
+        full_every: With `delta`, every so many saves one is full.
 
     Returns:
         The save in progress. Call its `wait()` before the job ends its process group.
@@ -150,7 +177,7 @@ def save_checkpoint_async(
         CheckpointError: On every rank, as for `save_checkpoint`; `wait` raises failures in the
             background, on every rank.
         TypeError: As for `save_checkpoint`.
-        ValueError: `step` is negative or `keep` is not positive.
+        ValueError: As for `save_checkpoint`.
 
     Example:
         >>> import tempfile
@@ -160,7 +187,8 @@ def save_checkpoint_async(
         ...     pending.wait().name
         'step-1'
     """
-    job = _Save("save_checkpoint_async", path, model, optimizer, step, keep, consolidated)
+    options = _Options(step, keep, consolidated, delta, full_every)
+    job = _Save("save_checkpoint_async", path, model, optimizer, options)
     state = job.collect_state(extra, progress)
     env_of_saves = job.env.for_saves()
     copied: dict[str, Any] = {}
@@ -179,6 +207,30 @@ def save_checkpoint_async(
 
 
 @final
+class _Options(NamedTuple):
+    """Arguments of a save; see `save_checkpoint`."""
+
+    step: int | None
+    keep: int | None
+    consolidated: bool
+    delta: bool
+    full_every: int
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError unless they are valid."""
+        if self.step is not None:
+            whole("step", self.step, least=0)
+        if self.keep is not None:
+            whole("keep", self.keep)
+        whole("full_every", self.full_every)
+        if self.delta and self.consolidated:
+            raise ValueError(
+                "consolidated must be False with delta=True, which saves a part of the rows; "
+                "received True. Leave it out, and call export_safetensors(path, file)."
+            )
+
+
+@final
 class _Save:
     """Steps of one save. Every rank calls them in order: state, folder, write, remove.
 
@@ -187,9 +239,7 @@ class _Save:
         path: Folder of the checkpoint.
         model: The model.
         optimizer: All optimizers of the model.
-        step: Number of the version.
-        keep: Number of complete versions to keep.
-        consolidated: Whether to write a file of safetensors.
+        options: Further arguments.
     """
 
     def __init__(
@@ -198,23 +248,23 @@ class _Save:
         path: str | Path,
         model: nn.Module,
         optimizer: KeyedOptimizer | None,
-        step: int | None,
-        keep: int | None,
-        consolidated: bool,
+        options: _Options,
     ) -> None:
         self._path = checked_path(function, path, model, optimizer)
         end_pending(model)
         self.env = env_of(model)
         self.what = f"Saving {self._path}"
-        self._model, self._optimizer = model, optimizer
-        self._step, self._keep, self._consolidated = step, keep, consolidated
+        self._model, self._optimizer, self._options = model, optimizer, options
         self._settings: Settings = []
+        # a save that fails leaves no chain, so that the next one is full
+        self._chain = take_chain(model)
+        self._shapes: frozenset[Any] = frozenset()
+        self._changed: ChangedValues | None = None
+        self._marks: ChangedRows | None = None
         self._same = in_words_by_name(
             function=function,
             optimizer="None" if optimizer is None else "given",
-            step=step,
-            keep=keep,
-            consolidated=consolidated,
+            **options._asdict(),
         )
 
     def collect_state(
@@ -224,11 +274,8 @@ class _Save:
         state: dict[str, Any] = {}
         model, optimizer, rank = self._model, self._optimizer, self.env.rank
 
-        def prepare() -> tuple[Settings, dict[str, str]]:
-            if self._step is not None:
-                whole("step", self._step, least=0)
-            if self._keep is not None:
-                whole("keep", self._keep)
+        def prepare() -> tuple[Settings, dict[str, str], bool]:
+            self._options.check()
             if extra is not None and not isinstance(extra, Mapping):
                 raise TypeError(f"extra must be a dict; received a {type(extra).__qualname__}.")
             check_progress(progress)
@@ -249,21 +296,44 @@ class _Save:
                 )
             if optimizer is not None:
                 state["optimizer"].pop("param_groups", None)  # the manifest contains the settings
-            for name, value in flat(state).items():
+            values = flat(state)
+            for name, value in values.items():
                 if not isinstance(value, Tensor):
                     check_plain(name, value)
+            self._shapes = shapes_of(values)
+            is_delta = (
+                self._options.delta
+                and self._chain is not None
+                and self._chain.can_continue(
+                    self._path, self._shapes, self._options.full_every, self.env
+                )
+            )
             if rank == 0:
                 state["extra"] = encode(extra or {})  # one leaf: its members are not renamed
             if progress:
                 state["progress"] = {rank_key(rank): encode(progress_of(progress))}
-            if optimizer is None:
-                return [], self._same
-            return settings_of(optimizer, whole_names(model, optimizer)), self._same
+            settings = (
+                [] if optimizer is None else settings_of(optimizer, whole_names(model, optimizer))
+            )
+            return settings, self._same, is_delta
 
         prepared = on_every_rank(self.env, self.what, prepare)
-        raise_if_facts_differ("save a checkpoint", [facts for _, facts in prepared])
-        self._settings = merge([settings for settings, _ in prepared])
-        return state
+        raise_if_facts_differ("save a checkpoint", [facts for _, facts, _ in prepared])
+        self._settings = merge([settings for settings, _, _ in prepared])
+        if self._chain is not None and all(is_delta for _, _, is_delta in prepared):
+            self._changed = changed_values(self._chain, model, state, self.env, self.what)
+        self._start_marks()
+        return state if self._changed is None else self._changed.state
+
+    def _start_marks(self) -> None:
+        """Mark rows from here on if the next save may be a delta on this one."""
+        chain = self._chain
+        if chain is not None and (self._options.delta or chain.path == self._path.resolve()):
+            self._marks = chain.changed
+            if self._changed is None:
+                self._marks.take()  # all rows are saved
+        elif self._options.delta:
+            self._marks = ChangedRows(self._model)
 
     def create_folder(self, until_saved: contextlib.ExitStack) -> Path:
         """Return the folder of the new version."""
@@ -271,7 +341,7 @@ class _Save:
         def create() -> Path | None:
             if self.env.rank != 0:
                 return None
-            return until_saved.enter_context(new_version(self._path, self._step))
+            return until_saved.enter_context(new_version(self._path, self._options.step))
 
         folder = on_every_rank(self.env, self.what, create)[0]
         assert folder is not None
@@ -284,14 +354,32 @@ class _Save:
             write_safetensors(SavedValues(folder, {"files": files}), folder / "model.safetensors")
 
         group = env.process_group
+        before: SavedChain | None = None
+        about: dict[str, Any] = {"optimizer": self._settings}
+        if self._changed is not None and self._chain is not None:
+            before = self._chain.saved
+            if before is not None:
+                about |= about_delta(folder, before, self._changed.rows)
         with failures_named(f"{folder} cannot be saved.", env, "save a checkpoint"):
-            then = consolidate if self._consolidated else None
-            writer = BlockWriter(folder, {"optimizer": self._settings}, then)
+            then = consolidate if self._options.consolidated else None
+            writer = BlockWriter(folder, about, then)
             save(in_blocks(state), storage_writer=writer, process_group=group, no_dist=not group)
+
+        self._keep_chain(folder, before)
+
+    def _keep_chain(self, folder: Path, before: SavedChain | None) -> None:
+        """Remember the version that was saved, for the next delta."""
+        if self._marks is not None:
+            path, marks = self._path.resolve(), self._marks
+            saved = saved_as(folder, before) if self.env.rank == 0 else None
+            chain = Chain(path=path, changed=marks, shapes=self._shapes, saved=saved)
+            keep_chain(self._model, chain)
+        elif self._chain is not None:  # of another path
+            keep_chain(self._model, self._chain)
 
     def remove_old(self, env: ShardingEnv, folder: Path) -> None:
         """Remove older versions than those to keep."""
-        keep = self._keep
+        keep = self._options.keep
         if keep is not None:
 
             def remove() -> None:

@@ -97,6 +97,35 @@ def tables_without(model: nn.Module, optimizer: KeyedOptimizer | None) -> list[s
     return found
 
 
+def parts_of_value(value: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Return offsets and values of this rank's shards; a plain tensor is one shard."""
+    if isinstance(value, ShardedTable):
+        return [(offsets, part) for offsets, part in value.local_shards()]
+    return [((0,) * value.dim(), value.detach())]
+
+
+def values_with_rows(weight: str, state: Mapping[str, Any]) -> dict[tuple[str, ...], Tensor]:
+    """Return the values of a table that change with its rows, by their keys in the state.
+
+    These are its weight, row states of its optimizer, and of its ids all but the sketch of
+    `AtLeast`, which changes without its rows.
+
+    Args:
+        weight: Name of its weight.
+        state: State of the model and its optimizer.
+    """
+    table = state["model"][weight]
+    found: dict[tuple[str, ...], Tensor] = {("model", weight): table}
+    for key in ("ids", "last_used", "seen"):
+        name = f"{weight.removesuffix('weight')}index.{key}"
+        if name in state["model"]:
+            found["model", name] = state["model"][name]
+    for key, value in state.get("optimizer", {}).get("state", {}).get(weight, {}).items():
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == table.shape[0]:
+            found["optimizer", "state", weight, key] = value
+    return found
+
+
 def flat(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of nested state by their names in a checkpoint."""
     values: dict[str, Any] = flatten_state_dict(dict(state))[0]

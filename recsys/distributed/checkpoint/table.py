@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from recsys.distributed.checkpoint.errors import on_every_rank
 from recsys.distributed.checkpoint.read import is_named
 from recsys.distributed.checkpoint.state import env_of
+from recsys.distributed.checkpoint.table_ids import check_ids, hashed_parts, load_ids
 from recsys.distributed.checkpoint.versions import regular_file
 from recsys.distributed.stages.lookup import LocalShard
 from recsys.distributed.state.table_shards import TableShards
@@ -23,8 +25,14 @@ from recsys.kernels.checked import checked_but
 _BLOCK_BYTES = 64 << 20
 
 
-@checked_but("table", "values")
-def load_table(model: nn.Module, table: str, values: np.ndarray[Any, Any] | str | Path) -> None:
+@checked_but("table", "values", "ids")
+def load_table(
+    model: nn.Module,
+    table: str,
+    values: np.ndarray[Any, Any] | str | Path,
+    *,
+    ids: np.ndarray[Any, Any] | None = None,
+) -> None:
     """Fill a table, sharded or not, with the values of an array or a `.npy` file.
 
     Each rank reads its own rows, 64 MiB at a time, so that a file or `np.memmap` may be larger than
@@ -37,13 +45,18 @@ def load_table(model: nn.Module, table: str, values: np.ndarray[Any, Any] | str 
             weight's name between dots, such as `user_tower.ebc.embedding_bags.t_user`.
         values: `[rows, columns]` of floating point numbers, converted to the table's dtype, or a
             file written by `np.save`. For other files pass a `np.memmap`.
+        ids: A table with hashed ids: `[rows]` int64, distinct, the id of each row of the values.
+            These ids get rows without admission, and count as used by the last batch. Other ids
+            keep their rows while there is room. A warning has the number of given ids without room.
+            Optimizer states of new rows are reset.
 
     Raises:
         CheckpointError: On every rank, if a file cannot be read.
         TypeError: `model` is not an nn.Module, or `table` is not text.
         ValueError: On every rank, if the model has no such table or several, or the values have
             another shape, are not of floating point, or are NaN, infinite, or too large for the
-            table's dtype.
+            table's dtype; or `ids` are missing, have another shape or dtype, repeat, or are given
+            for a table of row numbers.
 
     Example:
         >>> model = nn.ModuleDict({"t_user": nn.Embedding(3, 2)})
@@ -56,29 +69,50 @@ def load_table(model: nn.Module, table: str, values: np.ndarray[Any, Any] | str 
     if not isinstance(table, str):
         wrong_type("load_table.table", "the name of a table", table)
 
-    def work() -> None:
+    def work() -> dict[int, int]:
         name, weight = _find_table(model, table)
         source: Any = values
         if isinstance(values, str | Path):
             source = np.load(regular_file(Path(values)), mmap_mode="r")
-        shards: Sequence[LocalShard] = ()
         shape: tuple[int, ...]
+        shape = weight.table.shape if isinstance(weight, TableShards) else tuple(weight.shape)
+        hashed = hashed_parts(model, weight)
+        if ids is not None or hashed is not None:
+            given = check_ids(name, ids, is_hashed=hashed is not None)
+            _check(name, (len(given), shape[1]), source)
+
+            def read(at: np.ndarray[Any, Any]) -> Tensor:
+                block = torch.from_numpy(np.array(source[at], source.dtype.newbyteorder("=")))
+                return _convert(name, at, block, weight.dtype)
+
+            return {part.first_row: load_ids(part, given, read) for part in hashed or ()}
+        shards: Sequence[LocalShard] = ()
         fill: Callable[[slice, Tensor], None]
         if isinstance(weight, TableShards):
             weight.flush()
-            shape, fill, shards = weight.table.shape, weight.fill, weight.shards
+            fill, shards = weight.fill, weight.shards
             ranges = sorted({(s.rect.row_start, s.rect.row_end) for s in shards})
         else:
-            shape, fill = tuple(weight.shape), weight.detach().__setitem__
+            fill = weight.detach().__setitem__
             ranges = [(0, len(weight))]
         _check(name, shape, source)
         for rows in _row_blocks(ranges, source):
             block = torch.from_numpy(np.array(source[rows], source.dtype.newbyteorder("=")))
-            fill(rows, _convert(name, rows, block, weight.dtype))
+            fill(rows, _convert(name, range(rows.start, rows.stop), block, weight.dtype))
         for shard in shards:
             shard.kernel.drop_cache()
+        return {}
 
-    on_every_rank(env_of(model), f"Loading table {table!r}", work)
+    env = env_of(model)
+    lost: dict[int, int] = {}  # by the first row of a shard: column shards have the same ids
+    for of_rank in on_every_rank(env, f"Loading table {table!r}", work):
+        lost |= of_rank
+    if sum(lost.values()) and env.rank == 0:
+        warnings.warn(
+            f"Table {table!r} has no room for {sum(lost.values())} of the ids: too many have the "
+            "same place. Use more rows.",
+            stacklevel=3,
+        )
 
 
 def _find_table(model: nn.Module, table: str) -> tuple[str, TableShards | Tensor]:
@@ -124,7 +158,9 @@ def _check(name: str, shape: tuple[int, ...], values: Any) -> None:
         )
 
 
-def _convert(name: str, rows: slice, values: Tensor, dtype: torch.dtype) -> Tensor:
+def _convert(
+    name: str, rows: range | np.ndarray[Any, Any], values: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Return values of some rows in the table's dtype.
 
     Raises:
@@ -136,7 +172,7 @@ def _convert(name: str, rows: slice, values: Tensor, dtype: torch.dtype) -> Tens
         row, column = is_bad.nonzero()[0].tolist()
         raise ValueError(
             f"The values of {name!r} must be finite as {dtype}; received "
-            f"{values[row, column].item()} in row {rows.start + row}, column {column}. Rows before "
+            f"{values[row, column].item()} in row {rows[row]}, column {column}. Rows before "
             "it may have been filled: correct the values and load the table again."
         )
     return converted

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -23,11 +24,15 @@ from recsys.kernels.checked import checked
 
 MANIFEST = "manifest.json"
 _LOCK = "saving.lock"
-_FORMAT = 1
+_FORMATS = {"full": 1, "delta": 2}  # of a manifest, by the kind of its version
 _TRIES = 100
 
 Manifest = Mapping[str, Any]
-"""Content of a manifest: `files` with their blocks, and `optimizer` settings."""
+"""Content of a manifest: `files` with their blocks, and `optimizer` settings.
+
+A delta's manifest also has `kind` "delta", its own `step`, `previous` and `base` (each a `step` and
+the `sha256` of its manifest), and `rows`: by table, the number of saved rows and the values that
+have them."""
 
 
 @checked
@@ -177,7 +182,9 @@ def _remove_unless_in_use(folder: Path) -> None:
 
 
 def keep_newest(path: Path, keep: int, current: Path) -> None:
-    """Remove all complete versions except the newest and `current`. Links are kept.
+    """Remove all complete versions except the newest and `current`, and what their deltas need.
+
+    Links are kept.
 
     Args:
         path: The checkpoint's folder.
@@ -186,14 +193,27 @@ def keep_newest(path: Path, keep: int, current: Path) -> None:
     """
     # a link is not made by a save: its target belongs to someone else
     own = [n for n in _complete(path) if not _folder(path, n).is_symlink()]
-    for number in own[:-keep]:
+    kept = {_folder(path, n) for n in own[-keep:]} | {current}
+    try:
+        bases = {n: _base_of(folder) for folder in kept if (n := step_of(folder)) is not None}
+    except CheckpointError as error:
+        warnings.warn(f"No version in {path} is removed: {error}", stacklevel=3)
+        return
+    for number in reversed(own):  # deltas before their base
         folder = _folder(path, number)
-        if folder != current:
+        if folder not in kept and not any(b <= number < n for n, b in bases.items()):
             try:
                 (folder / _LOCK).touch()  # if this process dies here, a later save removes the rest
                 _remove(folder)
             except OSError as error:
                 warnings.warn(f"{folder} is unused but could not be removed: {error}", stacklevel=3)
+
+
+def _base_of(folder: Path) -> int:
+    """Return the number of the first version that a load of a version reads."""
+    manifest = read_manifest(folder)
+    is_delta = manifest.get("kind") == "delta"
+    return manifest["base"]["step"] if is_delta else int(folder.name.removeprefix("step-"))
 
 
 def _remove(folder: Path) -> None:
@@ -210,12 +230,17 @@ def _folder(path: Path, number: int) -> Path:
     return path / f"step-{number}"
 
 
+def step_of(folder: Path) -> int | None:
+    """Return the number of a version, or None for a folder of another name."""
+    match = re.fullmatch(r"step-(0|[1-9]\d{0,17})", folder.name)
+    return int(match[1]) if match else None
+
+
 def _steps(path: Path) -> list[int]:
     """Return the numbers of all versions, complete or not, in ascending order."""
     if not path.is_dir():
         return []
-    found = (re.fullmatch(r"step-(0|[1-9]\d{0,17})", entry.name) for entry in path.iterdir())
-    return sorted(int(match[1]) for match in found if match)
+    return sorted(step for entry in path.iterdir() if (step := step_of(entry)) is not None)
 
 
 def _complete(path: Path) -> list[int]:
@@ -234,7 +259,8 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """
     temporary = folder / f"{MANIFEST}.tmp"
     with temporary.open("wb") as file:
-        file.write(_encode({"format": _FORMAT, **content}))
+        found = _FORMATS[content.get("kind", "full")]
+        file.write(_encode({"format": found, **content}))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
@@ -259,10 +285,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         is_whole = False
     if not is_whole:
         raise CheckpointError(f"{file} is damaged: its CRC does not match its text.")
-    if found != _FORMAT:
+    if found != _FORMATS.get(content.get("kind", "full")):
         raise CheckpointError(
-            f"{file} is of format {found}; this version of recsys reads format {_FORMAT}. Load it "
-            "with the version that wrote it, or a later one."
+            f"{file} is of format {found}; this version of recsys reads formats up to "
+            f"{max(_FORMATS.values())}. Load it with the version that wrote it, or a later one."
         )
     return dict(content)
 
@@ -270,6 +296,44 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _encode(content: Mapping[str, Any]) -> bytes:
     text = json.dumps(content, sort_keys=True)
     return json.dumps({"content": content, "crc32": crc32(text.encode())}, sort_keys=True).encode()
+
+
+def identity_of(folder: Path) -> dict[str, Any]:
+    """Return the number of a complete version, and the SHA-256 of its manifest."""
+    digest = hashlib.sha256(regular_file(folder / MANIFEST).read_bytes()).hexdigest()
+    return {"step": step_of(folder), "sha256": digest}
+
+
+def chain_of(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
+    """Return the versions to read for a version, base first: itself alone unless it is a delta.
+
+    Raises:
+        CheckpointError: A version that a delta needs is missing or is another one, or the delta was
+            copied or renamed.
+    """
+    found = [(folder, manifest)]
+    while manifest.get("kind") == "delta":
+        current, step = folder.resolve(), manifest["step"]
+        if step_of(current) != step:
+            raise CheckpointError(
+                f"{folder} must be the delta of its number; received a copy of step-{step}, or a "
+                "version that was renamed. Load another version."
+            )
+        wanted = manifest["previous"]
+        folder = _folder(current.parent, wanted["step"])
+        if not (folder / MANIFEST).is_file():
+            raise CheckpointError(
+                f"{current} is a delta and needs {folder}, which is missing or was never finished. "
+                "Load an earlier version, or copy the whole checkpoint again."
+            )
+        if wanted["step"] >= step or identity_of(folder) != wanted:
+            raise CheckpointError(
+                f"{current} is a delta on another version than {folder}: the SHA-256 of the "
+                "manifest differs. Load an earlier version, or copy the whole checkpoint again."
+            )
+        manifest = read_manifest(folder)
+        found.append((folder, manifest))
+    return found[::-1]
 
 
 def regular_file(file: Path) -> Path:

@@ -9,6 +9,7 @@ class ExchangeName(StrEnum):
 
     ID_COUNTS = "exchange id counts"
     IDS = "send ids to their owners"
+    ROWS_OF_IDS = "send the rows of ids back"
     EMBEDDINGS = "send embeddings back"
     EMBEDDINGS_IN_NODE = "add up embeddings inside a node"
     GRADIENTS = "send gradients to the tables"

@@ -95,6 +95,7 @@ class InputDist:
 
     Attributes:
         is_training: Whether the module is in training mode.
+        keeps_places: Whether to keep the positions of ids in the batch, for `returned_rows`.
         checker: Checks batches.
         streams: Constants of the exchanges.
         late: Checks whose results are read after the step, of batches without a header.
@@ -108,7 +109,7 @@ class InputDist:
         self, module: StagedModule, most_ids: float, hashed: Sequence[HashedGroup | None]
     ) -> None:
         self.module, self.most_ids, self.hashed = module, most_ids, hashed
-        self.is_training = True
+        self.is_training, self.keeps_places = True, False
         self.late = AsyncChecks()
         self.end_of_data = EndOfData()
         layout, device, num_ranks = module.layout, module.device.type, module.env.world_size
@@ -218,7 +219,7 @@ class InputDist:
             assert bags.weights is not None
             weights = [bags.weights.detach()]
             needs_grad = torch.is_grad_enabled() and bags.weights.requires_grad
-        if needs_grad or not self.module.is_pooled:
+        if needs_grad or self.keeps_places or not self.module.is_pooled:
             places = [torch.arange(bags.values.numel(), device=self.module.device)]
         segments, counts_G = Segments([], [], [], [], []), counts_K.long()
         if routes.use_raw:

@@ -119,7 +119,7 @@ def move_tables(
         _exchange(waiting, env, table.device)
     for name, table in new.items():
         for shard in table.shards:
-            shard.kernel.drop_cache()
+            shard.kernel.drop_cache()  # of all lookups: column owners mark equal rows
         _move_counters(old[name], table, env)
 
 

@@ -333,6 +333,7 @@ Batch Batcher::merge(const std::vector<CheckedRequest>& requests) const {
     char* next_length = static_cast<char*>(lengths.data.get());
     char* next_weight = static_cast<char*>(weights.data.get());
     for (std::size_t f = first; f < end; ++f) {
+      char* const first_id = next_id;
       for (const CheckedRequest& request : requests) {
         const CheckedRequest::Bags& bags = request.bags[f];
         if (bags.ids != nullptr) {
@@ -349,6 +350,11 @@ Batch Batcher::merge(const std::vector<CheckedRequest>& requests) const {
           std::memcpy(next_weight, bags.weights->data, bytes);
           next_weight += bytes;
         }
+      }
+      if (!features_[f]->index.empty()) {
+        auto* own = reinterpret_cast<std::int64_t*>(first_id);
+        batch.hashed.push_back(
+            {features_[f]->index, own, reinterpret_cast<std::int64_t*>(next_id) - own});
       }
     }
     batch.inputs.push_back(std::move(ids));

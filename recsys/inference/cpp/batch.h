@@ -28,9 +28,17 @@ struct CheckedRequest {
   std::vector<Bags> bags;                // per feature of all inputs
 };
 
+// Ids of a feature, in an input of a batch, to be replaced by rows.
+struct HashedIds {
+  std::string table;
+  std::int64_t* ids = nullptr;
+  std::int64_t count = 0;
+};
+
 // The inputs of a program, in order.
 struct Batch {
   std::vector<Tensor> inputs;
+  std::vector<HashedIds> hashed;
   std::vector<std::int64_t> rows;  // of each request
   std::int64_t num_rows = 0;
 };

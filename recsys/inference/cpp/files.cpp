@@ -95,6 +95,16 @@ std::shared_ptr<void> map_file(const std::string& path, std::size_t bytes) {
   return std::shared_ptr<void>(memory, [bytes](void* mapped) { munmap(mapped, bytes); });
 }
 
+std::shared_ptr<void> map_private(const std::string& path, std::size_t bytes) {
+  const Descriptor file(path);
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE,
+                      file.fd, 0);
+  if (memory == MAP_FAILED) {
+    fail_errno(path);
+  }
+  return std::shared_ptr<void>(memory, [bytes](void* mapped) { munmap(mapped, bytes); });
+}
+
 std::string sha256(const void* data, std::size_t bytes) {
   Digest digest;
   digest.add(data, bytes);

@@ -17,6 +17,9 @@ std::string read_file(const std::string& path);
 // A whole file in memory, read-only and shared with other processes.
 std::shared_ptr<void> map_file(const std::string& path, std::size_t bytes);
 
+// A whole file in memory, whose pages are read at first use; writes do not change the file.
+std::shared_ptr<void> map_private(const std::string& path, std::size_t bytes);
+
 // SHA-256 as 64 hexadecimal digits.
 std::string sha256(const void* data, std::size_t bytes);
 std::string sha256_of_file(const std::string& path);

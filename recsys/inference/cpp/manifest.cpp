@@ -39,7 +39,10 @@ std::vector<std::int64_t> shape_of(const Json& json) {
 }
 
 Feature feature_of(const Json& json) {
-  Feature feature{json.at("name").text(), json.at("tensor").text(), std::nullopt};
+  Feature feature{json.at("name").text(), json.at("tensor").text(), std::nullopt, ""};
+  if (!json.at("index").is_null()) {
+    feature.index = json.at("index").text();
+  }
   if (!json.at("rows").is_null()) {
     feature.rows = json.at("rows").integer();
   }
@@ -92,7 +95,13 @@ Output output_of(const Json& json) {
 Table table_of(const Json& json) {
   Table table{json.at("name").text(),          json.at("rows").integer(),
               json.at("row_bytes").integer(),  json.at("file").text(),
-              json.at("buffer").text(),        json.at("offset").integer()};
+              json.at("buffer").text(),        json.at("offset").integer(),
+              std::nullopt};
+  if (!json.at("index").is_null()) {
+    const Json& index = json.at("index");
+    table.index = IndexFiles{index.at("ids").text(), index.at("digests").text(),
+                             index.at("regions").integer(), index.at("seed").integer()};
+  }
   if (table.rows < 0 || table.row_bytes <= 0 || table.offset < 0 ||
       table.offset % kTableAlignment != 0) {
     refuse(text_of("table '", table.name, "' has a bad size or offset"));
@@ -130,6 +139,49 @@ std::vector<std::string> texts_of(const Json& json) {
   return found;
 }
 
+const File* file_named(const Manifest& manifest, const std::string& path) {
+  for (const File& candidate : manifest.files) {
+    if (candidate.path == path) {
+      return &candidate;
+    }
+  }
+  return nullptr;
+}
+
+// An index must have whole files and regions of whole lines.
+void check_index(const Manifest& manifest, const Table& table) {
+  const IndexFiles& index = *table.index;
+  const std::int64_t regions = index.regions;
+  if (regions <= 0 || regions > 1 << 14 || (regions & (regions - 1)) != 0 || table.rows == 0 ||
+      table.rows >= std::int64_t{1} << 37 || table.rows % (regions * kLineRows) != 0) {
+    refuse(text_of("table '", table.name, "' must have regions of whole lines of ", kLineRows,
+                   " rows"));
+  }
+  const File* ids = file_named(manifest, index.ids);
+  const File* digests = file_named(manifest, index.digests);
+  if (ids == nullptr || ids->bytes != 8 * table.rows || digests == nullptr ||
+      digests->bytes != table.rows) {
+    refuse(text_of("the index of table '", table.name, "' must have files of ", 8 * table.rows,
+                   " and ", table.rows, " bytes"));
+  }
+}
+
+// Features with hashed ids must name a table with an index, and have space for rows.
+void check_features(const Manifest& manifest) {
+  for (const Input& input : manifest.schema.inputs) {
+    for (const Feature& feature : input.features) {
+      bool is_known = feature.index.empty();
+      for (const Table& table : manifest.tables) {
+        is_known = is_known || (table.name == feature.index && table.index.has_value());
+      }
+      if (!is_known || (!feature.index.empty() && input.dtype != RECSYS_INT64)) {
+        refuse(text_of("feature '", feature.name,
+                       "' must have int64 ids and name a table with an index"));
+      }
+    }
+  }
+}
+
 // Tables must be whole files, and must not overlap in their buffer.
 void check_tables(const Manifest& manifest) {
   std::set<std::string> names;
@@ -146,9 +198,9 @@ void check_tables(const Manifest& manifest) {
     if (!names.insert(table.name).second) {
       refuse(text_of("two tables have the name '", table.name, "'"));
     }
-    const File* file = nullptr;
-    for (const File& candidate : manifest.files) {
-      file = candidate.path == table.file ? &candidate : file;
+    const File* file = file_named(manifest, table.file);
+    if (table.index.has_value()) {
+      check_index(manifest, table);
     }
     if (file == nullptr || file->bytes != bytes) {
       refuse(text_of("table '", table.name, "' must have a file of ", bytes, " bytes"));
@@ -197,6 +249,7 @@ Manifest parse(const std::string& text) {
     manifest.files.push_back(file_of(path, file));
   }
   check_tables(manifest);
+  check_features(manifest);
   return manifest;
 }
 
@@ -287,7 +340,9 @@ void Manifest::verify_files(const std::string& version, bool tables) const {
     }
     bool is_table = false;
     for (const Table& table : this->tables) {
-      is_table = is_table || table.file == file.path;
+      is_table = is_table || table.file == file.path ||
+                 (table.index.has_value() &&
+                  (table.index->ids == file.path || table.index->digests == file.path));
     }
     if ((tables || !is_table) && sha256_of_file(path.string()) != file.sha256) {
       fail(RECSYS_BAD_PACKAGE, "'", path.string(),

@@ -13,7 +13,8 @@ namespace recsys {
 struct Feature {
   std::string name;
   std::string tensor;  // its ids in a request; also <tensor>.lengths and <tensor>.weights
-  std::optional<std::int64_t> rows;  // ids are below it; none: ids are not looked up
+  std::optional<std::int64_t> rows;  // ids are below it; none: any id
+  std::string index;                 // the table that maps hashed ids; "": ids are not hashed
 };
 
 struct Input {
@@ -47,6 +48,17 @@ struct Schema {
   std::int64_t max_rows = 0;  // of a batch
 };
 
+// Rows of a line of an index; a region of a table has whole lines.
+constexpr std::int64_t kLineRows = 64;
+
+// The index of a table with hashed ids.
+struct IndexFiles {
+  std::string ids;      // int64 [rows]
+  std::string digests;  // uint8 [rows]
+  std::int64_t regions = 1;
+  std::int64_t seed = 0;
+};
+
 struct Table {
   std::string name;
   std::int64_t rows = 0;
@@ -54,6 +66,7 @@ struct Table {
   std::string file;
   std::string buffer;
   std::int64_t offset = 0;  // in the buffer
+  std::optional<IndexFiles> index;  // none: ids are row numbers
 };
 
 // A constant of the programs in which tables lie one after another.

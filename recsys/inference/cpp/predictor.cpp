@@ -33,6 +33,9 @@ class Version {
 
   std::vector<Tensor> run_program(const Batch& batch) {
     const std::shared_lock<ReadWriteLock> guard(tables_.lock());
+    for (const HashedIds& ids : batch.hashed) {
+      tables_.map_ids(ids);
+    }
     return program_->run(batch.inputs);
   }
 
@@ -109,6 +112,7 @@ class Version {
     }
     for (const TableUpdate& update : delta.updates) {
       tables_.check(update);
+      tables_.check_hashed(update);
     }
     for (const TableUpdate& update : delta.updates) {
       tables_.write(update);

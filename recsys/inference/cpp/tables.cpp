@@ -77,6 +77,9 @@ Tables::Tables(const Manifest& manifest, const std::string& version) {
     map_table(table, (std::filesystem::path(version) / table.file).string(),
               static_cast<char*>(memory_[table.buffer].get()));
     tables_[table.name] = table;
+    if (table.index.has_value()) {
+      indexes_.insert({table.name, HashIndex(table, version)});
+    }
   }
 }
 
@@ -102,8 +105,21 @@ void Tables::check(const TableUpdate& update) const {
   }
 }
 
+void Tables::check_hashed(const TableUpdate& update) const {
+  const bool is_hashed = indexes_.count(update.table) > 0;
+  if (update.num_ids > 0 && is_hashed != (update.hashed_ids != nullptr)) {
+    fail(RECSYS_BAD_DELTA, "A delta must have hashed ids for the tables with hashed ids; table '",
+         update.table, "' has ", is_hashed ? "none" : "some", ".");
+  }
+}
+
+void Tables::map_ids(const HashedIds& ids) const {
+  indexes_.at(ids.table).map_ids(ids.ids, ids.count);
+}
+
 void Tables::write(const TableUpdate& update) {
   const Table& table = this->table(update.table);
+  const auto index = indexes_.find(update.table);
   const auto row_bytes = static_cast<std::size_t>(table.row_bytes);
   char* first = static_cast<char*>(memory_[table.buffer].get()) + table.offset;
   const char* rows = static_cast<const char*>(update.rows);
@@ -118,6 +134,9 @@ void Tables::write(const TableUpdate& update) {
     }
     if (copy_rows) {
       copy_rows(table, ids, count, chunk);
+    }
+    if (update.hashed_ids != nullptr && index != indexes_.end()) {
+      index->second.write(ids, count, update.hashed_ids + start, update.digests + start);
     }
   }
 }
@@ -157,6 +176,7 @@ Delta parse_delta(const std::shared_ptr<void>& data, std::size_t bytes, const st
                                         metadata(file, "base"), ", and this version has ", base));
   }
   Delta delta;
+  std::size_t num_tensors = 0;
   delta.sequence = std::stoll(metadata(file, "sequence"));
   delta.data = data;
   for (auto& [name, ids] : file.tensors) {
@@ -165,6 +185,7 @@ Delta parse_delta(const std::shared_ptr<void>& data, std::size_t bytes, const st
     }
     const std::string table = name.substr(0, name.size() - 4);
     const auto rows = file.tensors.find(table + ".rows");
+    num_tensors += 2;
     if (rows == file.tensors.end() || ids.dtype != RECSYS_INT64 || ids.shape.size() != 1 ||
         rows->second.dtype != RECSYS_UINT8 || rows->second.shape.size() != 2 ||
         rows->second.shape[0] != ids.shape[0]) {
@@ -173,8 +194,21 @@ Delta parse_delta(const std::shared_ptr<void>& data, std::size_t bytes, const st
     }
     delta.updates.push_back({table, static_cast<const std::int64_t*>(ids.data.get()),
                              ids.shape[0], rows->second.data.get(), rows->second.shape[1]});
+    const auto hashed = file.tensors.find(table + ".hashed_ids");
+    if (hashed != file.tensors.end()) {
+      const auto digests = file.tensors.find(table + ".digests");
+      if (digests == file.tensors.end() || hashed->second.dtype != RECSYS_INT64 ||
+          hashed->second.shape != ids.shape || digests->second.dtype != RECSYS_UINT8 ||
+          digests->second.shape != ids.shape) {
+        throw std::invalid_argument(
+            text_of("table '", table, "' must have int64 hashed_ids [n] and uint8 digests [n]"));
+      }
+      delta.updates.back().hashed_ids = static_cast<std::int64_t*>(hashed->second.data.get());
+      delta.updates.back().digests = static_cast<std::uint8_t*>(digests->second.data.get());
+      num_tensors += 2;
+    }
   }
-  if (2 * delta.updates.size() != file.tensors.size()) {
+  if (num_tensors != file.tensors.size()) {
     throw std::invalid_argument("each table must have ids and rows");
   }
   // copies of unaligned tensors live as long as the delta

@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "batch.h"
+#include "hash_index.h"
 #include "manifest.h"
 
 namespace recsys {
@@ -22,6 +24,9 @@ struct TableUpdate {
   std::int64_t num_ids = 0;
   const void* rows = nullptr;  // [num_ids, row_bytes], quantized
   std::int64_t row_bytes = 0;
+  // of a table with hashed ids: the id of each row, and its digest; null: they stay
+  const std::int64_t* hashed_ids = nullptr;
+  const std::uint8_t* digests = nullptr;
 };
 
 // A lock for many readers or one writer; a waiting writer is next.
@@ -57,6 +62,12 @@ class Tables {
   // Throws Error(RECSYS_BAD_DELTA) unless an update fits.
   void check(const TableUpdate& update) const;
 
+  // Throws Error(RECSYS_BAD_DELTA) unless an update has hashed ids just for a table with them.
+  void check_hashed(const TableUpdate& update) const;
+
+  // Replaces hashed ids by rows. The caller holds the lock.
+  void map_ids(const HashedIds& ids) const;
+
   // Writes rows, in chunks between which readers run. The update must have been checked.
   void write(const TableUpdate& update);
 
@@ -70,6 +81,7 @@ class Tables {
   const Table& table(const std::string& name) const;
 
   std::map<std::string, Table> tables_;
+  std::map<std::string, HashIndex> indexes_;
   std::map<std::string, std::shared_ptr<void>> memory_;
   ReadWriteLock lock_;
 };

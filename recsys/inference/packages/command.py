@@ -1,13 +1,16 @@
-"""Commands for serving packages: `python -m recsys package|verify|inspect`."""
+"""Commands for serving packages: `python -m recsys package|verify|inspect|follow`."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import pkgutil
 import sys
+import threading
 from pathlib import Path
 
 from recsys.inference.packages.check import inspect, verify
+from recsys.inference.packages.follow import follow
 from recsys.inference.packages.server_configs import kserve
 from recsys.inference.packages.writer import package
 
@@ -16,6 +19,9 @@ __all__ = ["add_arguments", "main"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a command, which the parser's `prog` ends with."""
+    if parser.prog.endswith("follow"):
+        parser.add_argument("url", help="address of a version, such as s3://models/movies/1")
+        parser.add_argument("--every", type=float, default=1.0, help="seconds between two looks")
     if not parser.prog.endswith("package"):
         parser.add_argument("version", type=Path, help="a version, such as models/movies/1")
         return
@@ -41,6 +47,9 @@ def main(options: argparse.Namespace) -> int:
             print(f"{options.version} is whole.")
         elif options.command == "inspect":
             print(inspect(options.version))
+        elif options.command == "follow":
+            with contextlib.suppress(KeyboardInterrupt):
+                follow(options.url, options.version, every=options.every, stop=threading.Event())
         else:
             sys.path.insert(0, "")  # a user's module in the current folder
             model, inputs = pkgutil.resolve_name(options.model)()

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-__all__ = ["Header", "Update", "header_of", "parse"]
+__all__ = ["Header", "Rows", "Update", "header_of", "parse"]
+
+Rows = tuple[Tensor, ...]
+"""Changed rows of a table: row numbers, int64 `[R]`, ascending; and rows, uint8 `[R, row bytes]`.
+For a table with hashed ids also the id of each row, int64 `[R]`, and its digest, uint8 `[R]`, which
+is 0 for a row without an id."""
 
 _FORMAT = "recsys.delta/1"
 _NO_CHECKSUM = "0" * 64
@@ -29,6 +34,8 @@ class Update(NamedTuple):
     table: str
     ids: Tensor
     """int64 `[R]`, ascending."""
+    hashed: Mapping[str, Tensor]
+    """`hashed_ids`, int64 `[R]`, and `digests`, uint8 `[R]`; {} without hashed ids."""
     row_bytes: int
     blocks: Callable[[], Iterator[Tensor]]
     """Returns the rows of the ids in blocks, uint8 `[.., row_bytes]`."""
@@ -53,10 +60,13 @@ class Header(NamedTuple):
         """Yield the content of the file, with a checksum of zeros."""
         yield len(self.text).to_bytes(8, "little") + self.text
         for update in self.updates:
-            yield update.ids.numpy().tobytes()
+            for _, tensor in _words(update):
+                yield tensor.numpy().tobytes()
         for update in self.updates:
             for rows in update.blocks():
                 yield rows.numpy().tobytes()
+            if update.hashed:
+                yield update.hashed["digests"].numpy().tobytes()
 
 
 def header_of(sequence: int, base: str, updates: Sequence[Update]) -> Header:
@@ -75,28 +85,36 @@ def header_of(sequence: int, base: str, updates: Sequence[Update]) -> Header:
     }
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    for update in updates:  # all ids first: they start at multiples of 8 bytes
-        start, end = end, end + 8 * len(update.ids)
-        shape = [len(update.ids)]
-        header[f"{update.table}.ids"] = {
-            "dtype": "I64", "shape": shape, "data_offsets": [start, end],
-        }  # fmt: skip
+
+    def add(name: str, dtype: str, shape: list[int], num_bytes: int) -> None:
+        nonlocal end
+        offsets = [end, end + num_bytes]
+        end += num_bytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+    for update in updates:  # all words first: they start at multiples of 8 bytes
+        for name, tensor in _words(update):
+            add(f"{update.table}.{name}", "I64", [len(tensor)], 8 * len(tensor))
     for update in updates:
-        start, end = end, end + update.row_bytes * len(update.ids)
-        shape = [len(update.ids), update.row_bytes]
-        header[f"{update.table}.rows"] = {
-            "dtype": "U8", "shape": shape, "data_offsets": [start, end],
-        }  # fmt: skip
+        count, size = len(update.ids), update.row_bytes
+        add(f"{update.table}.rows", "U8", [count, size], count * size)
+        if update.hashed:
+            add(f"{update.table}.digests", "U8", [count], count)
     text = json.dumps(header).encode()
     return Header(sequence, base, text + b" " * (-len(text) % 8), updates)
 
 
-def parse(file: Path) -> tuple[Header, dict[str, tuple[Tensor, Tensor]]]:
+def _words(update: Update) -> list[tuple[str, Tensor]]:
+    """Return the int64 tensors of a table by name."""
+    hashed = [("hashed_ids", update.hashed["hashed_ids"])] if update.hashed else []
+    return [("ids", update.ids), *hashed]
+
+
+def parse(file: Path) -> tuple[Header, dict[str, Rows]]:
     """Read a delta and verify its checksum and structure.
 
     Returns:
-        The header, without updates; and by table ids, int64 `[R]`, and rows, uint8
-        `[R, row bytes]`.
+        The header, without updates; and the changed rows by table.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -111,7 +129,7 @@ def parse(file: Path) -> tuple[Header, dict[str, tuple[Tensor, Tensor]]]:
         raise ValueError(f"{file} is damaged: {error}. Copy it again.") from None
 
 
-def _parsed(data: bytearray) -> tuple[Header, dict[str, tuple[Tensor, Tensor]]]:
+def _parsed(data: bytearray) -> tuple[Header, dict[str, Rows]]:
     first = 8 + int.from_bytes(data[:8], "little")
     if len(data) < 8 or first > len(data):
         raise ValueError("its header is longer than the file")
@@ -134,13 +152,19 @@ def _parsed(data: bytearray) -> tuple[Header, dict[str, tuple[Tensor, Tensor]]]:
         is_empty = start == end  # frombuffer does not accept it
         tensor = torch.frombuffer(data[start:end] or bytearray(8), dtype=dtype)
         found[name] = tensor[: 0 if is_empty else None].view(entry["shape"])
-    tables: dict[str, tuple[Tensor, Tensor]] = {}
+    tables: dict[str, Rows] = {}
     for name in sorted({name.rpartition(".")[0] for name in found}):
         ids, rows = found.pop(f"{name}.ids"), found.pop(f"{name}.rows")
         is_right = ids.dtype is torch.int64 and rows.dtype is torch.uint8
         if not is_right or ids.dim() != 1 or rows.dim() != 2 or len(ids) != len(rows):
             raise ValueError(f"table {name!r} must have a row of bytes for each id")
         tables[name] = ids, rows
+        if f"{name}.hashed_ids" in found:
+            hashed_ids, digests = found.pop(f"{name}.hashed_ids"), found.pop(f"{name}.digests")
+            is_right = hashed_ids.dtype is torch.int64 and digests.dtype is torch.uint8
+            if not is_right or not hashed_ids.shape == digests.shape == ids.shape:
+                raise ValueError(f"table {name!r} must have a hashed id and a digest for each row")
+            tables[name] = ids, rows, hashed_ids, digests
     if found:
         raise ValueError(f"it has the unknown tensors {sorted(found)}")
     return Header(int(metadata["sequence"]), metadata["base"], text, ()), tables

@@ -20,17 +20,19 @@ import secrets
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, final
+from typing import Any, BinaryIO, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from recsys.inference.packages.delta_files import Header, Update, header_of, parse
+from recsys.inference.packages.delta_files import Header, Rows, Update, header_of, parse
+from recsys.inference.packages.indexes import empty_index
 from recsys.inference.saved_tables import SavedTables
 from recsys.kernels.checked import checked
+from recsys.kernels.hashed.twin import LINE, locate
 from recsys.kernels.quantize import quantize_rows
 from recsys.kernels.quantized import row_bytes
 
@@ -50,12 +52,14 @@ class Delta:
     """The number of the delta, from 1."""
     base: str
     """SHA-256 of the manifest of its version, as hexadecimal digits."""
-    tables: Mapping[str, tuple[Tensor, Tensor]]
-    """Ids, int64 `[R]`, ascending, and quantized rows, uint8 `[R, row bytes]`, by table name."""
+    tables: Mapping[str, Rows]
+    """Row numbers, int64 `[R]`, ascending, and quantized rows, uint8 `[R, row bytes]`, by table
+    name. For a table with hashed ids also the id of each row, int64 `[R]`, and its digest, uint8
+    `[R]`, which is 0 for a row without an id."""
 
 
 @checked
-def write_delta(version: str | Path, tables: Mapping[str, tuple[Tensor, Tensor]]) -> Path:
+def write_delta(version: str | Path, tables: Mapping[str, tuple[Tensor, ...]]) -> Path:
     """Write changed rows of a published version, which its servers apply while they serve.
 
     The file appears whole or not at all. Writers in several processes take turns.
@@ -64,18 +68,23 @@ def write_delta(version: str | Path, tables: Mapping[str, tuple[Tensor, Tensor]]
         version: The folder of a version of a package, such as `movies/1`.
         tables: By table name: ids, int64 or int32 `[R]`, each once, in any order; and their rows,
             floats `[R, D]`, which are quantized to the table's dtype, or uint8 `[R, row bytes]`.
+            For a table with hashed ids: row numbers and rows, then the id of each row, int64 `[R]`,
+            and whether it has one, bool `[R]`.
 
     Returns:
         The file.
 
     Raises:
         FileNotFoundError: The folder is not a version of a package.
-        ValueError: The package has no such table, an id repeats or is outside its table, rows have
-            another shape or dtype or cannot be quantized, or the folder of deltas has a gap.
+        ValueError: The package has no such table, an id repeats or is outside its table, or rows
+            have another shape or dtype or cannot be quantized. Or the hash does not give a hashed
+            id its row, or the folder of deltas has a gap.
 
     Example:
         >>> import tempfile
-        >>> films = {"name": "films", "rows": 9, "dim": 4, "dtype": "int8", "row_bytes": 8}
+        >>> films = {
+        ...     "name": "films", "rows": 9, "dim": 4, "dtype": "int8", "row_bytes": 8, "index": None
+        ... }
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = Path(folder, "manifest.json").write_text(json.dumps({"tables": [films]}))
         ...     file = write_delta(folder, {"films": (torch.tensor([3, 1]), torch.ones(2, 4))})
@@ -141,9 +150,14 @@ def read_delta(file: str | Path) -> Delta:
             version, or does not match the tables of its version.
     """
     file = Path(file)
+    return read_delta_named(file, file.name)
+
+
+def read_delta_named(file: Path, name: str) -> Delta:
+    """Read and verify a delta that will be renamed to `name`, as `read_delta`."""
     manifest = _Manifest.read(file.parent.parent)
     header, tensors = parse(file)
-    match = _NAME.fullmatch(file.name)
+    match = _NAME.fullmatch(name)
     if match is None or int(match[1]) != header.sequence:
         raise ValueError(
             f"{file} must be named after its sequence number, {header.sequence:012}.delta. It was "
@@ -154,15 +168,16 @@ def read_delta(file: str | Path) -> Delta:
             f"{file} must be a delta of {manifest.folder}, whose manifest has the SHA-256 "
             f"{manifest.base}; received a delta of the base {header.base}."
         )
-    for name, (ids, rows) in tensors.items():
+    for table_name, (ids, rows, *index) in tensors.items():
         try:
-            table = manifest.table(name)
-            _check_ids(name, ids, table.rows)
+            table = manifest.table(table_name)
+            _check_ids(table_name, ids, table.rows)
+            table.check_index(len(index) == 2)
             if not bool((ids[1:] > ids[:-1]).all()):
-                raise ValueError(f"Ids of table {name!r} must be ascending.")
+                raise ValueError(f"Ids of table {table_name!r} must be ascending.")
             if rows.shape[1] != table.row_bytes:
                 raise ValueError(
-                    f"Rows of table {name!r} must have {table.row_bytes} bytes; received "
+                    f"Rows of table {table_name!r} must have {table.row_bytes} bytes; received "
                     f"{rows.shape[1]}."
                 )
         except ValueError as error:
@@ -195,7 +210,8 @@ def read_deltas(version: str | Path, after: int = 0) -> Iterator[Delta]:
 
 
 @final
-class _Table(NamedTuple):
+@dataclass(frozen=True)
+class _Table:
     """A table of a manifest."""
 
     name: str
@@ -203,6 +219,28 @@ class _Table(NamedTuple):
     dim: int
     dtype: str
     row_bytes: int
+    index: Mapping[str, Any] | None
+    """The manifest's entry of hashed ids."""
+
+    def check_index(self, is_given: bool) -> None:
+        """Raise ValueError unless hashed ids are given just for a table with hashed ids."""
+        if is_given != (self.index is not None):
+            wanted = "row numbers, rows" + ", hashed ids and their use" * (not is_given)
+            raise ValueError(
+                f"Changes of table {self.name!r} must have {wanted}; it has "
+                f"{'no ' * (not is_given)}hashed ids."
+            )
+
+    def digests(self, rows: Tensor, ids: Tensor, is_used: Tensor) -> Tensor:
+        """Return the digests of ids, uint8 `[R]`; 0 where a row has no id."""
+        assert self.index is not None
+        places = locate(empty_index(self.rows, self.index), ids)
+        if bool(((places.lines != rows // LINE) & is_used).any()):
+            raise ValueError(
+                f"Table {self.name!r} must have the seed and regions of the package; received "
+                "hashed ids in other rows. Publish a new version."
+            )
+        return places.digests.where(is_used, 0)
 
     def quantize(self, floats: Tensor) -> Tensor:
         """Return the stored rows of floats, uint8 `[R, row bytes]`."""
@@ -239,7 +277,7 @@ class _Manifest(NamedTuple):
         text = file.read_bytes()
         try:
             tables = [
-                _Table(*(entry[field] for field in _Table._fields))
+                _Table(*(entry[field.name] for field in fields(_Table)))
                 for entry in json.loads(text)["tables"]
             ]
         except (ValueError, KeyError, TypeError) as error:
@@ -261,9 +299,10 @@ class _Manifest(NamedTuple):
             )
         return self.tables[name]
 
-    def update(self, name: str, ids: Tensor, rows: Tensor) -> Update:
+    def update(self, name: str, ids: Tensor, rows: Tensor, *hashed: Tensor) -> Update:
         """Check and sort changed rows of a table."""
         table = self.table(name)
+        table.check_index(len(hashed) == 2)
         if ids.dim() != 1 or ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 f"Ids of table {name!r} must be int64 or int32 with one dim; received {ids.dtype} "
@@ -286,7 +325,12 @@ class _Manifest(NamedTuple):
         rows = rows.detach().cpu()[order]
         if rows.is_floating_point():
             rows = table.quantize(rows)
-        return Update(name, ids, table.row_bytes, partial(iter, [rows]))
+        index = {}
+        if hashed:
+            hashed_ids, is_used = (tensor.detach().cpu()[order] for tensor in hashed)
+            digests = table.digests(ids, hashed_ids, is_used)
+            index = {"hashed_ids": hashed_ids, "digests": digests}
+        return Update(name, ids, index, table.row_bytes, partial(iter, [rows]))
 
 
 def _check_ids(name: str, ids: Tensor, rows: int) -> None:
@@ -305,7 +349,8 @@ def _changed_values(old: SavedTables, new: SavedTables) -> list[str]:
     found = []
     before, after = old.values, new.values
     names = {*before.values, *after.values}
-    for name in sorted(name for name in names if not SavedTables.is_table(name)):
+    of_tables = {n for n in names if SavedTables.is_table(n) or SavedTables.is_index(n)}
+    for name in sorted(names - of_tables):
         if name not in before.values or name not in after.values:
             found.append(name)
             continue
@@ -323,24 +368,45 @@ def _update_between(table: _Table, old: SavedTables, new: SavedTables) -> Update
         saved.check_size(name, range(table.rows, sys.maxsize), table.dim)
     parts = [ids for ids, _ in _changed_blocks(table, old, new, names)]
     ids = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
+    index = {}
+    if table.index is not None:
+        hashed_ids, is_used = (found[ids] for found in new.index_of(names[1], table.rows))
+        digests = table.digests(ids, hashed_ids, is_used)
+        index = {"hashed_ids": hashed_ids, "digests": digests}
 
     def blocks() -> Iterator[Tensor]:
         for _, rows in _changed_blocks(table, old, new, names):
             yield rows
 
-    return Update(table.name, ids, table.row_bytes, blocks)
+    return Update(table.name, ids, index, table.row_bytes, blocks)
 
 
 def _changed_blocks(
     table: _Table, old: SavedTables, new: SavedTables, names: tuple[str, str]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield ids and quantized rows of changed rows, in blocks."""
+    has_other_id = torch.zeros(table.rows, dtype=torch.bool)
+    if table.index is not None:
+        has_other_id = _have_other_ids(table, old, new, names)
     for start, after in new.blocks(names[1], table.rows):
-        before = old.read(names[0], start, start + len(after))
-        ids = (before != after).any(1).nonzero().flatten()
+        end = start + len(after)
+        before = old.read(names[0], start, end)
+        if table.index is not None and table.index["unknown"] == "zero":
+            step = table.rows // table.index["regions"]
+            after[-start % step :: step] = before[-start % step :: step] = 0
+        ids = ((before != after).any(1) | has_other_id[start:end]).nonzero().flatten()
         left, right = table.quantize(before[ids]), table.quantize(after[ids])
-        is_changed = (left != right).any(1)
+        is_changed = (left != right).any(1) | has_other_id[start:end][ids]
         yield ids[is_changed] + start, right[is_changed]
+
+
+def _have_other_ids(
+    table: _Table, old: SavedTables, new: SavedTables, names: tuple[str, str]
+) -> Tensor:
+    """Return whether the hashed id of a row differs, bool `[rows]`."""
+    before, was_used = old.index_of(names[0], table.rows)
+    after, is_used = new.index_of(names[1], table.rows)
+    return (was_used != is_used) | (is_used & (before != after))
 
 
 # -- the folder of deltas --------------------------------------------------------------------------

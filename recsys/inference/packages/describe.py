@@ -14,18 +14,25 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from recsys.inference.input_features import (
+    InputFeature,
     arguments_by_name,
     features_of_inputs,
     is_jagged,
     name_of,
 )
+from recsys.inference.packages.indexes import rows_of_ids
+from recsys.inference.quantized_collection import QuantizedCollection
+from recsys.kernels.hashed.index import HashIndex
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["describe_inputs", "describe_outputs", "sample_request"]
+__all__ = ["describe_inputs", "describe_outputs", "sample_request", "with_rows"]
 
 
 def describe_inputs(
-    model: nn.Module, inputs: Sequence[object], defaults: Mapping[str, float]
+    model: nn.Module,
+    inputs: Sequence[object],
+    defaults: Mapping[str, float],
+    indexes: Mapping[tuple[str, str], str],
 ) -> list[dict[str, Any]]:
     """Return the manifest's entries of the inputs.
 
@@ -33,10 +40,12 @@ def describe_inputs(
         model: A quantized model.
         inputs: Example arguments.
         defaults: Values of missing dense inputs, by name.
+        indexes: Names of the tables with hashed ids, by path of the module and name there.
 
     Raises:
         ValueError: Inputs have different numbers of rows, a KeyedJaggedTensor has a batch size per
-            key, or a default names no dense input.
+            key, or a default names no dense input. Or the ids of a table with hashed ids are not
+            an input, unchanged.
     """
     leaves = _leaves(model, inputs)
     features = features_of_inputs(model, inputs)
@@ -71,11 +80,52 @@ def describe_inputs(
                     "name": feature.name,
                     "tensor": feature.name if uses[feature.name] == 1 else f"{name}.{feature.name}",
                     "rows": feature.rows,
+                    "index": indexes.get((str(feature.module), str(feature.table))),
                 }
                 for feature in features[name]
             ],
         })  # fmt: skip
+    _check_hashed(model, features, entries, indexes)
     return entries
+
+
+def _check_hashed(
+    model: nn.Module,
+    features: Mapping[str, Sequence[InputFeature]],
+    entries: Sequence[Mapping[str, Any]],
+    indexes: Mapping[tuple[str, str], str],
+) -> None:
+    """Check that servers can map all hashed ids before the program runs."""
+    counts = Counter(
+        (feature.module, feature.table) for of_input in features.values() for feature in of_input
+    )
+    for path, module in model.named_modules():
+        for config in module.configs() if isinstance(module, QuantizedCollection) else ():
+            if config.ids is None:
+                continue
+            if (path, config.name) not in indexes:
+                raise ValueError(
+                    f"Table {config.name!r} with HashedIds must be on one device; received a table "
+                    "in shards. Package the model before shard_quant_model."
+                )
+            if getattr(module, "need_indices", bool)():
+                raise ValueError(
+                    f"need_indices must be False with HashedIds, as programs read rows; received "
+                    f"True for the collection of table {config.name!r}."
+                )
+            if counts[path, config.name] != len(config.feature_names):
+                raise ValueError(
+                    f"Features {config.feature_names} of table {config.name!r} with HashedIds must "
+                    "be inputs of the model, as servers map their ids before the program runs; "
+                    "received a model that changes them, or reads them by another table too."
+                )
+    for entry in entries:
+        hashed = [f["name"] for f in entry.get("features", ()) if f["index"] is not None]
+        if hashed and entry["dtype"] != "int64":
+            raise ValueError(
+                f"Ids of input {entry['name']!r} must be int64, as {hashed} are features of tables "
+                f"with HashedIds; received {entry['dtype']} in the example."
+            )
 
 
 def describe_outputs(output: Any, name: str = "") -> Iterator[dict[str, Any]]:
@@ -144,6 +194,41 @@ def sample_request(
             if entry["weighted"]:
                 request[f"{feature['tensor']}.weights"] = of_feature.weights().cpu().float()
     return request
+
+
+def with_rows(
+    model: nn.Module,
+    inputs: Sequence[object],
+    entries: Sequence[Mapping[str, Any]],
+    indexes: Mapping[str, HashIndex],
+) -> Sequence[object]:
+    """Return example arguments with rows in place of hashed ids.
+
+    Args:
+        model: The model.
+        inputs: Example arguments.
+        entries: The result of `describe_inputs`.
+        indexes: The index of each table with hashed ids.
+    """
+    tables = {entry["name"]: [f["index"] for f in entry.get("features", ())] for entry in entries}
+
+    def mapped(path: Any, leaf: Any) -> Any:
+        names = tables[name_of(path)] if is_jagged(leaf) else []
+        if not any(names):
+            return leaf
+        sizes = leaf.length_per_key() if isinstance(leaf, KeyedJaggedTensor) else None
+        parts = leaf.values().split(sizes or len(leaf.values()))
+        rows = [
+            part if name is None else rows_of_ids(indexes[name], part.cpu()).to(part.device)
+            for name, part in zip(names, parts, strict=True)
+        ]
+        if isinstance(leaf, KeyedJaggedTensor):
+            return leaf.with_values(torch.cat(rows))
+        return JaggedTensor(rows[0], leaf.weights_or_none(), leaf.lengths())
+
+    arguments = arguments_by_name(model, inputs)
+    found = pytree.tree_map_with_path(mapped, arguments, is_leaf=is_jagged)
+    return list(found.values())
 
 
 def _leaves(model: nn.Module, inputs: Sequence[object]) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple, cast, final
 import torch
 from torch import Tensor
 
+from recsys.inference.packages.indexes import open_index
 from recsys.inference.packages.manifest import check_machine
 from recsys.inference.packages.mapping import MappedFile, map_files
 from recsys.inference.packages.safetensors import read_tensors
+from recsys.kernels.hashed.index import HashIndex
 from recsys.sparse.script_modules import without_torchscript_warnings
 
 __all__ = [
@@ -35,6 +37,8 @@ class OpenProgram(NamedTuple):
     device: torch.device
     buffers: Mapping[str, Tensor]
     """Memory of each buffer of tables, uint8, on the device. Writes do not change the files."""
+    indexes: Mapping[str, HashIndex]
+    """The indexes of tables with hashed ids, on the CPU, by table name."""
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the program on contiguous tensors, and return its outputs in order, on its device."""
@@ -65,12 +69,14 @@ def open_program(version: Path, manifest: Mapping[str, Any], kind: str = "") -> 
     device = torch.device(found["device"])
     try:
         buffers = {name: rows.to(device) for name, rows in map_buffers(version, manifest).items()}
+        hashed = [table for table in manifest["tables"] if table["index"] is not None]
+        indexes = {table["name"]: open_index(version, table) for table in hashed}
         if found["kind"] == "torchscript":
             with without_torchscript_warnings():
                 script = torch.jit.load(str(path), device)
             for name in found["constants"]:
                 set_buffer(script, name, buffers[name])
-            return OpenProgram(script.eval(), device, buffers)
+            return OpenProgram(script.eval(), device, buffers, indexes)
         _check_names(path)
         dense = read_tensors(version / "dense.safetensors")
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
@@ -78,7 +84,7 @@ def open_program(version: Path, manifest: Mapping[str, Any], kind: str = "") -> 
         set_constants(loader, constants)
     except (RuntimeError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} must be a program; {error}.") from error
-    return OpenProgram(_Kept(loader, constants), device, buffers)
+    return OpenProgram(_Kept(loader, constants), device, buffers, indexes)
 
 
 def program_of(manifest: Mapping[str, Any], kind: str) -> Mapping[str, Any]:

@@ -80,6 +80,8 @@ def verify_files(version: Path, manifest: Mapping[str, Any], tables: bool) -> No
         ValueError: A file is damaged, or is a link to a file outside the version.
     """
     large = {table["file"] for table in manifest["tables"]}
+    indexes = [table["index"] for table in manifest["tables"] if table["index"] is not None]
+    large |= {index[name] for index in indexes for name in ("ids", "digests")}
     for name, file in manifest["files"].items():
         path = version / name
         if not path.is_file():

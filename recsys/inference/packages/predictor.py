@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recsys.inference.packages.deltas import Delta, read_delta, read_deltas
+from recsys.inference.packages.indexes import write_ids
 from recsys.inference.packages.library import Library
 from recsys.inference.packages.load import OpenProgram, open_program, program_of
 from recsys.inference.packages.manifest import read_manifest, sha256_of, verify_files
@@ -222,7 +223,8 @@ class _TorchEngine:
         except (ValueError, TypeError, IndexError) as error:
             return error
         try:
-            outputs = self._program.run(merge(self._manifest, [checked_request]))
+            program = self._program
+            outputs = program.run(merge(self._manifest, [checked_request], program.indexes))
             return split(self._manifest, outputs, [checked_request.rows])[0]
         except Exception as error:  # of the program
             return RuntimeError(str(error))
@@ -249,10 +251,12 @@ class _TorchEngine:
                 f"Delta {delta.sequence} must be of the version with manifest {self._base}; "
                 f"received a delta of {delta.base}."
             )
-        for table, (ids, rows) in delta.tables.items():
+        for table, (ids, rows, *_) in delta.tables.items():
             self._check(table, ids, rows)
-        for table, (ids, rows) in delta.tables.items():
+        for table, (ids, rows, *index) in delta.tables.items():
             self._write(table, ids, rows)
+            if index:
+                write_ids(self._program.indexes[table], ids, *index)
         self._sequence = delta.sequence
 
     def _check(self, name: str, ids: Tensor, rows: Tensor) -> None:

@@ -15,6 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recsys.inference.packages.indexes import rows_of_ids
+from recsys.kernels.hashed.index import HashIndex
+
 __all__ = ["CheckedRequest", "Request", "check_request", "merge", "split"]
 
 Request = Mapping[str, Tensor | NDArray[Any]]
@@ -86,8 +89,17 @@ def check_request(manifest: Mapping[str, Any], request: Request) -> CheckedReque
     return CheckedRequest(rows, tensors)
 
 
-def merge(manifest: Mapping[str, Any], requests: Sequence[CheckedRequest]) -> list[Tensor]:
-    """Join requests to the inputs of a program, in order.
+def merge(
+    manifest: Mapping[str, Any],
+    requests: Sequence[CheckedRequest],
+    indexes: Mapping[str, HashIndex],
+) -> list[Tensor]:
+    """Join requests to the inputs of a program, in order, with rows in place of hashed ids.
+
+    Args:
+        manifest: The manifest of the package.
+        requests: The requests.
+        indexes: The indexes of the tables with hashed ids, by table name.
 
     Returns:
         A dense input is `[B, ...]`. A jagged input is ids `[N]`, lengths `[F * B]`, feature-major,
@@ -109,7 +121,13 @@ def merge(manifest: Mapping[str, Any], requests: Sequence[CheckedRequest]) -> li
         names = [feature["tensor"] for feature in entry["features"]]
         bags = [(one, name) for name in names for one in requests]
         none = torch.zeros(0, dtype=dtype)
-        inputs.append(torch.cat([none, *(_ids(one, n).to(dtype) for one, n in bags)]))
+        ids = []
+        for feature in entry["features"]:
+            of_feature = [_ids(one, feature["tensor"]).to(dtype) for one in requests]
+            ids.append(torch.cat([none, *of_feature]))
+            if feature["index"] is not None:
+                ids[-1] = rows_of_ids(indexes[feature["index"]], ids[-1])
+        inputs.append(torch.cat([none, *ids]))
         lengths_dtype = getattr(torch, entry["lengths_dtype"])
         none = torch.zeros(0, dtype=lengths_dtype)
         inputs.append(torch.cat([none, *(_lengths(one, n).to(lengths_dtype) for one, n in bags)]))

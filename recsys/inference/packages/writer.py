@@ -9,7 +9,7 @@ import os
 import platform
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 from urllib.parse import quote
@@ -25,7 +25,9 @@ from recsys.inference.packages.describe import (
     describe_inputs,
     describe_outputs,
     sample_request,
+    with_rows,
 )
+from recsys.inference.packages.indexes import open_index
 from recsys.inference.packages.load import OpenProgram, open_program, set_buffer, set_constants
 from recsys.inference.packages.manifest import (
     FORMAT,
@@ -40,9 +42,12 @@ from recsys.inference.packages.server_configs import config_pbtxt
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
+from recsys.kernels.hashed.index import HashIndex
+from recsys.kernels.hashed.twin import signed
 from recsys.kernels.quantized_lookup import QuantizedLookup
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from recsys.modules.hashed_ids import HashedIds
 
 __all__ = ["package"]
 
@@ -138,18 +143,21 @@ def _write_version(
 ) -> dict[str, Any]:
     (part / "tables").mkdir()
     (part / "deltas").mkdir()
-    entries = describe_inputs(model, inputs, defaults)
     tables, mapped = _write_tables(part, model)
+    hashed = [table.entry for table in tables if table.entry["index"] is not None]
+    names = {table.source: table.entry["name"] for table in tables if table.entry in hashed}
+    entries = describe_inputs(model, inputs, defaults, names)
+    indexes = {entry["name"]: open_index(part, entry) for entry in hashed}
     packaged: nn.Module = copy.deepcopy(model, dict[int, Any](mapped))
-    plain = PlainModel(packaged, inputs)
-    names = {id(module): f"{path}.weights" for path, module in plain.named_modules()}
+    plain = PlainModel(packaged, with_rows(model, inputs, entries, indexes))
+    paths = {id(module): f"{path}.weights" for path, module in plain.named_modules()}
     lookups = [
         lookup
         for collection in mapped.values()
         for lookup in collection.lookups().lookups
         if isinstance(lookup, QuantizedLookup)
     ]
-    buffers = {names[id(lookup)]: lookup for lookup in lookups}
+    buffers = {paths[id(lookup)]: lookup for lookup in lookups}
     dense: dict[str, Tensor] = {}
     programs = []
     machine = {"machine": platform.machine(), "instruction_set": ""}
@@ -173,7 +181,7 @@ def _write_version(
         "inputs": entries,
         "outputs": list(describe_outputs(plain.expected)),
         "tables": [
-            {**table.entry, "buffer": names[id(table.lookup)], "offset": table.offset}
+            {**table.entry, "buffer": paths[id(table.lookup)], "offset": table.offset}
             for table in tables
         ],
         "buffers": [
@@ -204,6 +212,8 @@ def _write_version(
 class _Written(NamedTuple):
     """A table of a package."""
 
+    source: tuple[str, str]
+    """The path of its collection, and its name there."""
     entry: dict[str, Any]
     """The manifest's entry without buffer and offset."""
     lookup: QuantizedLookup
@@ -230,12 +240,16 @@ def _write_tables(
         lookups = []
         for own, lookup in zip(found.tables_by_lookup(), found.lookups, strict=True):
             assert isinstance(lookup, QuantizedLookup)
-            entries, starts, files, end = [], [], [], 0
+            sources, entries, starts, files, end = [], [], [], [], 0
             for table, rows in zip(own, lookup.stored_tables(), strict=True):
                 config = collection.configs()[table]
                 name = config.name if names.count(config.name) == 1 else f"{path}.{config.name}"
                 entry = _entry(name, config, rows)
                 _write_rows(part / entry["file"], rows, earlier)
+                if config.ids is not None:
+                    index = collection.indexes.table(config.name).index
+                    entry["index"] = _write_index(part, entry["file"], config.ids, index, earlier)
+                sources.append((path, config.name))
                 files.append(MappedFile(part / entry["file"], end, rows.numel()))
                 entries.append(entry)
                 starts.append(end)
@@ -243,8 +257,8 @@ def _write_tables(
             storage = map_files(end, files).to(rows.device)
             lookups.append(lookup.over(starts, storage))
             tables += [
-                _Written(entry, lookups[-1], start)
-                for entry, start in zip(entries, starts, strict=True)
+                _Written(source, entry, lookups[-1], start)
+                for source, entry, start in zip(sources, entries, starts, strict=True)
             ]
         mapped[id(collection)] = collection.over(found.over(lookups))
     return tables, mapped
@@ -265,7 +279,20 @@ def _entry(name: str, config: BaseEmbeddingConfig, rows: Tensor) -> dict[str, An
         "row_bytes": rows.shape[1],
         "file": f"tables/{quote(name, safe='')}.rows",
         "features": list(config.feature_names),
+        "index": None,
     }
+
+
+def _write_index(
+    part: Path, rows: str, ids: HashedIds, index: HashIndex, earlier: Mapping[str, Path]
+) -> dict[str, Any]:
+    """Write the index of a table; return its entry in the manifest."""
+    files = {name: f"{rows.removesuffix('.rows')}.{name}" for name in ("ids", "digests")}
+    _write_rows(part / files["ids"], index.ids.view(-1, 1).view(torch.uint8), earlier)
+    _write_rows(part / files["digests"], index.digests.view(-1, 1), earlier)
+    return {
+        **files, "regions": index.num_regions, "seed": signed(index.seed), "unknown": ids.unknown,
+    }  # fmt: skip
 
 
 def _write_rows(path: Path, rows: Tensor, earlier: Mapping[str, Path]) -> None:
@@ -300,9 +327,10 @@ def _earlier_files(folder: Path) -> dict[str, Path]:
             manifest = read_manifest(path.parent)
         except (ValueError, OSError):  # leave out a damaged version
             continue
-        for table in manifest["tables"]:
-            file, about = path.parent / table["file"], manifest["files"].get(table["file"])
-            if about and file.is_file() and file.stat().st_size == about["bytes"]:
+        for name, about in manifest["files"].items():
+            file = path.parent / name
+            is_table = name.startswith("tables/") and file.is_file()
+            if is_table and file.stat().st_size == about["bytes"]:
                 found[about["sha256"]] = file
     return found
 
@@ -333,7 +361,7 @@ def _write_compiled(
     constants = {name: values[name].to(device) for name in loader.get_constant_fqns()}
     dense |= {name: value for name, value in constants.items() if name not in buffers}
     set_constants(loader, constants)
-    program = OpenProgram(loader, device, {})
+    program = OpenProgram(loader, device, {}, {})
 
     def call(*tensors: Tensor) -> object:
         found = program.run(tensors)
@@ -395,7 +423,7 @@ def _checked_response(
     first: dict[str, Tensor] = {}
     for program in manifest["programs"]:
         opened = open_program(part, manifest, program["kind"])
-        alone, merged = (_respond(opened.run, manifest, request, n) for n in (1, 2))
+        alone, merged = (_respond(opened, manifest, request, n) for n in (1, 2))
         for name, wanted in alone[0].items():
             for response in merged:
                 if not _are_close(response[name], wanted):
@@ -409,13 +437,13 @@ def _checked_response(
 
 
 def _respond(
-    run: Callable[[Sequence[Tensor]], list[Tensor]],
+    program: OpenProgram,
     manifest: Mapping[str, Any],
     request: Mapping[str, Tensor],
     copies: int,
 ) -> list[dict[str, Tensor]]:
     checked_requests = [check_request(manifest, request)] * copies
-    outputs = run(merge(manifest, checked_requests))
+    outputs = program.run(merge(manifest, checked_requests, program.indexes))
     return split(manifest, outputs, [one.rows for one in checked_requests])
 
 

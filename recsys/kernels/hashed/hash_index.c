@@ -1,7 +1,8 @@
 /* Lookup of ids in hash indexes: the rows of embedding tables by any 64-bit id.
  *
  * index.py describes the arrays, twin.py the rules; results equal those of twin.py bit for bit.
- * No global state and no threads: calls on different indexes may run at the same time.
+ * No global state and no threads: calls on different indexes may run at the same time. Calls that
+ * do not train only read: they need `ids` and `digests`, without a time to live no other array.
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -203,7 +204,7 @@ static int64_t find_known(const Table *t, const Moment *now, const int64_t *ids,
         for (int64_t j = 0; j < num_others; j++) {
             int64_t i = first + others[j];
             int64_t row = row_of(t, spots[i], ids[i], candidates(t, spots[i]));
-            if (row < 0 || t->last_used[row] < now->oldest) {
+            if (row < 0 || (now->oldest > 0 && t->last_used[row] < now->oldest)) {
                 row = t->is_shared ? shared_row(t, spots[i]) : -1;
                 misses[num_misses++] = (Miss){ids[i], (uint32_t)line_of(spots[i]), (uint32_t)i};
             } else if (now->is_training) {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from recsys.kernels.hashed.index import HashIndex
+    from recsys.kernels.hashed.index import HashIndex, IndexSettings
 
 LINE, WAYS = 64, 16
 MAX_SEEN = (1 << 31) - 1
@@ -171,18 +171,13 @@ class _Table:
         if self.index.seen.numel():
             seen = self.index.seen[rows].long()
             if self.settings.eviction == "lfu":
-                more = (self.decay(seen, last_used) + FRACTION).clamp(max=MAX_SEEN)
+                more = (decayed(self.settings, self.step, seen, last_used) + FRACTION).clamp(
+                    max=MAX_SEEN
+                )
             else:
                 more = (seen + 1).clamp(max=MAX_SEEN)
             self.index.seen[rows] = torch.where(last_used == self.step, seen, more).int()
         self.index.last_used[rows] = self.step
-
-    def decay(self, seen: Tensor, last_used: Tensor) -> Tensor:
-        """Halve counts of eviction "lfu" for each half-life since the last use."""
-        if not self.settings.half_life:
-            return seen
-        age = (self.step - last_used.long()).clamp(min=0)
-        return seen >> (age // self.settings.half_life).clamp(max=31)
 
     # -- unknown ids -------------------------------------------------------------------------------
 
@@ -289,21 +284,45 @@ class _Table:
 
     def lowest(self, lines: Tensor, is_evictable: Tensor) -> Tensor:
         """Return the evictable way of the lowest score in each line; 64 if there is none."""
-        last_used = self.last_used[lines].long()
-        if self.settings.eviction == "distance_lfu":
-            distance = (self.step - last_used).double()
-            power = distance
-            for _ in range(self.settings.exponent - 1):
-                power = power * distance
-            scores = self.index.seen.view(-1, LINE)[lines].double() / power
-            scores = scores.masked_fill(~is_evictable, float("inf"))
-        else:
-            scores = last_used
-            if self.settings.eviction == "lfu":
-                seen = self.decay(self.index.seen.view(-1, LINE)[lines].long(), last_used)
-                scores = (seen << 31) + last_used
-            scores = scores.masked_fill(~is_evictable, (1 << 63) - 1)
+        seen = self.index.seen.view(-1, LINE)[lines] if self.index.seen.numel() else None
+        scores = scores_of(self.settings, self.step, self.last_used[lines], seen)
+        most = float("inf") if scores.is_floating_point() else (1 << 63) - 1
+        scores = scores.masked_fill(~is_evictable, most)
         return _first(is_evictable & (scores == scores.amin(1, keepdim=True)))
+
+
+def scores_of(settings: IndexSettings, step: int, last_used: Tensor, seen: Tensor | None) -> Tensor:
+    """Return the scores of rows: the lowest loses its row first; for "none" the last use.
+
+    Args:
+        settings: Rules of the table.
+        step: Current step, after the last use of the rows.
+        last_used: int32, any shape.
+        seen: int32 of the same shape; None if the rules count nothing.
+
+    Returns:
+        int64, or float64 of eviction "distance_lfu".
+    """
+    last_used = last_used.long()
+    if settings.eviction == "distance_lfu":
+        assert seen is not None
+        distance = (step - last_used).double()
+        power = distance
+        for _ in range(settings.exponent - 1):
+            power = power * distance
+        return seen.double() / power
+    if settings.eviction == "lfu":
+        assert seen is not None
+        return (decayed(settings, step, seen.long(), last_used) << 31) + last_used
+    return last_used
+
+
+def decayed(settings: IndexSettings, step: int, seen: Tensor, last_used: Tensor) -> Tensor:
+    """Halve counts of eviction "lfu" for each half-life since the last use."""
+    if not settings.half_life:
+        return seen
+    age = (step - last_used.long()).clamp(min=0)
+    return seen >> (age // settings.half_life).clamp(max=31)
 
 
 def _first(flags: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """Kills processes while they save, and loads what is left.
 
-    python -m tests.distributed.checkpoint.kills [--kills 60] [--savers 2] [--seed 0] [--aside]
+    python -m tests.distributed.checkpoint.kills [--kills 60] [--savers 2] [--aside] [--delta]
 
 A job of two ranks saves version after version of a model whose values are all the version's number.
 Some time later one of its ranks is killed (signal 9), the other soon after. Then the folder must
 load, with the values of one version, which is none before the last that was reported as saved; and
 the next job goes on in the same folder. With two savers, two jobs save into it at once. With
-`--aside` saves are asynchronous, and the values change while one is under way.
+`--aside` saves are asynchronous, and the values change while one is under way. With `--delta` a
+version adds one to a hundredth of the rows, and every fifth is full.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ from recsys.distributed.sharding_plan import construct_module_sharding_plan, row
 from recsys.distributed.types import ShardingEnv, ShardingPlan
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from recsys.sparse import KeyedJaggedTensor
 
-RANKS, ROWS, DIM = 2, 20_000, 32
+RANKS, ROWS, DIM, PARTS = 2, 20_000, 32, 100
 
 
 def build() -> EmbeddingBagCollection:
@@ -56,7 +59,23 @@ def fill(model: torch.nn.Module, number: float) -> None:
             parameter.fill_(number)
 
 
-def save_for_ever(path: Path, rank: int, store: Path, saved: Path, aside: bool) -> None:
+def add_one(model: torch.nn.Module, number: int) -> None:
+    """Trains on the rows of a number, which adds one to their values."""
+    ids = torch.arange(number % PARTS, ROWS, PARTS)
+    lengths = torch.ones(2 * len(ids), dtype=torch.int64)
+    batch = KeyedJaggedTensor(["a", "b"], torch.cat([ids, ids]), lengths=lengths)
+    (-model(batch).values()).sum().backward()
+
+
+def expected(number: int) -> torch.Tensor:
+    """Returns the value of each row after so many calls of `add_one`."""
+    ids = torch.arange(ROWS) % PARTS
+    return (number - ids).div(PARTS, rounding_mode="floor").add(ids > 0).clamp(min=0)
+
+
+def save_for_ever(
+    path: Path, rank: int, store: Path, saved: Path, aside: bool, delta: bool
+) -> None:
     """Saves until it is killed, or the other rank was; says in a file what is saved."""
     dist.init_process_group(
         "gloo",
@@ -66,6 +85,9 @@ def save_for_ever(path: Path, rank: int, store: Path, saved: Path, aside: bool) 
         timeout=timedelta(seconds=20),
     )
     model = build()
+    if delta:
+        fill(model, 0)
+        apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
     placed = construct_module_sharding_plan(
         model,
         {"a": row_wise(), "b": table_wise(rank=1)},
@@ -81,18 +103,24 @@ def save_for_ever(path: Path, rank: int, store: Path, saved: Path, aside: bool) 
         sharders=[EmbeddingBagCollectionSharder()],
     )
     for number in range(1, 1_000_000):
-        fill(sharded, number)
-        if aside:
-            pending = save_checkpoint_async(path, sharded, extra={"number": number})
+        extra = {"number": number, "delta": delta}
+        if delta:
+            add_one(sharded, number)
+        else:
+            fill(sharded, number)
+        if delta:
+            save_checkpoint(path, sharded, extra=extra, delta=True, full_every=5)
+        elif aside:
+            pending = save_checkpoint_async(path, sharded, extra=extra)
             fill(sharded, number + 0.5)
             pending.wait()
         else:
-            save_checkpoint(path, sharded, extra={"number": number})
+            save_checkpoint(path, sharded, extra=extra)
         if rank == 0:
             saved.write_text(str(number))
 
 
-def start(path: Path, work: Path, job: str, aside: bool) -> list[int]:
+def start(path: Path, work: Path, job: str, aside: bool, delta: bool) -> list[int]:
     """Starts the ranks of a job; returns their process ids."""
     children = []
     for rank in range(RANKS):
@@ -101,7 +129,7 @@ def start(path: Path, work: Path, job: str, aside: bool) -> list[int]:
             with (work / f"{job}-{rank}").open("w") as log:
                 try:
                     files = work / f"{job}-store", work / f"{job}-saved"
-                    save_for_ever(path, rank, *files, aside)
+                    save_for_ever(path, rank, *files, aside, delta)
                 except BaseException:  # the other rank was killed
                     traceback.print_exc(file=log)
             os._exit(0)
@@ -134,14 +162,16 @@ def check(path: Path, at_least: int) -> int:
         AssertionError: if it is not that of one version, or of one before the last that was saved.
     """
     model = build()
-    number: int = load_checkpoint(path, model)["number"]
+    extra = load_checkpoint(path, model)
+    number: int = extra["number"]
+    values = expected(number).unsqueeze(1) if extra["delta"] else number
     for name, value in model.state_dict().items():
-        assert bool((value == number).all()), f"{name} is not all {number}"
+        assert bool((value == values).all()), f"{name} is not that of {number}"
     assert number >= at_least, f"{number} was loaded; {at_least} had been saved"
     return number
 
 
-def try_kills(kills: int, savers: int, seed: int, aside: bool) -> dict[str, int]:
+def try_kills(kills: int, savers: int, seed: int, aside: bool, delta: bool) -> dict[str, int]:
     """Kills so many jobs, one after the other; returns what the loads found."""
     chance = random.Random(seed)
     random.seed(seed)
@@ -150,11 +180,11 @@ def try_kills(kills: int, savers: int, seed: int, aside: bool) -> dict[str, int]
         work, path = Path(folder), Path(folder) / "checkpoint"
         for kill in range(kills):
             names = [f"{kill}-{i}" for i in range(savers)]
-            jobs = {name: start(path, work, name, aside) for name in names}
+            jobs = {name: start(path, work, name, aside, delta) for name in names}
             try:
                 for job in jobs:
                     wait_for(work / f"{job}-saved")
-                time.sleep(chance.uniform(0, 0.15))
+                time.sleep(chance.uniform(0, 0.8 if delta else 0.15))
             finally:
                 for children in jobs.values():
                     end(children, chance.randrange(RANKS))
@@ -176,11 +206,14 @@ def main() -> None:
     parser.add_argument("--savers", type=int, default=1, help="jobs at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--aside", action="store_true", help="asynchronous saves")
+    parser.add_argument("--delta", action="store_true", help="saves of the changed rows")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
-    found = try_kills(arguments.kills, arguments.savers, arguments.seed, arguments.aside)
+    found = try_kills(
+        arguments.kills, arguments.savers, arguments.seed, arguments.aside, arguments.delta
+    )
     print(json.dumps(found))
 
 

@@ -116,7 +116,7 @@ def test_a_full_disk_leaves_the_version_before(
     assert "File too large" in error
 
 
-@pytest.mark.parametrize(("savers", "how"), [(1, []), (2, []), (1, ["--aside"])])
+@pytest.mark.parametrize(("savers", "how"), [(1, []), (2, []), (1, ["--aside"]), (1, ["--delta"])])
 def test_killed_jobs_leave_the_last_version(savers: int, how: list[str]) -> None:
     """A short form of what ``python -m tests.distributed.checkpoint.kills`` does at length."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.checkpoint.kills"]

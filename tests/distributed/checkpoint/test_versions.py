@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recsys.distributed.checkpoint import CheckpointError
+from recsys.distributed.checkpoint import CheckpointError, versions
 from recsys.distributed.checkpoint.versions import (
     MANIFEST,
     find_version,
@@ -202,10 +202,10 @@ def test_an_old_checkpoint_is_found_until_a_version_is_complete(tmp_path: Path) 
 
 
 def test_a_later_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recsys.distributed.checkpoint.versions._FORMAT", 2)
+    monkeypatch.setitem(versions._FORMATS, "full", 3)
     folder = _save(tmp_path)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"manifest.json is of format 2; .* reads format 1"):
+    with pytest.raises(CheckpointError, match=r"json is of format 3; .* reads formats up to 2"):
         read_manifest(folder)
 
 

@@ -116,7 +116,7 @@ STATE = mapping(lambda: {"a": torch.ones(2)}, tensor(lambda: torch.ones(2)))
 
 def _version() -> str:
     Path("deltas").mkdir(exist_ok=True)
-    table = {"name": "t", "rows": 9, "dim": 4, "dtype": "int8", "row_bytes": 8}
+    table = {"name": "t", "rows": 9, "dim": 4, "dtype": "int8", "row_bytes": 8, "index": None}
     Path("manifest.json").write_text(json.dumps({"tables": [table]}))
     return "."
 

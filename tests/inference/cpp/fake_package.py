@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.numpy import save, save_file
+
+from recsys.inference.packages.indexes import empty_index
+from recsys.kernels.hashed.twin import locate
 
 ROWS, ROW_BYTES = 5, 8
 TABLE = np.repeat(np.arange(ROWS, dtype=np.uint8)[:, None], ROW_BYTES, axis=1)
+HASHED_ROWS = 64
+HASHED = {10: 7, 11: -1, 12: -(2**63), 60: 2**63 - 1}
+"""Hashed ids by row of table `h`."""
+_INDEX = {"ids": "tables/h.ids", "digests": "tables/h.digests", "regions": 1, "seed": 3}
 
 SAMPLE = {
     "request.dense": np.array([[1.0, 2.0], [3.0, 4.0]], np.float32),
@@ -29,7 +37,7 @@ SAMPLE = {
 
 def manifest(**changed: Any) -> dict[str, Any]:
     """Return the manifest without files, with changed entries."""
-    feature = {"name": "a", "tensor": "a", "rows": ROWS}
+    feature = {"name": "a", "tensor": "a", "rows": ROWS, "index": None}
     jagged = {"kind": "jagged", "dtype": "int64", "lengths_dtype": "int64"}
     return {
         "format": 1,
@@ -47,13 +55,17 @@ def manifest(**changed: Any) -> dict[str, Any]:
                 **jagged,
                 "name": "ids",
                 "weighted": False,
-                "features": [feature, {"name": "b", "tensor": "b", "rows": None}],
+                "features": [
+                    feature,
+                    {"name": "b", "tensor": "b", "rows": None, "index": None},
+                    {"name": "h", "tensor": "h", "rows": None, "index": "h"},
+                ],
             },
             {
                 **jagged,
                 "name": "weighted",
                 "weighted": True,
-                "features": [{"name": "w", "tensor": "w", "rows": 100}],
+                "features": [{"name": "w", "tensor": "w", "rows": 100, "index": None}],
             },
         ],
         "outputs": [
@@ -78,9 +90,22 @@ def manifest(**changed: Any) -> dict[str, Any]:
                 "buffer": "t.rows",
                 "offset": 0,
                 "features": ["a"],
-            }
+                "index": None,
+            },
+            {
+                "name": "h",
+                "rows": HASHED_ROWS,
+                "dim": ROW_BYTES,
+                "dtype": "int8",
+                "row_bytes": ROW_BYTES,
+                "file": "tables/h.rows",
+                "buffer": "t.rows",
+                "offset": 65536,
+                "features": ["h"],
+                "index": _INDEX,
+            },
         ],
-        "buffers": [{"name": "t.rows", "bytes": 65536}],
+        "buffers": [{"name": "t.rows", "bytes": 2 * 65536}],
         "limits": {"max_rows": 64},
         "columns": [],
         **changed,
@@ -93,6 +118,12 @@ def write(version: Path, **changed: Any) -> Path:
     (version / "deltas").mkdir()
     (version / "program.fake").write_bytes(b"program")
     TABLE.tofile(version / "tables" / "t.rows")
+    np.zeros((HASHED_ROWS, ROW_BYTES), np.uint8).tofile(version / "tables" / "h.rows")
+    ids, digests = np.zeros(HASHED_ROWS, np.int64), np.zeros(HASHED_ROWS, np.uint8)
+    ids[list(HASHED)] = list(HASHED.values())
+    digests[list(HASHED)] = digests_of(*HASHED.values())
+    ids.tofile(version / "tables" / "h.ids")
+    digests.tofile(version / "tables" / "h.digests")
     save_file(SAMPLE, version / "sample.safetensors")
     files = {
         str(file.relative_to(version)): {
@@ -107,8 +138,21 @@ def write(version: Path, **changed: Any) -> Path:
     return version
 
 
-def delta(version: Path, sequence: int, rows: dict[int, int], **changed: str) -> Path:
-    """Write a delta that fills rows of the table with one byte each."""
+def digests_of(*ids: int) -> np.ndarray:
+    """Return the digests of hashed ids of table `h`."""
+    places = locate(empty_index(HASHED_ROWS, _INDEX), torch.tensor(ids, dtype=torch.int64))
+    return places.digests.numpy()
+
+
+def delta(
+    version: Path,
+    sequence: int,
+    rows: dict[int, int],
+    hashed: dict[int, int] | None = None,
+    lacks: str = "",
+    **changed: str,
+) -> Path:
+    """Write a delta that fills rows of `t` with one byte each, and gives rows of `h` to ids."""
     base = hashlib.sha256((version / "manifest.json").read_bytes()).hexdigest()
     metadata = {
         "format": "recsys.delta/1",
@@ -118,7 +162,16 @@ def delta(version: Path, sequence: int, rows: dict[int, int], **changed: str) ->
         **changed,
     }
     filled = np.repeat(np.array(list(rows.values()), np.uint8)[:, None], ROW_BYTES, axis=1)
-    contents = save({"t.ids": np.array(list(rows), np.int64), "t.rows": filled}, metadata)
+    tensors = {"t.ids": np.array(list(rows), np.int64), "t.rows": filled}
+    if hashed is not None:
+        tensors |= {
+            "h.ids": np.array(list(hashed), np.int64),
+            "h.rows": np.zeros((len(hashed), ROW_BYTES), np.uint8),
+            "h.hashed_ids": np.array(list(hashed.values()), np.int64),
+            "h.digests": digests_of(*hashed.values()),
+        }
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in lacks.split()}
+    contents = save(tensors, metadata)
     checksum = hashlib.sha256(contents).hexdigest().encode()
     path = version / "deltas" / f"{sequence:012}.delta"
     path.write_bytes(contents.replace(b"0" * 64, checksum))

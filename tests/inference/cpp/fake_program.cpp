@@ -1,9 +1,10 @@
 // A program without torch, for tests of the other files: exact arithmetic on whole numbers.
 //
-// Inputs: dense [rows, 2], the features `a` and `b`, and the weighted feature `w`. Output `score`
-// [rows, 1]: the row's dense values, plus the first bytes of the rows of table `t` for `a`, plus
-// 3 x the ids of `b`, plus the ids of `w` times their weights. Jagged output `rows`: the bytes of the
-// rows of `t` for `a`. It raises an error for the dense value 666.
+// Inputs: dense [rows, 2], the features `a`, `b` and `h`, and the weighted feature `w`. Output
+// `score` [rows, 1]: the row's dense values, plus the first bytes of the rows of table `t` for `a`,
+// plus 3 x the ids of `b`, plus 5 x the rows of the hashed ids of `h`, plus the ids of `w` times their
+// weights. Jagged output `rows`: the bytes of the rows of `t` for `a`. It raises an error for the
+// dense value 666.
 #include <cstring>
 #include <stdexcept>
 
@@ -44,6 +45,12 @@ class FakeProgram : public Program {
     for (std::int64_t row = 0; row < rows; ++row) {
       for (std::int64_t i = 0; i < lengths[rows + row]; ++i) {
         scores[row] += 3 * static_cast<float>(*b++);
+      }
+    }
+    const std::int64_t* h = b;
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t i = 0; i < lengths[2 * rows + row]; ++i) {
+        scores[row] += 5 * static_cast<float>(*h++);
       }
     }
     const std::int64_t *w = whole(3), *w_lengths = whole(4);

@@ -36,7 +36,7 @@ struct RandomTensor {
 
 std::unique_ptr<RandomTensor> random_tensor() {
   static const char* const kNames[] = {"dense",     "a", "a.lengths", "b",         "b.lengths",
-                                       "w",         "w.lengths",      "w.weights", "a",
+                                       "h",         "h.lengths", "w",         "w.lengths",      "w.weights", "a",
                                        "unknown",   "", "dense.lengths"};
   static const std::int64_t kIds[] = {0,  1,  2,  3,  99, -1, INT64_MAX, INT64_MIN,
                                       1,  2,  0,  1,  1,  4};

@@ -2,7 +2,8 @@
 //
 //     stress VERSION OTHER ROUNDS
 //
-// Rows of table `t` hold one byte eight times, so a row that is read while it is written shows.
+// Rows of table `t` hold one byte eight times, so a row that is read while it is written shows. The
+// caller writes deltas meanwhile, which give rows of `h` to other ids.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -33,10 +34,12 @@ void score(recsys_predictor* predictor, int rounds) {
     const recsys_tensor good[] = {
         {"dense", RECSYS_FLOAT32, 2, dense_shape, nullptr, dense},
         {"a", RECSYS_INT64, 1, ids_shape, nullptr, ids},
-        {"a.lengths", RECSYS_INT64, 1, rows, nullptr, lengths}};
+        {"a.lengths", RECSYS_INT64, 1, rows, nullptr, lengths},
+        {"h", RECSYS_INT64, 1, ids_shape, nullptr, ids},
+        {"h.lengths", RECSYS_INT64, 1, rows, nullptr, lengths}};
     recsys_tensor bad[] = {good[0], good[1], good[2]};
     bad[1].data = bad_ids;
-    const recsys_request requests[] = {{good, 3}, {bad, 3}, {good, 3}};
+    const recsys_request requests[] = {{good, 5}, {bad, 3}, {good, 5}};
     recsys_responses* responses = nullptr;
     check(recsys_run(predictor, requests, 3, &responses));
     if (recsys_response_code(responses, 1) != RECSYS_BAD_REQUEST) {

@@ -58,6 +58,14 @@ def version(tmp_path: Path) -> Path:
     return fake_package.write(tmp_path / "fake" / "1")
 
 
+HASHED = [*fake_package.HASHED.values(), 5, 2**62, -7]
+
+
+def row_of(hashed_id: int) -> int:
+    """The row of an id of table `h`; ids without a row read the first one."""
+    return {one: row for row, one in fake_package.HASHED.items()}.get(hashed_id, 0)
+
+
 def opened(library: Path, version: Path, **options: int) -> Library:
     return Library(library, version, options)
 
@@ -90,6 +98,7 @@ def test_merged_requests_equal_requests_one_by_one(
             name: [random.integers(0, limit, n).tolist() for n in random.integers(0, 5, count)]
             for name, limit in limits.items()
         }
+        bags["h"] = [random.choice(HASHED, n).tolist() for n in random.integers(0, 5, count)]
         for name, lists in bags.items():
             request[name] = torch.tensor([*chain(*lists)], dtype=torch.int64)
             request[f"{name}.lengths"] = torch.tensor([*map(len, lists)], dtype=torch.int64)
@@ -100,10 +109,36 @@ def test_merged_requests_equal_requests_one_by_one(
     for request, bags, found in zip(requests, bags_of, merged, strict=True):
         assert isinstance(found, dict)
         rows = zip(request["dense"].sum(1).tolist(), *bags.values(), strict=True)
-        scores = [dense + sum(a) + 3 * sum(b) + sum(w) / 2 for dense, a, b, w in rows]
+        scores = [
+            dense + sum(a) + 3 * sum(b) + sum(w) / 2 + 5 * sum(map(row_of, h))
+            for dense, a, b, w, h in rows
+        ]
         assert found["score"].flatten().tolist() == scores
         assert found["rows.lengths"].tolist() == [*map(len, bags["a"])]
         assert found["rows.values"][:, 0].tolist() == [*chain(*bags["a"])]
+    core.close()
+
+
+def test_deltas_change_the_rows_of_hashed_ids(library: Path, version: Path) -> None:
+    """A new id takes a row, and another one loses its row."""
+    core = opened(library, version)
+
+    def rows_of(*ids: int) -> list[float]:
+        found = core.run([tensors(h=[one]) for one in ids])
+        return [float(one["score"]) / 5 for one in found if isinstance(one, dict)]
+
+    ids = [7, -1, 2**63 - 1, 2**62, 5]
+    assert rows_of(*ids) == [10, 11, 60, 0, 0]
+    core.apply(fake_package.delta(version, 1, {}, {10: 2**62, 13: 7}))
+    assert rows_of(*ids) == [13, 11, 60, 10, 0]
+    freed = fake_package.delta(version, 2, {}, {11: 5, 12: -(2**63)})
+    core.apply(freed)
+    assert rows_of(*ids, -(2**63)) == [13, 0, 60, 10, 11, 12]
+    core.close()
+    core = opened(library, version)  # applies both again
+    assert rows_of(*ids) == [13, 0, 60, 10, 11]
+    with pytest.raises(ValueError, match="must have hashed ids for the tables with hashed ids"):
+        core.apply(fake_package.delta(version, 3, {}, {11: 5}, lacks="h.hashed_ids h.digests"))
     core.close()
 
 
@@ -285,6 +320,19 @@ def test_threads_under_thread_sanitizer(
     # ThreadSanitizer supports few layouts of memory
     fixed = ["setarch", "-R"] if shutil.which("setarch") else []
     command = [*fixed, str(build("stress")), str(version), str(other), "300"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    assert "1500 calls" in done.stdout
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        for sequence in range(1, 2000):
+            if running.poll() is not None:
+                break
+            for folder in (version, other):
+                hashed = {1 + (sequence * 7 + i) % 63: sequence % 4 + i for i in range(5)}
+                fake_package.delta(folder, sequence, {4: sequence % 200}, hashed)
+            time.sleep(0.01)
+        printed, errors = running.communicate(timeout=280)
+    finally:
+        running.kill()
+        running.communicate()
+    assert running.returncode == 0, errors
+    assert "1500 calls" in printed
+    assert sequence > 5

@@ -30,7 +30,14 @@ def version(folder: Path, rows: int = ROWS) -> Path:
     """A version with a manifest only."""
     folder.mkdir(parents=True)
     tables = [
-        {"name": name, "rows": rows, "dim": DIM, "dtype": dtype, "row_bytes": row_bytes(DIM, bits)}
+        {
+            "name": name,
+            "rows": rows,
+            "dim": DIM,
+            "dtype": dtype,
+            "row_bytes": row_bytes(DIM, bits),
+            "index": None,
+        }
         for name, (dtype, bits) in DTYPES.items()
     ]
     (folder / "manifest.json").write_text(json.dumps({"format": 1, "tables": tables}))

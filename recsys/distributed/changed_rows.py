@@ -1,0 +1,129 @@
+"""Rows of a model's tables that changed, for consumers that save, publish or count changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from recsys.distributed.model_parallel import get_unwrapped_module
+from recsys.distributed.state.table_shards import TableShards
+from recsys.kernels.row_marks import RowMarks
+from recsys.modules.embedding_tables import TableCollection
+
+__all__ = ["ChangedRows"]
+
+
+@final
+class _Part(NamedTuple):
+    """Rows of a table in a lookup of this rank."""
+
+    name: str
+    marks: RowMarks
+    place: int
+    first_row: int
+
+
+@final
+class ChangedRows:
+    """Rows of all embedding tables that changed since they were last taken, for one consumer.
+
+    A table is an unsharded one or this rank's shards of it, static or with hashed ids. A row
+    changes when its weights or its optimizer state are written: by an update in backward, by
+    `step()` of deferred tables, by a load, or when a hashed row gets a new id. A row with a hashed
+    id also changes when a training batch uses it, as its last use is written. Rows that are marked
+    may have equal values. All rows of a table count as changed after a load, a `reshard` of its
+    collection, the sync of a `DMPCollection`, and a step of a torch optimizer that is not attached
+    in backward. Writes through `parameter.data` are not seen.
+
+    Each consumer has its own marks; a table can have eight. Marks cost one byte per row, and
+    nothing without a consumer. Call the methods between two steps, in the thread that trains.
+
+    Args:
+        model: The model, sharded or not. Its collections may be built or moved later.
+
+    Raises:
+        ValueError: A table has eight consumers.
+
+    Example:
+        >>> from recsys import EmbeddingBagCollection, EmbeddingBagConfig
+        >>> from recsys.optim import RowWiseAdagrad
+        >>> from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+        >>> from recsys.sparse import KeyedJaggedTensor
+        >>> films = EmbeddingBagConfig(9, 2, "films", feature_names=["film"])
+        >>> model = EmbeddingBagCollection(tables=[films])
+        >>> apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+        >>> changed = ChangedRows(model)
+        >>> batch = KeyedJaggedTensor(["film"], torch.tensor([7, 3]), lengths=torch.tensor([2]))
+        >>> model(batch).values().sum().backward()
+        >>> changed.take()
+        {'embedding_bags.films.weight': tensor([3, 7])}
+        >>> changed.take()["embedding_bags.films.weight"].numel()
+        0
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._all = False
+        for part in _parts_of(model):
+            if not part.marks.knows(self):
+                part.marks.add(self)
+
+    def take(self) -> dict[str, Tensor]:
+        """Return the rows that changed since the last call or the construction, and forget them.
+
+        Returns:
+            int64 `[K]` on the table's device by the name of the table's weight in the state dict:
+            ascending row numbers of the whole table, of this rank's shards only. Ranks that own
+            other columns of the same rows return equal rows. A table without a shard on this rank
+            is missing.
+        """
+        taken: dict[int, list[Tensor]] = {}
+        found: dict[str, list[tuple[int, Tensor]]] = {}
+        for part in _parts_of(self._model):
+            marks = part.marks
+            if id(marks) not in taken:
+                is_new = not marks.knows(self)  # a lookup that was built since
+                if is_new:
+                    marks.add(self)
+                if is_new or self._all:
+                    marks.mark_all(self)
+                taken[id(marks)] = marks.take(self)
+            found.setdefault(part.name, []).append((part.first_row, taken[id(marks)][part.place]))
+        self._all = False
+        return {name: _rows_of(parts) for name, parts in found.items()}
+
+    def mark_all(self) -> None:
+        """Have the next `take` return all rows, for example as the last rows were not saved."""
+        self._all = True
+
+    def close(self) -> None:
+        """Free the marks; `take` must not be called any more."""
+        for part in _parts_of(self._model):
+            part.marks.remove(self)
+
+
+def _rows_of(parts: list[tuple[int, Tensor]]) -> Tensor:
+    """Return the marked rows of a table's shards: columns of the same rows are joined."""
+    by_row: dict[tuple[int, int], Tensor] = {}
+    for first, marked in parts:
+        key = first, marked.numel()
+        by_row[key] = by_row[key] | marked if key in by_row else marked
+    rows = [marked.nonzero().flatten().add_(first) for (first, _), marked in by_row.items()]
+    return rows[0] if len(rows) == 1 else torch.cat(rows).unique()
+
+
+def _parts_of(model: nn.Module) -> Iterator[_Part]:
+    for path, module in get_unwrapped_module(model).named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(module, TableShards):
+            for shard in module.shards:
+                marks, first = shard.kernel.marks, shard.rect.row_start
+                yield _Part(f"{prefix}weight", marks, shard.place, first)
+        elif isinstance(module, TableCollection):
+            names = {id(param): name for name, param in module.named_parameters()}
+            for group in module.marked_lookups():
+                for place, parameter in enumerate(group.parameters):
+                    yield _Part(prefix + names[id(parameter)], group.tbe.marks, place, 0)

@@ -1,0 +1,202 @@
+"""Tables with hashed ids of another size, seed or number of regions: their ids get new rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from recsys.distributed.checkpoint.errors import CheckpointError
+from recsys.distributed.checkpoint.read import SavedValues, is_named
+from recsys.distributed.checkpoint.state import parts_of_value, values_with_rows
+from recsys.distributed.model_parallel import get_unwrapped_module
+from recsys.distributed.state.table_shards import TableShards
+from recsys.kernels.hashed.index import geometry
+from recsys.kernels.hashed.placement import choose_rows
+from recsys.kernels.hashed.twin import locate, scores_of
+from recsys.modules.embedding_table import EmbeddingTable
+from recsys.modules.hashed_group import PINNED_BATCHES
+from recsys.modules.table_index import TableIndex
+
+
+@final
+class _Table(NamedTuple):
+    """A table with hashed ids on this rank."""
+
+    weight: str
+    """Name of its weight in the state dict."""
+    shards: list[tuple[int, TableIndex]]
+    """First row and index of each shard."""
+    values: dict[tuple[str, ...], Tensor]
+    """Weight and row states that are not the index's, by their keys in the state."""
+    arrays: dict[tuple[str, ...], Tensor]
+    """Arrays of the index."""
+
+
+@final
+class HashedTables:
+    """Tables with hashed ids that a load fills id by id instead of row by row.
+
+    Each id has the row that the hash gives it in the new table. If a line of the table has too many
+    ids, the ids with the highest scores stay, by the eviction rule of the table. Counters of
+    `AtLeast` and optimizer states of rows without an id are reset.
+
+    Args:
+        model: The model.
+        state: Its live state. The values of the tables are taken out.
+        resize: Names of tables.
+    """
+
+    def __init__(self, model: nn.Module, state: dict[str, Any], resize: Collection[str]) -> None:
+        self._state = state
+        self._tables: list[_Table] = []
+        for name, shards in _hashed_tables(model):
+            weight = f"{name}weight"
+            if any(is_named(weight, table) for table in resize):
+                values = values_with_rows(weight, state)
+                index = {key: v for key, v in values.items() if key[1].startswith(f"{name}index.")}
+                sketch = "model", f"{name}index.sketch"
+                if sketch[1] in state["model"]:
+                    index[sketch] = state["model"][sketch[1]]
+                values = {key: value for key, value in values.items() if key not in index}
+                self._tables.append(_Table(weight, shards, values, index))
+                for key in index:
+                    del state["model"][key[1]]
+                del state["model"][weight]
+                states = state.get("optimizer", {}).get("state", {})
+                if weight in states:
+                    of_rows = {key[-1] for key in values if key[0] == "optimizer"}
+                    states[weight] = {k: v for k, v in states[weight].items() if k not in of_rows}
+
+    def names(self, resize: Collection[str]) -> list[str]:
+        """Return the names of the other tables."""
+        return [t for t in resize if not any(is_named(own.weight, t) for own in self._tables)]
+
+    @torch.no_grad()
+    def fill(self, saved: SavedValues) -> None:
+        """Fill the tables, and put their values back into the state.
+
+        The other values must have been loaded.
+
+        Args:
+            saved: The checkpoint, with optimizer state.
+
+        Raises:
+            CheckpointError: It has no ids of a table, or the table has other columns in it.
+        """
+        for table in self._tables:
+            _fill(table, saved)
+            for key, value in (*table.values.items(), *table.arrays.items()):
+                set_element(self._state, key, value)
+
+
+def _hashed_tables(model: nn.Module) -> Iterator[tuple[str, list[tuple[int, TableIndex]]]]:
+    """Yield the prefix of each table with hashed ids in the state dict, and this rank's shards."""
+    for path, module in get_unwrapped_module(model).named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(module, TableShards) and module.rules is not None:
+            yield prefix, [(s.rect.row_start, s.index) for s in module.shards if s.index]
+        elif isinstance(module, EmbeddingTable) and hasattr(module, "index"):
+            yield prefix, [(0, module.index)]
+
+
+def _fill(table: _Table, saved: SavedValues) -> None:
+    prefix = table.weight.removesuffix("weight")
+    names = {key: _name_of(key) for key in (*table.values, *table.arrays)}
+    for key, name in names.items():
+        found, value = saved.values.get(name), {**table.values, **table.arrays}[key]
+        if not isinstance(found, TensorStorageMetadata):
+            raise CheckpointError(
+                f"A table of resize with HashedIds must have its ids in the checkpoint; "
+                f"{saved.folder} has no {name!r}. Leave {table.weight!r} out, or load without the "
+                "optimizer."
+            )
+        if found.size[1:] != value.shape[1:]:
+            raise CheckpointError(
+                f"The checkpoint {saved.folder} has {name!r} of shape {tuple(found.size)}; here it "
+                f"has shape {tuple(value.shape)}. Only another number of rows can be loaded."
+            )
+    rows_of: dict[int, tuple[Tensor, Tensor]] = {}  # new and old rows, by the first row of a shard
+    for first_row, index in table.shards:
+        rows_of[first_row] = _place(index, saved, prefix)
+    for key, value in table.values.items():
+        parts = parts_of_value(value)
+        if key[0] != "model":
+            for _, part in parts:
+                part.zero_()
+        _copy_rows(saved, names[key], parts, rows_of)
+
+
+def _name_of(key: Sequence[str]) -> str:
+    """Return the name of a value in `SavedValues`."""
+    return key[1] if key[0] == "model" else ".".join(key)
+
+
+def _place(index: TableIndex, saved: SavedValues, prefix: str) -> tuple[Tensor, Tensor]:
+    """Give rows of a shard to the saved ids of its regions.
+
+    Returns:
+        int64 [K] rows in the shard and, in the same order, in the checkpoint.
+    """
+    arrays = [name for name in ("ids", "last_used", "seen") if getattr(index, name).numel()]
+    names = {name: f"{prefix}index.{name}" for name in arrays}
+    own, step, ttl = index.index, int(index.steps) + 1, index.rules.ttl
+    oldest = max(min(step - ttl, step - PINNED_BATCHES + 1), 1) if ttl else 1
+    found: list[list[Tensor]] = []
+    shared: list[Tensor] = []
+    num_rows = saved.values[names["ids"]].size[0]  # type: ignore[union-attr]
+    of_table, num_regions = geometry(num_rows, index.rules.num_regions)
+    region_rows = of_table // num_regions
+    for rows in saved.row_ranges(names["ids"]):
+        assert rows is not None
+        read = saved.read(dict.fromkeys(names.values(), rows))
+        block = [read[name] for name in names.values()]
+        at = (block[1] >= oldest).nonzero().flatten()
+        regions = locate(own, block[0][at].to(own.ids.device)).regions.cpu()
+        at = at[(regions >= own.first_region) & (regions < own.last_region)]
+        found.append([at + rows.start, *(values[at] for values in block)])
+        starts = torch.arange(-rows.start % region_rows, len(block[0]), region_rows)
+        shared.append(block[1][starts] == 0)
+    old_rows, *values = [torch.cat(parts).to(own.ids.device) for parts in zip(*found, strict=True)]
+    for array in (index.ids, index.last_used, index.seen, index.sketch):
+        array.zero_()
+    seen = values[2] if len(values) > 2 else None
+    scores = scores_of(own.settings, step, values[1], seen)
+    placed, _ = choose_rows(own, values[0], scores, step)
+    has_row = placed >= 0
+    new_rows, old_rows = placed[has_row], old_rows[has_row]
+    for name, value in zip(arrays, values, strict=True):
+        getattr(index, name)[new_rows] = value[has_row]
+    if bool(torch.cat(shared).all()):  # the saved table had as many regions by the same rules
+        regions = torch.arange(own.first_region, own.last_region, device=new_rows.device)
+        old_regions = regions * num_regions // own.num_regions
+        new_rows = torch.cat([new_rows, index.shared_rows()])
+        old_rows = torch.cat([old_rows, old_regions * region_rows])
+    return new_rows, old_rows
+
+
+def _copy_rows(
+    saved: SavedValues,
+    name: str,
+    parts: Sequence[tuple[tuple[int, ...], Tensor]],
+    rows_of: dict[int, tuple[Tensor, Tensor]],
+) -> None:
+    """Copy the rows of a saved value to their new places."""
+    for rows in saved.row_ranges(name) if parts else []:
+        assert rows is not None
+        block: Tensor | None = None
+        for offsets, part in parts:
+            new_rows, old_rows = rows_of[offsets[0]]
+            is_here = (old_rows >= rows.start) & (old_rows < rows.stop)
+            if not bool(is_here.any()):
+                continue
+            if block is None:
+                block = saved.read({name: rows})[name]
+            values = block[(old_rows[is_here] - rows.start).cpu()]
+            if len(offsets) > 1:
+                values = values[:, offsets[1] : offsets[1] + part.shape[1]]
+            part[new_rows[is_here]] = values.to(part.device, part.dtype)

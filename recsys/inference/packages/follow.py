@@ -1,0 +1,149 @@
+"""Copies of a version at an address of fsspec: upload by a trainer, and download by a server.
+
+Legend of addresses: any that fsspec opens, such as "s3://models/movies/1" or a folder.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import threading
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+
+from recsys.inference.packages.deltas import read_delta_named
+from recsys.inference.packages.manifest import read_manifest, verify_files
+from recsys.kernels.checked import checked
+
+__all__ = ["follow", "upload"]
+
+_PART = ".part-"
+
+
+def upload(version: Path, url: str) -> None:
+    """Copy the files of a version that an address lacks; each appears whole or not at all.
+
+    Deltas come in their order, and the manifest is the last of the other files.
+
+    Args:
+        version: The folder of the version.
+        url: The address of the copy.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    files, root = fsspec.url_to_fs(url)
+    known = set(_names(files, root))
+    local = [str(path.relative_to(version)) for path in version.rglob("*") if path.is_file()]
+    names = [n for n in local if n not in known and not PurePosixPath(n).name.startswith(_PART)]
+    for name in sorted(names, key=_place):
+        part = f"{root}/{PurePosixPath(name).parent}/{_PART}{secrets.token_hex(8)}"
+        files.makedirs(str(PurePosixPath(part).parent), exist_ok=True)
+        files.put_file(str(version / name), part)
+        files.mv(part, f"{root}/{name}")
+
+
+@checked
+def follow(
+    url: str,
+    version: str | Path,
+    *,
+    every: float = 1.0,
+    stop: threading.Event | None = None,
+) -> int:
+    """Copy a version and its deltas from an address into a folder, which servers follow.
+
+    A file appears in the folder whole or not at all. Files are verified before.
+
+    Args:
+        url: The address of a version, such as "s3://models/movies/1"; see `Publisher`.
+        version: The folder, such as "models/movies/1". If it exists, only new deltas are copied.
+        every: Seconds between two looks for new deltas.
+        stop: Ends the copying; None: it ends after one look.
+
+    Returns:
+        The number of deltas that were copied.
+
+    Raises:
+        FileNotFoundError: The address has no version.
+        OSError: A file cannot be read or written.
+        ValueError: A file is damaged or belongs to another version, or a delta is missing.
+
+    Example:
+        >>> follow("s3://models/movies/1", "models/movies/1")  # doctest: +SKIP
+        3
+    """
+    if every <= 0:
+        raise ValueError(f"follow.every must be positive; received {every}.")
+    version = Path(version)
+    files, root = fsspec.url_to_fs(url)
+    if not version.exists():
+        _download_version(files, root, version)
+    count = _download_deltas(files, root, version)
+    while stop is not None and not stop.wait(every):
+        count += _download_deltas(files, root, version)
+    return count
+
+
+def _place(name: str) -> tuple[int, str]:
+    """Return the place of a file in an upload."""
+    is_delta = name.startswith("deltas/")
+    return (2 if is_delta else int(name == "manifest.json")), name
+
+
+def _names(files: Any, root: str) -> list[str]:
+    """Return the complete files below an address, relative to it."""
+    files.invalidate_cache()
+    try:
+        paths = files.find(root)
+    except FileNotFoundError:
+        return []
+    names = [str(PurePosixPath(path).relative_to(PurePosixPath(root))) for path in paths]
+    return [name for name in names if not PurePosixPath(name).name.startswith(_PART)]
+
+
+def _download_version(files: Any, root: str, version: Path) -> None:
+    names = _names(files, root)
+    if "manifest.json" not in names:
+        raise FileNotFoundError(
+            f"{root} must be a version of a package, such as movies/1; it has no manifest.json."
+        )
+    version.parent.mkdir(parents=True, exist_ok=True)
+    part = version.parent / f"{_PART}{secrets.token_hex(8)}"
+    (part / "deltas").mkdir(parents=True)
+    try:
+        for name in names:
+            if not name.startswith("deltas/"):
+                target = part / name
+                if not target.resolve().is_relative_to(part.resolve()):
+                    raise ValueError(f"{name!r} must be a path inside the version.")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                files.get_file(f"{root}/{name}", str(target))
+        verify_files(part, read_manifest(part), tables=True)
+        part.rename(version)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _download_deltas(files: Any, root: str, version: Path) -> int:
+    """Copy new deltas in their order."""
+    folder = version / "deltas"
+    known = {path.name for path in folder.iterdir()}
+    names = [PurePosixPath(name).name for name in _names(files, f"{root}/deltas")]
+    new = sorted(name for name in names if name.endswith(".delta") and name not in known)
+    for name in new:
+        sequence = int(name.removesuffix(".delta"))
+        if sequence > 1 and not (folder / f"{sequence - 1:012}.delta").exists():
+            raise ValueError(
+                f"{root}/deltas must have {sequence - 1:012}.delta before {name}; it is missing."
+            )
+        part = folder / f"{_PART}{secrets.token_hex(8)}"
+        try:
+            files.get_file(f"{root}/deltas/{name}", str(part))
+            read_delta_named(part, name)
+            part.rename(folder / name)
+        finally:
+            part.unlink(missing_ok=True)
+    return len(new)
