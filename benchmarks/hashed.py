@@ -291,29 +291,36 @@ def resident_mib() -> float:
 
 
 def measure_endless() -> dict[str, Any]:
-    """Train one table on 100 times as many distinct ids as it has rows, half of them new."""
-    model = collection(HashedIds(), tables=1)
+    """Train tables on 100 times as many distinct ids as they have rows, half of each batch new.
+
+    The last tenth of one table's ids takes turns with the third tenth of another's.
+    """
     size, total = BATCH * 16, 100 * geometry(ROWS)[0]
     gradient, num_new = torch.randn(BATCH, DIM), size // 2
-    tenths: list[float] = []
-    memory: list[float] = []
-    began, first = time.thread_time(), 0
-    for number in range(total // num_new):
+    tenth = total // num_new // 10
+
+    def train(model: Any, number: int) -> None:
+        first = number * num_new
         new = torch.arange(first, first + num_new)
         recent = torch.randint(max(first - ROWS // 2, 0), first + 1, (size - num_new,))
-        first += num_new
         step(model, scattered(torch.cat([new, recent]))[None], gradient)
-        if (number + 1) * 10 // (total // num_new) > len(tenths):
-            tenths.append(time.thread_time() - began)
+
+    young, old = collection(HashedIds(), tables=1), collection(HashedIds(), tables=1)
+    memory = []
+    for number in range(9 * tenth):
+        train(old, number)
+        if number < 2 * tenth:
+            train(young, number)
+        if number % tenth == tenth - 1:
             memory.append(resident_mib())
-            began = time.thread_time()
-    stats = model.embedding_bags["t0"].index.stats()
+    third, last = iter(range(2 * tenth, 3 * tenth)), iter(range(9 * tenth, 10 * tenth))
+    times = take_turns(lambda: train(young, next(third)), lambda: train(old, next(last)), tenth - 2)
+    stats = old.embedding_bags["t0"].index.stats()
     return {
         "rows": stats.rows,
         "admitted": stats.admitted,
-        "seconds_per_tenth": [round(t, 2) for t in tenths],
-        "rate_of_last_to_third_tenth": round(tenths[2] / tenths[-1], 3),
-        "resident_mib": [round(m) for m in memory],
+        "rate of last to third tenth": times.summary(),
+        "resident_mib": [round(m) for m in (*memory, resident_mib())],
     }
 
 
