@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,10 @@ import pytest
 from stream.clicks import clicks
 from stream.events import FileEvents, KafkaEvents
 
-EXAMPLE = Path(__file__).parents[2] / "examples/stream"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/stream"
+TRITON = Path(os.environ.get("RECSYS_TRITON", ROOT / ".cache/triton"))
+BACKENDS = Path(os.environ.get("RECSYS_BACKENDS", ROOT / "build/predictor/backends"))
 
 
 def write(path: Path, numbers: range) -> None:
@@ -114,3 +118,23 @@ def test_a_job_goes_on_at_its_position(tmp_path: Path) -> None:
             with path.open("a") as file:
                 file.writelines(json.dumps(click) + "\n" for click in clicks(10_000.0, 0.1))
     assert counts == [num_clicks, len(path.read_text().splitlines()) - num_clicks]
+
+
+@pytest.mark.skipif(
+    not (TRITON / "pytriton").is_dir(), reason=f"needs Triton in {TRITON}: make serve unpacks it"
+)
+@pytest.mark.skipif(
+    not (BACKENDS / "recsys/libtriton_recsys.so").exists(),
+    reason=f"needs the backend in {BACKENDS}: make predictor builds it",
+)
+def test_a_click_changes_the_answer_of_a_server(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLE / "freshness.py"), "--out", str(tmp_path)]
+    command += ["--seconds", "10", "--triton", str(TRITON), "--backends", str(BACKENDS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    [(clicks, high, failed)] = re.findall(
+        r"(\d+) clicks: median .* 99% ([\d.]+) s .* (\d+) of \d+ requests failed", done.stdout
+    )
+    assert int(clicks) > 3
+    assert float(high) < 20
+    assert failed == "0"
