@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recsys.kernels.huge_pages import new_array
 from recsys.kernels.types import OptimizerSpec, TableSpec
 
 
@@ -182,7 +183,9 @@ class StorageLayout:
         sizes = {"element": self.num_elements, "row": self.num_rows, "table": len(self.tables)}
         host = None if self.device.type != "meta" else self.device
         return {
-            name: torch.zeros(sizes[kind], device=host if kind == "table" else self.device)
+            name: torch.zeros(sizes[kind], device=host)
+            if kind == "table"
+            else new_array(sizes[kind], torch.float32, self.device).zero_()
             for name, kind in ({} if optimizer is None else optimizer.rule.state).items()
         }
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from recsys.kernels import ops
 from recsys.kernels.backend import Backend
+from recsys.kernels.huge_pages import new_array
 from recsys.kernels.lookup_batch import (
     Batch,
     FeatureParts,
@@ -85,9 +86,7 @@ class TorchKernel(Backend):
         states: Mapping[str, Tensor] | None = None,
     ) -> None:
         if storage is None:
-            storage = torch.empty(
-                layout.num_elements, dtype=settings.weights_dtype, device=layout.device
-            )
+            storage = new_array(layout.num_elements, settings.weights_dtype, layout.device)
         self.layout, self.settings, self.storage = layout, settings, storage
         self.pooling, self.output_dtype = settings.pooling, settings.output_dtype
         self.optimizer = settings.optimizer

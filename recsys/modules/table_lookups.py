@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from recsys import step_stages
 from recsys.kernels.bounds import NO_LIMIT, AsyncChecks
+from recsys.kernels.huge_pages import new_array
 from recsys.kernels.support import shared_optimizer
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import StorageLayout
@@ -339,7 +340,7 @@ def new_weights(
     ]
     for members in _positions_by_key(keys):
         layout = _layout([configs[t] for t in members], device)
-        flat = torch.empty(layout.num_elements, dtype=keys[members[0]][0], device=device)
+        flat = new_array(layout.num_elements, keys[members[0]][0], device)
         weights.update(zip(members, layout.table_views(flat), strict=True))
     return [weights[t] for t in range(len(configs))]
 
