@@ -49,16 +49,16 @@ def clicks(rate: float, seconds: float) -> Iterator[dict[str, float]]:
         time.sleep(0.01)
 
 
-def sender(options: argparse.Namespace) -> Callable[[bytes], None]:
-    """Return a function that sends an event."""
+def sender(options: argparse.Namespace) -> tuple[Callable[[bytes], None], Callable[[], object]]:
+    """Return functions that send an event, and wait until all are sent."""
     if options.kafka:
         from confluent_kafka import Producer
 
         producer = Producer({"bootstrap.servers": options.kafka})
-        return lambda event: producer.produce(options.topic, event)
+        return lambda event: producer.produce(options.topic, event), producer.flush
     options.events.parent.mkdir(parents=True, exist_ok=True)
     file = options.events.open("ab", buffering=0)
-    return lambda event: file.write(event + b"\n") and None
+    return lambda event: file.write(event + b"\n") and None, file.close
 
 
 def main() -> None:
@@ -69,9 +69,10 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2000.0, help="clicks per second")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so long")
     options = parser.parse_args()
-    send = sender(options)
+    send, end = sender(options)
     for event in clicks(options.rate, options.seconds):
         send(json.dumps(event).encode())
+    end()
 
 
 if __name__ == "__main__":

@@ -85,11 +85,12 @@ def measure(client: Client, events: Path, seconds: float) -> list[float]:
     with events.open("ab", buffering=0) as file:
         while time.monotonic() < end:
             number += 1
-            before = client.score(number, -number)
+            if (before := client.score(number, -number)) is None:
+                continue
             click = {"time": time.time(), "user": number, "item": -number, "clicked": 1}
             file.write(json.dumps(click).encode() + b"\n")
             start = time.monotonic()
-            while before is not None and client.score(number, -number) in (before, None):
+            while client.score(number, -number) in (before, None):
                 if time.monotonic() - start > LIMIT:
                     raise RuntimeError(f"The answer has not changed after {LIMIT:.0f} s.")
                 time.sleep(0.005)

@@ -307,6 +307,11 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
                 f"{percent_reserved_slots}."
             )
         percent = whole(f"{kind}.opt_in_prob", opt_in_prob, -1, 100)
+        if percent == 0:
+            raise ValueError(
+                f"{kind}.opt_in_prob must be from 1 to 100, or -1 for 100; received 0, with which "
+                "no id gets a row. Train in evaluation mode instead."
+            )
         if percent > 0 and not percent_reserved_slots:
             raise ValueError(
                 f"{kind}.percent_reserved_slots must be above 0 if opt_in_prob is; received 0. "

@@ -10,7 +10,7 @@ Legend: `K` changed rows, `D` columns of a table, `C` columns of a shard.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -25,6 +25,7 @@ from recsys.distributed.checkpoint.state import env_of
 from recsys.distributed.dmp_collection import DMPCollection
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.ranks.agreement import raise_together
+from recsys.distributed.ranks.comm import broadcast_object, gather_objects
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.inference.packages.deltas import write_delta
@@ -36,6 +37,8 @@ from recsys.step_stages import waiting
 __all__ = ["Publisher"]
 
 _WHAT = "publish changed rows"
+_ROUND_BYTES = 32 << 20
+"""Bytes that a rank sends to rank 0 at once."""
 
 
 @final
@@ -88,9 +91,13 @@ class Publisher:
             )
         self._model, self._version, self._url = model, Path(version), url
         self._every = every
-        self._env: ShardingEnv = env_of(model).for_saves()
+        self._env: ShardingEnv = env_of(model).for_publishing()
         self._tables: dict[str, Mapping[str, Any]] = {}
-        raise_together(self._env, _WHAT, self._attempt(self._find_tables))
+        self._together(self._find_tables)
+        weights = list(self._tables)
+        if self._env.process_group is not None:
+            weights = broadcast_object(self._env.process_group, _WHAT, weights)
+        self._weights = weights
         self._changed = ChangedRows(model)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._writing: Future[Path | None] | None = None
@@ -151,21 +158,52 @@ class Publisher:
         """Copy the changed rows to rank 0, and start to write them."""
         self._last = time.monotonic()
         self._end_writing()
-        pieces = list(_pieces_of(self._model, self._changed.take()))
-        gathered = _gather(self._env, pieces)
-        if gathered is not None:
+        rounds: list[list[_Source]] = []
+        gathered: list[_Piece] = []
+
+        def choose() -> None:
+            rounds.extend(_rounds_of(self._model, self._weights, self._changed.take()))
+
+        def copy(number: int) -> list[_Piece]:
+            return [one.copy() for one in rounds[number]] if number < len(rounds) else []
+
+        try:
+            self._together(choose)
+            group = self._env.process_group
+            for number in range(max(gather_objects(group, _WHAT, len(rounds)))):
+                pieces: list[_Piece] = []
+                self._together(lambda: pieces.extend(copy(number)))  # noqa: B023
+                gathered += _gather(self._env, pieces)
+        except Exception:
+            self._changed.mark_all()  # these rows are part of the next delta
+            raise
+        if self._env.rank == 0:
             self._writing = self._writer.submit(self._write, gathered)
 
     def _end_writing(self) -> Path | None:
         """Wait for the delta that is being written; every rank raises its error."""
         writing, self._writing = self._writing, None
-        error = None if writing is None else writing.exception()
+        found: list[Path | None] = [None]
+
+        def wait() -> None:
+            if writing is not None:
+                found[0] = writing.result()
+
         try:
-            raise_together(self._env, _WHAT, error if isinstance(error, Exception) else None)
+            self._together(wait)
         except Exception:
             self._changed.mark_all()
             raise
-        return None if writing is None else writing.result()
+        return found[0]
+
+    def _together(self, work: Callable[[], None]) -> None:
+        """Do the work of this rank; every rank raises the error of any rank."""
+        error = None
+        try:
+            work()
+        except Exception as raised:
+            error = raised
+        raise_together(self._env, _WHAT, error)
 
     def _write(self, pieces: list[_Piece]) -> Path | None:
         """Write a delta; runs in the thread of rank 0."""
@@ -200,14 +238,6 @@ class Publisher:
         if self._url is not None:
             upload(self._version, self._url)
 
-    @staticmethod
-    def _attempt(work: Callable[[], None]) -> Exception | None:
-        try:
-            work()
-        except Exception as error:  # raised on all ranks
-            return error
-        return None
-
 
 def _is_weight(name: str) -> bool:
     parts = name.split(".")
@@ -234,20 +264,45 @@ class _Piece(NamedTuple):
     """bool `[K]` whether a row has an id; `[0]` for other tables."""
 
 
-def _pieces_of(model: nn.Module, changed: Mapping[str, Tensor]) -> Iterable[_Piece]:
-    """Yield copies of the changed rows of this rank's shards."""
-    state = get_unwrapped_module(model).state_dict()
-    rank = env_of(model).rank
-    for name, rows in changed.items():
-        index = f"{name.removesuffix('weight')}index."
+@final
+class _Source(NamedTuple):
+    """Changed rows of a shard, which are not copied yet."""
+
+    weight: str
+    rows: Tensor
+    """int64 `[K]` row numbers of the table."""
+    at: tuple[int, ...]
+    """First row and column of the shard."""
+    values: Tensor
+    """The shard."""
+    states: tuple[Tensor, Tensor] | None
+    """`ids` and `last_used` of the table; None without hashed ids."""
+    rank: int
+
+    def copy(self) -> _Piece:
+        """Return copies on the CPU."""
+        ids, is_used = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
+        if self.states is not None:
+            ids, last_used = (_rows_at(value, self.rank, self.rows) for value in self.states)
+            is_used = last_used > 0
+        picked = self.values.detach()[self.rows - self.at[0]].float().cpu()
+        return _Piece(self.weight, self.rows.cpu(), self.at[1], picked, ids, is_used)
+
+
+def _rounds_of(
+    model: nn.Module, weights: Iterable[str], changed: Mapping[str, Tensor]
+) -> Iterator[list[_Source]]:
+    """Yield the changed rows of this rank's shards in rounds of bounded size."""
+    state, rank = get_unwrapped_module(model).state_dict(), env_of(model).rank
+    for name in weights:
+        names = [f"{name.removesuffix('weight')}index.{key}" for key in ("ids", "last_used")]
+        index = (state[names[0]], state[names[1]]) if names[0] in state else None
         for at, values in _parts_of(state[name], rank):
+            rows = changed[name]
             own = rows[(rows >= at[0]) & (rows < at[0] + len(values))]
-            ids, is_used = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
-            if f"{index}ids" in state:
-                ids = _rows_at(state[f"{index}ids"], rank, own)
-                is_used = _rows_at(state[f"{index}last_used"], rank, own) > 0
-            picked = values.detach()[own - at[0]].float().cpu()
-            yield _Piece(name, own.cpu(), at[1], picked, ids, is_used)
+            step = max(_ROUND_BYTES // (4 * values.shape[1] + 16), 1)
+            for part in own.split(step) if own.numel() else ():
+                yield [_Source(name, part, at, values, index, rank)]
 
 
 def _parts_of(value: Tensor, rank: int) -> list[tuple[tuple[int, ...], Tensor]]:
@@ -266,14 +321,14 @@ def _rows_at(value: Tensor, rank: int, rows: Tensor) -> Tensor:
     return found
 
 
-def _gather(env: ShardingEnv, pieces: list[_Piece]) -> list[_Piece] | None:
-    """Return the pieces of all ranks on rank 0, None on other ranks."""
+def _gather(env: ShardingEnv, pieces: list[_Piece]) -> list[_Piece]:
+    """Return the pieces of all ranks on rank 0, [] on other ranks."""
     if env.world_size == 1:
         return pieces
     gathered: list[list[_Piece]] | None = [[]] * env.world_size if env.rank == 0 else None
     with explained(env.process_group, _WHAT), waiting(_WHAT):
         dist.gather_object(pieces, gathered, group=env.process_group, group_dst=0)
-    return None if gathered is None else [piece for own in gathered for piece in own]
+    return [piece for own in gathered or () for piece in own]
 
 
 def _joined(pieces: list[_Piece], entry: Mapping[str, Any]) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recsys import DistributedModelParallel
+from recsys.distributed.checkpoint import save_checkpoint_async
 from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.sharding_plan import EmbeddingModuleShardingPlan
 from recsys.distributed.types import ShardingPlan, ShardingType
 from recsys.inference import Predictor, Publisher, package, quantize_embeddings
+from recsys.inference import publisher as publisher_module
 from recsys.inference.packages.deltas import read_deltas
 from recsys.kernels.hashed.index import geometry
 from recsys.kernels.quantize import quantize_rows
@@ -161,6 +164,63 @@ def _fail_to_publish(folder: Path) -> None:
     wanted = rows_of(sharded)
     if rank == 0:
         assert torch.equal(applied(version, base)["users"][0], wanted["users"])
+
+
+def _fail_to_copy(folder: Path) -> None:
+    """One rank cannot copy its rows: all raise at once, and no row is lost."""
+    rank = dist.get_rank()
+    model = new_model(unknown="zero")
+    sharded = _sharded(model, (ShardingType.ROW_WISE, ShardingType.ROW_WISE))
+    base, version = rows_of(sharded), folder / "1"
+    if rank == 0:
+        version_of(version)
+    dist.barrier()
+    publisher = Publisher(sharded, version)
+    sharded(batch_of(rank)).sum().backward()
+    copy = publisher_module._Source.copy
+    failing = mock.Mock(side_effect=MemoryError("no room")) if rank == 1 else copy
+    with (
+        mock.patch.object(publisher_module._Source, "copy", failing),
+        pytest.raises(Exception, match="no room"),
+    ):
+        publisher.publish()
+    publisher.publish()
+    publisher.close()
+    wanted = rows_of(sharded)
+    if rank == 0:
+        assert torch.equal(applied(version, base)["users"][0], wanted["users"])
+
+
+def test_rows_that_a_rank_cannot_copy_are_published_later(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, _fail_to_copy, tmp_path)
+
+
+def _publish_and_save(folder: Path) -> None:
+    """A thread saves while the training thread publishes; rounds of a few rows."""
+    rank = dist.get_rank()
+    model = new_model(unknown="zero")
+    sharded = _sharded(model, (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE))
+    base, version = rows_of(sharded), folder / "1"
+    if rank == 0:
+        version_of(version)
+    dist.barrier()
+    publisher = Publisher(sharded, version, every=1e-6)
+    with mock.patch.object(publisher_module, "_ROUND_BYTES", 500):
+        for seed in range(40):
+            sharded(batch_of(2 * seed + rank)).sum().backward()
+            publisher.step()
+            if seed % 3 == 0:
+                pending = save_checkpoint_async(folder / "saved", sharded, sharded.fused_optimizer)
+        publisher.publish()
+    pending.wait()
+    publisher.close()
+    wanted = rows_of(sharded)
+    if rank == 0:
+        assert torch.equal(applied(version, base)["users"][0], wanted["users"])
+
+
+def test_publishing_and_saving_at_the_same_time(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, _publish_and_save, tmp_path)
 
 
 def test_rows_of_a_delta_that_cannot_be_written_are_published_later(

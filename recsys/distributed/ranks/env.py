@@ -136,12 +136,19 @@ class ShardingEnv:
         Raises:
             ValueError: On all ranks, if they cannot have one.
         """
-        own = self._with_group("saves", "gloo")
+        return self._for_thread("saves", "save during training")
+
+    def for_publishing(self) -> ShardingEnv:
+        """Return the same ranks with a gloo group for published rows; as `for_saves`."""
+        return self._for_thread("publishing", "publish rows")
+
+    def _for_thread(self, purpose: str, action: str) -> ShardingEnv:
+        own = self._with_group(purpose, "gloo")
         if own is self and self.world_size > 1:
             raise ValueError(
-                "To save during training, ranks need a process group of their own. "
-                f"{_NEEDS}; received a group of {self.world_size} ranks for which this does not "
-                "hold. Make the same groups on all ranks, or use save_checkpoint."
+                f"To {action}, ranks need a process group of their own. {_NEEDS}; received a group "
+                f"of {self.world_size} ranks for which this does not hold. Make the same groups on "
+                "all ranks, or save by save_checkpoint."
             )
         return own
 

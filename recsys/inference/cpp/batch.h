@@ -29,7 +29,7 @@ struct CheckedRequest {
 };
 
 // Ids of a feature, in an input of a batch, to be replaced by rows.
-struct HashedIds {
+struct IdSpan {
   std::string table;
   std::int64_t* ids = nullptr;
   std::int64_t count = 0;
@@ -38,7 +38,7 @@ struct HashedIds {
 // The inputs of a program, in order.
 struct Batch {
   std::vector<Tensor> inputs;
-  std::vector<HashedIds> hashed;
+  std::vector<IdSpan> hashed;
   std::vector<std::int64_t> rows;  // of each request
   std::int64_t num_rows = 0;
 };

@@ -33,7 +33,7 @@ class Version {
 
   std::vector<Tensor> run_program(const Batch& batch) {
     const std::shared_lock<ReadWriteLock> guard(tables_.lock());
-    for (const HashedIds& ids : batch.hashed) {
+    for (const IdSpan& ids : batch.hashed) {
       tables_.map_ids(ids);
     }
     return program_->run(batch.inputs);

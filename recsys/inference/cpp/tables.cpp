@@ -113,7 +113,7 @@ void Tables::check_hashed(const TableUpdate& update) const {
   }
 }
 
-void Tables::map_ids(const HashedIds& ids) const {
+void Tables::map_ids(const IdSpan& ids) const {
   indexes_.at(ids.table).map_ids(ids.ids, ids.count);
 }
 

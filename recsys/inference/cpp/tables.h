@@ -66,7 +66,7 @@ class Tables {
   void check_hashed(const TableUpdate& update) const;
 
   // Replaces hashed ids by rows. The caller holds the lock.
-  void map_ids(const HashedIds& ids) const;
+  void map_ids(const IdSpan& ids) const;
 
   // Writes rows, in chunks between which readers run. The update must have been checked.
   void write(const TableUpdate& update);

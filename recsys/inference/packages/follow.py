@@ -5,6 +5,7 @@ Legend of addresses: any that fsspec opens, such as "s3://models/movies/1" or a 
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import threading
@@ -25,7 +26,8 @@ _PART = ".part-"
 def upload(version: Path, url: str) -> None:
     """Copy the files of a version that an address lacks; each appears whole or not at all.
 
-    Deltas come in their order, and the manifest is the last of the other files.
+    Deltas come in their order, and the manifest is the last of the other files. One process at a
+    time uploads to an address.
 
     Args:
         version: The folder of the version.
@@ -33,11 +35,23 @@ def upload(version: Path, url: str) -> None:
 
     Raises:
         OSError: A file cannot be written.
+        ValueError: The address has another version.
     """
     files, root = fsspec.url_to_fs(url)
     known = set(_names(files, root))
+    is_other = (
+        "manifest.json" in known
+        and files.cat_file(f"{root}/manifest.json") != (version / "manifest.json").read_bytes()
+    )
+    if is_other:
+        raise ValueError(
+            f"{url} must be a copy of {version}, or empty; received a version with another "
+            "manifest. Use another address, or remove the copy."
+        )
+    for part in _names(files, root, parts=True):  # of a trainer that was killed
+        files.rm_file(f"{root}/{part}")
     local = [str(path.relative_to(version)) for path in version.rglob("*") if path.is_file()]
-    names = [n for n in local if n not in known and not PurePosixPath(n).name.startswith(_PART)]
+    names = [n for n in local if n not in known and not _is_part(n)]
     for name in sorted(names, key=_place):
         part = f"{root}/{PurePosixPath(name).parent}/{_PART}{secrets.token_hex(8)}"
         files.makedirs(str(PurePosixPath(part).parent), exist_ok=True)
@@ -61,7 +75,8 @@ def follow(
         url: The address of a version, such as "s3://models/movies/1"; see `Publisher`.
         version: The folder, such as "models/movies/1". If it exists, only new deltas are copied.
         every: Seconds between two looks for new deltas.
-        stop: Ends the copying; None: it ends after one look.
+        stop: Ends the copying; None: it ends after one look. One process at a time follows into a
+            folder.
 
     Returns:
         The number of deltas that were copied.
@@ -93,15 +108,28 @@ def _place(name: str) -> tuple[int, str]:
     return (2 if is_delta else int(name == "manifest.json")), name
 
 
-def _names(files: Any, root: str) -> list[str]:
-    """Return the complete files below an address, relative to it."""
+def _names(files: Any, root: str, *, parts: bool = False) -> list[str]:
+    """Return the complete files below an address, relative to it; or the unfinished ones."""
     files.invalidate_cache()
     try:
         paths = files.find(root)
     except FileNotFoundError:
         return []
     names = [str(PurePosixPath(path).relative_to(PurePosixPath(root))) for path in paths]
-    return [name for name in names if not PurePosixPath(name).name.startswith(_PART)]
+    return [name for name in names if _is_part(name) == parts]
+
+
+def _is_part(name: str) -> bool:
+    return PurePosixPath(name).name.startswith(_PART)
+
+
+def _sync(path: Path) -> None:
+    """Write a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _download_version(files: Any, root: str, version: Path) -> None:
@@ -111,7 +139,8 @@ def _download_version(files: Any, root: str, version: Path) -> None:
             f"{root} must be a version of a package, such as movies/1; it has no manifest.json."
         )
     version.parent.mkdir(parents=True, exist_ok=True)
-    part = version.parent / f"{_PART}{secrets.token_hex(8)}"
+    part = version.parent / f"{_PART}{version.name}"  # also of a follower that was killed
+    shutil.rmtree(part, ignore_errors=True)
     (part / "deltas").mkdir(parents=True)
     try:
         for name in names:
@@ -122,6 +151,8 @@ def _download_version(files: Any, root: str, version: Path) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 files.get_file(f"{root}/{name}", str(target))
         verify_files(part, read_manifest(part), tables=True)
+        for path in [*part.rglob("*"), part]:
+            _sync(path)
         part.rename(version)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -130,6 +161,9 @@ def _download_version(files: Any, root: str, version: Path) -> None:
 def _download_deltas(files: Any, root: str, version: Path) -> int:
     """Copy new deltas in their order."""
     folder = version / "deltas"
+    folder.mkdir(exist_ok=True)
+    for part in folder.glob(f"{_PART}*"):  # of a follower that was killed
+        part.unlink()
     known = {path.name for path in folder.iterdir()}
     names = [PurePosixPath(name).name for name in _names(files, f"{root}/deltas")]
     new = sorted(name for name in names if name.endswith(".delta") and name not in known)
@@ -143,7 +177,9 @@ def _download_deltas(files: Any, root: str, version: Path) -> int:
         try:
             files.get_file(f"{root}/deltas/{name}", str(part))
             read_delta_named(part, name)
+            _sync(part)
             part.rename(folder / name)
+            _sync(folder)
         finally:
             part.unlink(missing_ok=True)
     return len(new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,6 +79,36 @@ def test_files_that_do_not_fit_are_named_and_not_copied(tmp_path: Path, url: str
     assert len(list(read_deltas(tmp_path / "served/1"))) == 1
     files.pipe_file(second, whole)
     assert follow(url, tmp_path / "served/1") == 2
+
+
+def test_an_address_with_another_version_is_refused(tmp_path: Path, url: str) -> None:
+    model = new_model()
+    own = version_of(tmp_path / "own")
+    Publisher(model, own, url=url).close()
+    (own / "manifest.json").write_text((own / "manifest.json").read_text() + " ")
+    with pytest.raises(ValueError, match="received a version with another manifest"):
+        Publisher(model, own, url=url)
+
+
+def test_unfinished_files_are_removed(tmp_path: Path, url: str) -> None:
+    """A trainer and a follower were killed while they copied."""
+    model = new_model()
+    own, served = version_of(tmp_path / "own"), tmp_path / "served/1"
+    Publisher(model, own, url=url).close()
+    files, root = fsspec.url_to_fs(url)
+    files.pipe_file(f"{root}/.part-0123", b"half")
+    (tmp_path / "served/.part-1/tables").mkdir(parents=True)
+    assert follow(url, served) == 0
+    (served / "deltas/.part-4567").write_bytes(b"half")
+    publisher = Publisher(model, own, url=url)
+    trained(model, range(3))
+    publisher.publish()
+    publisher.close()
+    assert not files.exists(f"{root}/.part-0123")
+    assert follow(url, served) == 1
+    assert [path.name for path in (tmp_path / "served").rglob(".part*")] == []
+    shutil.rmtree(served / "deltas")  # a copy without empty folders
+    assert follow(url, served) == 1
 
 
 def test_the_command_follows_until_it_is_stopped(tmp_path: Path) -> None:
