@@ -178,6 +178,7 @@ REFUSED: tuple[tuple[Any, str], ...] = (
     ),
     (lambda: zch(percent_reserved_slots=100), "must be at least 0 and below 100; received 100"),
     (lambda: zch(opt_in_prob=5), "percent_reserved_slots must be above 0 if opt_in_prob is"),
+    (lambda: zch(opt_in_prob=0), "must be from 1 to 100, or -1 for 100; received 0"),
     (lambda: zch(opt_in_prob=101), "opt_in_prob must be"),
 )
 
