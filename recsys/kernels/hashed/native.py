@@ -25,10 +25,11 @@ ADMISSIONS = {"always": 0, "at_least": 1, "probability": 2}
 
 @final
 class _Group(NamedTuple):
-    """Indexes that are mapped together, the addresses of their arrays, and the C file's tables."""
+    """Indexes that are mapped together, and the C file's tables."""
 
     indexes: tuple[weakref.ref[HashIndex], ...]
     addresses: list[int]
+    """Of the `ids`: `share_memory` moves all arrays of a module."""
     tables: np.ndarray
 
 
@@ -143,11 +144,7 @@ def _tables(indexes: Sequence[HashIndex]) -> np.ndarray:
     """Return a copy of the C file's tables, [indexes, numbers of a table]."""
     if not indexes:
         return np.zeros((0, RESULTS + 1), np.int64)
-    addresses = [
-        array.data_ptr()
-        for index in indexes
-        for array in (index.ids, index.last_used, index.seen, index.digests, index.sketch)
-    ]
+    addresses = [index.ids.data_ptr() for index in indexes]
     known = _GROUPS.get(indexes[0])
     is_known = (
         known is not None
@@ -158,8 +155,7 @@ def _tables(indexes: Sequence[HashIndex]) -> np.ndarray:
     if not is_known:
         for index in indexes:
             _check_arrays(index)
-        numbers = np.array(list(map(_numbers, indexes)), dtype=np.int64)
-        tables = np.concatenate([np.array(addresses).reshape(len(indexes), -1), numbers], axis=1)
+        tables = np.array(list(map(_numbers, indexes)), dtype=np.int64)
         known = _Group(tuple(map(weakref.ref, indexes)), addresses, tables)
         _GROUPS[indexes[0]] = known
     assert known is not None
@@ -167,9 +163,11 @@ def _tables(indexes: Sequence[HashIndex]) -> np.ndarray:
 
 
 def _numbers(index: HashIndex) -> list[int]:
-    """Return the numbers of the C file's `Table` after its addresses."""
+    """Return the C file's `Table` of an index."""
     settings = index.settings
+    arrays = index.ids, index.last_used, index.seen, index.digests, index.sketch
     return [
+        *(array.data_ptr() for array in arrays),
         twin.signed(index.seed),
         index.num_regions.bit_length() - 1,
         index.first_region,
