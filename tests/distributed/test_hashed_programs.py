@@ -1,7 +1,7 @@
 """Random programs on tables with hashed ids, over ranks, against plain dicts of whole numbers.
 
 A program trains, evaluates, loses batches, saves, loads under other plans, moves and resizes
-tables. After each step the whole state equals that of `hashed_oracle.PlainTable`. By hand, longer:
+tables. After each step the whole state equals that of an `Oracle` per table. By hand, longer:
 
     python -m tests.distributed.test_hashed_programs --minutes 30
 """
@@ -30,11 +30,12 @@ from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.kernels.hashed.index import geometry
 from recsys.modules.embedding_configs import PoolingType
+from recsys.modules.hashed_group import PINNED_BATCHES
 from recsys.modules.hashed_ids import LFU, LRU, AtLeast, DistanceLFU, HashedIds, Probability
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import FEATURES, shard, whole
-from tests.distributed.hashed_oracle import RATE, START, PlainTable, mix
 from tests.distributed.test_hashed_ids import TYPES, HashedCase
+from tests.kernels.hashed.oracle import Entry, Oracle, mix
 from tests.ranks import RankPool
 
 RULES = (
@@ -46,21 +47,63 @@ RULES = (
     HashedIds(eviction=None, unknown="zero"),
 )
 ENDS = (-(2**63), -1, 0, 1, 2**63 - 1)
+START, RATE = 0.5, 2.0**-6
+"""Initial weights, and the learning rate of SGD: all sums are exact in float32."""
 
 
-def crowd(rules: HashedIds, count: int) -> list[int]:
-    """Ids of one bucket of the smallest tables, which has 16 rows."""
-    table = PlainTable(rules, 256, geometry(256, rules.num_regions)[1])
-    found, number = [], 0
+class Table:
+    """One table: who has which row, and how often a gradient was added to it.
+
+    A row has the weights `START - RATE * (c + 1) * updates` in column c, as each id that is looked
+    up gets the gradient c + 1 there.
+    """
+
+    def __init__(self, rules: HashedIds, num_rows: int) -> None:
+        self.rules, self.num_rows = rules, num_rows
+        _, regions = geometry(num_rows, rules.num_regions)
+        self.region_rows = num_rows // regions
+        self.oracle = Oracle(rules.settings(), regions, self.region_rows // 64, rules.seed)
+        self.entries = self.oracle.entries
+        self.updates = Counter[int]()
+        self.step = 0
+        self.waiting: list[int] = []
+        """First steps that batches with updates to come may read."""
+        self.evicted = 0
+
+    @property
+    def pin(self) -> int:
+        return max(min([self.step - PINNED_BATCHES + 1, *self.waiting]), 0)
+
+    def rows_of(self, keys: list[int], is_training: bool) -> dict[int, int]:
+        """The row of each id of a batch of all ranks."""
+        self.step += is_training
+        rows, new, counts = self.oracle.map(keys, self.step, self.pin, is_training)
+        for row, _ in new:
+            self.updates[row] = 0
+        self.evicted += counts[2]
+        return dict(zip(keys, rows, strict=True))
+
+    def is_shared(self, row: int) -> bool:
+        return row % self.region_rows == 0
+
+    def weight(self, row: int, column: int) -> float:
+        if self.is_shared(row) and self.rules.unknown == "zero":
+            return 0.0
+        return START - RATE * (column + 1) * self.updates[row]
+
+
+def crowd(count: int) -> list[int]:
+    """Ids of one bucket of the smallest tables by the first rules."""
+    oracle, found, number = Table(RULES[0], 256).oracle, list[int](), 0
     while len(found) < count:
         number += 1
         key = mix(number) - 2**63
-        if table.place(key)[:2] == (1, 2):
+        if oracle.place_of(key)[2:] == (64, 2):
             found.append(key)
     return found
 
 
-CROWD = crowd(HashedIds(), 90)
+CROWD = crowd(90)
 
 
 @dataclass(frozen=True)
@@ -123,14 +166,11 @@ class Program:
         self.case, self.folder, self.rank = case, folder, dist.get_rank()
         self.model = shard(case, sharders=case.sharders())
         self.configs = case.configs()
-        self.oracle = {
-            config.name: PlainTable(
-                config.ids, config.num_embeddings,
-                geometry(config.num_embeddings, config.ids.num_regions)[1],
-            )
+        self.tables = {
+            config.name: Table(config.ids, config.num_embeddings)
             for config in self.configs
             if config.ids is not None
-        }  # fmt: skip
+        }
         self.static = Counter[int]()
         self.batch = self.saves = 0
 
@@ -143,7 +183,7 @@ class Program:
 
     def map(self, batches: list[KeyedJaggedTensor]) -> dict[str, dict[int, int]]:
         return {
-            config.name: self.oracle[config.name].train(self.ids_of(batches, config))
+            config.name: self.tables[config.name].rows_of(self.ids_of(batches, config), True)
             for config in self.configs
             if config.ids is not None
         }
@@ -158,7 +198,7 @@ class Program:
                     if config.ids is None:
                         weights = [START - RATE * (column + 1) * self.static[i] for i in ids]
                     else:
-                        table = self.oracle[config.name]
+                        table = self.tables[config.name]
                         weights = [table.weight(rows[config.name][i], column) for i in ids]
                     expected.append(sum(weights))
         assert values.sum(0).tolist() == expected
@@ -179,7 +219,7 @@ class Program:
             if config.ids is None:
                 self.static.update(ids)
             else:
-                self.oracle[config.name].update([rows[config.name][one] for one in ids])
+                self.tables[config.name].updates.update(rows[config.name][one] for one in ids)
 
     def next_batches(self) -> list[KeyedJaggedTensor]:
         self.batch += 1
@@ -219,12 +259,12 @@ class Program:
             self.check_output(values.detach(), batches[self.rank], rows)
             self.loss(values).backward()
             done.append((batches, rows))
-            for table in self.oracle.values():
+            for table in self.tables.values():
                 table.waiting.append(table.step - 3)
         self.model.fused_optimizer.step()
         for batches, rows in done:
             self.update(batches, rows)
-        for table in self.oracle.values():
+        for table in self.tables.values():
             table.waiting.clear()
         return None
 
@@ -249,10 +289,9 @@ class Program:
         """Reads known and unknown ids, and writes nothing."""
         batches = self.case.batches(self.batch + 1000)
         rows = {
-            name: {one: table.read(one) for one in self.ids_of(batches, config)}
+            config.name: self.tables[config.name].rows_of(self.ids_of(batches, config), False)
             for config in self.configs
-            if (name := config.name) in self.oracle
-            for table in [self.oracle[name]]
+            if config.ids is not None
         }
         self.model.eval()
         values = self.model.module.ebc(batches[self.rank]).values()
@@ -274,51 +313,46 @@ class Program:
     def resize(self, rows: int, seed: int) -> None:
         """Another number of rows: the ids with a row keep their weights, use and counts."""
         save_checkpoint(self.folder, self.model, self.model.fused_optimizer)
-        old = self.oracle
+        old, batch, saves, static = self.tables, self.batch, self.saves, self.static
         self.case = replace(self.case, rows=(rows,))
-        batch, saves, static = self.batch, self.saves, self.static
         self.__init__(self.case, self.folder)  # type: ignore[misc]
         self.batch, self.saves, self.static = batch, saves, static
         load_checkpoint(
-            self.folder, self.model, self.model.fused_optimizer, resize=list(self.oracle)
+            self.folder, self.model, self.model.fused_optimizer, resize=list(self.tables)
         )
         state = self.state()
-        for name, table in self.oracle.items():
-            before, step = old[name], old[name].step
-            before.step += 1  # of the next batch, for expiry and scores
+        for name, table in self.tables.items():
+            path, before = f"ebc.embedding_bags.{name}.", old[name]
+            table.step, now = before.step, before.step + 1  # of the next batch
+            before.step = now
             row_of = {
-                key: row
-                for row, key in before.ids.items()
-                if before.last_used[row] >= before.oldest
+                entry.id: row
+                for row, entry in before.entries.items()
+                if before.oracle.is_alive(entry, now, before.pin)
             }
-            index = f"ebc.{self.case_name}.{name}.index."
-            ids, used = state[f"{index}ids"].tolist(), state[f"{index}last_used"].tolist()
-            kept = {row: ids[row] for row in range(table.rows) if used[row] > 0}
-            assert len(set(kept.values())) == len(kept)
-            assert {*kept.values()} <= row_of.keys()
-            table.step, table.ids = step, kept
-            for row, key in kept.items():
-                assert table.place(key)[0] == row // LINE_ROWS
-                table.last_used[row] = before.last_used[row_of[key]]
+            scores = {
+                key: before.oracle.score(before.entries[row], now) for key, row in row_of.items()
+            }
+            ids, used = (state[f"{path}index.{key}"].tolist() for key in ("ids", "last_used"))
+            kept = {ids[row]: row for row in range(table.num_rows) if used[row] > 0}
+            assert len(kept) == sum(map(bool, used))
+            assert kept.keys() <= row_of.keys()
+            for key, row in kept.items():
+                assert row // 64 * 64 == table.oracle.place_of(key)[2]
+                entry = before.entries[row_of[key]]
+                table.entries[row] = Entry(key, entry.last_used, entry.seen)
                 table.updates[row] = before.updates[row_of[key]]
-                if before.seen:
-                    table.seen[row] = before.seen[row_of[key]]
-            for key in row_of.keys() - {*kept.values()}:
-                line = table.place(key)[0]
-                in_line = [one for row, one in kept.items() if row // LINE_ROWS == line]
-                assert len(in_line) >= 63
-                scores = [before.score(row_of[one]) for one in in_line]
-                assert before.score(row_of[key]) <= min(scores)
-            for row in range(0, table.rows, table.lines * LINE_ROWS):  # a new shared row
-                weight = float(state[f"ebc.{self.case_name}.{name}.weight"][row, 0])
+            for key in row_of.keys() - kept.keys():
+                line = table.oracle.place_of(key)[2]
+                stayed = [one for one, row in kept.items() if row // 64 * 64 == line]
+                assert len(stayed) >= 63
+                assert scores[key] <= min(scores[one] for one in stayed)
+            for row in range(0, table.num_rows, table.region_rows):  # of unknown ids
+                weight = float(state[f"{path}weight"][row, 0])
                 table.updates[row] = round((START - weight) / RATE)
         self.reshard(seed)
 
     # -- the whole state ---------------------------------------------------------------------------
-
-    @property
-    def case_name(self) -> str:
-        return "embedding_bags"
 
     def state(self) -> dict[str, Tensor]:
         found = self.model.state_dict()
@@ -327,37 +361,35 @@ class Program:
     def check(self) -> None:
         state = self.state()
         for config in self.configs:
-            path = f"ebc.{self.case_name}.{config.name}."
+            path = f"ebc.embedding_bags.{config.name}."
             weight = state[path + "weight"]
             columns = torch.arange(1, config.embedding_dim + 1)
             if config.ids is None:
                 counts = torch.tensor([self.static[row] for row in range(len(weight))])
                 assert torch.equal(weight, START - RATE * columns * counts[:, None])
                 continue
-            table = self.oracle[config.name]
+            table = self.tables[config.name]
             index = {name: state.get(f"{path}index.{name}") for name in INDEX}
             assert int(index["steps"]) == table.step
-            used = index["last_used"].tolist()
-            assert {row: one for row, one in enumerate(used) if one} == table.last_used
-            ids = index["ids"].tolist()
-            assert {row: ids[row] for row in table.last_used} == table.ids
+            used, ids = index["last_used"].tolist(), index["ids"].tolist()
+            rows = sorted(table.entries)
+            assert [row for row, one in enumerate(used) if one] == rows
+            entries = [table.entries[row] for row in rows]
+            assert [(ids[row], used[row]) for row in rows] == [(e.id, e.last_used) for e in entries]
             if index["seen"] is not None:
-                seen = index["seen"].tolist()
-                assert {row: seen[row] for row in table.seen} == table.seen
+                assert index["seen"][rows].tolist() == [entry.seen for entry in entries]
             if index["sketch"] is not None:
-                cells = index["sketch"].view(-1, 64).tolist()
-                assert {i: own for i, own in enumerate(cells) if any(own)} == {
-                    i: own for i, own in table.sketch.items() if any(own)
-                }
-            rows = [row for row in range(table.rows) if row in table.ids]
+                cells = index["sketch"].view(-1, 64)
+                buckets = [line // 16 + home for line, home in table.oracle.cells]
+                assert cells[buckets].tolist() == [*table.oracle.cells.values()]
+                assert int(cells.sum()) == sum(map(sum, table.oracle.cells.values()))
             if table.rules.unknown == "shared":
-                rows += [row for row in range(table.rows) if table.is_reserved(row)]
+                rows += range(0, table.num_rows, table.region_rows)
             counts = torch.tensor([table.updates[row] for row in rows])
             assert torch.equal(weight[rows], START - RATE * columns * counts[:, None])
 
 
 INDEX = ("steps", "ids", "last_used", "seen", "sketch")
-LINE_ROWS = 64
 
 Step = tuple[str, tuple[Any, ...]]
 STEPS: st.SearchStrategy[Step] = st.one_of(
@@ -376,7 +408,7 @@ def _play(case: ProgramCase, steps: list[Step], folder: Path) -> int:
     for name, arguments in [("train", (0,)), *steps, ("train", (2,)), ("evaluate", ())]:
         getattr(program, name)(*arguments)
         program.check()
-    return sum(table.evicted for table in program.oracle.values())
+    return sum(table.evicted for table in program.tables.values())
 
 
 def types_of(world_size: int) -> tuple[Any, ...]:
