@@ -148,7 +148,7 @@ class Oracle:
         return min(rows, key=lambda row: self.score(self.entries[row], step))
 
     def score(self, entry: Entry, step: int) -> tuple[float, int]:
-        if self.settings.eviction == "lru":
+        if self.settings.eviction in ("lru", "none"):
             return entry.last_used, 0
         if self.settings.eviction == "lfu":
             return self.halved(entry, step), entry.last_used
