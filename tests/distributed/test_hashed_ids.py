@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
+from recsys.distributed.checkpoint import load_checkpoint, load_table, save_checkpoint
 from recsys.distributed.placement.layout import IdHash
 from recsys.distributed.placement.plan_layout import layout_of_plan
 from recsys.distributed.placement.strategies import parameter_sharding
@@ -25,7 +26,7 @@ from recsys.kernels.hashed.twin import locate
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.hashed_ids import LFU, LRU, AtLeast, DistanceLFU, HashedIds, Probability
-from recsys.optim import Adam, RowWiseAdagrad
+from recsys.optim import Adagrad, Adam, RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import FEATURES, Case, assert_same, shard, train, whole
 from tests.ranks import RankPool
@@ -55,12 +56,13 @@ class HashedCase(Case):
     rows: tuple[int, ...] = (256, 512)
     hyperparameters: tuple[tuple[str, float], ...] = (("lr", 0.01),)
     types: tuple[ShardingType, ...] = TYPES
+    rules: tuple[HashedIds, ...] = RULES
 
     def configs(self) -> list[Any]:
         rng = random.Random(self.seed)
         configs = super().configs()
         for config in configs:
-            config.ids = rng.choice(RULES)
+            config.ids = rng.choice(self.rules)
             config.num_embeddings = rng.choice(self.rows)
             config.feature_names = rng.sample(FEATURES[:3], rng.randint(1, 2))
             config.__post_init__()
@@ -165,6 +167,34 @@ def _move(case: HashedCase) -> None:
 @pytest.mark.parametrize(("seed", "pooled"), [(0, True), (1, True), (2, False)])
 def test_training_goes_on_after_a_move(ranks: RankPool, seed: int, pooled: bool) -> None:
     ranks(3, _move, HashedCase(seed, 3, pooled=pooled, optimizer=RowWiseAdagrad))
+
+
+def _load_one(case: HashedCase) -> None:
+    """A table that has ids before the first batch counts other steps than the others."""
+    reference, sharded = case.model(), shard(case)
+    configs = case.configs()
+    loaded = configs[case.seed % (len(configs) - 1)]
+    rng = np.random.default_rng(case.seed)
+    numbers = torch.from_numpy(rng.choice(case.num_ids, 40, replace=False))
+    ids = (numbers * 0x5851F42D4C957F2D - 2**63).numpy()
+    values = rng.random((40, loaded.embedding_dim), dtype=np.float32)
+    for model in (reference, sharded):
+        load_table(model, loaded.name, values, ids=ids)
+    train(case, reference, range(12), rank=None, with_dense=False)
+    train(case, sharded, range(12), rank=dist.get_rank(), with_dense=False)
+    state = state_of(sharded)
+    assert_equal_index(state, state_of(reference))
+    steps = {name: int(value) for name, value in state.items() if name.endswith("index.steps")}
+    assert sorted(set(steps.values())) == ([12, 13] if len(steps) > 1 else [13])
+    assert [step for name, step in steps.items() if f".{loaded.name}." in name] == [13]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_table_loaded_alone_counts_alike_on_all_owners(ranks: RankPool, seed: int) -> None:
+    """Also for rules that draw by the step, on the owners of columns and of rows."""
+    rules = (RULES[2], RULES[3], HashedIds(admission=Probability(0.5)))
+    types = (ShardingType.COLUMN_WISE, ShardingType.TABLE_WISE, ShardingType.ROW_WISE)
+    ranks(2, _load_one, HashedCase(seed, 2, types=types, optimizer=Adagrad, rules=rules))
 
 
 class CrowdedCase(HashedCase):

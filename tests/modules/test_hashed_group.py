@@ -16,7 +16,7 @@ from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_init import init_ids
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds
+from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds, Probability
 from recsys.modules.table_index import index_row_bytes
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
@@ -297,3 +297,76 @@ def test_bytes_of_an_index_are_those_of_its_arrays(rules: dict[str, Any]) -> Non
     index = table_of(bags(1000, **rules)).index
     arrays = [a for a in index.buffers() if a.dim()]
     assert sum(a.nbytes for a in arrays) == 1024 * index_row_bytes(index.rules)
+
+
+def group_of(collection: Any) -> Any:
+    return collection._lookups.groups[0]._hashed
+
+
+def test_a_hold_of_a_node_of_cpp_ends_with_its_graph() -> None:
+    """Kernels of other libraries return outputs of such nodes."""
+    ebc = bags()
+    ebc(bags_of(np.random.default_rng(8), 5))
+    group = group_of(ebc)
+    for ends in ("backward", "free"):
+        assert not group._in_flight
+        output = torch.ones(2, requires_grad=True) * 2
+        assert "Backward0" in type(output.grad_fn).__name__
+        group.hold(output)
+        assert len(group._in_flight) == 1
+        if ends == "backward":
+            output.sum().backward()
+            assert not group._in_flight
+        del output
+
+
+def test_the_end_of_a_hold_does_not_end_another() -> None:
+    ebc = bags()
+    batch = bags_of(np.random.default_rng(8), 5)
+    ebc(batch).values().sum().backward()
+    group, output = group_of(ebc), torch.ones(2, requires_grad=True)
+    first, second = output * 2, output * 3
+    group.hold(first)
+    group.hold(second)
+    first.sum().backward()
+    del first
+    assert len(group._in_flight) == 1
+    del second
+    assert not group._in_flight
+
+
+def test_tables_of_one_lookup_count_their_own_batches(tmp_path: Path) -> None:
+    """Also after one was loaded alone: its batches are not those of the others."""
+    rules = HashedIds(eviction=DistanceLFU(2), ttl=30, admission=Probability(0.5), num_regions=1)
+
+    def tables_of(*names: str) -> Any:
+        torch.manual_seed(0)
+        tables = [EmbeddingBagConfig(64, DIM, n, feature_names=[f"f{n}"], ids=rules) for n in names]
+        ebc = EmbeddingBagCollection(tables=tables)
+        apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": LR})
+        return ebc
+
+    rng = np.random.default_rng(9)
+
+    def train(collections: Any, count: int) -> None:
+        """Table "b" of all collections gets the same ids."""
+        for _ in range(count):
+            ids = {f"f{n}": torch.from_numpy(rng.integers(0, 200, 6)) for n in "abc"}
+            for ebc in collections:
+                keys = [f"f{table.name}" for table in ebc.configs()]
+                values = torch.cat([ids[key] for key in keys])
+                ones = torch.ones(len(values), dtype=torch.int64)
+                ebc(KeyedJaggedTensor(keys, values, lengths=ones)).values().sum().backward()
+
+    joined, alone = tables_of("a", "b", "c"), tables_of("b")
+    train([joined], 50)
+    alone_index, index = alone.embedding_bags["b"].index, joined.embedding_bags["b"].index
+    train([alone], 7)
+    index.load_state_dict(alone_index.state_dict())
+    joined.embedding_bags["b"].weight.data.copy_(alone.embedding_bags["b"].weight.data)
+    index.init_seed_number = alone_index.init_seed_number
+    train([joined, alone], 60)
+    assert [joined.embedding_bags[n].index.step for n in "abc"] == [110, 67, 110]
+    for name, value in alone_index.state_dict().items():
+        assert torch.equal(index.state_dict()[name], value), name
+    assert index.stats().evicted > 0
