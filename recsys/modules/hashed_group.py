@@ -155,15 +155,19 @@ class HashedGroup:
 
     def prepare_lookup(self) -> None:
         """Set the rows of unknown ids to zero where an update may have changed them."""
+        if not self._zeros.numel():
+            return
+        for counter in self._counters:
+            if counter.was_loaded:
+                self._may_have_changed, counter.was_loaded = True, False
         if not self._may_have_changed:
             return
-        self._may_have_changed = bool(self._in_flight)
-        if self._zeros.numel():
-            self._tbe.reset_rows(
-                self._zero_sizes,
-                self._zeros,
-                lambda group, weights, rows: weights.index_fill_(0, rows, 0.0),
-            )
+        self._may_have_changed = bool(self._in_flight) or self._tbe.deferred.exist
+        self._tbe.reset_rows(
+            self._zero_sizes,
+            self._zeros,
+            lambda group, weights, rows: weights.index_fill_(0, rows, 0.0),
+        )
 
     def hold(self, output: Tensor) -> None:
         """Keep the ids of the rows of a lookup until its update, or until its graph is freed.

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.types import ShardingEnv
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_init import init_ids
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -370,3 +372,95 @@ def test_tables_of_one_lookup_count_their_own_batches(tmp_path: Path) -> None:
     for name, value in alone_index.state_dict().items():
         assert torch.equal(index.state_dict()[name], value), name
     assert index.stats().evicted > 0
+
+
+def test_a_load_of_other_modules_changes_nothing() -> None:
+    first, second = bags(), bags()
+    rng = np.random.default_rng(10)
+    batches = [bags_of(rng, 300) for _ in range(40)]
+    for step, batch in enumerate(batches):
+        if step == 20:
+            whole = torch.nn.ModuleDict({"ebc": first, "over": torch.nn.Linear(1, 1)})
+            whole.load_state_dict({"over.weight": torch.ones(1, 1)}, strict=False)
+        outputs = [collection(batch).values() for collection in (first, second)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.sum().backward()
+    assert table_of(first).index.step == 40
+    assert table_of(first).index.stats() == table_of(second).index.stats()
+
+
+def is_zero(collection: Any) -> bool:
+    """Whether an id that the table does not have reads zeros."""
+    batch = KeyedJaggedTensor(list(NAMES), torch.tensor([-9]), lengths=torch.tensor([1, 0]))
+    was_training = collection.training
+    with torch.no_grad():
+        found = collection.eval()(batch).values()
+    collection.train(was_training)
+    return not bool(found.any())
+
+
+def one_rank(**rules: Any) -> Any:
+    """A sharded collection whose updates wait for a step."""
+    ebc = bags(64, None, **rules)
+    apply_optimizer_in_backward(
+        RowWiseAdagrad, ebc.parameters(), {"lr": LR}, update_mode="deferred"
+    )
+    model = torch.nn.ModuleDict({"ebc": ebc})
+    return DistributedModelParallel(model, env=ShardingEnv.from_local(), device=torch.device("cpu"))
+
+
+UNKNOWN = {"unknown": "zero", "admission": AtLeast(200)}
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_unknown_ids_read_zeros_after_a_load(is_sharded: bool) -> None:
+    def new() -> Any:
+        return one_rank(**UNKNOWN).module["ebc"] if is_sharded else bags(64, **UNKNOWN)
+
+    first, second = new(), new()
+    state = {name: torch.ones_like(value) for name, value in bags(64).state_dict().items()}
+    weights = {name: value for name, value in state.items() if name.endswith("weight")}
+    for given in (first.state_dict(), weights):
+        assert is_zero(second)
+        for table in (first, second):
+            shards = table._stages.tables["t"].shards if is_sharded else []
+            for weight in [s.parameter for s in shards] or [table_of(table).weight]:
+                weight.data.fill_(1.0 if table is first else 0.0)
+        second.load_state_dict(given, strict=False)
+        assert is_zero(second)
+
+
+def test_unknown_ids_read_zeros_after_a_backward_pass_in_evaluation() -> None:
+    ebc = bags(64, **UNKNOWN).eval()
+    assert is_zero(ebc)
+    ebc(bags_of(np.random.default_rng(11), 100)).values().sum().backward()
+    assert is_zero(ebc)
+
+
+def test_unknown_ids_read_zeros_between_backward_and_step() -> None:
+    model = one_rank(**UNKNOWN)
+    ebc = model.module["ebc"]
+    for _ in range(2):
+        ebc(bags_of(np.random.default_rng(11), 100)).values().sum().backward()
+        assert is_zero(ebc)
+        model.fused_optimizer.step()
+        assert is_zero(ebc)
+
+
+@pytest.mark.parametrize("rules", [{}, {"eviction": LFU(), "admission": AtLeast(2)}])
+def test_a_load_assigns_to_tables_without_memory(rules: dict[str, Any]) -> None:
+    trained = bags(128, **rules)
+    rng = np.random.default_rng(12)
+    for _ in range(10):
+        trained(bags_of(rng, 100)).values().sum().backward()
+    table = EmbeddingBagConfig(128, DIM, "t", feature_names=list(NAMES), ids=HashedIds(**rules))
+    loaded = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
+    loaded.load_state_dict(copy.deepcopy(trained.state_dict()), assign=True)
+    apply_optimizer_in_backward(torch.optim.SGD, loaded.parameters(), {"lr": LR})
+    for _ in range(10):
+        batch = bags_of(rng, 100)
+        outputs = [collection(batch).values() for collection in (trained, loaded)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.sum().backward()

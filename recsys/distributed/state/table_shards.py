@@ -212,6 +212,8 @@ class TableShards(nn.Module):
                 _copy(self.whole(), state_dict[key])
             for shard in self.shards:
                 shard.kernel.drop_cache()
+                if shard.index is not None:
+                    shard.index.counter.was_loaded = True
             self._load_index(of_index, state_dict, missing_keys)
         except (ValueError, RuntimeError) as error:
             error_msgs.append(f"{key}: {error}")
