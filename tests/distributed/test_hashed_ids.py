@@ -15,11 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recsys.distributed.checkpoint import load_checkpoint, load_table, save_checkpoint
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.placement.layout import IdHash
 from recsys.distributed.placement.plan_layout import layout_of_plan
 from recsys.distributed.placement.strategies import parameter_sharding
+from recsys.distributed.shard import shard as shard_module
 from recsys.distributed.stages.bags import rows_of_regions
-from recsys.distributed.types import ShardingType
+from recsys.distributed.types import ShardingEnv, ShardingType
 from recsys.kernels.hashed import build
 from recsys.kernels.hashed.index import HashIndex
 from recsys.kernels.hashed.twin import locate
@@ -249,6 +252,92 @@ def _evaluate(case: HashedCase) -> None:
 
 def test_evaluation_writes_nothing(ranks: RankPool) -> None:
     ranks(2, _evaluate, HashedCase(1, 2, optimizer=RowWiseAdagrad))
+
+
+def _without_optimizer() -> list[str]:
+    """Only rank 0 has tables with hashed ids."""
+    tables = [
+        EmbeddingBagConfig(64, 4, "h", feature_names=["a"], ids=HashedIds()),
+        EmbeddingBagConfig(64, 4, "rows", feature_names=["b"]),
+    ]
+    ebc = EmbeddingBagCollection(tables=tables)
+    plan = {
+        table.name: parameter_sharding(ShardingType.TABLE_WISE, 64, 4, ranks=[rank])
+        for rank, table in enumerate(tables)
+    }
+    sharded = shard_module(ebc, plan, device=torch.device("cpu"))
+    found = []
+    batch = KeyedJaggedTensor(["a", "b"], torch.tensor([-7, 5]), lengths=torch.ones(2).long())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Table 'h' with HashedIds needs an optimizer") as info:
+            sharded(batch)
+        found.append(str(info.value))
+    sharded.train(dist.get_rank() == 0)  # the error of one rank is raised on both
+    with pytest.raises(ValueError, match="On rank 0: Table 'h' with HashedIds needs an optimizer"):
+        sharded(batch)
+    sharded.eval()
+    sharded(batch).values()
+    sharded.train()
+    with torch.no_grad():
+        sharded(batch).values()
+    return found
+
+
+def test_training_without_an_optimizer_fails_on_all_ranks(ranks: RankPool) -> None:
+    first, second = ranks(2, _without_optimizer)
+    assert first == second
+
+
+def _eval_first(case: HashedCase) -> None:
+    for mode in (False, True):
+        model = case.model().train(mode)
+        sharded = DistributedModelParallel(
+            model, env=ShardingEnv.default(), device=torch.device("cpu"), plan=case.plan()
+        )
+        assert {module.training for module in sharded.modules()} == {mode}
+        before = {name: value.clone() for name, value in state_of(sharded).items()}
+        sharded.module.ebc(case.batches(0)[dist.get_rank()])
+        after = state_of(sharded)
+        steps = {int(value) for name, value in after.items() if name.endswith("index.steps")}
+        assert steps == {int(mode)}
+        arrays = [name for name in before if ".index." in name]
+        assert all(torch.equal(after[name], before[name]) for name in arrays) != mode
+
+
+def test_a_model_in_evaluation_stays_in_it(ranks: RankPool) -> None:
+    ranks(2, _eval_first, HashedCase(1, 2, optimizer=RowWiseAdagrad))
+
+
+def _load_between(case: HashedCase, folder: Path) -> None:
+    fused = {"optimizer": "EXACT_ROWWISE_ADAGRAD", "learning_rate": 0.1, "update_mode": "deferred"}
+    sharders = [EmbeddingBagCollectionSharder(fused)]
+    model, hashed = shard(case, sharders=sharders), case.configs()[0]
+    save_checkpoint(folder, model, model.fused_optimizer)
+    step = 0
+    for end in (model.fused_optimizer.step, model.fused_optimizer.zero_grad):
+        output = model.module.ebc(case.batches(step)[dist.get_rank()])
+        output.values().sum().backward()
+        before = {name: value.clone() for name, value in state_of(model).items()}
+        step += 1
+        values = np.ones((3, hashed.embedding_dim), np.float32)
+        for load in (
+            lambda: load_table(model, hashed.name, values, ids=np.arange(3)),  # noqa: B023
+            lambda: load_checkpoint(folder, model, model.fused_optimizer),
+        ):
+            with pytest.raises(ValueError, match=r"'.*' with HashedIds wait for a step"):
+                load()
+            assert_same(state_of(model), before, rtol=0, atol=0)
+        with pytest.raises(RuntimeError, match="with HashedIds wait for a step"):
+            model.load_state_dict(model.state_dict())
+        end()
+        model.load_state_dict(model.state_dict())
+        load_table(model, hashed.name, values, ids=np.arange(3))
+        load_checkpoint(folder, model, model.fused_optimizer)
+
+
+def test_gradients_do_not_go_to_the_ids_of_a_load(ranks: RankPool, tmp_path: Path) -> None:
+    case = HashedCase(3, 2, types=TYPES[:3], optimizer=None)
+    ranks(2, _load_between, case, tmp_path / "c")
 
 
 def test_plans_that_do_not_fit_are_named() -> None:
