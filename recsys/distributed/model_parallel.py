@@ -151,6 +151,7 @@ class DistributedModelParallel(nn.Module):
             materialize_dense(module, self.device)
         move_dense(module, self.device)
         self._hold(module)
+        self.training = module.training
         if init_data_parallel:
             self.init_data_parallel()
 

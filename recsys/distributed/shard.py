@@ -307,6 +307,7 @@ def replace_modules(
             options = {"module_fqn": path} if named else {}
             ranks = env_of.get(type(child), env)
             made[id(child)] = shard_one(child, plan.plan[path], ranks, device, **options)
+            made[id(child)].training = child.training
         construction.path = ""
         construction.add("the model", {"the rest": _rest(module, is_leaf)})
         construction.on_commit(lambda: _replace(module, made, is_leaf))

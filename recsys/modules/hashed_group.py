@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
-from itertools import accumulate
-from typing import Final, final
+from itertools import accumulate, groupby
+from typing import Any, Final, NoReturn, final
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.embedding_init import init_new_rows
 from recsys.modules.table_index import TableIndex
 
-__all__ = ["PINNED_BATCHES", "HashedGroup"]
+__all__ = ["PINNED_BATCHES", "HashedGroup", "refuse_training"]
 
 PINNED_BATCHES: Final = 4
 """Batches, with the current one, whose rows keep their ids. It is constant, so that pipelines,
@@ -63,7 +62,8 @@ class HashedGroup:
         for index, counts in zip(indexes, self._counts, strict=True):
             index.counts = counts  # all are added up at once
         self._may_have_changed = True  # rows of `_zeros` that unknown ids read
-        # first steps whose rows batches without a backward pass, or updates to come, may read
+        self._batch = 0  # training batches of this group
+        # first batches whose rows batches without a backward pass, or updates to come, may read
         self._in_flight: list[int] = []
         self._to_update: list[int] = []
 
@@ -93,43 +93,81 @@ class HashedGroup:
             ValueError: The tables are trained without an optimizer in backward.
         """
         if is_training and self._tbe.update_mode is UpdateMode.GRADIENT:
-            raise ValueError(
-                f"Table '{self._configs[0].name}' with HashedIds needs an optimizer in backward, "
-                "which resets its state with each new id; received none. Call "
-                "apply_optimizer_in_backward before training."
-            )
-        step = self._last_step() + is_training
+            refuse_training(self._configs[0].name)
+        self._batch += is_training
         if not self._tbe.deferred.exist:
             self._to_update.clear()
-        pinned = step - PINNED_BATCHES + 1
+        pinned = self._batch - PINNED_BATCHES + 1
+        behind = self._batch - min([pinned, *self._in_flight, *self._to_update])
+        steps = [counter.step + is_training for counter in self._counters]
+        if min(steps) == max(steps):  # of all tables, unless some were loaded alone
+            return self._map(slice(None), ids.long(), sizes, steps[0], behind, is_training)
+        rows, first, first_id = list[Tensor](), 0, 0
+        for step, run in groupby(steps):
+            tables = slice(first, first + len(list(run)))
+            of_run = sizes[tables]
+            own = ids[first_id : first_id + sum(of_run)].long()
+            rows.append(self._map(tables, own, of_run, step, behind, is_training))
+            first, first_id = tables.stop, first_id + sum(of_run)
+        return torch.cat(rows)
+
+    def _map(
+        self,
+        tables: slice,
+        ids: Tensor,
+        sizes: Sequence[int],
+        step: int,
+        behind: int,
+        is_training: bool,
+    ) -> Tensor:
+        """Return the rows of the ids of tables that have had as many training batches.
+
+        Args:
+            tables: The tables.
+            ids: int64 [N] their ids.
+            sizes: Number of ids of each.
+            step: The training batch, counted by the tables.
+            behind: Batches before it whose rows keep their ids.
+            is_training: Whether the batch is trained on.
+        """
         mapped = map_ids(
-            [index.index for index in self.indexes],
-            ids.long(),
+            [index.index for index in self.indexes[tables]],
+            ids,
             sizes,
             max(step, 1),
-            min([pinned, *self._in_flight, *self._to_update]),
+            step - behind,
             is_training,
         )
         if is_training:
-            self._tbe.marks.mark_rows(mapped.rows, sizes)  # their last use is written
-            for counter in self._counters:
+            self._tbe.marks.mark_rows(mapped.rows, self._sizes_of_all(tables, sizes))  # last use
+            for counter in self._counters[tables]:
                 counter.step = step
-            self._counts += mapped.counts
+            self._counts[tables] += mapped.counts
             if mapped.new_rows.numel():
-                self._initialize(mapped, step)
+                self._initialize(mapped, self._sizes_of_all(tables, mapped.new_sizes), step)
         return mapped.rows
+
+    def _sizes_of_all(self, tables: slice, sizes: Sequence[int]) -> list[int]:
+        """Return the numbers of some tables, and 0 for the others."""
+        found = [0] * len(self.indexes)
+        found[tables] = sizes
+        return found
 
     def prepare_lookup(self) -> None:
         """Set the rows of unknown ids to zero where an update may have changed them."""
+        if not self._zeros.numel():
+            return
+        for counter in self._counters:
+            if counter.was_loaded:
+                self._may_have_changed, counter.was_loaded = True, False
         if not self._may_have_changed:
             return
-        self._may_have_changed = bool(self._in_flight)
-        if self._zeros.numel():
-            self._tbe.reset_rows(
-                self._zero_sizes,
-                self._zeros,
-                lambda group, weights, rows: weights.index_fill_(0, rows, 0.0),
-            )
+        self._may_have_changed = bool(self._in_flight) or self._tbe.deferred.exist
+        self._tbe.reset_rows(
+            self._zero_sizes,
+            self._zeros,
+            lambda group, weights, rows: weights.index_fill_(0, rows, 0.0),
+        )
 
     def hold(self, output: Tensor) -> None:
         """Keep the ids of the rows of a lookup until its update, or until its graph is freed.
@@ -138,19 +176,17 @@ class HashedGroup:
             output: The output of the lookup, which requires a gradient.
         """
         self._may_have_changed = self._zeros.numel() > 0
-        first = self._last_step() - PINNED_BATCHES + 1
+        first = self._batch - PINNED_BATCHES + 1
         self._in_flight.append(first)
-        release = partial(_release, first, self._in_flight, self._to_update)
-        output.register_hook(lambda grad: release())
-        # of a graph that is freed without a backward pass
-        weakref.finalize(output.grad_fn, release).atexit = False
+        pin = _Pin()  # it ends with the graph; nodes of C++ have no weak references
+        release = weakref.finalize(pin, _release, first, self._in_flight, self._to_update)
+        release.atexit = False
+        node: Any = output.grad_fn
+        node.metadata[_Pin] = pin
+        output.register_hook(lambda grad: release())  # runs once
 
-    def _last_step(self) -> int:
-        return max(counter.step for counter in self._counters)
-
-    def _initialize(self, mapped: Mapped, step: int) -> None:
-        """Reset the rows of new ids."""
-        sizes = mapped.new_sizes
+    def _initialize(self, mapped: Mapped, sizes: Sequence[int], step: int) -> None:
+        """Reset the rows of new ids; `sizes` has their number for each table."""
 
         def write(group: DimGroup, weights: Tensor, rows: Tensor) -> None:
             init_new_rows(
@@ -167,7 +203,19 @@ class HashedGroup:
         self._tbe.reset_rows(sizes, mapped.new_rows, write)
 
 
+class _Pin:
+    """Is referenced by the graph of an output alone."""
+
+
 def _release(first: int, in_flight: list[int], to_update: list[int]) -> None:
-    if first in in_flight:
-        in_flight.remove(first)
-        to_update.append(first)  # of gradients that wait for a step
+    in_flight.remove(first)
+    to_update.append(first)  # of gradients that wait for a step
+
+
+def refuse_training(table: str) -> NoReturn:
+    """Raise the error of a table with hashed ids that is trained without an optimizer."""
+    raise ValueError(
+        f"Table '{table}' with HashedIds needs an optimizer in backward, "
+        "which resets its state with each new id; received none. Call "
+        "apply_optimizer_in_backward before training."
+    )

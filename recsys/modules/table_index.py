@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, final
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from recsys.kernels.hashed.index import COUNTS, HashIndex, geometry
-from recsys.kernels.hashed.twin import locate
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds
 
@@ -61,9 +61,13 @@ def index_row_bytes(rules: HashedIds) -> int:
 @final
 @dataclass(slots=True)
 class StepCounter:
-    """Number of training batches of a table."""
+    """Number of training batches of a table; also whether its rows were loaded.
+
+    `was_loaded` is set by each load, and cleared by the lookup.
+    """
 
     step: int
+    was_loaded: bool
 
 
 @final
@@ -81,7 +85,7 @@ class TableIndex(nn.Module):
         seen: int32 `[rows]`, counts of the frequency rules; `[0]` for others.
         sketch: uint8 `[rows, 4]`, counters of `AtLeast`; `[0]` for others.
         steps: int64 `[]`, training batches, when it was saved; `step` is current.
-        counter: Has `step`, to be set without the checks of a module.
+        counter: Has `step`, to be set without the checks of a module, and `was_loaded`.
         counts: int64 `[5]` on the CPU, sums of `Mapped.counts`.
         init_seed: int64 `[]`, seed of the initial values.
     """
@@ -116,7 +120,7 @@ class TableIndex(nn.Module):
         self.register_buffer("digests", self._index.digests, persistent=False)
         for name in ("steps", "init_seed"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64, device="cpu"))
-        self.counter, self.init_seed_number = StepCounter(0), 0
+        self.counter, self.init_seed_number = StepCounter(0, False), 0
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device="cpu")
 
     @property
@@ -179,10 +183,16 @@ class TableIndex(nn.Module):
         self.write_counters()
         super()._save_to_state_dict(*args)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        if not self.ids.is_meta:
-            self.restore()
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        if prefix + "steps" not in state_dict:  # the state of other modules
+            self.write_counters()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.ids.is_meta:
+            return
+        for name in ("seen", "sketch", "digests"):  # not loaded, after `assign=True` into `meta`
+            if getattr(self, name).is_meta:
+                setattr(self, name, torch.zeros_like(getattr(self, name), device=self.ids.device))
+        self.restore()
 
     def restore(self) -> None:
         """Take over arrays that were written, such as by a load.
@@ -191,13 +201,10 @@ class TableIndex(nn.Module):
             ValueError: Ids have other rows than the hash gives them.
         """
         self.step, self.init_seed_number = int(self.steps), int(self.init_seed)
-        index = self.index
-        places = locate(index, self.ids)
-        rows = torch.arange(self.ids.numel(), device=self.ids.device)
-        if bool(((places.lines != rows // 64) & (self.last_used > 0)).any()):
+        self.counter.was_loaded = True
+        if not self.index.rebuild():
             raise ValueError(
                 f"Table '{self._name}' must be loaded with the seed and num_regions of its "
                 "HashedIds with which it was saved; received ids in other rows. Use these, or pass "
                 f"resize=['{self._name}'] to load_checkpoint."
             )
-        index.rebuild()

@@ -177,7 +177,7 @@ class LookupGroup:
             output = self.tbe.forward(indices, offsets, weights, self.parameters)
         if step_stages.observers:
             step_stages.report_update(output, "")
-        if self._hashed is not None and is_training and output.requires_grad:
+        if self._hashed is not None and output.requires_grad:
             self._hashed.hold(output)
         return output
 

@@ -8,24 +8,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
+from recsys.distributed.checkpoint import load_checkpoint, load_table, save_checkpoint
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.placement.layout import IdHash
 from recsys.distributed.placement.plan_layout import layout_of_plan
 from recsys.distributed.placement.strategies import parameter_sharding
+from recsys.distributed.shard import shard as shard_module
 from recsys.distributed.stages.bags import rows_of_regions
-from recsys.distributed.types import ShardingType
+from recsys.distributed.types import ShardingEnv, ShardingType
 from recsys.kernels.hashed import build
 from recsys.kernels.hashed.index import HashIndex
 from recsys.kernels.hashed.twin import locate
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.hashed_ids import LFU, LRU, AtLeast, DistanceLFU, HashedIds, Probability
-from recsys.optim import Adam, RowWiseAdagrad
+from recsys.optim import Adagrad, Adam, RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import FEATURES, Case, assert_same, shard, train, whole
 from tests.ranks import RankPool
@@ -55,12 +59,13 @@ class HashedCase(Case):
     rows: tuple[int, ...] = (256, 512)
     hyperparameters: tuple[tuple[str, float], ...] = (("lr", 0.01),)
     types: tuple[ShardingType, ...] = TYPES
+    rules: tuple[HashedIds, ...] = RULES
 
     def configs(self) -> list[Any]:
         rng = random.Random(self.seed)
         configs = super().configs()
         for config in configs:
-            config.ids = rng.choice(RULES)
+            config.ids = rng.choice(self.rules)
             config.num_embeddings = rng.choice(self.rows)
             config.feature_names = rng.sample(FEATURES[:3], rng.randint(1, 2))
             config.__post_init__()
@@ -167,6 +172,34 @@ def test_training_goes_on_after_a_move(ranks: RankPool, seed: int, pooled: bool)
     ranks(3, _move, HashedCase(seed, 3, pooled=pooled, optimizer=RowWiseAdagrad))
 
 
+def _load_one(case: HashedCase) -> None:
+    """A table that has ids before the first batch counts other steps than the others."""
+    reference, sharded = case.model(), shard(case)
+    configs = case.configs()
+    loaded = configs[case.seed % (len(configs) - 1)]
+    rng = np.random.default_rng(case.seed)
+    numbers = torch.from_numpy(rng.choice(case.num_ids, 40, replace=False))
+    ids = (numbers * 0x5851F42D4C957F2D - 2**63).numpy()
+    values = rng.random((40, loaded.embedding_dim), dtype=np.float32)
+    for model in (reference, sharded):
+        load_table(model, loaded.name, values, ids=ids)
+    train(case, reference, range(12), rank=None, with_dense=False)
+    train(case, sharded, range(12), rank=dist.get_rank(), with_dense=False)
+    state = state_of(sharded)
+    assert_equal_index(state, state_of(reference))
+    steps = {name: int(value) for name, value in state.items() if name.endswith("index.steps")}
+    assert sorted(set(steps.values())) == ([12, 13] if len(steps) > 1 else [13])
+    assert [step for name, step in steps.items() if f".{loaded.name}." in name] == [13]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_table_loaded_alone_counts_alike_on_all_owners(ranks: RankPool, seed: int) -> None:
+    """Also for rules that draw by the step, on the owners of columns and of rows."""
+    rules = (RULES[2], RULES[3], HashedIds(admission=Probability(0.5)))
+    types = (ShardingType.COLUMN_WISE, ShardingType.TABLE_WISE, ShardingType.ROW_WISE)
+    ranks(2, _load_one, HashedCase(seed, 2, types=types, optimizer=Adagrad, rules=rules))
+
+
 class CrowdedCase(HashedCase):
     """A batch has about as many ids as a table has rows."""
 
@@ -219,6 +252,92 @@ def _evaluate(case: HashedCase) -> None:
 
 def test_evaluation_writes_nothing(ranks: RankPool) -> None:
     ranks(2, _evaluate, HashedCase(1, 2, optimizer=RowWiseAdagrad))
+
+
+def _without_optimizer() -> list[str]:
+    """Only rank 0 has tables with hashed ids."""
+    tables = [
+        EmbeddingBagConfig(64, 4, "h", feature_names=["a"], ids=HashedIds()),
+        EmbeddingBagConfig(64, 4, "rows", feature_names=["b"]),
+    ]
+    ebc = EmbeddingBagCollection(tables=tables)
+    plan = {
+        table.name: parameter_sharding(ShardingType.TABLE_WISE, 64, 4, ranks=[rank])
+        for rank, table in enumerate(tables)
+    }
+    sharded = shard_module(ebc, plan, device=torch.device("cpu"))
+    found = []
+    batch = KeyedJaggedTensor(["a", "b"], torch.tensor([-7, 5]), lengths=torch.ones(2).long())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Table 'h' with HashedIds needs an optimizer") as info:
+            sharded(batch)
+        found.append(str(info.value))
+    sharded.train(dist.get_rank() == 0)  # the error of one rank is raised on both
+    with pytest.raises(ValueError, match="On rank 0: Table 'h' with HashedIds needs an optimizer"):
+        sharded(batch)
+    sharded.eval()
+    sharded(batch).values()
+    sharded.train()
+    with torch.no_grad():
+        sharded(batch).values()
+    return found
+
+
+def test_training_without_an_optimizer_fails_on_all_ranks(ranks: RankPool) -> None:
+    first, second = ranks(2, _without_optimizer)
+    assert first == second
+
+
+def _eval_first(case: HashedCase) -> None:
+    for mode in (False, True):
+        model = case.model().train(mode)
+        sharded = DistributedModelParallel(
+            model, env=ShardingEnv.default(), device=torch.device("cpu"), plan=case.plan()
+        )
+        assert {module.training for module in sharded.modules()} == {mode}
+        before = {name: value.clone() for name, value in state_of(sharded).items()}
+        sharded.module.ebc(case.batches(0)[dist.get_rank()])
+        after = state_of(sharded)
+        steps = {int(value) for name, value in after.items() if name.endswith("index.steps")}
+        assert steps == {int(mode)}
+        arrays = [name for name in before if ".index." in name]
+        assert all(torch.equal(after[name], before[name]) for name in arrays) != mode
+
+
+def test_a_model_in_evaluation_stays_in_it(ranks: RankPool) -> None:
+    ranks(2, _eval_first, HashedCase(1, 2, optimizer=RowWiseAdagrad))
+
+
+def _load_between(case: HashedCase, folder: Path) -> None:
+    fused = {"optimizer": "EXACT_ROWWISE_ADAGRAD", "learning_rate": 0.1, "update_mode": "deferred"}
+    sharders = [EmbeddingBagCollectionSharder(fused)]
+    model, hashed = shard(case, sharders=sharders), case.configs()[0]
+    save_checkpoint(folder, model, model.fused_optimizer)
+    step = 0
+    for end in (model.fused_optimizer.step, model.fused_optimizer.zero_grad):
+        output = model.module.ebc(case.batches(step)[dist.get_rank()])
+        output.values().sum().backward()
+        before = {name: value.clone() for name, value in state_of(model).items()}
+        step += 1
+        values = np.ones((3, hashed.embedding_dim), np.float32)
+        for load in (
+            lambda: load_table(model, hashed.name, values, ids=np.arange(3)),  # noqa: B023
+            lambda: load_checkpoint(folder, model, model.fused_optimizer),
+        ):
+            with pytest.raises(ValueError, match=r"'.*' with HashedIds wait for a step"):
+                load()
+            assert_same(state_of(model), before, rtol=0, atol=0)
+        with pytest.raises(RuntimeError, match="with HashedIds wait for a step"):
+            model.load_state_dict(model.state_dict())
+        end()
+        model.load_state_dict(model.state_dict())
+        load_table(model, hashed.name, values, ids=np.arange(3))
+        load_checkpoint(folder, model, model.fused_optimizer)
+
+
+def test_gradients_do_not_go_to_the_ids_of_a_load(ranks: RankPool, tmp_path: Path) -> None:
+    case = HashedCase(3, 2, types=TYPES[:3], optimizer=None)
+    ranks(2, _load_between, case, tmp_path / "c")
 
 
 def test_plans_that_do_not_fit_are_named() -> None:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.types import ShardingEnv
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_init import init_ids
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds
+from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds, Probability
 from recsys.modules.table_index import index_row_bytes
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
@@ -297,3 +299,168 @@ def test_bytes_of_an_index_are_those_of_its_arrays(rules: dict[str, Any]) -> Non
     index = table_of(bags(1000, **rules)).index
     arrays = [a for a in index.buffers() if a.dim()]
     assert sum(a.nbytes for a in arrays) == 1024 * index_row_bytes(index.rules)
+
+
+def group_of(collection: Any) -> Any:
+    return collection._lookups.groups[0]._hashed
+
+
+def test_a_hold_of_a_node_of_cpp_ends_with_its_graph() -> None:
+    """Kernels of other libraries return outputs of such nodes."""
+    ebc = bags()
+    ebc(bags_of(np.random.default_rng(8), 5))
+    group = group_of(ebc)
+    for ends in ("backward", "free"):
+        assert not group._in_flight
+        output = torch.ones(2, requires_grad=True) * 2
+        assert "Backward0" in type(output.grad_fn).__name__
+        group.hold(output)
+        assert len(group._in_flight) == 1
+        if ends == "backward":
+            output.sum().backward()
+            assert not group._in_flight
+        del output
+
+
+def test_the_end_of_a_hold_does_not_end_another() -> None:
+    ebc = bags()
+    batch = bags_of(np.random.default_rng(8), 5)
+    ebc(batch).values().sum().backward()
+    group, output = group_of(ebc), torch.ones(2, requires_grad=True)
+    first, second = output * 2, output * 3
+    group.hold(first)
+    group.hold(second)
+    first.sum().backward()
+    del first
+    assert len(group._in_flight) == 1
+    del second
+    assert not group._in_flight
+
+
+def test_tables_of_one_lookup_count_their_own_batches(tmp_path: Path) -> None:
+    """Also after one was loaded alone: its batches are not those of the others."""
+    rules = HashedIds(eviction=DistanceLFU(2), ttl=30, admission=Probability(0.5), num_regions=1)
+
+    def tables_of(*names: str) -> Any:
+        torch.manual_seed(0)
+        tables = [EmbeddingBagConfig(64, DIM, n, feature_names=[f"f{n}"], ids=rules) for n in names]
+        ebc = EmbeddingBagCollection(tables=tables)
+        apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": LR})
+        return ebc
+
+    rng = np.random.default_rng(9)
+
+    def train(collections: Any, count: int) -> None:
+        """Table "b" of all collections gets the same ids."""
+        for _ in range(count):
+            ids = {f"f{n}": torch.from_numpy(rng.integers(0, 200, 6)) for n in "abc"}
+            for ebc in collections:
+                keys = [f"f{table.name}" for table in ebc.configs()]
+                values = torch.cat([ids[key] for key in keys])
+                ones = torch.ones(len(values), dtype=torch.int64)
+                ebc(KeyedJaggedTensor(keys, values, lengths=ones)).values().sum().backward()
+
+    joined, alone = tables_of("a", "b", "c"), tables_of("b")
+    train([joined], 50)
+    alone_index, index = alone.embedding_bags["b"].index, joined.embedding_bags["b"].index
+    train([alone], 7)
+    index.load_state_dict(alone_index.state_dict())
+    joined.embedding_bags["b"].weight.data.copy_(alone.embedding_bags["b"].weight.data)
+    index.init_seed_number = alone_index.init_seed_number
+    train([joined, alone], 60)
+    assert [joined.embedding_bags[n].index.step for n in "abc"] == [110, 67, 110]
+    for name, value in alone_index.state_dict().items():
+        assert torch.equal(index.state_dict()[name], value), name
+    assert index.stats().evicted > 0
+
+
+def test_a_load_of_other_modules_changes_nothing() -> None:
+    first, second = bags(), bags()
+    rng = np.random.default_rng(10)
+    batches = [bags_of(rng, 300) for _ in range(40)]
+    for step, batch in enumerate(batches):
+        if step == 20:
+            whole = torch.nn.ModuleDict({"ebc": first, "over": torch.nn.Linear(1, 1)})
+            whole.load_state_dict({"over.weight": torch.ones(1, 1)}, strict=False)
+        outputs = [collection(batch).values() for collection in (first, second)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.sum().backward()
+    assert table_of(first).index.step == 40
+    assert table_of(first).index.stats() == table_of(second).index.stats()
+
+
+def is_zero(collection: Any) -> bool:
+    """Whether an id that the table does not have reads zeros."""
+    batch = KeyedJaggedTensor(list(NAMES), torch.tensor([-9]), lengths=torch.tensor([1, 0]))
+    was_training = collection.training
+    with torch.no_grad():
+        found = collection.eval()(batch).values()
+    collection.train(was_training)
+    return not bool(found.any())
+
+
+def one_rank(**rules: Any) -> Any:
+    """A sharded collection whose updates wait for a step."""
+    ebc = bags(64, None, **rules)
+    apply_optimizer_in_backward(
+        RowWiseAdagrad, ebc.parameters(), {"lr": LR}, update_mode="deferred"
+    )
+    model = torch.nn.ModuleDict({"ebc": ebc})
+    return DistributedModelParallel(model, env=ShardingEnv.from_local(), device=torch.device("cpu"))
+
+
+UNKNOWN = {"unknown": "zero", "admission": AtLeast(200)}
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_unknown_ids_read_zeros_after_a_load(is_sharded: bool) -> None:
+    def new() -> Any:
+        return one_rank(**UNKNOWN).module["ebc"] if is_sharded else bags(64, **UNKNOWN)
+
+    first, second = new(), new()
+    state = {name: torch.ones_like(value) for name, value in bags(64).state_dict().items()}
+    weights = {name: value for name, value in state.items() if name.endswith("weight")}
+    for given in (first.state_dict(), weights):
+        assert is_zero(second)
+        for table in (first, second):
+            shards = table._stages.tables["t"].shards if is_sharded else []
+            for weight in [s.parameter for s in shards] or [table_of(table).weight]:
+                weight.data.fill_(1.0 if table is first else 0.0)
+        second.load_state_dict(given, strict=False)
+        assert is_zero(second)
+
+
+def test_unknown_ids_read_zeros_after_a_backward_pass_in_evaluation() -> None:
+    ebc = bags(64, **UNKNOWN).eval()
+    assert is_zero(ebc)
+    ebc(bags_of(np.random.default_rng(11), 100)).values().sum().backward()
+    assert is_zero(ebc)
+
+
+def test_unknown_ids_read_zeros_between_backward_and_step() -> None:
+    model = one_rank(**UNKNOWN)
+    ebc = model.module["ebc"]
+    for _ in range(2):
+        ebc(bags_of(np.random.default_rng(11), 100)).values().sum().backward()
+        assert is_zero(ebc)
+        model.fused_optimizer.step()
+        assert is_zero(ebc)
+
+
+@pytest.mark.parametrize("rules", [{}, {"eviction": LFU(), "admission": AtLeast(2)}])
+def test_a_load_assigns_to_tables_without_memory(rules: dict[str, Any]) -> None:
+    trained = bags(128, **rules)
+    rng = np.random.default_rng(12)
+    for _ in range(10):
+        trained(bags_of(rng, 100)).values().sum().backward()
+    table = EmbeddingBagConfig(128, DIM, "t", feature_names=list(NAMES), ids=HashedIds(**rules))
+    loaded = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
+    loaded.load_state_dict(copy.deepcopy(trained.state_dict()), assign=True)
+    apply_optimizer_in_backward(torch.optim.SGD, loaded.parameters(), {"lr": LR})
+    for _ in range(10):
+        batch = bags_of(rng, 100)
+        outputs = [collection(batch).values() for collection in (trained, loaded)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.sum().backward()

@@ -41,6 +41,7 @@ from recsys.distributed.checkpoint.state import (
 from recsys.distributed.checkpoint.torchrec_names import own_names
 from recsys.distributed.checkpoint.versions import Manifest, open_version
 from recsys.distributed.state.sharded_table import ShardedTable
+from recsys.distributed.state.table_shards import TableShards
 from recsys.kernels.checked import checked_but
 from recsys.optim.keyed import KeyedOptimizer
 from recsys.step_stages import long_section
@@ -90,6 +91,7 @@ def load_checkpoint(
             saved.
         TypeError: path, model or optimizer has another type, or a member of `progress` has no
             state.
+        ValueError: On every rank, if gradients of a table with hashed ids wait for a step.
     """
     path = checked_path("load_checkpoint", path, model, optimizer)
     end_pending(model)
@@ -116,6 +118,9 @@ def load_checkpoint(
 
     def prepare() -> None:
         check_progress(progress)
+        for module in model.modules():
+            if isinstance(module, TableShards):
+                module.check_can_load()
         state.update(_state_to_fill(reader, folder, model, optimizer, allow_partial, settings))
         saved = reader.read_metadata().state_dict_metadata
         hashed.append(HashedTables(model, state, tables))

@@ -56,7 +56,7 @@ def load_table(
         ValueError: On every rank, if the model has no such table or several, or the values have
             another shape, are not of floating point, or are NaN, infinite, or too large for the
             table's dtype; or `ids` are missing, have another shape or dtype, repeat, or are given
-            for a table of row numbers.
+            for a table of row numbers; or gradients of a table with hashed ids wait for a step.
 
     Example:
         >>> model = nn.ModuleDict({"t_user": nn.Embedding(3, 2)})
@@ -79,6 +79,8 @@ def load_table(
         hashed = hashed_parts(model, weight)
         if ids is not None or hashed is not None:
             given = check_ids(name, ids, is_hashed=hashed is not None)
+            if isinstance(weight, TableShards):
+                weight.check_can_load()
             _check(name, (len(given), shape[1]), source)
 
             def read(at: np.ndarray[Any, Any]) -> Tensor:

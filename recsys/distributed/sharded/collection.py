@@ -148,6 +148,7 @@ class ShardedCollection(OwnShardsModule):
             self._build(settings)
             construction.set_device(settings.device)
             construction.add(path, self._facts(settings, self._stages))
+            self.train(module.training)
             construction.connect(self._stages.output_dist.connect)
             construction.load(
                 module.init_seed,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import final
+from typing import cast, final
 
 import numpy as np
 import torch
@@ -53,6 +53,7 @@ from recsys.distributed.stages.header import (
     module_bits,
     ragged_shape,
 )
+from recsys.distributed.stages.lookup import GroupSettings, can_train
 from recsys.distributed.stages.routes import (
     BATCH,
     COUNTS,
@@ -74,7 +75,7 @@ from recsys.modules.batch_checker import (
     RowLimits,
     warn_of_bad_ids,
 )
-from recsys.modules.hashed_group import HashedGroup
+from recsys.modules.hashed_group import HashedGroup, refuse_training
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import Parts, check_features
 
@@ -115,6 +116,11 @@ class InputDist:
         layout, device, num_ranks = module.layout, module.device.type, module.env.world_size
         # only the device knows how many ids are in a block of rows
         self._has_hashed_ids = any(table.hashed for table in layout.tables)
+        self._not_trained = [  # tables with hashed ids that no optimizer updates in training
+            table.name
+            for table in layout.tables
+            if table.hashed and not can_train(cast(GroupSettings, table.group))
+        ]
         self.may_skip_header = (
             device == "cuda" and num_ranks == 1 and not (layout.split_slots or self._has_hashed_ids)
         )
@@ -155,6 +161,8 @@ class InputDist:
                 raise error
             if isinstance(features, Exception):
                 raise features
+            if self._not_trained and self._admits():
+                refuse_training(self._not_trained[0])
             ctx.routes, ctx.checked = routes, checked = self._check(features)
             ctx.prepared = self._split(checked.bags, routes, checked)
         except Exception as error:
@@ -303,6 +311,10 @@ class InputDist:
             segments.places.append(moved)
         return lengths, offsets
 
+    def _admits(self) -> bool:
+        """Return whether new ids of this rank's batch get rows of tables with hashed ids."""
+        return self.is_training and self.module.trains and torch.is_grad_enabled()
+
     # -- header -----------------------------------------------------------------------------------
 
     def skip_header(self, ctx: BatchContext) -> bool:
@@ -329,8 +341,8 @@ class InputDist:
         flag, streams = ctx.flag | self._module_bits, self.streams
         if self.module.trains and torch.is_grad_enabled():
             flag |= Flag.TRAINS
-            if self.is_training and self._has_hashed_ids:
-                flag |= Flag.ADMITS
+        if self._has_hashed_ids and self._admits():
+            flag |= Flag.ADMITS
         if ctx.end_of_data.is_last:
             flag |= Flag.IS_LAST
         if not ctx.is_good:

@@ -216,6 +216,11 @@ def needs_one_width(
     return choice.backend != "fbgemm"
 
 
+def can_train(settings: GroupSettings) -> bool:
+    """Return whether a lookup with hashed ids has an optimizer in backward or in a step."""
+    return _updates(settings, replicated=False)[1] is not UpdateMode.GRADIENT
+
+
 _PLACEHOLDER = OptimizerSpec(algorithm=EmbOptimType.SGD)
 
 

@@ -99,6 +99,24 @@ class TableShards(nn.Module):
                 result[name] = self._view(held, torch.float32, _STATE_DIMS[kind])
         return result
 
+    def check_can_load(self) -> None:
+        """Check that no gradients wait that a load of other ids would apply to these.
+
+        Raises:
+            ValueError: They do, and the table has hashed ids.
+        """
+        group = self.table.group
+        assert isinstance(group, GroupSettings)
+        if (
+            self.rules is not None
+            and group.deferred
+            and any(shard.kernel.deferred.exist for shard in self.shards)
+        ):
+            raise ValueError(
+                f"Gradients of table {self.table.name!r} with HashedIds wait for a step, and would "
+                "go to the ids of a load. Call step() or zero_grad() before the load."
+            )
+
     def indexes(self) -> list[TableIndex]:
         """Return the indexes of this rank's shards, if the table has hashed ids."""
         return [shard.index for shard in self.shards if shard.index is not None]
@@ -208,10 +226,13 @@ class TableShards(nn.Module):
                 missing_keys.append(key)
             return
         try:
+            self.check_can_load()
             with torch.no_grad():
                 _copy(self.whole(), state_dict[key])
             for shard in self.shards:
                 shard.kernel.drop_cache()
+                if shard.index is not None:
+                    shard.index.counter.was_loaded = True
             self._load_index(of_index, state_dict, missing_keys)
         except (ValueError, RuntimeError) as error:
             error_msgs.append(f"{key}: {error}")

@@ -206,12 +206,21 @@ class HashIndex:
             ),
         )
 
-    def rebuild(self) -> None:
-        """Compute the digests from `ids` and `last_used`, for example after these were loaded."""
+    def rebuild(self) -> bool:
+        """Compute the digests from `ids` and `last_used`, for example after these were loaded.
+
+        Returns:
+            Whether each row with an id is one of those that the hash gives the id.
+        """
+        is_good = torch.ones((), dtype=torch.bool, device=self.ids.device)
         for start in range(0, self.ids.numel(), 1 << 20):  # to bound memory
             rows = slice(start, start + (1 << 20))
-            digests = twin.locate(self, self.ids[rows]).digests
-            self.digests[rows] = torch.where(self.last_used[rows] > 0, digests, 0)
+            ids, is_used = self.ids[rows], self.last_used[rows] > 0
+            places = twin.locate(self, ids)
+            self.digests[rows] = torch.where(is_used, places.digests, 0)
+            lines = torch.arange(start, start + ids.numel(), device=ids.device) // LINE
+            is_good &= ~((places.lines != lines) & is_used).any()
+        return bool(is_good)
 
 
 @final

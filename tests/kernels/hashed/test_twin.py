@@ -12,6 +12,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from recsys.kernels.hashed import twin
+from recsys.kernels.hashed.index import HashIndex, geometry, map_ids
+from recsys.modules.hashed_ids import HashedIds
 from tests.kernels.hashed.cases import (
     EXTREMES,
     SETTINGS,
@@ -147,3 +149,29 @@ def test_counts_age_so_that_rare_ids_are_not_admitted() -> None:
         ids = torch.arange(20) + 1000 * step
         admitted += twin.map_tables([index], ids, [20], step, step, True)[3][0]
     assert admitted < 0.15 * 2000
+
+
+def test_rebuild_checks_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary arrays do not grow with the index."""
+    rows, regions = geometry(3 << 20)
+    settings = HashedIds().settings()
+    index = HashIndex.empty(settings, rows, regions, 0, regions, seed=1)
+    assert index.rebuild()
+    ids = torch.arange(1000)
+    found = map_ids([index], ids, [1000], 1, 1, is_training=True).rows
+    digests, locate, sizes = index.digests.clone(), twin.locate, list[int]()
+
+    def count(index: HashIndex, ids: torch.Tensor) -> Any:
+        sizes.append(ids.numel())
+        return locate(index, ids)
+
+    monkeypatch.setattr(twin, "locate", count)
+    index.digests.zero_()
+    assert index.rebuild()
+    assert max(sizes) == 1 << 20
+    assert torch.equal(index.digests, digests)
+    for row in (found.min(), found.max()):  # an id of another line
+        one, index.ids[row] = index.ids[row].clone(), ids[found != row][500]
+        assert not index.rebuild()
+        index.ids[row] = one
+    assert index.rebuild()
