@@ -210,7 +210,7 @@ class HashIndex:
         """Compute the digests from `ids` and `last_used`, for example after these were loaded.
 
         Returns:
-            Whether each row with an id is one of those that the hash gives the id.
+            Whether each id has a row of its line, which the hash gives.
         """
         is_good = torch.ones((), dtype=torch.bool, device=self.ids.device)
         for start in range(0, self.ids.numel(), 1 << 20):  # to bound memory
