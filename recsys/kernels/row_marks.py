@@ -62,7 +62,8 @@ class RowMarks:
     def watch(self, tensors: Sequence[Tensor]) -> None:
         """Watch further tensors that alias the weights."""
         self._watched += tensors
-        self._versions = self._current_versions()
+        if self.exist:
+            self._versions = self._current_versions()
 
     def add(self, consumer: object) -> None:
         """Add a consumer; no row is marked for it yet.
@@ -180,7 +181,7 @@ class RowMarks:
         self._bytes.bitwise_and_(_ALL - (1 << self._bits[consumer]))
 
     def _current_versions(self) -> list[int]:
-        return [tensor._version for tensor in self._watched]
+        return [tensor._version for tensor in self._watched if not tensor.is_inference()]
 
     def _check_writes(self) -> None:
         if self._current_versions() != self._versions:

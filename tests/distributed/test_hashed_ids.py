@@ -313,12 +313,11 @@ def _load_between(case: HashedCase, folder: Path) -> None:
     sharders = [EmbeddingBagCollectionSharder(fused)]
     model, hashed = shard(case, sharders=sharders), case.configs()[0]
     save_checkpoint(folder, model, model.fused_optimizer)
-    step = 0
-    for end in (model.fused_optimizer.step, model.fused_optimizer.zero_grad):
+    ends = model.fused_optimizer.step, model.fused_optimizer.zero_grad
+    for step, end in enumerate(ends):
         output = model.module.ebc(case.batches(step)[dist.get_rank()])
         output.values().sum().backward()
         before = {name: value.clone() for name, value in state_of(model).items()}
-        step += 1
         values = np.ones((3, hashed.embedding_dim), np.float32)
         for load in (
             lambda: load_table(model, hashed.name, values, ids=np.arange(3)),  # noqa: B023
