@@ -30,6 +30,7 @@ from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.hashed_ids import LFU, LRU, AtLeast, DistanceLFU, HashedIds, Probability
 from recsys.optim import Adagrad, Adam, RowWiseAdagrad
+from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import FEATURES, Case, assert_same, shard, train, whole
 from tests.ranks import RankPool
@@ -198,6 +199,35 @@ def test_a_table_loaded_alone_counts_alike_on_all_owners(ranks: RankPool, seed: 
     rules = (RULES[2], RULES[3], HashedIds(admission=Probability(0.5)))
     types = (ShardingType.COLUMN_WISE, ShardingType.TABLE_WISE, ShardingType.ROW_WISE)
     ranks(2, _load_one, HashedCase(seed, 2, types=types, optimizer=Adagrad, rules=rules))
+
+
+def _load_partly(case: HashedCase, folder: Path) -> None:
+    reference, sharded = case.model(), shard(case)
+    for model in (reference, sharded):
+        load_checkpoint(folder, model, allow_partial=True)
+    train(case, reference, range(12), rank=None, with_dense=False)
+    train(case, sharded, range(12), rank=dist.get_rank(), with_dense=False)
+    state = state_of(sharded)
+    assert_equal_index(state, state_of(reference))
+    steps = [int(value) for name, value in state.items() if name.endswith("index.steps")]
+    assert sorted(set(steps)) == [12, 19]
+
+
+@pytest.mark.filterwarnings("ignore:.*lacks the optimizer state")
+@pytest.mark.parametrize("seed", [0, 1, 3, 4])
+def test_new_tables_train_beside_those_of_a_checkpoint(
+    ranks: RankPool, seed: int, tmp_path: Path
+) -> None:
+    rules = (RULES[2], RULES[3], HashedIds(admission=Probability(0.5)))
+    types = (ShardingType.COLUMN_WISE, ShardingType.TABLE_WISE, ShardingType.ROW_WISE)
+    case = HashedCase(seed, 2, types=types, optimizer=Adagrad, rules=rules)
+    torch.manual_seed(seed)
+    first = torch.nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=case.configs()[:1])})
+    apply_optimizer_in_backward(Adagrad, first.parameters(), {"lr": 0.01})
+    for step in range(7):
+        first["ebc"](case.batches(step)[0]).values().sum().backward()
+    save_checkpoint(tmp_path / "c", first)
+    ranks(2, _load_partly, case, tmp_path / "c")
 
 
 class CrowdedCase(HashedCase):
