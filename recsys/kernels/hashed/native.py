@@ -29,7 +29,7 @@ class _Group(NamedTuple):
 
     indexes: tuple[weakref.ref[HashIndex], ...]
     addresses: list[int]
-    """Of the `ids`: `share_memory` moves all arrays of a module."""
+    """Addresses of the `ids`: `share_memory` moves all arrays of a module."""
     tables: np.ndarray
 
 
