@@ -31,6 +31,7 @@ from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.inference.packages.deltas import write_delta
 from recsys.inference.packages.follow import upload
 from recsys.inference.packages.manifest import read_manifest
+from recsys.inference.saved_tables import SavedTables
 from recsys.kernels.checked import checked_but
 from recsys.step_stages import waiting
 
@@ -223,7 +224,8 @@ class Publisher:
         """Find the weight of each table of the package; on rank 0 only."""
         if self._env.rank != 0:
             return
-        weights = [n for n in get_unwrapped_module(self._model).state_dict() if _is_weight(n)]
+        names = get_unwrapped_module(self._model).state_dict()
+        weights = [name for name in names if SavedTables.is_table(name)]
         for entry in read_manifest(self._version)["tables"]:
             path, _, name = entry["name"].rpartition(".")
             found = [n for n in weights if n.split(".")[-2] in (entry["name"], name)]
@@ -237,14 +239,6 @@ class Publisher:
             self._tables[found[0]] = entry
         if self._url is not None:
             upload(self._version, self._url)
-
-
-def _is_weight(name: str) -> bool:
-    parts = name.split(".")
-    return len(parts) >= 3 and parts[-1] == "weight" and parts[-3] in _COLLECTIONS
-
-
-_COLLECTIONS = ("embedding_bags", "embeddings")
 
 
 @final
