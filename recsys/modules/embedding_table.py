@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Self, final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,14 @@ class TableDict(nn.ModuleDict):
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Add a table without the check for attributes of that name."""
         self._modules[name] = module  # type: ignore[assignment]
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, also beside a table of the name `training`."""
+        self.__dict__["training"] = mode
+        for table in self._modules.values():
+            if table is not None:
+                table.train(mode)
+        return self
 
     def _get_name(self) -> str:
         return "ModuleDict"  # for print

@@ -413,6 +413,9 @@ def test_tables_may_have_names_that_modules_and_dicts_use() -> None:
     sharded = DistributedModelParallel(ebc, device=torch.device("cpu"))
     assert list(sharded.state_dict()) == list(again.state_dict())
     torch.testing.assert_close(sharded(features).values(), expected)
+    for model in (again, sharded):
+        assert not any(module.training for module in model.eval().modules())
+        torch.testing.assert_close(model(features).values(), expected)
 
 
 def _in_a_buffer(spare: int) -> KeyedJaggedTensor:
