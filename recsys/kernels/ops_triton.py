@@ -286,9 +286,9 @@ def _make_safe(
                 offsets_ptr, bags_of_feature, num_features, first, last, places, STEPS
             )
             rows = tl.load(rows_ptr + features)
-            is_outside = (ids < 0) | (ids.to(tl.int64) >= rows)
+            is_outside = ((ids < 0) | (ids.to(tl.int64) >= rows)) & (rows != NO_LIMIT)
             tl.store(safe_ids_ptr + places, tl.where(is_outside, 0, ids), mask=is_real)
-            is_outside &= is_real & (rows != NO_LIMIT)
+            is_outside &= is_real
             tl.atomic_max(found_ptr + 1, tl.max(is_outside.to(tl.int32)))
 
 

@@ -18,6 +18,7 @@ if not HAS_TRITON:
 
 from recsys.kernels.deferred import DeferredGradients
 from recsys.kernels.lookup_batch import Batch
+from recsys.kernels.row_marks import RowMarks
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.tbe_torch import TorchKernel
@@ -106,7 +107,10 @@ def test_statistics_are_made_with_the_gradients(case: Case, spec: OptimizerSpec)
     pair = [Trained(kernel, case, spec) for kernel in (TritonKernel, TorchKernel)]
     for step in range(2):
         statistics = []
-        deferred = [DeferredGradients(t.kernel, keeps_batch=True) for t in pair]
+        deferred = [
+            DeferredGradients(t.kernel, RowMarks(t.kernel.layout, []), keeps_batch=True)
+            for t in pair
+        ]
         for trained, gradients in zip(pair, deferred, strict=True):
             count = len(case.rows)
             gradients.add(*trained.given(step), [True] * count, None)
