@@ -92,11 +92,7 @@ def _publish(kinds: tuple[ShardingType, ShardingType], folder: Path) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     model = new_model(unknown="zero", admission=AtLeast(2))
     sharded = _sharded(model, kinds)
-    base = rows_of(sharded)
-    version = folder / "1"
-    if rank == 0:
-        version_of(version)
-    dist.barrier()
+    base, version = _based(sharded, folder)
     publisher = Publisher(sharded, version, every=1e-6)
     for seed in range(30):
         sharded(batch_of(seed * world + rank)).sum().backward()
@@ -145,10 +141,7 @@ def _fail_to_publish(folder: Path) -> None:
     rank = dist.get_rank()
     model = new_model(unknown="zero")
     sharded = _sharded(model, (ShardingType.ROW_WISE, ShardingType.ROW_WISE))
-    base, version = rows_of(sharded), folder / "1"
-    if rank == 0:
-        version_of(version)
-    dist.barrier()
+    base, version = _based(sharded, folder)
     with pytest.raises(ValueError, match="must have the table"):
         Publisher(sharded.module.over, version)
     publisher = Publisher(sharded, version)
@@ -166,15 +159,21 @@ def _fail_to_publish(folder: Path) -> None:
         assert torch.equal(applied(version, base)["users"][0], wanted["users"])
 
 
+def _based(sharded: torch.nn.Module, folder: Path) -> tuple[dict[str, Tensor], Path]:
+    """The rows of a model, and a version that rank 0 writes for it."""
+    base, version = rows_of(sharded), folder / "1"
+    if dist.get_rank() == 0:
+        version_of(version)
+    dist.barrier()
+    return base, version
+
+
 def _fail_to_copy(folder: Path) -> None:
     """One rank cannot copy its rows: all raise at once, and no row is lost."""
     rank = dist.get_rank()
     model = new_model(unknown="zero")
     sharded = _sharded(model, (ShardingType.ROW_WISE, ShardingType.ROW_WISE))
-    base, version = rows_of(sharded), folder / "1"
-    if rank == 0:
-        version_of(version)
-    dist.barrier()
+    base, version = _based(sharded, folder)
     publisher = Publisher(sharded, version)
     sharded(batch_of(rank)).sum().backward()
     copy = publisher_module._Source.copy
@@ -200,10 +199,7 @@ def _publish_and_save(folder: Path) -> None:
     rank = dist.get_rank()
     model = new_model(unknown="zero")
     sharded = _sharded(model, (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE))
-    base, version = rows_of(sharded), folder / "1"
-    if rank == 0:
-        version_of(version)
-    dist.barrier()
+    base, version = _based(sharded, folder)
     publisher = Publisher(sharded, version, every=1e-6)
     with mock.patch.object(publisher_module, "_ROUND_BYTES", 500):
         for seed in range(40):
