@@ -22,6 +22,7 @@ _T = TypeVar("_T")
 PATH_MANAGER_KEY = "torchrec"
 """The only value that `path_manager_key` arguments accept: local files."""
 _PARTS = ("dense_features", "sparse_features", "labels")
+_OPTIONAL_PARTS = ("sample_weights", "groups")
 
 
 @Pipelineable.register
@@ -36,10 +37,12 @@ class Batch:
     Args:
         dense_features: `[B, dense_in_features]` float.
         sparse_features: ids of every feature, stride `B`.
-        labels: `[B]`, such as 1 for a click and 0 for none; any finite numbers are legal here, and
-            a log loss requires labels from 0 to 1.
+        labels: `[B]`, such as 1 for a click and 0 for none, or `[B, T]` for T tasks; any finite
+            numbers are legal here, and a log loss requires labels from 0 to 1.
         dense_names: names of the columns of `dense_features`, for error messages; empty if unknown.
         label_name: name of the label column, for error messages; empty if unknown.
+        sample_weights: `[B]` float32, weights of the samples in the loss, or None.
+        groups: `[B]` int64, keys of the samples' groups, such as sessions, or None.
 
     Example:
         >>> import torch
@@ -56,6 +59,8 @@ class Batch:
     labels: torch.Tensor
     dense_names: Sequence[str] = ()
     label_name: str = ""
+    sample_weights: torch.Tensor | None = None
+    groups: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.dense_features is not None:  # models report a missing part themselves
@@ -63,6 +68,9 @@ class Batch:
         instance("Batch.sparse_features", self.sparse_features, KeyedJaggedTensor)
         instance("Batch.labels", self.labels, torch.Tensor, "a tensor")
         instance("Batch.label_name", self.label_name, str, "text")
+        for name in _OPTIONAL_PARTS:
+            if getattr(self, name) is not None:
+                instance(f"Batch.{name}", getattr(self, name), torch.Tensor, "a tensor")
         self.dense_names = tuple(names("Batch.dense_names", self.dense_names))
         self._name_columns()
 
@@ -147,12 +155,23 @@ class Batch:
         Returns:
             A new batch; parts already on `device` are shared with this one.
         """
+
+        def copied(part: torch.Tensor | None) -> torch.Tensor | None:
+            return None if part is None else ops.copy_to(part, device, non_blocking)
+
         return replace(
             self,
             dense_features=ops.copy_to(self.dense_features, device, non_blocking),
             sparse_features=self.sparse_features.to(device=device, non_blocking=non_blocking),
             labels=ops.copy_to(self.labels, device, non_blocking),
+            sample_weights=copied(self.sample_weights),
+            groups=copied(self.groups),
         )
+
+    def _optional(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the names and values of the optional parts that the batch has."""
+        parts = [(name, getattr(self, name)) for name in _OPTIONAL_PARTS]
+        return [(name, part) for name, part in parts if part is not None]
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory from reuse until the work queued on `stream` is done.
@@ -162,6 +181,8 @@ class Batch:
         """
         for name in _PARTS:
             getattr(self, name).record_stream(stream)
+        for _, part in self._optional():
+            part.record_stream(stream)
 
     def pin_memory(self) -> "Batch":
         """Copy to page-locked memory, from which copies to a GPU are asynchronous.
@@ -169,18 +190,20 @@ class Batch:
         Returns:
             A new batch in pinned memory.
         """
-        return replace(self, **{name: getattr(self, name).pin_memory() for name in _PARTS})
+        parts = [*((name, getattr(self, name)) for name in _PARTS), *self._optional()]
+        pinned: dict[str, Any] = {name: part.pin_memory() for name, part in parts}
+        return replace(self, **pinned)
 
 
 def _members_of(batch: Batch) -> tuple[dict[str, Any], object]:
-    rest = list(batch.dense_names), batch.label_name
-    return {name: getattr(batch, name) for name in _PARTS}, rest
+    members = {name: getattr(batch, name) for name in _PARTS} | dict(batch._optional())
+    return members, [list(members), list(batch.dense_names), batch.label_name]
 
 
 def _batch_of(members: Iterable[Any], rest: Any) -> Batch:
     batch = Batch.__new__(Batch)  # unchecked: the members may be no tensors after a tree_map
-    names, label = rest
-    parts = dict(zip(_PARTS, members, strict=True))
+    given, names, label = rest
+    parts = {**dict.fromkeys(_OPTIONAL_PARTS), **dict(zip(given, members, strict=True))}
     batch.__setstate__({**parts, "dense_names": tuple(names), "label_name": label})
     return batch
 

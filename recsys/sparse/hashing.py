@@ -60,11 +60,11 @@ def hash_ids(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int]) -> 
     rows_F = torch.tensor([num_embeddings.get(key, 0) for key in keys], device=ids.device)
     rows_N = rows_F.repeat_interleave(features.values_per_key(), output_size=ids.numel())
     kept = ids.long()
-    hashed = _mix(kept) % rows_N.clamp(min=1)
+    hashed = mix(kept) % rows_N.clamp(min=1)
     return features.with_values(torch.where(rows_N > 0, hashed, kept))
 
 
-def _mix(ids: Tensor) -> Tensor:
+def mix(ids: Tensor) -> Tensor:
     """Output function of SplitMix64, without the sign bit."""
     for shift, factor in _STEPS:
         high = (ids >> shift) & ((1 << (64 - shift)) - 1)  # a shift of int64 copies the sign

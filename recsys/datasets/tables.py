@@ -1,0 +1,238 @@
+"""Tables in memory and in files, as Arrow tables.
+
+Parquet, CSV and TSV files are read by `pyarrow.dataset`: local paths, globs, folders, and URLs of
+any file system that fsspec knows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, TypeAlias, final
+
+import fsspec
+import numpy as np
+
+from recsys.kernels.arguments import wrong_type
+
+try:
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+    from pyarrow import csv, fs
+except ImportError as error:
+    raise ImportError(
+        "recsys.features and the readers of files need pyarrow. Install it: "
+        "pip install 'recsys-torch[data]'"
+    ) from error
+
+__all__ = ["File", "Paths", "files_of", "is_path", "table_of", "tables_of"]
+
+Paths: TypeAlias = str | PurePath | Sequence[str | PurePath]
+"""A path, glob, folder or URL, or a list of them."""
+_SUFFIXES = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".tsv": "tsv", ".txt": "tsv"}
+_COMPRESSED = (".gz", ".bz2", ".zst")
+
+
+@final
+@dataclass(frozen=True)
+class File:
+    """A file of a table."""
+
+    path: str
+    """The path or URL, for messages."""
+    fragment: Any
+    """The fragment of `pyarrow.dataset`."""
+    schema: Any
+    """Its columns, as an Arrow schema."""
+
+    def batches(self, columns: Sequence[str] | None = None, rows: Any = None) -> Iterator[Any]:
+        """Yield Arrow tables of some 64 thousand rows.
+
+        Args:
+            columns: the columns to read; None: all.
+            rows: a filter, an expression of `pyarrow.dataset`.
+
+        Raises:
+            KeyError: the file does not have a column.
+            ValueError: the file is damaged or truncated, or a value does not have the type of its
+                column.
+        """
+        self.check_columns(columns or ())
+        found = self.fragment.to_batches(
+            schema=self.schema, columns=columns, filter=rows, batch_size=1 << 16, use_threads=False
+        )
+        try:
+            for batch in found:
+                yield pa.Table.from_batches([batch])
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as error:
+            raise ValueError(f"{self.path} cannot be read: {error}") from error
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Check that the file has columns.
+
+        Raises:
+            KeyError: it does not have one of them.
+        """
+        missing = [name for name in columns if name not in self.schema.names]
+        if missing:
+            raise KeyError(
+                f"{self.path} must have the columns {missing}; it has {self.schema.names}."
+            )
+
+
+def files_of(paths: Paths, format: str | None = None, **csv_options: Any) -> list[File]:
+    """Find the files of paths, globs, folders and URLs, in the order of their names.
+
+    Args:
+        paths: one or several.
+        format: "parquet", "csv" or "tsv"; None: by the suffix of each file.
+        csv_options: for text files: `read_options`, `parse_options` and `convert_options` of
+            `pyarrow.csv`.
+
+    Returns:
+        The files.
+
+    Raises:
+        FileNotFoundError: a path or glob has no file.
+        ValueError: the format of a file is unknown, or the file is damaged or empty.
+    """
+    listed = [paths] if isinstance(paths, str | PurePath) else list(paths)
+    return [
+        _open(system, path, shown, format, csv_options)
+        for one in listed
+        for system, path, shown in _found(os.fspath(one))
+    ]
+
+
+def is_path(data: object) -> bool:
+    """Return whether an argument is a path or a URL."""
+    return isinstance(data, str | PurePath)
+
+
+def _found(one: str) -> list[tuple[Any, str, str]]:
+    system, path = fsspec.core.url_to_fs(one)
+    if system.isdir(path):
+        paths = [name for name in system.find(path) if _format_of(name)]
+    elif any(mark in path for mark in "*?["):
+        paths = [name for name in system.glob(path) if system.isfile(name)]
+    else:
+        paths = [path] if system.exists(path) else []
+    if not paths:
+        raise FileNotFoundError(f"{one} must be a file, or a folder or glob with files.")
+    is_local = "file" in (system.protocol if isinstance(system.protocol, tuple) else [])
+    place = fs.LocalFileSystem() if is_local else fs.PyFileSystem(fs.FSSpecHandler(system))
+    prefix = "" if is_local else one.partition("://")[0] + "://"
+    return [(place, path, prefix + path) for path in sorted(paths)]
+
+
+def _format_of(path: str) -> str | None:
+    name = PurePath(path)
+    suffixes = [end for end in name.suffixes if end not in _COMPRESSED]
+    return _SUFFIXES.get(suffixes[-1].lower()) if suffixes else None
+
+
+def _open(
+    system: Any, path: str, shown: str, format: str | None, options: Mapping[str, Any]
+) -> File:
+    kind = format or _format_of(path)
+    if kind not in ("parquet", "csv", "tsv"):
+        raise ValueError(
+            f"{shown} must end in .parquet, .csv or .tsv; received the format {kind!r}. Pass "
+            "format='parquet', 'csv' or 'tsv'."
+        )
+    try:
+        if kind == "parquet":
+            made: Any = ds.ParquetFileFormat()
+        else:
+            given = dict(options)
+            if kind == "tsv" and "parse_options" not in given:
+                given["parse_options"] = csv.ParseOptions(delimiter="\t")
+            made = ds.CsvFileFormat(**given)
+        fragment = made.make_fragment(path, filesystem=system)
+        schema = fragment.physical_schema
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{shown} cannot be read as {kind}: {error}") from error
+    return File(shown, fragment, schema)
+
+
+def tables_of(data: Any, columns: Sequence[str] | None = None) -> Iterator[Any]:
+    """Yield Arrow tables of data that may be larger than memory.
+
+    Args:
+        data: a path, glob, folder or URL, or a list of them; a table as for `table_of`; or an
+            iterable of tables.
+        columns: the columns to read; None: all.
+
+    Raises:
+        TypeError: `data` is none of these.
+        KeyError: a table does not have a column.
+    """
+    is_list = isinstance(data, Sequence) and len(data) > 0 and all(map(is_path, data))
+    if is_path(data) or is_list:
+        for file in files_of(data):
+            yield from file.batches(columns)
+        return
+    if isinstance(data, ds.Dataset):
+        yield from map(table_of, data.to_batches(columns=columns))
+    elif hasattr(data, "with_format"):  # Hugging Face
+        yield from data.with_format("arrow").iter(batch_size=1 << 16)
+    elif isinstance(data, Iterable) and not isinstance(data, Mapping | pa.Table | pa.RecordBatch):
+        if hasattr(data, "columns"):  # a DataFrame
+            yield table_of(data)
+        else:
+            for part in data:
+                yield from tables_of(part, columns)
+    else:
+        yield table_of(data)
+
+
+def table_of(data: Any) -> Any:
+    """Convert a table to Arrow.
+
+    Args:
+        data: a Table or RecordBatch of Arrow, a DataFrame of pandas or polars, a `Dataset` of
+            Hugging Face, or a dict of columns (arrays, tensors or lists). NaN is a missing value in
+            a DataFrame of pandas, and an error elsewhere.
+
+    Returns:
+        A `pyarrow.Table`.
+
+    Raises:
+        TypeError: it is no table, or a column contains values of several types.
+
+    Example:
+        >>> table_of({"age": [31, None], "tags": [["a"], []]}).column_names
+        ['age', 'tags']
+    """
+    if isinstance(data, pa.Table):
+        return data
+    if isinstance(data, pa.RecordBatch):
+        return pa.Table.from_batches([data])
+    try:
+        if hasattr(data, "iloc") and hasattr(data, "columns"):  # pandas
+            return pa.Table.from_pandas(data, preserve_index=False)
+        if hasattr(data, "to_arrow") and hasattr(data, "columns"):  # polars
+            return data.to_arrow()
+        if hasattr(data, "with_format"):  # Hugging Face
+            return data.with_format("arrow")[:]
+        if isinstance(data, Mapping):
+            return pa.table({name: _array_of(column) for name, column in data.items()})
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise TypeError(
+            f"A column must have values of one type; received {error}. Convert the column."
+        ) from error
+    wrong_type(
+        "data", "a table of Arrow, pandas, polars or Hugging Face, or a dict of columns", data
+    )
+
+
+def _array_of(column: Any) -> Any:
+    if hasattr(column, "detach"):  # a tensor
+        column = column.detach().cpu().numpy()
+    if isinstance(column, np.ndarray) and column.ndim == 2:
+        column = list(column)
+    if hasattr(column, "to_arrow") or isinstance(column, pa.Array | pa.ChunkedArray):
+        return column.to_arrow() if hasattr(column, "to_arrow") else column
+    return pa.array(column)

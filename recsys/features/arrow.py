@@ -1,0 +1,279 @@
+"""Columns of Arrow tables, as flat arrays.
+
+Legend: `B` rows, `N` values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple, TypeAlias, final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recsys.features.text_hash import hash_texts
+from recsys.kernels.arguments import shown
+
+__all__ = [
+    "Keys",
+    "Values",
+    "column_of",
+    "lengths_of",
+    "read_integers",
+    "read_keys",
+    "read_numbers",
+    "read_values",
+]
+
+_Array: TypeAlias = np.ndarray[Any, Any]
+_EXACT: Final = 2**53
+"""Whole numbers below it are exact in float64."""
+
+
+@final
+class Values(NamedTuple):
+    """Values of a column, concatenated by row."""
+
+    name: str
+    """The column, for messages."""
+    array: Any
+    """[N] Arrow array; nulls are missing values."""
+    lengths: _Array | None
+    """[B] int64, number of values of each row; None: one value per row."""
+
+    def row_of(self, place: int) -> int:
+        """Return the row of a value, from 0."""
+        if self.lengths is None:
+            return place
+        return int(np.searchsorted(self.lengths.cumsum(), place, "right"))
+
+    def reject(self, error: type[Exception], rule: str, bad: _Array, hint: str) -> None:
+        """Raise an error that names the first bad value, if there is one.
+
+        Args:
+            error: the type of the error.
+            rule: what must hold, such as "must be finite".
+            bad: [N] bool.
+            hint: what to do.
+        """
+        if bad.any():
+            place = int(bad.argmax())
+            value = self.array[place].as_py()
+            raise error(
+                f"Column {self.name!r} {rule}; received {shown(value)} in row "
+                f"{self.row_of(place)}. {hint}"
+            )
+
+
+@final
+class Keys(NamedTuple):
+    """Strings or whole numbers of a column."""
+
+    numbers: _Array
+    """[N] int64: the numbers, or the positions of the strings in `texts`; 0 if missing."""
+    texts: Any
+    """Distinct strings, a `large_string` array; None for numbers."""
+    is_missing: _Array | None
+    """[N] bool; None: nothing is missing."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of the values: "text" or "number"."""
+        return "number" if self.texts is None else "text"
+
+    def hashed(self) -> _Array:
+        """Return [N] int64: the numbers, or the hashes of the strings."""
+        if self.texts is None:
+            return self.numbers
+        return hash_texts(self.texts)[self.numbers] if len(self.texts) else self.numbers
+
+
+def column_of(table: Any, name: str) -> Any:
+    """Return a column of an Arrow table as one array.
+
+    Raises:
+        KeyError: there is no such column.
+        ValueError: several columns have the name.
+    """
+    count = table.column_names.count(name)
+    if count == 0:
+        raise KeyError(f"The table must have a column {name!r}; it has {table.column_names}.")
+    if count > 1:
+        raise ValueError(f"The table must have one column {name!r}; it has {count}. Rename them.")
+    column = table.column(name)
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def read_values(table: Any, name: str, is_list: bool) -> Values:
+    """Read a column with one value, or one list of values, per row.
+
+    Args:
+        table: an Arrow table.
+        name: the column.
+        is_list: True if the rows must be lists.
+
+    Raises:
+        KeyError: there is no such column.
+        TypeError: rows are lists and must not be, or the reverse.
+    """
+    array = column_of(table, name)
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    kind = array.type
+    if pa.types.is_null(kind):  # all values are missing
+        lengths = np.zeros(len(array), np.int64) if is_list else None
+        return Values(name, array[:0] if is_list else array, lengths)
+    has_lists = pa.types.is_nested(kind) and not pa.types.is_struct(kind)
+    if has_lists != is_list or pa.types.is_struct(kind) or pa.types.is_map(kind):
+        rule = "must have lists" if is_list else "must have one value per row"
+        hint = "" if has_lists == is_list else f" Set is_list={has_lists}."
+        raise TypeError(f"Column {name!r} {rule}; received {kind}.{hint}")
+    if not is_list:
+        return Values(name, array, None)
+    if kind.__class__.__name__.endswith("ListViewType"):
+        array = array.cast(pa.large_list(kind.value_type))
+    values = array.flatten()
+    if pa.types.is_nested(values.type):
+        raise TypeError(
+            f"Column {name!r} must have lists of values; received {kind}. Flatten the lists."
+        )
+    return Values(name, values, lengths_of(array))
+
+
+def lengths_of(array: Any) -> _Array:
+    """Return [B] int64, the lengths of lists; missing lists have length 0."""
+    if array.null_count == 0 and (
+        pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
+    ):
+        lengths: _Array = np.diff(array.offsets.to_numpy())
+        return lengths.astype(np.int64)
+    found = pc.fill_null(pc.list_value_length(array), 0)
+    return np.array(found.to_numpy(zero_copy_only=False), np.int64)
+
+
+def read_keys(values: Values, unsigned: bool = False) -> Keys:
+    """Read strings or whole numbers.
+
+    Args:
+        values: the column.
+        unsigned: True to keep the 64 bits of unsigned numbers from 2^63 on.
+
+    Raises:
+        TypeError: the values have another type, or are numbers that are not whole.
+        ValueError: a number does not fit into int64, or bytes are not UTF-8.
+    """
+    kind = values.array.type
+    if _is_text(kind.value_type if pa.types.is_dictionary(kind) else kind):
+        return _read_texts(values)
+    numbers, is_missing = read_integers(values, unsigned)
+    return Keys(numbers, None, is_missing)
+
+
+def _is_text(kind: Any) -> bool:
+    types = pa.types
+    of_text = (types.is_string, types.is_large_string, types.is_string_view)
+    of_bytes = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
+    return any(test(kind) for test in of_text + of_bytes)
+
+
+def _read_texts(values: Values) -> Keys:
+    """Return the distinct strings of a column, and their positions."""
+    array = values.array
+    if not pa.types.is_dictionary(array.type):
+        array = _as_texts(values.name, array).dictionary_encode()
+        codes, texts = array.indices, array.dictionary
+    else:  # a dictionary may have equal or missing entries
+        entries = _as_texts(values.name, array.dictionary).dictionary_encode()
+        codes, texts = entries.indices.take(array.indices), entries.dictionary
+    is_missing = None
+    if codes.null_count:
+        is_missing = codes.is_null().to_numpy(zero_copy_only=False)
+        codes = codes.fill_null(0)
+    return Keys(codes.to_numpy(zero_copy_only=False).astype(np.int64), texts, is_missing)
+
+
+def _as_texts(name: str, array: Any) -> Any:
+    try:
+        return array.cast(pa.large_string())
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"Column {name!r} must have texts in UTF-8; received other bytes: {error}."
+        ) from error
+
+
+def read_integers(values: Values, unsigned: bool = False) -> tuple[_Array, _Array | None]:
+    """Read whole numbers.
+
+    Args:
+        values: the column; floats are legal if they are whole and exact, because pandas stores
+            whole numbers beside missing ones as floats.
+        unsigned: True to keep the 64 bits of unsigned numbers from 2^63 on.
+
+    Returns:
+        [N] int64, with 0 for missing numbers; and [N] bool, True for missing numbers, or None.
+
+    Raises:
+        TypeError: the values are no whole numbers.
+        ValueError: a number does not fit into int64.
+    """
+    array, is_missing = _without_nulls(values)
+    kind = array.type
+    if pa.types.is_boolean(kind):
+        array = array.cast(pa.int8())
+    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        raise TypeError(
+            f"Column {values.name!r} must have strings or whole numbers; received {kind}. Cast it."
+        )
+    numbers = array.to_numpy(zero_copy_only=False)
+    if numbers.dtype == np.uint64:
+        ids = numbers.view(np.int64)
+        if not unsigned:
+            values.reject(ValueError, "must have numbers below 2^63", ids < 0, "Hash them.")
+        return ids, is_missing
+    if numbers.dtype.kind == "f":
+        with np.errstate(invalid="ignore"):
+            wrong = ~(np.abs(numbers) < min(_EXACT, 2 / np.finfo(numbers.dtype).eps))
+            wrong |= numbers != np.trunc(numbers)
+        values.reject(TypeError, "must have exact whole numbers", wrong, "Cast it to int64.")
+    return numbers.astype(np.int64, copy=False), is_missing
+
+
+def read_numbers(values: Values) -> tuple[_Array, _Array | None]:
+    """Read numbers.
+
+    Returns:
+        [N] float64, with 0 for missing numbers; and [N] bool, True for missing numbers, or None.
+
+    Raises:
+        TypeError: the values are no numbers.
+        ValueError: a number is NaN or infinite.
+    """
+    array, is_missing = _without_nulls(values)
+    kind = array.type
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    if not (is_number or pa.types.is_boolean(kind) or pa.types.is_decimal(kind)):
+        raise TypeError(f"Column {values.name!r} must have numbers; received {kind}. Cast it.")
+    if pa.types.is_boolean(kind):
+        array = array.cast(pa.int8())
+    if pa.types.is_decimal(kind):
+        array = array.cast(pa.float64())
+    numbers = array.to_numpy(zero_copy_only=False).astype(np.float64, copy=False)
+    if numbers.size and not np.isfinite(numbers.sum()):
+        hint = "Write null for a missing number."
+        values.reject(ValueError, "must have finite numbers", ~np.isfinite(numbers), hint)
+    return numbers, is_missing
+
+
+def _without_nulls(values: Values) -> tuple[Any, _Array | None]:
+    """Return plain values, 0 for missing ones, and the places of the missing ones."""
+    array = values.array
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary.take(array.indices)
+    if pa.types.is_null(array.type):
+        array = array.cast(pa.int64())
+    if not array.null_count:
+        return array, None
+    is_missing = array.is_null().to_numpy(zero_copy_only=False)
+    if _is_text(array.type) or pa.types.is_temporal(array.type):
+        return array, is_missing  # the caller rejects the type
+    return array.fill_null(pa.scalar(0).cast(array.type)), is_missing

@@ -1,0 +1,502 @@
+"""`FeatureSpec`: the description of a model's inputs, fitted on training data.
+
+Legend: `B` rows, `N` values, `F` features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recsys.datasets.tables import table_of, tables_of
+from recsys.datasets.utils import Batch
+from recsys.features.arrow import Values, read_keys, read_numbers, read_values
+from recsys.features.columns import (
+    PART_SIZES,
+    Categorical,
+    Column,
+    Group,
+    Hashed,
+    Ids,
+    Label,
+    Numeric,
+    SampleWeight,
+    SparseColumn,
+    Timestamp,
+)
+from recsys.features.fit import PartialFit
+from recsys.features.scaling import bucket_rows, read_scaled
+from recsys.features.times import read_parts
+from recsys.features.vocabulary import Vocabulary
+from recsys.kernels.arguments import repeated, whole, wrong_type
+from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from recsys.modules.hashed_ids import HashedIds
+from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse.hashing import mix
+
+__all__ = ["FeatureSpec", "Fitted"]
+
+_Array: TypeAlias = np.ndarray[Any, Any]
+_SPARSE: Final = (Categorical, Hashed, Ids)
+
+
+@final
+class Fitted(NamedTuple):
+    """The state that `FeatureSpec.fit` finds in data."""
+
+    num_rows: int
+    """Number of rows of the data."""
+    vocabularies: dict[str, Vocabulary]
+    """By table."""
+    means: dict[str, float]
+    """Means of `Numeric` columns, by column."""
+    deviations: dict[str, float]
+    """Standard deviations of `Numeric` columns, by column."""
+    edges: dict[str, _Array]
+    """Inner edges of the buckets of `Numeric` columns, by column; [K] float64."""
+
+
+@final
+class Feature(NamedTuple):
+    """A feature with ids, and its table."""
+
+    name: str
+    table: str
+    rows: int
+    growing: bool
+
+
+class _Bags(NamedTuple):
+    ids: _Array
+    """[N] int64."""
+    lengths: _Array | None
+    """[B] int64; None: one id per row."""
+    weights: _Array | None
+    """[N] float32."""
+
+
+@final
+class FeatureSpec:
+    """The columns of a table, and what a model gets from them, in training and serving alike.
+
+    Args:
+        columns: descriptions from `recsys.features`, in the order of the model's inputs.
+
+    Raises:
+        TypeError: a value is no description of a column.
+        ValueError: two features have one name, or columns with one table differ in its settings.
+
+    Example:
+        >>> from recsys.features import Categorical, FeatureSpec, Label, Numeric
+        >>> spec = FeatureSpec([Categorical("city"), Numeric("age", standardize=True), Label("ok")])
+        >>> data = {"city": ["Oslo", "Rome", "Rome"], "age": [20, 30, 40], "ok": [0, 1, 1]}
+        >>> batch = spec.fit(data).transform(data)
+        >>> batch.sparse_features["city"].values().tolist()
+        [3, 2, 2]
+        >>> batch.dense_features.tolist(), batch.labels.tolist()
+        ([[-1.2247449159622192], [0.0], [1.2247449159622192]], [0.0, 1.0, 1.0])
+        >>> [(table.name, table.num_embeddings) for table in spec.tables(dim=8)]
+        [('city', 4)]
+    """
+
+    def __init__(self, columns: Iterable[Column]) -> None:
+        self.columns: tuple[Column, ...] = tuple(columns)
+        for column in self.columns:
+            if not isinstance(column, Column):
+                wrong_type("FeatureSpec.columns", "columns of recsys.features", column)
+        self._fitted: Fitted | None = None
+        _check_tables(self.columns)
+
+    @property
+    def fitted(self) -> Fitted:
+        """The fitted state.
+
+        Raises:
+            RuntimeError: the spec has columns to fit and is not fitted.
+        """
+        if self._fitted is None:
+            if any(isinstance(column, Categorical | Numeric) for column in self.columns):
+                raise RuntimeError(
+                    "The spec must be fitted. Call fit with training data, or load a saved spec."
+                )
+            self._fitted = Fitted(0, {}, {}, {}, {})
+        return self._fitted
+
+    @fitted.setter
+    def fitted(self, fitted: Fitted) -> None:
+        self._fitted = fitted
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether ids have weights. Ids of columns without weights have the weight 1."""
+        return any(isinstance(c, _SPARSE) and c.weights is not None for c in self.columns)
+
+    @property
+    def dense_names(self) -> list[str]:
+        """Names of the dense features, in the order of their columns in a batch."""
+        return [c.name for c in self.columns if isinstance(c, Numeric) and c.buckets is None]
+
+    @property
+    def label_names(self) -> list[str]:
+        """Names of the labels, in the order of their columns in a batch."""
+        return [column.name for column in self.columns if isinstance(column, Label)]
+
+    def column_names(self, labels: bool = True) -> list[str]:
+        """Return the names of the columns that `transform` reads.
+
+        Args:
+            labels: False to leave out labels, sample weights and groups.
+        """
+        read: dict[str, None] = {}
+        for column in self.columns:
+            if labels or not isinstance(column, Label | SampleWeight | Group):
+                read[column.name] = None
+                if isinstance(column, _SPARSE) and column.weights is not None:
+                    read[column.weights] = None
+        return list(read)
+
+    def features(self) -> list[Feature]:
+        """Return the features with ids, in the order of a batch.
+
+        Raises:
+            RuntimeError: the spec is not fitted.
+        """
+        found: list[Feature] = []
+        for column in self.columns:
+            if isinstance(column, Categorical):
+                rows = self.fitted.vocabularies[str(column.table)].num_rows
+                found.append(Feature(column.name, str(column.table), rows, False))
+            elif isinstance(column, Hashed):
+                found.append(Feature(column.name, str(column.table), column.rows, column.growing))
+            elif isinstance(column, Ids):
+                found.append(Feature(column.name, str(column.table), column.rows, False))
+            elif isinstance(column, Numeric) and column.buckets is not None:
+                rows = len(self.fitted.edges[column.name]) + 2
+                found.append(Feature(column.name, column.name, rows, False))
+            elif isinstance(column, Timestamp):
+                for part in column.parts:
+                    name = f"{column.name}.{part}"
+                    found.append(Feature(name, name, PART_SIZES[part] + 1, False))
+        return found
+
+    def tables(
+        self, dim: int | Mapping[str, int], pooling: PoolingType = PoolingType.MEAN
+    ) -> list[EmbeddingBagConfig]:
+        """Return a config for each table.
+
+        Args:
+            dim: columns of each table, or of the table of each name.
+            pooling: pooling of all tables.
+
+        Raises:
+            KeyError: `dim` has no entry for a table.
+            RuntimeError: the spec is not fitted.
+        """
+        by_table: dict[str, list[Feature]] = {}
+        for feature in self.features():
+            by_table.setdefault(feature.table, []).append(feature)
+        configs = []
+        for name, features in by_table.items():
+            if isinstance(dim, Mapping) and name not in dim:
+                raise KeyError(f"dim must have all tables, {list(by_table)}; it has {list(dim)}.")
+            configs.append(
+                EmbeddingBagConfig(
+                    name=name,
+                    num_embeddings=features[0].rows,
+                    embedding_dim=dim[name] if isinstance(dim, Mapping) else whole("dim", dim),
+                    feature_names=[feature.name for feature in features],
+                    pooling=pooling,
+                    ids=HashedIds() if features[0].growing else None,
+                )
+            )
+        return configs
+
+    # -- fit ---------------------------------------------------------------------------------------
+
+    def partial(self, data: Any, *, limit: int = 50_000_000) -> PartialFit:
+        """Return the statistics of a part of the data, for `fit_parts`.
+
+        Args:
+            data: as for `fit`.
+            limit: as for `fit`.
+
+        Raises:
+            KeyError: as for `fit`.
+            TypeError: as for `fit`.
+            ValueError: as for `fit`.
+        """
+        part = PartialFit(self.columns, limit)
+        names = [c.name for c in self.columns if isinstance(c, Categorical | Numeric)]
+        for table in tables_of(data, names):
+            part.add(table)
+        return part
+
+    def fit(self, data: Any, *, limit: int = 50_000_000) -> FeatureSpec:
+        """Collect vocabularies, means, deviations and buckets.
+
+        Args:
+            data: a path, glob, folder or URL of Parquet or CSV files, or a list of them; a table of
+                Arrow, pandas, polars or Hugging Face; a dict of columns; or an iterable of tables.
+            limit: largest number of distinct values of a vocabulary in memory. More values are
+                counted in temporary files.
+
+        Returns:
+            This spec.
+
+        Raises:
+            KeyError: a table does not have a column.
+            TypeError: a column has values of another type.
+            ValueError: there are no rows, or a value is NaN, infinite or out of its range. The
+                message names the column, the row and the value.
+        """
+        return self.fit_parts([self.partial(data, limit=limit)])
+
+    def fit_parts(self, parts: Iterable[PartialFit]) -> FeatureSpec:
+        """Join statistics of parts of the data, as `fit` of all data.
+
+        Args:
+            parts: results of `partial` of specs with the same columns, in any order.
+
+        Returns:
+            This spec.
+
+        Raises:
+            ValueError: there are no rows, or a part is of another spec.
+        """
+        joined = PartialFit(self.columns)
+        for part in parts:
+            joined.merge(part)
+        if not joined.num_rows:
+            raise ValueError("fit needs at least one row; received none.")
+        vocabularies = {}
+        edges = {}
+        for column in self.columns:
+            if isinstance(column, Categorical) and column.table not in vocabularies:
+                counts = joined.counts[str(column.table)]
+                found = counts.vocabulary(column.min_count, column.max_size)
+                vocabularies[str(column.table)] = found
+            elif isinstance(column, Numeric) and column.buckets is not None:
+                edges[column.name] = _edges_of(column, joined)
+        means = {name: moments.mean for name, moments in joined.moments.items()}
+        deviations = {name: moments.deviation for name, moments in joined.moments.items()}
+        self._fitted = Fitted(joined.num_rows, vocabularies, means, deviations, edges)
+        return self
+
+    # -- transform ---------------------------------------------------------------------------------
+
+    def transform(self, data: Any, *, labels: bool = True) -> Batch:
+        """Convert a table to a batch.
+
+        Args:
+            data: a table of Arrow, pandas, polars or Hugging Face, or a dict of columns. Further
+                columns are ignored.
+            labels: False for a table without labels, sample weights and groups; labels are then 0.
+
+        Returns:
+            `dense_features` [B, number of dense features] float32; `sparse_features` of all
+            features with ids; `labels` [B] float32, or [B, number of labels] if there are several;
+            `sample_weights` [B] float32 or None; `groups` [B] int64 or None.
+
+        Raises:
+            KeyError: the table does not have a column.
+            TypeError: a column has values of another type.
+            ValueError: a value is NaN, infinite or out of its range. The message names the column,
+                the row and the value.
+            RuntimeError: the spec is not fitted.
+        """
+        table = table_of(data)
+        bags = [bag for column in self.columns for bag in self._bags(table, column)]
+        dense = [
+            self._dense(table, column)
+            for column in self.columns
+            if isinstance(column, Numeric) and column.buckets is None
+        ]
+        size = table.num_rows
+        weights = groups = None
+        found: list[Tensor] = []
+        for column in self.columns if labels else ():
+            if isinstance(column, Label):
+                found.append(torch.from_numpy(_read_label(table, column)))
+            elif isinstance(column, SampleWeight):
+                weights = torch.from_numpy(_read_weight(table, column))
+            elif isinstance(column, Group):
+                groups = torch.from_numpy(_read_group(table, column))
+        stacked = torch.stack(found, 1) if len(found) > 1 else None
+        return Batch(
+            torch.from_numpy(np.stack(dense, 1)) if dense else torch.zeros(size, 0),
+            self._jagged(bags, size),
+            (found[0] if found else torch.zeros(size)) if stacked is None else stacked,
+            tuple(self.dense_names),
+            ",".join(self.label_names) if labels else "",
+            sample_weights=weights,
+            groups=groups,
+        )
+
+    def _jagged(self, bags: Sequence[_Bags], size: int) -> KeyedJaggedTensor:
+        one = np.ones(size, np.int64)
+        lengths = [one if bag.lengths is None else bag.lengths for bag in bags]
+        weights = None
+        if self.is_weighted:
+            plain = [
+                np.ones(len(bag.ids), np.float32) if bag.weights is None else bag.weights
+                for bag in bags
+            ]
+            weights = torch.from_numpy(np.concatenate(plain))
+        empty = [np.empty(0, np.int64)]
+        return KeyedJaggedTensor(
+            [feature.name for feature in self.features()],
+            torch.from_numpy(np.concatenate([bag.ids for bag in bags] or empty)),
+            weights,
+            torch.from_numpy(np.concatenate(lengths or empty)),
+        )
+
+    def _bags(self, table: Any, column: Column) -> list[_Bags]:
+        if isinstance(column, _SPARSE):
+            return [self._ids(table, column)]
+        if isinstance(column, Numeric) and column.buckets is not None:
+            numbers, is_missing = read_scaled(column, read_values(table, column.name, False))
+            rows = bucket_rows(self.fitted.edges[column.name], numbers, is_missing)
+            return [_Bags(rows, None, None)]
+        if isinstance(column, Timestamp):
+            parts = read_parts(column, read_values(table, column.name, False))
+            return [_Bags(rows, None, None) for rows in parts]
+        return []
+
+    def _ids(self, table: Any, column: SparseColumn) -> _Bags:
+        values = read_values(table, column.name, column.is_list)
+        weights = None
+        if column.weights is not None:
+            weights = _read_id_weights(table, column, values)
+        keys = read_keys(values, unsigned=isinstance(column, Hashed))
+        if isinstance(column, Categorical):
+            try:
+                ids = self.fitted.vocabularies[str(column.table)].rows_of(keys)
+            except TypeError as error:
+                raise TypeError(f"Column {column.name!r}: {error}") from error
+            return _Bags(ids, values.lengths, weights)
+        if isinstance(column, Hashed):
+            ids = keys.hashed()
+            if not column.growing:
+                ids = (mix(torch.from_numpy(ids.copy())) % column.rows).numpy()
+        else:
+            if keys.texts is not None:
+                raise TypeError(
+                    f"Column {column.name!r} must have row numbers; received texts. Describe it "
+                    "by Categorical or Hashed."
+                )
+            ids = keys.numbers
+            bad = (ids < 0) | (ids >= column.rows)
+            rule = f"must have row numbers from 0 to {column.rows - 1}"
+            values.reject(ValueError, rule, bad, "Set rows to the size of the table.")
+        return _without_missing(_Bags(ids, values.lengths, weights), keys.is_missing)
+
+    def _dense(self, table: Any, column: Numeric) -> _Array:
+        numbers, is_missing = read_scaled(column, read_values(table, column.name, False))
+        mean = self.fitted.means[column.name]
+        if is_missing is not None:
+            numbers = np.where(is_missing, mean, numbers)
+        if column.standardize:
+            numbers = (numbers - mean) / self.fitted.deviations[column.name]
+        return numbers.astype(np.float32)
+
+
+def _check_tables(columns: Sequence[Column]) -> None:
+    names = [column.name for column in columns if not isinstance(column, Label)]
+    if twice := repeated(names):
+        raise ValueError(f"FeatureSpec.columns must have distinct names; received {twice} twice.")
+    by_table: dict[str, SparseColumn] = {}
+    for column in columns:
+        if not isinstance(column, _SPARSE):
+            continue
+        first = by_table.setdefault(str(column.table), column)
+        if _settings(first) != _settings(column):
+            raise ValueError(
+                f"Columns of one table must have the same settings; received {_settings(first)} "
+                f"for {first.name!r} and {_settings(column)} for {column.name!r}."
+            )
+
+
+def _settings(column: SparseColumn) -> tuple[object, ...]:
+    if isinstance(column, Categorical):
+        return "Categorical", column.min_count, column.max_size
+    if isinstance(column, Hashed):
+        return "Hashed", column.rows, column.growing
+    return "Ids", column.rows
+
+
+def _edges_of(column: Numeric, part: PartialFit) -> _Array:
+    """Return the inner edges of buckets, [K] float64."""
+    moments = part.moments[column.name]
+    shares = np.arange(1, column.buckets or 0) / (column.buckets or 1)
+    if not moments.count:
+        return np.empty(0)
+    if column.spacing == "uniform":
+        edges = moments.low + shares * (moments.high - moments.low)
+    else:
+        edges = part.quantiles[column.name].at(shares)
+    return np.unique(edges)
+
+
+def _without_missing(bags: _Bags, is_missing: _Array | None) -> _Bags:
+    """Leave out missing ids."""
+    if is_missing is None:
+        return bags
+    kept = ~is_missing
+    lengths = kept.astype(np.int64)
+    if bags.lengths is not None:
+        ends = np.concatenate([[0], bags.lengths.cumsum()])
+        before = np.concatenate([[0], lengths.cumsum()])
+        lengths = before[ends[1:]] - before[ends[:-1]]
+    weights = None if bags.weights is None else bags.weights[kept]
+    return _Bags(bags.ids[kept], lengths, weights)
+
+
+def _read_id_weights(table: Any, column: SparseColumn, ids: Values) -> _Array:
+    values = read_values(table, str(column.weights), column.is_list)
+    lengths, wanted = np.asarray(values.lengths), np.asarray(ids.lengths)
+    if column.is_list and not np.array_equal(lengths, wanted):
+        row = int((lengths != wanted).argmax())
+        raise ValueError(
+            f"Column {column.weights!r} must have one weight for each id of {column.name!r}; "
+            f"received {lengths[row]} weights and {wanted[row]} ids in row {row}."
+        )
+    numbers, is_missing = read_numbers(values)
+    if is_missing is not None:  # a missing id needs no weight
+        bad = is_missing & ids.array.is_valid().to_numpy(zero_copy_only=False)
+        values.reject(ValueError, "must have a weight for each id", bad, "Write 1.")
+    return numbers.astype(np.float32)
+
+
+def _present(values: Values) -> _Array:
+    numbers, is_missing = read_numbers(values)
+    if is_missing is not None:
+        values.reject(ValueError, "must have no missing value", is_missing, "Remove the rows.")
+    return numbers
+
+
+def _read_label(table: Any, column: Label) -> _Array:
+    values = read_values(table, column.name, False)
+    numbers = _present(values)
+    bad = (numbers < column.low) | (numbers > column.high)
+    rule = f"must have labels from {column.low:g} to {column.high:g}"
+    values.reject(ValueError, rule, bad, "Set low and high of the Label.")
+    return numbers.astype(np.float32)
+
+
+def _read_weight(table: Any, column: SampleWeight) -> _Array:
+    values = read_values(table, column.name, False)
+    numbers = _present(values)
+    values.reject(ValueError, "must have weights from 0", numbers < 0, "Remove the rows.")
+    return numbers.astype(np.float32)
+
+
+def _read_group(table: Any, column: Group) -> _Array:
+    values = read_values(table, column.name, False)
+    keys = read_keys(values, unsigned=True)
+    if keys.is_missing is not None:
+        values.reject(ValueError, "must have no missing key", keys.is_missing, "Remove the rows.")
+    return keys.hashed()

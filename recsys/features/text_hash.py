@@ -1,0 +1,64 @@
+"""64-bit hash of texts."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+__all__ = ["hash_texts"]
+
+_START: Final = 0xCBF29CE484222325
+_FACTOR: Final = 0x100000001B3
+_FEW: Final = 16  # texts for which a loop over bytes is faster than one over arrays
+_MASK: Final = (1 << 64) - 1
+
+
+def hash_texts(texts: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the FNV-1a hash of the UTF-8 bytes of each text.
+
+    The hash starts with 14695981039346656037. For each byte it takes the exclusive or of hash and
+    byte, then multiplies by 1099511628211, modulo 2^64 (Fowler, Noll and Vo, "The FNV
+    Non-Cryptographic Hash Algorithm", IETF draft).
+
+    Args:
+        texts: a `large_string` array of Arrow without nulls.
+
+    Returns:
+        [N] int64, the 64 bits of the hash.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> hash_texts(pa.array(["", "a"], pa.large_string())).view(np.uint64).tolist()
+        [14695981039346656037, 12638187200555641996]
+    """
+    num_texts = len(texts)
+    hashes = np.full(num_texts, _START, np.uint64)
+    if num_texts == 0:
+        return hashes.view(np.int64)
+    _, offset_bytes, value_bytes = texts.buffers()
+    offsets = np.frombuffer(offset_bytes, np.int64)[texts.offset :][: num_texts + 1]
+    if value_bytes is None or value_bytes.size == 0:
+        return hashes.view(np.int64)
+    data = np.frombuffer(value_bytes, np.uint8)
+    lengths = np.diff(offsets)
+    order = np.argsort(-lengths, kind="stable")
+    starts, sorted_lengths = offsets[:-1][order], lengths[order]
+    # number of texts longer than each position
+    longer = num_texts - np.searchsorted(lengths[order[::-1]], np.arange(lengths.max()), "right")
+    place = 0
+    sums = hashes.copy()
+    for place, count in enumerate(longer):
+        if count < _FEW:
+            break
+        sums[:count] ^= data[starts[:count] + place]
+        sums[:count] *= np.uint64(_FACTOR)
+    else:
+        place = len(longer)
+    for i in range(int(np.searchsorted(-sorted_lengths, -place, "left"))):
+        value = int(sums[i])
+        for byte in data[starts[i] + place : starts[i] + sorted_lengths[i]].tobytes():
+            value = ((value ^ byte) * _FACTOR) & _MASK
+        sums[i] = value
+    hashes[order] = sums
+    return hashes.view(np.int64)

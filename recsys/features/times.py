@@ -1,0 +1,59 @@
+"""Parts of times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from recsys.features.arrow import Values, read_integers
+from recsys.features.columns import UNITS, Timestamp
+
+__all__ = ["read_parts"]
+
+_Array: TypeAlias = np.ndarray[Any, Any]
+_HOURS, _DAYS = 3600, 86_400
+
+
+def read_parts(column: Timestamp, values: Values) -> list[_Array]:
+    """Return the rows of each part of the times: 0 if missing, else 1 + the part from 0.
+
+    Args:
+        column: the description.
+        values: the column of the table: times, dates, or whole numbers since 1970 in UTC.
+
+    Returns:
+        [N] int64 for each part.
+
+    Raises:
+        TypeError: the values are neither times nor whole numbers.
+    """
+    kind = values.array.type
+    if pa.types.is_date(kind):
+        array = values.array.cast(pa.timestamp("s"))
+        found = Values(values.name, array.cast(pa.int64()), None), 1
+    elif pa.types.is_timestamp(kind):
+        found = Values(values.name, values.array.cast(pa.int64()), None), UNITS[kind.unit]
+    else:
+        found = values, UNITS[column.unit]
+    numbers, is_missing = read_integers(found[0])
+    seconds = numbers // found[1]
+    parts: dict[str, Callable[[], _Array]] = {
+        "hour": lambda: seconds // _HOURS % 24,
+        "weekday": lambda: (seconds // _DAYS + 3) % 7,  # day 0 was a Thursday
+        "day": lambda: _days(seconds) - _days(seconds).astype("M8[M]").astype("M8[D]"),
+        "month": lambda: _days(seconds).astype("M8[M]").astype(np.int64) % 12,
+    }
+    rows = []
+    for part in column.parts:
+        row: _Array = parts[part]().astype(np.int64) + 1
+        if is_missing is not None:
+            row[is_missing] = 0
+        rows.append(row)
+    return rows
+
+
+def _days(seconds: _Array) -> _Array:
+    return (seconds // _DAYS).astype("M8[D]")

@@ -1,0 +1,247 @@
+"""Vocabularies: the rows of values that were counted in training data."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, Final, TypeAlias, final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recsys.features.arrow import Keys
+from recsys.features.columns import MISSING, UNKNOWN
+from recsys.features.text_hash import hash_texts
+
+__all__ = ["Counts", "Vocabulary"]
+
+_Array: TypeAlias = np.ndarray[Any, Any]
+_FIRST: Final = 2
+"""Row of the first value of a vocabulary."""
+_PARTITIONS: Final = 64
+_TYPES: Final = {"text": pa.large_string(), "number": pa.int64()}
+
+
+@final
+class Vocabulary:
+    """Rows of values: missing, unknown, then the values in their order.
+
+    Args:
+        values: distinct values, an Arrow array of `large_string` or `int64`.
+
+    Raises:
+        ValueError: values are not distinct.
+
+    Example:
+        >>> from recsys.features.arrow import Values, read_keys
+        >>> vocabulary = Vocabulary(pa.array(["Rome", "Oslo"], pa.large_string()))
+        >>> column = Values("city", pa.array(["Oslo", None, "Bonn"]), None)
+        >>> vocabulary.rows_of(read_keys(column)).tolist()
+        [3, 0, 1]
+    """
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+        self.kind = "number" if values.type == pa.int64() else "text"
+        if self.kind == "text":
+            hashes = hash_texts(values)
+        else:
+            hashes = values.to_numpy(zero_copy_only=False)
+        self._order = np.argsort(hashes, kind="stable")
+        self._sorted = hashes[self._order]
+        if (self._sorted[1:] == self._sorted[:-1]).any():
+            raise ValueError(
+                "The values of a vocabulary must be distinct, as must be their hashes."
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the table."""
+        return len(self.values) + _FIRST
+
+    def rows_of(self, keys: Keys) -> _Array:
+        """Return [N] int64, the row of each value.
+
+        Raises:
+            TypeError: the vocabulary has texts and the column numbers, or the reverse.
+        """
+        if len(self.values) and keys.kind != self.kind and not _all_missing(keys):
+            raise TypeError(
+                f"The column must have {self.kind}s, as the data of fit; received {keys.kind}s. "
+                "Cast it."
+            )
+        if keys.texts is None:
+            rows = self._find(keys.numbers)
+        elif len(keys.texts):
+            rows = self._find_texts(keys.texts)[keys.numbers]
+        else:
+            rows = np.full(len(keys.numbers), MISSING)
+        if keys.is_missing is not None:
+            rows[keys.is_missing] = MISSING
+        return rows
+
+    def _find(self, hashes: _Array) -> _Array:
+        if not len(self._sorted):
+            return np.full(len(hashes), UNKNOWN)
+        places = np.searchsorted(self._sorted, hashes)
+        places[places == len(self._sorted)] = 0
+        is_known = self._sorted[places] == hashes
+        return np.where(is_known, self._order[places] + _FIRST, UNKNOWN)
+
+    def _find_texts(self, texts: Any) -> _Array:
+        if not len(self.values):
+            return np.full(len(texts), UNKNOWN)
+        rows = self._find(hash_texts(texts))
+        known = self.values.take(pa.array(np.maximum(rows - _FIRST, 0)))
+        is_equal = pc.equal(known, texts).to_numpy(zero_copy_only=False)
+        return np.where(is_equal | (rows == UNKNOWN), rows, UNKNOWN)
+
+
+def _all_missing(keys: Keys) -> bool:
+    return keys.is_missing is not None and bool(keys.is_missing.all())
+
+
+@final
+class Counts:
+    """Counts of the distinct values of a table's columns, in pieces that merge in any order.
+
+    Args:
+        limit: number of distinct values in memory; above it, counts are moved to files.
+
+    Example:
+        >>> from recsys.features.arrow import Values, read_keys
+        >>> counts = Counts()
+        >>> counts.add("city", read_keys(Values("city", pa.array(["Oslo", "Rome", "Rome"]), None)))
+        >>> counts.vocabulary(min_count=1, max_size=None).values.to_pylist()
+        ['Rome', 'Oslo']
+    """
+
+    def __init__(self, limit: int = 50_000_000) -> None:
+        self._limit = limit
+        self._kind: str | None = None
+        self._parts: list[Any] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._num_files = 0
+        self._merged_rows = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return one table, so that another process can merge it."""
+        parts = [self.table()] if self._kind else []
+        whole = {"_folder": None, "_num_files": 0, "_merged_rows": 0}
+        return {"_limit": self._limit, "_kind": self._kind, "_parts": parts, **whole}
+
+    def add(self, name: str, keys: Keys) -> None:
+        """Count values.
+
+        Args:
+            name: the column, for messages.
+            keys: its values; missing ones are not counted.
+
+        Raises:
+            TypeError: earlier values were texts and these are numbers, or the reverse.
+        """
+        numbers = keys.numbers if keys.is_missing is None else keys.numbers[~keys.is_missing]
+        if not len(numbers):
+            return
+        if keys.texts is None:
+            found, counts = np.unique(numbers, return_counts=True)
+            values = pa.array(found)
+        else:
+            counts = np.bincount(numbers, minlength=len(keys.texts))
+            values = keys.texts.filter(pa.array(counts > 0))
+            counts = counts[counts > 0]
+        self._append(name, keys.kind, pa.table({"value": values, "count": pa.array(counts)}))
+
+    def merge(self, name: str, other: Counts) -> None:
+        """Add the counts of another part of the data.
+
+        Raises:
+            TypeError: one part has texts and the other numbers.
+        """
+        if other._kind is not None:
+            for part in other._partitions():
+                self._append(name, other._kind, part)
+
+    def table(self) -> Any:
+        """Return an Arrow table of all values and counts, in no order."""
+        kind = _TYPES[self._kind or "number"]
+        empty = pa.schema([("value", kind), ("count", pa.int64())]).empty_table()
+        return pa.concat_tables([empty, *self._partitions()])
+
+    def vocabulary(self, min_count: int, max_size: int | None) -> Vocabulary:
+        """Return the values, ordered by falling count, then by value.
+
+        Args:
+            min_count: least count of a value.
+            max_size: largest number of values; None: no limit.
+        """
+        kept = pa.schema([("value", _TYPES[self._kind or "number"]), ("count", pa.int64())])
+        best = kept.empty_table()
+        for part in self._partitions():
+            frequent = part.filter(pc.greater_equal(part["count"], min_count))
+            best = pa.concat_tables([best, frequent])
+            if max_size is not None and len(best) > 2 * max_size:
+                best = _ordered(best).slice(0, max_size)
+        best = _ordered(best).slice(0, max_size)
+        return Vocabulary(best["value"].combine_chunks())
+
+    def _append(self, name: str, kind: str, part: Any) -> None:
+        if self._kind not in (None, kind):
+            raise TypeError(
+                f"Column {name!r} must have one kind of value in all data of its table; received "
+                f"{kind}s after {self._kind}s. Cast it."
+            )
+        self._kind = kind
+        self._parts.append(part)
+        waiting = sum(map(len, self._parts)) - self._merged_rows
+        if waiting > max(1_000_000, self._merged_rows) or waiting > self._limit:
+            self._parts = [_merged(self._parts)]
+            self._merged_rows = len(self._parts[0])
+            if self._merged_rows > self._limit:
+                self._move_to_files()
+
+    def _move_to_files(self) -> None:
+        (part,) = self._parts
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="recsys-counts-")
+        values = part["value"].combine_chunks()
+        hashes = hash_texts(values) if self._kind == "text" else values.to_numpy()
+        places = pa.array((hashes ^ (hashes >> 32)) % _PARTITIONS)
+        for place in range(_PARTITIONS):
+            rows = part.filter(pc.equal(places, place))
+            path = Path(self._folder.name, f"{place}-{self._num_files}.arrow")
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, rows.schema) as writer:
+                writer.write_table(rows)
+        self._num_files += 1
+        self._parts, self._merged_rows = [], 0
+
+    def _partitions(self) -> Any:
+        """Yield tables of distinct values that have no value in common."""
+        if self._folder is None:
+            if self._parts:
+                self._parts = [_merged(self._parts)]
+                self._merged_rows = len(self._parts[0])
+                yield self._parts[0]
+            return
+        if self._parts:
+            self._parts = [_merged(self._parts)]
+            self._move_to_files()
+        for place in range(_PARTITIONS):
+            tables = []
+            for number in range(self._num_files):
+                path = Path(self._folder.name, f"{place}-{number}.arrow")
+                with pa.OSFile(str(path)) as file:
+                    tables.append(pa.ipc.open_file(file).read_all())
+            yield _merged(tables)
+
+
+def _merged(parts: list[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    found = pa.concat_tables(parts).group_by("value").aggregate([("count", "sum")])
+    return found.select(["value", "count_sum"]).rename_columns(["value", "count"])
+
+
+def _ordered(table: Any) -> Any:
+    return table.sort_by([("count", "descending"), ("value", "ascending")])
