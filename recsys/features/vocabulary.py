@@ -66,17 +66,17 @@ class Vocabulary:
         Raises:
             TypeError: the vocabulary has texts and the column numbers, or the reverse.
         """
-        if len(self.values) and keys.kind != self.kind and not _all_missing(keys):
+        if keys.is_missing is not None and keys.is_missing.all():
+            return np.full(len(keys.numbers), MISSING)
+        if keys.kind != self.kind and len(keys.numbers) and len(self.values):
             raise TypeError(
                 f"The column must have {self.kind}s, as the data of fit; received {keys.kind}s. "
                 "Cast it."
             )
         if keys.texts is None:
             rows = self._find(keys.numbers)
-        elif len(keys.texts):
-            rows = self._find_texts(keys.texts)[keys.numbers]
         else:
-            rows = np.full(len(keys.numbers), MISSING)
+            rows = self._find_texts(keys.texts)[keys.numbers]
         if keys.is_missing is not None:
             rows[keys.is_missing] = MISSING
         return rows
@@ -90,16 +90,12 @@ class Vocabulary:
         return np.where(is_known, self._order[places] + _FIRST, UNKNOWN)
 
     def _find_texts(self, texts: Any) -> _Array:
-        if not len(self.values):
+        if not len(self.values) or not len(texts):
             return np.full(len(texts), UNKNOWN)
         rows = self._find(hash_texts(texts))
         known = self.values.take(pa.array(np.maximum(rows - _FIRST, 0)))
         is_equal = pc.equal(known, texts).to_numpy(zero_copy_only=False)
         return np.where(is_equal | (rows == UNKNOWN), rows, UNKNOWN)
-
-
-def _all_missing(keys: Keys) -> bool:
-    return keys.is_missing is not None and bool(keys.is_missing.all())
 
 
 @final
