@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
@@ -117,7 +119,7 @@ class Counts:
         self._limit = limit
         self._kind: str | None = None
         self._parts: list[Any] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: str | None = None
         self._num_files = 0
         self._merged_rows = 0
 
@@ -200,13 +202,14 @@ class Counts:
     def _move_to_files(self) -> None:
         (part,) = self._parts
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="recsys-counts-")
+            self._folder = tempfile.mkdtemp(prefix="recsys-counts-")
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         values = part["value"].combine_chunks()
         hashes = hash_texts(values) if self._kind == "text" else values.to_numpy()
         places = pa.array((hashes ^ (hashes >> 32)) % _PARTITIONS)
         for place in range(_PARTITIONS):
             rows = part.filter(pc.equal(places, place))
-            path = Path(self._folder.name, f"{place}-{self._num_files}.arrow")
+            path = Path(self._folder, f"{place}-{self._num_files}.arrow")
             with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, rows.schema) as writer:
                 writer.write_table(rows)
         self._num_files += 1
@@ -226,7 +229,7 @@ class Counts:
         for place in range(_PARTITIONS):
             tables = []
             for number in range(self._num_files):
-                path = Path(self._folder.name, f"{place}-{number}.arrow")
+                path = Path(self._folder, f"{place}-{number}.arrow")
                 with pa.OSFile(str(path)) as file:
                     tables.append(pa.ipc.open_file(file).read_all())
             yield _merged(tables)
