@@ -193,13 +193,14 @@ def _is_text(kind: Any) -> bool:
 
 def _read_texts(values: Values) -> Keys:
     """Return the distinct strings of a column, and their positions."""
-    array = values.array
-    if not pa.types.is_dictionary(array.type):
-        array = _as_texts(values, array).dictionary_encode()
-        codes, texts = array.indices, array.dictionary
-    else:  # a dictionary may have equal or missing entries
-        entries = _as_texts(values, array.dictionary).dictionary_encode()
-        codes, texts = entries.indices.take(array.indices), entries.dictionary
+    encoded = _encoded(values.array)
+    if encoded is None:
+        array = _decoded(values.array)
+        bad = np.array([not _is_utf8(value) for value in array.to_pylist()])
+        values.reject(ValueError, "must have texts in UTF-8", bad, "Decode the bytes.")
+        encoded = _encoded(array)  # only unused entries of the dictionary were bad
+        assert encoded is not None
+    codes, texts = encoded
     is_missing = None
     if codes.null_count:
         is_missing = codes.is_null().to_numpy(zero_copy_only=False)
@@ -207,21 +208,17 @@ def _read_texts(values: Values) -> Keys:
     return Keys(codes.to_numpy(zero_copy_only=False).astype(np.int64), texts, is_missing)
 
 
-def _as_texts(values: Values, array: Any) -> Any:
-    """Return the texts of an array, which is `values.array` or its dictionary."""
+def _encoded(array: Any) -> tuple[Any, Any] | None:
+    """Return the positions of strings and the distinct strings; None if bytes are not UTF-8."""
     try:
-        return array.cast(pa.large_string())
-    except pa.ArrowInvalid as error:
-        entries = np.array([not _is_utf8(entry) for entry in array.to_pylist()])
-        bad = entries
-        if pa.types.is_dictionary(values.array.type):
-            bad = entries[values.array.indices.fill_null(0).to_numpy(zero_copy_only=False)]
-            bad &= values.array.is_valid().to_numpy(zero_copy_only=False)
-        values.reject(ValueError, "must have texts in UTF-8", bad, "Decode the bytes.")
-        raise ValueError(
-            f"Column {values.name!r} must have texts in UTF-8; its dictionary has other bytes. "
-            "Decode the bytes."
-        ) from error
+        if not pa.types.is_dictionary(array.type):
+            found = array.cast(pa.large_string()).dictionary_encode()
+            return found.indices, found.dictionary
+        # a dictionary may have equal or missing entries
+        found = array.dictionary.cast(pa.large_string()).dictionary_encode()
+        return found.indices.take(array.indices), found.dictionary
+    except pa.ArrowInvalid:
+        return None
 
 
 def _is_utf8(value: bytes | None) -> bool:
@@ -262,7 +259,7 @@ def read_integers(
         return ids, is_missing
     if numbers.dtype.kind == "f":
         with np.errstate(invalid="ignore"):
-            wrong = ~(np.abs(numbers) < min(_EXACT, 2 / np.finfo(numbers.dtype).eps))
+            wrong = ~(np.abs(numbers) < min(_EXACT, 2 / float(np.finfo(numbers.dtype).eps)))
             wrong |= numbers != np.trunc(numbers)
         values.reject(TypeError, "must have exact whole numbers", wrong, "Cast it to int64.")
     return numbers.astype(np.int64, copy=False), is_missing
