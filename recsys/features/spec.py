@@ -31,13 +31,13 @@ from recsys.features.columns import (
 from recsys.features.fit import PartialFit
 from recsys.features.samples import read_group, read_id_weights, read_label, read_weight
 from recsys.features.scaling import bucket_rows, read_scaled
+from recsys.features.text_hash import hash_rows
 from recsys.features.times import read_parts
 from recsys.features.vocabulary import Vocabulary
 from recsys.kernels.arguments import repeated, whole, wrong_type
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.hashed_ids import HashedIds
 from recsys.sparse import KeyedJaggedTensor
-from recsys.sparse.hashing import mix
 
 __all__ = ["FeatureSpec", "Fitted"]
 
@@ -383,7 +383,7 @@ class FeatureSpec:
         if isinstance(column, Hashed):
             ids = keys.hashed()
             if not column.growing:
-                ids = (mix(torch.from_numpy(ids.copy())) % column.rows).numpy()
+                ids = hash_rows(ids, column.rows)
         else:
             if keys.texts is not None:
                 raise TypeError(
@@ -391,7 +391,7 @@ class FeatureSpec:
                     "by Categorical or Hashed."
                 )
             ids = keys.numbers
-            bad = (ids < 0) | (ids >= column.rows)
+            bad = ids.view(np.uint64) >= column.rows  # negative numbers, too
             rule = f"must have row numbers from 0 to {column.rows - 1}"
             values.reject(ValueError, rule, bad, "Set rows to the size of the table.")
         return _without_missing(_Bags(ids, values.lengths, weights), keys.is_missing)

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from recsys.features.arrow import Keys
 from recsys.features.columns import MISSING, UNKNOWN
+from recsys.features.hash_index import HashIndex
 from recsys.features.text_hash import hash_texts
 
 __all__ = ["Counts", "Vocabulary"]
@@ -50,12 +51,12 @@ class Vocabulary:
             hashes = hash_texts(values)
         else:
             hashes = values.to_numpy(zero_copy_only=False)
-        self._order = np.argsort(hashes, kind="stable")
-        self._sorted = hashes[self._order]
-        if (self._sorted[1:] == self._sorted[:-1]).any():
+        try:
+            self._index = HashIndex(hashes)
+        except ValueError as error:
             raise ValueError(
                 "The values of a vocabulary must be distinct, as must be their hashes."
-            )
+            ) from error
 
     @property
     def num_rows(self) -> int:
@@ -76,28 +77,21 @@ class Vocabulary:
                 "Cast it."
             )
         if keys.texts is None:
-            rows = self._find(keys.numbers)
+            places = self._index.find(keys.numbers)
         else:
-            rows = self._find_texts(keys.texts)[keys.numbers]
+            places = self._find_texts(keys.texts)[keys.numbers]
+        rows = np.where(places < 0, UNKNOWN, places + _FIRST)
         if keys.is_missing is not None:
             rows[keys.is_missing] = MISSING
         return rows
 
-    def _find(self, hashes: _Array) -> _Array:
-        if not len(self._sorted):
-            return np.full(len(hashes), UNKNOWN)
-        places = np.searchsorted(self._sorted, hashes)
-        places[places == len(self._sorted)] = 0
-        is_known = self._sorted[places] == hashes
-        return np.where(is_known, self._order[places] + _FIRST, UNKNOWN)
-
     def _find_texts(self, texts: Any) -> _Array:
+        places = self._index.find(hash_texts(texts))
         if not len(self.values) or not len(texts):
-            return np.full(len(texts), UNKNOWN)
-        rows = self._find(hash_texts(texts))
-        known = self.values.take(pa.array(np.maximum(rows - _FIRST, 0)))
+            return places
+        known = self.values.take(pa.array(np.maximum(places, 0)))
         is_equal = pc.equal(known, texts).to_numpy(zero_copy_only=False)
-        return np.where(is_equal | (rows == UNKNOWN), rows, UNKNOWN)
+        return np.where(is_equal, places, -1)
 
 
 @final

@@ -169,7 +169,7 @@ TYPES: dict[str, tuple[Callable[[random.Random], Any], dict[str, str | None]]] =
         each(DENSE + SAMPLES, FINITE.format("(-)?inf")),
     ),
     "half floats": (
-        spread([1.0, 0.0, None], pa.float16()),
+        spread([np.float16(1), np.float16(0), None], pa.float16()),
         each([*NUMBERS, *IDS, *DENSE, *TIMES], None),
     ),
     "negative zero": (spread([-0.0]), NO_NUMBER | each(SINGLE[1:], None)),

@@ -7,9 +7,11 @@ import random
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
-from recsys.features.text_hash import hash_texts
-from tests.features.plain import fnv
+from recsys.features.text_hash import hash_rows, hash_texts
+from recsys.sparse import KeyedJaggedTensor, hash_ids
+from tests.features.plain import fnv, split_mix
 
 
 def texts(seed: int) -> list[str]:
@@ -45,3 +47,15 @@ def test_published_values() -> None:
         "0x85944171f73967e8",
     ]
     assert hash_texts(pa.array([], pa.large_string())).tolist() == []
+
+
+@pytest.mark.parametrize("rows", [1, 2, 1000, 2**31 + 11, 2**62])
+def test_rows_are_those_of_hash_ids(rows: int) -> None:
+    ids = np.random.default_rng(rows % 97).integers(-(2**63), 2**63, 1000)
+    ids[:4] = [0, -1, -(2**63), 2**63 - 1]
+    before = ids.copy()
+    features = KeyedJaggedTensor(["a"], torch.from_numpy(ids), lengths=torch.ones(1000).long())
+    found = hash_rows(ids, rows).tolist()
+    assert found == hash_ids(features, {"a": rows}).values().tolist()
+    assert found == [split_mix(int(i)) % rows for i in ids]
+    assert (ids == before).all()
