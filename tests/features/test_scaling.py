@@ -66,7 +66,7 @@ def test_quantiles_of_millions(kind: str, num_parts: int) -> None:
     bound = math.log2(len(numbers) / 65_536) / 131_072  # as documented: far below 0.1%
     assert (below - shares).max() < bound + 1e-9
     assert (shares - up_to).max() < bound + 1e-9
-    if kind != "few":
+    if kind != "few" and num_parts == 1:
         assert abs((up_to - shares)[1:].mean()) < bound / 8  # neither too high nor too low
     assert sum(len(block) for block in first.levels if block is not None) < 6 * 65_536
 
