@@ -165,7 +165,7 @@ class FeatureSpec:
                 found.append(Feature(column.name, column.name, rows, False))
             elif isinstance(column, Timestamp):
                 for part in column.parts:
-                    name = f"{column.name}.{part}"
+                    name = f"{column.name}_{part}"
                     found.append(Feature(name, name, PART_SIZES[part] + 1, False))
         return found
 
@@ -457,7 +457,10 @@ class FeatureSpec:
 
 
 def _check_tables(columns: Sequence[Column]) -> None:
-    names = [column.name for column in columns if not isinstance(column, Label)]
+    names = [column.name for column in columns]
+    for column in columns:
+        if isinstance(column, Timestamp):
+            names += [f"{column.name}_{part}" for part in column.parts]
     if twice := repeated(names):
         raise ValueError(f"FeatureSpec.columns must have distinct names; received {twice} twice.")
     by_table: dict[str, SparseColumn] = {}

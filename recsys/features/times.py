@@ -11,7 +11,7 @@ import pyarrow as pa
 from recsys.features.arrow import Values, read_integers
 from recsys.features.columns import UNITS, Timestamp
 
-__all__ = ["read_parts"]
+__all__ = ["read_parts", "read_seconds"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _HOURS, _DAYS = 3600, 86_400
@@ -30,16 +30,7 @@ def read_parts(column: Timestamp, values: Values) -> list[_Array]:
     Raises:
         TypeError: the values are neither times nor whole numbers.
     """
-    kind = values.array.type
-    if pa.types.is_date(kind):
-        array = values.array.cast(pa.timestamp("s"))
-        found = Values(values.name, array.cast(pa.int64()), None), 1
-    elif pa.types.is_timestamp(kind):
-        found = Values(values.name, values.array.cast(pa.int64()), None), UNITS[kind.unit]
-    else:
-        found = values, UNITS[column.unit]
-    numbers, is_missing = read_integers(found[0])
-    seconds = numbers // found[1]
+    seconds, is_missing = read_seconds(values, UNITS[column.unit])
     parts: dict[str, Callable[[], _Array]] = {
         "hour": lambda: seconds // _HOURS % 24,
         "weekday": lambda: (seconds // _DAYS + 3) % 7,  # day 0 was a Thursday
@@ -53,6 +44,31 @@ def read_parts(column: Timestamp, values: Values) -> list[_Array]:
             row[is_missing] = 0
         rows.append(row)
     return rows
+
+
+def read_seconds(values: Values, per_second: int) -> tuple[_Array, _Array | None]:
+    """Read times as whole seconds since 1970 in UTC.
+
+    Args:
+        values: the column.
+        per_second: unit of whole numbers, as parts of a second.
+
+    Returns:
+        [N] int64, rounded down, with 0 for missing times; and [N] bool, True for missing times, or
+        None.
+
+    Raises:
+        TypeError: the values are neither times nor whole numbers.
+    """
+    kind = values.array.type
+    if pa.types.is_date(kind):
+        times = values.array.cast(pa.timestamp("s"))
+        values, per_second = Values(values.name, times.cast(pa.int64()), None), 1
+    elif pa.types.is_timestamp(kind):
+        values = Values(values.name, values.array.cast(pa.int64()), None)
+        per_second = UNITS[kind.unit]
+    numbers, is_missing = read_integers(values)
+    return numbers // per_second, is_missing
 
 
 def _days(seconds: _Array) -> _Array:

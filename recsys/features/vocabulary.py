@@ -60,6 +60,10 @@ class Vocabulary:
         """Number of rows of the table."""
         return len(self.values) + _FIRST
 
+    def by_hash(self) -> tuple[_Array, _Array]:
+        """Return the rising hashes of the values, and their rows; [V] int64 each."""
+        return self._sorted, self._order + _FIRST
+
     def rows_of(self, keys: Keys) -> _Array:
         """Return [N] int64, the row of each value.
 
