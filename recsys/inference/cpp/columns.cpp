@@ -76,9 +76,13 @@ Columns::Columns(const Manifest& manifest, const std::string& version) {
          error.what(), ".");
   }
   for (const Input& input : manifest.schema.inputs) {
-    is_weighted_ = is_weighted_ || input.is_weighted;
     if (!input.is_jagged) {
       dense_ = input.name;
+    }
+    for (const Feature& feature : input.features) {
+      if (input.is_weighted) {
+        weighted_.insert(feature.tensor);
+      }
     }
   }
   for (const Column& column : columns_) {
@@ -297,7 +301,7 @@ void Columns::add_bags(const std::string& name, const std::vector<std::int64_t>&
   if (lengths != nullptr) {
     out.add(name + ".lengths", tensor_of(*lengths));
   }
-  if (is_weighted_) {
+  if (weighted_.count(name) > 0) {
     weights.resize(ids.size(), 1.0F);  // 1 for columns without weights
     Tensor tensor = allocate(RECSYS_FLOAT32, {static_cast<std::int64_t>(ids.size())});
     std::copy(weights.begin(), weights.end(), static_cast<float*>(tensor.data.get()));

@@ -6,6 +6,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -97,7 +98,7 @@ class Columns {
   std::string names_;         // of the columns, for messages
   std::string dense_;         // the dense input of the model; "": none
   std::int64_t num_dense_ = 0;
-  bool is_weighted_ = false;  // the model's ids have weights
+  std::set<std::string> weighted_;  // tensors of the model whose ids have weights
 };
 
 }  // namespace recsys
