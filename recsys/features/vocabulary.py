@@ -103,7 +103,7 @@ class Vocabulary:
 
 
 def _all_missing(keys: Keys) -> bool:
-    return keys.is_missing is not None and bool(keys.is_missing.all())
+    return not len(keys.numbers) or (keys.is_missing is not None and bool(keys.is_missing.all()))
 
 
 @final
