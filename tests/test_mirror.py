@@ -13,6 +13,8 @@ TESTS = Path(__file__).parent
 # Test files about more than one source file, or about the tests' own tools.
 BROAD = {
     "datasets/test_workers.py",
+    "features/test_containers.py",
+    "features/test_hostile.py",
     "distributed/test_hashed_ids.py",
     "distributed/test_hashed_programs.py",
     "distributed/test_job.py",
@@ -49,6 +51,7 @@ BROAD = {
 
 # Source files with public names that are tested through what uses them.
 TESTED_THROUGH = {
+    "features/arrow.py": "features/test_containers.py",
     "inference/served_indexes.py": "inference/packages/test_indexes.py",
     "inference/packages/check.py": "inference/packages/test_writer.py",
     "inference/packages/describe.py": "inference/packages/test_writer.py",

@@ -268,10 +268,10 @@ class Label:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if finite(f"Label {self.name!r}: low", self.low) > finite("Label.high", self.high):
+        subject = f"Label {self.name!r}"
+        if finite(f"{subject}: low", self.low) > finite(f"{subject}: high", self.high):
             raise ValueError(
-                f"Label {self.name!r}: low must not be above high; received {self.low} and "
-                f"{self.high}."
+                f"{subject}: low must not be above high; received {self.low} and {self.high}."
             )
 
 

@@ -15,6 +15,7 @@ __all__ = ["read_parts", "read_seconds"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _HOURS, _DAYS = 3600, 86_400
+_FIRST, _LAST = -62_135_596_800, 253_402_300_799  # seconds of the years 1 to 9999
 
 
 def read_parts(column: Timestamp, values: Values) -> list[_Array]:
@@ -29,6 +30,7 @@ def read_parts(column: Timestamp, values: Values) -> list[_Array]:
 
     Raises:
         TypeError: the values are neither times nor whole numbers.
+        ValueError: a time is outside the years 1 to 9999, as of numbers with another unit.
     """
     seconds, is_missing = read_seconds(values, UNITS[column.unit])
     parts: dict[str, Callable[[], _Array]] = {
@@ -59,16 +61,20 @@ def read_seconds(values: Values, per_second: int) -> tuple[_Array, _Array | None
 
     Raises:
         TypeError: the values are neither times nor whole numbers.
+        ValueError: a time is outside the years 1 to 9999, as of numbers with another unit.
     """
-    kind = values.array.type
-    if pa.types.is_date(kind):
-        times = values.array.cast(pa.timestamp("s"))
-        values, per_second = Values(values.name, times.cast(pa.int64()), None), 1
-    elif pa.types.is_timestamp(kind):
-        values = Values(values.name, values.array.cast(pa.int64()), None)
-        per_second = UNITS[kind.unit]
-    numbers, is_missing = read_integers(values)
-    return numbers // per_second, is_missing
+    array = values.array
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary.take(array.indices)
+    if pa.types.is_date(array.type):
+        array, per_second = array.cast(pa.timestamp("s")).cast(pa.int64()), 1
+    elif pa.types.is_timestamp(array.type):
+        array, per_second = array.cast(pa.int64()), UNITS[array.type.unit]
+    numbers, is_missing = read_integers(values._replace(array=array), "times or whole numbers")
+    seconds = numbers // per_second
+    bad = (seconds < _FIRST) | (seconds > _LAST)
+    values.reject(ValueError, "must have times of the years 1 to 9999", bad, "Set unit.")
+    return seconds, is_missing
 
 
 def _days(seconds: _Array) -> _Array:

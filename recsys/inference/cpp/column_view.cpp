@@ -12,6 +12,7 @@ namespace {
 
 constexpr std::int64_t kUnknown = 1;
 constexpr std::int64_t kDay = 86400, kHour = 3600;
+constexpr std::int64_t kFirstYear = -62135596800, kLastYear = 253402300799;  // seconds since 1970
 
 template <typename... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
@@ -252,7 +253,12 @@ std::optional<std::int64_t> ColumnView::part_at(const std::string& part, std::in
   if (is_missing(row)) {
     return std::nullopt;
   }
-  return part_of(part, floor_divided(integer_at(*values, row), column->per_second));
+  const std::int64_t seconds = floor_divided(integer_at(*values, row), column->per_second);
+  if (seconds < kFirstYear || seconds > kLastYear) {
+    refuse(column->name, " must have times of the years 1 to 9999; received ",
+           integer_at(*values, row), " in row ", row, ".");
+  }
+  return part_of(part, seconds);
 }
 
 }  // namespace recsys

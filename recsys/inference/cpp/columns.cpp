@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <limits>
 #include <set>
 #include <stdexcept>
 
@@ -40,6 +41,14 @@ Column::Kind kind_named(const std::string& name) {
     }
   }
   throw std::invalid_argument(text_of("there is no column of kind '", name, "'"));
+}
+
+float single(const std::string& column, double number, std::int64_t row) {
+  if (!(std::abs(number) <= std::numeric_limits<float>::max())) {
+    refuse(column, " must have finite numbers in the range of float32; received ", number,
+           " in row ", row, ".");
+  }
+  return static_cast<float>(number);
 }
 
 std::optional<double> optional_number(const Json& json, const char* key) {
@@ -234,7 +243,7 @@ void Columns::add_numbers(const ColumnView& view, std::int64_t num_rows, float* 
     if (column.is_standardized) {
       number = (number - column.mean) / column.deviation;
     }
-    out[row * num_dense_] = static_cast<float>(number);
+    out[row * num_dense_] = single(column.name, number, row);
   }
 }
 
@@ -277,12 +286,7 @@ void Columns::add_ids(const ColumnView& view, std::int64_t num_rows, Converted& 
       ids.push_back(is_missing ? kMissing : view.id_at(next));
       ++length;
       if (view.weights != nullptr) {
-        const double weight = real_at(*view.weights, next);
-        if (!std::isfinite(weight)) {
-          refuse(column.weights, " must have finite numbers; received ", weight, " in row ", row,
-                 ".");
-        }
-        weights.push_back(static_cast<float>(weight));
+        weights.push_back(single(column.weights, real_at(*view.weights, next), row));
       }
     }
     if (view.values == nullptr && keeps_missing && !column.is_list) {
