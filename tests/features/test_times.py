@@ -49,7 +49,7 @@ def test_parts_equal_those_of_pandas_in_utc(zone: str | None) -> None:
     times = pd.Series(pd.date_range("1961-03-01", "2031-01-01", periods=999, tz=zone))
     times[5] = pd.NaT
     utc = times if zone is None else times.dt.tz_convert("UTC")
-    expected = [utc.dt_hour + 1, utc.dt.day_of_week + 1, utc.dt.day, utc.dt.month]
+    expected = [utc.dt.hour + 1, utc.dt.day_of_week + 1, utc.dt.day, utc.dt.month]
     found = FeatureSpec([COLUMN]).transform(pd.DataFrame({"t": times})).sparse_features
     for name, part in zip(found.keys(), expected, strict=True):
         assert found[name].values().tolist() == part.fillna(0).astype(int).tolist()
