@@ -213,7 +213,7 @@ class Numeric:
 @final
 @dataclass(frozen=True)
 class Timestamp:
-    """Parts of a time in UTC, each a feature: `NAME.hour`, `NAME.weekday` (Monday is 1) and so on.
+    """Parts of a time in UTC, each a feature: `NAME_hour`, `NAME_weekday` (Monday is 1) and so on.
 
     Missing times have row 0 and parts start at row 1.
 

@@ -47,12 +47,8 @@ class Vocabulary:
     def __init__(self, values: Any) -> None:
         self.values = values
         self.kind = "number" if values.type == pa.int64() else "text"
-        if self.kind == "text":
-            hashes = hash_texts(values)
-        else:
-            hashes = values.to_numpy(zero_copy_only=False)
         try:
-            self._index = HashIndex(hashes)
+            self._index = HashIndex(self._hashes())
         except ValueError as error:
             raise ValueError(
                 "The values of a vocabulary must be distinct, as must be their hashes."
@@ -62,6 +58,19 @@ class Vocabulary:
     def num_rows(self) -> int:
         """Number of rows of the table."""
         return len(self.values) + _FIRST
+
+    def by_hash(self) -> tuple[_Array, _Array]:
+        """Return the rising hashes of the values, and their rows; [V] int64 each."""
+        hashes = self._hashes()
+        order = np.argsort(hashes, kind="stable")
+        return hashes[order], order + _FIRST
+
+    def _hashes(self) -> _Array:
+        """Return [V] int64; numbers are their own hashes."""
+        if self.kind == "text":
+            return hash_texts(self.values)
+        numbers: _Array = self.values.to_numpy(zero_copy_only=False)
+        return numbers
 
     def rows_of(self, keys: Keys) -> _Array:
         """Return [N] int64, the row of each value.

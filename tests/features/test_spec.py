@@ -48,7 +48,7 @@ def check(batch: Batch, training: dict[str, Any], rows: dict[str, Any]) -> None:
         elif isinstance(column, Timestamp):
             own = plain.parts(column, rows[column.name])
             for part, numbers in zip(column.parts, own, strict=True):
-                expected[f"seen.{part}"] = plain.Bags(numbers, [1] * size, [1.0] * size)
+                expected[f"seen_{part}"] = plain.Bags(numbers, [1] * size, [1.0] * size)
         elif isinstance(column, Numeric) and column.buckets is None:
             dense.append(plain.dense(column, training[column.name], rows[column.name]))
     features = batch.sparse_features
@@ -64,7 +64,7 @@ def check(batch: Batch, training: dict[str, Any], rows: dict[str, Any]) -> None:
     assert features["size"].values().tolist() == buckets
     assert features.keys() == [
         *("city", "tags", "born", "died", "user", "words", "item", "name", "films", "genre"),
-        *("size", "seen.hour", "seen.weekday", "seen.day", "seen.month"),
+        *("size", "seen_hour", "seen_weekday", "seen_day", "seen_month"),
     ]
     assert batch.dense_names == ("age", "price")
     np.testing.assert_allclose(batch.dense_features.numpy(), np.transpose(dense), atol=1e-6)
@@ -168,7 +168,7 @@ def test_tables_of_features() -> None:
     assert by_name["years"].num_embeddings == 2 + 5
     assert (by_name["user"].num_embeddings, by_name["user"].ids) == (1000, None)
     assert by_name["item"].ids is not None
-    assert by_name["seen.month"].num_embeddings == 13
+    assert by_name["seen_month"].num_embeddings == 13
     assert by_name["size"].num_embeddings == 5
     assert by_name["films"].num_embeddings == 30
     dims = {name: 4 + i for i, name in enumerate(by_name)}
@@ -184,7 +184,7 @@ def test_tables_of_features() -> None:
     ("columns", "error", "message"),
     [
         ([Categorical("a"), Hashed("a", rows=2)], ValueError, r"distinct names; received \['a'\]"),
-        ([Ids("t.hour", rows=2), Timestamp("t")], ValueError, r"received \['t.hour'\] twice"),
+        ([Ids("t_hour", rows=2), Timestamp("t")], ValueError, r"received \['t_hour'\] twice"),
         ([Label("a"), Label("a")], ValueError, r"received \['a'\] twice"),
         ([SampleWeight("a"), SampleWeight("b")], ValueError, "at most one SampleWeight"),
         ([Group("a"), Group("b")], ValueError, "at most one Group"),

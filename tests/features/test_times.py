@@ -23,7 +23,7 @@ def seconds_of(seed: int) -> list[int | None]:
 
 def parts_of(column: Timestamp, data: object) -> list[list[int]]:
     features = FeatureSpec([column]).transform({"t": data}).sparse_features
-    names = [f"t.{part}" for part in column.parts]
+    names = [f"t_{part}" for part in column.parts]
     assert features.keys() == names
     return [features[name].values().tolist() for name in names]
 
@@ -66,7 +66,7 @@ def test_dates() -> None:
     for kind in (pa.date32(), pa.date64()):
         assert parts_of(COLUMN, pa.array(days, kind)) == expected
     found = FeatureSpec([COLUMN]).transform(pd.DataFrame({"t": days})).sparse_features
-    assert found["t.day"].values().tolist() == expected[2]
+    assert found["t_day"].values().tolist() == expected[2]
 
 
 @pytest.mark.parametrize(
