@@ -55,13 +55,13 @@ class Feature(NamedTuple):
 
 @final
 class FeatureSpec:
-    """The columns of a table, and what a model gets from them, in training and serving alike.
+    """The columns of a table and the model's inputs from them, the same in training and serving.
 
     Args:
         columns: descriptions from `recsys.features`, in the order of the model's inputs.
 
     Raises:
-        TypeError: a value is no description of a column.
+        TypeError: a value is not a description of a column.
         ValueError: two features have one name, or columns with one table differ in its settings.
 
     Example:
@@ -106,7 +106,7 @@ class FeatureSpec:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether ids have weights. Ids of columns without weights have the weight 1."""
+        """True if ids have weights. Ids of columns without weights have the weight 1."""
         return any(isinstance(c, _SPARSE) and c.weights is not None for c in self.columns)
 
     @property
