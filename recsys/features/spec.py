@@ -30,13 +30,14 @@ from recsys.features.columns import (
     SampleWeight,
     SparseColumn,
     Timestamp,
+    check_columns,
 )
 from recsys.features.fit import Fitted, PartialFit
 from recsys.features.samples import read_group, read_id_weights, read_label, read_weight
 from recsys.features.scaling import bucket_rows, read_scaled
 from recsys.features.text_hash import hash_rows
 from recsys.features.times import read_parts
-from recsys.kernels.arguments import repeated, whole, wrong_type
+from recsys.kernels.arguments import whole, wrong_type
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.hashed_ids import HashedIds
 from recsys.sparse import KeyedJaggedTensor
@@ -96,7 +97,7 @@ class FeatureSpec:
             if not isinstance(column, Column):
                 wrong_type("FeatureSpec.columns", "columns of recsys.features", column)
         self._fitted: Fitted | None = None
-        _check_tables(self.columns)
+        check_columns(self.columns)
 
     @property
     def fitted(self) -> Fitted:
@@ -457,50 +458,6 @@ class FeatureSpec:
         if column.standardize:
             numbers = (numbers - mean) / self.fitted.deviations[column.name]
         return to_float32(values, numbers)
-
-
-def _check_tables(columns: Sequence[Column]) -> None:
-    names: list[str] = []
-    tables: list[str] = []  # of one feature each
-    for column in columns:
-        if isinstance(column, Timestamp):
-            own = [f"{column.name}_{part}" for part in column.parts]
-            names += own
-            tables += own
-        elif isinstance(column, Numeric | Categorical | Hashed | Ids):
-            names.append(column.name)
-            if isinstance(column, Numeric) and column.buckets is not None:
-                tables.append(column.name)
-    labels = [column.name for column in columns if isinstance(column, Label)]
-    for kind in (SampleWeight, Group):
-        if sum(isinstance(column, kind) for column in columns) > 1:
-            raise ValueError(f"FeatureSpec.columns must have at most one {kind.__name__}.")
-    if twice := repeated(names) or repeated(labels):
-        raise ValueError(f"FeatureSpec.columns must have distinct names; received {twice} twice.")
-    shared = {str(column.table) for column in columns if isinstance(column, _SPARSE)}
-    if twice := repeated([*shared, *tables]):
-        raise ValueError(
-            f"Columns of buckets and times have tables of their own; received {twice} for further "
-            "columns. Set table to another name."
-        )
-    by_table: dict[str, SparseColumn] = {}
-    for column in columns:
-        if not isinstance(column, _SPARSE):
-            continue
-        first = by_table.setdefault(str(column.table), column)
-        if _settings(first) != _settings(column):
-            raise ValueError(
-                f"Columns of one table must have the same settings; received {_settings(first)} "
-                f"for {first.name!r} and {_settings(column)} for {column.name!r}."
-            )
-
-
-def _settings(column: SparseColumn) -> tuple[object, ...]:
-    if isinstance(column, Categorical):
-        return "Categorical", column.min_count, column.max_size
-    if isinstance(column, Hashed):
-        return "Hashed", column.rows, column.growing
-    return "Ids", column.rows
 
 
 def _edges_of(column: Numeric, part: PartialFit) -> _Array:
