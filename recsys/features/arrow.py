@@ -96,7 +96,7 @@ def column_of(table: Any, name: str) -> Any:
 
     Raises:
         KeyError: there is no such column.
-        ValueError: several columns have the name.
+        ValueError: several columns have the name, or the column is too large for one array.
     """
     count = table.column_names.count(name)
     if count == 0:
@@ -104,7 +104,15 @@ def column_of(table: Any, name: str) -> Any:
     if count > 1:
         raise ValueError(f"The table must have one column {name!r}; it has {count}. Rename them.")
     column = table.column(name)
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    try:
+        return column.combine_chunks()
+    except pa.ArrowInvalid as error:  # offsets of 32 bits overflow
+        raise ValueError(
+            f"Column {name!r} must have less than 2 GiB in one table; received "
+            f"{column.nbytes / 2**30:.1f} GiB. Transform slices of the table."
+        ) from error
 
 
 def read_values(table: Any, name: str, is_list: bool) -> Values:

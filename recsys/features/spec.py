@@ -45,6 +45,8 @@ from recsys.sparse import KeyedJaggedTensor
 __all__ = ["Feature", "FeatureSpec"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
+_WINDOW: Final = 1 << 18
+"""Number of rows that `fit` converts together."""
 _SPARSE: Final = (Categorical, Hashed, Ids)
 
 
@@ -286,7 +288,8 @@ class FeatureSpec:
         part = PartialFit(self.columns, limit)
         names = [c.name for c in self.columns if isinstance(c, Categorical | Numeric)]
         for table in tables_of(data, names):
-            part.add(table)
+            for start in range(0, max(table.num_rows, 1), _WINDOW):
+                part.add(table.slice(start, _WINDOW))
         return part
 
     def fit(self, data: Any, *, limit: int = 50_000_000) -> FeatureSpec:
