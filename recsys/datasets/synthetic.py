@@ -92,7 +92,7 @@ class Clicks(NamedTuple):
         return bayes(self.table[label].to_numpy(), self.probabilities[label], weights)
 
     def take(self, rows: _Array) -> Clicks:
-        """Return some rows, such as those of a test set.
+        """Return some rows, such as a test set.
 
         Args:
             rows: [N] numbers of the rows.

@@ -55,7 +55,7 @@ class Values(NamedTuple):
 
         Args:
             error: the type of the error.
-            rule: what must hold, such as "must be finite".
+            rule: the requirement, such as "must be finite".
             bad: [N] bool.
             hint: what to do.
         """
@@ -252,7 +252,7 @@ def read_integers(
         [N] int64, with 0 for missing numbers; and [N] bool, True for missing numbers, or None.
 
     Raises:
-        TypeError: the values are no whole numbers.
+        TypeError: the values are not whole numbers.
         ValueError: a number does not fit into int64.
     """
     array = _decoded(values.array)
@@ -280,7 +280,7 @@ def read_numbers(values: Values) -> tuple[_Array, _Array | None]:
         [N] float64, with 0 for missing numbers; and [N] bool, True for missing numbers, or None.
 
     Raises:
-        TypeError: the values are no numbers.
+        TypeError: the values are not numbers.
         ValueError: a number is NaN or infinite.
     """
     array = _decoded(values.array)

@@ -89,7 +89,7 @@ class Categorical:
 class Hashed:
     """Strings or 64-bit ids that are hashed to rows, without a vocabulary.
 
-    The row of a whole number is that of `recsys.sparse.hash_ids`; unsigned numbers keep their 64
+    Whole numbers have the rows of `recsys.sparse.hash_ids`; unsigned numbers keep their 64
     bits. A string counts as the number `recsys.features.text_hash.hash_texts` of its UTF-8 bytes.
     A missing value is an empty bag, or is left out of its list.
 

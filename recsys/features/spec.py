@@ -71,13 +71,13 @@ class _Bags(NamedTuple):
 
 @final
 class FeatureSpec:
-    """The columns of a table, and what a model gets from them, in training and serving alike.
+    """Columns of a table and their features, the same in training and serving.
 
     Args:
         columns: descriptions from `recsys.features`, in the order of the model's inputs.
 
     Raises:
-        TypeError: a value is no description of a column.
+        TypeError: a value is not a description of a column.
         ValueError: two features have one name, or columns with one table differ in its settings.
 
     Example:
@@ -122,7 +122,7 @@ class FeatureSpec:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether ids have weights. Ids of columns without weights have the weight 1."""
+        """True if ids have weights. Ids of columns without weights have the weight 1."""
         return any(isinstance(c, _SPARSE) and c.weights is not None for c in self.columns)
 
     @property
