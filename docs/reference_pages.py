@@ -27,6 +27,11 @@ PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         "Jagged and keyed tensors: inputs and outputs of a model. Guide: [batches](../data.md).",
         ("recsys.sparse", "recsys.streamable"),
     ),
+    "features": (
+        "Features",
+        "Columns of tables, and their conversion to batches. Guide: [features](../features.md).",
+        ("recsys.features",),
+    ),
     "modules": (
         "Embedding modules",
         "Collections of tables, feature processors, towers and pools.",

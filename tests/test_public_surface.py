@@ -38,6 +38,9 @@ SURFACE = {
         TrainPipeline TrainPipelineBase TrainPipelineContext TrainPipelineFusedSparseDist
         TrainPipelineSemiSync TrainPipelineSparseDist UnevenPolicy
     """,
+    "recsys.features": """
+        Categorical FeatureSpec Group Hashed Ids Label Numeric SampleWeight Timestamp
+    """,
     "recsys.inference": """
         QuantEmbeddingBagCollection QuantEmbeddingCollection
         QuantFeatureProcessedEmbeddingBagCollection export_aoti export_torchscript

@@ -55,7 +55,7 @@ class Values(NamedTuple):
 
         Args:
             error: the type of the error.
-            rule: the rule, such as "must be finite".
+            rule: the requirement, such as "must be finite".
             bad: [N] bool.
             hint: what to do.
         """
@@ -96,7 +96,7 @@ def column_of(table: Any, name: str) -> Any:
 
     Raises:
         KeyError: there is no such column.
-        ValueError: several columns have the name.
+        ValueError: several columns have the name, or the column is too large for one array.
     """
     count = table.column_names.count(name)
     if count == 0:
@@ -104,7 +104,15 @@ def column_of(table: Any, name: str) -> Any:
     if count > 1:
         raise ValueError(f"The table must have one column {name!r}; it has {count}. Rename them.")
     column = table.column(name)
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    try:
+        return column.combine_chunks()
+    except pa.ArrowInvalid as error:  # offsets of 32 bits overflow
+        raise ValueError(
+            f"Column {name!r} must have less than 2 GiB in one table; received "
+            f"{column.nbytes / 2**30:.1f} GiB. Transform slices of the table."
+        ) from error
 
 
 def read_values(table: Any, name: str, is_list: bool) -> Values:
@@ -244,7 +252,7 @@ def read_integers(
         [N] int64, with 0 for missing numbers; and [N] bool, True for missing numbers, or None.
 
     Raises:
-        TypeError: a value is not a whole number.
+        TypeError: the values are not whole numbers.
         ValueError: a number does not fit into int64.
     """
     array = _decoded(values.array)
@@ -272,7 +280,7 @@ def read_numbers(values: Values) -> tuple[_Array, _Array | None]:
         [N] float64, with 0 for missing numbers; and [N] bool, True for missing numbers, or None.
 
     Raises:
-        TypeError: a value is not a number.
+        TypeError: the values are not numbers.
         ValueError: a number is NaN or infinite.
     """
     array = _decoded(values.array)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypeAlias, final
 
-from recsys.kernels.arguments import finite, names, shown, whole
+from recsys.kernels.arguments import finite, names, repeated, shown, whole
 from recsys.kernels.checked import check_fields
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "SampleWeight",
     "SparseColumn",
     "Timestamp",
+    "check_columns",
 ]
 
 MISSING = 0
@@ -88,8 +89,8 @@ class Categorical:
 class Hashed:
     """Strings or 64-bit ids that are hashed to rows, without a vocabulary.
 
-    Whole numbers have the rows of `recsys.sparse.hash_ids`; unsigned numbers keep their 64 bits. A
-    string counts as the number `recsys.features.text_hash.hash_texts` of its UTF-8 bytes.
+    Whole numbers have the rows of `recsys.sparse.hash_ids`; unsigned numbers keep their 64
+    bits. A string counts as the number `recsys.features.text_hash.hash_texts` of its UTF-8 bytes.
     A missing value is an empty bag, or is left out of its list.
 
     Raises:
@@ -313,3 +314,52 @@ SparseColumn: TypeAlias = Categorical | Hashed | Ids
 """Columns of ids."""
 Column: TypeAlias = SparseColumn | Numeric | Timestamp | Label | SampleWeight | Group
 """Columns of a `FeatureSpec`."""
+
+
+def check_columns(columns: Sequence[Column]) -> None:
+    """Check that the columns of a spec fit together.
+
+    Raises:
+        ValueError: two features have one name, or columns with one table differ in its settings.
+    """
+    names: list[str] = []
+    tables: list[str] = []  # of one feature each
+    for column in columns:
+        if isinstance(column, Timestamp):
+            own = [f"{column.name}_{part}" for part in column.parts]
+            names += own
+            tables += own
+        elif isinstance(column, Numeric | Categorical | Hashed | Ids):
+            names.append(column.name)
+            if isinstance(column, Numeric) and column.buckets is not None:
+                tables.append(column.name)
+    labels = [column.name for column in columns if isinstance(column, Label)]
+    for kind in (SampleWeight, Group):
+        if sum(isinstance(column, kind) for column in columns) > 1:
+            raise ValueError(f"FeatureSpec.columns must have at most one {kind.__name__}.")
+    if twice := repeated(names) or repeated(labels):
+        raise ValueError(f"FeatureSpec.columns must have distinct names; received {twice} twice.")
+    shared = {str(column.table) for column in columns if isinstance(column, SparseColumn)}
+    if twice := repeated([*shared, *tables]):
+        raise ValueError(
+            f"Columns of buckets and times have tables of their own; received {twice} for further "
+            "columns. Set table to another name."
+        )
+    by_table: dict[str, SparseColumn] = {}
+    for column in columns:
+        if not isinstance(column, SparseColumn):
+            continue
+        first = by_table.setdefault(str(column.table), column)
+        if _settings(first) != _settings(column):
+            raise ValueError(
+                f"Columns of one table must have the same settings; received {_settings(first)} "
+                f"for {first.name!r} and {_settings(column)} for {column.name!r}."
+            )
+
+
+def _settings(column: SparseColumn) -> tuple[object, ...]:
+    if isinstance(column, Categorical):
+        return "Categorical", column.min_count, column.max_size
+    if isinstance(column, Hashed):
+        return "Hashed", column.rows, column.growing
+    return "Ids", column.rows

@@ -24,7 +24,7 @@ class Fitted(NamedTuple):
     num_rows: int
     """Number of rows of the data."""
     vocabularies: dict[str, Vocabulary]
-    """Vocabularies by table."""
+    """Vocabularies, by table."""
     means: dict[str, float]
     """Means of `Numeric` columns, by column."""
     deviations: dict[str, float]

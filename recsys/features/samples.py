@@ -22,7 +22,7 @@ def read_label(table: Any, column: Label) -> _Array:
     """Return [B] float32 labels.
 
     Raises:
-        TypeError: a value is not a number.
+        TypeError: the values are not numbers.
         ValueError: a label is missing, NaN or out of its range.
     """
     values = read_values(table, column.name, False)
@@ -37,7 +37,7 @@ def read_weight(table: Any, column: SampleWeight) -> _Array:
     """Return [B] float32 weights of samples.
 
     Raises:
-        TypeError: a value is not a number.
+        TypeError: the values are not numbers.
         ValueError: a weight is missing, NaN, infinite or negative.
     """
     values = read_values(table, column.name, False)
@@ -73,7 +73,7 @@ def read_id_weights(
 
     Raises:
         KeyError: there is no column of weights.
-        TypeError: a weight is not a number.
+        TypeError: the weights are not numbers.
         ValueError: a row has another number of weights than of ids; or a weight is missing, NaN or
             infinite.
     """

@@ -134,7 +134,7 @@ class Quantiles:
 
 
 def read_scaled(column: Numeric, values: Values) -> tuple[_Array, _Array | None]:
-    """Read the numbers of a column, fill, clip and take logarithms, by the description.
+    """Read the numbers of a column; fill, clip and take logarithms by its description.
 
     Args:
         column: the description.
@@ -145,7 +145,7 @@ def read_scaled(column: Numeric, values: Values) -> tuple[_Array, _Array | None]
         these numbers, or None.
 
     Raises:
-        TypeError: a value is not a number.
+        TypeError: the values are not numbers.
         ValueError: a number is NaN, infinite or, after clip and log, outside the range of float32;
             or is -1 or less with `log1p`.
     """

@@ -6,7 +6,7 @@ Legend: `B` rows, `N` values, `F` features.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
@@ -27,19 +27,21 @@ from recsys.features.columns import (
     Label,
     Numeric,
     SampleWeight,
-    SparseColumn,
     Timestamp,
+    check_columns,
 )
 from recsys.features.fit import Fitted, PartialFit
 from recsys.features.samples import read_group, read_label, read_weight
 from recsys.features.transform import jagged_of, read_bags, read_dense
-from recsys.kernels.arguments import repeated, whole, wrong_type
+from recsys.kernels.arguments import whole, wrong_type
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.hashed_ids import HashedIds
 
 __all__ = ["Feature", "FeatureSpec"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
+_WINDOW: Final = 1 << 18
+"""Number of rows that `fit` converts together."""
 _SPARSE: Final = (Categorical, Hashed, Ids)
 
 
@@ -55,7 +57,7 @@ class Feature(NamedTuple):
 
 @final
 class FeatureSpec:
-    """The columns of a table and the model's inputs from them, the same in training and serving.
+    """Columns of a table and their features, the same in training and serving.
 
     Args:
         columns: descriptions from `recsys.features`, in the order of the model's inputs.
@@ -83,7 +85,7 @@ class FeatureSpec:
             if not isinstance(column, Column):
                 wrong_type("FeatureSpec.columns", "columns of recsys.features", column)
         self._fitted: Fitted | None = None
-        _check_tables(self.columns)
+        check_columns(self.columns)
 
     @property
     def fitted(self) -> Fitted:
@@ -272,7 +274,8 @@ class FeatureSpec:
         part = PartialFit(self.columns, limit)
         names = [c.name for c in self.columns if isinstance(c, Categorical | Numeric)]
         for table in tables_of(data, names):
-            part.add(table)
+            for start in range(0, max(table.num_rows, 1), _WINDOW):
+                part.add(table.slice(start, _WINDOW))
         return part
 
     def fit(self, data: Any, *, limit: int = 50_000_000) -> FeatureSpec:
@@ -377,50 +380,6 @@ class FeatureSpec:
             sample_weights=weights,
             groups=groups,
         )
-
-
-def _check_tables(columns: Sequence[Column]) -> None:
-    names: list[str] = []
-    tables: list[str] = []  # of one feature each
-    for column in columns:
-        if isinstance(column, Timestamp):
-            own = [f"{column.name}_{part}" for part in column.parts]
-            names += own
-            tables += own
-        elif isinstance(column, Numeric | Categorical | Hashed | Ids):
-            names.append(column.name)
-            if isinstance(column, Numeric) and column.buckets is not None:
-                tables.append(column.name)
-    labels = [column.name for column in columns if isinstance(column, Label)]
-    for kind in (SampleWeight, Group):
-        if sum(isinstance(column, kind) for column in columns) > 1:
-            raise ValueError(f"FeatureSpec.columns must have at most one {kind.__name__}.")
-    if twice := repeated(names) or repeated(labels):
-        raise ValueError(f"FeatureSpec.columns must have distinct names; received {twice} twice.")
-    shared = {str(column.table) for column in columns if isinstance(column, _SPARSE)}
-    if twice := repeated([*shared, *tables]):
-        raise ValueError(
-            f"Columns of buckets and times have tables of their own; received {twice} for further "
-            "columns. Set table to another name."
-        )
-    by_table: dict[str, SparseColumn] = {}
-    for column in columns:
-        if not isinstance(column, _SPARSE):
-            continue
-        first = by_table.setdefault(str(column.table), column)
-        if _settings(first) != _settings(column):
-            raise ValueError(
-                f"Columns of one table must have the same settings; received {_settings(first)} "
-                f"for {first.name!r} and {_settings(column)} for {column.name!r}."
-            )
-
-
-def _settings(column: SparseColumn) -> tuple[object, ...]:
-    if isinstance(column, Categorical):
-        return "Categorical", column.min_count, column.max_size
-    if isinstance(column, Hashed):
-        return "Hashed", column.rows, column.growing
-    return "Ids", column.rows
 
 
 def _edges_of(column: Numeric, part: PartialFit) -> _Array:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from recsys.features import Categorical, FeatureSpec, Hashed, Numeric
+from recsys.features.arrow import column_of
 from recsys.features.fit import PartialFit
 
 
@@ -29,6 +31,29 @@ def test_a_bad_value_of_files_is_named_by_its_row(tmp_path: Path, row: int) -> N
     pq.write_table(table.slice(100_000), tmp_path / "1.parquet")
     with pytest.raises(ValueError, match=f"'x' .*received inf in row {row}"):
         FeatureSpec([Numeric("x")]).fit(tmp_path)
+
+
+def test_columns_that_one_array_cannot_hold() -> None:
+    def overflow() -> None:
+        raise pa.ArrowInvalid("offset overflow while concatenating arrays")
+
+    # as Arrow does for 3 GiB of texts, which would take seconds
+    column = SimpleNamespace(num_chunks=3, nbytes=3 * 2**30, combine_chunks=overflow)
+    table = SimpleNamespace(column_names=["x"], column=lambda _: column)
+    with pytest.raises(ValueError, match=r"'x' must have less than 2 GiB .* received 3.0 GiB"):
+        column_of(table, "x")
+
+
+def test_large_tables_are_counted_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recsys.features.spec._WINDOW", 7)
+    rows = {"a": [str(i % 5) for i in range(50)], "x": [float(i) for i in range(50)]}
+    spec = FeatureSpec([Categorical("a"), Numeric("x", buckets=5), Hashed("y", rows=3)])
+    fitted = spec.fit(pa.table(rows)).fitted
+    assert fitted.num_rows == 50
+    assert fitted.vocabularies["a"].values.to_pylist() == ["0", "1", "2", "3", "4"]
+    assert fitted.edges["x"].tolist() == [9.0, 19.0, 29.0, 39.0]
+    with pytest.raises(ValueError, match="received nan in row 30"):
+        spec.fit(pa.table(rows | {"x": [float("nan") if i == 30 else 0.0 for i in range(50)]}))
 
 
 def test_other_settings_do_not_merge() -> None:
