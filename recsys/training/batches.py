@@ -118,7 +118,7 @@ class ResumableBatches:
             if load is None:
                 raise ValueError(
                     "train must have load_state_dicts(states) to resume within an epoch on another "
-                    f"number of ranks; received a {type(self._loader).__qualname__} without it and "
+                    f"number of ranks; received a {type(self._loader).__name__} without it and "
                     f"the states of {len(states)} ranks. Resume on {len(states)} ranks."
                 )
             self._restore_loader = lambda: load(own)

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, final
 
 import torch.distributed as dist
 
+from recsys import contact
 from recsys.contact import is_lost_contact
 from recsys.distributed.checkpoint import CheckpointError, newest_version
 from recsys.distributed.monitoring.loss_guard import BadLossError
@@ -26,9 +27,10 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def exit_on_error(folder: str | Path, advice: str = "") -> Iterator[None]:
     """End the process after an error, with one message that names the cause and the last save.
 
-    Put it around the training of a script. Ctrl-C exits with code 130, an error with code 1. An
-    error whose message has the cause is printed without a traceback: a lost rank, a bad loss, a
-    checkpoint that cannot be saved or loaded, a full disk. The process waits for no other rank.
+    Put it around the training of a script, on every rank; rank 0 prints the message. Ctrl-C exits
+    with code 130, an error with code 1. An error whose message has the cause is printed without a
+    traceback: a lost rank, a bad loss, a checkpoint that cannot be saved or loaded, a full disk.
+    The process waits for no other rank. If a `Watchdog` ends it, its message names the last save.
 
     Args:
         folder: Folder of the trainer.
@@ -41,27 +43,42 @@ def exit_on_error(folder: str | Path, advice: str = "") -> Iterator[None]:
         >>> with exit_on_error("runs/clicks"):
         ...     pass  # trainer.fit(train, validation)
     """
-    saves = path_of("exit_on_error.folder", folder)
+    last_save = _LastSave(path_of("exit_on_error.folder", folder), advice)
+    if last_save.is_first_rank:
+        contact.ask_last_save = last_save
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        _end(error, saves, advice)
+        _end(error, last_save)
+    finally:
+        contact.ask_last_save = None
 
 
-def _end(error: BaseException, folder: Path, advice: str) -> NoReturn:
+@final
+class _LastSave:
+    """Sentence about the last save; remembers whether it was printed."""
+
+    def __init__(self, folder: Path, advice: str) -> None:
+        self._folder, self._advice = folder, advice
+        self.is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+        self.is_printed = False
+
+    def __call__(self) -> str:
+        self.is_printed = True
+        for name in ("last", "best"):
+            if (version := newest_version(self._folder / name)) is not None:
+                return f"The last save is {version}. {self._advice}".rstrip()
+        return f"Nothing was saved in {self._folder}."
+
+
+def _end(error: BaseException, last_save: _LastSave) -> NoReturn:
     is_interrupt = isinstance(error, KeyboardInterrupt)
     if not is_interrupt and not _has_cause(error):
         sys.excepthook(type(error), error, error.__traceback__)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    reports = 0 if is_interrupt or is_lost_contact(error) else getattr(error, "_of_rank", rank)
-    if rank == reports:
+    if last_save.is_first_rank and not last_save.is_printed:
         kind = "" if _has_cause(error) else f"{type(error).__name__}: "
         cause = "interrupted" if is_interrupt else f"{kind}{error}".rstrip(".")
-        saves = (newest_version(folder / name) for name in ("last", "best"))
-        last = next((save for save in saves if save is not None), None)
-        text = f"Training has ended: {cause}. "
-        text += f"The last save is {last}." if last else f"Nothing was saved in {folder}."
-        print(f"{text} {advice}".rstrip() if last else text, file=sys.stderr)
+        print(f"Training has ended: {cause}. {last_save()}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_INTERRUPTED if is_interrupt else 1)  # without waiting for other ranks or threads
