@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from recsys.features.arrow import read_keys, read_values
 from recsys.features.columns import Categorical, Column, Numeric
 from recsys.features.scaling import Moments, Quantiles, read_scaled
-from recsys.features.vocabulary import Counts
+from recsys.features.vocabulary import Counts, Vocabulary
 
-__all__ = ["PartialFit"]
+__all__ = ["Fitted", "PartialFit"]
+
+_Array: TypeAlias = np.ndarray[Any, Any]
+
+
+@final
+class Fitted(NamedTuple):
+    """The state that `FeatureSpec.fit` finds in data."""
+
+    num_rows: int
+    """Number of rows of the data."""
+    vocabularies: dict[str, Vocabulary]
+    """By table."""
+    means: dict[str, float]
+    """Means of `Numeric` columns, by column."""
+    deviations: dict[str, float]
+    """Standard deviations of `Numeric` columns, by column."""
+    edges: dict[str, _Array]
+    """Inner edges of the buckets of `Numeric` columns, by column; [K] float64."""
 
 
 @final

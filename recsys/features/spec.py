@@ -5,7 +5,9 @@ Legend: `B` rows, `N` values, `F` features.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from recsys.datasets.tables import table_of, tables_of
 from recsys.datasets.utils import Batch
+from recsys.features import save
 from recsys.features.arrow import Values, read_keys, read_numbers, read_values
 from recsys.features.columns import (
     PART_SIZES,
@@ -28,36 +31,19 @@ from recsys.features.columns import (
     SparseColumn,
     Timestamp,
 )
-from recsys.features.fit import PartialFit
+from recsys.features.fit import Fitted, PartialFit
 from recsys.features.scaling import bucket_rows, read_scaled
 from recsys.features.times import read_parts
-from recsys.features.vocabulary import Vocabulary
 from recsys.kernels.arguments import repeated, whole, wrong_type
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.hashed_ids import HashedIds
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.hashing import mix
 
-__all__ = ["FeatureSpec", "Fitted"]
+__all__ = ["Feature", "FeatureSpec"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _SPARSE: Final = (Categorical, Hashed, Ids)
-
-
-@final
-class Fitted(NamedTuple):
-    """The state that `FeatureSpec.fit` finds in data."""
-
-    num_rows: int
-    """Number of rows of the data."""
-    vocabularies: dict[str, Vocabulary]
-    """By table."""
-    means: dict[str, float]
-    """Means of `Numeric` columns, by column."""
-    deviations: dict[str, float]
-    """Standard deviations of `Numeric` columns, by column."""
-    edges: dict[str, _Array]
-    """Inner edges of the buckets of `Numeric` columns, by column; [K] float64."""
 
 
 @final
@@ -214,6 +200,72 @@ class FeatureSpec:
                 )
             )
         return configs
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Write the fitted spec: `features.json` and an Arrow file per vocabulary.
+
+        Args:
+            folder: a new folder, or one with an older spec, which is replaced.
+
+        Raises:
+            FileExistsError: the folder has other files.
+            RuntimeError: the spec is not fitted.
+        """
+        save.save_folder(Path(folder), self.columns, self.fitted)
+
+    @staticmethod
+    def load(folder: str | Path) -> FeatureSpec:
+        """Read a spec that `save` wrote.
+
+        Args:
+            folder: the folder.
+
+        Raises:
+            FileNotFoundError: the folder has no spec.
+            ValueError: a file is damaged, or of a later version.
+        """
+        columns, fitted = save.load_folder(Path(folder))
+        spec = FeatureSpec(columns)
+        spec.fitted = fitted
+        return spec
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fitted spec as text and tensors of bytes, for a checkpoint's `extra`.
+
+        Raises:
+            RuntimeError: the spec is not fitted.
+        """
+        return {
+            "description": json.dumps(save.describe(self.columns, self.fitted)),
+            "vocabularies": {
+                name: torch.frombuffer(bytearray(save.to_bytes(vocabulary)), dtype=torch.uint8)
+                for name, vocabulary in self.fitted.vocabularies.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the fitted state of a spec with the same columns.
+
+        Args:
+            state: the result of `state_dict`.
+
+        Raises:
+            ValueError: the state is of other columns.
+        """
+        found = json.loads(state["description"])
+        tensors: Mapping[str, Tensor] = state["vocabularies"]
+        vocabularies = {
+            name: save.from_bytes(data.numpy().tobytes()) for name, data in tensors.items()
+        }
+        columns, fitted = save.restore(found, vocabularies, "The state")
+        if tuple(columns) != self.columns:
+            raise ValueError(
+                f"The state must be of the columns {list(self.columns)}; received the state of "
+                f"{columns}."
+            )
+        self.fitted = fitted
 
     # -- fit ---------------------------------------------------------------------------------------
 

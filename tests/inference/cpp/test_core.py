@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -117,6 +118,48 @@ def test_merged_requests_equal_requests_one_by_one(
         assert found["rows.lengths"].tolist() == [*map(len, bags["a"])]
         assert found["rows.values"][:, 0].tolist() == [*chain(*bags["a"])]
     core.close()
+
+
+def test_a_table_above_the_limits_of_int32(library: Path, version: Path) -> None:
+    """A sparse file of 16 GiB opens at once, without memory, and its last row is read."""
+    rows, row_bytes = 2**31 + 8, fake_package.ROW_BYTES
+    size = rows * row_bytes
+    manifest = json.loads((version / "manifest.json").read_text())
+    table, hashed = manifest["tables"]
+    table["rows"] = manifest["inputs"][1]["features"][0]["rows"] = rows
+    hashed["offset"] = -(-size // 65536) * 65536
+    manifest["buffers"][0]["bytes"] = hashed["offset"] + 65536
+    manifest["files"][table["file"]]["bytes"] = size
+    (version / "manifest.json").write_text(json.dumps(manifest))
+    with (version / table["file"]).open("r+b") as file:
+        file.truncate(size)
+        file.seek(size - row_bytes)
+        file.write(bytes([200] * row_bytes))
+    before, began = private_mib(), time.perf_counter()
+    core = opened(library, version, verify_tables=0)
+    assert time.perf_counter() - began < 0.5
+    request = tensors(dense=[0.0, 0.0, 0.0, 0.0], a=[rows - 1, 3], a_lengths=[1, 1])
+    request["dense"] = request["dense"].view(2, 2)
+    [found] = core.run([request])
+    assert isinstance(found, dict)
+    assert found["score"].flatten().tolist() == [200.0, 3.0]
+    request["a"][0] = rows
+    [error] = core.run([request])
+    assert f"the id {rows} at position 0; ids must be from 0 to {rows - 1}" in str(error)
+    core.update("t", torch.tensor([rows - 2]), torch.full((1, row_bytes), 7, dtype=torch.uint8))
+    request["a"][0] = rows - 2
+    [found] = core.run([request])
+    assert isinstance(found, dict)
+    assert found["score"].flatten().tolist() == [7.0, 3.0]
+    assert private_mib() - before < 50
+    core.close()
+
+
+def private_mib() -> float:
+    """Return the memory of this process alone."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    fields = dict(line.split(":") for line in lines)
+    return sum(int(fields[f"Private_{kind}"].split()[0]) for kind in ("Clean", "Dirty")) / 1024
 
 
 def test_deltas_change_the_rows_of_hashed_ids(library: Path, version: Path) -> None:

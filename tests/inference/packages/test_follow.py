@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -116,7 +117,12 @@ def test_the_command_follows_until_it_is_stopped(tmp_path: Path) -> None:
     publisher = Publisher(model, version_of(tmp_path / "own"), url=str(tmp_path / "remote"))
     served = tmp_path / "served/1"
     command = [sys.executable, "-m", "recsys", "follow", str(tmp_path / "remote"), str(served)]
-    process = subprocess.Popen([*command, "--every", "0.05"], stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*command, "--every", "0.05"],
+        stderr=subprocess.PIPE,
+        # a test runner in the background ignores the signal, and so would the command
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         trained(model, range(3))
         file = publisher.publish()

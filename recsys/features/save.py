@@ -1,0 +1,196 @@
+"""Fitted specs as files: JSON beside one Arrow file per vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from recsys.features import columns as kinds
+from recsys.features.columns import Column
+from recsys.features.fit import Fitted
+from recsys.features.vocabulary import Vocabulary
+
+__all__ = ["NAME", "describe", "from_bytes", "load_folder", "restore", "save_folder", "to_bytes"]
+
+NAME: Final = "features.json"
+_FORMAT: Final = 1
+_KINDS: Final[dict[str, Any]] = {
+    kind.__name__: kind
+    for kind in (
+        kinds.Categorical,
+        kinds.Hashed,
+        kinds.Ids,
+        kinds.Numeric,
+        kinds.Timestamp,
+        kinds.Label,
+        kinds.SampleWeight,
+        kinds.Group,
+    )
+}
+
+
+def describe(columns: Sequence[Column], fitted: Fitted) -> dict[str, Any]:
+    """Return a spec without the values of its vocabularies, as JSON has it.
+
+    Args:
+        columns: the columns.
+        fitted: their state.
+    """
+    return {
+        "format": _FORMAT,
+        "columns": [
+            {"kind": type(column).__name__, **dataclasses.asdict(column)} for column in columns
+        ],
+        "num_rows": fitted.num_rows,
+        "means": fitted.means,
+        "deviations": fitted.deviations,
+        "edges": {name: edges.tolist() for name, edges in fitted.edges.items()},
+        "vocabularies": {
+            name: {"kind": vocabulary.kind, "size": len(vocabulary.values)}
+            for name, vocabulary in fitted.vocabularies.items()
+        },
+    }
+
+
+def restore(
+    found: Mapping[str, Any], vocabularies: Mapping[str, Vocabulary], place: object
+) -> tuple[list[Column], Fitted]:
+    """Return the columns and the state of a description.
+
+    Args:
+        found: the result of `describe`.
+        vocabularies: the vocabulary of each table.
+        place: where the description is, for messages.
+
+    Raises:
+        ValueError: the description is of a later version, or damaged.
+    """
+    if found.get("format") != _FORMAT:
+        raise ValueError(
+            f"{place} must have format {_FORMAT}; received {found.get('format')}. A later version "
+            "of recsys wrote it: update recsys."
+        )
+    columns: list[Column] = []
+    try:
+        for one in found["columns"]:
+            fields = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in one.items()
+                if name != "kind"
+            }
+            columns.append(_KINDS[one["kind"]](**fields))
+        fitted = Fitted(
+            found["num_rows"],
+            dict(vocabularies),
+            dict(found["means"]),
+            dict(found["deviations"]),
+            {name: np.array(edges, np.float64) for name, edges in found["edges"].items()},
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{place} is damaged: {error!r}. Save the spec again.") from error
+    return columns, fitted
+
+
+def save_folder(folder: Path, columns: Sequence[Column], fitted: Fitted) -> None:
+    """Write a spec into a new folder.
+
+    Args:
+        folder: the folder. An older spec in it is replaced once the new one is complete.
+        columns: the columns.
+        fitted: their state.
+
+    Raises:
+        FileExistsError: the folder has other files.
+    """
+    if folder.exists() and (not folder.is_dir() or not _has_spec(folder)):
+        raise FileExistsError(
+            f"{folder} must be a new folder, or one with a spec; it has other files."
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = folder.with_name(f".{folder.name}-{secrets.token_hex(8)}")
+    part.mkdir()
+    try:
+        found = describe(columns, fitted)
+        for number, (name, vocabulary) in enumerate(fitted.vocabularies.items()):
+            file = f"vocabulary-{number}.arrow"
+            data = to_bytes(vocabulary)
+            (part / file).write_bytes(data)
+            found["vocabularies"][name] |= {
+                "file": file,
+                "sha256": hashlib.sha256(data).hexdigest(),
+            }
+        found["sha256"] = _checksum(found)
+        (part / NAME).write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+        if folder.exists():
+            old = part.with_name(part.name + "-old")
+            os.rename(folder, old)
+            os.rename(part, folder)
+            shutil.rmtree(old)
+        else:
+            os.rename(part, folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def load_folder(folder: Path) -> tuple[list[Column], Fitted]:
+    """Read a spec that `save_folder` wrote.
+
+    Raises:
+        FileNotFoundError: the folder has no spec, or a file of it is missing.
+        ValueError: a file is damaged, or of a later version.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} must be a folder that FeatureSpec.save wrote.")
+    try:
+        found = json.loads(path.read_text())
+        is_whole = found.get("format") != _FORMAT or found.get("sha256") == _checksum(found)
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}. Save the spec again.") from error
+    if not is_whole:
+        raise ValueError(f"{path} is damaged: it differs from its checksum. Save the spec again.")
+    vocabularies = {}
+    for name, one in found.get("vocabularies", {}).items():
+        data = (folder / one["file"]).read_bytes()
+        if hashlib.sha256(data).hexdigest() != one["sha256"]:
+            raise ValueError(
+                f"{folder / one['file']} is damaged: it differs from its checksum. Save the spec "
+                "again."
+            )
+        vocabularies[name] = from_bytes(data)
+    return restore(found, vocabularies, path)
+
+
+def to_bytes(vocabulary: Vocabulary) -> bytes:
+    """Return a vocabulary as an Arrow file."""
+    table = pa.table({"value": vocabulary.values})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def from_bytes(data: bytes) -> Vocabulary:
+    """Return the vocabulary of an Arrow file."""
+    return Vocabulary(pa.ipc.open_file(data).read_all()["value"].combine_chunks())
+
+
+def _has_spec(folder: Path) -> bool:
+    return (folder / NAME).is_file() or not any(folder.iterdir())
+
+
+def _checksum(found: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in found.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
