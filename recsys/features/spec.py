@@ -551,4 +551,4 @@ def _read_group(table: Any, column: Group) -> _Array:
     keys = read_keys(values, unsigned=True)
     if keys.is_missing is not None:
         values.reject(ValueError, "must have no missing key", keys.is_missing, "Remove the rows.")
-    return keys.hashed()
+    return np.array(keys.hashed())  # a copy: Arrow's memory is read-only
