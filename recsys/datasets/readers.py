@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from recsys.datasets.sources import Source, TableSource, TextSource, Unit, source_of
 from recsys.datasets.tables import Paths, files_of, unify_types
 from recsys.datasets.utils import Batch, check_rank, rank_slice
-from recsys.datasets.windows import join_rows, reorder_rows, split_rows
+from recsys.datasets.windows import join_rows, split_rows
 from recsys.kernels.arguments import flag, shown, whole, wrong_type
 
 __all__ = ["PARTS", "TableReader", "csv", "parquet", "table"]
@@ -436,13 +436,24 @@ class _Loader:
         if count == skipped:
             return _Window([], [], [], skipped, count)
         window = self._transform(rows)
+        order = None
         if reader.shuffle:
             draw = np.random.default_rng([reader.seed, self._start.epoch, number, 1])
-            window = reorder_rows(window, draw.permutation(count))
+            order = draw.permutation(count)
         first = min(count, skipped + (step - carried) % step)
         last = first + (count - first) // step * step
-        pieces = _Pieces(window, reader)
-        return pieces.cut(skipped, first, last, count)
+        mine = slice(0, step)
+        if reader.divide == "batches":
+            mine = rank_slice(step, reader.rank, reader.world_size)
+        starts = [row + mine.start for row in range(first, last, step)]
+        edges = {0, skipped, first, last, count, *starts}
+        edges |= {row + mine.stop for row in range(first, last, step)}
+        ordered = sorted(edges)
+        parts = dict(zip(ordered, split_rows(window, ordered, order), strict=False))
+        batches = [parts[row].pin_memory() if reader.pin_memory else parts[row] for row in starts]
+        head = [parts[skipped]] if first > skipped else []
+        tail = [parts[last]] if count > last else []
+        return _Window(head, batches, tail, first, count)
 
     def _read(self, number: int) -> list[_Rows]:
         reader = self._reader
@@ -503,35 +514,6 @@ class _Loader:
                 raise _located(error, rows[start:stop], reader._sources) from error
             start = stop
         return join_rows(batches)
-
-
-@final
-class _Pieces:
-    """Splits a window into the batches of one rank."""
-
-    def __init__(self, window: Batch, reader: TableReader) -> None:
-        self._window, self._reader = window, reader
-
-    def cut(self, skipped: int, first: int, last: int, count: int) -> _Window:
-        """Return the batches from row `first` to row `last`, and the rows before and after."""
-        reader = self._reader
-        step = reader._step_rows()
-        mine = slice(0, step)
-        if reader.divide == "batches":
-            mine = rank_slice(step, reader.rank, reader.world_size)
-        edges = {0, skipped, first, last, count}
-        wanted = []
-        for row in range(first, last, step):
-            wanted.append(row + mine.start)
-            edges |= {row + mine.start, row + mine.stop}
-        ordered = sorted(edges)
-        parts = dict(zip(ordered, split_rows(self._window, ordered), strict=False))
-        batches = [parts[row] for row in wanted]
-        if reader.pin_memory:
-            batches = [batch.pin_memory() for batch in batches]
-        head = [parts[skipped]] if first > skipped else []
-        tail = [parts[last]] if count > last else []
-        return _Window(head, batches, tail, first, count)
 
 
 def _in_order(loader: _Loader, num_workers: int) -> Any:
