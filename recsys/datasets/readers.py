@@ -7,12 +7,10 @@ transformed as a whole, shuffled, and split into batches. Threads do this ahead 
 from __future__ import annotations
 
 import posixpath
-import re
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, final
 
 import numpy as np
@@ -21,8 +19,9 @@ import pyarrow.dataset as ds
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from recsys.datasets.ahead import map_ahead
 from recsys.datasets.sources import Source, TableSource, TextSource, Unit, source_of
-from recsys.datasets.tables import Paths, files_of, unify_types
+from recsys.datasets.tables import Paths, files_of, located, unify_types
 from recsys.datasets.utils import Batch, check_rank, rank_slice
 from recsys.datasets.windows import join_rows, split_rows
 from recsys.kernels.arguments import flag, shown, whole, wrong_type
@@ -369,7 +368,8 @@ class TableReader(IterableDataset[Batch]):
     def _batches(self, start: _Position) -> Iterator[Batch]:
         carried: list[Batch] = []
         windows = self._windows(start.epoch)
-        loaded = _in_order(_Loader(self, start, windows), self.num_workers)
+        loader = _Loader(self, start, windows)
+        loaded = map_ahead(loader.load, loader.numbers, self.num_workers)
         try:
             for number, window in enumerate(loaded, start.window):
                 carried += window.head
@@ -516,41 +516,20 @@ class _Loader:
         return join_rows(batches)
 
 
-def _in_order(loader: _Loader, num_workers: int) -> Any:
-    """Yield the windows of an epoch, which threads load ahead: at most one more than threads."""
-    if num_workers == 0:
-        yield from map(loader.load, loader.numbers)
-        return
-    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="recsys-reader")
-    try:
-        numbers = iter(loader.numbers)
-        waiting = deque(pool.submit(loader.load, n) for n in islice(numbers, num_workers + 1))
-        while waiting:
-            window = waiting.popleft().result()
-            for number in islice(numbers, 1):
-                waiting.append(pool.submit(loader.load, number))
-            yield window
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
 def _located(error: Exception, rows: Sequence[_Rows], sources: Sequence[Source]) -> Exception:
     """Return an error of a window with the file, and the row in the file."""
-    text = str(error.args[0]) if error.args else str(error)
-    found = re.search(r"in row (\d+)", text)
-    if found is None:
-        return type(error)(f"{sources[rows[0].unit.source].path}: {text}")
-    row = int(found[1])
-    for part in rows:
-        if row < part.table.num_rows:
-            break
-        row -= part.table.num_rows
-    source = sources[part.unit.source]
-    if part.kept is not None:
-        row = int(part.kept[row])
-    row += source.first_row(part.unit.number)
-    text = f"{text[: found.start()]}in row {row} of {source.path}{text[found.end() :]}"
-    return type(error)(text)
+
+    def place_of(row: int) -> tuple[str, int]:
+        for part in rows:
+            if row < part.table.num_rows:
+                break
+            row -= part.table.num_rows
+        source = sources[part.unit.source]
+        if part.kept is not None:
+            row = int(part.kept[row])
+        return source.path, row + source.first_row(part.unit.number)
+
+    return located(error, place_of)
 
 
 def _check_split(split: RowSplit | None, part: str | None) -> tuple[RowSplit | None, str | None]:
@@ -688,7 +667,7 @@ def csv(
         >>> from pathlib import Path
         >>> from recsys.features import FeatureSpec, Ids, Label
         >>> path = Path(tempfile.mkdtemp(), "clicks.csv")
-        >>> _ = path.write_text("film,liked\\n4,1\\n,0\\n")
+        >>> _ = path.write_text("film,liked\n4,1\n,0\n")
         >>> spec = FeatureSpec([Ids("film", rows=9), Label("liked")])
         >>> [batch.sparse_features.lengths().tolist() for batch in csv(path, spec, batch_size=8)]
         [[1, 0]]

@@ -11,7 +11,8 @@ for missing values, such as NA, are texts.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Final, TypeAlias, final
@@ -38,6 +39,7 @@ __all__ = [
     "is_path",
     "is_text",
     "kind_of",
+    "located",
     "table_of",
     "tables_of",
     "unify_types",
@@ -118,6 +120,21 @@ def kind_of(kind: Any) -> str | None:
     texts = (types.is_string, types.is_large_string, types.is_string_view)
     more = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
     return "texts" if any(test(kind) for test in texts + more) else str(kind)
+
+
+def located(error: Exception, place_of: Callable[[int], tuple[str, int]]) -> Exception:
+    """Return an error of some rows of a file with the file, and with the row in the file.
+
+    Args:
+        error: an error whose message may have the words "in row N".
+        place_of: function from N to the path, and to the row in the file.
+    """
+    text = str(error.args[0]) if error.args else str(error)
+    found = re.search(r"in row (\d+)", text)
+    if found is None:
+        return type(error)(f"{place_of(0)[0]}: {text}")
+    path, row = place_of(int(found[1]))
+    return type(error)(f"{text[: found.start()]}in row {row} of {path}{text[found.end() :]}")
 
 
 def unify_types(files: Sequence[File], columns: Iterable[str]) -> list[File]:
