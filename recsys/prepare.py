@@ -97,7 +97,7 @@ def prepare(
         format: "parquet", "csv" or "tsv"; None: by the suffix of each file.
         labels: False for tables without labels, sample weights and groups.
         row_group_rows: rows of a row group, the unit that ranks divide and shuffle.
-        file_rows: rows of a file.
+        file_rows: rows of a file, at least.
         compression: of the files, as `pyarrow.parquet.ParquetWriter` names it.
         num_workers: threads that transform rows while others are read and written.
         limit: number of distinct values of a vocabulary in memory; more are counted in files.
@@ -148,18 +148,18 @@ def prepare(
             raise located(error, lambda row: (piece.file.path, piece.first + row)) from error
 
     pieces = _pieces(files, names, progress, group)
-    num_rows = 0
+    num_rows = num_files = num_written = 0
     writer: Any = None
-    num_files = 0
     try:
         for table in _regrouped(map_ahead(converted, pieces, num_workers), group):
             if writer is None:
                 path = folder / f"part-{num_files:05}.parquet"
-                num_files += 1
+                num_files, num_written = num_files + 1, 0
                 writer = pq.ParquetWriter(path, table.schema, compression=compression)
             writer.write_table(table, row_group_size=group)
             num_rows += table.num_rows
-            if num_rows >= num_files * most:
+            num_written += table.num_rows
+            if num_written >= most:
                 writer.close()
                 writer = None
     finally:

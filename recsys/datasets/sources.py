@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, final
@@ -147,12 +148,17 @@ class TextSource:
     def read(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
         """Yield an Arrow table for each block."""
         types = {name: self.schema.field(name).type for name in columns}
+        number = 0
         try:
             for number in numbers:
                 yield self._parse(number, columns, types)
         except (pa.ArrowInvalid, pa.ArrowKeyError, OSError) as error:
+            text = str(error)
+            if (found := re.search(r"Row #(\d+)", text)) is not None:
+                line = self._lines_before(number) + int(found[1])
+                text = f"{text[: found.start()]}line {line}{text[found.end() :]}"
             raise ValueError(
-                f"{self.path} cannot be read: {error} Types are inferred from the beginning, the "
+                f"{self.path} cannot be read: {text}. Types are inferred from the beginning, the "
                 "middle and the end of each file; pass "
                 "convert_options=pyarrow.csv.ConvertOptions(column_types=...) to choose them."
             ) from error
@@ -160,11 +166,20 @@ class TextSource:
     def first_row(self, number: int) -> int:
         """Return the number of rows before a block."""
         name = self.schema.names[0]
-        return sum(len(table) for table in self.read(range(number), [name]))
+        counts: list[int] = [table.num_rows for table in self.read(range(number), [name])]
+        total: int = sum(counts)
+        return total
 
     def mark(self) -> int:
         """Return a checksum of name and size."""
         return _mark(self.path, [self._size])
+
+    def _lines_before(self, number: int) -> int:
+        system, path = self._file.fragment.filesystem, self._file.fragment.path
+        if number == 0:
+            return 0
+        with system.open_input_file(path) as opened:
+            return sum(_lines(opened, n, self._size).count(b"\n") for n in range(number))
 
     def _parse(self, number: int, columns: Sequence[str], types: Mapping[str, Any]) -> Any:
         system, path = self._file.fragment.filesystem, self._file.fragment.path
@@ -228,7 +243,7 @@ class TableSource:
         else:
             table = table_of(data)
             self._num_rows, self.schema, self._slice = table.num_rows, table.schema, table.slice
-        self._step = max(1, min(_SLICE_ROWS, -(-self._num_rows // _NUM_SLICES)))
+        self._step: int = max(1, min(_SLICE_ROWS, -(-self._num_rows // _NUM_SLICES)))
         starts = range(0, self._num_rows, self._step)
         self.sizes = [
             (i, min(self._step, self._num_rows - start)) for i, start in enumerate(starts)
