@@ -84,7 +84,7 @@ def prepare(
     file_rows: int = 1 << 22,
     compression: str = "snappy",
     num_workers: int = 1,
-    limit: int = 1_000_000,
+    limit: int = 300_000,
     **csv_options: Any,
 ) -> int:
     r"""Convert raw tables to Parquet files of row numbers, scaled numbers and labels.
@@ -246,7 +246,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit",
         type=int,
-        default=1_000_000,
+        default=300_000,
         metavar="N",
         help="distinct values of a vocabulary in memory; more are counted in temporary files "
         "(default: %(default)s)",
