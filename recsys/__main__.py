@@ -25,6 +25,7 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "package": (_PACKAGES, "write a serving package of a quantized model"),
     "verify": (_PACKAGES, "compare the files of a serving package with its manifest, and run it"),
     "follow": (_PACKAGES, "copy a serving package and its new deltas from an address of fsspec"),
+    "score": ("recsys.inference.scoring", "score files by a serving package with raw columns"),
     "inspect": (_PACKAGES, "print the inputs, outputs and tables of a serving package"),
 }
 """Module and description of each command. The module has `main(options)`, and may have

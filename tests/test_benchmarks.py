@@ -55,3 +55,9 @@ def test_ranks_that_are_not_there(tmp_path: Path) -> None:
     assert by_id[1] / by_id[0] < 2
     assert by_id[1] < by_bag[1] / 5
     assert in_parts[1] < by_bag[1] / 4
+
+
+def test_a_regression_on_a_table_of_clicks(tmp_path: Path) -> None:
+    found = _run("benchmarks.own_data", "--rows", "20000", out=tmp_path / "found.json")
+    assert 0.65 < found["auc"] < found["bayes_auc"] < 0.95
+    assert found["bayes_log_loss"] < found["log_loss"] < 0.6

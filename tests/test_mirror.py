@@ -13,6 +13,8 @@ TESTS = Path(__file__).parent
 # Test files about more than one source file, or about the tests' own tools.
 BROAD = {
     "datasets/test_workers.py",
+    "features/test_containers.py",
+    "features/test_hostile.py",
     "distributed/test_hashed_ids.py",
     "distributed/test_hashed_programs.py",
     "distributed/test_job.py",
@@ -32,6 +34,7 @@ BROAD = {
     "inference/test_triton_serving.py",
     "metrics/test_every_metric.py",
     "metrics/test_sync.py",
+    "inference/cpp/test_columns.py",
     "inference/cpp/test_core.py",
     "inference/cpp/test_library.py",
     "test_bad_input.py",
@@ -48,6 +51,7 @@ BROAD = {
 
 # Source files with public names that are tested through what uses them.
 TESTED_THROUGH = {
+    "features/arrow.py": "features/test_containers.py",
     "inference/served_indexes.py": "inference/packages/test_indexes.py",
     "inference/packages/check.py": "inference/packages/test_writer.py",
     "inference/packages/describe.py": "inference/packages/test_writer.py",
@@ -56,6 +60,7 @@ TESTED_THROUGH = {
     "inference/packages/mapping.py": "inference/packages/test_writer.py",
     "inference/packages/predictor.py": "inference/packages/test_writer.py",
     "inference/packages/safetensors.py": "inference/packages/test_writer.py",
+    "inference/packages/columns.py": "inference/cpp/test_columns.py",
     "inference/packages/library.py": "inference/cpp/test_core.py",
     "inference/packages/requests.py": "inference/cpp/test_core.py",
     "inference/packages/command.py": "test_main.py",

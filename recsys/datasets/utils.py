@@ -40,7 +40,8 @@ class Batch:
         labels: `[B]`, such as 1 for a click and 0 for none, or `[B, T]` for T tasks; any finite
             numbers are legal here, and a log loss requires labels from 0 to 1.
         dense_names: names of the columns of `dense_features`, for error messages; empty if unknown.
-        label_name: name of the label column, for error messages; empty if unknown.
+        label_name: name of the label column, for error messages, or of the columns of T tasks,
+            joined by commas; empty if unknown.
         sample_weights: `[B]` float32, weights of the samples in the loss, or None.
         groups: `[B]` int64, keys of the samples' groups, such as sessions, or None.
 
@@ -76,7 +77,7 @@ class Batch:
 
     def _name_columns(self) -> None:
         name_columns(self.dense_features, self.dense_names)
-        name_columns(self.labels, (self.label_name,) if self.label_name else ())
+        name_columns(self.labels, self.label_name.split(",") if self.label_name else ())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

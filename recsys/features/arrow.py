@@ -23,6 +23,7 @@ __all__ = [
     "read_keys",
     "read_numbers",
     "read_values",
+    "to_float32",
 ]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
@@ -40,12 +41,14 @@ class Values(NamedTuple):
     """[N] Arrow array; nulls are missing values."""
     lengths: _Array | None
     """[B] int64, number of values of each row; None: one value per row."""
+    first_row: int = 0
+    """Number of the first row in the data, for messages."""
 
     def row_of(self, place: int) -> int:
         """Return the row of a value, from 0."""
-        if self.lengths is None:
-            return place
-        return int(np.searchsorted(self.lengths.cumsum(), place, "right"))
+        if self.lengths is not None:
+            place = int(np.searchsorted(self.lengths.cumsum(), place, "right"))
+        return self.first_row + place
 
     def reject(self, error: type[Exception], rule: str, bad: _Array, hint: str) -> None:
         """Raise an error that names the first bad value, if there is one.
@@ -116,28 +119,40 @@ def read_values(table: Any, name: str, is_list: bool) -> Values:
         KeyError: there is no such column.
         TypeError: rows are lists and must not be, or the reverse.
     """
-    array = column_of(table, name)
-    if isinstance(array, pa.ExtensionArray):
-        array = array.storage
+    array = _plain(column_of(table, name))
     kind = array.type
     if pa.types.is_null(kind):  # all values are missing
         lengths = np.zeros(len(array), np.int64) if is_list else None
         return Values(name, array[:0] if is_list else array, lengths)
-    has_lists = pa.types.is_nested(kind) and not pa.types.is_struct(kind)
-    if has_lists != is_list or pa.types.is_struct(kind) or pa.types.is_map(kind):
+    has_lists = _has_lists(kind)
+    if has_lists != is_list or (pa.types.is_nested(kind) and not has_lists):
         rule = "must have lists" if is_list else "must have one value per row"
-        hint = "" if has_lists == is_list else f" Set is_list={has_lists}."
+        hint = f" Set is_list={has_lists}." if has_lists or not pa.types.is_nested(kind) else ""
         raise TypeError(f"Column {name!r} {rule}; received {kind}.{hint}")
     if not is_list:
         return Values(name, array, None)
-    if kind.__class__.__name__.endswith("ListViewType"):
-        array = array.cast(pa.large_list(kind.value_type))
-    values = array.flatten()
+    values = _plain(array.flatten())
     if pa.types.is_nested(values.type):
         raise TypeError(
             f"Column {name!r} must have lists of values; received {kind}. Flatten the lists."
         )
     return Values(name, values, lengths_of(array))
+
+
+def _plain(array: Any) -> Any:
+    """Return the storage of Arrow's extension types, and run-end encoded values one by one."""
+    if isinstance(array, pa.ExtensionArray) and array.type.extension_name.startswith("arrow."):
+        array = array.storage
+    if pa.types.is_run_end_encoded(array.type):
+        array = pc.run_end_decode(array)
+    return array
+
+
+def _has_lists(kind: Any) -> bool:
+    types = pa.types
+    tests = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    views = (types.is_list_view, types.is_large_list_view)
+    return any(test(kind) for test in tests + views)
 
 
 def lengths_of(array: Any) -> _Array:
@@ -165,7 +180,7 @@ def read_keys(values: Values, unsigned: bool = False) -> Keys:
     kind = values.array.type
     if _is_text(kind.value_type if pa.types.is_dictionary(kind) else kind):
         return _read_texts(values)
-    numbers, is_missing = read_integers(values, unsigned)
+    numbers, is_missing = read_integers(values, "strings or whole numbers", unsigned)
     return Keys(numbers, None, is_missing)
 
 
@@ -173,18 +188,19 @@ def _is_text(kind: Any) -> bool:
     types = pa.types
     of_text = (types.is_string, types.is_large_string, types.is_string_view)
     of_bytes = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
-    return any(test(kind) for test in of_text + of_bytes)
+    return any(test(kind) for test in (*of_text, *of_bytes, types.is_binary_view))
 
 
 def _read_texts(values: Values) -> Keys:
     """Return the distinct strings of a column, and their positions."""
-    array = values.array
-    if not pa.types.is_dictionary(array.type):
-        array = _as_texts(values.name, array).dictionary_encode()
-        codes, texts = array.indices, array.dictionary
-    else:  # a dictionary may have equal or missing entries
-        entries = _as_texts(values.name, array.dictionary).dictionary_encode()
-        codes, texts = entries.indices.take(array.indices), entries.dictionary
+    encoded = _encoded(values.array)
+    if encoded is None:
+        array = _decoded(values.array)
+        bad = np.array([not _is_utf8(value) for value in array.to_pylist()])
+        values.reject(ValueError, "must have texts in UTF-8", bad, "Decode the bytes.")
+        encoded = _encoded(array)  # only unused entries of the dictionary were bad
+        assert encoded is not None
+    codes, texts = encoded
     is_missing = None
     if codes.null_count:
         is_missing = codes.is_null().to_numpy(zero_copy_only=False)
@@ -192,21 +208,36 @@ def _read_texts(values: Values) -> Keys:
     return Keys(codes.to_numpy(zero_copy_only=False).astype(np.int64), texts, is_missing)
 
 
-def _as_texts(name: str, array: Any) -> Any:
+def _encoded(array: Any) -> tuple[Any, Any] | None:
+    """Return the positions of strings and the distinct strings; None if bytes are not UTF-8."""
     try:
-        return array.cast(pa.large_string())
-    except pa.ArrowInvalid as error:
-        raise ValueError(
-            f"Column {name!r} must have texts in UTF-8; received other bytes: {error}."
-        ) from error
+        if not pa.types.is_dictionary(array.type):
+            found = array.cast(pa.large_string()).dictionary_encode()
+            return found.indices, found.dictionary
+        # a dictionary may have equal or missing entries
+        found = array.dictionary.cast(pa.large_string()).dictionary_encode()
+        return found.indices.take(array.indices), found.dictionary
+    except pa.ArrowInvalid:
+        return None
 
 
-def read_integers(values: Values, unsigned: bool = False) -> tuple[_Array, _Array | None]:
+def _is_utf8(value: bytes | None) -> bool:
+    try:
+        (value or b"").decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def read_integers(
+    values: Values, rule: str = "whole numbers", unsigned: bool = False
+) -> tuple[_Array, _Array | None]:
     """Read whole numbers.
 
     Args:
-        values: the column; floats are legal if they are whole and exact, because pandas stores
-            whole numbers beside missing ones as floats.
+        values: the column; booleans count as 0 and 1. Floats are legal if they are whole and exact,
+            because pandas stores whole numbers beside missing ones as floats.
+        rule: the legal values, for messages.
         unsigned: True to keep the 64 bits of unsigned numbers from 2^63 on.
 
     Returns:
@@ -216,15 +247,11 @@ def read_integers(values: Values, unsigned: bool = False) -> tuple[_Array, _Arra
         TypeError: the values are no whole numbers.
         ValueError: a number does not fit into int64.
     """
-    array, is_missing = _without_nulls(values)
+    array = _decoded(values.array)
     kind = array.type
-    if pa.types.is_boolean(kind):
-        array = array.cast(pa.int8())
-    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-        raise TypeError(
-            f"Column {values.name!r} must have strings or whole numbers; received {kind}. Cast it."
-        )
-    numbers = array.to_numpy(zero_copy_only=False)
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise TypeError(f"Column {values.name!r} must have {rule}; received {kind}. Cast it.")
+    numbers, is_missing = _without_nulls(array)
     if numbers.dtype == np.uint64:
         ids = numbers.view(np.int64)
         if not unsigned:
@@ -232,7 +259,7 @@ def read_integers(values: Values, unsigned: bool = False) -> tuple[_Array, _Arra
         return ids, is_missing
     if numbers.dtype.kind == "f":
         with np.errstate(invalid="ignore"):
-            wrong = ~(np.abs(numbers) < min(_EXACT, 2 / np.finfo(numbers.dtype).eps))
+            wrong = ~(np.abs(numbers) < min(_EXACT, 2 / float(np.finfo(numbers.dtype).eps)))
             wrong |= numbers != np.trunc(numbers)
         values.reject(TypeError, "must have exact whole numbers", wrong, "Cast it to int64.")
     return numbers.astype(np.int64, copy=False), is_missing
@@ -248,32 +275,56 @@ def read_numbers(values: Values) -> tuple[_Array, _Array | None]:
         TypeError: the values are no numbers.
         ValueError: a number is NaN or infinite.
     """
-    array, is_missing = _without_nulls(values)
+    array = _decoded(values.array)
     kind = array.type
-    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-    if not (is_number or pa.types.is_boolean(kind) or pa.types.is_decimal(kind)):
-        raise TypeError(f"Column {values.name!r} must have numbers; received {kind}. Cast it.")
-    if pa.types.is_boolean(kind):
-        array = array.cast(pa.int8())
     if pa.types.is_decimal(kind):
         array = array.cast(pa.float64())
-    numbers = array.to_numpy(zero_copy_only=False).astype(np.float64, copy=False)
-    if numbers.size and not np.isfinite(numbers.sum()):
+    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise TypeError(f"Column {values.name!r} must have numbers; received {kind}. Cast it.")
+    found, is_missing = _without_nulls(array)
+    numbers = found.astype(np.float64, copy=False)
+    is_finite = np.isfinite(numbers)
+    if not is_finite.all():
         hint = "Write null for a missing number."
-        values.reject(ValueError, "must have finite numbers", ~np.isfinite(numbers), hint)
+        values.reject(ValueError, "must have finite numbers", ~is_finite, hint)
     return numbers, is_missing
 
 
-def _without_nulls(values: Values) -> tuple[Any, _Array | None]:
-    """Return plain values, 0 for missing ones, and the places of the missing ones."""
-    array = values.array
+def to_float32(values: Values, numbers: _Array) -> _Array:
+    """Convert the numbers of a column.
+
+    Args:
+        values: the column, for messages.
+        numbers: [N] float64, finite.
+
+    Returns:
+        [N] float32.
+
+    Raises:
+        ValueError: a number is outside the range of float32.
+    """
+    with np.errstate(over="ignore"):
+        found = numbers.astype(np.float32)
+    is_finite = np.isfinite(found)
+    if not is_finite.all():
+        rule = "must have numbers in the range of float32"
+        values.reject(ValueError, rule, ~is_finite, "Clip or scale them.")
+    return found
+
+
+def _decoded(array: Any) -> Any:
+    """Return the values of a dictionary array; int64 for an array of nothing but nulls."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary.take(array.indices)
-    if pa.types.is_null(array.type):
-        array = array.cast(pa.int64())
-    if not array.null_count:
-        return array, None
-    is_missing = array.is_null().to_numpy(zero_copy_only=False)
-    if _is_text(array.type) or pa.types.is_temporal(array.type):
-        return array, is_missing  # the caller rejects the type
-    return array.fill_null(pa.scalar(0).cast(array.type)), is_missing
+    return array.cast(pa.int64()) if pa.types.is_null(array.type) else array
+
+
+def _without_nulls(array: Any) -> tuple[_Array, _Array | None]:
+    """Return numbers, 0 for missing ones, and the places of the missing ones."""
+    if pa.types.is_boolean(array.type):
+        array = array.cast(pa.int8())
+    is_missing = None
+    if array.null_count:
+        is_missing = array.is_null().to_numpy(zero_copy_only=False)
+        array = array.fill_null(pa.scalar(0).cast(array.type))
+    return array.to_numpy(zero_copy_only=False), is_missing

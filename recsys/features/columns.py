@@ -213,7 +213,7 @@ class Numeric:
 @final
 @dataclass(frozen=True)
 class Timestamp:
-    """Parts of a time in UTC, each a feature: `NAME.hour`, `NAME.weekday` (Monday is 1) and so on.
+    """Parts of a time in UTC, each a feature: `NAME_hour`, `NAME_weekday` (Monday is 1) and so on.
 
     Missing times have row 0 and parts start at row 1.
 
@@ -268,10 +268,10 @@ class Label:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if finite(f"Label {self.name!r}: low", self.low) > finite("Label.high", self.high):
+        subject = f"Label {self.name!r}"
+        if finite(f"{subject}: low", self.low) > finite(f"{subject}: high", self.high):
             raise ValueError(
-                f"Label {self.name!r}: low must not be above high; received {self.low} and "
-                f"{self.high}."
+                f"{subject}: low must not be above high; received {self.low} and {self.high}."
             )
 
 

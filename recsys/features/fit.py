@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from recsys.features.arrow import read_keys, read_values
+from recsys.features.arrow import Values, read_keys, read_values
 from recsys.features.columns import Categorical, Column, Numeric
 from recsys.features.scaling import Moments, Quantiles, read_scaled
 from recsys.features.vocabulary import Counts, Vocabulary
@@ -55,6 +55,7 @@ class PartialFit:
 
     def __init__(self, columns: Sequence[Column], limit: int = 50_000_000) -> None:
         self.columns = list(columns)
+        self.limit = limit
         self.num_rows = 0
         self.counts: dict[str, Counts] = {}
         self.moments: dict[str, Moments] = {}
@@ -77,16 +78,19 @@ class PartialFit:
         """
         for column in self.columns:
             if isinstance(column, Categorical):
-                keys = read_keys(read_values(table, column.name, column.is_list))
+                keys = read_keys(self._values(table, column.name, column.is_list))
                 self.counts[str(column.table)].add(column.name, keys)
             elif isinstance(column, Numeric):
-                numbers, is_missing = read_scaled(column, read_values(table, column.name, False))
+                numbers, is_missing = read_scaled(column, self._values(table, column.name, False))
                 if is_missing is not None:
                     numbers = numbers[~is_missing]
                 self.moments[column.name] = self.moments[column.name].merged(Moments.of(numbers))
                 if column.name in self.quantiles:
                     self.quantiles[column.name].add(numbers)
         self.num_rows += table.num_rows
+
+    def _values(self, table: Any, name: str, is_list: bool) -> Values:
+        return read_values(table, name, is_list)._replace(first_row=self.num_rows)
 
     def merge(self, other: PartialFit) -> None:
         """Add the statistics of another part.

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recsys.features.arrow import Values, read_numbers
+from recsys.features.arrow import Values, read_numbers, to_float32
 from recsys.features.columns import Numeric
 
 __all__ = ["Moments", "Quantiles", "bucket_rows", "read_scaled"]
@@ -42,15 +42,16 @@ class Moments:
         """Return the moments of [N] float64."""
         if not len(numbers):
             return Moments(0, 0.0, 0.0, float("inf"), float("-inf"))
-        mean = float(numbers.mean())
+        low, high = float(numbers.min()), float(numbers.max())
+        mean = float(numbers.mean()) if low < high else low  # exact for constants
         squares = float(((numbers - mean) ** 2).sum())
-        return Moments(len(numbers), mean, squares, float(numbers.min()), float(numbers.max()))
+        return Moments(len(numbers), mean, squares, low, high)
 
     def merged(self, other: Moments) -> Moments:
         """Return the moments of both pieces."""
+        if not self.count or not other.count:
+            return self if self.count else other
         count = self.count + other.count
-        if not count:
-            return self
         apart = other.mean - self.mean
         mean = self.mean + apart * other.count / count
         squares = self.squares + other.squares + apart**2 * self.count * other.count / count
@@ -145,7 +146,8 @@ def read_scaled(column: Numeric, values: Values) -> tuple[_Array, _Array | None]
 
     Raises:
         TypeError: the values are no numbers.
-        ValueError: a number is NaN or infinite, or is -1 or less with `log1p`.
+        ValueError: a number is NaN, infinite or, after clip and log, outside the range of float32;
+            or is -1 or less with `log1p`.
     """
     numbers, is_missing = read_numbers(values)
     if is_missing is not None and column.missing is not None:
@@ -159,6 +161,7 @@ def read_scaled(column: Numeric, values: Values) -> tuple[_Array, _Array | None]
         safe = numbers if is_missing is None else np.where(is_missing, 0.0, numbers)
         # one by one with the C library's function, as the C++ core does; NumPy's may differ
         numbers = pc.log1p(pa.array(safe)).to_numpy(zero_copy_only=False)
+    to_float32(values, numbers)
     return numbers, is_missing
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from recsys.datasets.tables import table_of, tables_of
 from recsys.datasets.utils import Batch
 from recsys.features import save
-from recsys.features.arrow import Values, read_keys, read_numbers, read_values
 from recsys.features.columns import (
     PART_SIZES,
     Categorical,
@@ -32,13 +31,11 @@ from recsys.features.columns import (
     Timestamp,
 )
 from recsys.features.fit import Fitted, PartialFit
-from recsys.features.scaling import bucket_rows, read_scaled
-from recsys.features.times import read_parts
+from recsys.features.samples import read_group, read_label, read_weight
+from recsys.features.transform import jagged_of, read_bags, read_dense
 from recsys.kernels.arguments import repeated, whole, wrong_type
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.hashed_ids import HashedIds
-from recsys.sparse import KeyedJaggedTensor
-from recsys.sparse.hashing import mix
 
 __all__ = ["Feature", "FeatureSpec"]
 
@@ -54,15 +51,6 @@ class Feature(NamedTuple):
     table: str
     rows: int
     growing: bool
-
-
-class _Bags(NamedTuple):
-    ids: _Array
-    """[N] int64."""
-    lengths: _Array | None
-    """[B] int64; None: one id per row."""
-    weights: _Array | None
-    """[N] float32."""
 
 
 @final
@@ -165,7 +153,7 @@ class FeatureSpec:
                 found.append(Feature(column.name, column.name, rows, False))
             elif isinstance(column, Timestamp):
                 for part in column.parts:
-                    name = f"{column.name}.{part}"
+                    name = f"{column.name}_{part}"
                     found.append(Feature(name, name, PART_SIZES[part] + 1, False))
         return found
 
@@ -319,10 +307,11 @@ class FeatureSpec:
         Raises:
             ValueError: there are no rows, or a part is of another spec.
         """
-        joined = PartialFit(self.columns)
+        joined = None
         for part in parts:
+            joined = PartialFit(self.columns, part.limit) if joined is None else joined
             joined.merge(part)
-        if not joined.num_rows:
+        if joined is None or not joined.num_rows:
             raise ValueError("fit needs at least one row; received none.")
         vocabularies = {}
         edges = {}
@@ -361,26 +350,27 @@ class FeatureSpec:
             RuntimeError: the spec is not fitted.
         """
         table = table_of(data)
-        bags = [bag for column in self.columns for bag in self._bags(table, column)]
+        bags = [bag for column in self.columns for bag in read_bags(table, column, self.fitted)]
         dense = [
-            self._dense(table, column)
+            read_dense(table, column, self.fitted)
             for column in self.columns
             if isinstance(column, Numeric) and column.buckets is None
         ]
         size = table.num_rows
+        names = [feature.name for feature in self.features()]
         weights = groups = None
         found: list[Tensor] = []
         for column in self.columns if labels else ():
             if isinstance(column, Label):
-                found.append(torch.from_numpy(_read_label(table, column)))
+                found.append(torch.from_numpy(read_label(table, column)))
             elif isinstance(column, SampleWeight):
-                weights = torch.from_numpy(_read_weight(table, column))
+                weights = torch.from_numpy(read_weight(table, column))
             elif isinstance(column, Group):
-                groups = torch.from_numpy(_read_group(table, column))
+                groups = torch.from_numpy(read_group(table, column))
         stacked = torch.stack(found, 1) if len(found) > 1 else None
         return Batch(
             torch.from_numpy(np.stack(dense, 1)) if dense else torch.zeros(size, 0),
-            self._jagged(bags, size),
+            jagged_of(names, bags, size, self.is_weighted),
             (found[0] if found else torch.zeros(size)) if stacked is None else stacked,
             tuple(self.dense_names),
             ",".join(self.label_names) if labels else "",
@@ -388,78 +378,31 @@ class FeatureSpec:
             groups=groups,
         )
 
-    def _jagged(self, bags: Sequence[_Bags], size: int) -> KeyedJaggedTensor:
-        one = np.ones(size, np.int64)
-        lengths = [one if bag.lengths is None else bag.lengths for bag in bags]
-        weights = None
-        if self.is_weighted:
-            plain = [
-                np.ones(len(bag.ids), np.float32) if bag.weights is None else bag.weights
-                for bag in bags
-            ]
-            weights = torch.from_numpy(np.concatenate(plain))
-        empty = [np.empty(0, np.int64)]
-        return KeyedJaggedTensor(
-            [feature.name for feature in self.features()],
-            torch.from_numpy(np.concatenate([bag.ids for bag in bags] or empty)),
-            weights,
-            torch.from_numpy(np.concatenate(lengths or empty)),
-        )
-
-    def _bags(self, table: Any, column: Column) -> list[_Bags]:
-        if isinstance(column, _SPARSE):
-            return [self._ids(table, column)]
-        if isinstance(column, Numeric) and column.buckets is not None:
-            numbers, is_missing = read_scaled(column, read_values(table, column.name, False))
-            rows = bucket_rows(self.fitted.edges[column.name], numbers, is_missing)
-            return [_Bags(rows, None, None)]
-        if isinstance(column, Timestamp):
-            parts = read_parts(column, read_values(table, column.name, False))
-            return [_Bags(rows, None, None) for rows in parts]
-        return []
-
-    def _ids(self, table: Any, column: SparseColumn) -> _Bags:
-        values = read_values(table, column.name, column.is_list)
-        weights = None
-        if column.weights is not None:
-            weights = _read_id_weights(table, column, values)
-        keys = read_keys(values, unsigned=isinstance(column, Hashed))
-        if isinstance(column, Categorical):
-            try:
-                ids = self.fitted.vocabularies[str(column.table)].rows_of(keys)
-            except TypeError as error:
-                raise TypeError(f"Column {column.name!r}: {error}") from error
-            return _Bags(ids, values.lengths, weights)
-        if isinstance(column, Hashed):
-            ids = keys.hashed()
-            if not column.growing:
-                ids = (mix(torch.from_numpy(ids.copy())) % column.rows).numpy()
-        else:
-            if keys.texts is not None:
-                raise TypeError(
-                    f"Column {column.name!r} must have row numbers; received texts. Describe it "
-                    "by Categorical or Hashed."
-                )
-            ids = keys.numbers
-            bad = (ids < 0) | (ids >= column.rows)
-            rule = f"must have row numbers from 0 to {column.rows - 1}"
-            values.reject(ValueError, rule, bad, "Set rows to the size of the table.")
-        return _without_missing(_Bags(ids, values.lengths, weights), keys.is_missing)
-
-    def _dense(self, table: Any, column: Numeric) -> _Array:
-        numbers, is_missing = read_scaled(column, read_values(table, column.name, False))
-        mean = self.fitted.means[column.name]
-        if is_missing is not None:
-            numbers = np.where(is_missing, mean, numbers)
-        if column.standardize:
-            numbers = (numbers - mean) / self.fitted.deviations[column.name]
-        return numbers.astype(np.float32)
-
 
 def _check_tables(columns: Sequence[Column]) -> None:
-    names = [column.name for column in columns if not isinstance(column, Label)]
-    if twice := repeated(names):
+    names: list[str] = []
+    tables: list[str] = []  # of one feature each
+    for column in columns:
+        if isinstance(column, Timestamp):
+            own = [f"{column.name}_{part}" for part in column.parts]
+            names += own
+            tables += own
+        elif isinstance(column, Numeric | Categorical | Hashed | Ids):
+            names.append(column.name)
+            if isinstance(column, Numeric) and column.buckets is not None:
+                tables.append(column.name)
+    labels = [column.name for column in columns if isinstance(column, Label)]
+    for kind in (SampleWeight, Group):
+        if sum(isinstance(column, kind) for column in columns) > 1:
+            raise ValueError(f"FeatureSpec.columns must have at most one {kind.__name__}.")
+    if twice := repeated(names) or repeated(labels):
         raise ValueError(f"FeatureSpec.columns must have distinct names; received {twice} twice.")
+    shared = {str(column.table) for column in columns if isinstance(column, _SPARSE)}
+    if twice := repeated([*shared, *tables]):
+        raise ValueError(
+            f"Columns of buckets and times have tables of their own; received {twice} for further "
+            "columns. Set table to another name."
+        )
     by_table: dict[str, SparseColumn] = {}
     for column in columns:
         if not isinstance(column, _SPARSE):
@@ -487,68 +430,7 @@ def _edges_of(column: Numeric, part: PartialFit) -> _Array:
     if not moments.count:
         return np.empty(0)
     if column.spacing == "uniform":
-        edges = moments.low + shares * (moments.high - moments.low)
+        edges = np.linspace(moments.low, moments.high, (column.buckets or 0) + 1)[1:-1]
     else:
         edges = part.quantiles[column.name].at(shares)
     return np.unique(edges)
-
-
-def _without_missing(bags: _Bags, is_missing: _Array | None) -> _Bags:
-    """Leave out missing ids."""
-    if is_missing is None:
-        return bags
-    kept = ~is_missing
-    lengths = kept.astype(np.int64)
-    if bags.lengths is not None:
-        ends = np.concatenate([[0], bags.lengths.cumsum()])
-        before = np.concatenate([[0], lengths.cumsum()])
-        lengths = before[ends[1:]] - before[ends[:-1]]
-    weights = None if bags.weights is None else bags.weights[kept]
-    return _Bags(bags.ids[kept], lengths, weights)
-
-
-def _read_id_weights(table: Any, column: SparseColumn, ids: Values) -> _Array:
-    values = read_values(table, str(column.weights), column.is_list)
-    lengths, wanted = np.asarray(values.lengths), np.asarray(ids.lengths)
-    if column.is_list and not np.array_equal(lengths, wanted):
-        row = int((lengths != wanted).argmax())
-        raise ValueError(
-            f"Column {column.weights!r} must have one weight for each id of {column.name!r}; "
-            f"received {lengths[row]} weights and {wanted[row]} ids in row {row}."
-        )
-    numbers, is_missing = read_numbers(values)
-    if is_missing is not None:  # a missing id needs no weight
-        bad = is_missing & ids.array.is_valid().to_numpy(zero_copy_only=False)
-        values.reject(ValueError, "must have a weight for each id", bad, "Write 1.")
-    return numbers.astype(np.float32)
-
-
-def _present(values: Values) -> _Array:
-    numbers, is_missing = read_numbers(values)
-    if is_missing is not None:
-        values.reject(ValueError, "must have no missing value", is_missing, "Remove the rows.")
-    return numbers
-
-
-def _read_label(table: Any, column: Label) -> _Array:
-    values = read_values(table, column.name, False)
-    numbers = _present(values)
-    bad = (numbers < column.low) | (numbers > column.high)
-    rule = f"must have labels from {column.low:g} to {column.high:g}"
-    values.reject(ValueError, rule, bad, "Set low and high of the Label.")
-    return numbers.astype(np.float32)
-
-
-def _read_weight(table: Any, column: SampleWeight) -> _Array:
-    values = read_values(table, column.name, False)
-    numbers = _present(values)
-    values.reject(ValueError, "must have weights from 0", numbers < 0, "Remove the rows.")
-    return numbers.astype(np.float32)
-
-
-def _read_group(table: Any, column: Group) -> _Array:
-    values = read_values(table, column.name, False)
-    keys = read_keys(values, unsigned=True)
-    if keys.is_missing is not None:
-        values.reject(ValueError, "must have no missing key", keys.is_missing, "Remove the rows.")
-    return np.array(keys.hashed())  # a copy: Arrow's memory is read-only

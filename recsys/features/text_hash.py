@@ -1,4 +1,4 @@
-"""64-bit hash of texts."""
+"""64-bit hash of texts, and rows of hashed numbers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,43 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["hash_texts"]
+from recsys.sparse.hashing import STEPS
+
+__all__ = ["hash_rows", "hash_texts"]
 
 _START: Final = 0xCBF29CE484222325
 _FACTOR: Final = 0x100000001B3
 _FEW: Final = 16  # texts for which a loop over bytes is faster than one over arrays
 _MASK: Final = (1 << 64) - 1
+
+
+def hash_rows(
+    ids: np.ndarray[Any, np.dtype[np.int64]], rows: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the rows of `recsys.sparse.hash_ids`, computed in place by NumPy.
+
+    Args:
+        ids: [N] int64.
+        rows: number of rows of the table.
+
+    Returns:
+        [N] int64 from 0 to `rows` - 1.
+
+    Example:
+        >>> hash_rows(np.array([10**18]), 1000).tolist()
+        [34]
+    """
+    mixed = ids.view(np.uint64).copy()
+    other = np.empty_like(mixed)
+    for shift, factor in STEPS:
+        np.right_shift(mixed, np.uint64(shift), out=other)
+        mixed ^= other
+        mixed *= np.uint64(factor)
+    mixed &= np.uint64(_MASK >> 1)
+    np.floor_divide(mixed, np.uint64(rows), out=other)  # faster than a remainder
+    other *= np.uint64(rows)
+    mixed -= other
+    return mixed.view(np.int64)
 
 
 def hash_texts(texts: Any) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -11,10 +11,11 @@ import pyarrow as pa
 from recsys.features.arrow import Values, read_integers
 from recsys.features.columns import UNITS, Timestamp
 
-__all__ = ["read_parts"]
+__all__ = ["read_parts", "read_seconds"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _HOURS, _DAYS = 3600, 86_400
+_FIRST, _LAST = -62_135_596_800, 253_402_300_799  # seconds of the years 1 to 9999
 
 
 def read_parts(column: Timestamp, values: Values) -> list[_Array]:
@@ -29,17 +30,9 @@ def read_parts(column: Timestamp, values: Values) -> list[_Array]:
 
     Raises:
         TypeError: the values are neither times nor whole numbers.
+        ValueError: a time is outside the years 1 to 9999, as of numbers with another unit.
     """
-    kind = values.array.type
-    if pa.types.is_date(kind):
-        array = values.array.cast(pa.timestamp("s"))
-        found = Values(values.name, array.cast(pa.int64()), None), 1
-    elif pa.types.is_timestamp(kind):
-        found = Values(values.name, values.array.cast(pa.int64()), None), UNITS[kind.unit]
-    else:
-        found = values, UNITS[column.unit]
-    numbers, is_missing = read_integers(found[0])
-    seconds = numbers // found[1]
+    seconds, is_missing = read_seconds(values, UNITS[column.unit])
     parts: dict[str, Callable[[], _Array]] = {
         "hour": lambda: seconds // _HOURS % 24,
         "weekday": lambda: (seconds // _DAYS + 3) % 7,  # day 0 was a Thursday
@@ -53,6 +46,35 @@ def read_parts(column: Timestamp, values: Values) -> list[_Array]:
             row[is_missing] = 0
         rows.append(row)
     return rows
+
+
+def read_seconds(values: Values, per_second: int) -> tuple[_Array, _Array | None]:
+    """Read times as whole seconds since 1970 in UTC.
+
+    Args:
+        values: the column.
+        per_second: unit of whole numbers, as parts of a second.
+
+    Returns:
+        [N] int64, rounded down, with 0 for missing times; and [N] bool, True for missing times, or
+        None.
+
+    Raises:
+        TypeError: the values are neither times nor whole numbers.
+        ValueError: a time is outside the years 1 to 9999, as of numbers with another unit.
+    """
+    array = values.array
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary.take(array.indices)
+    if pa.types.is_date(array.type):
+        array, per_second = array.cast(pa.timestamp("s")).cast(pa.int64()), 1
+    elif pa.types.is_timestamp(array.type):
+        array, per_second = array.cast(pa.int64()), UNITS[array.type.unit]
+    numbers, is_missing = read_integers(values._replace(array=array), "times or whole numbers")
+    seconds = numbers // per_second
+    bad = (seconds < _FIRST) | (seconds > _LAST)
+    values.reject(ValueError, "must have times of the years 1 to 9999", bad, "Set unit.")
+    return seconds, is_missing
 
 
 def _days(seconds: _Array) -> _Array:

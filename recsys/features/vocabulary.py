@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
@@ -12,6 +14,7 @@ import pyarrow.compute as pc
 
 from recsys.features.arrow import Keys
 from recsys.features.columns import MISSING, UNKNOWN
+from recsys.features.hash_index import HashIndex
 from recsys.features.text_hash import hash_texts
 
 __all__ = ["Counts", "Vocabulary"]
@@ -44,21 +47,30 @@ class Vocabulary:
     def __init__(self, values: Any) -> None:
         self.values = values
         self.kind = "number" if values.type == pa.int64() else "text"
-        if self.kind == "text":
-            hashes = hash_texts(values)
-        else:
-            hashes = values.to_numpy(zero_copy_only=False)
-        self._order = np.argsort(hashes, kind="stable")
-        self._sorted = hashes[self._order]
-        if (self._sorted[1:] == self._sorted[:-1]).any():
+        try:
+            self._index = HashIndex(self._hashes())
+        except ValueError as error:
             raise ValueError(
                 "The values of a vocabulary must be distinct, as must be their hashes."
-            )
+            ) from error
 
     @property
     def num_rows(self) -> int:
         """Number of rows of the table."""
         return len(self.values) + _FIRST
+
+    def by_hash(self) -> tuple[_Array, _Array]:
+        """Return the rising hashes of the values, and their rows; [V] int64 each."""
+        hashes = self._hashes()
+        order = np.argsort(hashes, kind="stable")
+        return hashes[order], order + _FIRST
+
+    def _hashes(self) -> _Array:
+        """Return [V] int64; numbers are their own hashes."""
+        if self.kind == "text":
+            return hash_texts(self.values)
+        numbers: _Array = self.values.to_numpy(zero_copy_only=False)
+        return numbers
 
     def rows_of(self, keys: Keys) -> _Array:
         """Return [N] int64, the row of each value.
@@ -66,40 +78,29 @@ class Vocabulary:
         Raises:
             TypeError: the vocabulary has texts and the column numbers, or the reverse.
         """
-        if len(self.values) and keys.kind != self.kind and not _all_missing(keys):
+        if keys.is_missing is not None and keys.is_missing.all():
+            return np.full(len(keys.numbers), MISSING)
+        if keys.kind != self.kind and len(keys.numbers) and len(self.values):
             raise TypeError(
                 f"The column must have {self.kind}s, as the data of fit; received {keys.kind}s. "
                 "Cast it."
             )
         if keys.texts is None:
-            rows = self._find(keys.numbers)
-        elif len(keys.texts):
-            rows = self._find_texts(keys.texts)[keys.numbers]
+            places = self._index.find(keys.numbers)
         else:
-            rows = np.full(len(keys.numbers), MISSING)
+            places = self._find_texts(keys.texts)[keys.numbers]
+        rows = np.where(places < 0, UNKNOWN, places + _FIRST)
         if keys.is_missing is not None:
             rows[keys.is_missing] = MISSING
         return rows
 
-    def _find(self, hashes: _Array) -> _Array:
-        if not len(self._sorted):
-            return np.full(len(hashes), UNKNOWN)
-        places = np.searchsorted(self._sorted, hashes)
-        places[places == len(self._sorted)] = 0
-        is_known = self._sorted[places] == hashes
-        return np.where(is_known, self._order[places] + _FIRST, UNKNOWN)
-
     def _find_texts(self, texts: Any) -> _Array:
-        if not len(self.values):
-            return np.full(len(texts), UNKNOWN)
-        rows = self._find(hash_texts(texts))
-        known = self.values.take(pa.array(np.maximum(rows - _FIRST, 0)))
+        places = self._index.find(hash_texts(texts))
+        if not len(self.values) or not len(texts):
+            return places
+        known = self.values.take(pa.array(np.maximum(places, 0)))
         is_equal = pc.equal(known, texts).to_numpy(zero_copy_only=False)
-        return np.where(is_equal | (rows == UNKNOWN), rows, UNKNOWN)
-
-
-def _all_missing(keys: Keys) -> bool:
-    return keys.is_missing is not None and bool(keys.is_missing.all())
+        return np.where(is_equal, places, -1)
 
 
 @final
@@ -121,7 +122,7 @@ class Counts:
         self._limit = limit
         self._kind: str | None = None
         self._parts: list[Any] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: str | None = None
         self._num_files = 0
         self._merged_rows = 0
 
@@ -204,13 +205,14 @@ class Counts:
     def _move_to_files(self) -> None:
         (part,) = self._parts
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="recsys-counts-")
+            self._folder = tempfile.mkdtemp(prefix="recsys-counts-")
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         values = part["value"].combine_chunks()
         hashes = hash_texts(values) if self._kind == "text" else values.to_numpy()
         places = pa.array((hashes ^ (hashes >> 32)) % _PARTITIONS)
         for place in range(_PARTITIONS):
             rows = part.filter(pc.equal(places, place))
-            path = Path(self._folder.name, f"{place}-{self._num_files}.arrow")
+            path = Path(self._folder, f"{place}-{self._num_files}.arrow")
             with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, rows.schema) as writer:
                 writer.write_table(rows)
         self._num_files += 1
@@ -230,7 +232,7 @@ class Counts:
         for place in range(_PARTITIONS):
             tables = []
             for number in range(self._num_files):
-                path = Path(self._folder.name, f"{place}-{number}.arrow")
+                path = Path(self._folder, f"{place}-{number}.arrow")
                 with pa.OSFile(str(path)) as file:
                     tables.append(pa.ipc.open_file(file).read_all())
             yield _merged(tables)

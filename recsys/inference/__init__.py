@@ -1,5 +1,7 @@
 """Serving of a trained model: quantize the tables, shard them, and export a program."""
 
+from typing import TYPE_CHECKING
+
 from recsys.checksums import verify_checksum
 from recsys.inference.export import export_aoti, export_torchscript
 from recsys.inference.packages.check import inspect, verify
@@ -22,6 +24,10 @@ from recsys.inference.report import (
     quantization_report,
 )
 from recsys.inference.shard import shard_quant_model
+from recsys.lazy import lazy_names
+
+if TYPE_CHECKING:  # needs pyarrow
+    from recsys.inference.scoring import score
 
 __all__ = [
     "Predictor",
@@ -43,9 +49,12 @@ __all__ = [
     "quantize_embeddings",
     "quantize_inference_model",
     "read_delta",
+    "score",
     "shard_quant_model",
     "verify",
     "verify_checksum",
     "write_delta",
     "write_delta_between",
 ]
+
+__getattr__ = lazy_names(__name__, {"score": "inference.scoring"})

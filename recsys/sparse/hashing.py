@@ -11,7 +11,8 @@ from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked_late
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 
-_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+"""Shifts and factors of SplitMix64."""
 
 
 @checked_late
@@ -66,7 +67,7 @@ def hash_ids(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int]) -> 
 
 def mix(ids: Tensor) -> Tensor:
     """Output function of SplitMix64, without the sign bit."""
-    for shift, factor in _STEPS:
+    for shift, factor in STEPS:
         high = (ids >> shift) & ((1 << (64 - shift)) - 1)  # a shift of int64 copies the sign
         ids = (ids ^ high) * (factor - (1 << 64) if factor >> 63 else factor)
     return ids & ((1 << 63) - 1)

@@ -105,20 +105,19 @@ def test_bad_weights_are_named_by_their_column(kind: Any, bad: float) -> None:
         Batch.from_columns(table, sparse=["user"], weights={"films": "seconds"})
 
 
-@pytest.mark.parametrize(
-    "travel",
-    [
-        lambda batch: batch.to(torch.device("cpu")),
-        copy.copy,
-        copy.deepcopy,
-        lambda batch: pickle.loads(pickle.dumps(batch)),
-        through_torch_save,
-        lambda batch: torch.utils._pytree.tree_map(lambda leaf: leaf, batch),
-        lambda batch: dataclasses.replace(batch, labels=batch.labels + 0),
-        lambda batch: to_device(batch, torch.device("cpu")),
-    ],
-    ids=["to", "copy", "deepcopy", "pickle", "save", "tree_map", "replace", "to_device"],
-)
+TRAVELS: dict[str, Callable[[Batch], Batch]] = {
+    "to": lambda batch: batch.to(torch.device("cpu")),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda batch: pickle.loads(pickle.dumps(batch)),
+    "save": through_torch_save,
+    "tree_map": lambda batch: torch.utils._pytree.tree_map(lambda leaf: leaf, batch),
+    "replace": lambda batch: dataclasses.replace(batch, labels=batch.labels + 0),
+    "to_device": lambda batch: to_device(batch, torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("travel", TRAVELS.values(), ids=TRAVELS)
 def test_names_travel_with_a_batch(travel: Callable[[Batch], Batch]) -> None:
     batch = Batch.from_columns(TABLE, sparse=["user"], dense=["age", "price"], label="liked")
     travelled = travel(batch)
@@ -152,3 +151,72 @@ def test_a_batch_needs_no_names() -> None:
     old = pickle.loads(pickle.dumps(batch))
     del old.__dict__["dense_names"], old.__dict__["label_name"]  # as of an earlier version
     assert pickle.loads(pickle.dumps(old)).dense_names == ()
+
+
+def with_all_parts() -> Batch:
+    made = Batch.from_columns(TABLE, sparse=["user", "films"], dense=["age"])
+    labels = torch.tensor([[1.0, 0.5], [0.0, 0.25], [1.0, 0.0]])
+    weights, groups = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([7, -(2**63), 7])
+    return dataclasses.replace(
+        made, labels=labels, label_name="liked,stars", sample_weights=weights, groups=groups
+    )
+
+
+@pytest.mark.parametrize("travel", TRAVELS.values(), ids=TRAVELS)
+@pytest.mark.parametrize("absent", ["", "sample_weights", "groups"])
+def test_weights_and_groups_travel_with_a_batch(
+    travel: Callable[[Batch], Batch], absent: str
+) -> None:
+    batch = with_all_parts()
+    if absent:
+        setattr(batch, absent, None)
+    travelled = travel(batch)
+    for name in ("sample_weights", "groups", "labels"):
+        found, expected = getattr(travelled, name), getattr(batch, name)
+        if name == absent:
+            assert found is None
+        else:
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+    travelled.labels[1, 1] = 7
+    with pytest.raises(ValueError, match=r"received 7.0 in row 1 of column 'stars'"):
+        check_labels(travelled.labels)
+
+
+def test_weights_and_groups_travel_to_a_gpu() -> None:
+    with PretendedCuda() as cuda:
+        moved = with_all_parts().pin_memory().to(CUDA, non_blocking=True)
+        assert cuda.is_on_device(moved.sample_weights)
+        assert cuda.is_on_device(moved.groups)
+        assert cuda.notes == []
+        again = torch.utils._pytree.tree_map(lambda leaf: leaf, moved)
+        assert cuda.is_on_device(again.groups)
+
+
+def test_a_stream_is_recorded_on_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda part, _: seen.append(part))
+    batch = with_all_parts()
+    batch.record_stream(None)  # type: ignore[arg-type]
+    for part in (batch.dense_features, batch.labels, batch.sample_weights, batch.groups):
+        assert any(part is one for one in seen)
+
+
+def test_all_parts_are_leaves_of_a_tree() -> None:
+    batch = with_all_parts()
+    doubled = torch.utils._pytree.tree_map(
+        lambda leaf: leaf * 2 if isinstance(leaf, torch.Tensor) else leaf, batch
+    )
+    assert torch.equal(doubled.sample_weights, torch.tensor([1.0, 2.0, 4.0]))
+    assert torch.equal(doubled.labels, batch.labels * 2)
+
+
+def test_parts_have_their_types() -> None:
+    for name in ("sample_weights", "groups"):
+        with pytest.raises(TypeError, match=f"Batch.{name} must be a tensor; received"):
+            dataclasses.replace(with_all_parts(), **{name: [1.0, 2.0, 3.0]})
+    old = pickle.loads(pickle.dumps(with_all_parts()))
+    del old.__dict__["sample_weights"], old.__dict__["groups"]  # as of an earlier version
+    again = pickle.loads(pickle.dumps(old))
+    assert (again.sample_weights, again.groups) == (None, None)
+    assert again.to(torch.device("cpu")).groups is None

@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
 from serving.triton_server import Server, find_server, triton_server
 
+from recsys.inference import Predictor
+from tests.inference.raw_package import raw_spec, raw_table, write_raw_version
 from tests.inference.small_package import Request, random_request, score, write_version
 
 ROOT = Path(__file__).parents[2]
@@ -255,6 +259,57 @@ def test_versions_are_replaced_under_load(
     with start(models, EXPLICIT) as server:
         Client(server, "http").infer(request)
     assert temporary_files(temporary) == set()
+
+
+def raw_inputs(module: Any, table: pa.Table) -> list[Any]:
+    """The inputs of a request with the columns of a table."""
+    arrays: dict[str, np.ndarray] = {}
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        if pa.types.is_list(column.type):
+            arrays[f"{name}.lengths"] = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+            column = column.flatten()
+        values = column.fill_null("" if pa.types.is_string(column.type) else 0)
+        if pa.types.is_uint64(values.type):
+            arrays[name] = values.to_numpy().view(np.int64)
+        elif pa.types.is_integer(values.type) and name != "level":
+            arrays[name] = values.to_numpy().astype(np.int64)
+        elif name == "level":
+            arrays[name] = values.to_numpy().astype(np.float64)
+        else:
+            arrays[name] = values.to_numpy(zero_copy_only=False)
+        if name != "weight":
+            arrays[f"{name}.missing"] = column.is_null().to_numpy(zero_copy_only=False)
+    arrays.pop("weight.lengths", None)
+    kinds = {"f": "FP32", "i": "INT64", "b": "BOOL", "O": "BYTES"}
+    inputs = []
+    for name, array in arrays.items():
+        kind = "FP64" if array.dtype == np.float64 else kinds[array.dtype.kind]
+        array = array.astype(np.int64) if kind == "INT64" else array
+        one = module.InferInput(name, list(array.shape), kind)
+        one.set_data_from_numpy(array)
+        inputs.append(one)
+    return inputs
+
+
+def test_requests_have_raw_columns(tmp_path: Path) -> None:
+    """Texts, numbers and lists with missing values, over both protocols; bad ones are named."""
+    spec = raw_spec(is_weighted=True)
+    version, _ = write_raw_version(tmp_path / "models/movies", spec)
+    with start(tmp_path / "models") as server, Predictor(version) as plain:
+        for protocol in PROTOCOLS:
+            client = Client(server, protocol)
+            for seed in range(5):
+                table = raw_table(30 + seed, seed + 20).drop_columns(["ok"])
+                inputs = raw_inputs(client.module, table)
+                found = client.client.infer("movies", inputs).as_numpy("output")
+                np.testing.assert_allclose(found, plain(table)["output"], rtol=1e-5, atol=1e-6)
+            bad = client.module.InferInput("row", [2], "INT64")
+            bad.set_data_from_numpy(np.array([3, 25]))
+            with pytest.raises(Exception, match="row has the id 25 at position 1") as caught:
+                client.client.infer("movies", [bad])
+            error: Any = caught.value
+            assert str(error.status()) in BAD_STATUS
 
 
 def test_a_broken_version_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -26,6 +27,7 @@ struct CheckedRequest {
   std::int64_t num_rows = 0;
   std::vector<const TensorView*> dense;  // per input; null: jagged, or missing
   std::vector<Bags> bags;                // per feature of all inputs
+  std::shared_ptr<const void> memory;    // of tensors that are not the request's; may be null
 };
 
 // Ids of a feature, in an input of a batch, to be replaced by rows.

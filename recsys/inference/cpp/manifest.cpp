@@ -248,6 +248,7 @@ Manifest parse(const std::string& text) {
   for (const auto& [path, file] : json.at("files").object()) {
     manifest.files.push_back(file_of(path, file));
   }
+  manifest.columns = json.at("columns").array();
   check_tables(manifest);
   check_features(manifest);
   return manifest;

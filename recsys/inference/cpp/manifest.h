@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "json.h"
 #include "tensor.h"
 
 namespace recsys {
@@ -98,6 +99,7 @@ struct Manifest {
   std::vector<Table> tables;
   std::vector<Buffer> buffers;
   std::vector<File> files;
+  Json::Array columns;  // descriptions of raw columns; none: requests have the model's tensors
 
   // Reads a version's manifest. Throws Error(RECSYS_BAD_PACKAGE).
   static Manifest read(const std::string& version);

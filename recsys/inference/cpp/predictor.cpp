@@ -8,6 +8,7 @@
 #include <shared_mutex>
 #include <utility>
 
+#include "columns.h"
 #include "error.h"
 #include "files.h"
 
@@ -21,6 +22,7 @@ class Version {
       : folder_(folder),
         manifest_(verified(folder, options)),
         batcher_(manifest_.schema),
+        columns_(manifest_, folder),
         tables_(manifest_, folder),
         program_(load_program(manifest_, folder, tables_, options)),
         text_(std::make_shared<const std::string>(manifest_.text)) {
@@ -28,7 +30,19 @@ class Version {
     follow();
   }
 
-  const Batcher& batcher() const { return batcher_; }
+  std::int64_t max_rows() const { return batcher_.schema().max_rows; }
+
+  // Checks a request of raw columns, or of the model's tensors if the package has no columns.
+  CheckedRequest check(const Request& request) const {
+    if (columns_.empty()) {
+      return batcher_.check(request);
+    }
+    std::shared_ptr<const Converted> converted = columns_.convert(request);
+    CheckedRequest found = batcher_.check(converted->request());
+    found.memory = std::move(converted);
+    return found;
+  }
+
   std::shared_ptr<const std::string> text() const { return text_; }
 
   std::vector<Tensor> run_program(const Batch& batch) {
@@ -190,6 +204,7 @@ class Version {
   const std::string folder_;
   const Manifest manifest_;
   const Batcher batcher_;
+  const Columns columns_;
   Tables tables_;
   const std::unique_ptr<Program> program_;
   const std::shared_ptr<const std::string> text_;
@@ -252,12 +267,12 @@ std::shared_ptr<Version> Predictor::current() const {
 std::shared_ptr<const std::string> Predictor::manifest() const { return current()->text(); }
 
 std::int64_t Predictor::check(const Request& request) const {
-  return current()->batcher().check(request).num_rows;
+  return current()->check(request).num_rows;
 }
 
 std::vector<Response> Predictor::run(const std::vector<Request>& requests) {
   const std::shared_ptr<Version> version = current();
-  const std::int64_t max_rows = version->batcher().schema().max_rows;
+  const std::int64_t max_rows = version->max_rows();
   std::vector<Response> responses(requests.size());
   std::vector<CheckedRequest> batch;
   std::vector<Response*> answers;
@@ -272,7 +287,7 @@ std::vector<Response> Predictor::run(const std::vector<Request>& requests) {
   };
   for (std::size_t i = 0; i < requests.size(); ++i) {
     try {
-      CheckedRequest checked = version->batcher().check(requests[i]);
+      CheckedRequest checked = version->check(requests[i]);
       if (num_rows + checked.num_rows > max_rows) {
         run_batch();
       }

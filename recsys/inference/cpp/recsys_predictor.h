@@ -31,8 +31,15 @@ typedef enum {
   RECSYS_FLOAT16 = 4,
   RECSYS_BFLOAT16 = 5,
   RECSYS_FLOAT32 = 6,
-  RECSYS_FLOAT64 = 7
+  RECSYS_FLOAT64 = 7,
+  RECSYS_TEXT = 8 /* of raw columns: an array of recsys_text */
 } recsys_dtype;
+
+/* UTF-8, without a 0 at its end; data NULL: the value is missing. */
+typedef struct {
+  const char *data;
+  int64_t size;
+} recsys_text;
 
 /* A named tensor in host memory. */
 typedef struct {

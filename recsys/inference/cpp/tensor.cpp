@@ -21,7 +21,8 @@ struct Kind {
 
 // In the order of recsys_dtype.
 constexpr Kind kKinds[] = {{"bool", 1},    {"uint8", 1},    {"int32", 4},   {"int64", 8},
-                           {"float16", 2}, {"bfloat16", 2}, {"float32", 4}, {"float64", 8}};
+                           {"float16", 2}, {"bfloat16", 2}, {"float32", 4}, {"float64", 8},
+                           {"text", sizeof(recsys_text)}};
 
 }  // namespace
 
@@ -29,7 +30,9 @@ std::size_t size_of(recsys_dtype dtype) { return kKinds[dtype].size; }
 
 const char* name_of(recsys_dtype dtype) { return kKinds[dtype].name; }
 
-bool is_float(recsys_dtype dtype) { return dtype >= RECSYS_FLOAT16; }
+bool is_float(recsys_dtype dtype) {
+  return dtype >= RECSYS_FLOAT16 && dtype <= RECSYS_FLOAT64;
+}
 
 namespace {
 
@@ -63,6 +66,7 @@ double number_at(const Tensor& tensor, std::int64_t index) {
     case RECSYS_BFLOAT16: return bfloat16_number(static_cast<const std::uint16_t*>(data)[index]);
     case RECSYS_FLOAT32: return static_cast<const float*>(data)[index];
     case RECSYS_FLOAT64: return static_cast<const double*>(data)[index];
+    case RECSYS_TEXT: break;
   }
   return std::nan("");
 }

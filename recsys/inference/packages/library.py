@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:  # needs pyarrow
+    from recsys.inference.packages.columns import Texts
 
 __all__ = ["Library"]
 
@@ -18,6 +21,7 @@ _DTYPES = (
 )  # fmt: skip
 """In the order of `recsys_dtype`."""
 
+_TEXT = 8
 _OTHER_DTYPE = -1
 """Refused by the library."""
 
@@ -74,7 +78,9 @@ class Library:
         self._predictor = ctypes.c_void_p()
         self._call("open", str(version).encode(), ctypes.byref(given), _by(self._predictor))
 
-    def run(self, requests: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor] | Exception]:
+    def run(
+        self, requests: Sequence[Mapping[str, Tensor | Texts]]
+    ) -> list[dict[str, Tensor] | Exception]:
         """Run requests in one batch; the entry of a bad request is its error."""
         views = [_views(request) for request in requests]
         given = (_Request * len(views))(*(_Request(view, len(view)) for view in views))
@@ -142,11 +148,16 @@ def _error(code: int, message: str) -> Exception:
     return ValueError(message) if code in known else RuntimeError(message)
 
 
-def _views(request: Mapping[str, Tensor]) -> Any:
+def _views(request: Mapping[str, Tensor | Texts]) -> Any:
     """Return the tensors of a request for the C API, which refers to their memory."""
     views = (_Tensor * len(request))()
     for view, (name, tensor) in zip(views, request.items(), strict=True):
         view.name = name.encode()
+        if not isinstance(tensor, Tensor):
+            view.dtype, view.num_dims = _TEXT, 1
+            view.shape = (ctypes.c_int64 * 1)(len(tensor.views))
+            view.data = tensor.views.ctypes.data
+            continue
         view.dtype = _DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else _OTHER_DTYPE
         view.num_dims = tensor.dim()
         view.shape = (ctypes.c_int64 * tensor.dim())(*tensor.shape)

@@ -35,6 +35,9 @@ class Predictor:
     is weighted. Without lengths each row has one id; an absent feature has no ids. Inputs are
     checked before the program reads them.
 
+    A package that was written with a `FeatureSpec` takes raw columns: a request is a table of
+    Arrow, pandas or polars, or a dict of columns, as for `FeatureSpec.transform` without labels.
+
     With the C++ core, calls run as in a server. Without it the program runs by torch. The program
     of a model that was on a GPU runs on the current CUDA device.
 
@@ -77,6 +80,8 @@ class Predictor:
             )
         self._program = program
         self._verify_tables = verify_tables
+        self._version = Path(version)
+        self._spec: Any = None  # of the version, once it is needed
         self._engine: Library | _TorchEngine
         if path:
             on_gpu = program_of(read_manifest(Path(version)), program)["device"] == "cuda"
@@ -100,7 +105,7 @@ class Predictor:
         """The number of the last applied delta; 0: none."""
         return self._engine.sequence()
 
-    def __call__(self, request: Request) -> Response:
+    def __call__(self, request: Request | Any) -> Response:
         """Score a request.
 
         Returns:
@@ -117,15 +122,32 @@ class Predictor:
             raise found
         return found
 
-    def run(self, requests: Sequence[Request]) -> list[Response | Exception]:
+    def run(self, requests: Sequence[Request | Any]) -> list[Response | Exception]:
         """Score requests, which the C++ core merges; the entry of a bad request is its error."""
-        tensors = [_tensors(request) for request in requests]
+        columns = self.manifest["columns"]
+        tensors = [
+            self._converted(request, columns) if columns else _tensors(request)
+            for request in requests
+        ]
         answers = iter(self._engine.run([t for t in tensors if not isinstance(t, Exception)]))
         found = [one if isinstance(one, Exception) else next(answers) for one in tensors]
         return [
             one if isinstance(one, Exception) else {k: _array(v) for k, v in one.items()}
             for one in found
         ]
+
+    def _converted(self, request: Any, columns: Sequence[Any]) -> dict[str, Any] | Exception:
+        """Convert a table of raw columns, or return the error of a bad value."""
+        from recsys.inference.packages import columns as raw
+
+        try:
+            if isinstance(self._engine, Library):
+                return dict(raw.raw_request(columns, request))
+            if self._spec is None:
+                self._spec = raw.load_spec(self._version)
+            return dict(raw.model_request(self._spec, self.manifest["inputs"], request))
+        except (KeyError, TypeError, ValueError) as error:
+            return error
 
     @checked
     def update(self, table: str, ids: Tensor, rows: Tensor) -> None:
@@ -164,6 +186,7 @@ class Predictor:
             self._engine.swap(Path(version))
         else:
             self._engine = _TorchEngine(Path(version), self._program, self._verify_tables)
+        self._version, self._spec = Path(version), None
 
     def close(self) -> None:
         """Free the memory; the predictor cannot be used afterwards."""

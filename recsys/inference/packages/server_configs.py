@@ -23,6 +23,7 @@ _TYPES = {
     "bfloat16": "TYPE_BF16",
     "float32": "TYPE_FP32",
     "float64": "TYPE_FP64",
+    "text": "TYPE_STRING",
 }
 
 _PARAMETERS = {"num_threads": "1", "poll_ms": "100", "verify_tables": "1"}
@@ -34,8 +35,8 @@ def config_pbtxt(manifest: Mapping[str, Any], name: str) -> str:
     """Return Triton's configuration of a package.
 
     Requests have the tensors of the manifest, without a batch dim in front: `max_batch_size` is 0,
-    and the backend merges requests up to `max_rows` of the manifest. Absent features and dense
-    inputs with a default are optional.
+    and the backend merges requests up to `max_rows` of the manifest. Absent features, dense inputs
+    with a default and raw columns are optional.
 
     Args:
         manifest: The content of `manifest.json`.
@@ -53,6 +54,7 @@ def config_pbtxt(manifest: Mapping[str, Any], name: str) -> str:
         ...     "programs": [{"device": "cpu"}],
         ...     "inputs": [{"name": "age", "kind": "dense", "dtype": "float32",
         ...                 "shape": [-1, 1], "default": None}],
+        ...     "columns": [],
         ...     "outputs": [{"name": "score", "kind": "rows", "dtype": "float32",
         ...                  "shape": [-1, 1]}],
         ... }
@@ -73,7 +75,7 @@ def config_pbtxt(manifest: Mapping[str, Any], name: str) -> str:
         f"name: {_quoted(name)}",
         f"backend: {_quoted(BACKEND)}",
         "max_batch_size: 0",
-        *(line for one in manifest["inputs"] for line in _input_lines(one)),
+        *_request_lines(manifest),
         *(line for one in manifest["outputs"] for line in _output_lines(one)),
         f"instance_group {{ kind: {kind} count: 1 }}",
         *(
@@ -175,6 +177,21 @@ def _input_lines(one: Mapping[str, Any]) -> Iterator[str]:
         yield _tensor_line("input", f"{tensor}.lengths", "int64", [-1], is_optional=True)
         if one["weighted"]:
             yield _tensor_line("input", f"{tensor}.weights", "float32", [-1], is_optional=True)
+
+
+def _request_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of raw columns, or of the model's inputs if the package has no columns."""
+    if not manifest["columns"]:
+        for one in manifest["inputs"]:
+            yield from _input_lines(one)
+    for column in manifest["columns"]:
+        name = column["name"]
+        yield _tensor_line("input", name, column["dtype"], [-1], is_optional=True)
+        yield _tensor_line("input", f"{name}.missing", "bool", [-1], is_optional=True)
+        if column.get("is_list"):
+            yield _tensor_line("input", f"{name}.lengths", "int64", [-1], is_optional=True)
+        if column.get("weights"):
+            yield _tensor_line("input", column["weights"], "float32", [-1], is_optional=True)
 
 
 def _output_lines(one: Mapping[str, Any]) -> Iterator[str]:

@@ -11,7 +11,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 from urllib.parse import quote
 
 import torch
@@ -49,6 +49,9 @@ from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from recsys.modules.hashed_ids import HashedIds
 
+if TYPE_CHECKING:  # needs pyarrow
+    from recsys.inference.packages.columns import Columns
+
 __all__ = ["package"]
 
 _FILES = {"aoti": "program.pt2", "torchscript": "program.pt"}
@@ -63,12 +66,13 @@ _BLOCK_BYTES = 32 << 20
 def package(
     model: nn.Module,
     folder: str | Path,
-    inputs: Sequence[object],
+    inputs: Any,
     *,
     version: int = 1,
     programs: Sequence[str] = ("aoti",),
     max_rows: int = 4096,
     defaults: Mapping[str, float] | None = None,
+    spec: Any = None,
 ) -> Path:
     """Write a version of a serving package: a folder that NVIDIA Triton serves.
 
@@ -81,13 +85,17 @@ def package(
         model: A quantized model in evaluation mode, on the device for which programs are compiled.
         folder: The package. Its last part is the name of the model.
         inputs: Example arguments of the model, as for `export_aoti`, with two samples or more. All
-            inputs have one row per sample.
+            inputs have one row per sample. With `spec` a table of raw columns, as for
+            `FeatureSpec.transform`.
         version: Number of the version.
         programs: "aoti" for AOTInductor, "torchscript", or both; servers take the first by default.
             TorchScript is for models that branch on values, and for tables on several devices,
             which are stored in the program. It is deprecated by PyTorch.
         max_rows: Maximum number of rows of a request, and of a merged batch.
         defaults: Values of dense inputs that a request may leave out, by name.
+        spec: A fitted `FeatureSpec`. The package contains it, and requests have its raw columns:
+            texts, numbers and lists. The arguments of the model are then the dense features, if the
+            spec has any, and the features with ids.
 
     Returns:
         The folder of the version.
@@ -121,7 +129,15 @@ def package(
     part = folder / f".part-{secrets.token_hex(8)}"
     part.mkdir()
     try:
-        manifest = _write_version(part, model, inputs, kinds, max_rows, dict(defaults or {}))
+        columns: Columns | None = None
+        if spec is not None:
+            from recsys.inference.packages.columns import Columns
+
+            columns = Columns(spec, inputs)
+            inputs = columns.arguments()
+        manifest = _write_version(
+            part, model, inputs, kinds, max_rows, dict(defaults or {}), columns
+        )
         _sync(part)
         os.rename(part, target)
     except BaseException:
@@ -140,6 +156,7 @@ def _write_version(
     kinds: Sequence[str],
     max_rows: int,
     defaults: Mapping[str, float],
+    columns: Columns | None,
 ) -> dict[str, Any]:
     (part / "tables").mkdir()
     (part / "deltas").mkdir()
@@ -189,7 +206,7 @@ def _write_version(
             for name, lookup in buffers.items()
         ],
         "limits": {"max_rows": max_rows},
-        "columns": [],
+        "columns": [] if columns is None else columns.write(part, entries),
     }
     request = sample_request(model, inputs, entries)
     response = _checked_response(part, manifest, request)

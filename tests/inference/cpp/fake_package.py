@@ -112,6 +112,60 @@ def manifest(**changed: Any) -> dict[str, Any]:
     }
 
 
+CITIES = ["Oslo", "Zürich", ""]
+"""The vocabulary of the raw column `city`; the first has row 2."""
+_IDS = {"weights": None, "rows": None, "is_list": True, "table": ""}
+_NUMBER = {"low": None, "high": None, "log1p": False, "standardize": False, "dtype": "float64"}
+COLUMNS = [
+    {
+        **_NUMBER, "name": "age", "kind": "numeric", "missing": None, "low": -3.0, "high": 4.0,
+        "standardize": True, "mean": 1.5, "deviation": 2.0,
+    },
+    {
+        **_NUMBER, "name": "pay", "kind": "numeric", "missing": 7.0, "log1p": True, "mean": 0.0,
+        "deviation": 1.0,
+    },
+    {
+        **_IDS, "name": "city", "kind": "categorical", "type": "text", "dtype": "text",
+        "tensor": "a", "table": "cities",
+    },
+    {
+        **_IDS, "name": "code", "kind": "hashed", "type": "number", "dtype": "int64", "rows": 5,
+        "is_list": False, "tensor": "b",
+    },
+    {**_IDS, "name": "any", "kind": "hashed", "type": "text", "dtype": "text", "tensor": "h"},
+    {
+        **_IDS, "name": "who", "kind": "ids", "type": "number", "dtype": "int64", "tensor": "w",
+        "weights": "share",
+    },
+]  # fmt: skip
+"""Descriptions of raw columns, one for each tensor of the program."""
+
+
+def write_raw(version: Path) -> Path:
+    """Write a version of the package whose requests have raw columns."""
+    version.mkdir(parents=True)
+    found = {text_hash(text): i for i, text in enumerate(CITIES)}
+    texts = [CITIES[found[one]].encode() for one in sorted(found)]
+    offsets = np.cumsum([0, *map(len, texts)])
+    vocabulary = {
+        "cities.hashes": np.array(sorted(found), np.int64),
+        "cities.rows": np.array([found[one] + 2 for one in sorted(found)], np.int64),
+        "cities.offsets": offsets.astype(np.int64),
+        "cities.bytes": np.frombuffer(b"".join(texts), np.uint8),
+    }
+    save_file(vocabulary, version / "columns.safetensors")
+    return write(version, columns=COLUMNS)
+
+
+def text_hash(text: str) -> int:
+    """Return the FNV-1a hash of a text as a signed number."""
+    found = 0xCBF29CE484222325
+    for byte in text.encode():
+        found = (found ^ byte) * 0x100000001B3 % 2**64
+    return found - (found >> 63 << 64)
+
+
 def write(version: Path, **changed: Any) -> Path:
     """Write a version of the package, with changed entries of its manifest."""
     (version / "tables").mkdir(parents=True)

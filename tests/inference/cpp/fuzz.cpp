@@ -1,6 +1,8 @@
 // Random calls of the C API, most of them wrong: run under AddressSanitizer and UBSan.
 //
-//     fuzz VERSION CALLS SEED
+//     fuzz VERSION CALLS SEED [raw]
+//
+// With `raw` requests have the raw columns of fake_package.py.
 //
 // Tensors refer to memory of exactly their size, so that reading past an end is an error.
 #include <cstdio>
@@ -34,22 +36,51 @@ struct RandomTensor {
   recsys_tensor view{};
 };
 
-std::unique_ptr<RandomTensor> random_tensor() {
+bool is_raw = false;  // requests have raw columns
+
+// Replaces the bytes of a tensor by texts: known, unknown, missing and some of a bad size.
+void write_texts(RandomTensor& tensor, std::int64_t count) {
+  static const char* const kTexts[] = {"Oslo", "Oslo", "Bonn", "", "Z\xc3\xbcrich", nullptr, "x"};
+  for (std::int64_t i = 0; i < count; ++i) {
+    const char* text = one_of(kTexts);
+    recsys_text value{text, text == nullptr ? 0 : static_cast<std::int64_t>(std::strlen(text))};
+    if (below(200) == 0) {
+      value.size = -1;
+    }
+    std::memcpy(tensor.data.get() + static_cast<std::size_t>(i) * sizeof value, &value, sizeof value);
+  }
+}
+
+const char* random_name() {
+  static const char* const kRaw[] = {"age",  "age.missing", "pay",         "city",        "city.lengths",
+                                     "code", "any",         "any.lengths", "who",         "who.lengths",
+                                     "share", "unknown",    "",            "who.missing", "city.missing"};
   static const char* const kNames[] = {"dense",     "a", "a.lengths", "b",         "b.lengths",
                                        "h",         "h.lengths", "w",         "w.lengths",      "w.weights", "a",
                                        "unknown",   "", "dense.lengths"};
+  return is_raw ? one_of(kRaw) : one_of(kNames);
+}
+
+std::unique_ptr<RandomTensor> random_tensor() {
   static const std::int64_t kIds[] = {0,  1,  2,  3,  99, -1, INT64_MAX, INT64_MIN,
                                       1,  2,  0,  1,  1,  4};
   static const std::int64_t kSizes[] = {0, 1, 2, 2, 2, 3, 5, -1, INT64_MAX, 1LL << 33};
-  static const std::int32_t kSizeOf[] = {1, 1, 4, 8, 2, 2, 4, 8};
+  static const std::int32_t kSizeOf[] = {1, 1, 4, 8, 2, 2, 4, 8, sizeof(recsys_text)};
   auto tensor = std::make_unique<RandomTensor>();
-  tensor->name = one_of(kNames);
+  tensor->name = random_name();
   const bool is_wild = below(6) == 0;
   const bool is_dense = tensor->name == "dense";
   std::int32_t dtype = is_dense || tensor->name == "w.weights" ? RECSYS_FLOAT32 : RECSYS_INT64;
+  if (tensor->name == "age" || tensor->name == "pay" || tensor->name == "share") {
+    dtype = below(2) == 0 ? RECSYS_FLOAT32 : RECSYS_FLOAT64;
+  } else if (tensor->name == "city" || tensor->name == "any") {
+    dtype = RECSYS_TEXT;
+  } else if (tensor->name.find(".missing") != std::string::npos) {
+    dtype = RECSYS_BOOL;
+  }
   std::int64_t num_dims = is_dense ? 2 : 1;
   if (is_wild) {
-    dtype = static_cast<std::int32_t>(below(10)) - 1;
+    dtype = static_cast<std::int32_t>(below(11)) - 1;
     num_dims = below(4);
   }
   std::int64_t count = 1;
@@ -59,7 +90,7 @@ std::unique_ptr<RandomTensor> random_tensor() {
     tensor->strides.push_back(below(3));
     count = size < 0 || size > 1000 ? 0 : count * size;
   }
-  const std::int32_t size = dtype >= 0 && dtype < 8 ? kSizeOf[dtype] : 1;
+  const std::int32_t size = dtype >= 0 && dtype <= RECSYS_TEXT ? kSizeOf[dtype] : 1;
   tensor->data = std::make_unique<char[]>(static_cast<std::size_t>(count * size));
   for (std::int64_t i = 0; i < count; ++i) {
     if (size == 8) {
@@ -70,6 +101,9 @@ std::unique_ptr<RandomTensor> random_tensor() {
         tensor->data[static_cast<std::size_t>(i * size + byte)] = static_cast<char>(generator());
       }
     }
+  }
+  if (dtype == RECSYS_TEXT) {
+    write_texts(*tensor, count);
   }
   bool is_huge = false;  // memory of such a shape cannot be had
   for (const std::int64_t dim : tensor->shape) {
@@ -95,6 +129,32 @@ std::unique_ptr<RandomTensor> tensor_of(const std::string& name, std::int32_t dt
   tensor->view = {tensor->name.c_str(), dtype, static_cast<std::int32_t>(tensor->shape.size()),
                   tensor->shape.data(), nullptr, tensor->data.get()};
   return tensor;
+}
+
+// A good request of raw columns, without some of them.
+std::vector<std::unique_ptr<RandomTensor>> good_raw_request() {
+  std::vector<std::unique_ptr<RandomTensor>> found;
+  const std::int64_t rows = below(4);
+  const std::vector<double> ages(static_cast<std::size_t>(rows), 1.5);
+  found.push_back(tensor_of("age", RECSYS_FLOAT64, {rows}, ages.data(), ages.size() * 8));
+  if (below(2) == 0) {
+    const std::vector<std::int64_t> codes(static_cast<std::size_t>(rows), below(100) - 50);
+    found.push_back(tensor_of("code", RECSYS_INT64, {rows}, codes.data(), codes.size() * 8));
+  }
+  for (const std::string name : {"city", "any"}) {
+    std::vector<std::int64_t> lengths;
+    std::int64_t count = 0;
+    for (std::int64_t row = 0; row < rows; ++row) {
+      lengths.push_back(below(3));
+      count += lengths.back();
+    }
+    const std::vector<recsys_text> texts(static_cast<std::size_t>(count), {"Oslo", 4});
+    found.push_back(tensor_of(name, RECSYS_TEXT, {count}, texts.data(),
+                              texts.size() * sizeof(recsys_text)));
+    found.push_back(
+        tensor_of(name + ".lengths", RECSYS_INT64, {rows}, lengths.data(), lengths.size() * 8));
+  }
+  return found;
 }
 
 // A good request of a few rows, without some of its tensors.
@@ -157,11 +217,12 @@ void random_update(recsys_predictor* predictor) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 4) {
-    std::fprintf(stderr, "fuzz VERSION CALLS SEED\n");
+  if (argc != 4 && argc != 5) {
+    std::fprintf(stderr, "fuzz VERSION CALLS SEED [raw]\n");
     return 1;
   }
   const long calls = std::atol(argv[2]);
+  is_raw = argc == 5;
   generator.seed(std::strtoull(argv[3], nullptr, 10));
   recsys_predictor* predictor = nullptr;
   if (recsys_open(argv[1], nullptr, &predictor) != RECSYS_OK) {
@@ -177,7 +238,7 @@ int main(int argc, char** argv) {
       views.emplace_back();
       std::vector<std::unique_ptr<RandomTensor>> request;
       if (below(3) != 0) {
-        request = good_request();
+        request = is_raw ? good_raw_request() : good_request();
       }
       for (std::int64_t j = request.empty() ? below(7) : below(3) / 2; j > 0; --j) {
         request.push_back(random_tensor());

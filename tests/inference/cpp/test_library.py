@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor
 from tests.inference.cpp.test_core import MISSING
+from tests.inference.raw_package import raw_spec, raw_table, write_raw_version
 
 SOURCE = Path(__file__).parents[3] / "recsys/inference/cpp"
 
@@ -28,9 +30,40 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the core."""
+    build = tmp_path_factory.mktemp("build")
+    python = f"-DPython3_EXECUTABLE={sys.executable}"
+    for command in (
+        ["cmake", "-S", str(SOURCE), "-B", str(build), python],
+        ["cmake", "--build", str(build), "--parallel", "2", "--target", "recsys_predictor"],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return build / "librecsys_predictor.so"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["", "weighted"])
+def test_raw_columns_score_as_in_python(library: Path, tmp_path: Path, is_weighted: bool) -> None:
+    """Equal to the last bit, for missing values of all kinds of columns."""
+    spec = raw_spec(is_weighted)
+    version, _ = write_raw_version(tmp_path / "m", spec)
+    with Predictor(version) as plain, Predictor(version, library=library, num_threads=1) as core:
+        tables = [raw_table(1 + 17 * s, s + 10).drop_columns(["ok"]) for s in range(12)]
+        for table, merged in zip(tables, core.run(tables), strict=True):
+            wanted = plain(table)["output"]
+            assert isinstance(merged, dict)
+            np.testing.assert_allclose(merged["output"], wanted, rtol=1e-5, atol=1e-6)
+            assert np.array_equal(core(table)["output"], wanted)
+        part = raw_table(9, 0).select(["city", "age", "row"])
+        assert np.array_equal(core(part)["output"], plain(part)["output"])
+
+
 @pytest.mark.slow
 def test_versions_leave_no_memory_and_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both languages give the same scores; swaps and a killed process leave nothing."""
     torch.manual_seed(0)
@@ -41,15 +74,6 @@ def test_versions_leave_no_memory_and_no_folder(
     batch = KeyedJaggedTensor(["film"], torch.tensor([3, 4]), lengths=torch.tensor([1, 1]))
     first = package(model, tmp_path / "m", [torch.rand(2, 2), batch])
     second = Path(shutil.copytree(first, tmp_path / "m" / "2"))
-    build = tmp_path / "build"
-    python = f"-DPython3_EXECUTABLE={sys.executable}"
-    for command in (
-        ["cmake", "-S", str(SOURCE), "-B", str(build), python],
-        ["cmake", "--build", str(build), "--parallel", "2", "--target", "recsys_predictor"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stdout + done.stderr
-    library = build / "librecsys_predictor.so"
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))

@@ -16,7 +16,7 @@ struct DtypePair {
   std::size_t bytes;
 };
 
-constexpr std::array<DtypePair, 8> kDtypes{{
+constexpr std::array<DtypePair, 9> kDtypes{{
     {TRITON_BOOL, RECSYS_BOOL, 1},
     {TRITON_UINT8, RECSYS_UINT8, 1},
     {TRITON_INT32, RECSYS_INT32, 4},
@@ -25,6 +25,7 @@ constexpr std::array<DtypePair, 8> kDtypes{{
     {TRITON_BF16, RECSYS_BFLOAT16, 2},
     {TRITON_FP32, RECSYS_FLOAT32, 4},
     {TRITON_FP64, RECSYS_FLOAT64, 8},
+    {TRITON_BYTES, RECSYS_TEXT, sizeof(recsys_text)},
 }};
 
 const DtypePair& pair_of_theirs(triton_enum dtype, const char* tensor) {
@@ -33,7 +34,7 @@ const DtypePair& pair_of_theirs(triton_enum dtype, const char* tensor) {
       return pair;
     }
   }
-  throw ApiError(text_of(tensor, " must have a number type, such as INT64 or FP32."));
+  throw ApiError(text_of(tensor, " must have a type of numbers or BYTES."));
 }
 
 const DtypePair& pair_of_ours(std::int32_t dtype) {
@@ -91,6 +92,32 @@ const void* find_whole(TRITONBACKEND_Input* input, std::uint64_t bytes,
   return memory != TRITON_MEMORY_GPU && is_aligned && size == bytes ? data : nullptr;
 }
 
+// The texts of a BYTES tensor: before each one are the four bytes of its size.
+std::vector<recsys_text> texts_of(const recsys_tensor& tensor, std::uint64_t bytes) {
+  std::vector<recsys_text> texts;
+  const char* next = static_cast<const char*>(tensor.data);
+  const char* const end = next + bytes;
+  while (next != end) {
+    std::uint32_t size = 0;
+    if (end - next < static_cast<std::ptrdiff_t>(sizeof size)) {
+      break;
+    }
+    std::memcpy(&size, next, sizeof size);
+    next += sizeof size;
+    if (end - next < static_cast<std::ptrdiff_t>(size)) {
+      break;
+    }
+    texts.push_back({next, static_cast<std::int64_t>(size)});
+    next += size;
+  }
+  if (next != end || tensor.num_dims != 1 ||
+      static_cast<std::int64_t>(texts.size()) != tensor.shape[0]) {
+    throw ApiError(text_of(tensor.name, " must have the texts that its shape states; received ",
+                           texts.size(), " texts."));
+  }
+  return texts;
+}
+
 }  // namespace
 
 void check(TRITONSERVER_Error* error) {
@@ -128,7 +155,8 @@ void Call::read() {
                                         &bytes, &num_buffers));
     tensor.dtype = pair_of_theirs(dtype, tensor.name).ours;
     tensor.num_dims = static_cast<std::int32_t>(num_dims);
-    if (bytes != bytes_of(tensor)) {
+    const bool is_text = tensor.dtype == RECSYS_TEXT;
+    if (!is_text && bytes != bytes_of(tensor)) {
       throw ApiError(text_of(tensor.name, " must have ", bytes_of(tensor),
                              " bytes by its shape; received ", bytes, "."));
     }
@@ -136,6 +164,10 @@ void Call::read() {
     if (tensor.data == nullptr) {
       copies_.push_back(copy_input(input, tensor.name, bytes, num_buffers));
       tensor.data = copies_.back().get();
+    }
+    if (is_text) {
+      texts_.push_back(texts_of(tensor, bytes));
+      tensor.data = texts_.back().data();
     }
     tensors_.push_back(tensor);
   }

@@ -67,6 +67,7 @@ class Call {
   TRITONBACKEND_Request* request_;
   std::vector<recsys_tensor> tensors_;
   std::vector<std::unique_ptr<std::uint64_t[]>> copies_;
+  std::vector<std::vector<recsys_text>> texts_;  // refer to the copies, or to the request
 };
 
 }  // namespace recsys::triton

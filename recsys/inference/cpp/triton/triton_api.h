@@ -40,6 +40,7 @@ enum {
   TRITON_FP16 = 10,
   TRITON_FP32 = 11,
   TRITON_FP64 = 12,
+  TRITON_BYTES = 13,
   TRITON_BF16 = 14
 };
 

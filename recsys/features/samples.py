@@ -1,0 +1,99 @@
+"""Labels, weights and groups of samples, and weights of ids.
+
+Legend: `B` rows, `N` values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from recsys.features.arrow import Values, read_keys, read_numbers, read_values, to_float32
+from recsys.features.columns import Group, Label, SampleWeight, SparseColumn
+
+__all__ = ["read_group", "read_id_weights", "read_label", "read_weight"]
+
+_Array: TypeAlias = np.ndarray[Any, Any]
+_REMOVE = "Remove the rows."
+
+
+def read_label(table: Any, column: Label) -> _Array:
+    """Return [B] float32 labels.
+
+    Raises:
+        TypeError: the values are no numbers.
+        ValueError: a label is missing, NaN or out of its range.
+    """
+    values = read_values(table, column.name, False)
+    numbers = _present(values)
+    bad = (numbers < column.low) | (numbers > column.high)
+    rule = f"must have labels from {column.low:g} to {column.high:g}"
+    values.reject(ValueError, rule, bad, "Set low and high of the Label.")
+    return to_float32(values, numbers)
+
+
+def read_weight(table: Any, column: SampleWeight) -> _Array:
+    """Return [B] float32 weights of samples.
+
+    Raises:
+        TypeError: the values are no numbers.
+        ValueError: a weight is missing, NaN, infinite or negative.
+    """
+    values = read_values(table, column.name, False)
+    numbers = _present(values)
+    values.reject(ValueError, "must have weights from 0", numbers < 0, _REMOVE)
+    return to_float32(values, numbers)
+
+
+def read_group(table: Any, column: Group) -> _Array:
+    """Return [B] int64 keys of groups: whole numbers, or hashes of texts.
+
+    Raises:
+        TypeError: the values are neither whole numbers nor texts.
+        ValueError: a key is missing.
+    """
+    values = read_values(table, column.name, False)
+    keys = read_keys(values, unsigned=True)
+    if keys.is_missing is not None:
+        values.reject(ValueError, "must have no missing key", keys.is_missing, _REMOVE)
+    return np.array(keys.hashed())  # a copy: Arrow's memory is shared and read-only
+
+
+def read_id_weights(
+    table: Any, column: SparseColumn, lengths: _Array | None, is_missing: _Array | None
+) -> _Array:
+    """Return [N] float32 weights of ids.
+
+    Args:
+        table: an Arrow table.
+        column: the column of ids, with the name of the column of weights.
+        lengths: [B] int64, the number of ids of each row; None: one.
+        is_missing: [N] bool, True for missing ids, which need no weight; None: no id is missing.
+
+    Raises:
+        KeyError: there is no column of weights.
+        TypeError: the weights are no numbers.
+        ValueError: a row has another number of weights than of ids; or a weight is missing, NaN or
+            infinite.
+    """
+    values = read_values(table, str(column.weights), column.is_list)
+    found, wanted = np.asarray(values.lengths), np.asarray(lengths)
+    if column.is_list and not np.array_equal(found, wanted):
+        row = int((found != wanted).argmax())
+        raise ValueError(
+            f"Column {column.weights!r} must have one weight for each id of {column.name!r}; "
+            f"received {found[row]} weights and {wanted[row]} ids in row {row}."
+        )
+    numbers, lacks_weight = read_numbers(values)
+    if lacks_weight is not None:
+        bad = lacks_weight if is_missing is None else lacks_weight & ~is_missing
+        values.reject(ValueError, "must have a weight for each id", bad, "Write 1.")
+    return to_float32(values, numbers)
+
+
+def _present(values: Values) -> _Array:
+    numbers, is_missing = read_numbers(values)
+    if is_missing is not None:
+        values.reject(ValueError, "must have no missing value", is_missing, _REMOVE)
+    return numbers

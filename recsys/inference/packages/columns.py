@@ -1,0 +1,306 @@
+"""Raw columns of a serving package: the `FeatureSpec`, and requests with its columns.
+
+The C++ core converts the same way (`recsys/inference/cpp/columns.cpp`).
+
+Legend: `B` rows, `N` values, `V` values of a vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, final
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from recsys.datasets.tables import table_of
+from recsys.features.arrow import Values, read_integers, read_numbers, read_values
+from recsys.features.columns import UNITS, Categorical, Hashed, Ids, Numeric, Timestamp
+from recsys.features.spec import FeatureSpec
+from recsys.features.times import read_seconds
+from recsys.features.vocabulary import Vocabulary
+from recsys.inference.packages.safetensors import write_tensors
+
+__all__ = [
+    "FOLDER",
+    "Columns",
+    "Texts",
+    "load_spec",
+    "model_request",
+    "names_of",
+    "raw_request",
+]
+
+_Array: TypeAlias = np.ndarray[Any, Any]
+FOLDER = "spec"
+"""Folder of the spec in a version."""
+
+
+@final
+class Texts(NamedTuple):
+    """Texts of a raw column."""
+
+    views: _Array
+    """[N, 2] int64, the address and the size of each text; 0 and 0 if it is missing."""
+    owner: object
+    """Keeps the memory alive."""
+
+
+@final
+class Columns:
+    """The raw columns of a package that is written.
+
+    Args:
+        spec: A fitted spec.
+        table: Two rows or more, for example values and for the types of the columns.
+
+    Raises:
+        KeyError: The table does not have a column.
+        TypeError: A column has a type that requests cannot have.
+    """
+
+    def __init__(self, spec: FeatureSpec, table: Any) -> None:
+        self._spec = spec
+        self._table = table_of(table)
+        self._batch = spec.transform(self._table, labels=False)
+
+    def arguments(self) -> list[object]:
+        """Return the arguments of the model."""
+        dense = [self._batch.dense_features] if self._spec.dense_names else []
+        return [*dense, self._batch.sparse_features]
+
+    def write(self, part: Path, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Write the spec and its vocabularies; return the manifest's entries of the columns.
+
+        Args:
+            part: The folder of the version.
+            inputs: The manifest's entries of the model's inputs.
+        """
+        self._spec.save(part / FOLDER)
+        vocabularies: dict[str, Tensor] = {}
+        for table, vocabulary in self._spec.fitted.vocabularies.items():
+            vocabularies |= _sorted_by_hash(table, vocabulary)
+        write_tensors(part / "columns.safetensors", vocabularies)
+        tensors = {
+            feature["name"]: feature["tensor"]
+            for one in inputs
+            for feature in one.get("features", [])
+        }
+        described = [self._describe(column, tensors) for column in self._spec.columns]
+        return [column for column in described if column is not None]
+
+    def _describe(self, column: object, tensors: Mapping[str, str]) -> dict[str, Any] | None:
+        if isinstance(column, Timestamp):
+            parts = [{"part": p, "tensor": tensors[f"{column.name}_{p}"]} for p in column.parts]
+            per_second = UNITS[column.unit]
+            rest = {"dtype": "int64", "per_second": per_second, "parts": parts}
+            return {"name": column.name, "kind": "time", **rest}
+        if isinstance(column, Numeric):
+            return self._describe_number(column, tensors)
+        if not isinstance(column, Categorical | Hashed | Ids):
+            return None
+        kind = _type_of(self._table, column.name, column.is_list)
+        rows = column.rows if isinstance(column, Hashed) and not column.growing else None
+        return {
+            "name": column.name,
+            "kind": type(column).__name__.lower(),
+            "dtype": "text" if kind == "text" else "int64",
+            "type": kind,
+            "is_list": column.is_list,
+            "weights": column.weights,
+            "tensor": tensors[column.name],
+            "table": column.table,
+            "rows": rows,
+        }
+
+    def _describe_number(self, column: Numeric, tensors: Mapping[str, str]) -> dict[str, Any]:
+        fitted = self._spec.fitted
+        low, high = column.clip or (None, None)
+        has_buckets = column.buckets is not None
+        found = {
+            "name": column.name,
+            "kind": "buckets" if has_buckets else "numeric",
+            "dtype": "float32" if self._is_single(column.name) else "float64",
+            "missing": column.missing,
+            "low": low,
+            "high": high,
+            "log1p": column.log1p,
+            "standardize": column.standardize,
+            "mean": fitted.means[column.name],
+            "deviation": fitted.deviations[column.name],
+        }
+        if has_buckets:
+            edges = fitted.edges[column.name].tolist()
+            found |= {"tensor": tensors[column.name], "edges": edges}
+        return found
+
+    def _is_single(self, name: str) -> bool:
+        return bool(self._table.schema.field(name).type == pa.float32())
+
+
+def _type_of(table: Any, name: str, is_list: bool) -> str:
+    """Return "text" or "number"."""
+    kind = read_values(table, name, is_list).array.type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if pa.types.is_null(kind):
+        raise TypeError(
+            f"Column {name!r} of the example table must have a value, whose type requests have; "
+            "all are missing."
+        )
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return "number" if is_number else "text"
+
+
+def _sorted_by_hash(table: str, vocabulary: Vocabulary) -> dict[str, Tensor]:
+    hashes, rows = vocabulary.by_hash()
+    found = {
+        f"{table}.hashes": torch.from_numpy(hashes.copy()),
+        f"{table}.rows": torch.from_numpy(rows.copy()),
+    }
+    if vocabulary.kind == "text" and len(rows):
+        texts = vocabulary.values.take(pa.array(rows - rows.min()))
+        offsets, data = _buffers_of(texts)
+        found[f"{table}.offsets"] = torch.from_numpy(offsets - offsets[0])
+        found[f"{table}.bytes"] = torch.from_numpy(data[offsets[0] : offsets[-1]].copy())
+    elif vocabulary.kind == "text":
+        found[f"{table}.offsets"] = torch.zeros(1, dtype=torch.int64)
+    return found
+
+
+def _buffers_of(texts: Any) -> tuple[_Array, _Array]:
+    """Return the offsets [N + 1] and the bytes of a `large_string` array."""
+    _, offsets, data = texts.buffers()
+    found = np.frombuffer(offsets, np.int64)[texts.offset :][: len(texts) + 1]
+    empty = data is None or data.size == 0
+    return found, np.empty(0, np.uint8) if empty else np.frombuffer(data, np.uint8)
+
+
+def load_spec(version: Path) -> FeatureSpec:
+    """Read the spec of a version.
+
+    Raises:
+        FileNotFoundError: The version has no spec.
+        ValueError: A file is damaged.
+    """
+    return FeatureSpec.load(version / FOLDER)
+
+
+def model_request(
+    spec: FeatureSpec, inputs: Sequence[Mapping[str, Any]], data: Any
+) -> dict[str, Tensor]:
+    """Convert a table to a request with the tensors of the model.
+
+    Args:
+        spec: The spec of the package.
+        inputs: The manifest's entries of the model's inputs.
+        data: A table of raw columns, as for `FeatureSpec.transform`. Columns that it does not have
+            are missing values.
+
+    Raises:
+        KeyError: The table has other columns.
+        TypeError: A column has values of another type.
+        ValueError: A value is out of its range.
+    """
+    table, names = table_of(data), spec.column_names(labels=False)
+    _check_names(table, names)
+    for name in names:
+        if name not in table.column_names:
+            table = table.append_column(name, pa.nulls(table.num_rows))
+    batch = spec.transform(table, labels=False)
+    found: dict[str, Tensor] = {}
+    for entry in inputs:
+        if entry["kind"] == "dense":
+            found[entry["name"]] = batch.dense_features
+            continue
+        for feature in entry["features"]:
+            bags, tensor = batch.sparse_features[feature["name"]], feature["tensor"]
+            found[tensor], found[f"{tensor}.lengths"] = bags.values(), bags.lengths()
+            if entry["weighted"]:
+                found[f"{tensor}.weights"] = bags.weights()
+    return found
+
+
+def raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, Tensor | Texts]:
+    """Convert a table to a request with raw columns, for the C++ core.
+
+    Args:
+        columns: The manifest's entries of the columns.
+        data: A table. Columns that it does not have are missing values.
+
+    Raises:
+        KeyError: The table has other columns.
+        TypeError: A column has values of another type.
+        ValueError: A number is not finite.
+    """
+    table = table_of(data)
+    _check_names(table, names_of(columns))
+    found: dict[str, Tensor | Texts] = {}
+    for column in columns:
+        name, is_list = column["name"], bool(column.get("is_list"))
+        if name not in table.column_names:
+            continue
+        values = read_values(table, name, is_list)
+        if values.lengths is not None:
+            found[f"{name}.lengths"] = torch.from_numpy(values.lengths.copy())
+        if column["kind"] == "time":
+            seconds, is_missing = read_seconds(values, column["per_second"])
+            found[name] = torch.from_numpy(seconds * column["per_second"])
+        elif column["dtype"] == "text":
+            found[name], is_missing = _texts_of(values), None
+        elif column["dtype"] == "int64":
+            numbers, is_missing = read_integers(values, unsigned=column["kind"] == "hashed")
+            found[name] = torch.from_numpy(numbers.copy())
+        else:
+            numbers, is_missing = read_numbers(values)
+            found[name] = torch.from_numpy(numbers.copy())
+        if is_missing is not None:
+            found[f"{name}.missing"] = torch.from_numpy(is_missing.copy())
+        if column.get("weights") in table.column_names:
+            weights, _ = read_numbers(read_values(table, column["weights"], is_list))
+            found[column["weights"]] = torch.from_numpy(weights.copy())
+    return found
+
+
+def names_of(columns: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the columns that requests may have.
+
+    Args:
+        columns: The manifest's entries of the columns.
+    """
+    found = [column["name"] for column in columns]
+    return found + [column["weights"] for column in columns if column.get("weights")]
+
+
+def _check_names(table: Any, names: Sequence[str]) -> None:
+    unknown = [name for name in table.column_names if name not in names]
+    if unknown:
+        raise KeyError(
+            f"A request must have columns of the package, {list(names)}; received {unknown}. "
+            "Select the columns."
+        )
+
+
+def _texts_of(values: Values) -> Texts:
+    array = values.array
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary.take(array.indices)
+    if pa.types.is_integer(array.type) or pa.types.is_floating(array.type):
+        raise TypeError(f"Column {values.name!r} must have texts; received {array.type}.")
+    try:
+        array = array.cast(pa.large_string())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise TypeError(f"Column {values.name!r} must have texts; {error}.") from error
+    offsets, data = _buffers_of(array)
+    views = np.empty((len(array), 2), np.int64)
+    # an empty text has an address, too
+    address = data.ctypes.data if data.size else _EMPTY.ctypes.data
+    views[:, 0], views[:, 1] = address + offsets[:-1], np.diff(offsets)
+    if array.null_count:
+        views[array.is_null().to_numpy(zero_copy_only=False)] = 0
+    return Texts(views, (array, data))
+
+
+_EMPTY = np.zeros(1, np.uint8)

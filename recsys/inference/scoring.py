@@ -1,0 +1,250 @@
+"""Batch scoring: tables in, Parquet files of keys and predictions out."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor, nn
+
+from recsys.datasets.tables import File, Paths, files_of
+from recsys.features.spec import FeatureSpec
+from recsys.inference.packages.columns import names_of
+from recsys.inference.packages.predictor import Predictor
+from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
+
+__all__ = ["add_arguments", "main", "score"]
+
+_Outputs: TypeAlias = dict[str, np.ndarray[Any, Any]]
+
+
+@checked
+def score(
+    model: nn.Module | str | Path,
+    data: Any,
+    out: str | Path,
+    *,
+    spec: Any = None,
+    keys: Sequence[str] = (),
+    batch_size: int = 4096,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: bool = True,
+) -> list[Path]:
+    """Score files and write a Parquet file of keys and predictions for each.
+
+    Args:
+        model: A version of a serving package that was written with a spec, such as
+            "models/movies/1", or a model with `spec`. The arguments of the model are the dense
+            features, if the spec has any, and the features with ids.
+        data: Paths, globs, folders or URLs of Parquet, CSV or TSV files.
+        out: A folder for the results, `NUMBER-NAME.parquet` for each file of `data` in the order of
+            the paths. A result appears when it is complete; results that exist are left out, so a
+            stopped job continues.
+        spec: The fitted `FeatureSpec` of a model that is no package.
+        keys: Columns of the data to copy into the results.
+        batch_size: Rows per call of the model.
+        rank: This process, from 0. Process i of n scores the files i, i + n, i + 2n, ...
+        world_size: Number of processes.
+        progress: Whether to show a progress bar on a terminal.
+
+    Returns:
+        The results of this process.
+
+    Raises:
+        FileNotFoundError: There is no file, or no package.
+        KeyError: A file does not have a column.
+        TypeError: A column has another type.
+        ValueError: A file is damaged or a value is out of its range, or `spec` is missing.
+
+    Example:
+        >>> score("models/movies/1", "events/*.parquet", "scores", keys=["user"])  # doctest: +SKIP
+        [PosixPath('scores/00000-day_0.parquet')]
+    """
+    whole("score.batch_size", batch_size)
+    whole("score.world_size", world_size)
+    whole("score.rank", rank, 0, world_size - 1)
+    files = files_of(data)
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    mine = [
+        (file, folder / f"{number:05}-{Path(file.path).stem}.parquet")
+        for number, file in enumerate(files)
+        if number % world_size == rank
+    ]
+    with contextlib.ExitStack() as stack:
+        predict, names = _predictor(model, spec, stack)
+        bar = stack.enter_context(_bar(progress and rank == 0, len(mine)))
+        for file, target in mine:
+            if not target.exists():
+                columns = [*dict.fromkeys([*keys, *names])]
+                _score_file(file, target, predict, keys, columns, batch_size, bar)
+            bar(0, 1)
+    return [target for _, target in mine]
+
+
+def _score_file(
+    file: File,
+    target: Path,
+    predict: Callable[[Any], _Outputs],
+    keys: Sequence[str],
+    columns: Sequence[str],
+    batch_size: int,
+    bar: Callable[[int, int], None],
+) -> None:
+    """Write the result of a file; it appears when it is complete."""
+    part = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
+    writer: Any = None
+    first = 0
+    try:
+        for table in file.batches(columns):
+            for start in range(0, table.num_rows, batch_size):
+                rows = table.slice(start, batch_size)
+                try:
+                    outputs = predict(rows)
+                except (KeyError, TypeError, ValueError) as error:
+                    text = f"{file.path}, from row {first + start}: {error}"
+                    raise type(error)(text) from error
+                found = pa.table(
+                    {
+                        **{name: rows.column(name) for name in keys},
+                        **{name: _column(values) for name, values in outputs.items()},
+                    }
+                )
+                writer = writer or pq.ParquetWriter(part, found.schema)
+                writer.write_table(found)
+                bar(rows.num_rows, 0)
+            first += table.num_rows
+        if writer is None:  # an empty file
+            pq.write_table(pa.table({name: [] for name in keys}), part)
+        else:
+            writer.close()
+        os.replace(part, target)
+    except BaseException:
+        if writer is not None:
+            writer.close()
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _column(values: np.ndarray[Any, Any]) -> Any:
+    """Return outputs [B], [B, 1] or [B, D] as a column of numbers or of lists."""
+    if values.ndim == 2 and values.shape[1] == 1:
+        values = values[:, 0]
+    if values.ndim == 1:
+        return pa.array(values)
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+    return pa.FixedSizeListArray.from_arrays(flat, int(np.prod(values.shape[1:])))
+
+
+def _predictor(
+    model: nn.Module | str | Path, spec: FeatureSpec | None, stack: contextlib.ExitStack
+) -> tuple[Callable[[Any], _Outputs], list[str]]:
+    """Return a function that scores a table, and the columns that it reads."""
+    if isinstance(model, nn.Module):
+        if not isinstance(spec, FeatureSpec):
+            raise ValueError("score needs a fitted FeatureSpec with a model; received none.")
+        model.eval()
+        fitted = spec
+        return lambda table: _run(model, fitted, table), fitted.column_names(labels=False)
+    predictor = stack.enter_context(Predictor(model))
+    columns = predictor.manifest["columns"]
+    if not columns:
+        raise ValueError(
+            f"{model} must be a package with raw columns. Write it by package(..., spec=spec)."
+        )
+    names = names_of(columns)
+    return lambda table: dict(predictor(table.select(names))), names
+
+
+@torch.no_grad()
+def _run(model: nn.Module, spec: FeatureSpec, table: Any) -> _Outputs:
+    batch = spec.transform(table, labels=False)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    batch = batch.to(device)
+    dense = [batch.dense_features] if spec.dense_names else []
+    found = model(*dense, batch.sparse_features)
+    outputs = found if isinstance(found, dict) else {"output": found}
+    return {name: _host(value) for name, value in outputs.items()}
+
+
+def _host(value: Tensor) -> np.ndarray[Any, Any]:
+    return value.float().cpu().numpy() if value.is_floating_point() else value.cpu().numpy()
+
+
+@contextlib.contextmanager
+def _bar(is_shown: bool, num_files: int) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that counts rows and files."""
+    if not is_shown or not sys.stderr.isatty():
+        yield lambda rows, files: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(unit=" rows", unit_scale=True, desc=f"0 of {num_files} files") as bar:
+        done = 0
+
+        def count(rows: int, files: int) -> None:
+            nonlocal done
+            done += files
+            bar.set_description(f"{done} of {num_files} files", refresh=False)
+            bar.update(rows)
+
+        yield count
+
+
+# -- command ---------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `python -m recsys score`."""
+    parser.add_argument("version", type=Path, help="a version of a package with raw columns")
+    parser.add_argument("--input", nargs="+", required=True, help="files, globs, folders or URLs")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--keys", nargs="*", default=[], help="columns to copy")
+    parser.add_argument("--batch-size", type=int, default=4096, help="rows per call")
+    parser.add_argument("--processes", type=int, default=1, help="processes on this machine")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command; errors go to stderr."""
+    count = options.processes
+    arguments = [(options, rank, count) for rank in range(count)]
+    try:
+        whole("--processes", count)
+        if count == 1:
+            _work(*arguments[0])
+        else:
+            with multiprocessing.get_context("spawn").Pool(count) as pool:
+                pool.starmap(_work, arguments)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        text = error.args[0] if isinstance(error, KeyError) else error
+        print(f"recsys score: {text}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _work(options: argparse.Namespace, rank: int, world_size: int) -> None:
+    if world_size > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    paths: Paths = options.input
+    score(
+        options.version,
+        paths,
+        options.output,
+        keys=options.keys,
+        batch_size=options.batch_size,
+        rank=rank,
+        world_size=world_size,
+    )

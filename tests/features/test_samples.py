@@ -1,0 +1,101 @@
+"""Labels, weights and groups."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from recsys.features import FeatureSpec, Group, Ids, Label, SampleWeight
+from tests.features import plain
+
+SPEC = FeatureSpec([Label("click"), SampleWeight("weight"), Group("session")])
+GOOD: dict[str, Any] = {"click": [0, 1], "weight": [0.5, 2], "session": [7, -7]}
+
+
+def test_values_of_all_types() -> None:
+    batch = SPEC.transform(GOOD)
+    assert batch.label_name == "click"
+    assert batch.labels.tolist() == [0.0, 1.0]
+    assert batch.sample_weights is not None
+    assert batch.groups is not None
+    assert batch.sample_weights.tolist() == [0.5, 2.0]
+    assert batch.groups.tolist() == [7, -7]
+    other = {"click": [False, True], "weight": [1, 0], "session": ["é", ""]}
+    batch = SPEC.transform(other)
+    assert (batch.labels.tolist(), batch.label_name) == ([0.0, 1.0], "click")
+    assert batch.groups is not None
+    assert batch.sample_weights is not None
+    assert batch.groups.tolist() == [plain.fnv("é"), plain.fnv("")]
+    assert batch.sample_weights.tolist() == [1.0, 0.0]
+    batch = SPEC.transform(GOOD | {"session": pa.array([2**64 - 1, 0], pa.uint64())})
+    assert batch.groups is not None
+    assert batch.groups.tolist() == [-1, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"click": [0, 2]}, ValueError, "'click' must have labels from 0 to 1; received 2 in row"),
+        ({"click": [-0.1, 1]}, ValueError, "'click' must have labels .*; received -0.1 in row 0"),
+        ({"click": [0, None]}, ValueError, "'click' must have no missing value; .* in row 1. Rem"),
+        ({"click": [0, math.nan]}, ValueError, "'click' must have finite .* received nan in row 1"),
+        ({"click": ["0", "1"]}, TypeError, "'click' must have numbers; received string. Cast it"),
+        ({"click": [[0], [1]]}, TypeError, "'click' must have one value per row; received list"),
+        ({"weight": [0, -1]}, ValueError, "'weight' must have weights from 0; received -1 in row"),
+        ({"weight": [1, 1e39]}, ValueError, r"'weight' must .* float32; received 1e\+39 in row 1"),
+        ({"weight": [None, 1]}, ValueError, "'weight' must have no missing value; .* in row 0"),
+        ({"session": [None, 1]}, ValueError, "'session' must have no missing key; .* in row 0"),
+        ({"session": ["a", None]}, ValueError, "'session' must have no missing key; .* in row 1"),
+        ({"session": [0.5, 1]}, TypeError, "'session' must have exact whole .* 0.5 in row 0"),
+    ],
+)
+def test_bad_values_are_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SPEC.transform(GOOD | change)
+    SPEC.transform({"x": [1]}, labels=False)
+    missing = {name: column for name, column in GOOD.items() if name not in change}
+    with pytest.raises(KeyError, match=f"must have a column {next(iter(change))!r}"):
+        SPEC.transform(missing)
+
+
+LISTS = FeatureSpec([Ids("films", rows=9, is_list=True, weights="w")])
+ONE = FeatureSpec([Ids("film", rows=9, weights="w")])
+
+
+@pytest.mark.parametrize(
+    ("films", "weights", "message"),
+    [
+        (
+            [[1], [2, 3]],
+            [[1], [2]],
+            "'w' must have one weight for each id of 'films'; received 1 w",
+        ),
+        ([[1], None], [[1], [2]], "received 1 weights and 0 ids in row 1"),
+        ([[1], []], None, "received 0 weights and 1 ids in row 0"),
+        ([[1], [2, 3]], [[1], [2, None]], "'w' must have a weight for each id; received None in r"),
+        ([[1], [2, 3]], [[1], [2, math.inf]], "'w' must have finite .* received inf in row 1"),
+        ([[1], [2, 3]], [[1], [2, 1e40]], r"'w' must .* float32; received 1e\+40 in row 1"),
+        ([[1], [2, 9]], [[1], [2, 3]], "'films' must have row numbers from 0 to 8; received 9 in"),
+    ],
+)
+def test_weights_of_lists(films: Any, weights: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LISTS.transform({"films": films, "w": weights or pa.nulls(2)})
+
+
+def test_missing_ids_need_no_weight() -> None:
+    batch = LISTS.transform({"films": [[1, None], None], "w": [[0.5, None], None]})
+    assert batch.sparse_features.values().tolist() == [1]
+    assert batch.sparse_features.weights().tolist() == [0.5]
+    assert batch.sparse_features.lengths().tolist() == [1, 0]
+    batch = ONE.transform({"film": [None, 3], "w": [None, -2.5]})
+    assert batch.sparse_features.weights().tolist() == [-2.5]
+    with pytest.raises(ValueError, match=r"'w' must have a weight .*; .* in row 1"):
+        ONE.transform({"film": [None, 3], "w": [1, None]})
+    # a missing entry of a dictionary is a missing id
+    ids = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int8()), pa.array([None, 3]))
+    batch = ONE.transform({"film": ids, "w": [None, 2.0]})
+    assert batch.sparse_features.values().tolist() == [3]

@@ -1,0 +1,153 @@
+"""Raw columns of requests in the C++ core."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recsys.inference.packages.columns import Texts, raw_request
+from tests.inference.cpp import fake_package
+from tests.inference.cpp.test_core import opened, pytestmark, row_of
+
+__all__ = ["pytestmark"]
+
+TEXTS = pa.list_(pa.string())
+ONE = torch.tensor([1])
+
+
+@given(
+    num_rows=st.lists(st.integers(0, 20), min_size=1, max_size=5), seed=st.integers(0, 2**32 - 1)
+)
+@settings(max_examples=60, deadline=None)
+def test_raw_columns_are_converted(
+    library: Path, tmp_path_factory: pytest.TempPathFactory, num_rows: list[int], seed: int
+) -> None:
+    """Against plain Python, with missing values and columns, one by one and merged."""
+    folder = tmp_path_factory.getbasetemp() / "raw" / "1"
+    core = opened(library, folder if folder.exists() else fake_package.write_raw(folder))
+    random = np.random.default_rng(seed)
+    wanted: list[list[float]] = []
+    cities: list[list[int]] = []
+    requests: list[dict[str, torch.Tensor | Texts]] = []
+    for count in num_rows:
+        scores = [0.0] * count
+        columns = {
+            "age": [_maybe(random, random.normal(0, 4)) for _ in range(count)],
+            "pay": [_maybe(random, random.exponential(9)) for _ in range(count)],
+            "code": [_maybe(random, int(random.integers(-(2**63), 2**63))) for _ in range(count)],
+        }
+        lists = {
+            "city": [[_maybe(random, random.choice([*fake_package.CITIES, "Bonn"]))
+                      for _ in range(random.integers(0, 4))] for _ in range(count)],
+            "any": [[_maybe(random, random.choice(["x", "yy"]))
+                     for _ in range(random.integers(0, 4))] for _ in range(count)],
+            "who": [[_maybe(random, int(random.integers(0, 100)))
+                     for _ in range(random.integers(0, 4))] for _ in range(count)],
+        }  # fmt: skip
+        shares = [[0.25 * float(random.integers(0, 9)) for _ in ids] for ids in lists["who"]]
+        if random.random() < 0.3:
+            columns["pay"] = [None] * count
+        for row in range(count):
+            age, pay, code = (columns[name][row] for name in ("age", "pay", "code"))
+            scores[row] += np.float32(0 if age is None else (min(max(age, -3), 4) - 1.5) / 2)
+            scores[row] += np.float32(np.log1p(7 if pay is None else pay))
+            scores[row] += 0 if code is None else 3 * (_mixed(code) % 5)
+            scores[row] += sum(map(_city_row, lists["city"][row]))
+            known = [row_of(fake_package.text_hash(one)) for one in lists["any"][row] if one]
+            scores[row] += 5 * sum(known)
+            pairs = zip(lists["who"][row], shares[row], strict=True)
+            scores[row] += sum(share * id for id, share in pairs if id is not None)
+        request = {name: values for name, values in columns.items() if name != "pay" or any(values)}
+        types: Any = {"code": pa.int64(), "city": TEXTS, "any": TEXTS, "who": pa.list_(pa.int64())}
+        table = pa.table(
+            {
+                name: pa.array(values, types.get(name, pa.float64()))
+                for name, values in {**request, **lists}.items()
+            }
+        ).append_column("share", pa.array(shares, pa.list_(pa.float64())))
+        requests.append(raw_request(fake_package.COLUMNS, table))
+        wanted.append(scores)
+        cities.append([_city_row(one) for names in lists["city"] for one in names])
+    merged = core.run(requests)
+    for request, found, scores, rows in zip(requests, merged, wanted, cities, strict=True):
+        assert isinstance(found, dict), found
+        np.testing.assert_allclose(found["score"].flatten().numpy(), scores, rtol=1e-5, atol=1e-5)
+        assert found["rows.values"][:, 0].tolist() == rows
+        [alone] = core.run([request])
+        assert isinstance(alone, dict)
+        assert torch.equal(alone["score"], found["score"])
+    core.close()
+
+
+def _maybe(random: np.random.Generator, value: Any) -> Any:
+    return None if random.random() < 0.2 else value
+
+
+def _city_row(city: str | None) -> int:
+    if city is None:
+        return 0
+    return fake_package.CITIES.index(city) + 2 if city in fake_package.CITIES else 1
+
+
+def _mixed(number: int) -> int:
+    """The output function of SplitMix64, without the sign bit."""
+    found = number % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        found = (found ^ found >> shift) * factor % 2**64
+    return found % 2**63
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"city": ONE}, "city must be texts; received int64"),
+        ({"age": torch.ones(1, 1)}, "age must have the shape"),
+        ({"age": torch.tensor([torch.inf])}, "age must have finite numbers; received inf in row 0"),
+        ({"pay": torch.tensor([0.0, -1])}, "pay must have numbers above -1; received -1 in row 1"),
+        ({"code": torch.ones(1)}, "code must be int64 or int32; received float32"),
+        ({"age": torch.ones(2), "code": ONE}, "code must have 2 rows, as age has; received 1"),
+        ({"a": ONE}, "columns of the package (age, pay, city, code, any, who); received 'a'"),
+        ({"who": ONE}, "share must have one weight per value of who; it is missing"),
+        ({"who": 100 * ONE, "share": torch.ones(1)}, "w has the id 100 at position 0"),
+        ({"who": ONE, "share": torch.ones(2)}, "share must have one entry per value of who, 1"),
+        (
+            {"who": ONE, "share": torch.ones(1), "who.lengths": 2 * ONE},
+            "who.lengths must add up to the number of values, 1; received 2",
+        ),
+        (
+            {"age": torch.ones(2), "age.missing": torch.tensor([True])},
+            "age.missing must have one entry per value of age, 2; received 1",
+        ),
+        ({}, "A request must have a column that states its rows"),
+    ],
+)
+def test_bad_raw_columns_are_named(
+    library: Path, tmp_path: Path, request_: dict[str, torch.Tensor], message: str
+) -> None:
+    core = opened(library, fake_package.write_raw(tmp_path / "1"))
+    good = {"age": torch.ones(1)}
+    bad, fine = core.run([request_, good])
+    assert message in str(bad)
+    assert isinstance(fine, dict)
+    core.close()
+
+
+@pytest.mark.slow
+def test_random_raw_columns_under_address_sanitizer(
+    build: Callable[[str], Path], tmp_path: Path
+) -> None:
+    raw = fake_package.write_raw(tmp_path / "1")
+    command = [build("fuzz"), raw, "10000", "0", "raw"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    answers, _, refusals = done.stdout.split()[:3]
+    assert min(int(answers), int(refusals)) > 1000, done.stdout

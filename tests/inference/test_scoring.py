@@ -1,0 +1,106 @@
+"""Batch scoring, by packages with raw columns and by models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+
+import recsys.__main__
+from recsys.features import FeatureSpec
+from recsys.inference import Predictor, score
+from tests.inference.raw_package import raw_spec, raw_table, write_raw_version
+
+
+@pytest.fixture(scope="module")
+def packaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module, FeatureSpec]:
+    spec = raw_spec(is_weighted=True)
+    version, model = write_raw_version(tmp_path_factory.mktemp("raw") / "m", spec)
+    return version, model, spec
+
+
+@torch.no_grad()
+def wanted(model: nn.Module, spec: FeatureSpec, table: pa.Table) -> np.ndarray:
+    batch = spec.transform(table)
+    return model(batch.dense_features, batch.sparse_features).numpy()[:, 0]
+
+
+def test_a_package_scores_raw_columns(packaged: tuple[Path, nn.Module, FeatureSpec]) -> None:
+    version, model, spec = packaged
+    with Predictor(version) as predictor:
+        for seed in range(5):
+            table = raw_table(40 + seed, seed + 10)
+            found = predictor(table.drop_columns(["ok"]))["output"][:, 0]
+            np.testing.assert_allclose(found, wanted(model, spec, table), rtol=1e-5, atol=1e-6)
+        with pytest.raises(KeyError, match=r"must have columns of the package.*received \['ok'\]"):
+            predictor(raw_table(3, 1))
+        part = raw_table(3, 1).select(["city", "age"])  # others are missing
+        empty = {name: pa.nulls(3) for name in spec.column_names(labels=False)}
+        whole = pa.table({**empty, "city": part["city"], "age": part["age"], "ok": [0, 0, 0]})
+        np.testing.assert_allclose(
+            predictor(part)["output"][:, 0], wanted(model, spec, whole), 1e-5
+        )
+        bad = raw_table(3, 1).drop_columns(["ok"]).set_column(7, "row", pa.array([1, 25, 3]))
+        with pytest.raises(ValueError, match=r"'row' must have row numbers from 0 to 19.*row 1"):
+            predictor(bad)
+
+
+def test_files_are_scored_by_processes(
+    packaged: tuple[Path, nn.Module, FeatureSpec], tmp_path: Path
+) -> None:
+    """The results of two processes together are those of one, and those of the model."""
+    version, model, spec = packaged
+    tables = [raw_table(100 * (i + 1), i) for i in range(3)]
+    for i, table in enumerate(tables):
+        pq.write_table(table, tmp_path / f"day_{i}.parquet")
+    data = str(tmp_path / "day_*.parquet")
+    alone = score(version, data, tmp_path / "one", keys=["user", "tags"], batch_size=64)
+    assert [path.name for path in alone] == [f"{i:05}-day_{i}.parquet" for i in range(3)]
+    for rank in range(2):
+        score(version, data, tmp_path / "two", keys=["user"], rank=rank, world_size=2)
+    score(model, data, tmp_path / "model", spec=spec)
+    for path, table in zip(alone, tables, strict=True):
+        found = pq.read_table(path)
+        assert found.column_names == ["user", "tags", "output"]
+        assert found["user"].to_pylist() == table["user"].to_pylist()
+        assert found["tags"].to_pylist() == table["tags"].to_pylist()
+        scores = found["output"].to_numpy()
+        np.testing.assert_allclose(scores, wanted(model, spec, table), rtol=1e-5, atol=1e-6)
+        for other in ("two", "model"):
+            same = pq.read_table(tmp_path / other / path.name)["output"].to_numpy()
+            np.testing.assert_allclose(same, scores, rtol=1e-5, atol=1e-6)
+
+
+def test_a_stopped_job_continues(
+    packaged: tuple[Path, nn.Module, FeatureSpec], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A bad file is named; the results before it stay, and nothing else does."""
+    version, *_ = packaged
+    data = tmp_path / "data"
+    data.mkdir()
+    pq.write_table(raw_table(10, 0), data / "a.parquet")
+    bad = raw_table(10, 1).set_column(7, "row", pa.array([*range(9), 20]))
+    pq.write_table(bad, data / "b.parquet")
+    arguments = ["score", str(version), "--input", str(data), "--output", str(tmp_path / "out")]
+    assert recsys.__main__.main([*arguments, "--keys", "user", "--batch-size", "4"]) == 1
+    error = capsys.readouterr().err
+    assert f"{data / 'b.parquet'}, from row 8: Column 'row' must have row numbers" in error
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["00000-a.parquet"]
+    first = (tmp_path / "out/00000-a.parquet").stat().st_mtime_ns
+    pq.write_table(raw_table(10, 1), data / "b.parquet")
+    assert recsys.__main__.main(arguments) == 0
+    assert (tmp_path / "out/00000-a.parquet").stat().st_mtime_ns == first
+    assert pq.read_metadata(tmp_path / "out/00001-b.parquet").num_rows == 10
+
+
+def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
+    pq.write_table(raw_table(1, 0), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="needs a fitted FeatureSpec with a model"):
+        score(nn.Linear(1, 1), tmp_path / "a.parquet", tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="must be a file, or a folder or glob"):
+        score(nn.Linear(1, 1), tmp_path / "none.parquet", tmp_path / "out")
