@@ -110,7 +110,7 @@ class TimeSplit:
     Args:
         column: column of times, dates or numbers.
         validation: first time of the validation data: a number, a date, a datetime, or an ISO 8601
-            text such as "2024-05-01" for columns of times.
+            text such as "2024-05-01" for columns of times; a text without a zone is in UTC.
         test: first time of the test data.
 
     Raises:
@@ -179,7 +179,7 @@ class TimeSplit:
         try:
             first, second = pa.scalar(self.validation), pa.scalar(self.test)
             if pa.types.is_temporal(kind):
-                return first.cast(kind), second.cast(kind)
+                return _as_time(first, kind), _as_time(second, kind)
             pc.greater_equal(pa.nulls(1, kind), first)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise TypeError(
@@ -187,3 +187,13 @@ class TimeSplit:
                 f"received {shown(self.validation)} and {shown(self.test)}."
             ) from error
         return first, second
+
+
+def _as_time(limit: Any, kind: Any) -> Any:
+    """Convert a limit to a type of times; a text without a zone is in UTC."""
+    if not pa.types.is_timestamp(kind) or kind.tz is None or not pa.types.is_string(limit.type):
+        return limit.cast(kind)
+    try:
+        return limit.cast(kind)
+    except pa.ArrowInvalid:
+        return limit.cast(pa.timestamp(kind.unit)).cast(kind)
