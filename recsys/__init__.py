@@ -56,6 +56,7 @@ _ROOMS = (
     "compat",
     "datasets",
     "distributed",
+    "features",
     "inference",
     "kernels",
     "metrics",

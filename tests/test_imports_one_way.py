@@ -36,6 +36,7 @@ BESIDE = {
     # parts for the planner, imported where a script asks for one
     "compat/planner": ["compat", "kernels", "modules", "distributed"],
     "datasets": ["kernels", "sparse"],
+    "features": ["kernels", "sparse", "modules", "datasets"],
     "metrics": ["kernels"],
     "training": ["kernels", "optim", "distributed", "metrics"],
 }
@@ -57,9 +58,11 @@ TOP = {
     "doctor": ["kernels"],
     "fx": ["inference"],
     "plan": ["distributed"],
+    "prepare": ["kernels", "datasets", "features"],
 }
 
 ALLOWED = {room: ROAD[: i + 1] for i, room in enumerate(ROAD)}
+ALLOWED["inference"] += ["datasets", "features"]  # raw columns, imported by packages that have them
 ALLOWED |= {room: [*others, room] for room, others in BESIDE.items()} | TOP | TOOLS
 
 # What is scripted calls FBGEMM's ops by name: TorchScript must not depend on this package.

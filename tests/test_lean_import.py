@@ -39,7 +39,9 @@ found = {"alone": modules()}
 import torch
 with contextlib.suppress(ImportError):
     import fbgemm_gpu
-found["by_torch"] = modules()
+with contextlib.suppress(ImportError):
+    import pyarrow.dataset
+found["by_others"] = modules()
 found["names"] = [functools.reduce(getattr, n.split("."), recsys).__name__ for n in NAMES]
 for name in MODULES:
     importlib.import_module(name)
@@ -76,8 +78,8 @@ def test_the_package_alone_reaches_the_documented_names(found: dict[str, Any]) -
 def test_all_modules_leave_cuda_and_processes_alone(found: dict[str, Any]) -> None:
     assert found["cuda"] is False
     assert found["process_group"] is False
-    # Packages that torch itself imports where they are installed are not ours.
-    assert OPTIONAL & (set(found["everything"]) - set(found["by_torch"])) == set()
+    # Packages that torch and pyarrow import where they are installed are not ours.
+    assert OPTIONAL & (set(found["everything"]) - set(found["by_others"])) == set()
 
 
 def test_the_environment_turns_full_checks_on(found: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ SURFACE = {
         JaggedTensor KeyedJaggedTensor KeyedTensor Multistreamable Pipelineable PoolingType
     """,
     "recsys.compat": "",
-    "recsys.datasets": "",
+    "recsys.datasets": "Split TableReader TimeSplit csv parquet table",
     "recsys.distributed": """
         Awaitable DistributedModelParallel EvalPipelineSparseDist ModuleSharder NoWait
         ParameterSharding PrefetchTrainPipelineSparseDist ShardedModule ShardingEnv TrainPipeline
@@ -46,8 +46,8 @@ SURFACE = {
         QuantFeatureProcessedEmbeddingBagCollection export_aoti export_torchscript
         QuantizationReport QuantizedTableReport quantization_report read_delta write_delta
         write_delta_between Predictor Publisher follow inspect kserve package verify
-        load_aoti load_torchscript quantize_embeddings quantize_inference_model shard_quant_model
-        verify_checksum
+        load_aoti load_torchscript quantize_embeddings quantize_inference_model score
+        shard_quant_model verify_checksum
     """,
     "recsys.kernels": "",
     "recsys.metrics": """
