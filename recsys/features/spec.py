@@ -6,7 +6,7 @@ Legend: `B` rows, `N` values, `F` features.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from recsys.datasets.tables import table_of, tables_of
 from recsys.datasets.utils import Batch
 from recsys.features import save
-from recsys.features.arrow import read_keys, read_values, to_float32
 from recsys.features.columns import (
     PART_SIZES,
     Categorical,
@@ -28,19 +27,15 @@ from recsys.features.columns import (
     Label,
     Numeric,
     SampleWeight,
-    SparseColumn,
     Timestamp,
     check_columns,
 )
 from recsys.features.fit import Fitted, PartialFit
-from recsys.features.samples import read_group, read_id_weights, read_label, read_weight
-from recsys.features.scaling import bucket_rows, read_scaled
-from recsys.features.text_hash import hash_rows
-from recsys.features.times import read_parts
+from recsys.features.samples import read_group, read_label, read_weight
+from recsys.features.transform import jagged_of, read_bags, read_dense
 from recsys.kernels.arguments import whole, wrong_type
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.hashed_ids import HashedIds
-from recsys.sparse import KeyedJaggedTensor
 
 __all__ = ["Feature", "FeatureSpec"]
 
@@ -58,15 +53,6 @@ class Feature(NamedTuple):
     table: str
     rows: int
     growing: bool
-
-
-class _Bags(NamedTuple):
-    ids: _Array
-    """[N] int64."""
-    lengths: _Array | None
-    """[B] int64; None: one id per row."""
-    weights: _Array | None
-    """[N] float32."""
 
 
 @final
@@ -367,13 +353,14 @@ class FeatureSpec:
             RuntimeError: the spec is not fitted.
         """
         table = table_of(data)
-        bags = [bag for column in self.columns for bag in self._bags(table, column)]
+        bags = [bag for column in self.columns for bag in read_bags(table, column, self.fitted)]
         dense = [
-            self._dense(table, column)
+            read_dense(table, column, self.fitted)
             for column in self.columns
             if isinstance(column, Numeric) and column.buckets is None
         ]
         size = table.num_rows
+        names = [feature.name for feature in self.features()]
         weights = groups = None
         found: list[Tensor] = []
         for column in self.columns if labels else ():
@@ -386,81 +373,13 @@ class FeatureSpec:
         stacked = torch.stack(found, 1) if len(found) > 1 else None
         return Batch(
             torch.from_numpy(np.stack(dense, 1)) if dense else torch.zeros(size, 0),
-            self._jagged(bags, size),
+            jagged_of(names, bags, size, self.is_weighted),
             (found[0] if found else torch.zeros(size)) if stacked is None else stacked,
             tuple(self.dense_names),
             ",".join(self.label_names) if labels else "",
             sample_weights=weights,
             groups=groups,
         )
-
-    def _jagged(self, bags: Sequence[_Bags], size: int) -> KeyedJaggedTensor:
-        one = np.ones(size, np.int64)
-        lengths = [one if bag.lengths is None else bag.lengths for bag in bags]
-        weights = None
-        if self.is_weighted:
-            plain = [
-                np.ones(len(bag.ids), np.float32) if bag.weights is None else bag.weights
-                for bag in bags
-            ]
-            weights = torch.from_numpy(np.concatenate(plain))
-        empty = [np.empty(0, np.int64)]
-        return KeyedJaggedTensor(
-            [feature.name for feature in self.features()],
-            torch.from_numpy(np.concatenate([bag.ids for bag in bags] or empty)),
-            weights,
-            torch.from_numpy(np.concatenate(lengths or empty)),
-        )
-
-    def _bags(self, table: Any, column: Column) -> list[_Bags]:
-        if isinstance(column, _SPARSE):
-            return [self._ids(table, column)]
-        if isinstance(column, Numeric) and column.buckets is not None:
-            numbers, is_missing = read_scaled(column, read_values(table, column.name, False))
-            rows = bucket_rows(self.fitted.edges[column.name], numbers, is_missing)
-            return [_Bags(rows, None, None)]
-        if isinstance(column, Timestamp):
-            parts = read_parts(column, read_values(table, column.name, False))
-            return [_Bags(rows, None, None) for rows in parts]
-        return []
-
-    def _ids(self, table: Any, column: SparseColumn) -> _Bags:
-        values = read_values(table, column.name, column.is_list)
-        keys = read_keys(values, unsigned=isinstance(column, Hashed))
-        weights = None
-        if column.weights is not None:
-            weights = read_id_weights(table, column, values.lengths, keys.is_missing)
-        if isinstance(column, Categorical):
-            try:
-                ids = self.fitted.vocabularies[str(column.table)].rows_of(keys)
-            except TypeError as error:
-                raise TypeError(f"Column {column.name!r}: {error}") from error
-            return _Bags(ids, values.lengths, weights)
-        if isinstance(column, Hashed):
-            ids = keys.hashed()
-            if not column.growing:
-                ids = hash_rows(ids, column.rows)
-        else:
-            if keys.texts is not None:
-                raise TypeError(
-                    f"Column {column.name!r} must have row numbers; received texts. Describe it "
-                    "by Categorical or Hashed."
-                )
-            ids = keys.numbers
-            bad = ids.view(np.uint64) >= column.rows  # negative numbers, too
-            rule = f"must have row numbers from 0 to {column.rows - 1}"
-            values.reject(ValueError, rule, bad, "Set rows to the size of the table.")
-        return _without_missing(_Bags(ids, values.lengths, weights), keys.is_missing)
-
-    def _dense(self, table: Any, column: Numeric) -> _Array:
-        values = read_values(table, column.name, False)
-        numbers, is_missing = read_scaled(column, values)
-        mean = self.fitted.means[column.name]
-        if is_missing is not None:
-            numbers = np.where(is_missing, mean, numbers)
-        if column.standardize:
-            numbers = (numbers - mean) / self.fitted.deviations[column.name]
-        return to_float32(values, numbers)
 
 
 def _edges_of(column: Numeric, part: PartialFit) -> _Array:
@@ -474,17 +393,3 @@ def _edges_of(column: Numeric, part: PartialFit) -> _Array:
     else:
         edges = part.quantiles[column.name].at(shares)
     return np.unique(edges)
-
-
-def _without_missing(bags: _Bags, is_missing: _Array | None) -> _Bags:
-    """Leave out missing ids."""
-    if is_missing is None:
-        return bags
-    kept = ~is_missing
-    lengths = kept.astype(np.int64)
-    if bags.lengths is not None:
-        ends = np.concatenate([[0], bags.lengths.cumsum()])
-        before = np.concatenate([[0], lengths.cumsum()])
-        lengths = before[ends[1:]] - before[ends[:-1]]
-    weights = None if bags.weights is None else bags.weights[kept]
-    return _Bags(bags.ids[kept], lengths, weights)

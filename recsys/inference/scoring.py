@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from recsys.datasets.tables import File, Paths, files_of
 from recsys.features.spec import FeatureSpec
+from recsys.inference.packages.columns import names_of
 from recsys.inference.packages.predictor import Predictor
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
@@ -88,7 +89,7 @@ def score(
         bar = stack.enter_context(_bar(progress and rank == 0, len(mine)))
         for file, target in mine:
             if not target.exists():
-                columns = [*dict.fromkeys([*keys, *names(file)])]
+                columns = [*dict.fromkeys([*keys, *names])]
                 _score_file(file, target, predict, keys, columns, batch_size, bar)
             bar(0, 1)
     return [target for _, target in mine]
@@ -150,29 +151,22 @@ def _column(values: np.ndarray[Any, Any]) -> Any:
 
 def _predictor(
     model: nn.Module | str | Path, spec: FeatureSpec | None, stack: contextlib.ExitStack
-) -> tuple[Callable[[Any], _Outputs], Callable[[File], list[str]]]:
-    """Return a function that scores a table, and one that names the columns to read."""
+) -> tuple[Callable[[Any], _Outputs], list[str]]:
+    """Return a function that scores a table, and the columns that it reads."""
     if isinstance(model, nn.Module):
         if not isinstance(spec, FeatureSpec):
             raise ValueError("score needs a fitted FeatureSpec with a model; received none.")
         model.eval()
         fitted = spec
-        return (
-            lambda table: _run(model, fitted, table),
-            lambda file: fitted.column_names(labels=False),
-        )
+        return lambda table: _run(model, fitted, table), fitted.column_names(labels=False)
     predictor = stack.enter_context(Predictor(model))
     columns = predictor.manifest["columns"]
     if not columns:
         raise ValueError(
             f"{model} must be a package with raw columns. Write it by package(..., spec=spec)."
         )
-    wanted = {column["name"] for column in columns}
-    wanted |= {column["weights"] for column in columns if column.get("weights")}
-    return (
-        lambda table: dict(predictor(table)),
-        lambda file: [name for name in file.schema.names if name in wanted],
-    )
+    names = names_of(columns)
+    return lambda table: dict(predictor(table.select(names))), names
 
 
 @torch.no_grad()

@@ -24,7 +24,15 @@ from recsys.features.times import read_seconds
 from recsys.features.vocabulary import Vocabulary
 from recsys.inference.packages.safetensors import write_tensors
 
-__all__ = ["FOLDER", "Columns", "Texts", "load_spec", "model_request", "raw_request"]
+__all__ = [
+    "FOLDER",
+    "Columns",
+    "Texts",
+    "load_spec",
+    "model_request",
+    "names_of",
+    "raw_request",
+]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 FOLDER = "spec"
@@ -188,9 +196,20 @@ def model_request(
     Args:
         spec: The spec of the package.
         inputs: The manifest's entries of the model's inputs.
-        data: A table of raw columns, as for `FeatureSpec.transform`.
+        data: A table of raw columns, as for `FeatureSpec.transform`. Columns that it does not have
+            are missing values.
+
+    Raises:
+        KeyError: The table has other columns.
+        TypeError: A column has values of another type.
+        ValueError: A value is out of its range.
     """
-    batch = spec.transform(data, labels=False)
+    table, names = table_of(data), spec.column_names(labels=False)
+    _check_names(table, names)
+    for name in names:
+        if name not in table.column_names:
+            table = table.append_column(name, pa.nulls(table.num_rows))
+    batch = spec.transform(table, labels=False)
     found: dict[str, Tensor] = {}
     for entry in inputs:
         if entry["kind"] == "dense":
@@ -212,10 +231,12 @@ def raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, Te
         data: A table. Columns that it does not have are missing values.
 
     Raises:
+        KeyError: The table has other columns.
         TypeError: A column has values of another type.
         ValueError: A number is not finite.
     """
     table = table_of(data)
+    _check_names(table, names_of(columns))
     found: dict[str, Tensor | Texts] = {}
     for column in columns:
         name, is_list = column["name"], bool(column.get("is_list"))
@@ -243,10 +264,31 @@ def raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, Te
     return found
 
 
+def names_of(columns: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the columns that requests may have.
+
+    Args:
+        columns: The manifest's entries of the columns.
+    """
+    found = [column["name"] for column in columns]
+    return found + [column["weights"] for column in columns if column.get("weights")]
+
+
+def _check_names(table: Any, names: Sequence[str]) -> None:
+    unknown = [name for name in table.column_names if name not in names]
+    if unknown:
+        raise KeyError(
+            f"A request must have columns of the package, {list(names)}; received {unknown}. "
+            "Select the columns."
+        )
+
+
 def _texts_of(values: Values) -> Texts:
     array = values.array
     if pa.types.is_dictionary(array.type):
         array = array.dictionary.take(array.indices)
+    if pa.types.is_integer(array.type) or pa.types.is_floating(array.type):
+        raise TypeError(f"Column {values.name!r} must have texts; received {array.type}.")
     try:
         array = array.cast(pa.large_string())
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         help="a function, such as serving:load, that returns the quantized model and its example "
-        "arguments",
+        "arguments, or the model, a table of raw columns and a fitted FeatureSpec",
     )
     parser.add_argument("folder", type=Path, help="the package, such as models/movies")
     parser.add_argument("--version", type=int, default=1, help="number of the version")
@@ -52,7 +52,7 @@ def main(options: argparse.Namespace) -> int:
                 follow(options.url, options.version, every=options.every, stop=threading.Event())
         else:
             sys.path.insert(0, "")  # a user's module in the current folder
-            model, inputs = pkgutil.resolve_name(options.model)()
+            model, inputs, *rest = pkgutil.resolve_name(options.model)()
             kinds = ["torchscript" if options.torchscript else "aoti"]
             written = package(
                 model,
@@ -61,6 +61,7 @@ def main(options: argparse.Namespace) -> int:
                 version=options.version,
                 programs=kinds,
                 max_rows=options.max_rows,
+                spec=rest[0] if rest else None,
             )
             print(f"The package is {written}.", file=sys.stderr)
             if options.kserve:
