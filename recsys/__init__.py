@@ -62,6 +62,7 @@ _ROOMS = (
     "modules",
     "optim",
     "sparse",
+    "training",
 )
 _HOMES = {
     "DataType": "modules.embedding_configs",

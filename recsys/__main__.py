@@ -21,6 +21,7 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
         "recsys.plan",
         "plan the placement of tables, also for another machine, and explain the plan",
     ),
+    "prepare": ("recsys.prepare", "convert raw tables to Parquet that is ready for training"),
     "package": (_PACKAGES, "write a serving package of a quantized model"),
     "verify": (_PACKAGES, "compare the files of a serving package with its manifest, and run it"),
     "follow": (_PACKAGES, "copy a serving package and its new deltas from an address of fsspec"),

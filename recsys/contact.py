@@ -39,6 +39,9 @@ def explained(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
 
 ask_watchdog: Callable[[], str] | None = None
 """Function that returns the reason of a lost connection; None without an open watchdog."""
+ask_last_save: Callable[[], str] | None = None
+"""Function that returns a sentence about the last save, for the message of a watchdog that ends
+this process; None for no sentence."""
 _WAIT_FOR_SIGNS = 5.0
 """Seconds to wait for reports of the remaining ranks; the lost rank sends none."""
 

@@ -37,6 +37,7 @@ BESIDE = {
     "compat/planner": ["compat", "kernels", "modules", "distributed"],
     "datasets": ["kernels", "sparse"],
     "metrics": ["kernels"],
+    "training": ["kernels", "optim", "distributed", "metrics"],
 }
 # Files at the top that every room may import.
 TOOLS = {

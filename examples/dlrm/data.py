@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from movielens.data import MovieLens, load_movielens
 
 
-class TrainBatches(Iterable[Batch], Protocol):
-    """Batches whose order depends on the epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Train, validation and test batches of this rank, and their sizes for the model."""
@@ -35,8 +28,7 @@ class Data:
     tables: list[list[str]]  # the features that share each table
     num_dense: int
     epochs: int
-    train: TrainBatches
-    train_steps: int | None
+    train: Iterable[Batch]
     validation: Iterable[Batch]
     test: Iterable[Batch]
     whole_test: Iterable[Batch]
@@ -68,17 +60,6 @@ def _score(predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     }
 
 
-class _SameEveryEpoch:
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self._batches = batches
-
-    def __iter__(self):
-        return iter(self._batches)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Keep the order."""
-
-
 def load_data(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
     """Load the data set the user chose; rank 0 first, so that it is fetched once."""
     if env.rank > 0:
@@ -93,7 +74,6 @@ def load_data(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
 def _movielens(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
     data = load_movielens(arguments.data, split=arguments.split)
     size, place = arguments.batch_size, (env.rank, env.world_size)
-    train = data.batches("train", size, *place, shuffle=True, seed=arguments.seed)
     return Data(
         num_embeddings=data.num_embeddings,
         # the films a user liked and the film to rate are rows of one table
@@ -104,8 +84,7 @@ def _movielens(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
         ],
         num_dense=data.dense_ND.shape[1],
         epochs=4,
-        train=train,
-        train_steps=len(train),
+        train=data.batches("train", size, *place, shuffle=True, seed=arguments.seed),
         validation=data.batches("validation", size, *place),
         test=data.batches("test", size, *place),
         whole_test=data.batches("test", 1024),
@@ -136,8 +115,7 @@ def _criteo(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
         tables=[[name] for name in train.keys],
         num_dense=13,
         epochs=1,
-        train=_SameEveryEpoch(train),
-        train_steps=None,
+        train=train,
         validation=held_out,
         test=held_out,
         whole_test=read(files[-1:], 0, 1),
@@ -163,8 +141,7 @@ def _random(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
         tables=[[name] for name in names],
         num_dense=13,
         epochs=1,
-        train=_SameEveryEpoch(batches(env.rank, 50)),
-        train_steps=50,
+        train=batches(env.rank, 50),
         validation=batches(100 + env.rank, 4),
         test=batches(200 + env.rank, 4),
         whole_test=batches(200, 4),

@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dlrm"))
 from data import Data, load_data
-from train import build_model
+from model import build_model
 
 import recsys.inference
 from recsys.distributed.checkpoint import load_checkpoint
@@ -26,7 +26,7 @@ def load_model(run: Path, data: Data, embedding_dim: int) -> torch.nn.Module:
     """Load the checkpoint into the unsharded model and quantize its tables."""
     options = argparse.Namespace(embedding_dim=embedding_dim)
     model = DLRMTrain(build_model(data, options, torch.device("cpu")))
-    load_checkpoint(run / "checkpoint", model)
+    load_checkpoint(run / "best", model)
     return recsys.inference.quantize_embeddings(model.model.eval(), torch.int8)
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/serving"))
     parser.add_argument("--embedding-dim", type=int, default=64, help="as in training")
     options = parser.parse_args()
-    if not (options.run / "checkpoint").is_dir():
+    if not (options.run / "best").is_dir():
         parser.error(f"--run {options.run} must have a checkpoint. Run make train first.")
     choices = {"dataset": "movielens", "data": None, "split": "time", "batch_size": 256, "seed": 0}
     data = load_data(argparse.Namespace(**choices), ShardingEnv.default())

@@ -1,10 +1,29 @@
 """Readers of recommendation data that yield batches of dense features, jagged ids and labels.
 
+`parquet`, `csv` and `table` read tables by a `recsys.features.FeatureSpec`, shuffled, divided among
+ranks, split into training and test data by `Split` or `TimeSplit`, and resumable at any batch.
+
 `utils` defines the batch and its division among ranks. `random` generates batches, `criteo` reads
 the Criteo click logs, and `rows` reads single lines. Readers take `rank` and `world_size` as
 arguments and need no process group.
 """
 
+from typing import TYPE_CHECKING
+
 from recsys.lazy import lazy_names
 
-__getattr__ = lazy_names(__name__, {})
+if TYPE_CHECKING:
+    from recsys.datasets.readers import TableReader, csv, parquet, table
+    from recsys.features.splits import Split, TimeSplit
+
+__all__ = ["Split", "TableReader", "TimeSplit", "csv", "parquet", "table"]
+
+_READERS = ["TableReader", "csv", "parquet", "table"]
+_SPLITS = ["Split", "TimeSplit"]
+__getattr__ = lazy_names(
+    __name__,
+    {
+        **dict.fromkeys(_READERS, "datasets.readers"),
+        **dict.fromkeys(_SPLITS, "features.splits"),
+    },
+)

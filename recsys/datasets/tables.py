@@ -1,16 +1,21 @@
 """Tables in memory and in files, as Arrow tables.
 
-Parquet, CSV and TSV files are read by `pyarrow.dataset`: local paths, globs, folders, and URLs of
-any file system that fsspec knows.
+Parquet, CSV and TSV files are read by pyarrow: local paths, globs, folders, and URLs of any file
+system that fsspec knows.
+
+The types of a text file are inferred from its first, middle and last mebibyte: whole numbers, else
+numbers, else times, else texts. An empty field is a missing value, of texts as well; other words
+for missing values, such as NA, are texts.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import fsspec
 import numpy as np
@@ -27,12 +32,24 @@ except ImportError as error:
         "pip install 'recsys-torch[data]'"
     ) from error
 
-__all__ = ["File", "Paths", "files_of", "is_path", "table_of", "tables_of"]
+__all__ = [
+    "File",
+    "Paths",
+    "files_of",
+    "is_path",
+    "is_text",
+    "kind_of",
+    "located",
+    "table_of",
+    "tables_of",
+    "unify_types",
+]
 
 Paths: TypeAlias = str | PurePath | Sequence[str | PurePath]
 """A path, glob, folder or URL, or a list of them."""
 _SUFFIXES = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".tsv": "tsv", ".txt": "tsv"}
-_COMPRESSED = (".gz", ".bz2", ".zst")
+_COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
+_SAMPLE_BYTES: Final = 1 << 20
 
 
 @final
@@ -80,6 +97,88 @@ class File:
             raise KeyError(
                 f"{self.path} must have the columns {missing}; it has {self.schema.names}."
             )
+
+
+def is_text(file: File) -> bool:
+    """Return whether a file is CSV or TSV."""
+    return isinstance(file.fragment.format, ds.CsvFileFormat)
+
+
+def kind_of(kind: Any) -> str | None:
+    """Return the kind of the values of an Arrow type, in words; None if all values are missing."""
+    types = pa.types
+    if types.is_dictionary(kind):
+        return kind_of(kind.value_type)
+    if types.is_null(kind):
+        return None
+    if types.is_nested(kind) and not (types.is_struct(kind) or types.is_map(kind)):
+        return f"lists of {kind_of(kind.value_type) or 'nothing'}"
+    if (types.is_primitive(kind) and not types.is_temporal(kind)) or types.is_decimal(kind):
+        return "numbers"
+    if types.is_temporal(kind):
+        return "times"
+    texts = (types.is_string, types.is_large_string, types.is_string_view)
+    more = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
+    return "texts" if any(test(kind) for test in texts + more) else str(kind)
+
+
+def located(error: Exception, place_of: Callable[[int], tuple[str, int]]) -> Exception:
+    """Return an error of some rows of a file with the file, and with the row in the file.
+
+    Args:
+        error: an error whose message may have the words "in row N".
+        place_of: function from N to the path, and to the row in the file.
+    """
+    text = str(error.args[0]) if error.args else str(error)
+    found = re.search(r"in row (\d+)", text)
+    if found is None:
+        return type(error)(f"{place_of(0)[0]}: {text}")
+    path, row = place_of(int(found[1]))
+    return type(error)(f"{text[: found.start()]}in row {row} of {path}{text[found.end() :]}")
+
+
+def unify_types(files: Sequence[File], columns: Iterable[str]) -> list[File]:
+    """Check that columns have one kind of values in all files.
+
+    Args:
+        files: at least one file.
+        columns: the columns to check.
+
+    Returns:
+        The files. Text files have the types of all files: whole numbers in one file and decimals in
+        another become decimals, and a column without values has the type of the other files.
+
+    Raises:
+        KeyError: a file does not have a column.
+        TypeError: a column has values of another kind, such as numbers and texts.
+    """
+    types: dict[str, Any] = {}
+    for name in columns:
+        first: File | None = None
+        for file in files:
+            file.check_columns([name])
+            found = file.schema.field(name).type
+            kind = kind_of(found)
+            if kind is None or kind.endswith("of nothing"):
+                continue
+            if first is None:
+                first, types[name] = file, found
+            elif kind != (expected := kind_of(types[name])):
+                raise TypeError(
+                    f"Column {name!r} must have one kind of values in all files; received "
+                    f"{expected} in {first.path} and {kind} in {file.path}. Convert one of them."
+                )
+            elif found != types[name] and pa.types.is_floating(found):
+                types[name] = found
+    return [_with_types(file, types) if is_text(file) else file for file in files]
+
+
+def _with_types(file: File, types: Mapping[str, Any]) -> File:
+    fields = [
+        field.with_type(types.get(field.name, field.type)) if field.name in types else field
+        for field in file.schema
+    ]
+    return replace(file, schema=pa.schema(fields))
 
 
 def files_of(paths: Paths, format: str | None = None, **csv_options: Any) -> list[File]:
@@ -149,12 +248,57 @@ def _open(
             given = dict(options)
             if kind == "tsv" and "parse_options" not in given:
                 given["parse_options"] = csv.ParseOptions(delimiter="\t")
+            if "convert_options" not in given:
+                given["convert_options"] = csv.ConvertOptions(
+                    null_values=[""], strings_can_be_null=True
+                )
             made = ds.CsvFileFormat(**given)
         fragment = made.make_fragment(path, filesystem=system)
         schema = fragment.physical_schema
+        if kind != "parquet":
+            schema = _sampled_schema(fragment, given)
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{shown} cannot be read as {kind}: {error}") from error
     return File(shown, fragment, schema)
+
+
+def _sampled_schema(fragment: Any, options: Mapping[str, Any]) -> Any:
+    """Return the columns of a text file, with types that also fit its middle and its end."""
+    schema = fragment.physical_schema
+    size = fragment.filesystem.get_file_info(fragment.path).size
+    parsing = options.get("parse_options", csv.ParseOptions())
+    is_compressed = fragment.path.endswith(_COMPRESSED)
+    if size <= _SAMPLE_BYTES or is_compressed or parsing.newlines_in_values:
+        return schema
+    with fragment.filesystem.open_input_file(fragment.path) as opened:
+        for start in (size // 2, max(_SAMPLE_BYTES, size - _SAMPLE_BYTES)):
+            opened.seek(start)
+            lines = opened.read(_SAMPLE_BYTES).partition(b"\n")[2]
+            if start + _SAMPLE_BYTES < size:
+                lines = lines[: lines.rfind(b"\n") + 1]
+            if not lines.strip():
+                continue
+            table = csv.read_csv(
+                pa.BufferReader(lines),
+                csv.ReadOptions(column_names=schema.names, block_size=len(lines)),
+                parsing,
+                options["convert_options"],
+            )
+            types = map(_wider, schema.types, table.schema.types)
+            schema = pa.schema(list(zip(schema.names, types, strict=True)))
+    return schema
+
+
+def _wider(first: Any, second: Any) -> Any:
+    """Return the type of a column with values of both types."""
+    if first == second or pa.types.is_null(second):
+        return first
+    if pa.types.is_null(first):
+        return second
+    is_number = [
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in (first, second)
+    ]
+    return pa.float64() if all(is_number) else pa.string()
 
 
 def tables_of(data: Any, columns: Sequence[str] | None = None) -> Iterator[Any]:
@@ -168,10 +312,12 @@ def tables_of(data: Any, columns: Sequence[str] | None = None) -> Iterator[Any]:
     Raises:
         TypeError: `data` is none of these.
         KeyError: a table does not have a column.
+        ValueError: a file is damaged, empty or of an unknown format.
     """
     is_list = isinstance(data, Sequence) and len(data) > 0 and all(map(is_path, data))
     if is_path(data) or is_list:
-        for file in files_of(data):
+        files = files_of(data)
+        for file in files if columns is None else unify_types(files, columns):
             yield from file.batches(columns)
         return
     if isinstance(data, ds.Dataset):

@@ -53,7 +53,7 @@ def score(
         out: A folder for the results, `NUMBER-NAME.parquet` for each file of `data` in the order of
             the paths. A result appears when it is complete; results that exist are left out, so a
             stopped job continues.
-        spec: The fitted `FeatureSpec` of a model that is no package.
+        spec: The fitted `FeatureSpec` of a module.
         keys: Columns of the data to copy into the results.
         batch_size: Rows per call of the model.
         rank: This process, from 0. Process i of n scores the files i, i + n, i + 2n, ...

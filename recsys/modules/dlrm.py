@@ -425,7 +425,8 @@ class DLRMTrain(nn.Module):
         """Compute the loss.
 
         Args:
-            batch: `B` samples.
+            batch: `B` samples. Its `sample_weights`, if it has them, multiply the losses of the
+                samples before the mean; see `mean_loss`.
 
         Returns:
             The mean binary cross entropy for `backward`; and, detached, loss, logits `[B]` and
@@ -437,17 +438,24 @@ class DLRMTrain(nn.Module):
                 errors of the model.
         """
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
-        loss = mean_loss(logits, batch.labels)
+        loss = mean_loss(logits, batch.labels, getattr(batch, "sample_weights", None))
         return loss, (loss.detach(), logits.detach(), batch.labels.detach())
 
 
 @torch.fx.wrap
-def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def mean_loss(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compute the mean binary cross entropy; 0 for an empty batch.
+
+    Weights multiply the losses of their samples. The sum is divided by the number of samples, not
+    by the sum of the weights, so that the gradients do not depend on the division of a batch among
+    ranks: scale weights to a mean of 1 to keep the learning rate.
 
     Args:
         logits: `[B]`.
         labels: `[B]` in [0, 1], any dtype.
+        weights: `[B]`, not negative; None for ones.
 
     Returns:
         Scalar.
@@ -464,9 +472,17 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             "labels must be one per sample, as the logits; received labels "
             f"{list(labels.shape)} and logits {list(logits.shape)}."
         )
+    if weights is not None and weights.shape != logits.shape:
+        raise ValueError(
+            "sample_weights must be one per sample, as the logits; received weights "
+            f"{list(weights.shape)} and logits {list(logits.shape)}."
+        )
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         labels = check_labels(labels)
     loss = nn.functional.binary_cross_entropy_with_logits(
-        logits, labels.to(logits.dtype), reduction="sum"
+        logits,
+        labels.to(logits.dtype),
+        weight=None if weights is None else weights.to(logits.dtype),
+        reduction="sum",
     )
     return loss / max(1, logits.numel())

@@ -73,7 +73,7 @@ def lives(process: int) -> bool:
 
 def saved_by(out: Path) -> list[list[int]]:
     """Length and CRC of all that the last version holds."""
-    version = newest_version(out / "resume")
+    version = newest_version(out / "last")
     assert version is not None, f"{out} has saved nothing"
     files = read_manifest(version)["files"]
     return sorted(list(block) for name, of in files.items() if name != ".metadata" for block in of)
@@ -82,7 +82,7 @@ def saved_by(out: Path) -> list[list[int]]:
 def wait_for_training(job: subprocess.Popen[bytes], out: Path, seconds: float = 90.0) -> None:
     """Waits until the job has saved."""
     end = time.monotonic() + seconds
-    while newest_version(out / "resume") is None:
+    while newest_version(out / "last") is None:
         if time.monotonic() > end or job.poll() is not None:
             raise TimeoutError(f"nothing was saved: {out.with_suffix('.log').read_text()}")
         time.sleep(0.01)
@@ -110,7 +110,7 @@ def kill(how: str, out: Path, ranks: int, chance: random.Random) -> dict[str, ob
     code = job.wait(timeout=180)
     log = out.with_suffix(".log").read_text()
     assert code == 0, log
-    found["went on"] = log.count("Going on from")
+    found["went on"] = log.count("Resumed from")
     return found
 
 

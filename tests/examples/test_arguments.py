@@ -33,7 +33,7 @@ def dlrm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def parse(*arguments: str) -> Any:
         monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        return script.parse_arguments()
+        return script.parse_options("")
 
     return parse
 
@@ -72,8 +72,9 @@ def test_options_of_dlrm(
 
 def test_defaults_of_dlrm(dlrm: Callable[..., Any], tmp_path: Path) -> None:
     given = dlrm()
-    assert (given.split, given.num_embeddings, given.save_every) == ("time", 100_000, 50)
+    assert (given.split, given.num_embeddings, given.save_every) == ("time", 100_000, None)
     assert given.epochs is None
+    assert dlrm("--resume", "auto").save_every == 50
     given = dlrm("--dataset", "criteo", "--data", str(tmp_path), "--epochs", "2")
     assert (given.data, given.epochs) == (tmp_path, 2)
 

@@ -52,7 +52,7 @@ def test_random_data_on_one_process(tmp_path: Path) -> None:
         *("--dataset", "random", "--num-embeddings", "100", "--batch-size", "16"),
         *("--embedding-dim", "8", "--bits", "4", "--out", str(tmp_path)),
     )
-    assert (tmp_path / "checkpoint").is_dir()
+    assert (tmp_path / "best").is_dir()
     assert (tmp_path / "model.pt").is_file()
     test, scores = (torch.load(tmp_path / name) for name in ("test.pt", "scores.pt"))
     assert [len(inputs) for inputs in test["inputs"]] == [3] * 4  # what examples/cpp scores
@@ -142,6 +142,6 @@ def test_it_goes_on_from_its_last_save(tmp_path: Path) -> None:
     _run([], *settings, str(undivided), "--epochs", "2")
     _run([], *settings, str(divided), "--epochs", "1")
     said = _run([], *settings, str(divided), "--epochs", "2")
-    assert "Going on from" in said
+    assert "Resumed from" in said
     assert "epoch 2, step 0" in said
     assert saved_by(divided) == saved_by(undivided)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from recsys.modules.dlrm import (
     InteractionArch,
     OverArch,
     SparseArch,
+    mean_loss,
 )
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -133,6 +136,19 @@ def test_a_wrong_number_of_labels_is_an_error():
     short = Batch(batch.dense_features, batch.sparse_features, batch.labels[:5])
     with pytest.raises(ValueError, match=r"received labels \[5\] and logits \[6\]"):
         DLRMTrain(model())(short)
+
+
+def test_sample_weights_multiply_the_losses():
+    train, batch = DLRMTrain(model()), random_batch()
+    weights = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0, 3.0])
+    weighted = replace(batch, sample_weights=weights)
+    loss, (_, logits, labels) = train(weighted)
+    per_sample = nn.functional.softplus(logits.double()) - labels * logits.double()
+    torch.testing.assert_close(loss.double(), (weights * per_sample).sum() / 6)
+    halves = [mean_loss(logits[of], labels[of], weights[of]) for of in (slice(3), slice(3, 6))]
+    torch.testing.assert_close(sum(halves) / 2, loss)  # as on two ranks
+    with pytest.raises(ValueError, match=r"received weights \[5\] and logits \[6\]"):
+        train(replace(batch, sample_weights=weights[:5]))
 
 
 def test_it_learns():

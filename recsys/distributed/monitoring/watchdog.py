@@ -210,7 +210,8 @@ class Watchdog:
         with self._printing:
             if not self._has_printed:
                 place = Beat.of(self._position, 0).place
-                self._log(f"{end.text}. This rank was in {place}, and ends.")
+                saved = "" if contact.ask_last_save is None else f" {contact.ask_last_save()}"
+                self._log(f"{end.text}. This rank was in {place}, and ends.{saved}")
             self._has_printed = True
 
     def _log(self, text: str) -> None:

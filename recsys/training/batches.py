@@ -1,0 +1,132 @@
+"""Batches of a training loader, with the position to resume from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, final
+
+from recsys.distributed.checkpoint import RandomState, Stateful
+from recsys.logs import logger
+from recsys.step_stages import long_section
+
+
+@final
+class ResumableBatches:
+    """Batches of a loader, epoch by epoch, that continue at a saved position.
+
+    A pipeline reads batches ahead, so the position counts the batches that were trained on. A
+    loader with `state_dict` and `load_state_dict` continues from its own state. Otherwise the first
+    batches of the epoch are read again and skipped. Then the random generators of the process first
+    return to their state at the start of the epoch, so that a loader that shuffles by them yields
+    the same order.
+
+    Args:
+        loader: Any iterable of batches. `set_epoch` is called before each epoch, if the loader, its
+            `sampler` or its `dataset` has it.
+        is_saved: Function of a step number: whether the position after it may be saved. The state
+            of the loader is recorded only there.
+
+    Attributes:
+        step: Number of batches that were trained on.
+        epoch: Number of complete epochs.
+        batch: Number of batches of the current epoch that were trained on.
+
+    Example:
+        >>> batches = ResumableBatches([10, 20, 30], is_saved=lambda step: True)
+        >>> for batch in batches:
+        ...     batches.trained()
+        ...     if batch == 20:
+        ...         break
+        >>> resumed = ResumableBatches([10, 20, 30], is_saved=lambda step: True)
+        >>> resumed.load_state_dict(batches.state_dict())
+        >>> list(resumed)
+        [30]
+    """
+
+    def __init__(self, loader: Iterable[Any], is_saved: Callable[[int], bool]) -> None:
+        self._loader, self._is_saved = loader, is_saved
+        self.step = self.epoch = self.batch = 0
+        self._states: dict[int, Any] = {}  # of the loader, by step
+        self._random: dict[str, Any] | None = None  # at the start of the epoch
+        self._restore_loader: Callable[[], None] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the remaining batches of the epoch."""
+        random = RandomState()
+        now = random.state_dict()
+        if self._random is None:
+            self._random = now
+        random.load_state_dict(self._random)
+        for part in (self._loader, *(getattr(self._loader, n, 0) for n in ("sampler", "dataset"))):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self.epoch)
+        num_skipped, restore = self.batch, self._restore_loader
+        if restore is not None:
+            restore()
+            num_skipped, self._restore_loader = 0, None
+        batches = iter(self._loader)
+        with long_section("skipped batches"):
+            for _ in range(num_skipped):
+                next(batches, None)
+        if self._random is not now:
+            random.load_state_dict(now)
+        for step, batch in enumerate(batches, start=self.step + 1):
+            if isinstance(self._loader, Stateful) and self._is_saved(step):
+                self._states[step] = self._loader.state_dict()
+            yield batch
+
+    def trained(self) -> None:
+        """Count a batch."""
+        self._states.pop(self.step, None)
+        self.step += 1
+        self.batch += 1
+
+    def end_epoch(self) -> None:
+        """Start the next epoch at the next iteration."""
+        self.epoch, self.batch = self.epoch + 1, 0
+        self._states, self._random = {}, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of this rank."""
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "random": self._random,
+            "loader": self._states.get(self.step),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a position."""
+        self.step, self.epoch, self.batch = (state_dict[key] for key in ("step", "epoch", "batch"))
+        self._random, state = state_dict["random"], state_dict["loader"]
+        if state is not None:
+            self._states[self.step] = state
+            self._restore_loader = lambda: self._loader.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continue from the positions of another number of ranks.
+
+        Raises:
+            ValueError: The position is within an epoch, and the loader saved a state of its own but
+                has no `load_state_dicts`.
+        """
+        self.load_state_dict({**states[0], "random": None, "loader": None})
+        own = [state["loader"] for state in states]
+        if own[0] is not None:
+            load = getattr(self._loader, "load_state_dicts", None)
+            if load is None:
+                raise ValueError(
+                    "train must have load_state_dicts(states) to resume within an epoch on another "
+                    f"number of ranks; received a {type(self._loader).__name__} without it and "
+                    f"the states of {len(states)} ranks. Resume on {len(states)} ranks."
+                )
+            self._restore_loader = lambda: load(own)
+        elif self.batch > 0:
+            logger.warning(
+                "Training resumes within an epoch that %d ranks began. Each rank skips %d batches: "
+                "if the number of samples per step has changed, some samples of this epoch are "
+                "repeated or left out.",
+                len(states),
+                self.batch,
+            )

@@ -1,0 +1,72 @@
+"""All optimizers of a model as one."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from recsys.kernels.arguments import finite, wrong_type
+from recsys.optim import (
+    CombinedOptimizer,
+    GradientClipping,
+    GradientClippingOptimizer,
+    KeyedOptimizer,
+    KeyedOptimizerWrapper,
+)
+
+
+def whole_optimizer(
+    model: nn.Module, optimizer: Optimizer, clip_norm: float | None = None
+) -> KeyedOptimizer:
+    """Return one optimizer of a model, with state by the names of parameters.
+
+    A torch optimizer is joined with the `fused_optimizer` of the model, if it has one.
+
+    Args:
+        model: The model, sharded or not.
+        optimizer: A `KeyedOptimizer`, which is complete; or a torch optimizer.
+        clip_norm: Largest norm of all gradients together; None for no clipping.
+
+    Raises:
+        TypeError: `optimizer` is not an optimizer, or `clip_norm` not a number.
+        ValueError: A torch optimizer has parameters of another model or of fused tables;
+            `clip_norm` is negative; or clipped tables are fused.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = whole_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> sorted(optimizer.params)
+        ['bias', 'weight']
+    """
+    found = optimizer if isinstance(optimizer, KeyedOptimizer) else _joined(model, optimizer)
+    if clip_norm is None:
+        return found
+    limit = finite("Trainer.clip_norm", clip_norm, least=0)
+    found.table_gradients()  # raises for fused tables
+    return GradientClippingOptimizer(
+        found, GradientClipping.NORM, limit, enable_global_grad_clip=True
+    )
+
+
+def _joined(model: nn.Module, optimizer: Optimizer) -> KeyedOptimizer:
+    if not isinstance(optimizer, Optimizer):
+        wrong_type("Trainer.optimizer", "a KeyedOptimizer or another torch optimizer", optimizer)
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = {name: p for name, p in model.named_parameters() if id(p) in owned}
+    if len(named) != len(owned):
+        raise ValueError(
+            "Trainer.optimizer must have parameters of the model only; received "
+            f"{len(owned) - len(named)} others. Create it after sharding, from "
+            "model.named_parameters()."
+        )
+    dense = KeyedOptimizerWrapper(named, lambda _: optimizer)
+    fused = getattr(model, "fused_optimizer", None)
+    if not isinstance(fused, KeyedOptimizer):
+        return dense
+    if both := sorted(fused.params.keys() & named.keys()):
+        raise ValueError(
+            "Trainer.optimizer must leave out tables that are updated in backward; received "
+            f"{both[:3]}. Use in_backward_optimizer_filter(model.named_parameters())."
+        )
+    return CombinedOptimizer([fused, dense])

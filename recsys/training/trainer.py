@@ -1,0 +1,406 @@
+"""A training loop: pipeline, evaluation, early stopping, checkpoints, exact resume, logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from recsys import contact
+from recsys.distributed.checkpoint import (
+    PendingSave,
+    RandomState,
+    Stateful,
+    load_checkpoint,
+    newest_version,
+    save_checkpoint,
+    save_checkpoint_async,
+)
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.monitoring.loss_guard import LossGuard
+from recsys.distributed.monitoring.watchdog import Watchdog
+from recsys.distributed.train_pipeline import EvenBatches, TrainPipelineSparseDist, UnevenPolicy
+from recsys.distributed.types import ShardingEnv
+from recsys.kernels.arguments import whole, writable_folder
+from recsys.kernels.checked import checked_but
+from recsys.step_stages import long_section
+from recsys.training.batches import ResumableBatches
+from recsys.training.best import Best, FitResult
+from recsys.training.evaluation import BinaryMetrics, Metrics
+from recsys.training.loggers import JsonLines, Lines, Logger
+from recsys.training.optimizer import whole_optimizer
+from recsys.training.progress import MeanLoss, Progress
+
+
+@final
+class Trainer:
+    """Trains a model, evaluates it, and keeps its best and its last checkpoint.
+
+    Every rank creates it with the same settings and calls `fit`. Files in `folder`: `best` and
+    `last`, folders of checkpoints; `log.jsonl`, the numbers of the job; and `bad_batches`, written
+    by the loss guard. A job that is killed at any moment and started again with `resume=True` ends
+    with the weights of an undisturbed job, bit for bit on a CPU.
+
+    Args:
+        model: A `DistributedModelParallel` or another module. It is called with a batch and returns
+            a loss and an output `(loss, logits, labels)`, detached, as `DLRMTrain` does. Custom
+            `metrics` may read other outputs that begin with the loss and with a tensor that has one
+            row per sample.
+        optimizer: All optimizers of the model as one `KeyedOptimizer`; or a torch optimizer, which
+            is joined with the `fused_optimizer` of the model.
+        folder: Folder of the job, created if missing.
+        epochs: Number of epochs; or None, with `steps`.
+        steps: Number of steps; or None, with `epochs`.
+        evaluate_every: Steps between two evaluations; None for the end of each epoch. The end of
+            training is always evaluated.
+        metrics: Function that creates the metrics of an evaluation on a device.
+        monitor: Name of the metric that selects the best checkpoint.
+        maximize: Whether a larger value of it is better, as of an AUC.
+        patience: Number of evaluations without a better value after which training ends; None for
+            no early stopping.
+        load_best: Whether the model has the weights of the best evaluation after training, not the
+            last ones.
+        save_every: Steps between two saves of `last`, in the background. None saves only at the end
+            of each epoch and of training.
+        resume: Whether to continue from `last`, if it exists.
+        schedule: Scheduler of torch for the optimizer, stepped after each step;
+            `ReduceLROnPlateau` after each evaluation, by the monitored metric.
+        clip_norm: Largest norm of all gradients together; None for no clipping. Tables must have
+            `update_mode="deferred"` for it.
+        pipeline: Whether to exchange the ids of the next batches during a step.
+        uneven: Policy for ranks with different numbers of batches, as of `EvenBatches`; None if all
+            ranks have the same number.
+        log_every: Steps between two records of the loss and the rate; None for records at
+            evaluations only.
+        loggers: Destinations of records besides `log.jsonl`. They are closed when `fit` ends.
+        shows_bar: Whether rank 0 shows a progress bar if stderr is a terminal and tqdm installed.
+        watchdog: Watchdog of the job; None for one with default settings. It is not opened inside
+            another one.
+        loss_guard: Guard of the losses, which must not skip; None for one with default settings.
+
+    Raises:
+        TypeError: An argument has another type.
+        ValueError: Not exactly one of `epochs` and `steps` is given; a number is not positive;
+            `optimizer` and `model` do not fit together; or clipped tables are fused.
+        OSError: The folder is not writable.
+
+    Example:
+        >>> import tempfile
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = nn.Linear(2, 1)
+        ...
+        ...     def forward(self, batch):
+        ...         logits, labels = self.layer(batch).squeeze(1), (batch[:, 0] > 0).float()
+        ...         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        ...         return loss, (loss.detach(), logits.detach(), labels)
+        >>> model, batches = Model(), [torch.randn(32, 2) for _ in range(50)]
+        >>> adam = torch.optim.Adam(model.parameters(), lr=0.1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trainer = Trainer(model, adam, folder, epochs=2, log_every=None, loggers=())
+        ...     result = trainer.fit(batches, validation=batches[:5])
+        >>> result.steps, result.best_scores["auc"] > 0.95
+        (100, True)
+    """
+
+    @checked_but("optimizer", "folder", "metrics", "loggers", "schedule")
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        folder: str | Path,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        evaluate_every: int | None = None,
+        metrics: Callable[[torch.device], Metrics] = BinaryMetrics,
+        monitor: str = "loss",
+        maximize: bool = False,
+        patience: int | None = None,
+        load_best: bool = True,
+        save_every: int | None = None,
+        resume: bool = False,
+        schedule: LRScheduler | None = None,
+        clip_norm: float | None = None,
+        pipeline: bool = True,
+        uneven: UnevenPolicy | str | None = None,
+        log_every: int | None = 100,
+        loggers: Sequence[Logger] = (Lines(),),
+        shows_bar: bool = True,
+        watchdog: Watchdog | None = None,
+        loss_guard: LossGuard | None = None,
+    ) -> None:
+        if (epochs is None) == (steps is None):
+            raise ValueError(
+                "Trainer needs either epochs or steps, the length of the training; received "
+                f"epochs={epochs} and steps={steps}."
+            )
+        lengths = {"epochs": epochs, "steps": steps, "patience": patience, "log_every": log_every}
+        intervals = {"evaluate_every": evaluate_every, "save_every": save_every}
+        for name, value in (lengths | intervals).items():
+            if value is not None:
+                whole(f"Trainer.{name}", value)
+        self.model, self.optimizer = model, whole_optimizer(model, optimizer, clip_norm)
+        self.folder = writable_folder("Trainer.folder", folder)
+        self.best, self.last = self.folder / "best", self.folder / "last"
+        self._epochs, self._num_steps, self._log_every = epochs, steps, log_every
+        self._save_every, self._evaluate_every = save_every, evaluate_every
+        self._metrics, self._monitor, self._patience = metrics, monitor, patience
+        self._make_best = partial(Best, monitor, maximize, patience)
+        self._loads_best, self._resumes, self._schedule = load_best, resume, schedule
+        self._overlaps, self._uneven, self._shows_bar = pipeline, uneven, shows_bar
+        self._env, self._device = ShardingEnv.default(), _device_of(model)
+        log = JsonLines(self.folder / "log.jsonl")
+        self._loggers = [log, *loggers] if self._env.rank == 0 else []
+        self._watchdog = Watchdog() if watchdog is None else watchdog
+        self._guard = LossGuard(self.folder / "bad_batches") if loss_guard is None else loss_guard
+        self._guard.around(model)  # raises if it skips
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def fit(self, train: Iterable[Any], validation: Iterable[Any] | None = None) -> FitResult:
+        """Train, evaluate and save until the end; every rank calls it.
+
+        Args:
+            train: Batches of this rank, iterated once per epoch. Its `set_epoch` is called before
+                each epoch. A loader with `state_dict` and `load_state_dict` resumes from its state;
+                otherwise batches are skipped.
+            validation: Batches of this rank to evaluate; None for no evaluation and no best
+                checkpoint.
+
+        Raises:
+            ValueError: An epoch has no batches, or the monitored metric is missing or NaN.
+            BadLossError: A loss is NaN or infinite.
+            CheckpointError: A checkpoint cannot be saved or loaded.
+            LostContactError: Contact with another rank is lost.
+        """
+        if validation is None and self._patience is not None:
+            raise ValueError("patience needs validation, batches to evaluate; received None.")
+        with ExitStack() as parts:
+            if contact.ask_watchdog is None:
+                parts.enter_context(self._watchdog)
+            for logger in self._loggers:
+                parts.callback(logger.close)
+            self._start(train)
+            parts.callback(self._progress.close)
+            self.model.train()
+            pipeline = self._new_pipeline()
+            while not self._is_done():
+                self._train_epoch(pipeline, validation)
+            self._guard.finish()
+            if validation is not None and self._best.last_step != self._batches.step:
+                self._evaluate(validation)
+            self._save()
+            if self._pending is not None:
+                self._pending.wait()
+            if self._loads_best and self._best.step:
+                load_checkpoint(self.best, self.model, self.optimizer)
+        return FitResult(
+            steps=self._batches.step,
+            epochs=self._batches.epoch,
+            best_step=self._best.step,
+            best_epoch=self._best.epoch,
+            best_scores=self._best.scores,
+            stopped_early=self._best.is_final,
+        )
+
+    def _start(self, train: Iterable[Any]) -> None:
+        """Create the state of a job, or load it."""
+        self._batches = ResumableBatches(train, self._may_save_at)
+        self._loss, self._best = MeanLoss(self._device), self._make_best()
+        self._state: dict[str, Stateful] = {
+            "batches": self._batches,
+            "loss": self._loss,
+            "best": self._best,
+            "random": RandomState(),
+        }
+        self._saved: tuple[int, int] | None = None
+        self._pending: PendingSave | None = None
+        if self._resumes and newest_version(self.last) is not None:
+            self._load()
+        elif self._env.rank == 0:
+            (self.folder / "log.jsonl").unlink(missing_ok=True)
+        has_bar = self._shows_bar and self._env.rank == 0
+        self._progress = Progress(self._total_steps(train), self._batches.step, has_bar=has_bar)
+
+    def _train_epoch(self, pipeline: Any, validation: Iterable[Any] | None) -> None:
+        """Train until the end of the epoch or of the job."""
+        batches: Iterable[Any] = self._batches
+        if self._uneven is not None:
+            batches = EvenBatches(self._batches, self.model, self._uneven)
+        for output, _ in _outputs(pipeline, iter(batches)):
+            self._count(output)
+            if validation is not None and self._is_at(self._evaluate_every):
+                self._evaluate(validation)
+            elif self._is_at(self._log_every):
+                self._log(self._numbers())
+            if self._is_at(self._save_every):
+                self._save()
+            if self._is_done():
+                pipeline.reset()
+                return
+        if self._batches.batch == 0:
+            raise ValueError(
+                "train must yield batches in each epoch; received none in epoch "
+                f"{self._batches.epoch + 1}. Pass an iterable, such as a DataLoader: an iterator "
+                "ends after one epoch."
+            )
+        if validation is not None and self._evaluate_every is None:
+            self._evaluate(validation)
+        self._batches.end_epoch()
+        self._save()
+
+    def _forward(self, batch: Any) -> tuple[Tensor, tuple[Any, Any]]:
+        """Return the loss for backward; and the output with its batch."""
+        loss, output = self.model(batch)
+        if self.model.training:
+            self._guard.check(loss, batch, self._batches.step + 1)
+        return loss, (output, batch)
+
+    def _new_pipeline(self) -> TrainPipelineSparseDist[Any, Any]:
+        pipeline: TrainPipelineSparseDist[Any, Any] = TrainPipelineSparseDist(
+            self.model, self.optimizer, self._device, custom_model_fwd=self._forward
+        )
+        if not self._overlaps:
+            pipeline.attach(sparse_dist=False)
+        return pipeline
+
+    def _count(self, output: Any) -> None:
+        """Count a step, and set the learning rate of the next one."""
+        loss, num_samples = output[0], len(output[1])
+        self._batches.trained()
+        self._loss.add(loss, num_samples)
+        self._progress.step(num_samples)
+        if self._schedule is not None and not isinstance(self._schedule, ReduceLROnPlateau):
+            self._schedule.step()
+
+    def _is_at(self, interval: int | None) -> bool:
+        return interval is not None and self._batches.step % interval == 0
+
+    def _is_done(self) -> bool:
+        if self._num_steps is not None and self._batches.step >= self._num_steps:
+            return True
+        is_last = self._epochs is not None and self._batches.epoch >= self._epochs
+        return is_last or self._best.is_final
+
+    def _total_steps(self, train: Iterable[Any]) -> int | None:
+        if self._num_steps is not None or self._epochs is None:
+            return self._num_steps
+        try:
+            return self._epochs * len(train)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    # -- evaluation -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
+        """Evaluate the model on the batches of all ranks together; every rank calls it.
+
+        Args:
+            batches: Batches of this rank.
+
+        Returns:
+            The metrics by name, the same on all ranks.
+        """
+        metrics, was_training = self._metrics(self._device), self.model.training
+        self.model.eval()
+        try:
+            with long_section("evaluation"):
+                if self._uneven is not None:
+                    batches = EvenBatches(batches, self.model, UnevenPolicy.JOIN)
+                for output, batch in _outputs(self._new_pipeline(), iter(batches)):
+                    metrics.update(output, batch)
+                if self._env.world_size > 1:
+                    metrics.sync()
+        finally:
+            self.model.train(was_training)
+        return metrics.compute()
+
+    def _evaluate(self, validation: Iterable[Any]) -> None:
+        """Evaluate between two steps; save the best."""
+        numbers, step, epoch = self._numbers(), self._batches.step, self._batches.epoch + 1
+        scores = self.evaluate(validation)
+        self._log(numbers | {f"validation/{name}": value for name, value in scores.items()})
+        is_better = self._best.update(step, epoch, scores)
+        if isinstance(self._schedule, ReduceLROnPlateau):
+            self._schedule.step(scores[self._monitor])
+        if is_better:
+            about = {"step": step, "epoch": epoch, "scores": scores}
+            save_checkpoint(self.best, self.model, self.optimizer, about, keep=1)
+        self._progress.restart()
+
+    # -- records ----------------------------------------------------------------------------------
+
+    def _numbers(self) -> dict[str, float]:
+        """Return the numbers of training since the last record."""
+        rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
+        numbers = {"epoch": self._batches.epoch + 1, "learning_rate": rate}
+        loss = self._loss.take()
+        if loss is not None:
+            numbers |= {"loss": loss, **self._progress.rate(self._env.world_size)}
+        return numbers
+
+    def _log(self, numbers: dict[str, float]) -> None:
+        self._progress.hide()
+        for logger in self._loggers:
+            logger.log(self._batches.step, numbers)
+        self._progress.restart()
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def _may_save_at(self, step: int) -> bool:
+        """Return whether training may save within an epoch after a step."""
+        intervals = (self._save_every, self._evaluate_every, self._num_steps)
+        return any(interval is not None and step % interval == 0 for interval in intervals)
+
+    def _save(self) -> None:
+        """Save `last` in the background, unless it is saved already."""
+        at = self._batches.step, self._batches.epoch
+        if at != self._saved:
+            schedule = None if self._schedule is None else self._schedule.state_dict()
+            self._saved, self._pending = (
+                at,
+                save_checkpoint_async(
+                    self.last,
+                    self.model,
+                    self.optimizer,
+                    {"schedule": schedule},
+                    progress=self._state,
+                ),
+            )
+
+    def _load(self) -> None:
+        """Continue from `last`."""
+        extra = load_checkpoint(self.last, self.model, self.optimizer, progress=self._state)
+        if self._schedule is not None:
+            self._schedule.load_state_dict(extra["schedule"])
+        at = self._batches
+        self._saved = at.step, at.epoch
+        if self._env.rank == 0:
+            print(f"Resumed from {self.last}: epoch {at.epoch + 1}, step {at.batch}", flush=True)
+
+
+def _outputs(pipeline: Any, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the output and the batch of each step of a pipeline."""
+    while True:
+        try:
+            output = pipeline.progress(batches)
+        except StopIteration:
+            return
+        yield output
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    if isinstance(model, DistributedModelParallel):
+        return model.device
+    return next(chain(model.parameters(), model.buffers()), torch.empty(0)).device

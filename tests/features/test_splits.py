@@ -1,0 +1,134 @@
+"""Parts of rows: shares, stability, and agreement with a plain hash."""
+
+from __future__ import annotations
+
+from datetime import UTC, date, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from recsys.features.splits import Split, TimeSplit
+
+
+def _mix(number: int) -> int:
+    """The output function of SplitMix64, as published, without the sign bit."""
+    mask = (1 << 64) - 1
+    number &= mask
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & mask
+    return (number ^ (number >> 31)) & ((1 << 63) - 1)
+
+
+def test_groups_stay_together_and_do_not_move() -> None:
+    draw = np.random.default_rng(0)
+    users = draw.integers(-(2**62), 2**62, 5000)
+    rows = draw.integers(0, 5000, 20_000)
+    table = pa.table({"user": users[rows]})
+    split = Split("user", shares=(0.7, 0.2, 0.1), seed=3)
+    parts = split.parts_of(table, "a", np.arange(len(rows)))
+    wanted = []
+    for user in users.tolist():
+        share = (_mix(_mix(user) ^ _mix(3)) >> 10) / 2**53
+        wanted.append(0 if share < 0.7 else 1 if share < 0.9 else 2)
+    assert parts.tolist() == [wanted[row] for row in rows]
+    found = np.bincount(wanted, minlength=3) / 5000
+    assert np.abs(found - [0.7, 0.2, 0.1]).max() < 4 * np.sqrt(0.7 * 0.3 / 5000)
+    order = draw.permutation(len(rows))
+    again = split.parts_of(table.take(pa.array(order)), "b", np.arange(len(rows)) + 9)
+    assert again.tolist() == parts[order].tolist()
+    other = Split("user", shares=(0.7, 0.2, 0.1), seed=4)
+    assert (other.parts_of(table, "a", np.arange(len(rows))) != parts).any()
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda names: pa.array(names),
+        lambda names: pa.array(names, pa.large_string()),
+        lambda names: pa.array(names).dictionary_encode(),
+    ],
+)
+def test_texts_do_not_depend_on_their_type(convert: Any) -> None:
+    names = [f"user {i}" for i in range(300)]
+    rows = np.arange(300)
+    wanted = Split("user").parts_of(pa.table({"user": names}), "a", rows)
+    assert (Split("user").parts_of(pa.table({"user": convert(names)}), "a", rows) == wanted).all()
+    assert len({*wanted.tolist()}) == 3
+
+
+def test_single_rows_depend_on_file_and_row() -> None:
+    split = Split(shares=(0.5, 0.25, 0.25))
+    table = pa.table({"x": range(40_000)})
+    first = split.parts_of(table, "a.parquet", np.arange(40_000))
+    assert np.abs(np.bincount(first) / 40_000 - [0.5, 0.25, 0.25]).max() < 0.01
+    later = split.parts_of(table.slice(100, 50), "a.parquet", np.arange(100, 150))
+    assert (later == first[100:150]).all()
+    other = split.parts_of(table, "b.parquet", np.arange(40_000))
+    assert abs((other == first).mean() - 0.375) < 0.01  # independent
+
+
+@pytest.mark.parametrize(
+    ("values", "limits"),
+    [
+        (pa.array([1, 5, 7, 9]), (5, 9)),
+        (pa.array([1.0, 5.0, 7.5, 9.5]), (5, 9.0)),
+        (pa.array([date(2024, 1, d) for d in (1, 5, 7, 9)]), (date(2024, 1, 5), date(2024, 1, 9))),
+        (
+            pa.array([datetime(2024, 1, d) for d in (1, 5, 7, 9)]),
+            ("2024-01-05", "2024-01-09"),
+        ),
+        (
+            pa.array([datetime(2024, 1, d, tzinfo=UTC) for d in (1, 5, 7, 9)]),
+            (datetime(2024, 1, 5), datetime(2024, 1, 9)),
+        ),
+    ],
+)
+def test_times(values: pa.Array, limits: Any) -> None:
+    validation, test = limits
+    if type(validation) is not type(test):
+        validation = type(test)(validation)
+    split = TimeSplit("time", validation=validation, test=test)
+    table = pa.table({"time": values})
+    assert split.parts_of(table, "", np.arange(4)).tolist() == [0, 1, 1, 2]
+    import pyarrow.dataset as ds
+
+    for part, wanted in (("train", 1), ("validation", 2), ("test", 1)):
+        kept = ds.dataset(table).to_table(filter=split.filter_of(part, table.schema))
+        assert kept.num_rows == wanted
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: Split(shares=(0.5, 0.5, 0.5)), ValueError, "add up to 1"),
+        (lambda: Split(shares=(1.5, -0.5, 0.0)), ValueError, "numbers from 0"),
+        (lambda: Split(by=3), TypeError, "Split.by must be"),
+        (lambda: TimeSplit("t", validation=3, test=2), ValueError, "must not be above"),
+        (lambda: TimeSplit("t", validation=3, test="2024"), TypeError, "must have one type"),
+        (lambda: TimeSplit("t", validation=None, test=None), TypeError, "a number, a date"),
+        (
+            lambda: TimeSplit("t", validation=1, test=2).parts_of(
+                pa.table({"t": ["a"]}), "", np.arange(1)
+            ),
+            TypeError,
+            "the limits must have the type of column 't', string",
+        ),
+        (
+            lambda: TimeSplit("t", validation=1, test=2).parts_of(
+                pa.table({"t": [1, None]}), "", np.arange(2)
+            ),
+            ValueError,
+            "'t' must have no missing time; received None in row 1",
+        ),
+        (
+            lambda: Split("u").parts_of(pa.table({"u": ["a", None]}), "", np.arange(2)),
+            ValueError,
+            "'u' must have no missing value; received None in row 1",
+        ),
+    ],
+)
+def test_wrong_input(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,155 @@
+"""`python -m recsys prepare`: the files have the rows of the raw tables, in little memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys import datasets
+from recsys.__main__ import main
+from recsys.features import FeatureSpec, Label, Numeric
+from recsys.prepare import prepare
+from tests.datasets.test_windows import _samples
+from tests.features.test_prepared import raw_spec, raw_table
+
+_SPEC = """
+from recsys.features import Categorical, FeatureSpec, Label, Numeric
+age = Numeric("age", standardize=True)
+spec = FeatureSpec([Categorical("city", min_count=2), age, Label("ok")])
+other = 3
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_those_of_the_raw_files(tmp_path: Path, num_workers: int) -> None:
+    tables = [raw_table(count, seed) for seed, count in enumerate((300, 1, 450))]
+    (tmp_path / "raw").mkdir()
+    for number, table in enumerate(tables):
+        pq.write_table(table, tmp_path / f"raw/{number}.parquet", row_group_size=70)
+    whole = pa.concat_tables(tables)
+    spec = raw_spec()
+    rows = prepare(
+        spec,
+        tmp_path / "raw",
+        tmp_path / "ready",
+        row_group_rows=100,
+        file_rows=250,
+        num_workers=num_workers,
+    )
+    assert rows == 751
+    alone = raw_spec().fit(whole)
+    assert spec.fitted.means == pytest.approx(alone.fitted.means)
+    ready = FeatureSpec.load(tmp_path / "ready/prepared")
+    reader = datasets.parquet(tmp_path / "ready/*.parquet", ready, 64)
+    found = [sample for batch in reader for sample in _samples(batch)]
+    assert found == _samples(FeatureSpec.load(tmp_path / "ready/features").transform(whole))
+    parts = sorted((tmp_path / "ready").glob("*.parquet"))
+    assert [pq.read_metadata(part).num_rows for part in parts] == [300, 300, 151]
+    groups = [
+        pq.read_metadata(part).row_group(i).num_rows
+        for part in parts
+        for i in range(pq.read_metadata(part).num_row_groups)
+    ]
+    assert groups == [100] * 7 + [51]
+
+
+def _run(*arguments: str) -> int:
+    return main(["prepare", *arguments])
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "spec.py").write_text(_SPEC)
+    for day in range(2):
+        lines = [f"{['Oslo', '', 'Bonn'][i % 3]},{i},{i % 2}" for i in range(day, 50)]
+        (tmp_path / f"{day}.csv").write_text("\n".join(["city,age,ok", *lines]))
+    command = ["--spec", str(tmp_path / "spec.py"), "--input", str(tmp_path / "*.csv")]
+    assert _run(*command, "--output", str(tmp_path / "ready")) == 0
+    out, err = capsys.readouterr()
+    assert out == f"99 rows in {tmp_path / 'ready'}\n"
+    assert "fit: file 2 of 2, 99 rows" in err
+    assert "write: file 2 of 2, 99 rows" in err
+    assert _run(*command, "--output", str(tmp_path / "ready")) == 2
+    assert "output must be a new or empty folder" in capsys.readouterr().err
+    # later data, by the saved spec
+    (tmp_path / "later.txt").write_text("Rome\t7\nOslo\t8\n")
+    saved = ["--spec", str(tmp_path / "ready/features"), "--input", str(tmp_path / "later.txt")]
+    names = ["--names", "city,age", "--no-labels", "--output", str(tmp_path / "later")]
+    assert _run(*saved, *names) == 0
+    assert "fit" not in capsys.readouterr().err
+    table = pq.read_table(tmp_path / "later/part-00000.parquet")
+    assert table["city"].to_pylist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--spec": "spec.py:other"}, "must have a FeatureSpec named 'other'; received 3"),
+        ({"--spec": "spec.txt"}, "--spec must be FILE.py, FILE.py:NAME or a folder"),
+        ({"--spec": "no.py"}, "No such file"),
+        ({"--input": "no.csv"}, "no.csv must be a file"),
+        (
+            {"--input": "bad.csv"},
+            "Column 'ok' must have labels from 0 to 1; received 7 in row 31 of",
+        ),
+        ({"--input": "short.csv"}, "short.csv must have the columns ['ok']"),
+    ],
+)
+def test_wrong_input(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("spec.py").write_text(_SPEC)
+    lines = [f"Oslo,{i},{7 if i == 31 else 1}" for i in range(50)]
+    Path("bad.csv").write_text("\n".join(["city,age,ok", *lines]))
+    Path("short.csv").write_text("city,age\nOslo,3\n")
+    given = {"--spec": "spec.py", "--input": "bad.csv", "--output": "ready", **change}
+    assert _run(*[word for pair in given.items() for word in pair]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("ready/features").exists()
+
+
+_MEMORY = """
+import resource, sys
+from recsys.features import Categorical, FeatureSpec, Label, Numeric
+from recsys.prepare import prepare
+columns = [*(Categorical(f"c{i}", max_size=1000) for i in range(10)), Numeric("n"), Label("ok")]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+prepare(FeatureSpec(columns), sys.argv[1], sys.argv[2], row_group_rows=1 << 14)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    names = [*(f"c{i}" for i in range(10)), "n", "ok"]
+    sizes = {}
+    block = "".join(
+        ",".join([*(f"value {(i * k) % 3000}" for k in range(10)), str(i), str(i % 2)]) + "\n"
+        for i in range(10_000)
+    )
+    for count in (2, 40):
+        path = tmp_path / f"{count}.csv"
+        path.write_text(",".join(names) + "\n" + block * count)
+        command = [sys.executable, "-c", _MEMORY, str(path), str(tmp_path / f"ready{count}")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path.cwd())
+        sizes[count] = int(done.stdout)
+        bytes_of = path.stat().st_size
+    assert bytes_of > 40 << 20
+    assert sizes[40] < sizes[2] + 100
+
+
+def test_specs_without_fit(tmp_path: Path) -> None:
+    spec = FeatureSpec([Numeric("x"), Label("ok")]).fit({"x": [1.0]})
+    data: dict[str, Any] = {"x": [1.0, 2.0], "ok": [0, 1]}
+    pq.write_table(pa.table(data), tmp_path / "a.parquet")
+    assert prepare(spec, tmp_path / "a.parquet", tmp_path / "ready") == 2
+    assert spec.fitted.means == {"x": 1.0}

@@ -1,0 +1,468 @@
+"""`Trainer`: the same weights as a loop by hand, on one rank and on two, also after a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recsys import contact
+from recsys.distributed.checkpoint import load_checkpoint, read_checkpoint
+from recsys.distributed.monitoring.loss_guard import BadLossError, LossGuard
+from recsys.distributed.monitoring.watchdog import Watchdog
+from recsys.distributed.types import ShardingEnv
+from recsys.training import Trainer
+from tests.ranks import RankPool
+from tests.training.job import (
+    LOADERS,
+    NUM_BATCHES,
+    Shuffled,
+    WithState,
+    adam_of,
+    model_of,
+    saved_in,
+    trainer_of,
+    validation,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+class Model(nn.Module):
+    """A model of one layer, on batches `[B, 3]`: two features and the label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, batch: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        logits, labels = self.layer(batch[:, :2]).squeeze(1), batch[:, 2]
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        return loss, (loss.detach(), logits.detach(), labels)
+
+
+def rows(num_batches: int, seed: int = 0) -> list[Tensor]:
+    torch.manual_seed(seed)
+    features = torch.randn(num_batches, 16, 2)
+    labels = (features[..., :1] + 0.5 * torch.randn(num_batches, 16, 1) > 0).float()
+    return list(torch.cat([features, labels], 2))
+
+
+def plain(folder: str | Path, **settings: Any) -> Trainer:
+    """A trainer of an unsharded model."""
+    model = settings.pop("model", None) or Model()
+    optimizer = settings.pop("optimizer", None) or torch.optim.Adam(model.parameters(), lr=0.1)
+    quiet = {"loggers": (), "shows_bar": False, "log_every": None}
+    return Trainer(model, optimizer, folder, **{**quiet, **settings})
+
+
+class Recorder:
+    """A logger that keeps the records."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[int, dict[str, float]]] = []
+        self.is_closed = False
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.records.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def values_in(folder: str | Path) -> dict[str, Tensor]:
+    return read_checkpoint(Path(folder) / "last", optimizer=True)
+
+
+def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+# -- the loop --------------------------------------------------------------------------------------
+
+
+def _by_hand(num_epochs: int) -> dict[str, Tensor]:
+    model = model_of(dropout=False)
+    dense, loader = adam_of(model), Shuffled()
+    for epoch in range(num_epochs):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            dense.zero_grad()
+            loss, _ = model(batch)
+            loss.backward()
+            dense.step()
+    return _weights(model)
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's part of the weights."""
+    found = {}
+    for name, value in model.state_dict().items():
+        parts = value.local_shards() if hasattr(value, "local_shards") else [("", value)]
+        found |= {f"{name} {offsets}": part.clone() for offsets, part in parts}
+    return found
+
+
+def _trained(folder: str, num_epochs: int, pipeline: bool) -> dict[str, Tensor]:
+    trainer = trainer_of(
+        folder, model=model_of(dropout=False), epochs=num_epochs, pipeline=pipeline
+    )
+    result = trainer.fit(Shuffled())
+    assert (result.steps, result.epochs) == (num_epochs * NUM_BATCHES, num_epochs)
+    return _weights(trainer.model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_pipeline_and_plain_loop_equal_a_loop_by_hand(
+    ranks: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    expected = ranks(world_size, _by_hand, 2)
+    for pipeline in (True, False):
+        found = ranks(world_size, _trained, str(tmp_path / f"{pipeline}"), 2, pipeline)
+        for of_rank, expected_of_rank in zip(found, expected, strict=True):
+            assert_equal(of_rank, expected_of_rank)
+
+
+def test_epochs_and_steps(tmp_path: Path) -> None:
+    by_epochs = plain(tmp_path / "epochs", epochs=3).fit(rows(4))
+    assert (by_epochs.steps, by_epochs.epochs) == (12, 3)
+    by_steps = plain(tmp_path / "steps", steps=6).fit(rows(4))
+    assert (by_steps.steps, by_steps.epochs) == (6, 1)
+    with pytest.raises(ValueError, match="either epochs or steps"):
+        plain(tmp_path, epochs=1, steps=1)
+    with pytest.raises(ValueError, match="either epochs or steps"):
+        plain(tmp_path)
+
+
+def test_a_loader_without_batches_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="received none in epoch 1"):
+        plain(tmp_path, steps=3).fit([])
+    with pytest.raises(ValueError, match="received none in epoch 2"):
+        plain(tmp_path, epochs=2).fit(iter(rows(2)))
+
+
+def test_a_schedule_equals_torchs(tmp_path: Path) -> None:
+    def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=12)
+
+    expected, batches = Model(), rows(4)
+    optimizer = torch.optim.Adam(expected.parameters(), lr=0.1)
+    schedule, rates = schedule_of(optimizer), []
+    for batch in batches * 3:
+        optimizer.zero_grad()
+        expected(batch)[0].backward()
+        optimizer.step()
+        schedule.step()
+        rates.append(schedule.get_last_lr()[0])
+    found, recorder = Model(), Recorder()
+    optimizer = torch.optim.Adam(found.parameters(), lr=0.1)
+    settings = {"model": found, "optimizer": optimizer, "schedule": schedule_of(optimizer)}
+    plain(tmp_path, **settings, epochs=3, log_every=1, loggers=[recorder]).fit(batches)
+    assert_equal(found.state_dict(), expected.state_dict())
+    assert [values["learning_rate"] for _, values in recorder.records] == rates
+
+
+def test_a_plateau_lowers_the_rate(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    settings = {"model": model, "optimizer": optimizer, "schedule": schedule, "monitor": "auc"}
+    plain(tmp_path, **settings, epochs=3, metrics=scores_of(0.5, 0.5, 0.5)).fit(rows(2), rows(1))
+    assert optimizer.param_groups[0]["lr"] == 0.1  # of the best evaluation, the first one
+    assert schedule.get_last_lr() == [0.025]
+
+
+def test_clipping_equals_the_formula(tmp_path: Path) -> None:
+    limit, batches, expected = 0.05, rows(6), Model()
+    for batch in batches:
+        gradients = torch.autograd.grad(expected(batch)[0], list(expected.parameters()))
+        norm = torch.cat([g.flatten() for g in gradients]).double().norm()
+        for parameter, gradient in zip(expected.parameters(), gradients, strict=True):
+            parameter.data -= 0.5 * gradient * min(1.0, limit / norm.item())
+    found = Model()
+    optimizer = torch.optim.SGD(found.parameters(), lr=0.5)
+    plain(tmp_path, model=found, optimizer=optimizer, clip_norm=limit, epochs=1).fit(batches)
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(found.layer.weight, Model().layer.weight, atol=1e-3)
+
+
+def test_fused_tables_are_not_clipped(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="deferred"):
+        trainer_of(tmp_path, clip_norm=1.0, epochs=1)
+
+
+def _train_uneven(folder: str) -> tuple[int, dict[str, float]]:
+    loader, rank = Shuffled(), ShardingEnv.default().rank
+    loader.batches = loader.batches[: NUM_BATCHES - 3 * rank]
+    loader.order = lambda: list(range(len(loader.batches)))  # type: ignore[method-assign]
+    trainer = trainer_of(folder, epochs=2, uneven="join", evaluate_every=5)
+    result = trainer.fit(loader, validation()[: 4 - 3 * rank])
+    return result.steps, result.best_scores
+
+
+def test_ranks_may_have_different_numbers_of_batches(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks(2, _train_uneven, str(tmp_path))
+    assert first == second
+    assert first[0] == 2 * NUM_BATCHES
+    assert all(map(math.isfinite, first[1].values()))
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+
+
+def _evaluated(folder: str) -> dict[str, float]:
+    trainer = trainer_of(folder, model=model_of(dropout=False), epochs=1)
+    return trainer.evaluate(validation())
+
+
+def test_evaluation_on_two_ranks_equals_one(ranks: RankPool, tmp_path: Path) -> None:
+    alone = _evaluated(str(tmp_path))
+    assert 0 < alone["auc"] < 1
+    for found in ranks(2, _evaluated, str(tmp_path)):
+        assert found == pytest.approx(alone, rel=1e-5)
+
+
+def test_evaluation_changes_nothing(tmp_path: Path) -> None:
+    trainer = plain(tmp_path, epochs=1)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.model.train()
+    trainer.evaluate(rows(3))
+    assert trainer.model.training
+    assert_equal(trainer.model.state_dict(), before)
+    trainer.model.eval()
+    trainer.evaluate(rows(3))
+    assert not trainer.model.training
+
+
+class Scores:
+    """Metrics that return the next of the scores of a test."""
+
+    def __init__(self, scores: Iterator[float]) -> None:
+        self._scores = scores
+
+    def update(self, output: Any, batch: Any) -> None:
+        pass
+
+    def compute(self) -> dict[str, float]:
+        return {"auc": next(self._scores)}
+
+
+def scores_of(*scores: float) -> Callable[[torch.device], Any]:
+    each = iter(scores)
+    return lambda device: Scores(each)
+
+
+def test_early_stopping_keeps_the_best(tmp_path: Path) -> None:
+    settings = {"epochs": 50, "monitor": "auc", "maximize": True, "patience": 2}
+    scores = scores_of(0.5, 0.7, 0.6, 0.8, 0.8, 0.7, 0.9)
+    trainer = plain(tmp_path, **settings, metrics=scores, evaluate_every=3)
+    after: list[dict[str, Tensor]] = []
+    evaluate = trainer.evaluate
+
+    def spy(batches: Any) -> dict[str, float]:
+        after.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
+        return evaluate(batches)
+
+    trainer.evaluate = spy  # type: ignore[method-assign]
+    result = trainer.fit(rows(4), rows(1))
+    assert result.stopped_early
+    assert (result.steps, result.best_step, result.best_epoch) == (18, 12, 3)
+    assert result.best_scores == {"auc": 0.8}
+    assert len(after) == 6
+    assert_equal(trainer.model.state_dict(), after[3])
+    found = Model()
+    about = load_checkpoint(trainer.best, found)
+    assert about == {"step": 12, "epoch": 3, "scores": {"auc": 0.8}}
+    assert_equal(found.state_dict(), after[3])
+    load_checkpoint(trainer.last, found)
+    assert_equal(found.state_dict(), after[5])
+    again = plain(tmp_path, **settings, metrics=scores_of(), resume=True)
+    assert again.fit(rows(4), rows(1)) == result  # it is at its end
+
+
+def test_the_last_weights_stay_on_request(tmp_path: Path) -> None:
+    trainer = plain(tmp_path, epochs=3, metrics=scores_of(1, 2, 3), monitor="auc", load_best=False)
+    assert trainer.fit(rows(4), rows(1)).best_step == 4
+    values = values_in(tmp_path)
+    assert torch.equal(trainer.model.state_dict()["layer.weight"], values["layer.weight"])
+
+
+def test_wrong_metrics_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"one of \['auc'\]; received 'loss'"):
+        plain(tmp_path, epochs=1, metrics=scores_of(0.5)).fit(rows(2), rows(1))
+    with pytest.raises(ValueError, match="received NaN at step 2"):
+        plain(tmp_path, epochs=1, metrics=scores_of(math.nan), monitor="auc").fit(rows(2), rows(1))
+    with pytest.raises(ValueError, match="patience needs validation"):
+        plain(tmp_path, epochs=1, patience=1).fit(rows(2))
+
+
+# -- records ---------------------------------------------------------------------------------------
+
+
+def test_records(tmp_path: Path) -> None:
+    recorder, batches = Recorder(), rows(4)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)  # the weights stay
+    losses = [model(batch)[0].item() for batch in batches]
+    settings = {"model": model, "optimizer": optimizer, "loggers": [recorder]}
+    plain(tmp_path, **settings, epochs=2, log_every=3).fit(batches, rows(1))
+    assert recorder.is_closed
+    assert [step for step, _ in recorder.records] == [3, 4, 6, 8]
+    first, second, third, last = (values for _, values in recorder.records)
+    assert first["loss"] == pytest.approx(sum(losses[:3]) / 3)
+    assert second["loss"] == pytest.approx(losses[3])
+    assert third["loss"] == pytest.approx(sum(losses[:2]) / 2)
+    assert {"epoch", "learning_rate", "samples_per_second", "seconds_left"} < first.keys()
+    assert {"validation/auc", "validation/ne", "validation/loss"} < last.keys()
+    assert [values["epoch"] for _, values in recorder.records] == [1, 1, 2, 2]
+    assert last["seconds_left"] == 0
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": step, **values} for step, values in recorder.records
+    ]
+
+
+def _logged(folder: str) -> list[float]:
+    recorder = Recorder()
+    trainer = trainer_of(
+        folder, model=model_of(dropout=False), epochs=1, loggers=[recorder], log_every=4
+    )
+    trainer.fit(Shuffled())
+    return [values["loss"] for _, values in recorder.records]
+
+
+def test_the_loss_is_the_mean_of_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    alone = _logged(str(tmp_path / "one"))
+    first, second = ranks(2, _logged, str(tmp_path / "two"))
+    assert len(alone) == 3
+    assert first == pytest.approx(alone, rel=1e-4)
+    assert second == []  # rank 0 logs
+
+
+# -- resume ----------------------------------------------------------------------------------------
+
+
+def _train(folder: str, kind: str, stops: list[int]) -> int:
+    """Train up to some steps, each time with new objects; return the number of batches read."""
+    random.seed(5)
+    torch.manual_seed(5)
+    for stop in stops:
+        loader = LOADERS[kind]()
+        trainer = trainer_of(
+            folder,
+            steps=stop,
+            save_every=4,
+            evaluate_every=9,
+            resume=True,
+            schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5),
+        )
+        trainer.fit(loader, validation())
+    return loader.num_reads if isinstance(loader, WithState) else 0
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resumed_job_equals_an_unbroken_one(
+    ranks: RankPool, tmp_path: Path, world_size: int, kind: str
+) -> None:
+    broken, unbroken = str(tmp_path / "broken"), str(tmp_path / "unbroken")
+    ranks(world_size, _train, unbroken, kind, [30])
+    num_reads = ranks(world_size, _train, broken, kind, [4, 13, 13, 27, 30])
+    assert_equal(values_in(broken), values_in(unbroken))
+    if kind == "state":  # it trains on 3 of the 12 batches of its epoch, and reads 2 ahead
+        assert num_reads == [5] * world_size
+
+
+def _resume_on_other_ranks(folder: str, until: int) -> None:
+    trainer = trainer_of(folder, model=model_of(dropout=False), epochs=until, resume=True)
+    trainer.fit(Shuffled(), validation())
+
+
+def test_a_job_resumes_on_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    changing, one = tmp_path / "changing", tmp_path / "one"
+    _resume_on_other_ranks(str(one), 4)
+    for until, world_size in enumerate((1, 2, 3, 2), start=1):
+        ranks(world_size, _resume_on_other_ranks, str(changing), until)
+    found, expected = values_in(changing), values_in(one)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_a_new_job_does_not_resume(tmp_path: Path) -> None:
+    first = plain(tmp_path, epochs=1, log_every=1).fit(rows(3))
+    second = plain(tmp_path, epochs=1, log_every=1).fit(rows(3))
+    assert first == second
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_killed_job_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    """Killed at random moments; the last save has all its weights, states and positions."""
+
+    def run(folder: Path, *arguments: str) -> int:
+        command = [sys.executable, "-m", "tests.training.job", str(folder), *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode in (0, -9), done.stderr
+        return done.returncode
+
+    chance, kind = random.Random(3), "state"
+    assert run(tmp_path / "undisturbed", "--loader", kind) == 0
+    for _ in range(4):
+        after = f"{chance.uniform(0.02, 0.4):.3f}"
+        if run(tmp_path / "killed", "--loader", kind, "--fault", "kill", "--after", after) == 0:
+            break
+    run(tmp_path / "killed", "--loader", kind)
+    for name in ("last", "best"):
+        assert saved_in(tmp_path / "killed", name) == saved_in(tmp_path / "undisturbed", name)
+    records = [
+        [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("killed", "undisturbed")
+    ]
+    for killed, undisturbed in zip(*records, strict=True):
+        for values in (killed, undisturbed):
+            values.pop("samples_per_second")
+        assert killed == undisturbed
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def test_a_bad_loss_is_reported_with_its_step(tmp_path: Path) -> None:
+    batches = rows(5)
+    batches[3][0, 0] = math.nan
+    with pytest.raises(BadLossError, match=r"loss of step 4 on rank 0 is nan"):
+        plain(tmp_path, epochs=1).fit(batches)
+    saved = torch.load(tmp_path / "bad_batches" / "step-4-rank-0.pt")
+    assert torch.equal(saved["batch"].isnan(), batches[3].isnan())
+    with pytest.raises(ValueError, match="skip=False"):
+        plain(tmp_path, epochs=1, loss_guard=LossGuard(tmp_path, skip=True))
+
+
+def _is_watched(folder: str) -> list[bool]:
+    found = []
+
+    class Watched(Shuffled):
+        def __iter__(self) -> Iterator[Any]:
+            found.append(contact.ask_watchdog is not None)
+            return super().__iter__()
+
+    trainer_of(folder, epochs=1).fit(Watched())
+    with Watchdog():
+        trainer_of(folder, epochs=1).fit(Watched())  # in one that is open
+    found.append(contact.ask_watchdog is not None)
+    return found
+
+
+def test_a_watchdog_is_open(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2, _is_watched, str(tmp_path)) == [[True, True, False]] * 2
