@@ -52,6 +52,7 @@ BROAD = {
 # Source files with public names that are tested through what uses them.
 TESTED_THROUGH = {
     "features/arrow.py": "features/test_containers.py",
+    "features/transform.py": "features/test_spec.py",
     "inference/served_indexes.py": "inference/packages/test_indexes.py",
     "inference/packages/check.py": "inference/packages/test_writer.py",
     "inference/packages/describe.py": "inference/packages/test_writer.py",

@@ -347,6 +347,8 @@ def table_of(data: Any) -> Any:
 
     Raises:
         TypeError: it is no table, or a column contains values of several types.
+        ValueError: columns of a dict have different numbers of rows, or numbers that do not fit
+            into 64 bits.
 
     Example:
         >>> table_of({"age": [31, None], "tags": [["a"], []]}).column_names
@@ -364,7 +366,7 @@ def table_of(data: Any) -> Any:
         if hasattr(data, "with_format"):  # Hugging Face
             return data.with_format("arrow")[:]
         if isinstance(data, Mapping):
-            return pa.table({name: _array_of(column) for name, column in data.items()})
+            return _from_columns({str(name): _array_of(name, data[name]) for name in data})
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise TypeError(
             f"A column must have values of one type; received {error}. Convert the column."
@@ -374,11 +376,32 @@ def table_of(data: Any) -> Any:
     )
 
 
-def _array_of(column: Any) -> Any:
-    if hasattr(column, "detach"):  # a tensor
-        column = column.detach().cpu().numpy()
-    if isinstance(column, np.ndarray) and column.ndim == 2:
-        column = list(column)
+def _from_columns(columns: Mapping[str, Any]) -> Any:
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"Columns must have the same number of rows; received {lengths}.")
+    return pa.table(dict(columns))
+
+
+def _array_of(name: object, column: Any) -> Any:
     if hasattr(column, "to_arrow") or isinstance(column, pa.Array | pa.ChunkedArray):
         return column.to_arrow() if hasattr(column, "to_arrow") else column
-    return pa.array(column)
+    if isinstance(column, str | bytes | set | Mapping) or not hasattr(column, "__len__"):
+        wrong_type(f"Column {name!r}", "an array, a tensor or a list", column)
+    try:
+        if hasattr(column, "detach"):  # a tensor
+            column = column.detach().cpu().numpy()
+        if isinstance(column, np.ndarray) and column.ndim == 2:
+            column = list(column)
+        try:
+            return pa.array(column)
+        except OverflowError:  # Python's numbers from 2^63 on
+            return pa.array(column, pa.uint64())
+    except OverflowError as error:
+        raise ValueError(
+            f"Column {name!r} must have numbers of 64 bits; received others: {error}. Hash them."
+        ) from error
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, TypeError) as error:
+        raise TypeError(
+            f"Column {name!r} must have values of one type; received {error}. Convert the column."
+        ) from error

@@ -334,5 +334,7 @@ def _without_nulls(array: Any) -> tuple[_Array, _Array | None]:
     is_missing = None
     if array.null_count:
         is_missing = array.is_null().to_numpy(zero_copy_only=False)
+        if pa.types.is_float16(array.type):  # pyarrow 18 has no kernel
+            return np.where(is_missing, 0, array.to_numpy(zero_copy_only=False)), is_missing
         array = array.fill_null(pa.scalar(0).cast(array.type))
     return array.to_numpy(zero_copy_only=False), is_missing

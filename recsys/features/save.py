@@ -75,11 +75,7 @@ def restore(
     Raises:
         ValueError: the description is of a later version, or damaged.
     """
-    if found.get("format") != _FORMAT:
-        raise ValueError(
-            f"{place} must have format {_FORMAT}; received {found.get('format')}. A later version "
-            "of recsys wrote it: update recsys."
-        )
+    _check_format(found, place)
     columns: list[Column] = []
     try:
         for one in found["columns"]:
@@ -96,9 +92,29 @@ def restore(
             dict(found["deviations"]),
             {name: np.array(edges, np.float64) for name, edges in found["edges"].items()},
         )
+        for column in columns:
+            _check_state(column, fitted)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{place} is damaged: {error!r}. Save the spec again.") from error
     return columns, fitted
+
+
+def _check_format(found: Mapping[str, Any], place: object) -> None:
+    if found.get("format") != _FORMAT:
+        raise ValueError(
+            f"{place} must have format {_FORMAT}; received {found.get('format')}. A later version "
+            "of recsys wrote it: update recsys."
+        )
+
+
+def _check_state(column: Column, fitted: Fitted) -> None:
+    """Raise a KeyError if the fitted state of a column is missing."""
+    if isinstance(column, kinds.Categorical):
+        _ = fitted.vocabularies[str(column.table)]
+    elif isinstance(column, kinds.Numeric):
+        _ = fitted.means[column.name], fitted.deviations[column.name]
+        if column.buckets is not None:
+            _ = fitted.edges[column.name]
 
 
 def save_folder(folder: Path, columns: Sequence[Column], fitted: Fitted) -> None:
@@ -155,10 +171,12 @@ def load_folder(folder: Path) -> tuple[list[Column], Fitted]:
         raise FileNotFoundError(f"{folder} must be a folder that FeatureSpec.save wrote.")
     try:
         found = json.loads(path.read_text())
-        is_whole = found.get("format") != _FORMAT or found.get("sha256") == _checksum(found)
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}. Save the spec again.") from error
-    if not is_whole:
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it has no description. Save the spec again.")
+    _check_format(found, path)
+    if found.get("sha256") != _checksum(found):
         raise ValueError(f"{path} is damaged: it differs from its checksum. Save the spec again.")
     vocabularies = {}
     for name, one in found.get("vocabularies", {}).items():

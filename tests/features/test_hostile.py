@@ -15,8 +15,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from recsys.features import FeatureSpec
+from recsys.features import FeatureSpec, Hashed
 from tests.features.tables import rows_of, spec
 
 SIZE = 40
@@ -393,7 +394,7 @@ def test_types_that_change_between_files(tmp_path: Path) -> None:
     table = pa.table(rows_of(0, 30))
     of = {name: table.schema.get_field_index(name) for name in table.column_names}
     texts = table.set_column(of["born"], "born", pa.array(["x"] * 30))
-    with pytest.raises(TypeError, match=r"'born' must have one kind .* texts after numbers. Cast"):
+    with pytest.raises(TypeError, match=r"'born' must have one kind .* numbers in .*0\.parquet"):
         spec().fit(write(tmp_path, [table, texts]))
     floats = table.set_column(of["born"], "born", table["born"].cast(pa.float64()))
     nulls = table.set_column(of["born"], "born", pa.nulls(30))
@@ -436,3 +437,35 @@ def test_empty_lists_of_any_type(fitted: FeatureSpec) -> None:
     assert batch.sparse_features["tags"].values().tolist() == [0, 0, 0]
     assert batch.sparse_features["films"].lengths().tolist() == [0, 0, 0]
     np.testing.assert_array_equal(batch.sparse_features["tags"].weights(), [0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("column", "error", "message"),
+    [
+        ([1, "a"], TypeError, "'x' must have values of one type; received .*'a'"),
+        ([[1], 2], TypeError, "'x' must have values of one type; received .*list"),
+        ([object()], TypeError, "'x' must have values of one type; received .*object"),
+        (np.zeros(1, complex), TypeError, "'x' must have values of one type"),
+        (np.zeros((1, 2, 2)), TypeError, "'x' must have values of one type; .*1-dimensional"),
+        (torch.zeros(1, dtype=torch.bfloat16), TypeError, "'x' must .*BFloat16"),
+        (torch.tensor(3), TypeError, "'x' must have values of one type"),
+        (3, TypeError, "'x' must be an array, a tensor or a list; received 3"),
+        ("a", TypeError, "'x' must be an array, a tensor or a list; received 'a'"),
+        (None, TypeError, "'x' must be an array, a tensor or a list; received None"),
+        ({"a": 1}, TypeError, "'x' must be an array, a tensor or a list; received {'a'"),
+        ([2**64], ValueError, "'x' must have numbers of 64 bits"),
+        ([2**63, -1], ValueError, "'x' must have numbers of 64 bits"),
+        ([1, 2], ValueError, "same number of rows; received {'x': 2, 'y': 1}"),
+    ],
+)
+def test_dicts_of_other_values(column: Any, error: type[Exception], message: str) -> None:
+    made = FeatureSpec([Hashed("x", rows=9), Hashed("y", rows=9)])
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        made.transform({"x": column, "y": [1]})
+    assert caught.type is error
+
+
+def test_python_numbers_of_64_bits() -> None:
+    made = FeatureSpec([Hashed("x", rows=9, growing=True)])
+    found = made.transform({"x": [2**63, None, 2**64 - 1, 5]}).sparse_features.values()
+    assert found.tolist() == [-(2**63), -1, 5]
