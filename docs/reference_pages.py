@@ -74,6 +74,11 @@ PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         "Training and evaluation loops. Guide: [pipelines](../pipelines.md).",
         ("recsys.distributed.train_pipeline",),
     ),
+    "training": (
+        "Training loop",
+        "A loop with evaluation, checkpoints and logs. Guide: [training](../training.md).",
+        ("recsys.training",),
+    ),
     "watching": (
         "Watching a job",
         "Watchdog, loss guard, step report. Guide: [failures](../faults.md).",

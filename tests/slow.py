@@ -175,6 +175,24 @@ QUICK_CASE_OF: dict[str, str] = {
     "tests/examples/test_dlrm.py::test_criteo_files_on_two_processes": (
         "tests/examples/test_dlrm.py::test_random_data_on_one_process"
     ),
+    **{
+        f"tests/training/test_ending.py::{case}": (
+            "tests/training/test_ending.py::test_a_log_on_a_full_disk"
+        )
+        for case in (
+            "test_a_bad_loss",
+            "test_a_dead_rank",
+            "test_a_full_disk",
+            "test_a_loader_that_raises",
+            "test_ctrl_c[2]",
+        )
+    },
+    "tests/training/test_trainer.py::test_a_job_resumes_on_another_number_of_ranks": (
+        "tests/training/test_batches.py::test_other_numbers_of_ranks"
+    ),
+    "tests/training/test_trainer.py::test_a_killed_job_ends_as_an_undisturbed_one": (
+        "tests/training/test_trainer.py::test_a_resumed_job_equals_an_unbroken_one[1-state]"
+    ),
     "tests/examples/test_two_tower.py::test_likes_are_among_the_nearest[1]": (
         "tests/examples/test_two_tower.py::test_likes_are_among_the_nearest[0]"
     ),

@@ -50,6 +50,11 @@ class ResumableBatches:
         self._random: dict[str, Any] | None = None  # at the start of the epoch
         self._restore_loader: Callable[[], None] | None = None
 
+    @property
+    def last_epoch(self) -> int:
+        """Epoch of the last batch, from 1."""
+        return max(1, self.epoch + (self.batch > 0))
+
     def __iter__(self) -> Iterator[Any]:
         """Yield the remaining batches of the epoch."""
         random = RandomState()

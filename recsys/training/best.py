@@ -106,6 +106,17 @@ class Best:
         self.step, self.epoch, self.scores, self._num_worse = step, epoch, dict(scores), 0
         return True
 
+    def result(self, steps: int, epochs: int) -> FitResult:
+        """Return the result of a job of a number of steps and of complete epochs."""
+        return FitResult(
+            steps=steps,
+            epochs=epochs,
+            best_step=self.step,
+            best_epoch=self.epoch,
+            best_scores=self.scores,
+            stopped_early=self.is_final,
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the evaluation and the number of evaluations since."""
         return {name: getattr(self, name) for name in _STATE}

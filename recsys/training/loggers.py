@@ -9,7 +9,7 @@ from io import TextIOBase
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from recsys.kernels.arguments import path_of
+from recsys.kernels.arguments import path_of, wrong_type
 from recsys.kernels.checked import checked
 
 
@@ -26,6 +26,26 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """End the record; called when training ends, also by an error."""
+
+
+def check_loggers(subject: str, loggers: object) -> None:
+    """Check that loggers are a list of objects with `log` and `close`.
+
+    Args:
+        subject: Name of the argument.
+        loggers: The argument.
+
+    Raises:
+        TypeError: They are not.
+
+    Example:
+        >>> check_loggers("loggers", [Lines()])
+    """
+    if not isinstance(loggers, list | tuple):
+        wrong_type(subject, "a list of loggers", loggers)
+    for number, logger in enumerate(loggers):
+        if not (callable(getattr(logger, "log", None)) and callable(getattr(logger, "close", 0))):
+            wrong_type(f"{subject}[{number}]", "a logger, with log and close", logger)
 
 
 @final

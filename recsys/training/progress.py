@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -13,6 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recsys.contact import explained
+
+
+def total_steps(train: Iterable[Any], epochs: int) -> int | None:
+    """Return the number of steps of some epochs; None if the loader has no length.
+
+    Example:
+        >>> total_steps([1, 2, 3], epochs=2), total_steps(iter([1]), epochs=2)
+        (6, None)
+    """
+    try:
+        return epochs * len(train)  # type: ignore[arg-type]
+    except TypeError:  # such as of a DataLoader of an iterable without a length
+        return None
 
 
 @final

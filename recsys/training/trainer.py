@@ -29,15 +29,15 @@ from recsys.distributed.monitoring.loss_guard import LossGuard
 from recsys.distributed.monitoring.watchdog import Watchdog
 from recsys.distributed.train_pipeline import EvenBatches, TrainPipelineSparseDist, UnevenPolicy
 from recsys.distributed.types import ShardingEnv
-from recsys.kernels.arguments import whole, writable_folder
+from recsys.kernels.arguments import choice, whole, writable_folder
 from recsys.kernels.checked import checked_but
 from recsys.step_stages import long_section
 from recsys.training.batches import ResumableBatches
 from recsys.training.best import Best, FitResult
 from recsys.training.evaluation import BinaryMetrics, Metrics
-from recsys.training.loggers import JsonLines, Lines, Logger
+from recsys.training.loggers import JsonLines, Lines, Logger, check_loggers
 from recsys.training.optimizer import whole_optimizer
-from recsys.training.progress import MeanLoss, Progress
+from recsys.training.progress import MeanLoss, Progress, total_steps
 
 
 @final
@@ -112,7 +112,7 @@ class Trainer:
         (100, True)
     """
 
-    @checked_but("optimizer", "folder", "metrics", "loggers", "schedule")
+    @checked_but("optimizer", "folder", "loggers")
     def __init__(
         self,
         model: nn.Module,
@@ -157,9 +157,11 @@ class Trainer:
         self._metrics, self._monitor, self._patience = metrics, monitor, patience
         self._make_best = partial(Best, monitor, maximize, patience)
         self._loads_best, self._resumes, self._schedule = load_best, resume, schedule
-        self._overlaps, self._uneven, self._shows_bar = pipeline, uneven, shows_bar
+        self._overlaps, self._shows_bar = pipeline, shows_bar
+        self._uneven = None if uneven is None else choice("Trainer.uneven", uneven, UnevenPolicy)
         self._env, self._device = ShardingEnv.default(), _device_of(model)
         log = JsonLines(self.folder / "log.jsonl")
+        check_loggers("Trainer.loggers", loggers)
         self._loggers = [log, *loggers] if self._env.rank == 0 else []
         self._watchdog = Watchdog() if watchdog is None else watchdog
         self._guard = LossGuard(self.folder / "bad_batches") if loss_guard is None else loss_guard
@@ -204,14 +206,7 @@ class Trainer:
                 self._pending.wait()
             if self._loads_best and self._best.step:
                 load_checkpoint(self.best, self.model, self.optimizer)
-        return FitResult(
-            steps=self._batches.step,
-            epochs=self._batches.epoch,
-            best_step=self._best.step,
-            best_epoch=self._best.epoch,
-            best_scores=self._best.scores,
-            stopped_early=self._best.is_final,
-        )
+        return self._best.result(self._batches.step, self._batches.epoch)
 
     def _start(self, train: Iterable[Any]) -> None:
         """Create the state of a job, or load it."""
@@ -229,8 +224,9 @@ class Trainer:
             self._load()
         elif self._env.rank == 0:
             (self.folder / "log.jsonl").unlink(missing_ok=True)
+        total = total_steps(train, self._epochs) if self._epochs else self._num_steps
         has_bar = self._shows_bar and self._env.rank == 0
-        self._progress = Progress(self._total_steps(train), self._batches.step, has_bar=has_bar)
+        self._progress = Progress(total, self._batches.step, has_bar=has_bar)
 
     def _train_epoch(self, pipeline: Any, validation: Iterable[Any] | None) -> None:
         """Train until the end of the epoch or of the job."""
@@ -292,14 +288,6 @@ class Trainer:
         is_last = self._epochs is not None and self._batches.epoch >= self._epochs
         return is_last or self._best.is_final
 
-    def _total_steps(self, train: Iterable[Any]) -> int | None:
-        if self._num_steps is not None or self._epochs is None:
-            return self._num_steps
-        try:
-            return self._epochs * len(train)  # type: ignore[arg-type]
-        except TypeError:
-            return None
-
     # -- evaluation -------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -328,7 +316,7 @@ class Trainer:
 
     def _evaluate(self, validation: Iterable[Any]) -> None:
         """Evaluate between two steps; save the best."""
-        numbers, step, epoch = self._numbers(), self._batches.step, self._batches.epoch + 1
+        numbers, step, epoch = self._numbers(), self._batches.step, self._batches.last_epoch
         scores = self.evaluate(validation)
         self._log(numbers | {f"validation/{name}": value for name, value in scores.items()})
         is_better = self._best.update(step, epoch, scores)
@@ -344,7 +332,7 @@ class Trainer:
     def _numbers(self) -> dict[str, float]:
         """Return the numbers of training since the last record."""
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
-        numbers = {"epoch": self._batches.epoch + 1, "learning_rate": rate}
+        numbers = {"epoch": self._batches.last_epoch, "learning_rate": rate}
         loss = self._loss.take()
         if loss is not None:
             numbers |= {"loss": loss, **self._progress.rate(self._env.world_size)}
@@ -368,21 +356,16 @@ class Trainer:
         at = self._batches.step, self._batches.epoch
         if at != self._saved:
             schedule = None if self._schedule is None else self._schedule.state_dict()
-            self._saved, self._pending = (
-                at,
-                save_checkpoint_async(
-                    self.last,
-                    self.model,
-                    self.optimizer,
-                    {"schedule": schedule},
-                    progress=self._state,
-                ),
+            extra, progress = {"schedule": schedule}, self._state
+            self._pending = save_checkpoint_async(
+                self.last, self.model, self.optimizer, extra, progress=progress
             )
+            self._saved = at
 
     def _load(self) -> None:
         """Continue from `last`."""
         extra = load_checkpoint(self.last, self.model, self.optimizer, progress=self._state)
-        if self._schedule is not None:
+        if self._schedule is not None and extra["schedule"] is not None:
             self._schedule.load_state_dict(extra["schedule"])
         at = self._batches
         self._saved = at.step, at.epoch

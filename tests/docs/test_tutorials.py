@@ -23,8 +23,10 @@ FOLDERS = ["docs", "examples", "benchmarks"]
 PAGES = sorted([*ROOT.glob("*.md"), *(page for f in FOLDERS for page in ROOT.glob(f"{f}/**/*.md"))])
 PAGES = [page for page in PAGES if ROOT / "docs" / "reference" not in page.parents]  # generated
 # A block that cannot run has the reason in the line before it: <!-- not run: ... -->
+# A block that needs an optional package has its name there: <!-- needs package -->
 BLOCK = re.compile(
-    r"^(<!-- not run: \S[^\n]* -->\n)?```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?",
+    r"^(<!-- (?:not run: \S[^\n]*|needs (?P<package>\w+)) -->\n)?"
+    r"```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?",
     re.M | re.S,
 )
 ANY_PYTHON = re.compile(r"^[ \t]*(?:```+|~~~+)[ \t]*\{?\.?py(?:thon3?|con)?\b", re.M | re.I)
@@ -37,6 +39,8 @@ class Block:
     line: int
     code: str
     output: str | None
+    package: str | None = None
+    """An optional package that it needs."""
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -53,18 +57,23 @@ def blocks_of(page: Path) -> list[Block]:
             "no space before it."
         )
     return [
-        Block(text.count("\n", 0, match.start(2)), match[2], match[3])
+        Block(text.count("\n", 0, match.start(3)), match[3], match[4], match["package"])
         for match in found
-        if match[1] is None
+        if match[1] is None or match["package"]
     ]
 
 
-def run_page(page: Path, folder: Path, compare: bool) -> None:
-    """Runs the blocks of a page one after another in one namespace, in a folder of their own."""
+def run_page(page: Path, folder: Path, compare: bool, package: str | None = None) -> None:
+    """Runs the blocks of a page one after another in one namespace, in a folder of their own.
+
+    Blocks that need an optional package run only if it is the given one.
+    """
     namespace: dict[str, object] = {"__name__": "__main__"}
     checker = doctest.OutputChecker()
     with contextlib.chdir(folder):
         for block in blocks_of(page):
+            if block.package not in (None, package):
+                continue
             # blank lines in front: a traceback then shows the line of the page
             code = compile("\n" * block.line + block.code, str(page), "exec")
             printed = io.StringIO()
@@ -95,6 +104,17 @@ def test_blocks_run_and_print_what_is_shown(page: Path, tmp_path: Path) -> None:
     run_page(page, tmp_path, compare=True)
 
 
+@pytest.mark.filterwarnings("ignore")  # of the packages
+@pytest.mark.parametrize(
+    ("page", "package"),
+    sorted({(page, block.package) for page in PAGES for block in blocks_of(page) if block.package}),
+    ids=lambda value: value.name if isinstance(value, Path) else value,
+)
+def test_blocks_of_optional_packages_run(page: Path, package: str, tmp_path: Path) -> None:
+    pytest.importorskip(package, reason=f"{package} is not installed: pip install {package}")
+    run_page(page, tmp_path, compare=True, package=package)
+
+
 def test_every_page_is_found() -> None:
     names = {str(page.relative_to(ROOT)) for page in filter(blocks_of, PAGES)}
     assert {"README.md", "docs/tracing.md", "docs/migrating.md", "docs/tutorials/intro.md"} <= names
@@ -105,6 +125,9 @@ def test_a_block_that_does_not_run_says_why(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- not run: needs a cluster -->\n```python\n1 / 0\n```\n")
     assert blocks_of(page) == []
+    page.write_text("<!-- needs absent_package -->\n```python\n1 / 0\n```\n")
+    assert [block.package for block in blocks_of(page)] == ["absent_package"]
+    run_page(page, tmp_path, compare=True)
     for fence in ("<!-- not run: -->\n```python", "```python"):
         page.write_text(f"{fence}\n1 / 0\n```\n")
         assert [block.code for block in blocks_of(page)] == ["1 / 0\n"]

@@ -107,6 +107,20 @@ def test_a_full_disk(tmp_path: Path, ranks: int) -> None:
     assert line.endswith(f"Nothing was saved in {tmp_path}.")
 
 
+def test_a_log_on_a_full_disk(tmp_path: Path) -> None:
+    script = (
+        "import errno, recsys.training as training\n"
+        f"with training.exit_on_error({str(tmp_path)!r}):\n"
+        "    raise OSError(errno.ENOSPC, 'No space left on device', 'log.jsonl')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True)
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines() == [
+        "Training has ended: [Errno 28] No space left on device: 'log.jsonl'. "
+        f"Nothing was saved in {tmp_path}."
+    ]
+
+
 def test_without_an_error_it_does_nothing(tmp_path: Path) -> None:
     with exit_on_error(tmp_path / "none"):
         pass

@@ -134,6 +134,13 @@ def test_pipeline_and_plain_loop_equal_a_loop_by_hand(
             assert_equal(of_rank, expected_of_rank)
 
 
+@pytest.mark.parametrize(("pipeline", "num_ahead"), [(True, 2), (False, 0)])
+def test_a_pipeline_reads_ahead(tmp_path: Path, pipeline: bool, num_ahead: int) -> None:
+    loader = WithState()
+    trainer_of(tmp_path, steps=5, pipeline=pipeline).fit(loader)
+    assert loader.num_reads == 5 + num_ahead
+
+
 def test_epochs_and_steps(tmp_path: Path) -> None:
     by_epochs = plain(tmp_path / "epochs", epochs=3).fit(rows(4))
     assert (by_epochs.steps, by_epochs.epochs) == (12, 3)
@@ -292,6 +299,12 @@ def test_early_stopping_keeps_the_best(tmp_path: Path) -> None:
     assert again.fit(rows(4), rows(1)) == result  # it is at its end
 
 
+def test_the_end_is_evaluated_and_belongs_to_the_last_epoch(tmp_path: Path) -> None:
+    settings = {"metrics": scores_of(3, 2, 1, 0), "monitor": "auc"}
+    result = plain(tmp_path, **settings, epochs=2, evaluate_every=3).fit(rows(4), rows(1))
+    assert (result.best_scores, result.best_step, result.best_epoch) == ({"auc": 1}, 8, 2)
+
+
 def test_the_last_weights_stay_on_request(tmp_path: Path) -> None:
     trainer = plain(tmp_path, epochs=3, metrics=scores_of(1, 2, 3), monitor="auc", load_best=False)
     assert trainer.fit(rows(4), rows(1)).best_step == 4
@@ -433,6 +446,19 @@ def test_a_killed_job_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
         for values in (killed, undisturbed):
             values.pop("samples_per_second")
         assert killed == undisturbed
+
+
+def test_wrong_settings_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"Trainer\.loggers\[0\] must be a logger, with log and"):
+        plain(tmp_path, epochs=1, loggers=["tensorboard"])
+    with pytest.raises(TypeError, match=r"Trainer\.loggers must be a list of loggers"):
+        plain(tmp_path, epochs=1, loggers=Recorder())
+    with pytest.raises(ValueError, match=r"Trainer\.uneven must be one of drop, pad, join"):
+        plain(tmp_path, epochs=1, uneven="wait")
+    with pytest.raises(ValueError, match=r"Trainer\.save_every must be"):
+        plain(tmp_path, epochs=1, save_every=0)
+    with pytest.raises(NotADirectoryError, match=r"Trainer\.folder"):
+        plain("/dev/null/runs", epochs=1)
 
 
 # -- faults ----------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from recsys.distributed.train_pipeline.staged import (
     SparseDataDistUtil,
     StagedTrainPipeline,
 )
+from recsys.training import BinaryMetrics, Trainer
 from tests.fuzz.argument_kinds import (
     DEVICE,
     KJT,
@@ -86,6 +87,11 @@ def _accumulating() -> GradientAccumulationWrapper[Any, Any]:
 def _in_report(**given: Any) -> None:
     with StepReport() as report:
         report.step(**given)
+
+
+def _trainer(**given: Any) -> Trainer:
+    model = _Model()
+    return Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
 
 
 OPTIMIZER = made(_optimizer, torch.optim.Optimizer)
@@ -194,6 +200,17 @@ CALLS = [
     Call("LossGuard.check", method(lambda: LossGuard("bad"), "check"), {
         "loss": tensor(lambda: torch.tensor(0.5)), "batch": anything(lambda: torch.ones(2)),
         "step": maybe(whole(1, 0)),
+    }),
+    Call("Trainer", _trainer, {
+        "folder": path(lambda: "run"), "epochs": whole(2), "evaluate_every": maybe(whole(2)),
+        "metrics": function(BinaryMetrics), "monitor": text("loss"), "maximize": flag(False),
+        "patience": maybe(whole(2)), "load_best": flag(True), "save_every": maybe(whole(2)),
+        "resume": flag(False), "clip_norm": maybe(number(1.0, 0)), "pipeline": flag(True),
+        "uneven": maybe(member(UnevenPolicy.DROP)), "log_every": maybe(whole(2)),
+        "shows_bar": flag(True),
+    }),
+    Call("BinaryMetrics", BinaryMetrics, {
+        "device": DEVICE, "tasks": many(lambda: ["click"], text("click")),
     }),
     Call("LossGuard.around", method(lambda: LossGuard("bad"), "around"), {
         "model": module(_Model),
