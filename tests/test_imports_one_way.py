@@ -36,6 +36,7 @@ BESIDE = {
     # parts for the planner, imported where a script asks for one
     "compat/planner": ["compat", "kernels", "modules", "distributed"],
     "datasets": ["kernels", "sparse"],
+    "features": ["kernels", "sparse", "modules", "datasets"],
     "metrics": ["kernels"],
 }
 # Files at the top that every room may import.
@@ -56,6 +57,7 @@ TOP = {
     "doctor": ["kernels"],
     "fx": ["inference"],
     "plan": ["distributed"],
+    "prepare": ["kernels", "datasets", "features"],
 }
 
 ALLOWED = {room: ROAD[: i + 1] for i, room in enumerate(ROAD)}

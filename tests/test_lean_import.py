@@ -39,6 +39,8 @@ found = {"alone": modules()}
 import torch
 with contextlib.suppress(ImportError):
     import fbgemm_gpu
+with contextlib.suppress(ImportError):
+    import pyarrow.dataset  # imports pandas, where it is installed
 found["by_torch"] = modules()
 found["names"] = [functools.reduce(getattr, n.split("."), recsys).__name__ for n in NAMES]
 for name in MODULES:

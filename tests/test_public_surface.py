@@ -21,7 +21,7 @@ SURFACE = {
         JaggedTensor KeyedJaggedTensor KeyedTensor Multistreamable Pipelineable PoolingType
     """,
     "recsys.compat": "",
-    "recsys.datasets": "",
+    "recsys.datasets": "Split TableReader TimeSplit csv parquet table",
     "recsys.distributed": """
         Awaitable DistributedModelParallel EvalPipelineSparseDist ModuleSharder NoWait
         ParameterSharding PrefetchTrainPipelineSparseDist ShardedModule ShardingEnv TrainPipeline
