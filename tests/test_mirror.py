@@ -13,6 +13,7 @@ TESTS = Path(__file__).parent
 # Test files about more than one source file, or about the tests' own tools.
 BROAD = {
     "datasets/test_workers.py",
+    "features/test_engines.py",
     "features/test_containers.py",
     "features/test_hostile.py",
     "distributed/test_hashed_ids.py",

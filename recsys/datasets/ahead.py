@@ -20,7 +20,7 @@ def map_ahead(
     """Yield the results of a function in the order of its arguments; threads compute them ahead.
 
     Args:
-        function: what threads call. The call of an item begins after that of the item before.
+        function: the function that threads call. Calls begin in the order of the items.
         items: arguments, read in the thread of the caller.
         num_workers: number of threads; one more call waits for a thread. 0: calls are made in the
             thread of the caller, one at a time.

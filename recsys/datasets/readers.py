@@ -245,7 +245,7 @@ class TableReader(IterableDataset[Batch]):
             epoch: its number, from 0. Numbers with one order have the same seed and epoch.
 
         Raises:
-            TypeError: `epoch` is no whole number.
+            TypeError: `epoch` is not a whole number.
             ValueError: `epoch` is negative.
         """
         self.epoch = whole("epoch", epoch, 0)
@@ -256,9 +256,9 @@ class TableReader(IterableDataset[Batch]):
         """Return the position after the last batch, and the settings that it depends on.
 
         Args:
-            pending: number of batches that were read and not trained yet, such as those that a
-                pipeline reads ahead; a reader that loads the state yields them again. At most 64,
-                and no more than were yielded in this epoch since the start or the last load.
+            pending: number of batches that were read and not trained yet, such as the batches in a
+                pipeline. A reader that loads the state yields them again. At most 64, and no more
+                than were yielded in this epoch since its start or the last load.
 
         Raises:
             ValueError: `pending` is out of its range.
@@ -697,7 +697,7 @@ def table(data: Any, spec: Spec, batch_size: int, **options: Any) -> TableReader
 
     Raises:
         KeyError: the table does not have a column.
-        TypeError: `data` is no table, or as for `TableReader`.
+        TypeError: `data` is not a table, or as for `TableReader`.
         ValueError: as for `TableReader`.
 
     Example:

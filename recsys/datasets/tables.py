@@ -310,7 +310,7 @@ def tables_of(data: Any, columns: Sequence[str] | None = None) -> Iterator[Any]:
         columns: the columns to read; None: all.
 
     Raises:
-        TypeError: `data` is none of these.
+        TypeError: `data` is not one of these.
         KeyError: a table does not have a column.
         ValueError: a file is damaged, empty or of an unknown format.
     """
@@ -346,7 +346,7 @@ def table_of(data: Any) -> Any:
         A `pyarrow.Table`.
 
     Raises:
-        TypeError: it is no table, or a column contains values of several types.
+        TypeError: it is not a table, or a column contains values of several types.
         ValueError: columns of a dict have different numbers of rows, or numbers that do not fit
             into 64 bits.
 

@@ -1,7 +1,7 @@
-"""Prepared tables: what a fitted spec reads from raw columns, as Arrow tables of numbers.
+"""Prepared tables: raw columns, converted by a fitted spec to Arrow tables of numbers.
 
-`prepared_table` converts raw tables, in any process, and `prepared_spec` describes the result. Its
-batches are equal to those of the raw tables, bit for bit, and are read faster.
+`prepared_table` converts raw tables, in any process, and `prepared_spec` describes the result. Raw
+and prepared tables give equal batches, bit for bit; prepared tables are read faster.
 """
 
 from __future__ import annotations
@@ -131,11 +131,11 @@ def _prepared_columns(spec: FeatureSpec, column: Column) -> list[Column]:
             return [Numeric(column.name)]
         return [Ids(column.name, rows=len(spec.fitted.edges[column.name]) + 2)]
     if isinstance(column, Timestamp):
-        names = [(f"{column.name}.{part}", part) for part in column.parts]
+        names = [(f"{column.name}_{part}", part) for part in column.parts]
         return [Ids(name, rows=PART_SIZES[part] + 1) for name, part in names]
     if not isinstance(column, Categorical | Hashed | Ids):
         return [column]
-    weights = None if column.weights is None else f"{column.name}.weights"
+    weights = None if column.weights is None else f"{column.name}_weights"
     if isinstance(column, Hashed) and column.growing:
         return [
             Hashed(

@@ -1,0 +1,153 @@
+"""Files of paths, kinds of types, and tables of other libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pyarrow import fs
+
+from recsys.datasets.tables import (
+    File,
+    files_of,
+    is_text,
+    kind_of,
+    located,
+    table_of,
+    tables_of,
+    unify_types,
+)
+
+COLUMNS = {"x": [1, 2, 3], "name": ["a", None, "c"]}
+
+
+def _rows(data: Any, **options: Any) -> list[Any]:
+    return [row for table in tables_of(data, **options) for row in table.to_pylist()]
+
+
+def test_paths_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b.parquet", "a.parquet"):
+        pq.write_table(pa.table({"x": [name]}), tmp_path / name)
+    (tmp_path / "day=1").mkdir()
+    (tmp_path / "day=1/c.csv").write_text("x\nc.csv\n")
+    (tmp_path / "readme.md").write_text("x")
+    for given in (tmp_path, str(tmp_path), [tmp_path]):
+        assert [row["x"] for row in _rows(given)] == ["a.parquet", "b.parquet", "c.csv"]
+    assert [row["x"] for row in _rows(str(tmp_path / "[ab].*"))] == ["a.parquet", "b.parquet"]
+    chosen = [tmp_path / "b.parquet", tmp_path / "a.parquet"]
+    assert [row["x"] for row in _rows(chosen)] == ["b.parquet", "a.parquet"]
+    assert [is_text(file) for file in files_of(tmp_path)] == [False, False, True]
+    with pytest.raises(FileNotFoundError, match="must be a file, or a folder or glob"):
+        files_of(tmp_path / "*.pq")
+    with pytest.raises(ValueError, match=r"readme\.md must end in \.parquet, \.csv or \.tsv"):
+        files_of(tmp_path / "readme.md")
+
+
+def test_urls() -> None:
+    system = fsspec.filesystem("memory")
+    system.pipe("/tables/a.csv", b"x,name\n1,a\n")
+    try:
+        assert _rows("memory://tables/*.csv") == [{"x": 1, "name": "a"}]
+        (file,) = files_of("memory://tables")
+        assert file.path == "memory:///tables/a.csv"
+    finally:
+        system.rm("/tables", recursive=True)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pa.table(COLUMNS),
+        pa.table(COLUMNS).to_batches()[0],
+        pa.table(COLUMNS).to_pandas(),
+        pl.DataFrame(COLUMNS),
+        {"x": torch.tensor([1, 2, 3]), "name": COLUMNS["name"]},
+        {"x": np.array([1, 2, 3]), "name": pd.Series(COLUMNS["name"])},
+        [pa.table(COLUMNS).slice(0, 1), pa.table(COLUMNS).slice(1)],
+        (pa.table(COLUMNS).slice(i, 1) for i in range(3)),
+        ds.dataset(pa.table(COLUMNS)),
+    ],
+    ids=lambda data: type(data).__name__,
+)
+def test_tables(data: Any) -> None:
+    assert _rows(data) == pa.table(COLUMNS).to_pylist()
+
+
+def test_other_values_are_rejected() -> None:
+    for data in (3, [3], None):
+        with pytest.raises(TypeError, match="data must be a table of Arrow"):
+            _rows(data)
+    with pytest.raises(TypeError, match="A column must have values of one type"):
+        table_of({"x": [1, "a"]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (pa.int8(), "numbers"),
+        (pa.float64(), "numbers"),
+        (pa.bool_(), "numbers"),
+        (pa.decimal128(5), "numbers"),
+        (pa.string(), "texts"),
+        (pa.large_string(), "texts"),
+        (pa.binary(), "texts"),
+        (pa.dictionary(pa.int8(), pa.string()), "texts"),
+        (pa.timestamp("ms", "UTC"), "times"),
+        (pa.date32(), "times"),
+        (pa.null(), None),
+        (pa.list_(pa.int8()), "lists of numbers"),
+        (pa.large_list(pa.string()), "lists of texts"),
+        (pa.list_(pa.null()), "lists of nothing"),
+        (pa.list_(pa.int8(), 3), "lists of numbers"),
+        (pa.struct([("a", pa.int8())]), "struct<a: int8>"),
+    ],
+)
+def test_kinds(kind: pa.DataType, words: str | None) -> None:
+    assert kind_of(kind) == words
+
+
+def _file(name: str, **types: pa.DataType) -> File:
+    fragment = ds.CsvFileFormat().make_fragment(name, filesystem=fs.LocalFileSystem())
+    return File(name, fragment, pa.schema(list(types.items())))
+
+
+def test_types_of_several_files() -> None:
+    files = [
+        _file("a", x=pa.int64(), y=pa.null(), z=pa.string()),
+        _file("b", x=pa.float64(), y=pa.string(), z=pa.null()),
+    ]
+    for found in (unify_types(files, "xyz"), unify_types(files[::-1], "xyz")):
+        for file in found:
+            assert file.schema.types == [pa.float64(), pa.string(), pa.string()]
+    assert unify_types(files, "z")[0].schema.field("x").type == pa.int64()
+    other = _file("c", x=pa.string())
+    with pytest.raises(TypeError, match=r"'x' must have one kind .* numbers in a and texts in c"):
+        unify_types([*files, other], "x")
+    with pytest.raises(KeyError, match=r"c must have the columns \['y'\]"):
+        unify_types([*files, other], "y")
+
+
+def test_errors_are_located() -> None:
+    found = located(ValueError("Column 'x' is 3 in row 12. Fix it."), lambda row: ("a", row + 100))
+    assert str(found) == "Column 'x' is 3 in row 112 of a. Fix it."
+    found = located(KeyError("no column"), lambda row: ("a", row))
+    assert isinstance(found, KeyError)
+    assert found.args == ("a: no column",)
+
+
+def test_damaged_files_and_missing_columns(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("x\n" + "1\n" * 700_000 + "a\n" + "1\n" * 3_000_000)
+    with pytest.raises(ValueError, match=r"a\.csv cannot be read: .*invalid value 'a'"):
+        _rows(path)
+    with pytest.raises(KeyError, match=r"a\.csv must have the columns \['y'\]; it has \['x'\]"):
+        _rows(path, columns=["y"])
