@@ -53,6 +53,9 @@ QUICK_CASE_OF: dict[str, str] = {
     "tests/inference/cpp/test_library.py::test_versions_leave_no_memory_and_no_folder": (
         "tests/inference/cpp/test_core.py::test_a_damaged_version_is_named_and_the_old_one_goes_on"
     ),
+    "tests/examples/test_own_data.py::test_ranks_agree_and_the_package_scores_as_the_model": (
+        "tests/docs/test_tutorials.py::test_blocks_run_and_print_what_is_shown[docs/own_data.md]"
+    ),
     "tests/examples/test_stream.py::test_a_click_changes_the_answer_of_a_server": (
         "tests/examples/test_stream.py::test_a_file_is_read_as_it_grows"
     ),

@@ -64,6 +64,8 @@ dense = dict(in_backward_optimizer_filter(sharded.named_parameters())).values()
 trainer = Trainer(sharded, torch.optim.Adam(dense, lr=0.001), out, epochs=10, patience=1)
 trainer.fit(readers["train"], readers["validation"])
 print(f"rank {env.rank}: test {trainer.evaluate(readers['test'])}")
+if dist.is_initialized():
+    dist.destroy_process_group()
 
 if env.rank == 0:
     served = build_model()
