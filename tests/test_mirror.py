@@ -62,7 +62,6 @@ TESTED_THROUGH = {
     "inference/packages/mapping.py": "inference/packages/test_writer.py",
     "inference/packages/predictor.py": "inference/packages/test_writer.py",
     "inference/packages/safetensors.py": "inference/packages/test_writer.py",
-    "features/transform.py": "features/test_spec.py",
     "inference/packages/columns.py": "inference/cpp/test_columns.py",
     "inference/packages/library.py": "inference/cpp/test_core.py",
     "inference/packages/requests.py": "inference/cpp/test_core.py",
