@@ -13,7 +13,7 @@ from torch import nn
 
 import recsys.__main__
 from recsys.features import FeatureSpec
-from recsys.inference import Predictor, score
+from recsys.inference import Predictor, inspect, score
 from tests.inference.raw_package import raw_spec, raw_table, write_raw_version
 
 
@@ -48,6 +48,13 @@ def test_a_package_scores_raw_columns(packaged: tuple[Path, nn.Module, FeatureSp
         bad = raw_table(3, 1).drop_columns(["ok"]).set_column(7, "row", pa.array([1, 25, 3]))
         with pytest.raises(ValueError, match=r"'row' must have row numbers from 0 to 19.*row 1"):
             predictor(bad)
+
+
+def test_a_package_describes_its_columns(packaged: tuple[Path, nn.Module, FeatureSpec]) -> None:
+    lines = inspect(packaged[0]).splitlines()
+    assert "column tags: lists of text, categorical, weights in weight" in lines
+    assert "column price: float32, numeric" in lines
+    assert not [line for line in lines if line.startswith("input ")]
 
 
 def test_files_are_scored_by_processes(

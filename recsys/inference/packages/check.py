@@ -35,7 +35,7 @@ def verify(version: str | Path) -> None:
 
 @checked
 def inspect(version: str | Path) -> str:
-    """Return a description of a version of a package: inputs, outputs, programs and tables.
+    """Return a description of a version of a package: inputs or raw columns, outputs, and tables.
 
     Args:
         version: The folder of the version.
@@ -56,8 +56,9 @@ def inspect(version: str | Path) -> str:
         f"rows of a batch: at most {manifest['limits']['max_rows']}",
         *(f"program: {p['kind']} on {p['device']} ({p['file']})" for p in manifest["programs"]),
     ]
-    for entry in manifest["inputs"]:
-        lines += _input_lines(entry)
+    lines += [_column_line(column) for column in manifest["columns"]]
+    if not manifest["columns"]:
+        lines += [line for entry in manifest["inputs"] for line in _input_lines(entry)]
     for entry in manifest["outputs"]:
         kind = "jagged " if entry["kind"] == "jagged" else ""
         lines.append(f"output {entry['name'] or 'values'}: {kind}{entry['dtype']} {entry['shape']}")
@@ -68,6 +69,12 @@ def inspect(version: str | Path) -> str:
         )
     deltas = len(list((version / "deltas").glob("*.delta")))
     return "\n".join([*lines, f"deltas: {deltas}"])
+
+
+def _column_line(column: Mapping[str, Any]) -> str:
+    lists = "lists of " if column.get("is_list") else ""
+    weights = f", weights in {column['weights']}" if column.get("weights") else ""
+    return f"column {column['name']}: {lists}{column['dtype']}, {column['kind']}{weights}"
 
 
 def _input_lines(entry: Mapping[str, Any]) -> list[str]:
