@@ -16,7 +16,12 @@ OUTPUT = {"name": "score", "kind": "rows", "dtype": "float32", "shape": [-1, 1]}
 
 
 def manifest_of(inputs: list[dict[str, Any]], outputs: list[dict[str, Any]], device: str) -> Any:
-    return {"programs": [{"device": device}], "inputs": inputs, "outputs": outputs}
+    return {
+        "programs": [{"device": device}],
+        "inputs": inputs,
+        "outputs": outputs,
+        "columns": [],
+    }
 
 
 def jagged(weighted: bool) -> dict[str, Any]:
@@ -26,6 +31,20 @@ def jagged(weighted: bool) -> dict[str, Any]:
 
 def tensor_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(("input", "output"))]
+
+
+def test_requests_have_raw_columns() -> None:
+    manifest = manifest_of([DENSE, jagged(True)], [], "cpu")
+    tags = {"name": "tags", "dtype": "text", "is_list": True, "weights": "share"}
+    manifest["columns"] = [tags, {"name": "age", "dtype": "float64"}]
+    assert tensor_lines(config_pbtxt(manifest, "movies")) == [
+        'input { name: "tags" data_type: TYPE_STRING dims: [-1] optional: true }',
+        'input { name: "tags.missing" data_type: TYPE_BOOL dims: [-1] optional: true }',
+        'input { name: "tags.lengths" data_type: TYPE_INT64 dims: [-1] optional: true }',
+        'input { name: "share" data_type: TYPE_FP32 dims: [-1] optional: true }',
+        'input { name: "age" data_type: TYPE_FP64 dims: [-1] optional: true }',
+        'input { name: "age.missing" data_type: TYPE_BOOL dims: [-1] optional: true }',
+    ]
 
 
 def test_requests_have_the_tensors_of_the_manifest() -> None:
