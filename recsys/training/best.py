@@ -70,7 +70,7 @@ class Best:
 
     @property
     def is_final(self) -> bool:
-        """Whether there were `patience` evaluations without a better value."""
+        """True after `patience` evaluations without a better value."""
         return self._patience is not None and self._num_worse >= self._patience
 
     def update(self, step: int, epoch: int, scores: Mapping[str, float]) -> bool:

@@ -6,6 +6,7 @@ import collections
 import io
 import pathlib
 import pickle
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,10 +65,27 @@ def check_plain(name: str, value: object, parents: frozenset[int] = frozenset())
 
 
 def encode(values: Mapping[str, Any]) -> bytes:
-    """Return plain data as bytes."""
+    """Return plain data as bytes, the same for equal data.
+
+    Example:
+        >>> name = "".join(["a", "b"])  # equal to "ab", and another object
+        >>> encode({"ab": ["ab"]}) == encode({"ab": [name]})
+        True
+    """
     buffer = io.BytesIO()
-    torch.save(dict(values), buffer)
+    torch.save(_with_shared_text(dict(values)), buffer)
     return buffer.getvalue()
+
+
+def _with_shared_text(value: Any) -> Any:
+    """Return a copy in which equal texts are one object, which a pickle stores once."""
+    kind = type(value)
+    if kind in (dict, collections.OrderedDict):
+        members = value.items()
+        return kind((_with_shared_text(key), _with_shared_text(one)) for key, one in members)
+    if kind in (list, tuple):
+        return kind(map(_with_shared_text, value))
+    return sys.intern(value) if kind is str else value
 
 
 def decode(name: str, data: bytes | io.BytesIO) -> Any:
