@@ -24,6 +24,10 @@ MANAGED = (
 DELTAS = "tests/distributed/checkpoint/test_delta.py::test_base_and_deltas_are_the_full_checkpoint"
 
 QUICK_CASE_OF: dict[str, str] = {
+    "tests/datasets/test_readers.py::test_killed_jobs_read_each_row_once[0]": (
+        "tests/datasets/test_readers.py::test_killed_jobs_read_each_row_once[2]"
+    ),
+    "tests/test_prepare.py::test_memory_is_bounded": "tests/test_prepare.py::test_command",
     f"{MANAGED}[two nodes]": f"{MANAGED}[weighted]",
     f"{MANAGED}[three ranks]": f"{MANAGED}[own batch sizes]",
     "tests/kernels/hashed/test_build.py::test_a_wheel_with_the_library": (
