@@ -372,11 +372,60 @@ def test_workers_of_a_data_loader(tmp_path: Path, divide: Any) -> None:
         assert Counter(rows) == wanted
 
 
+@pytest.mark.filterwarnings("ignore")  # of torchdata
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stateful_data_loader_continues(tmp_path: Path, num_workers: int) -> None:
+    loaders = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="torchdata is not installed."
+    )
+    _write(tmp_path)
+
+    def build() -> Any:
+        reader = readers.parquet(tmp_path, SPEC, 4, shuffle=True, window_rows=8)
+        return loaders.StatefulDataLoader(reader, batch_size=None, num_workers=num_workers)
+
+    loader = build()
+    found, states = [], [loader.state_dict()]
+    for batch in loader:
+        found.append(_rows_of(batch))
+        states.append(loader.state_dict())
+    for at in (1, 4, 9):
+        again = build()
+        again.load_state_dict(states[at])
+        assert [_rows_of(batch) for batch in again] == found[at:]
+
+
 def test_a_reader_can_be_pickled(tmp_path: Path) -> None:
     _write(tmp_path)
     reader = readers.parquet(tmp_path, SPEC, 4, shuffle=True)
     copy = pickle.loads(pickle.dumps(reader))
     assert all(map(_equal, reader, copy))
+
+
+@pytest.mark.parametrize(
+    ("filter", "is_kept"),
+    [
+        (ds.field("user") == "user 3", lambda row: row["user"] == "user 3"),
+        (ds.field("user").isin(["user 3", "user 4"]), lambda row: row["user"][5:] in "34"),
+        (
+            (ds.field("unread") > 3) & ~(ds.field("age") < 50),
+            lambda row: row["unread"] > 3 and row["age"] >= 50,
+        ),
+        (ds.field("user").is_valid(), lambda row: True),
+    ],
+    ids=str,
+)
+def test_filters(tmp_path: Path, filter: Any, is_kept: Callable[[Any], bool]) -> None:
+    table = _write(tmp_path)
+    wanted = [row["row"] for row in table.to_pylist() if is_kept(row)]
+    found = [
+        row
+        for batch in readers.parquet(tmp_path, SPEC, 8, filter=filter)
+        for row in batch.sparse_features["row"].values().tolist()
+    ]
+    assert found == wanted
+    memory = readers.table(table, SPEC, 8, filter=filter)
+    assert sum(len(batch.labels) for batch in memory) == len(wanted)
 
 
 def test_uneven_ranks(tmp_path: Path) -> None:
