@@ -113,10 +113,9 @@ def _same(table: pa.Table) -> Any:
 
 def _huggingface(table: pa.Table) -> Any:
     datasets = pytest.importorskip("datasets", reason="Hugging Face datasets are not installed.")
-    return datasets.Dataset(table)
+    return datasets.Dataset(table, fingerprint="clicks")
 
 
-@pytest.mark.filterwarnings("ignore:Cannot locate reference")  # of dill
 @pytest.mark.parametrize(
     "convert",
     [
