@@ -217,7 +217,7 @@ def test_workers_of_a_data_loader(tmp_path: Path, divide: Any) -> None:
         rows = []
         for rank in range(world_size):
             reader = readers.parquet(
-                tmp_path, SPEC, 4, rank=rank, world_size=world_size, divide="row_groups"
+                tmp_path, SPEC, 4, rank=rank, world_size=world_size, divide=divide, shuffle=True
             )
             loader = DataLoader(reader, batch_size=None, num_workers=2)
             rows += [row for batch in loader for row in samples_of(batch)]
