@@ -109,7 +109,8 @@ PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "datasets": (
         "Data sets",
-        "Readers of public data sets, and random data. Guide: [batches](../data.md).",
+        "Readers of tables and of public data sets, and random data. Guides: "
+        "[read tables](../readers.md), [batches](../data.md).",
         ("recsys.datasets",),
     ),
     "compat": (

@@ -21,9 +21,15 @@ MANAGED = (
     "tests/compat/test_managed_embeddings.py::test_they_train_as_plain_collections_in_other_ways"
 )
 
+KILLED = "tests/datasets/test_table_reader.py::test_killed_jobs_read_each_row_once"
+
 DELTAS = "tests/distributed/checkpoint/test_delta.py::test_base_and_deltas_are_the_full_checkpoint"
 
 QUICK_CASE_OF: dict[str, str] = {
+    f"{KILLED}[0-1]": f"{KILLED}[2-1]",
+    f"{KILLED}[0-3]": f"{KILLED}[2-1]",
+    f"{KILLED}[2-2]": f"{KILLED}[2-1]",
+    "tests/test_prepare.py::test_memory_is_bounded": "tests/test_prepare.py::test_command",
     f"{MANAGED}[two nodes]": f"{MANAGED}[weighted]",
     f"{MANAGED}[three ranks]": f"{MANAGED}[own batch sizes]",
     "tests/kernels/hashed/test_build.py::test_a_wheel_with_the_library": (

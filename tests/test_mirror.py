@@ -52,6 +52,7 @@ BROAD = {
 
 # Source files with public names that are tested through what uses them.
 TESTED_THROUGH = {
+    "datasets/selection.py": "datasets/test_readers.py",
     "features/arrow.py": "features/test_containers.py",
     "features/transform.py": "features/test_spec.py",
     "inference/served_indexes.py": "inference/packages/test_indexes.py",

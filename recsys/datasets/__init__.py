@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING
 from recsys.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from recsys.datasets.readers import TableReader, csv, parquet, table
+    from recsys.datasets.readers import csv, parquet, table
+    from recsys.datasets.table_reader import TableReader
     from recsys.features.splits import Split, TimeSplit
 
 __all__ = ["Split", "TableReader", "TimeSplit", "csv", "parquet", "table"]
 
-_READERS = ["TableReader", "csv", "parquet", "table"]
+_READERS = ["csv", "parquet", "table"]
 _SPLITS = ["Split", "TimeSplit"]
 __getattr__ = lazy_names(
     __name__,
     {
+        "TableReader": "datasets.table_reader",
         **dict.fromkeys(_READERS, "datasets.readers"),
         **dict.fromkeys(_SPLITS, "features.splits"),
     },

@@ -129,12 +129,13 @@ def located(error: Exception, place_of: Callable[[int], tuple[str, int]]) -> Exc
         error: an error whose message may have the words "in row N".
         place_of: function from N to the path, and to the row in the file.
     """
-    text = str(error.args[0]) if error.args else str(error)
+    kind = next((k for k in (KeyError, TypeError) if isinstance(error, k)), ValueError)
+    text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
     found = re.search(r"in row (\d+)", text)
     if found is None:
-        return type(error)(f"{place_of(0)[0]}: {text}")
+        return kind(f"{place_of(0)[0]}: {text}")
     path, row = place_of(int(found[1]))
-    return type(error)(f"{text[: found.start()]}in row {row} of {path}{text[found.end() :]}")
+    return kind(f"{text[: found.start()]}in row {row} of {path}{text[found.end() :]}")
 
 
 def unify_types(files: Sequence[File], columns: Iterable[str]) -> list[File]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ def _check(spec: FeatureSpec, tables: list[pa.Table], found: list[pa.Table]) -> 
     assert Counter(map(repr, rows)) == Counter(map(repr, wanted))
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_ray(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray.data", reason="Ray Data is not installed.")
     import ray as cluster
@@ -55,7 +57,9 @@ def test_ray(tmp_path: Path) -> None:
     _check(spec, tables, found)
 
 
-def test_spark(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:PySpark does not yet:FutureWarning")
+def test_spark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
     sql = pytest.importorskip("pyspark.sql", reason="Spark is not installed.")
     tables = _files(tmp_path)
     session = sql.SparkSession.builder.master("local[2]").getOrCreate()

@@ -1,4 +1,4 @@
-"""Batches of prepared tables are those of the raw tables, bit for bit."""
+"""Raw and prepared tables give equal batches, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,0 +1,238 @@
+"""Rows and columns of files and tables, filtered, divided by a split and transformed."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from recsys.datasets.sources import Source, TextSource, Unit
+from recsys.datasets.tables import located
+from recsys.datasets.utils import Batch
+from recsys.datasets.windows import join_rows
+from recsys.kernels.arguments import shown, wrong_type
+
+__all__ = ["PARTS", "RowSplit", "Rows", "Selection", "Spec", "check_filter", "filter_columns"]
+
+PARTS = ("train", "validation", "test")
+"""Names of the parts of a split."""
+_Array: TypeAlias = np.ndarray[Any, Any]
+
+
+class Spec(Protocol):
+    """A description of columns, such as `recsys.features.FeatureSpec`."""
+
+    def column_names(self, labels: bool = True) -> list[str]:
+        """Return the names of the columns that `transform` reads."""
+
+    def transform(self, data: Any, *, labels: bool = True) -> Batch:
+        """Convert a table to a batch."""
+
+
+class RowSplit(Protocol):
+    """A division of rows, such as `recsys.features.splits.Split`."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that `parts_of` reads."""
+
+    def filter_of(self, part: str, schema: Any) -> Any:
+        """Return a filter of `pyarrow.dataset` that keeps at least the rows of a part, or None."""
+
+    def parts_of(self, table: Any, file: str, rows: _Array) -> _Array:
+        """Return the number of each row's part in `PARTS`."""
+
+
+class Rows(NamedTuple):
+    """Rows of a unit that filter and split keep."""
+
+    table: Any
+    unit: Unit
+    kept: _Array | None
+    """Row numbers in the unit; None: all rows."""
+
+
+@final
+@dataclass(frozen=True)
+class Selection:
+    """The rows that a reader yields, and their columns.
+
+    Raises:
+        KeyError: a source does not have a column.
+        TypeError: `split` is not a split.
+        ValueError: `part` is unknown, or the filter has other columns.
+    """
+
+    sources: tuple[Source, ...]
+    """Files or tables with the same columns."""
+    spec: Spec
+    """Description of the columns."""
+    filter: Any
+    """An expression of `pyarrow.dataset`, or None."""
+    split: RowSplit | None
+    """A division of the rows, or None."""
+    part: str | None
+    """The part of the division to read; None without a split."""
+    labels: bool
+    """Whether the tables have labels, sample weights and groups."""
+
+    def __post_init__(self) -> None:
+        check_filter(self.filter)
+        if self.split is not None or self.part is not None:
+            if not callable(getattr(self.split, "parts_of", None)):
+                wrong_type("split", "a Split or TimeSplit of recsys.datasets", self.split)
+            if self.part not in PARTS:
+                raise ValueError(
+                    "part must be 'train', 'validation' or 'test' with split; received "
+                    f"{shown(self.part)}."
+                )
+        for source in self.sources:
+            if missing := [name for name in self.columns if name not in source.schema.names]:
+                raise KeyError(
+                    f"{source.path} must have the columns {missing}; it has {source.schema.names}."
+                )
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """Columns that spec, split and filter read."""
+        wanted = self.spec.column_names(self.labels)
+        divided = [] if self.split is None else self.split.columns
+        filtered = filter_columns(self.filter, self.sources[0].schema)
+        return list(dict.fromkeys([*wanted, *divided, *filtered]))
+
+    def units(self) -> list[Unit]:
+        """Return the units of all sources."""
+        return [
+            Unit(i, number, rows)
+            for i, source in enumerate(self.sources)
+            for number, rows in source.sizes
+        ]
+
+    def read(self, units: Sequence[Unit]) -> list[Rows]:
+        """Return the rows of units that filter and split keep.
+
+        Raises:
+            ValueError: a file is damaged, or a value does not have the type of its column.
+        """
+        found = []
+        start = 0
+        while start < len(units):  # one opening for units of one file
+            source = units[start].source
+            stop = start
+            while stop < len(units) and units[stop].source == source:
+                stop += 1
+            numbers = [unit.number for unit in units[start:stop]]
+            tables = self.sources[source].read(numbers, self.columns)
+            for unit, table in zip(units[start:stop], tables, strict=True):
+                found.append(self._select(table, unit))
+            start = stop
+        return [rows for rows in found if rows.table.num_rows]
+
+    def _select(self, table: Any, unit: Unit) -> Rows:
+        is_kept: _Array | None = None
+        if self.filter is not None:
+            scanner = ds.dataset(table).scanner(columns={"kept": self.filter}, use_threads=False)
+            column = scanner.to_table()["kept"].fill_null(False)
+            is_kept = column.to_numpy(zero_copy_only=False)
+        if self.split is not None:
+            source = self.sources[unit.source]
+            first = (
+                unit.number << 32
+                if isinstance(source, TextSource)
+                else source.first_row(unit.number)
+            )
+            rows = np.arange(first, first + table.num_rows)
+            try:
+                parts = self.split.parts_of(table, posixpath.basename(source.path), rows)
+            except (KeyError, TypeError, ValueError) as error:
+                raise self._located(error, [Rows(table, unit, None)]) from error
+            mine = parts == PARTS.index(str(self.part))
+            is_kept = mine if is_kept is None else mine & is_kept
+        if is_kept is None or is_kept.all():
+            return Rows(table, unit, None)
+        kept = np.flatnonzero(is_kept)
+        return Rows(table.filter(pa.array(is_kept)), unit, kept)
+
+    def transform(self, rows: Sequence[Rows]) -> Batch:
+        """Return a batch of rows.
+
+        Raises:
+            TypeError: a column has values of another type.
+            ValueError: a value is NaN, infinite or out of its range. The message names the column,
+                the value, the file and the row in the file.
+        """
+        batches = []
+        start = 0
+        while start < len(rows):
+            stop = start
+            schema = rows[start].table.schema
+            while stop < len(rows) and rows[stop].table.schema.equals(schema):
+                stop += 1
+            table = pa.concat_tables([part.table for part in rows[start:stop]])
+            try:
+                batches.append(self.spec.transform(table, labels=self.labels))
+            except (KeyError, TypeError, ValueError) as error:
+                raise self._located(error, rows[start:stop]) from error
+            start = stop
+        return join_rows(batches)
+
+    def _located(self, error: Exception, rows: Sequence[Rows]) -> Exception:
+        """Return an error of a window with the file, and the row in the file."""
+
+        def place_of(row: int) -> tuple[str, int]:
+            for part in rows:
+                if row < part.table.num_rows:
+                    break
+                row -= part.table.num_rows
+            source = self.sources[part.unit.source]
+            if part.kept is not None:
+                row = int(part.kept[row])
+            return source.path, row + source.first_row(part.unit.number)
+
+        return located(error, place_of)
+
+
+def check_filter(filter: Any) -> Any:
+    """Return a filter.
+
+    Raises:
+        TypeError: it is not an expression of `pyarrow.dataset`, and not None.
+    """
+    if filter is not None and not isinstance(filter, ds.Expression):
+        wrong_type("filter", "an expression such as pyarrow.dataset.field('age') > 18", filter)
+    return filter
+
+
+def filter_columns(filter: Any, schema: Any) -> list[str]:
+    """Return the columns of a filter: all columns without which it cannot be computed.
+
+    Args:
+        filter: an expression of `pyarrow.dataset`, or None.
+        schema: the columns of the table.
+
+    Raises:
+        ValueError: the table does not have a column of the filter, or not with this type.
+    """
+    if filter is None:
+        return []
+    found = []
+    for i, name in enumerate(schema.names):
+        rest = schema.remove(i).empty_table()
+        try:
+            ds.dataset(rest).scanner(columns={"kept": filter}).to_table()
+        except (pa.ArrowInvalid, KeyError):
+            found.append(name)
+    try:
+        ds.dataset(schema.empty_table()).scanner(columns={"kept": filter}).to_table()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, KeyError) as error:
+        raise ValueError(
+            f"filter must be an expression of the columns {schema.names}; received {filter}: "
+            f"{error}"
+        ) from error
+    return found

@@ -1,0 +1,400 @@
+"""`TableReader`: batches from files and tables, divided among ranks, resumable at any batch.
+
+The rows of a rank are read in windows, each some consecutive row groups. A window is decoded and
+transformed as a whole, shuffled, and split into batches. Threads do this ahead of training.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, NamedTuple, final
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from recsys.datasets.ahead import map_ahead
+from recsys.datasets.selection import RowSplit, Selection, Spec
+from recsys.datasets.sources import Source, Unit
+from recsys.datasets.utils import Batch, check_rank, rank_slice
+from recsys.datasets.windows import join_rows, split_rows
+from recsys.kernels.arguments import flag, shown, whole
+
+__all__ = ["TableReader"]
+
+_MOST_PENDING = 64
+_DIVISIONS = ("row_groups", "batches")
+_MEANINGS: Mapping[str, str] = {
+    "version": "version of the state",
+    "files": "files (names and sizes), filter or columns of the split",
+    "split": "split, part or filter",
+    "batch_size": "number of rows of a step that one rank, or all ranks together, read",
+    "world_size": "number of ranks and DataLoader workers",
+    "rank": "rank or DataLoader worker",
+    "seed": "seed",
+    "shuffle": "shuffle",
+    "window_rows": "window_rows",
+    "drop_last": "drop_last",
+}
+"""Settings of a state, in words."""
+
+
+class _Window(NamedTuple):
+    """The batches of a window."""
+
+    head: list[Batch]
+    """Rows that complete the batch which the windows before began."""
+    batches: list[Batch]
+    """This rank's rows of full batches."""
+    tail: list[Batch]
+    """Rows of the batch that the next window completes."""
+    first: int
+    """Row of the window at which `batches` begin."""
+    num_rows: int
+
+
+class _Position(NamedTuple):
+    """The place at which the next batch begins."""
+
+    epoch: int
+    window: int
+    row: int
+
+
+@final
+class TableReader(IterableDataset[Batch]):
+    """Batches from a table, made by `parquet`, `csv` and `table`.
+
+    An iterator reads one epoch. When it ends, the next iterator reads the next epoch, in another
+    order with `shuffle`. An iterator that is left early does not change the epoch: the next
+    iterator begins it again.
+
+    `state_dict()` contains the position, as integers; a reader that loads it continues with the
+    next batch. The window at this position is read again, and no other. Readers work with
+    `progress=` of `recsys.distributed.checkpoint.save_checkpoint`, with a
+    `torch.utils.data.DataLoader(reader, batch_size=None)`, and with torchdata's
+    `StatefulDataLoader`. Each worker of a DataLoader reads row groups of its own, and yields a last
+    batch of its own.
+
+    Args:
+        sources: files or tables with the same columns.
+        spec: a fitted `recsys.features.FeatureSpec`.
+        batch_size: rows of a batch of one rank.
+        rank: this process, from 0.
+        world_size: number of processes.
+        divide: "row_groups": each rank reads row groups of its own, and ranks may have different
+            numbers of rows. "batches": all ranks read all row groups, and each takes its part of
+            each batch of `world_size * batch_size` rows, so that steps do not depend on the number
+            of ranks.
+        shuffle: read row groups in another order in each epoch, and shuffle the rows of each
+            window.
+        seed: seed of the order; the same on all ranks.
+        window_rows: number of rows of a window, at least: row groups are joined up to it.
+        num_workers: threads that read ahead; 0: rows are read when they are asked for.
+        filter: rows to read, as an expression of `pyarrow.dataset` such as
+            `pyarrow.dataset.field("age") > 18`. Row groups whose statistics exclude it are not
+            read.
+        split: a `recsys.datasets.Split` or `TimeSplit`.
+        part: "train", "validation" or "test", with `split`.
+        drop_last: leave out the last batch of an epoch if it is not full.
+        pin_memory: yield batches in page-locked memory, from which copies to a GPU are
+            asynchronous.
+        labels: False for tables without labels, sample weights and groups.
+
+    Attributes:
+        epoch: number of the epoch that the next iterator reads, from 0.
+        num_rows: rows of all ranks before filter and split; an estimate for text files.
+        selection: the rows and columns that are read.
+
+    Raises:
+        KeyError: a file does not have a column.
+        TypeError: an argument has another type, or a column has values of different kinds in
+            different files.
+        ValueError: an argument is out of its range, or there are fewer row groups than ranks.
+
+    Example:
+        >>> from recsys.datasets.sources import TableSource
+        >>> from recsys.features import FeatureSpec, Ids, Label
+        >>> spec = FeatureSpec([Ids("film", rows=9), Label("liked")])
+        >>> data = {"film": [1, 2, 3, 4, 5], "liked": [1, 0, 0, 1, 0]}
+        >>> reader = TableReader([TableSource(data)], spec, batch_size=2)
+        >>> [batch.sparse_features.values().tolist() for batch in reader]
+        [[1, 2], [3, 4], [5]]
+        >>> batches = iter(reader)
+        >>> first, state = next(batches), reader.state_dict()
+        >>> reader.load_state_dict(state)
+        >>> next(iter(reader)).sparse_features.values().tolist()
+        [3, 4]
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        spec: Spec,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        divide: Literal["row_groups", "batches"] = "row_groups",
+        shuffle: bool = False,
+        seed: int = 0,
+        window_rows: int = 1 << 16,
+        num_workers: int = 0,
+        filter: Any = None,
+        split: RowSplit | None = None,
+        part: str | None = None,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        labels: bool = True,
+    ) -> None:
+        super().__init__()
+        self.batch_size = whole("batch_size", batch_size)
+        self.rank, self.world_size = whole("rank", rank, 0), whole("world_size", world_size)
+        check_rank(self.rank, self.world_size, self.batch_size)
+        if divide not in _DIVISIONS:
+            raise ValueError(f"divide must be 'row_groups' or 'batches'; received {shown(divide)}.")
+        self.divide = divide
+        self.shuffle, self.drop_last = flag("shuffle", shuffle), flag("drop_last", drop_last)
+        self.pin_memory = flag("pin_memory", pin_memory)
+        if pin_memory and not torch.cuda.is_available():
+            raise ValueError(
+                "pin_memory needs a GPU; there is none. Pass pin_memory=torch.cuda.is_available()."
+            )
+        self.seed = whole("seed", seed, 0)
+        self.window_rows = whole("window_rows", window_rows)
+        self.num_workers = whole("num_workers", num_workers, 0)
+        self.selection = Selection(
+            tuple(sources), spec, filter, split, part, flag("labels", labels)
+        )
+        self._units = self.selection.units()
+        self.num_rows = sum(unit.num_rows for unit in self._units)
+        if divide == "row_groups" and 0 < len(self._units) < self.world_size:
+            raise ValueError(
+                f"There must be at least one row group for each rank; received {len(self._units)} "
+                f"row groups and {self.world_size} ranks. Pass divide='batches', or write smaller "
+                "row groups with `python -m recsys prepare --row-group-rows`."
+            )
+        self._trail: deque[_Position] = deque(maxlen=_MOST_PENDING + 1)
+        self._resumes = False
+        self._move(_Position(0, 0, 0))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch with the next iterator.
+
+        Args:
+            epoch: its number, from 0. Numbers with one order have the same seed and epoch.
+
+        Raises:
+            TypeError: `epoch` is not a whole number.
+            ValueError: `epoch` is negative.
+        """
+        self.epoch = whole("epoch", epoch, 0)
+        self._move(_Position(self.epoch, 0, 0))
+        self._resumes = False
+
+    def state_dict(self, pending: int = 0) -> dict[str, int]:
+        """Return the position after the last batch, and the settings that it depends on.
+
+        Args:
+            pending: number of batches that were read and not trained yet, such as the batches in a
+                pipeline. A reader that loads the state yields them again. At most 64, and no more
+                than were yielded in this epoch since its start or the last load.
+
+        Raises:
+            ValueError: `pending` is out of its range.
+        """
+        most = len(self._trail) - 1
+        if whole("pending", pending, 0) > most:
+            raise ValueError(
+                f"pending must be at most {most}, the number of batches of this epoch that the "
+                f"reader knows; received {pending}."
+            )
+        position = self._trail[-1 - pending]
+        return {**position._asdict(), **self._settings()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from a state with the next iterator.
+
+        Args:
+            state: result of `state_dict`, of this reader or of another one with the same files and
+                settings.
+
+        Raises:
+            ValueError: files or settings differ. The message names the first one.
+            KeyError: the state has other keys.
+        """
+        settings = self._settings()
+        keys = {*settings, *_Position._fields}
+        if {*state} != keys:
+            raise KeyError(f"state must have the keys {sorted(keys)}; it has {sorted(state)}.")
+        for name, value in settings.items():
+            if state[name] != value:
+                raise ValueError(
+                    f"The state must be of a reader with the same {_MEANINGS[name]}; received "
+                    f"{name}={state[name]} in the state and {value} in this reader. Build the "
+                    "reader as for the saved run, or begin an epoch with set_epoch."
+                )
+        self._move(_Position(*(int(state[name]) for name in _Position._fields)))
+        self._resumes = True
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, int]]) -> None:
+        """Continue from the states of all ranks of a run, with `divide="batches"` on any number.
+
+        Args:
+            states: result of `state_dict` of each rank. With `divide="batches"` they are equal.
+
+        Raises:
+            ValueError: files or settings differ, such as the number of ranks with
+                `divide="row_groups"`, or the number of rows of a step.
+        """
+        self.load_state_dict(states[self.rank % len(states)])
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self._resumes:
+            self._move(_Position(self.epoch, 0, 0))
+        self._resumes = False
+        return self._batches(self._next)
+
+    def _move(self, position: _Position) -> None:
+        self.epoch, self._next = position.epoch, position
+        self._trail.clear()
+        self._trail.append(position)
+
+    def _settings(self) -> dict[str, int]:
+        rank, world_size = self._share()
+        chosen = self.selection
+        marks = [source.mark() for source in chosen.sources]
+        parts = [len(self._units), *marks, *chosen.columns]
+        part = [str(chosen.split), str(chosen.part), str(chosen.filter), self.divide]
+        return {
+            "version": 1,
+            "files": zlib.crc32(repr(parts).encode()),
+            "split": zlib.crc32(repr(part).encode()),
+            "batch_size": self._step_rows(),
+            "world_size": world_size,
+            "rank": rank,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+            "window_rows": self.window_rows,
+            "drop_last": int(self.drop_last),
+        }
+
+    def _share(self) -> tuple[int, int]:
+        """Return the number of this share of the row groups, and the number of shares."""
+        worker = get_worker_info()
+        rank, count = (0, 1) if self.divide == "batches" else (self.rank, self.world_size)
+        if worker is None:
+            return rank, count
+        return rank * worker.num_workers + worker.id, count * worker.num_workers
+
+    def _step_rows(self) -> int:
+        return self.batch_size * (self.world_size if self.divide == "batches" else 1)
+
+    def _windows(self, epoch: int) -> list[list[Unit]]:
+        """Return the units of each window of this rank."""
+        order = list(range(len(self._units)))
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(order).tolist()
+        share, count = self._share()
+        windows: list[list[Unit]] = []
+        rows = self.window_rows
+        for i in order[share::count]:
+            if rows >= self.window_rows:
+                windows.append([])
+                rows = 0
+            windows[-1].append(self._units[i])
+            rows += self._units[i].num_rows
+        return windows
+
+    def _batches(self, start: _Position) -> Iterator[Batch]:
+        carried: list[Batch] = []
+        windows = self._windows(start.epoch)
+        loader = _Loader(self, start, windows)
+        loaded = map_ahead(loader.load, loader.numbers, self.num_workers)
+        try:
+            for number, window in enumerate(loaded, start.window):
+                carried += window.head
+                if sum(len(part.labels) for part in carried) == self._step_rows():
+                    at = _Position(start.epoch, number, window.first)
+                    yield self._taken(carried, at)
+                    carried = []
+                row = window.first
+                for batch in window.batches:
+                    row += self._step_rows()
+                    yield self._passed(batch, _Position(start.epoch, number, row))
+                carried += window.tail
+        finally:
+            loaded.close()
+        end = _Position(start.epoch, len(windows), 0)
+        if carried and not self.drop_last:
+            yield self._taken(carried, end)
+        self._next = self._trail[-1] = _Position(start.epoch + 1, 0, 0)
+        self.epoch = self._next.epoch
+
+    def _taken(self, parts: list[Batch], after: _Position) -> Batch:
+        """Return this rank's rows of a batch in parts."""
+        batch = join_rows(parts)
+        if self.divide == "batches":
+            count = len(batch.labels)
+            mine = rank_slice(count, self.rank, self.world_size)
+            batch = split_rows(batch, [0, mine.start, mine.stop, count])[1]
+        return self._passed(batch.pin_memory() if self.pin_memory else batch, after)
+
+    def _passed(self, batch: Batch, after: _Position) -> Batch:
+        self._next = after
+        self._trail.append(after)
+        return batch
+
+
+@final
+class _Loader:
+    """Reads and transforms the windows of an epoch; windows may be loaded by several threads."""
+
+    def __init__(self, reader: TableReader, start: _Position, windows: list[list[Unit]]) -> None:
+        self._reader, self._start, self._windows = reader, start, windows
+        self.numbers = range(start.window, len(windows))
+        self._carried: dict[int, Future[int]] = {
+            number: Future() for number in range(start.window, len(windows) + 1)
+        }
+        self._carried[start.window].set_result(0)
+
+    def load(self, number: int) -> _Window:
+        """Return the batches of a window.
+
+        The number of rows that the windows before leave over decides where batches begin.
+        """
+        reader = self._reader
+        step = reader._step_rows()
+        try:
+            rows = self._reader.selection.read(self._windows[number])
+            count = sum(part.table.num_rows for part in rows)
+            skipped = min(count, self._start.row) if number == self._start.window else 0
+            carried = self._carried[number].result()
+            self._carried[number + 1].set_result((carried + count - skipped) % step)
+        except BaseException:
+            self._carried[number + 1].set_result(0)
+            raise
+        if count == skipped:
+            return _Window([], [], [], skipped, count)
+        window = reader.selection.transform(rows)
+        order = None
+        if reader.shuffle:
+            draw = np.random.default_rng([reader.seed, self._start.epoch, number, 1])
+            order = draw.permutation(count)
+        first = min(count, skipped + (step - carried) % step)
+        last = first + (count - first) // step * step
+        mine = slice(0, step)
+        if reader.divide == "batches":
+            mine = rank_slice(step, reader.rank, reader.world_size)
+        starts = [row + mine.start for row in range(first, last, step)]
+        edges = {0, skipped, first, last, count, *starts}
+        edges |= {row + mine.stop for row in range(first, last, step)}
+        ordered = sorted(edges)
+        parts = dict(zip(ordered, split_rows(window, ordered, order), strict=False))
+        batches = [parts[row].pin_memory() if reader.pin_memory else parts[row] for row in starts]
+        head = [parts[skipped]] if first > skipped else []
+        tail = [parts[last]] if count > last else []
+        return _Window(head, batches, tail, first, count)
