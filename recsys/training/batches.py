@@ -135,3 +135,48 @@ class ResumableBatches:
                 len(states),
                 self.batch,
             )
+
+
+@final
+class Pausing(Iterator[Any]):
+    """Iterator that pauses after some steps, so that a pipeline trains on all it has read.
+
+    At a pause it raises StopIteration once. Nothing is read ahead when training saves: neither ids
+    that tables of hashed ids would insert, nor random numbers that a loader draws.
+
+    Args:
+        batches: Batches of an epoch.
+        step: Number of steps before.
+        pauses_after: Function of a step number: whether to pause after it.
+
+    Attributes:
+        has_ended: True after the last batch.
+
+    Example:
+        >>> batches = Pausing([10, 20, 30], 0, lambda step: step == 2)
+        >>> list(batches), list(batches), batches.has_ended
+        ([10, 20], [30], True)
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        step: int = 0,
+        pauses_after: Callable[[int], bool] = lambda step: False,
+    ) -> None:
+        self._batches, self._step, self._pauses_after = iter(batches), step, pauses_after
+        self._is_due = self.has_ended = False
+
+    def __next__(self) -> Any:
+        """Return the next batch."""
+        if self._is_due:
+            self._is_due = False
+            raise StopIteration
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.has_ended = True
+            raise
+        self._step += 1
+        self._is_due = self._pauses_after(self._step)
+        return batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -32,7 +32,7 @@ from recsys.distributed.types import ShardingEnv
 from recsys.kernels.arguments import choice, whole, writable_folder
 from recsys.kernels.checked import checked_but
 from recsys.step_stages import long_section
-from recsys.training.batches import ResumableBatches
+from recsys.training.batches import Pausing, ResumableBatches
 from recsys.training.best import Best, FitResult
 from recsys.training.evaluation import BinaryMetrics, Metrics
 from recsys.training.loggers import JsonLines, Lines, Logger, check_loggers
@@ -233,7 +233,9 @@ class Trainer:
         batches: Iterable[Any] = self._batches
         if self._uneven is not None:
             batches = EvenBatches(self._batches, self.model, self._uneven)
-        for output, _ in _outputs(pipeline, iter(batches)):
+        for output, _ in _outputs(
+            pipeline, Pausing(batches, self._batches.step, self._may_save_at)
+        ):
             self._count(output)
             if validation is not None and self._is_at(self._evaluate_every):
                 self._evaluate(validation)
@@ -306,7 +308,7 @@ class Trainer:
             with long_section("evaluation"):
                 if self._uneven is not None:
                     batches = EvenBatches(batches, self.model, UnevenPolicy.JOIN)
-                for output, batch in _outputs(self._new_pipeline(), iter(batches)):
+                for output, batch in _outputs(self._new_pipeline(), Pausing(batches)):
                     metrics.update(output, batch)
                 if self._env.world_size > 1:
                     metrics.sync()
@@ -373,14 +375,12 @@ class Trainer:
             print(f"Resumed from {self.last}: epoch {at.epoch + 1}, step {at.batch}", flush=True)
 
 
-def _outputs(pipeline: Any, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+def _outputs(pipeline: Any, batches: Pausing) -> Iterator[tuple[Any, Any]]:
     """Yield the output and the batch of each step of a pipeline."""
-    while True:
-        try:
-            output = pipeline.progress(batches)
-        except StopIteration:
-            return
-        yield output
+    while not batches.has_ended:
+        with suppress(StopIteration):  # at a pause, or at the end
+            while True:
+                yield pipeline.progress(batches)
 
 
 def _device_of(model: nn.Module) -> torch.device:
