@@ -17,7 +17,7 @@ SIZES = ((13, 1, 7), (20,), (5, 5, 5, 4))
 """Rows of the row groups of each file."""
 SPEC = FeatureSpec(
     [
-        Ids("row", rows=1000),
+        Ids("row", rows=10_000),
         Ids("tags", rows=50, is_list=True, weights="strengths"),
         Hashed("user", rows=30),
         Numeric("age"),

@@ -155,7 +155,8 @@ def test_errors_of_values_name_file_and_row(tmp_path: Path) -> None:
     names = table.column_names
     bad = table.set_column(names.index("age"), "age", pa.array(ages))
     pq.write_table(bad, tmp_path / "2.parquet", row_group_size=5)
-    for options in ({}, {"filter": ds.field("row") > 40}, {"shuffle": True, "num_workers": 2}):
+    some = (ds.field("row") > 40) & (ds.field("row") != 52)
+    for options in ({}, {"filter": some}, {"shuffle": True, "num_workers": 2}):
         with pytest.raises(ValueError, match=r"'age' must have finite.* in row 13 of .*2\.parquet"):
             list(readers.parquet(tmp_path, SPEC, 4, **options))  # type: ignore[arg-type]
     users = table["user"].to_pylist()

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from recsys.datasets import readers
 from recsys.features.splits import Split
-from tests.datasets.clicks import SPEC, is_equal, plain_samples, samples_of, write_clicks
+from tests.datasets.clicks import SPEC, clicks, is_equal, plain_samples, samples_of, write_clicks
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -197,6 +198,20 @@ def test_epochs(tmp_path: Path) -> None:
     assert [samples_of(batch) for batch in other] != epochs[0]
     with pytest.raises(ValueError, match="epoch must not be negative"):
         reader.set_epoch(-1)
+
+
+def test_each_window_has_an_order_of_its_own(tmp_path: Path) -> None:
+    pq.write_table(clicks(0, 90), tmp_path / "a.parquet", row_group_size=30)
+
+    def orders(seed: int) -> list[list[int]]:
+        reader = readers.parquet(tmp_path, SPEC, 30, shuffle=True, seed=seed, window_rows=1)
+        batches = [batch for _ in range(3) for batch in reader]
+        return [batch.sparse_features["row"].values().tolist() for batch in batches]
+
+    found = orders(0) + orders(1)
+    within = {tuple(row % 30 for row in batch) for batch in found}
+    assert len(within) == len(found) == 18
+    assert all(len({row // 30 for row in batch}) == 1 for batch in found)
 
 
 def test_threads_end_with_their_iterator(tmp_path: Path) -> None:
