@@ -80,11 +80,7 @@ class Selection:
     part: str | None
     """The part of the division to read; None without a split."""
     labels: bool
-<<<<<<< HEAD
     """True if the tables have labels, sample weights and groups."""
-=======
-    """True for tables with labels, sample weights and groups."""
->>>>>>> readers
 
     def __post_init__(self) -> None:
         check_filter(self.filter)
