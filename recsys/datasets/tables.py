@@ -363,6 +363,12 @@ def table_of(data: Any) -> Any:
         if hasattr(data, "iloc") and hasattr(data, "columns"):  # pandas
             return pa.Table.from_pandas(data, preserve_index=False)
         if hasattr(data, "to_arrow") and hasattr(data, "columns"):  # polars
+            for name, kind in zip(data.columns, data.dtypes, strict=True):
+                if str(kind) == "Object":  # Arrow receives addresses
+                    raise TypeError(
+                        f"Column {name!r} must have values of one type; received Python objects. "
+                        "Convert the column."
+                    )
             return data.to_arrow()
         if hasattr(data, "with_format"):  # Hugging Face
             return data.with_format("arrow")[:]

@@ -151,3 +151,9 @@ def test_damaged_files_and_missing_columns(tmp_path: Path) -> None:
         _rows(path)
     with pytest.raises(KeyError, match=r"a\.csv must have the columns \['y'\]; it has \['x'\]"):
         _rows(path, columns=["y"])
+
+
+def test_python_objects_of_polars_are_refused() -> None:
+    frame = pl.DataFrame({"city": pl.Series([object(), object()], dtype=pl.Object)})
+    with pytest.raises(TypeError, match=r"'city' must have values of one type.*Python objects"):
+        table_of(frame)
