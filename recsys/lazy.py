@@ -6,6 +6,11 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Final
+
+_EXTRAS: Final = {"pyarrow": "data"}
+"""Extras that install optional packages."""
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
@@ -24,9 +29,9 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object
     def get(name: str) -> object:
         value: object
         if name in homes:
-            value = getattr(importlib.import_module(f"recsys.{homes[name]}"), name)
+            value = getattr(_module(f"recsys.{homes[name]}", f"{package}.{name}"), name)
         elif not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}"):
-            value = importlib.import_module(f"{package}.{name}")
+            value = _module(f"{package}.{name}", f"{package}.{name}")
         else:
             text = f"module {package!r} has no attribute {name!r}."
             if homes:
@@ -36,3 +41,15 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object
         return value
 
     return get
+
+
+def _module(path: str, subject: str) -> ModuleType:
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get(str(error.name))
+        if extra is None:
+            raise
+        raise ImportError(
+            f"{subject} needs {error.name}. Install it: pip install 'recsys-torch[{extra}]'"
+        ) from error

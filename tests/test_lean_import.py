@@ -110,3 +110,13 @@ print(json.dumps(raised))
     for message in raised.values():
         assert "optional" in message
         assert "pip install 'recsys-torch[triton]'" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["features.FeatureSpec", "datasets.parquet", "datasets.synthetic", "inference.score"]
+)
+def test_a_missing_package_is_named_with_its_extra(name: str) -> None:
+    program = f"import sys; sys.modules['pyarrow'] = None; import recsys; recsys.{name}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    message = f"recsys.{name} needs pyarrow. Install it: pip install 'recsys-torch[data]'"
+    assert done.stderr.rstrip().endswith(f"ImportError: {message}"), done.stderr

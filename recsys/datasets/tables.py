@@ -19,18 +19,11 @@ from typing import Any, Final, TypeAlias, final
 
 import fsspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+from pyarrow import csv, fs
 
 from recsys.kernels.arguments import wrong_type
-
-try:
-    import pyarrow as pa
-    import pyarrow.dataset as ds
-    from pyarrow import csv, fs
-except ImportError as error:
-    raise ImportError(
-        "recsys.features and the readers of files need pyarrow. Install it: "
-        "pip install 'recsys-torch[data]'"
-    ) from error
 
 __all__ = [
     "File",
