@@ -43,6 +43,33 @@ Column::Kind kind_named(const std::string& name) {
   throw std::invalid_argument(text_of("there is no column of kind '", name, "'"));
 }
 
+const std::int64_t* integers(const Tensor& tensor) {
+  return static_cast<const std::int64_t*>(tensor.data.get());
+}
+
+bool is_list_of(const Tensor& tensor, recsys_dtype dtype) {
+  return tensor.data != nullptr && tensor.dtype == dtype && tensor.shape.size() == 1;
+}
+
+// Whether all texts of a vocabulary are in its bytes.
+bool is_whole_vocabulary(const Vocabulary& vocabulary, bool is_text) {
+  if (!is_list_of(vocabulary.hashes, RECSYS_INT64) || !is_list_of(vocabulary.rows, RECSYS_INT64) ||
+      vocabulary.rows.shape != vocabulary.hashes.shape) {
+    return false;
+  }
+  const std::int64_t size = vocabulary.rows.shape[0];
+  if (!is_text || size == 0) {
+    return true;
+  }
+  if (!is_list_of(vocabulary.offsets, RECSYS_INT64) || vocabulary.offsets.shape[0] != size + 1 ||
+      !is_list_of(vocabulary.bytes, RECSYS_UINT8)) {
+    return false;
+  }
+  const std::int64_t* offsets = integers(vocabulary.offsets);
+  return offsets[0] >= 0 && std::is_sorted(offsets, offsets + size + 1) &&
+         offsets[size] <= vocabulary.bytes.shape[0];
+}
+
 float single(const std::string& column, double number, std::int64_t row) {
   if (!(std::abs(number) <= std::numeric_limits<float>::max())) {
     refuse(column, " must have finite numbers in the range of float32; received ", number,
@@ -150,12 +177,8 @@ void Columns::read_column(const Json& json) {
     }
     if (column.kind == Column::Kind::kCategorical) {
       const auto found = vocabularies_.find(json.at("table").text());
-      const std::size_t needed = column.is_text ? 2 : 1;
-      if (found == vocabularies_.end() || found->second.hashes.shape.size() != 1 ||
-          found->second.rows.shape != found->second.hashes.shape ||
-          (needed == 2 && (found->second.offsets.shape.size() != 1 ||
-                           found->second.offsets.shape[0] != found->second.rows.shape[0] + 1))) {
-        throw std::invalid_argument(text_of("column '", column.name, "' has no vocabulary"));
+      if (found == vocabularies_.end() || !is_whole_vocabulary(found->second, column.is_text)) {
+        throw std::invalid_argument(text_of("column '", column.name, "' has no whole vocabulary"));
       }
       column.vocabulary = &found->second;
     }

@@ -165,8 +165,6 @@ def _sorted_by_hash(table: str, vocabulary: Vocabulary) -> dict[str, Tensor]:
         offsets, data = _buffers_of(texts)
         found[f"{table}.offsets"] = torch.from_numpy(offsets - offsets[0])
         found[f"{table}.bytes"] = torch.from_numpy(data[offsets[0] : offsets[-1]].copy())
-    elif vocabulary.kind == "text":
-        found[f"{table}.offsets"] = torch.zeros(1, dtype=torch.int64)
     return found
 
 

@@ -142,8 +142,8 @@ COLUMNS = [
 """Descriptions of raw columns, one for each tensor of the program."""
 
 
-def write_raw(version: Path) -> Path:
-    """Write a version of the package whose requests have raw columns."""
+def write_raw(version: Path, **changed: np.ndarray) -> Path:
+    """Write a version of the package whose requests have raw columns, with changed vocabularies."""
     version.mkdir(parents=True)
     found = {text_hash(text): i for i, text in enumerate(CITIES)}
     texts = [CITIES[found[one]].encode() for one in sorted(found)]
@@ -154,7 +154,7 @@ def write_raw(version: Path) -> Path:
         "cities.offsets": offsets.astype(np.int64),
         "cities.bytes": np.frombuffer(b"".join(texts), np.uint8),
     }
-    save_file(vocabulary, version / "columns.safetensors")
+    save_file({**vocabulary, **changed}, version / "columns.safetensors")
     return write(version, columns=COLUMNS)
 
 

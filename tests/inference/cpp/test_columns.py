@@ -141,6 +141,24 @@ def test_bad_raw_columns_are_named(
     core.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("cities.offsets", np.array([0, 4, 99, 99], np.int64)),
+        ("cities.offsets", np.array([0, 9, 4, 11], np.int64)),
+        ("cities.offsets", np.array([0, 4], np.int64)),
+        ("cities.rows", np.array([2, 3], np.int64)),
+        ("cities.hashes", np.array([1, 2, 3], np.int32)),
+    ],
+)
+def test_a_damaged_vocabulary_is_refused(
+    library: Path, tmp_path: Path, name: str, values: np.ndarray
+) -> None:
+    version = fake_package.write_raw(tmp_path / "1", **{name: values})
+    with pytest.raises(ValueError, match="column 'city' has no whole vocabulary"):
+        opened(library, version)
+
+
 @pytest.mark.slow
 def test_random_raw_columns_under_address_sanitizer(
     build: Callable[[str], Path], tmp_path: Path
