@@ -207,7 +207,11 @@ def is_path(data: object) -> bool:
 def _found(one: str) -> list[tuple[Any, str, str]]:
     system, path = fsspec.core.url_to_fs(one)
     if system.isdir(path):
-        paths = [name for name in system.find(path) if _format_of(name)]
+        paths = [
+            name
+            for name in system.find(path)
+            if _format_of(name) and not _is_hidden(name.removeprefix(path))
+        ]
     elif any(mark in path for mark in "*?["):
         paths = [name for name in system.glob(path) if system.isfile(name)]
     else:
@@ -218,6 +222,11 @@ def _found(one: str) -> list[tuple[Any, str, str]]:
     place = fs.LocalFileSystem() if is_local else fs.PyFileSystem(fs.FSSpecHandler(system))
     prefix = "" if is_local else one.partition("://")[0] + "://"
     return [(place, path, prefix + path) for path in sorted(paths)]
+
+
+def _is_hidden(path: str) -> bool:
+    """Return whether a part of a path marks a hidden file, by the rule of pyarrow and Spark."""
+    return any(part.startswith((".", "_")) for part in PurePath(path.lstrip("/")).parts)
 
 
 def _format_of(path: str) -> str | None:

@@ -198,7 +198,7 @@ class Batch:
 
 def _members_of(batch: Batch) -> tuple[dict[str, Any], object]:
     members = {name: getattr(batch, name) for name in _PARTS} | dict(batch._optional())
-    return members, [list(members), list(batch.dense_names), batch.label_name]
+    return members, (list(members), list(batch.dense_names), batch.label_name)
 
 
 def _batch_of(members: Iterable[Any], rest: Any) -> Batch:

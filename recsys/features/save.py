@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ __all__ = ["NAME", "describe", "from_bytes", "load_folder", "restore", "save_fol
 
 NAME: Final = "features.json"
 _FORMAT: Final = 1
+_FILES: Final = re.compile(r"features\.json|vocabulary-[0-9]+\.arrow")
 _KINDS: Final[dict[str, Any]] = {
     kind.__name__: kind
     for kind in (
@@ -206,7 +208,8 @@ def from_bytes(data: bytes) -> Vocabulary:
 
 
 def _has_spec(folder: Path) -> bool:
-    return (folder / NAME).is_file() or not any(folder.iterdir())
+    """Return whether a folder has a spec, or nothing: no other files, which would be lost."""
+    return all(_FILES.fullmatch(path.name) and path.is_file() for path in folder.iterdir())
 
 
 def _checksum(found: Mapping[str, Any]) -> str:

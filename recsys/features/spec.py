@@ -273,7 +273,7 @@ class FeatureSpec:
         """
         part = PartialFit(self.columns, limit)
         names = [c.name for c in self.columns if isinstance(c, Categorical | Numeric)]
-        for table in tables_of(data, names):
+        for table in tables_of(data, names or self.column_names()[:1]):
             for start in range(0, max(table.num_rows, 1), _WINDOW):
                 part.add(table.slice(start, _WINDOW))
         return part

@@ -168,6 +168,12 @@ class TimeSplit:
                 f"Column {self.column!r} must have no missing time; received None in row {row}. "
                 "Remove the rows."
             )
+        if pa.types.is_floating(times.type) and (pc.is_nan(times).true_count or 0):
+            row = int(pc.is_nan(times).to_numpy(zero_copy_only=False).argmax())
+            raise ValueError(
+                f"Column {self.column!r} must have no missing time; received nan in row {row}. "
+                "Remove the rows."
+            )
         low, high = self._limits(times.type)
         after = [
             pc.greater_equal(times, limit).to_numpy(zero_copy_only=False) for limit in (low, high)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import secrets
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -50,9 +51,9 @@ def score(
             "models/movies/1", or a model with `spec`. The arguments of the model are the dense
             features, if the spec has any, and the features with ids.
         data: Paths, globs, folders or URLs of Parquet, CSV or TSV files.
-        out: A folder for the results, `NUMBER-NAME.parquet` for each file of `data` in the order of
-            the paths. A result appears when it is complete; results that exist are left out, so a
-            stopped job continues.
+        out: A folder for the results, `NAME-CHECKSUM.parquet` for each file of `data`, with the
+            CRC-32 of its path. A result appears when it is complete; results that exist are left
+            out, so a stopped job continues, and new files are added.
         spec: The fitted `FeatureSpec` of a module.
         keys: Columns of the data to copy into the results.
         batch_size: Rows per call of the model.
@@ -71,7 +72,7 @@ def score(
 
     Example:
         >>> score("models/movies/1", "events/*.parquet", "scores", keys=["user"])  # doctest: +SKIP
-        [PosixPath('scores/00000-day_0.parquet')]
+        [PosixPath('scores/day_0-1c291ca3.parquet')]
     """
     whole("score.batch_size", batch_size)
     whole("score.world_size", world_size)
@@ -80,7 +81,7 @@ def score(
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     mine = [
-        (file, folder / f"{number:05}-{Path(file.path).stem}.parquet")
+        (file, folder / f"{Path(file.path).stem}-{zlib.crc32(file.path.encode()):08x}.parquet")
         for number, file in enumerate(files)
         if number % world_size == rank
     ]
@@ -117,6 +118,8 @@ def _score_file(
                 except (KeyError, TypeError, ValueError) as error:
                     text = f"{file.path}, from row {first + start}: {error}"
                     raise type(error)(text) from error
+                if taken := sorted(set(keys) & set(outputs)):
+                    raise ValueError(f"keys must not be outputs of the model; received {taken}.")
                 found = pa.table(
                     {
                         **{name: rows.column(name) for name in keys},

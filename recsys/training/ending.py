@@ -79,9 +79,18 @@ def _end(error: BaseException, last_save: _LastSave) -> NoReturn:
         kind = "" if _has_cause(error) else f"{type(error).__name__}: "
         cause = "interrupted" if is_interrupt else f"{kind}{error}".rstrip(".")
         print(f"Training has ended: {cause}. {last_save()}", file=sys.stderr)
+    elif not last_save.is_first_rank and _is_of_one_rank(error):
+        print(f"Rank {dist.get_rank()}: {error}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_INTERRUPTED if is_interrupt else 1)  # without waiting for other ranks or threads
+
+
+def _is_of_one_rank(error: BaseException) -> bool:
+    """Return whether the first rank cannot report an error, which explains itself."""
+    return isinstance(error, BadLossError) or (
+        isinstance(error, OSError) and error.errno in _FULL_DISK
+    )
 
 
 def _has_cause(error: BaseException) -> bool:

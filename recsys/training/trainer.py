@@ -159,6 +159,8 @@ class Trainer:
         self._loads_best, self._resumes, self._schedule = load_best, resume, schedule
         self._overlaps, self._shows_bar = pipeline, shows_bar
         self._uneven = None if uneven is None else choice("Trainer.uneven", uneven, UnevenPolicy)
+        if self._uneven is UnevenPolicy.PAD and save_every is not None:
+            raise ValueError("uneven='pad' repeats batches: it excludes save_every. Use 'join'.")
         self._env, self._device = ShardingEnv.default(), _device_of(model)
         log = JsonLines(self.folder / "log.jsonl")
         check_loggers("Trainer.loggers", loggers)
@@ -222,8 +224,11 @@ class Trainer:
         self._pending: PendingSave | None = None
         if self._resumes and newest_version(self.last) is not None:
             self._load()
-        elif self._env.rank == 0:
-            (self.folder / "log.jsonl").unlink(missing_ok=True)
+        else:
+            if self._env.rank == 0:
+                (self.folder / "log.jsonl").unlink(missing_ok=True)
+            if newest_version(self.last) is not None:
+                self._save()  # a resume must not find the state of an older job
         total = total_steps(train, self._epochs) if self._epochs else self._num_steps
         has_bar = self._shows_bar and self._env.rank == 0
         self._progress = Progress(total, self._batches.step, has_bar=has_bar)
@@ -232,7 +237,8 @@ class Trainer:
         """Train until the end of the epoch or of the job."""
         batches: Iterable[Any] = self._batches
         if self._uneven is not None:
-            batches = EvenBatches(self._batches, self.model, self._uneven)
+            is_resumed = self._batches.batch > 0  # perhaps after the last batch of the epoch
+            batches = EvenBatches(self._batches, self.model, self._uneven, may_be_empty=is_resumed)
         for output, _ in _outputs(
             pipeline, Pausing(batches, self._batches.step, self._may_save_at)
         ):
@@ -327,6 +333,7 @@ class Trainer:
         if is_better:
             about = {"step": step, "epoch": epoch, "scores": scores}
             save_checkpoint(self.best, self.model, self.optimizer, about, keep=1)
+        self._saved = None  # the state of the evaluation has changed
         self._progress.restart()
 
     # -- records ----------------------------------------------------------------------------------

@@ -157,3 +157,11 @@ def test_python_objects_of_polars_are_refused() -> None:
     frame = pl.DataFrame({"city": pl.Series([object(), object()], dtype=pl.Object)})
     with pytest.raises(TypeError, match=r"'city' must have values of one type.*Python objects"):
         table_of(frame)
+
+
+def test_hidden_files_of_a_folder_are_no_data(tmp_path: Path) -> None:
+    for name in ("a.csv", "_temporary.csv", ".checkpoints/a.csv", "day/b.csv", "_x/c.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x\n1\n")
+    found = [Path(file.path).relative_to(tmp_path).as_posix() for file in files_of(tmp_path)]
+    assert found == ["a.csv", "day/b.csv"]

@@ -167,6 +167,15 @@ def test_missing_files(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_other_files_are_not_removed(folder: Path) -> None:
+    other = folder / "last" / "weights.pt"
+    other.parent.mkdir()
+    other.write_text("precious")
+    with pytest.raises(FileExistsError, match="must be a new folder, or one with a spec"):
+        FeatureSpec.load(folder).save(folder)
+    assert other.read_text() == "precious"
+
+
 def test_a_failed_save_leaves_the_old_spec(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = FeatureSpec.load(folder)
 

@@ -132,3 +132,9 @@ def test_times(values: pa.Array, limits: Any) -> None:
 def test_wrong_input(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_times_that_are_nan_are_refused() -> None:
+    table = pa.table({"t": [0.5, float("nan"), 3.0]})
+    with pytest.raises(ValueError, match="'t' must have no missing time; received nan in row 1"):
+        TimeSplit("t", validation=1.0, test=2.0).parts_of(table, "x.parquet", np.arange(3))

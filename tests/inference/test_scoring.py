@@ -12,8 +12,11 @@ import torch
 from torch import nn
 
 import recsys.__main__
-from recsys.features import FeatureSpec
-from recsys.inference import Predictor, inspect, score
+from recsys.features import FeatureSpec, Label, Numeric, Timestamp
+from recsys.inference import Predictor, inspect, package, quantize_embeddings, score
+from recsys.inference.packages.columns import raw_request
+from recsys.modules.dlrm import DLRM
+from recsys.modules.embedding_modules import EmbeddingBagCollection
 from tests.inference.raw_package import raw_spec, raw_table, write_raw_version
 
 
@@ -67,7 +70,7 @@ def test_files_are_scored_by_processes(
         pq.write_table(table, tmp_path / f"day_{i}.parquet")
     data = str(tmp_path / "day_*.parquet")
     alone = score(version, data, tmp_path / "one", keys=["user", "tags"], batch_size=64)
-    assert [path.name for path in alone] == [f"{i:05}-day_{i}.parquet" for i in range(3)]
+    assert [path.name.rpartition("-")[0] for path in alone] == [f"day_{i}" for i in range(3)]
     for rank in range(2):
         score(version, data, tmp_path / "two", keys=["user"], rank=rank, world_size=2)
     score(model, data, tmp_path / "model", spec=spec)
@@ -97,12 +100,61 @@ def test_a_stopped_job_continues(
     assert recsys.__main__.main([*arguments, "--keys", "user", "--batch-size", "4"]) == 1
     error = capsys.readouterr().err
     assert f"{data / 'b.parquet'}, from row 8: Column 'row' must have row numbers" in error
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["00000-a.parquet"]
-    first = (tmp_path / "out/00000-a.parquet").stat().st_mtime_ns
+    [written] = (tmp_path / "out").iterdir()
+    assert written.name.startswith("a-")
+    first = written.stat().st_mtime_ns
     pq.write_table(raw_table(10, 1), data / "b.parquet")
     assert recsys.__main__.main(arguments) == 0
-    assert (tmp_path / "out/00000-a.parquet").stat().st_mtime_ns == first
-    assert pq.read_metadata(tmp_path / "out/00001-b.parquet").num_rows == 10
+    assert written.stat().st_mtime_ns == first
+    [second] = (tmp_path / "out").glob("b-*.parquet")
+    assert pq.read_metadata(second).num_rows == 10
+    before = data / "0.parquet"  # sorted before the others
+    pq.write_table(raw_table(3, 2), before)
+    assert recsys.__main__.main(arguments) == 0
+    assert len(list((tmp_path / "out").iterdir())) == 3
+    assert written.stat().st_mtime_ns == first
+
+
+def test_raw_requests_are_checked_as_training_data(
+    packaged: tuple[Path, nn.Module, FeatureSpec],
+) -> None:
+    """By the conversion for the C++ core; the plain predictor uses the spec itself."""
+    with Predictor(packaged[0]) as predictor:
+        columns = predictor.manifest["columns"]
+    strings, floats = pa.list_(pa.string()), pa.list_(pa.float32())
+    tags = pa.array([["a", "b"], ["a"]], strings)
+    for bad, error, message in (
+        (
+            {"tags": tags, "weight": pa.array([[0.5], [1, 2]], floats)},
+            ValueError,
+            "1 weights and 2",
+        ),
+        ({"tags": tags, "weight": pa.array([[0.5, None], [1]], floats)}, ValueError, "for each id"),
+        ({"tags": tags}, KeyError, "both or none of 'tags' and its weights 'weight'"),
+        ({"city": pa.array([True, False])}, TypeError, "'city' must have texts; received bool"),
+        ({"time": pa.array([10**18])}, ValueError, "times of the years 1 to 9999"),
+    ):
+        with pytest.raises(error, match=message):
+            raw_request(columns, pa.table(bad))
+
+
+def test_a_raw_column_has_one_use(tmp_path: Path) -> None:
+    spec = FeatureSpec([Timestamp("when"), Numeric("when"), Label("ok")])
+    table = pa.table({"when": [1, 2], "ok": [0, 1]})
+    spec.fit(table)
+    tables = EmbeddingBagCollection(tables=spec.tables(4))
+    model = quantize_embeddings(DLRM(tables, 1, [4, 4], [4, 1]).eval())
+    with pytest.raises(ValueError, match=r"must have one use; received several of \['when'\]"):
+        package(model, tmp_path / "m", table.select(["when"]), spec=spec)
+
+
+def test_keys_are_not_outputs(
+    packaged: tuple[Path, nn.Module, FeatureSpec], tmp_path: Path
+) -> None:
+    table = raw_table(3, 0).append_column("output", pa.array([1, 2, 3]))
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"keys must not be outputs .* received \['output'\]"):
+        score(packaged[0], tmp_path / "a.parquet", tmp_path / "out", keys=["output"])
 
 
 def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:

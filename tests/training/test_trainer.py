@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import math
 import random
@@ -458,6 +460,49 @@ def test_a_new_job_does_not_resume(tmp_path: Path) -> None:
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
 
 
+def test_a_restarted_job_does_not_resume_an_older_one(tmp_path: Path) -> None:
+    """The new job ends before its first save."""
+    plain(tmp_path / "job", epochs=3).fit(rows(4))
+    torch.manual_seed(7)
+    start = Model()
+    ended = plain(tmp_path / "job", steps=9, model=copy.deepcopy(start))
+    with pytest.raises(KeyboardInterrupt):
+        ended.fit(itertools.chain(rows(2), _interrupt()))
+    expected = plain(tmp_path / "undisturbed", steps=9, model=copy.deepcopy(start))
+    expected.fit(rows(4))
+    resumed = plain(tmp_path / "job", steps=9, resume=True)
+    assert resumed.fit(rows(4)).steps == 9
+    assert_equal(resumed.model.state_dict(), expected.model.state_dict())
+
+
+def _interrupt() -> Iterator[Tensor]:
+    raise KeyboardInterrupt
+    yield
+
+
+def test_the_last_evaluation_is_saved(tmp_path: Path) -> None:
+    settings = {"monitor": "auc", "maximize": False, "save_every": 5, "evaluate_every": 6}
+    first = plain(tmp_path, **settings, steps=10, metrics=scores_of(0.9, 0.5))
+    first.fit(rows(20), rows(1))
+    again = plain(tmp_path, **settings, steps=18, resume=True, metrics=scores_of(0.7, 0.8))
+    assert again.fit(rows(20), rows(1)).best_step == 10
+
+
+def _resume_at_the_end_of_an_epoch(folder: str, policy: str) -> int:
+    loader = Shuffled()
+    loader.batches = loader.batches[:5]
+    loader.order = lambda: list(range(5))  # type: ignore[method-assign]
+    trainer_of(folder, steps=5, uneven=policy).fit(loader)
+    return trainer_of(folder, steps=8, uneven=policy, resume=True).fit(loader).steps
+
+
+@pytest.mark.parametrize("policy", ["join", "drop"])
+def test_a_job_resumes_after_the_last_batch_of_an_epoch(
+    ranks: RankPool, tmp_path: Path, policy: str
+) -> None:
+    assert ranks(2, _resume_at_the_end_of_an_epoch, str(tmp_path), policy) == [8, 8]
+
+
 def test_a_killed_job_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     """Killed at random moments; the last save has all its weights, states and positions."""
 
@@ -493,6 +538,8 @@ def test_wrong_settings_are_errors(tmp_path: Path) -> None:
         plain(tmp_path, epochs=1, loggers=Recorder())
     with pytest.raises(ValueError, match=r"Trainer\.uneven must be one of drop, pad, join"):
         plain(tmp_path, epochs=1, uneven="wait")
+    with pytest.raises(ValueError, match="uneven='pad' repeats batches: it excludes save_every"):
+        plain(tmp_path, epochs=1, uneven="pad", save_every=2)
     with pytest.raises(ValueError, match=r"Trainer\.save_every must be"):
         plain(tmp_path, epochs=1, save_every=0)
     with pytest.raises(NotADirectoryError, match=r"Trainer\.folder"):

@@ -54,6 +54,8 @@ class EvenBatches(Generic[B]):
             ranks have batches, except with the policy "drop".
         model: The model to call; it contains a sharded collection.
         policy: An `UnevenPolicy` or its value, the same on every rank.
+        may_be_empty: Whether data may have ended already, as in an epoch that is resumed: then
+            nothing is yielded, instead of an error.
 
     Attributes:
         is_filler: Whether the batch of this step is repeated or empty. Leave such steps out of
@@ -84,9 +86,14 @@ class EvenBatches(Generic[B]):
 
     @checked
     def __init__(
-        self, batches: Iterable[B], model: nn.Module, policy: UnevenPolicy | str = UnevenPolicy.DROP
+        self,
+        batches: Iterable[B],
+        model: nn.Module,
+        policy: UnevenPolicy | str = UnevenPolicy.DROP,
+        *,
+        may_be_empty: bool = False,
     ) -> None:
-        self._batches = batches
+        self._batches, self._may_be_empty = batches, may_be_empty
         self._policy = choice("EvenBatches.policy", policy, UnevenPolicy)
         self._collections = [
             module for module in model.modules() if isinstance(module, ShardedCollection)
@@ -112,6 +119,8 @@ class EvenBatches(Generic[B]):
         batches = iter(self._batches)
         missing: Any = object()
         batch: Any = self._first(batches, missing)
+        if batch is missing:
+            return
         end_of_data = EndOfData()
         before = [stage.end_of_data for stage in self._stages]  # of a loop around this one
         try:
@@ -162,6 +171,10 @@ class EvenBatches(Generic[B]):
         have = [not self.is_filler]
         if group is not None:
             have = agree(group, _START, facts, have[0])
+        is_over = not all(have) if self._policy is UnevenPolicy.DROP else not any(have)
+        if is_over and self._may_be_empty:
+            self.is_filler = False
+            return missing
         if not any(have):
             raise ValueError(
                 "EvenBatches needs at least one batch; received none"

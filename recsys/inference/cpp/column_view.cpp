@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "../../kernels/hashed/mix64.h"
 #include "error.h"
@@ -245,6 +246,10 @@ std::optional<double> ColumnView::number_at(std::int64_t row) const {
       refuse(column->name, " must have numbers above -1; received ", value, " in row ", row, ".");
     }
     value = std::log1p(value);
+  }
+  if (std::abs(value) > std::numeric_limits<float>::max()) {
+    refuse(column->name, " must have numbers in the range of float32; received ", value,
+           " in row ", row, ".");
   }
   return value;
 }

@@ -70,6 +70,12 @@ bool is_whole_vocabulary(const Vocabulary& vocabulary, bool is_text) {
          offsets[size] <= vocabulary.bytes.shape[0];
 }
 
+void require(bool holds, const std::string& column, const char* wanted) {
+  if (!holds) {
+    throw std::invalid_argument(text_of("column '", column, "' must have ", wanted));
+  }
+}
+
 float single(const std::string& column, double number, std::int64_t row) {
   if (!(std::abs(number) <= std::numeric_limits<float>::max())) {
     refuse(column, " must have finite numbers in the range of float32; received ", number,
@@ -150,8 +156,12 @@ void Columns::read_column(const Json& json) {
   column.kind = kind_named(json.at("kind").text());
   if (column.kind == Column::Kind::kTime) {
     column.per_second = json.at("per_second").integer();
+    require(column.per_second > 0, column.name, "a positive unit");
     for (const Json& part : json.at("parts").array()) {
       column.parts.push_back({part.at("part").text(), part.at("tensor").text()});
+      const std::string& name = column.parts.back().name;
+      require(name == "hour" || name == "weekday" || name == "day" || name == "month", column.name,
+              "parts of a time");
     }
   } else if (column.kind == Column::Kind::kNumeric || column.kind == Column::Kind::kBuckets) {
     column.missing = optional_number(json, "missing");
@@ -161,11 +171,15 @@ void Columns::read_column(const Json& json) {
     column.is_standardized = json.at("standardize").boolean();
     column.mean = json.at("mean").number();
     column.deviation = json.at("deviation").number();
+    require(column.low.has_value() == column.high.has_value(), column.name, "two limits");
+    require(column.deviation > 0, column.name, "a positive deviation");
     if (column.kind == Column::Kind::kBuckets) {
       column.tensor = json.at("tensor").text();
       for (const Json& edge : json.at("edges").array()) {
         column.edges.push_back(edge.number());
       }
+      require(std::is_sorted(column.edges.begin(), column.edges.end()), column.name,
+              "rising edges");
     }
   } else {
     column.is_text = json.at("type").text() == "text";
@@ -174,6 +188,7 @@ void Columns::read_column(const Json& json) {
     column.weights = json.at("weights").is_null() ? "" : json.at("weights").text();
     if (!json.at("rows").is_null()) {
       column.rows = json.at("rows").integer();
+      require(*column.rows > 0, column.name, "rows");
     }
     if (column.kind == Column::Kind::kCategorical) {
       const auto found = vocabularies_.find(json.at("table").text());
@@ -315,6 +330,9 @@ void Columns::add_ids(const ColumnView& view, std::int64_t num_rows, Converted& 
     if (view.values == nullptr && keeps_missing && !column.is_list) {
       ids.push_back(kMissing);
       length = 1;
+      if (!column.weights.empty()) {
+        weights.push_back(0.0F);  // a missing id has no weight
+      }
     }
     lengths.push_back(length);
   }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 import pyarrow as pa
@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from recsys.datasets.tables import table_of
-from recsys.features.arrow import Values, read_integers, read_numbers, read_values
+from recsys.features.arrow import Values, read_integers, read_keys, read_numbers, read_values
 from recsys.features.columns import UNITS, Categorical, Hashed, Ids, Numeric, Timestamp
+from recsys.features.samples import read_id_weights
 from recsys.features.spec import FeatureSpec
 from recsys.features.times import read_seconds
 from recsys.features.vocabulary import Vocabulary
 from recsys.inference.packages.safetensors import write_tensors
+from recsys.kernels.arguments import repeated
 
 __all__ = [
     "FOLDER",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
+_SPARSE: Final = (Categorical, Hashed, Ids)
 FOLDER = "spec"
 """Folder of the spec in a version."""
 
@@ -51,7 +54,7 @@ class Texts(NamedTuple):
 
 @final
 class Columns:
-    """The raw columns of a package that is written.
+    """The raw columns of a package that is written; each has one use.
 
     Args:
         spec: A fitted spec.
@@ -90,7 +93,14 @@ class Columns:
             for feature in one.get("features", [])
         }
         described = [self._describe(column, tensors) for column in self._spec.columns]
-        return [column for column in described if column is not None]
+        found = [column for column in described if column is not None]
+        weights = {column["weights"] for column in found if column.get("weights")}
+        if twice := repeated([*(column["name"] for column in found), *weights]):
+            raise ValueError(
+                f"A raw column of a package must have one use; received several of {twice}. Copy "
+                "the column under another name."
+            )
+        return found
 
     def _describe(self, column: object, tensors: Mapping[str, str]) -> dict[str, Any] | None:
         if isinstance(column, Timestamp):
@@ -203,7 +213,7 @@ def model_request(
         ValueError: A value is out of its range.
     """
     table, names = table_of(data), spec.column_names(labels=False)
-    _check_names(table, names)
+    _check_names(table, names, [vars(c) for c in spec.columns if isinstance(c, _SPARSE)])
     for name in names:
         if name not in table.column_names:
             table = table.append_column(name, pa.nulls(table.num_rows))
@@ -234,7 +244,7 @@ def raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, Te
         ValueError: A number is not finite.
     """
     table = table_of(data)
-    _check_names(table, names_of(columns))
+    _check_names(table, names_of(columns), columns)
     found: dict[str, Tensor | Texts] = {}
     for column in columns:
         name, is_list = column["name"], bool(column.get("is_list"))
@@ -245,6 +255,9 @@ def raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, Te
             found[f"{name}.lengths"] = torch.from_numpy(values.lengths.copy())
         if column["kind"] == "time":
             seconds, is_missing = read_seconds(values, column["per_second"])
+            far = np.abs(seconds) > (2**63 - 1) // column["per_second"]
+            rule = f"must have times that fit into 64 bits of 1/{column['per_second']} s"
+            values.reject(ValueError, rule, far, "Choose another unit of the Timestamp.")
             found[name] = torch.from_numpy(seconds * column["per_second"])
         elif column["dtype"] == "text":
             found[name], is_missing = _texts_of(values), None
@@ -256,9 +269,11 @@ def raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, Te
             found[name] = torch.from_numpy(numbers.copy())
         if is_missing is not None:
             found[f"{name}.missing"] = torch.from_numpy(is_missing.copy())
-        if column.get("weights") in table.column_names:
-            weights, _ = read_numbers(read_values(table, column["weights"], is_list))
-            found[column["weights"]] = torch.from_numpy(weights.copy())
+        if column.get("weights"):
+            places = values.array.is_null().to_numpy(zero_copy_only=False)
+            described = Categorical(name, is_list=is_list, weights=column["weights"])
+            weights = read_id_weights(table, described, values.lengths, places)
+            found[column["weights"]] = torch.from_numpy(weights)
     return found
 
 
@@ -272,32 +287,37 @@ def names_of(columns: Sequence[Mapping[str, Any]]) -> list[str]:
     return found + [column["weights"] for column in columns if column.get("weights")]
 
 
-def _check_names(table: Any, names: Sequence[str]) -> None:
+def _check_names(table: Any, names: Sequence[str], columns: Sequence[Mapping[str, Any]]) -> None:
     unknown = [name for name in table.column_names if name not in names]
     if unknown:
         raise KeyError(
             f"A request must have columns of the package, {list(names)}; received {unknown}. "
             "Select the columns."
         )
+    for column in columns:
+        if column.get("weights"):
+            given = [name in table.column_names for name in (column["name"], column["weights"])]
+            if any(given) and not all(given):
+                raise KeyError(
+                    f"A request must have both or none of {column['name']!r} and its weights "
+                    f"{column['weights']!r}; received {table.column_names}."
+                )
 
 
 def _texts_of(values: Values) -> Texts:
-    array = values.array
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary.take(array.indices)
-    if pa.types.is_integer(array.type) or pa.types.is_floating(array.type):
-        raise TypeError(f"Column {values.name!r} must have texts; received {array.type}.")
-    try:
-        array = array.cast(pa.large_string())
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise TypeError(f"Column {values.name!r} must have texts; {error}.") from error
+    keys = read_keys(values)
+    if not len(keys.numbers) or (keys.is_missing is not None and keys.is_missing.all()):
+        return Texts(np.zeros((len(keys.numbers), 2), np.int64), None)
+    if keys.texts is None:
+        raise TypeError(f"Column {values.name!r} must have texts; received {values.array.type}.")
+    array = keys.texts.take(pa.array(keys.numbers))
     offsets, data = _buffers_of(array)
     views = np.empty((len(array), 2), np.int64)
     # an empty text has an address, too
     address = data.ctypes.data if data.size else _EMPTY.ctypes.data
     views[:, 0], views[:, 1] = address + offsets[:-1], np.diff(offsets)
-    if array.null_count:
-        views[array.is_null().to_numpy(zero_copy_only=False)] = 0
+    if keys.is_missing is not None:
+        views[keys.is_missing] = 0
     return Texts(views, (array, data))
 
 

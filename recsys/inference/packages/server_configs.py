@@ -184,13 +184,15 @@ def _request_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
     if not manifest["columns"]:
         for one in manifest["inputs"]:
             yield from _input_lines(one)
+    weights: set[str] = set()  # columns may share them
     for column in manifest["columns"]:
         name = column["name"]
         yield _tensor_line("input", name, column["dtype"], [-1], is_optional=True)
         yield _tensor_line("input", f"{name}.missing", "bool", [-1], is_optional=True)
         if column.get("is_list"):
             yield _tensor_line("input", f"{name}.lengths", "int64", [-1], is_optional=True)
-        if column.get("weights"):
+        if column.get("weights") and column["weights"] not in weights:
+            weights.add(column["weights"])
             yield _tensor_line("input", column["weights"], "float32", [-1], is_optional=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,39 @@ def test_a_damaged_vocabulary_is_refused(
     version = fake_package.write_raw(tmp_path / "1", **{name: values})
     with pytest.raises(ValueError, match="column 'city' has no whole vocabulary"):
         opened(library, version)
+
+
+@pytest.mark.parametrize(
+    ("column", "changed", "message"),
+    [
+        (0, {"high": None}, "two limits"),
+        (0, {"deviation": 0.0}, "a positive deviation"),
+        (3, {"rows": 0}, "rows"),
+        (1, {"kind": "time", "per_second": 0, "parts": []}, "a positive unit"),
+        (1, {"kind": "time", "per_second": 1, "parts": [{"part": "era", "tensor": "b"}]}, "parts"),
+        (1, {"kind": "buckets", "tensor": "b", "edges": [2.0, 1.0]}, "rising edges"),
+    ],
+)
+def test_a_damaged_column_is_refused(
+    library: Path, tmp_path: Path, column: int, changed: dict[str, Any], message: str
+) -> None:
+    version = fake_package.write_raw(tmp_path / "1")
+    manifest = json.loads((version / "manifest.json").read_text())
+    manifest["columns"][column] |= changed
+    (version / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=f"must have {message}"):
+        opened(library, version)
+
+
+def test_numbers_outside_float32_are_refused(library: Path, tmp_path: Path) -> None:
+    version = fake_package.write_raw(tmp_path / "1")
+    manifest = json.loads((version / "manifest.json").read_text())
+    manifest["columns"][1] |= {"log1p": False, "standardize": True, "deviation": 1e30}
+    (version / "manifest.json").write_text(json.dumps(manifest))
+    core = opened(library, version)
+    [found] = core.run([{"pay": torch.tensor([1e40], dtype=torch.float64)}])
+    assert "pay must have numbers in the range of float32; received 1e+40 in row 0" in str(found)
+    core.close()
 
 
 @pytest.mark.slow
