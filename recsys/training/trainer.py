@@ -229,6 +229,8 @@ class Trainer:
                 (self.folder / "log.jsonl").unlink(missing_ok=True)
             if newest_version(self.last) is not None:
                 self._save()  # a resume must not find the state of an older job
+                if self._pending is not None:
+                    self._pending.wait()
         total = total_steps(train, self._epochs) if self._epochs else self._num_steps
         has_bar = self._shows_bar and self._env.rank == 0
         self._progress = Progress(total, self._batches.step, has_bar=has_bar)
