@@ -204,8 +204,7 @@ class Trainer:
             if validation is not None and self._best.last_step != self._batches.step:
                 self._evaluate(validation)
             self._save()
-            if self._pending is not None:
-                self._pending.wait()
+            self._finish_save()
             if self._loads_best and self._best.step:
                 load_checkpoint(self.best, self.model, self.optimizer)
         return self._best.result(self._batches.step, self._batches.epoch)
@@ -224,13 +223,11 @@ class Trainer:
         self._pending: PendingSave | None = None
         if self._resumes and newest_version(self.last) is not None:
             self._load()
-        else:
-            if self._env.rank == 0:
-                (self.folder / "log.jsonl").unlink(missing_ok=True)
-            if newest_version(self.last) is not None:
-                self._save()  # a resume must not find the state of an older job
-                if self._pending is not None:
-                    self._pending.wait()
+        elif self._env.rank == 0:
+            (self.folder / "log.jsonl").unlink(missing_ok=True)
+        if self._saved is None and newest_version(self.last) is not None:
+            self._save()  # a resume must not find the state of an older job
+            self._finish_save()
         total = total_steps(train, self._epochs) if self._epochs else self._num_steps
         has_bar = self._shows_bar and self._env.rank == 0
         self._progress = Progress(total, self._batches.step, has_bar=has_bar)
@@ -372,6 +369,10 @@ class Trainer:
                 self.last, self.model, self.optimizer, extra, progress=progress
             )
             self._saved = at
+
+    def _finish_save(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
 
     def _load(self) -> None:
         """Continue from `last`."""

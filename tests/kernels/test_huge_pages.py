@@ -37,7 +37,7 @@ def test_large_arrays_are_in_huge_pages() -> None:
         array = new_array(1 << 24, torch.float32, CPU).zero_()
         if huge_kib(array.data_ptr(), 4 * array.numel()) > 0:
             return
-    with mmap.mmap(-1, 64 << 20) as memory:
+    with mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         memory.write(bytes(64 << 20))
         view = np.frombuffer(memory, np.uint8)

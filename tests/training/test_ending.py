@@ -69,7 +69,7 @@ def test_ctrl_c(tmp_path: Path, ranks: int) -> None:
 
 
 def test_a_loader_that_raises(tmp_path: Path) -> None:
-    code, lines = _end(_start(tmp_path, "--fault", "raise", "--after", "0.2"))
+    code, lines = _end(_start(tmp_path, "--fault", "raise", "--after", "0.2", "--epochs", "1000"))
     assert code == 1
     assert lines[-2] == "ValueError: row 17 of day_3.parquet has no label"
     assert lines[-1].startswith(
@@ -87,7 +87,9 @@ def test_a_bad_loss(tmp_path: Path) -> None:
 
 
 def test_a_dead_rank(tmp_path: Path) -> None:
-    code, lines = _end(_start(tmp_path, "--fault", "kill", "--after", "0.3", ranks=2))
+    code, lines = _end(
+        _start(tmp_path, "--fault", "kill", "--after", "0.3", "--epochs", "1000", ranks=2)
+    )
     assert code == 1
     assert len(lines) <= 12
     (line,) = (line for line in lines if "The last save is" in line or "Nothing was saved" in line)
