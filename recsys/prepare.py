@@ -180,7 +180,7 @@ def _is_fitted(spec: FeatureSpec) -> bool:
 def _pieces(
     files: Sequence[File], names: Sequence[str], progress: _Progress, rows: int
 ) -> Iterator[_Piece]:
-    """Yield the rows of files, in tables of about as many rows or of the blocks of the file."""
+    """Yield the rows of files, in tables of about `rows` rows; 0: in the blocks of each file."""
     total = 0
     for number, file in enumerate(files, 1):
         first = 0

@@ -159,7 +159,7 @@ def read_scaled(column: Numeric, values: Values) -> tuple[_Array, _Array | None]
         bad = numbers <= -1 if is_missing is None else (numbers <= -1) & ~is_missing
         values.reject(ValueError, "must have numbers above -1 for log1p", bad, "Clip them.")
         safe = numbers if is_missing is None else np.where(is_missing, 0.0, numbers)
-        # one by one with the C library's function, as the C++ core does; NumPy's may differ
+        # Arrow calls the C library's log1p, as the C++ core does. NumPy's differs in the last bit.
         numbers = pc.log1p(pa.array(safe)).to_numpy(zero_copy_only=False)
     to_float32(values, numbers)
     return numbers, is_missing

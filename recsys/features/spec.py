@@ -27,6 +27,7 @@ from recsys.features.columns import (
     Label,
     Numeric,
     SampleWeight,
+    SparseColumn,
     Timestamp,
     check_columns,
 )
@@ -42,7 +43,6 @@ __all__ = ["Feature", "FeatureSpec"]
 _Array: TypeAlias = np.ndarray[Any, Any]
 _WINDOW: Final = 1 << 18
 """Number of rows that `fit` converts together."""
-_SPARSE: Final = (Categorical, Hashed, Ids)
 
 
 @final
@@ -109,7 +109,7 @@ class FeatureSpec:
     @property
     def is_weighted(self) -> bool:
         """True if ids have weights. Ids of columns without weights have the weight 1."""
-        return any(isinstance(c, _SPARSE) and c.weights is not None for c in self.columns)
+        return any(isinstance(c, SparseColumn) and c.weights is not None for c in self.columns)
 
     @property
     def dense_names(self) -> list[str]:
@@ -131,7 +131,7 @@ class FeatureSpec:
         for column in self.columns:
             if labels or not isinstance(column, Label | SampleWeight | Group):
                 read[column.name] = None
-                if isinstance(column, _SPARSE) and column.weights is not None:
+                if isinstance(column, SparseColumn) and column.weights is not None:
                     read[column.weights] = None
         return list(read)
 

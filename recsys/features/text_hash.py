@@ -8,7 +8,7 @@ import numpy as np
 
 from recsys.sparse.hashing import STEPS
 
-__all__ = ["hash_rows", "hash_texts"]
+__all__ = ["hash_rows", "hash_texts", "text_buffers"]
 
 _START: Final = 0xCBF29CE484222325
 _FACTOR: Final = 0x100000001B3
@@ -67,11 +67,9 @@ def hash_texts(texts: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
     hashes = np.full(num_texts, _START, np.uint64)
     if num_texts == 0:
         return hashes.view(np.int64)
-    _, offset_bytes, value_bytes = texts.buffers()
-    offsets = np.frombuffer(offset_bytes, np.int64)[texts.offset :][: num_texts + 1]
-    if value_bytes is None or value_bytes.size == 0:
+    offsets, data = text_buffers(texts)
+    if not data.size:
         return hashes.view(np.int64)
-    data = np.frombuffer(value_bytes, np.uint8)
     lengths = np.diff(offsets)
     order = np.argsort(-lengths, kind="stable")
     starts, sorted_lengths = offsets[:-1][order], lengths[order]
@@ -93,3 +91,18 @@ def hash_texts(texts: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
         sums[i] = value
     hashes[order] = sums
     return hashes.view(np.int64)
+
+
+def text_buffers(texts: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the offsets and the bytes of texts, without a copy.
+
+    Args:
+        texts: a `large_string` array of Arrow.
+
+    Returns:
+        [N + 1] int64 offsets of the texts in the bytes, and uint8 bytes.
+    """
+    _, offsets, data = texts.buffers()
+    found = np.frombuffer(offsets, np.int64)[texts.offset :][: len(texts) + 1]
+    is_empty = data is None or data.size == 0
+    return found, np.empty(0, np.uint8) if is_empty else np.frombuffer(data, np.uint8)

@@ -6,7 +6,7 @@ Legend: `B` rows, `N` ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from recsys.features.columns import (
     Categorical,
     Column,
     Hashed,
-    Ids,
     Numeric,
     SparseColumn,
     Timestamp,
@@ -31,7 +30,6 @@ from recsys.sparse import KeyedJaggedTensor
 __all__ = ["Bags", "jagged_of", "read_bags", "read_dense"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
-_SPARSE: Final = (Categorical, Hashed, Ids)
 
 
 @final
@@ -83,7 +81,7 @@ def read_bags(table: Any, column: Column, fitted: Fitted) -> list[Bags]:
         column: the description; a dense column, a label, a weight and a group have no ids.
         fitted: the state of the spec.
     """
-    if isinstance(column, _SPARSE):
+    if isinstance(column, SparseColumn):
         return [_read_ids(table, column, fitted)]
     if isinstance(column, Numeric) and column.buckets is not None:
         numbers, is_missing = read_scaled(column, read_values(table, column.name, False))

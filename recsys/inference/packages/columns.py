@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import pyarrow as pa
@@ -18,9 +18,17 @@ from torch import Tensor
 
 from recsys.datasets.tables import table_of
 from recsys.features.arrow import Values, read_integers, read_keys, read_numbers, read_values
-from recsys.features.columns import UNITS, Categorical, Hashed, Ids, Numeric, Timestamp
+from recsys.features.columns import (
+    UNITS,
+    Categorical,
+    Hashed,
+    Numeric,
+    SparseColumn,
+    Timestamp,
+)
 from recsys.features.samples import read_id_weights
 from recsys.features.spec import FeatureSpec
+from recsys.features.text_hash import text_buffers
 from recsys.features.times import read_seconds
 from recsys.features.vocabulary import Vocabulary
 from recsys.inference.packages.safetensors import write_tensors
@@ -37,7 +45,6 @@ __all__ = [
 ]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
-_SPARSE: Final = (Categorical, Hashed, Ids)
 FOLDER = "spec"
 """Folder of the spec in a version."""
 
@@ -110,7 +117,7 @@ class Columns:
             return {"name": column.name, "kind": "time", **rest}
         if isinstance(column, Numeric):
             return self._describe_number(column, tensors)
-        if not isinstance(column, Categorical | Hashed | Ids):
+        if not isinstance(column, SparseColumn):
             return None
         kind = _type_of(self._table, column.name, column.is_list)
         rows = column.rows if isinstance(column, Hashed) and not column.growing else None
@@ -172,18 +179,10 @@ def _sorted_by_hash(table: str, vocabulary: Vocabulary) -> dict[str, Tensor]:
     }
     if vocabulary.kind == "text" and len(rows):
         texts = vocabulary.values.take(pa.array(rows - rows.min()))
-        offsets, data = _buffers_of(texts)
+        offsets, data = text_buffers(texts)
         found[f"{table}.offsets"] = torch.from_numpy(offsets - offsets[0])
         found[f"{table}.bytes"] = torch.from_numpy(data[offsets[0] : offsets[-1]].copy())
     return found
-
-
-def _buffers_of(texts: Any) -> tuple[_Array, _Array]:
-    """Return the offsets [N + 1] and the bytes of a `large_string` array."""
-    _, offsets, data = texts.buffers()
-    found = np.frombuffer(offsets, np.int64)[texts.offset :][: len(texts) + 1]
-    empty = data is None or data.size == 0
-    return found, np.empty(0, np.uint8) if empty else np.frombuffer(data, np.uint8)
 
 
 def load_spec(version: Path) -> FeatureSpec:
@@ -213,7 +212,7 @@ def model_request(
         ValueError: A value is out of its range.
     """
     table, names = table_of(data), spec.column_names(labels=False)
-    _check_names(table, names, [vars(c) for c in spec.columns if isinstance(c, _SPARSE)])
+    _check_names(table, names, [vars(c) for c in spec.columns if isinstance(c, SparseColumn)])
     for name in names:
         if name not in table.column_names:
             table = table.append_column(name, pa.nulls(table.num_rows))
@@ -311,7 +310,7 @@ def _texts_of(values: Values) -> Texts:
     if keys.texts is None:
         raise TypeError(f"Column {values.name!r} must have texts; received {values.array.type}.")
     array = keys.texts.take(pa.array(keys.numbers))
-    offsets, data = _buffers_of(array)
+    offsets, data = text_buffers(array)
     views = np.empty((len(array), 2), np.int64)
     # an empty text has an address, too
     address = data.ctypes.data if data.size else _EMPTY.ctypes.data

@@ -93,6 +93,7 @@ class Predictor:
             self._engine = Library(Path(path), Path(version), options)
         else:
             self._engine = _TorchEngine(Path(version), program, verify_tables)
+        self._manifest = self.manifest
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -124,11 +125,8 @@ class Predictor:
 
     def run(self, requests: Sequence[Request | Any]) -> list[Response | Exception]:
         """Score requests, which the C++ core merges; the entry of a bad request is its error."""
-        columns = self.manifest["columns"]
-        tensors = [
-            self._converted(request, columns) if columns else _tensors(request)
-            for request in requests
-        ]
+        converted = self._converted if self._manifest["columns"] else _tensors
+        tensors = [converted(request) for request in requests]
         answers = iter(self._engine.run([t for t in tensors if not isinstance(t, Exception)]))
         found = [one if isinstance(one, Exception) else next(answers) for one in tensors]
         return [
@@ -136,16 +134,16 @@ class Predictor:
             for one in found
         ]
 
-    def _converted(self, request: Any, columns: Sequence[Any]) -> dict[str, Any] | Exception:
+    def _converted(self, request: Any) -> dict[str, Any] | Exception:
         """Convert a table of raw columns, or return the error of a bad value."""
         from recsys.inference.packages import columns as raw
 
         try:
             if isinstance(self._engine, Library):
-                return dict(raw.raw_request(columns, request))
+                return dict(raw.raw_request(self._manifest["columns"], request))
             if self._spec is None:
                 self._spec = raw.load_spec(self._version)
-            return dict(raw.model_request(self._spec, self.manifest["inputs"], request))
+            return dict(raw.model_request(self._spec, self._manifest["inputs"], request))
         except (KeyError, TypeError, ValueError) as error:
             return error
 
@@ -186,7 +184,7 @@ class Predictor:
             self._engine.swap(Path(version))
         else:
             self._engine = _TorchEngine(Path(version), self._program, self._verify_tables)
-        self._version, self._spec = Path(version), None
+        self._version, self._manifest, self._spec = Path(version), self.manifest, None
 
     def close(self) -> None:
         """Free the memory; the predictor cannot be used afterwards."""
