@@ -1,4 +1,4 @@
-"""Operations on jagged tensors: elementwise, reductions, products, and changes along time.
+"""Operations on jagged tensors: elementwise, reductions, products, attention, changes along time.
 
 They read and return `JaggedTensor`, whose values are rows `[N, ...]` such as the embeddings of
 `EmbeddingCollection`. They do not pad, are differentiable, accept any floating dtype and bags
@@ -29,6 +29,7 @@ from recsys.sparse.ops.arithmetic import (
     sub,
     sum,
 )
+from recsys.sparse.ops.attention import attention
 from recsys.sparse.ops.bags import bags_of, positions
 from recsys.sparse.ops.negatives import sample_negatives
 from recsys.sparse.ops.nested import from_nested, to_nested
@@ -36,6 +37,7 @@ from recsys.sparse.ops.sequences import concat, flip, pad, select, slice, trunca
 
 __all__ = [
     "add",
+    "attention",
     "bags_of",
     "bmm",
     "concat",
