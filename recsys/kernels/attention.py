@@ -62,7 +62,8 @@ class Bias(NamedTuple):
     key_times: Tensor | None
     """int64 [N]."""
     num_targets: Tensor | None
-    """int64 [M]: the last positions of a bag, whose keys are read by their own queries alone."""
+    """int64 [M]: the last positions of a bag, whose keys are read by their own queries alone. All
+    of a bag have the same distances from other keys, those of the first."""
 
 
 def time_buckets(distances: Tensor) -> Tensor:
@@ -245,7 +246,7 @@ class _Block(NamedTuple):
     masked: Tensor | None
     """bool [1 or G, 1, Q, K]: keys that a query does not read."""
     distances: Tensor | None
-    """int64 [Q, K]: entries of `Bias.position`."""
+    """int64 [1 or G, Q, K]: entries of `Bias.position`."""
     buckets: Tensor | None
     """int64 [G, Q, K]: entries of `Bias.time`."""
 
@@ -361,10 +362,14 @@ def _block(
     i = torch.arange(queries.start, queries.stop, device=scores.device).unsqueeze(1)
     j = torch.arange(keys, device=scores.device)
     distances = buckets = masked = None
+    targets = None
+    if parts.num_targets is not None:
+        targets = (group.lengths - parts.num_targets).view(-1, 1, 1)
     if bias.position is not None:
         most = bias.position.shape[1] // 2
-        distances = (i - j).clamp(-most, most) + most
-        scores += bias.position[:, distances].to(scores.dtype)
+        distances = i - j if targets is None else i.minimum(targets) - j.minimum(targets)
+        distances = (distances.clamp(-most, most) + most).view(-1, len(queries), keys)
+        scores += bias.position[:, distances].transpose(0, 1).to(scores.dtype)
     if bias.time is not None:
         assert parts.query_times is not None
         assert parts.key_times is not None
@@ -375,9 +380,8 @@ def _block(
         masked = (j > i)[None, None]
     elif not group.is_even:
         masked = (j >= group.lengths.view(-1, 1, 1, 1)) & (i != j)  # a query reads some key
-    if parts.num_targets is not None:
-        is_target = j >= (group.lengths - parts.num_targets).view(-1, 1, 1, 1)
-        is_target = is_target & (i != j)
+    if targets is not None:
+        is_target = (j >= targets.unsqueeze(1)) & (i != j)
         masked = is_target if masked is None else masked | is_target
     return _Block(scores, masked, distances, buckets)
 
@@ -400,15 +404,13 @@ def _shares(block: _Block, rules: AttentionRules) -> tuple[Tensor, Tensor | None
 
 def _add_to_bias(of_bias: list[Tensor | None], of_scores: Tensor, block: _Block) -> None:
     """Add the gradients of a block's scores to the gradients of the tables."""
-    position, time = of_bias
-    heads = of_scores.shape[1]
-    if position is not None and block.distances is not None:
-        of_pairs = of_scores.sum(0).flatten(1)
-        entries = block.distances.flatten()
-        for head in range(heads):
-            position[head] += entries.bincount(of_pairs[head], minlength=position.shape[1])
-    if time is not None and block.buckets is not None:
-        entries = block.buckets.flatten()
-        for head in range(heads):
-            of_pairs = of_scores[:, head].flatten()
-            time[head] += entries.bincount(of_pairs, minlength=time.shape[1])
+    for of_table, entries in zip(of_bias, (block.distances, block.buckets), strict=True):
+        if of_table is None or entries is None:
+            continue
+        of_entries = of_scores
+        if entries.shape[0] < of_scores.shape[0]:
+            of_entries = of_scores.sum(0, keepdim=True)
+        flat = entries.flatten()
+        for head, of_row in enumerate(of_table):
+            weights = of_entries[:, head].flatten()
+            of_row += flat.bincount(weights, minlength=of_row.numel())

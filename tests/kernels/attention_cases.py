@@ -25,7 +25,9 @@ def formula(
         i, j = torch.arange(length)[:, None], torch.arange(length)
         if bias.position is not None:
             most = (bias.position.shape[1] + 1) // 2 - 1
-            scores = scores + bias.position[:, (i - j).clamp(-most, most) + most]
+            first_target = length if bias.num_targets is None else length - bias.num_targets[bag]
+            apart = i.clamp(max=first_target) - j.clamp(max=first_target)
+            scores = scores + bias.position[:, apart.clamp(-most, most) + most]
         if bias.time is not None:
             apart = bias.query_times[first:last, None] - bias.key_times[None, first:last]
             bits = [abs(one).bit_length() for one in apart.flatten().tolist()]

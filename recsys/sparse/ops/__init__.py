@@ -30,7 +30,7 @@ from recsys.sparse.ops.arithmetic import (
     sum,
 )
 from recsys.sparse.ops.attention import attention
-from recsys.sparse.ops.bags import bags_of, positions
+from recsys.sparse.ops.bags import bags_of, positions, with_values
 from recsys.sparse.ops.negatives import sample_negatives
 from recsys.sparse.ops.nested import from_nested, to_nested
 from recsys.sparse.ops.sequences import concat, flip, pad, select, slice, truncate
@@ -59,4 +59,5 @@ __all__ = [
     "sum",
     "to_nested",
     "truncate",
+    "with_values",
 ]

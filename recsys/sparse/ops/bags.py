@@ -61,7 +61,17 @@ def positions(x: JaggedTensor, from_end: bool = False) -> JaggedTensor:
 
 
 def with_values(x: JaggedTensor, values: Tensor) -> JaggedTensor:
-    """Return a jagged tensor of the lengths of `x`."""
+    """Return a jagged tensor of other values in bags of the same lengths.
+
+    Args:
+        x: a jagged tensor.
+        values: `[N, ...]`.
+
+    Example:
+        >>> x = JaggedTensor(torch.zeros(3), lengths=torch.tensor([2, 1]))
+        >>> with_values(x, torch.tensor([5, 6, 7])).to_dense()
+        [tensor([5, 6]), tensor([7])]
+    """
     return JaggedTensor.from_parts(values, lengths=x.lengths_or_none(), offsets=x.offsets_or_none())
 
 

@@ -1,0 +1,171 @@
+"""Losses of retrieval: a target item against other items.
+
+Each returns one loss per query, so that callers can weight them. Scores are dot products of the
+vectors; scale the vectors, such as by a temperature, before the call.
+
+Legend: `N` queries, `K` other items, `I` items of a catalogue, `D` columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = [
+    "binary_loss",
+    "bpr_loss",
+    "full_softmax_loss",
+    "in_batch_softmax_loss",
+    "sampled_softmax_loss",
+]
+
+
+def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
+    """Return the loss of Bayesian personalized ranking, `-log sigmoid(positive - negative)`.
+
+    Rendle et al., "BPR: Bayesian personalized ranking from implicit feedback", UAI 2009.
+
+    Args:
+        positive: `[N]` scores of the targets.
+        negative: `[N]`, or `[N, K]`, scores of other items; the mean over `K` is returned.
+
+    Returns:
+        `[N]`.
+
+    Raises:
+        ValueError: The numbers of queries differ.
+
+    Example:
+        >>> bpr_loss(torch.tensor([2.0, 0.0]), torch.tensor([0.0, 0.0]))
+        tensor([0.1269, 0.6931])
+    """
+    negative = _columns(positive, negative)
+    return functional.softplus(negative - positive.unsqueeze(1)).mean(1)
+
+
+def binary_loss(positive: Tensor, negative: Tensor) -> Tensor:
+    """Return the binary cross entropy of targets and other items, as SASRec trains.
+
+    Args:
+        positive: `[N]` scores of the targets.
+        negative: `[N]`, or `[N, K]`, scores of other items; the mean over `K` is added.
+
+    Returns:
+        `[N]`.
+
+    Raises:
+        ValueError: The numbers of queries differ.
+
+    Example:
+        >>> binary_loss(torch.tensor([0.0]), torch.tensor([0.0]))
+        tensor([1.3863])
+    """
+    negative = _columns(positive, negative)
+    return functional.softplus(-positive) + functional.softplus(negative).mean(1)
+
+
+def full_softmax_loss(queries: Tensor, items: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross entropy over a whole catalogue.
+
+    Args:
+        queries: `[N, D]`.
+        items: `[I, D]`, the vector of each item, by id.
+        targets: int64 `[N]`, ids from 0 to `I - 1`.
+
+    Returns:
+        `[N]`.
+
+    Example:
+        >>> full_softmax_loss(torch.zeros(1, 2), torch.ones(4, 2), torch.tensor([3]))
+        tensor([1.3863])
+    """
+    return functional.cross_entropy(queries @ items.T, targets, reduction="none")
+
+
+def sampled_softmax_loss(
+    queries: Tensor,
+    positives: Tensor,
+    negatives: Tensor,
+    positive_ids: Tensor,
+    negative_ids: Tensor,
+    log_q: Tensor | None = None,
+) -> Tensor:
+    """Return the cross entropy of each target among the same sampled items.
+
+    A sampled item that is the target of a query is left out for this query. With `log_q` the
+    expectation of the gradient approaches the one of the full softmax: scores are reduced by the
+    logarithm of the probability of an item in a sample (Bengio and Senécal, "Adaptive importance
+    sampling to accelerate training of a neural probabilistic language model", 2008).
+
+    Args:
+        queries: `[N, D]`.
+        positives: `[N, D]`, vectors of the targets.
+        negatives: `[K, D]`, vectors of the sampled items.
+        positive_ids: int64 `[N]`.
+        negative_ids: int64 `[K]`.
+        log_q: `[I]`, logarithm of the probability of each item in a sample, by id; None to leave
+            scores as they are.
+
+    Returns:
+        `[N]`.
+
+    Example:
+        >>> one = torch.ones(1, 2)
+        >>> ids = torch.tensor([0]), torch.tensor([0, 1])
+        >>> sampled_softmax_loss(one, one, torch.ones(2, 2), *ids)
+        tensor([0.6931])
+    """
+    positive = (queries * positives).sum(1)
+    negative = queries @ negatives.T
+    if log_q is not None:
+        positive = positive - log_q[positive_ids]
+        negative = negative - log_q[negative_ids]
+    is_target = positive_ids.unsqueeze(1) == negative_ids
+    negative = negative.masked_fill(is_target, float("-inf"))
+    return torch.cat([positive.unsqueeze(1), negative], 1).logsumexp(1) - positive
+
+
+def in_batch_softmax_loss(
+    queries: Tensor, positives: Tensor, ids: Tensor, log_q: Tensor | None = None
+) -> Tensor:
+    """Return the cross entropy of each target among the targets of all queries.
+
+    Other queries' targets that are the same item are left out. With `log_q`, scores are corrected
+    for the frequency of the items (Yi et al., "Sampling-bias-corrected neural modeling for large
+    corpus item recommendations", RecSys 2019).
+
+    Args:
+        queries: `[N, D]`.
+        positives: `[N, D]`, vectors of the targets.
+        ids: int64 `[N]`, the targets.
+        log_q: `[I]`, logarithm of the share of each item in the data, by id; None to leave scores
+            as they are.
+
+    Returns:
+        `[N]`.
+
+    Example:
+        >>> vectors = torch.eye(3)
+        >>> in_batch_softmax_loss(vectors, vectors, torch.tensor([4, 4, 7]))
+        tensor([0.3133, 0.3133, 0.5514])
+    """
+    scores = queries @ positives.T
+    if log_q is not None:
+        scores = scores - log_q[ids]
+    own = torch.arange(ids.shape[0], device=ids.device)
+    is_hit = (ids.unsqueeze(1) == ids) & (own.unsqueeze(1) != own)
+    return functional.cross_entropy(
+        scores.masked_fill(is_hit, float("-inf")), own, reduction="none"
+    )
+
+
+def _columns(positive: Tensor, negative: Tensor) -> Tensor:
+    if negative.dim() == 1:
+        negative = negative.unsqueeze(1)
+    if positive.dim() != 1 or negative.shape[:1] != positive.shape:
+        raise ValueError(
+            "positive must have a score for each query, [N], and negative [N] or [N, K]; received "
+            f"{list(positive.shape)} and {list(negative.shape)}."
+        )
+    return negative

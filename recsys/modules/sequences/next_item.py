@@ -1,0 +1,168 @@
+"""Training of an encoder of histories to predict the next item.
+
+Legend: `M` samples, `N` values of all histories, `K` candidates, `D` columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from recsys.kernels.arguments import shown
+from recsys.kernels.checked import checked
+from recsys.modules.embedding_interfaces import EmbeddingCollectionInterface
+from recsys.modules.sequences.losses import (
+    binary_loss,
+    bpr_loss,
+    full_softmax_loss,
+    in_batch_softmax_loss,
+    sampled_softmax_loss,
+)
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
+from recsys.sparse.ops.bags import check_equal_lengths
+
+__all__ = ["NextItem"]
+
+Loss: TypeAlias = Literal["full", "sampled", "in_batch", "bpr", "binary"]
+_LOSSES = ("full", "sampled", "in_batch", "bpr", "binary")
+
+
+@final
+class NextItem(nn.Module):
+    """Look up histories, encode them, and score the item that follows each value.
+
+    All features read one table of items, so one lookup serves them: histories, targets, and
+    candidates. The collection may be sharded by `DistributedModelParallel`.
+
+    Args:
+        embedding_collection: The tables. Sharding replaces this submodule.
+        encoder: Maps `[N, D]` jagged embeddings, and times, to `[N, D]` jagged vectors, such as
+            `SASRec` and `HSTU`.
+        loss: Items against which a target is trained:
+            "full": all items. `candidates` has all ids in order, in any one bag.
+            "sampled": the ids of `candidates` of the batch, for all queries.
+            "in_batch": the other targets of the batch. `candidates` is not read.
+            "bpr" and "binary": the ids of `candidates` in the bag of the query, as many for each
+            value of the history as for any other, those of the first value first.
+        history: Feature of the ids of histories, the earliest first.
+        target: Feature of the ids that follow, as many in each bag as the history has.
+        candidates: Feature of the ids of other items.
+        times: Feature of the times of the history's values, int64; None for none.
+        log_q: `[I]`, logarithm of the probability of each item as a candidate, for "sampled" and
+            "in_batch"; None for no correction.
+
+    Raises:
+        TypeError: An argument has another type.
+        ValueError: There is no loss of this name, or it does not read `log_q`.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import EmbeddingConfig
+        >>> from recsys.modules.embedding_modules import EmbeddingCollection
+        >>> from recsys.modules.sequences.sasrec import SASRec
+        >>> films = EmbeddingConfig(
+        ...     num_embeddings=10, embedding_dim=8, name="films", feature_names=["seen", "next"]
+        ... )
+        >>> model = NextItem(
+        ...     EmbeddingCollection(tables=[films]), SASRec(8, max_length=50), loss="in_batch",
+        ...     history="seen", target="next",
+        ... )
+        >>> ids, lengths = torch.tensor([1, 2, 3, 2, 5, 4]), torch.tensor([2, 1, 2, 1])
+        >>> features = KeyedJaggedTensor(["seen", "next"], ids, lengths=lengths)
+        >>> loss, _ = model(features)
+        >>> loss.backward()
+        >>> model.users(features).shape
+        torch.Size([2, 8])
+    """
+
+    log_q: Tensor | None
+
+    @checked
+    def __init__(
+        self,
+        embedding_collection: EmbeddingCollectionInterface,
+        encoder: nn.Module,
+        loss: Loss,
+        *,
+        history: str = "history",
+        target: str = "target",
+        candidates: str = "candidates",
+        times: str | None = None,
+        log_q: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if loss not in _LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(_LOSSES)}; received {shown(loss)}.")
+        if log_q is not None and loss not in ("sampled", "in_batch"):
+            raise ValueError(f"loss {loss!r} does not read log_q. Leave it out.")
+        self.embedding_collection = embedding_collection
+        self.encoder = encoder
+        self.loss, self.history, self.target = loss, history, target
+        self.candidates, self.times = candidates, times
+        self.register_buffer("log_q", log_q)
+
+    def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Return the mean loss of the values of all histories.
+
+        Args:
+            batch: A `KeyedJaggedTensor`, or a batch with one as `sparse_features`.
+
+        Returns:
+            The loss for `backward`, 0 for a batch without values; and, detached, the loss, the
+            losses `[N]` and the ids of the targets `[N]`.
+
+        Raises:
+            KeyError: A feature is missing.
+            ValueError: A bag of targets or candidates has another length than its history.
+        """
+        features: KeyedJaggedTensor = getattr(batch, "sparse_features", batch)
+        rows = self.embedding_collection(features)
+        queries = self._encode(rows, features).values()
+        targets, targets_of = features[self.target], rows[self.target]
+        check_equal_lengths(features[self.history], targets)
+        ids, positives = targets.trim().values().long(), targets_of.trim().values()
+        losses = self._losses(queries, positives, ids, rows, features)
+        loss = losses.sum() / max(1, losses.shape[0])
+        return loss, (loss.detach(), losses.detach(), ids)
+
+    def users(self, features: KeyedJaggedTensor) -> Tensor:
+        """Return the vector after the last value of each history.
+
+        Args:
+            features: Histories, and the other features of the collection, which may be empty.
+
+        Returns:
+            `[M, D]`; 0 for an empty history. Its dot product with the embedding of an item is the
+            score of the item.
+        """
+        encoded = self._encode(self.embedding_collection(features), features)
+        return ops.sum(ops.slice(encoded, -1))
+
+    def _encode(self, rows: dict[str, JaggedTensor], features: KeyedJaggedTensor) -> JaggedTensor:
+        times = None if self.times is None else features[self.times].trim().values()
+        encoded: JaggedTensor = self.encoder(rows[self.history], times)
+        return encoded
+
+    def _losses(
+        self,
+        queries: Tensor,
+        positives: Tensor,
+        ids: Tensor,
+        rows: dict[str, JaggedTensor],
+        features: KeyedJaggedTensor,
+    ) -> Tensor:
+        if self.loss == "in_batch":
+            return in_batch_softmax_loss(queries, positives, ids, self.log_q)
+        candidates = rows[self.candidates].trim().values()
+        if self.loss == "full":
+            return full_softmax_loss(queries, candidates, ids)
+        if self.loss == "sampled":
+            others = features[self.candidates].trim().values().long()
+            return sampled_softmax_loss(queries, positives, candidates, ids, others, self.log_q)
+        if not queries.shape[0]:
+            return queries.sum(1)
+        of_each = candidates.view(queries.shape[0], -1, queries.shape[1])
+        negative = torch.bmm(of_each, queries.unsqueeze(2)).squeeze(2)
+        function = bpr_loss if self.loss == "bpr" else binary_loss
+        return function((queries * positives).sum(1), negative)
