@@ -1,0 +1,208 @@
+"""BERT4Rec: attention in both directions, trained to find masked items.
+
+Sun et al., "BERT4Rec: sequential recommendation with bidirectional encoder representations from
+transformer", CIKM 2019, arXiv:1904.06690.
+
+Legend: `M` samples, `N` values of all histories, `D` columns.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
+from recsys.modules.embedding_configs import EmbeddingConfig
+from recsys.modules.embedding_modules import EmbeddingCollection
+from recsys.modules.sequences.positions import PositionEmbedding, check_dropout
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
+
+__all__ = ["BERT4Rec", "BERTBlock", "mask_items"]
+
+
+@final
+class BERTBlock(nn.Module):
+    """Attention and two linear layers with GELU, each `layer_norm(x + dropout(f(x)))`.
+
+    Args:
+        dim: `D`, a multiple of the heads.
+        max_length: Most values of a bag.
+        num_heads: Number of heads.
+        dropout: Share of the numbers that are set to 0 in training.
+        device: Device of the parameters.
+
+    Raises:
+        ValueError: A number is out of its range, or `dim` is no multiple of the heads.
+
+    Example:
+        >>> x = JaggedTensor(torch.ones(3, 4), lengths=torch.tensor([2, 1]))
+        >>> BERTBlock(4, max_length=8)(x).values().shape
+        torch.Size([3, 4])
+    """
+
+    @checked
+    def __init__(
+        self,
+        dim: int,
+        max_length: int,
+        num_heads: int = 1,
+        dropout: float = 0.0,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        if whole("BERTBlock.dim", dim) % whole("BERTBlock.num_heads", num_heads):
+            raise ValueError(
+                f"BERTBlock.dim must be a multiple of num_heads={num_heads}; received {dim}."
+            )
+        self.num_heads = num_heads
+        self.max_length = whole("BERTBlock.max_length", max_length)
+        self.attention_in = nn.Linear(dim, 3 * dim, device=device)
+        self.attention_out = nn.Linear(dim, dim, device=device)
+        self.attention_norm = nn.LayerNorm(dim, device=device)
+        self.forward_in = nn.Linear(dim, 4 * dim, device=device)
+        self.forward_out = nn.Linear(4 * dim, dim, device=device)
+        self.forward_norm = nn.LayerNorm(dim, device=device)
+        self.dropout = nn.Dropout(check_dropout("BERTBlock", dropout))
+
+    def forward(self, x: JaggedTensor) -> JaggedTensor:
+        """Return `[N, D]`.
+
+        Args:
+            x: `[N, D]`, at most `max_length` values in each bag.
+        """
+        x = x.trim()
+        rows = x.values()
+        parts = self.attention_in(rows).view(rows.shape[0], 3, self.num_heads, -1).unbind(1)
+        read = ops.attention(
+            *(ops.with_values(x, part) for part in parts), max_length=self.max_length, causal=False
+        )
+        read_rows = self.attention_out(read.values().flatten(1))
+        rows = self.attention_norm(rows + self.dropout(read_rows))
+        hidden = nn.functional.gelu(self.forward_in(rows))
+        rows = self.forward_norm(rows + self.dropout(self.forward_out(hidden)))
+        return ops.with_values(x, rows)
+
+
+@final
+class BERT4Rec(nn.Module):
+    """Score all items at each position of a history.
+
+    The arguments are those of TorchRec's example. The table of items is in an
+    `EmbeddingCollection`, which `DistributedModelParallel` shards.
+
+    Args:
+        vocab_size: Number of ids, with one for padding and one for the mask.
+        max_len: Most values of a history; truncate longer ones with `ops.truncate`.
+        emb_dim: `D`.
+        nhead: Heads of each block; `emb_dim` is a multiple of it.
+        num_layers: Number of blocks.
+        dropout: Share of the numbers that are set to 0 in training.
+        feature: Feature of the ids.
+        device: Device of the parameters.
+
+    Raises:
+        ValueError: A number is out of its range.
+
+    Example:
+        >>> ids = KeyedJaggedTensor(["item"], torch.tensor([3, 1, 4]), lengths=torch.tensor([2, 1]))
+        >>> model = BERT4Rec(vocab_size=10, max_len=5, emb_dim=8, nhead=2, num_layers=1)
+        >>> model(ids).shape, model.scores(ids).values().shape
+        (torch.Size([2, 5, 10]), torch.Size([3, 10]))
+    """
+
+    @checked
+    def __init__(
+        self,
+        vocab_size: int,
+        max_len: int,
+        emb_dim: int,
+        nhead: int,
+        num_layers: int,
+        dropout: float = 0.1,
+        *,
+        feature: str = "item",
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        whole("BERT4Rec.num_layers", num_layers)
+        self.max_len, self.feature = max_len, feature
+        items = EmbeddingConfig(
+            name="item_embedding",
+            num_embeddings=vocab_size,
+            embedding_dim=emb_dim,
+            feature_names=[feature],
+            init_fn=_init,
+        )
+        self.embedding_collection = EmbeddingCollection(tables=[items], device=device)
+        self.positions = PositionEmbedding(emb_dim, max_len, dropout, from_end=True, device=device)
+        self.norm = nn.LayerNorm(emb_dim, device=device)
+        self.blocks = nn.Sequential(
+            *(BERTBlock(emb_dim, max_len, nhead, dropout, device=device) for _ in range(num_layers))
+        )
+        self.out = nn.Linear(emb_dim, vocab_size, device=device)
+
+    def forward(self, input: KeyedJaggedTensor) -> Tensor:
+        """Return padded scores, `[M, max_len, vocab_size]`; 0 after the last value.
+
+        Args:
+            input: Ids of `feature`, at most `max_len` of each sample.
+        """
+        return ops.pad(self.scores(input), self.max_len)
+
+    def scores(self, features: KeyedJaggedTensor) -> JaggedTensor:
+        """Return the scores of all items at each value, `[N, vocab_size]`.
+
+        Args:
+            features: Ids of `feature`, at most `max_len` of each sample.
+        """
+        x = self.positions(self.embedding_collection(features)[self.feature])
+        encoded = self.blocks(ops.with_values(x, self.norm(x.values())))
+        return ops.with_values(x, self.out(encoded.values()))
+
+
+@checked
+def mask_items(
+    x: JaggedTensor, mask_id: int, probability: float, generator: torch.Generator | None = None
+) -> tuple[JaggedTensor, Tensor]:
+    """Replace some items of histories by a mask, for training.
+
+    Each item is masked with the same probability, and an item of each history is masked at least.
+    To predict the next item, append the mask to the history.
+
+    Args:
+        x: int64 `[N]` ids.
+        mask_id: Id of the mask.
+        probability: Share of the items, above 0.
+        generator: Generator of the draws, on the device of `x`; None for torch's own.
+
+    Returns:
+        The histories with masks; and int64 `[N]` targets: the id of a masked item, -100 elsewhere,
+        which `cross_entropy` ignores.
+
+    Raises:
+        ValueError: The probability is not above 0, or above 1.
+
+    Example:
+        >>> x = JaggedTensor(torch.tensor([5, 6, 7]), lengths=torch.tensor([2, 1]))
+        >>> masked, targets = mask_items(x, mask_id=0, probability=1.0)
+        >>> masked.values().tolist(), targets.tolist()
+        ([0, 0, 0], [5, 6, 7])
+    """
+    if not 0 < probability <= 1:
+        raise ValueError(f"probability must be above 0 and at most 1; received {probability}.")
+    x = x.trim()
+    ids = x.values()
+    draw = torch.rand(ids.shape, generator=generator, device=ids.device)
+    least = -ops.max(ops.with_values(x, -draw))  # a history's lowest draw is masked at least
+    is_masked = (draw < probability) | (draw == ops.expand(least, x).values())
+    return ops.with_values(x, ids.masked_fill(is_masked, mask_id)), ids.masked_fill(
+        ~is_masked, -100
+    )
+
+
+def _init(weight: Tensor) -> Tensor:
+    return nn.init.normal_(weight, std=0.02)
