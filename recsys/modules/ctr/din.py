@@ -50,7 +50,7 @@ class Dice(nn.Module):
                 evaluation, since one row has no variance.
         """
         if self.training and x.shape[0] > 1:
-            normal = self.norm(x)
+            normal: Tensor = self.norm(x)
         else:
             mean, variance = self.norm.running_mean, self.norm.running_var
             assert mean is not None

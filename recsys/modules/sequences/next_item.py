@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import shown
+from recsys.kernels.arguments import shown, whole
 from recsys.kernels.checked import checked
 from recsys.modules.embedding_interfaces import EmbeddingCollectionInterface
 from recsys.modules.sequences.losses import (
@@ -23,7 +23,7 @@ from recsys.modules.sequences.losses import (
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
 from recsys.sparse.ops.bags import check_equal_lengths
 
-__all__ = ["NextItem"]
+__all__ = ["NextItem", "with_catalogue"]
 
 Loss: TypeAlias = Literal["full", "sampled", "in_batch", "bpr", "binary"]
 _LOSSES = ("full", "sampled", "in_batch", "bpr", "binary")
@@ -41,7 +41,7 @@ class NextItem(nn.Module):
         encoder: Maps `[N, D]` jagged embeddings, and times, to `[N, D]` jagged vectors, such as
             `SASRec` and `HSTU`.
         loss: Items against which a target is trained:
-            "full": all items. `candidates` has all ids in order, in any one bag.
+            "full": all items; `with_catalogue` adds them to a batch as `candidates`.
             "sampled": the ids of `candidates` of the batch, for all queries.
             "in_batch": the other targets of the batch. `candidates` is not read.
             "bpr" and "binary": the ids of `candidates` in the bag of the query, as many for each
@@ -106,7 +106,8 @@ class NextItem(nn.Module):
         """Return the mean loss of the values of all histories.
 
         Args:
-            batch: A `KeyedJaggedTensor`, or a batch with one as `sparse_features`.
+            batch: A `KeyedJaggedTensor`, or a batch with one as `sparse_features`. Its
+                `sample_weights`, if it has them, multiply the losses of a sample's values.
 
         Returns:
             The loss for `backward`, 0 for a batch without values; and, detached, the loss, the
@@ -123,7 +124,11 @@ class NextItem(nn.Module):
         check_equal_lengths(features[self.history], targets)
         ids, positives = targets.trim().values().long(), targets_of.trim().values()
         losses = self._losses(queries, positives, ids, rows, features)
-        loss = losses.sum() / max(1, losses.shape[0])
+        weights = getattr(batch, "sample_weights", None)
+        weighted = losses
+        if weights is not None:
+            weighted = losses * ops.expand(weights, targets).values()
+        loss = weighted.sum() / max(1, losses.shape[0])
         return loss, (loss.detach(), losses.detach(), ids)
 
     def users(self, features: KeyedJaggedTensor) -> Tensor:
@@ -166,3 +171,31 @@ class NextItem(nn.Module):
         negative = torch.bmm(of_each, queries.unsqueeze(2)).squeeze(2)
         function = bpr_loss if self.loss == "bpr" else binary_loss
         return function((queries * positives).sum(1), negative)
+
+
+def with_catalogue(
+    features: KeyedJaggedTensor, num_items: int, feature: str = "candidates"
+) -> KeyedJaggedTensor:
+    """Add a feature that has all ids in its first bag, for the loss "full".
+
+    Args:
+        features: A rank's batch of `M` samples; without samples it stays so.
+        num_items: Number of ids.
+        feature: Name of the feature.
+
+    Returns:
+        The features and one more.
+
+    Example:
+        >>> lengths = torch.tensor([2, 1])
+        >>> ids = KeyedJaggedTensor(["history"], torch.tensor([2, 0, 1]), lengths=lengths)
+        >>> with_catalogue(ids, 3)["candidates"].to_dense()
+        [tensor([0, 1, 2]), tensor([], dtype=torch.int64)]
+    """
+    whole("with_catalogue: num_items", num_items)
+    lengths = features.lengths().new_zeros(features.stride())
+    lengths[:1] = num_items
+    ids = torch.arange(
+        num_items if features.stride() else 0, dtype=features.values().dtype, device=lengths.device
+    )
+    return KeyedJaggedTensor.concat([features, KeyedJaggedTensor([feature], ids, lengths=lengths)])

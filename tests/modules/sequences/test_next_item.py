@@ -12,7 +12,7 @@ from recsys.modules.embedding_modules import EmbeddingCollection
 from recsys.modules.sequences import losses
 from recsys.modules.sequences.gru4rec import GRU4Rec
 from recsys.modules.sequences.hstu import HSTU
-from recsys.modules.sequences.next_item import NextItem
+from recsys.modules.sequences.next_item import NextItem, with_catalogue
 from recsys.modules.sequences.sasrec import SASRec
 from recsys.optim import SGD, in_backward_optimizer_filter
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -54,13 +54,12 @@ def samples(seed: int, size: int = 6) -> list[tuple[Tensor, Tensor, Tensor, Tens
 
 
 def batch(rows: list[tuple[Tensor, ...]], loss: str) -> KeyedJaggedTensor:
-    parts = [list(column) for column in zip(*rows, strict=True)]
-    if loss == "full":
-        parts[2] = [torch.arange(ITEMS), *[torch.zeros(0, dtype=torch.int64)] * (len(rows) - 1)]
+    names = [name for name in FEATURES if name != "candidates" or loss != "full"]
+    parts = [[row[FEATURES.index(name)] for row in rows] for name in names]
     lengths = torch.tensor([len(bag) for part in parts for bag in part])
-    return KeyedJaggedTensor(
-        FEATURES, torch.cat([bag for part in parts for bag in part]), lengths=lengths
-    )
+    ids = torch.cat([bag for part in parts for bag in part])
+    features = KeyedJaggedTensor(names, ids, lengths=lengths)
+    return with_catalogue(features, ITEMS) if loss == "full" else features
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -1,0 +1,265 @@
+"""Division of batches of sequences among ranks by the cost of attention.
+
+The cost of a sequence of `n` values is `n * (n + linear)`: attention reads all pairs, other layers
+each value. Legend: `B` samples of all ranks, `W` ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias, final
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, Sampler
+
+from recsys.datasets.utils import Batch, check_rank
+from recsys.datasets.windows import split_rows
+from recsys.kernels.arguments import finite, flag, shown, whole
+
+__all__ = ["BalancedBatches", "BalancedSampler", "balanced_order", "imbalance"]
+
+_Array: TypeAlias = np.ndarray[Any, Any]
+
+
+def balanced_order(costs: _Array, num_parts: int) -> tuple[_Array, _Array]:
+    """Divide items into parts of about equal cost.
+
+    Items are given in order of falling cost to the part that costs least so far: the costliest part
+    costs at most 4/3 of the best division (Graham, "Bounds on multiprocessing timing anomalies",
+    1969), and hardly more than the mean if there are many items per part.
+
+    Args:
+        costs: [B] not negative.
+        num_parts: number of parts.
+
+    Returns:
+        int64 [B], the items by part, ascending in each; and int64 [num_parts + 1], the edges of
+        the parts in them.
+
+    Example:
+        >>> order, edges = balanced_order(np.array([9.0, 1.0, 4.0, 4.0]), 2)
+        >>> [order[edges[i] : edges[i + 1]].tolist() for i in range(2)]
+        [[0], [1, 2, 3]]
+    """
+    heap = [(0.0, part) for part in range(whole("num_parts", num_parts))]
+    part_of = np.empty(len(costs), np.int64)
+    for item in np.argsort(-costs, kind="stable").tolist():
+        total, part = heap[0]
+        part_of[item] = part
+        heapq.heapreplace(heap, (total + float(costs[item]), part))
+    edges = np.zeros(num_parts + 1, np.int64)
+    np.cumsum(np.bincount(part_of, minlength=num_parts), out=edges[1:])
+    return np.argsort(part_of, kind="stable"), edges
+
+
+def imbalance(costs: _Array, order: _Array, edges: _Array) -> float:
+    """Return by how much the costliest part exceeds the mean, as a share of the mean.
+
+    Args:
+        costs: [B].
+        order: items by part.
+        edges: edges of the parts in `order`.
+
+    Example:
+        >>> imbalance(np.array([9.0, 1.0, 4.0, 4.0]), np.arange(4), np.array([0, 2, 4]))
+        0.11111111111111116
+    """
+    sums = np.add.reduceat(np.append(costs[order], 0.0), edges[:-1])
+    sums[edges[:-1] == edges[1:]] = 0.0
+    return float(sums.max() / sums.mean() - 1) if sums.any() else 0.0
+
+
+@final
+class BalancedBatches(IterableDataset[Batch]):
+    """A rank's share of batches of all ranks, balanced by the lengths of a feature.
+
+    Every rank reads the same batches, such as from a reader with `batch_size` times the number of
+    ranks, and takes the samples that are its own. Nothing is exchanged. The samples of a step are
+    those without balancing, and their weights make the mean loss over ranks that of the whole
+    batch, so training gives the same results but for rounding.
+
+    Args:
+        batches: batches of all ranks, equal on every rank. `state_dict` and `load_state_dict`, if
+            it has them, are those of this object, too.
+        feature: feature whose lengths decide the cost.
+        rank: this process.
+        world_size: number of processes, `W`.
+        mean_over: what the loss of a rank is a mean over: "samples", as of `DLRMTrain`, or
+            "values", of the feature, as of `NextItem`.
+        linear: number of values whose cost in other layers is that of one pair in attention.
+
+    Attributes:
+        imbalance: mean over the batches so far of the cost of the costliest rank, relative to the
+            mean of all, minus 1.
+        unbalanced: the same for samples divided in order.
+
+    Raises:
+        ValueError: an argument is out of its range.
+
+    Example:
+        >>> from recsys.sparse import KeyedJaggedTensor
+        >>> lengths = torch.tensor([3, 1, 2, 2])
+        >>> ids = KeyedJaggedTensor(["seen"], torch.arange(8), lengths=lengths)
+        >>> batch = Batch(torch.zeros(4, 0), ids, torch.zeros(4))
+        >>> balanced = BalancedBatches([batch], "seen", rank=1, world_size=2)
+        >>> [part.sparse_features["seen"].lengths().tolist() for part in balanced]
+        [[1, 2, 2]]
+        >>> balanced.imbalance, round(balanced.unbalanced, 3)
+        (0.0, 0.111)
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Batch],
+        feature: str,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        mean_over: Literal["samples", "values"] = "values",
+        linear: float = 0.0,
+    ) -> None:
+        super().__init__()
+        check_rank(rank, world_size, 1)
+        if mean_over not in ("samples", "values"):
+            raise ValueError(
+                f"mean_over must be 'samples' or 'values'; received {shown(mean_over)}."
+            )
+        self.batches, self.feature = batches, feature
+        self.rank, self.world_size, self.mean_over = rank, world_size, mean_over
+        self.linear = finite("linear", linear)
+        self.imbalance = self.unbalanced = 0.0
+        self._count = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.batches:
+            yield self._share(batch)
+
+    def state_dict(self, *args: Any) -> Mapping[str, Any]:
+        """Return the state of the batches."""
+        state: Mapping[str, Any] = self.batches.state_dict(*args)  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the batches.
+
+        Args:
+            state: result of `state_dict`.
+        """
+        self.batches.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def _share(self, batch: Batch) -> Batch:
+        lengths = batch.sparse_features[self.feature].lengths().numpy()
+        costs = _costs(lengths, self.linear)
+        size, world_size = len(lengths), self.world_size
+        order, edges = balanced_order(costs, world_size)
+        self._count += 1
+        in_order = np.arange(world_size + 1) * size // world_size
+        for name, *parts in (
+            ("imbalance", order, edges),
+            ("unbalanced", np.arange(size), in_order),
+        ):
+            mean = getattr(self, name)
+            setattr(self, name, mean + (imbalance(costs, *parts) - mean) / self._count)
+        first, last = edges[self.rank : self.rank + 2].tolist()
+        mine = split_rows(batch, [0, first, last, size], order)[1]
+        counts = np.ones(size) if self.mean_over == "samples" else lengths.astype(np.float64)
+        own = counts[order[first:last]].sum()
+        weight = own * world_size / counts.sum() if own else 0.0
+        weights = torch.full((last - first,), weight)
+        if mine.sample_weights is not None:
+            weights = weights * mine.sample_weights
+        return replace(mine, sample_weights=weights)
+
+
+@final
+class BalancedSampler(Sampler[list[int]]):
+    """Positions of a rank's samples of a map-style data set, balanced by their lengths.
+
+    For `torch.utils.data.DataLoader(data, batch_sampler=...)`. In each step all ranks together have
+    `world_size * batch_size` samples. Losses that are means over a rank's samples or values are to
+    be multiplied by `weights`; see `BalancedBatches`.
+
+    Args:
+        lengths: number of values of each sample.
+        batch_size: samples of a rank and step, on average.
+        rank: this process.
+        world_size: number of processes, `W`.
+        shuffle: another order in each epoch; see `set_epoch`.
+        seed: seed of the order; the same on all ranks.
+        linear: as for `BalancedBatches`.
+
+    Raises:
+        ValueError: an argument is out of its range.
+
+    Example:
+        >>> sampler = BalancedSampler([5, 3, 4, 0], 2, rank=0, world_size=2)
+        >>> list(sampler), sampler.weights(0, mean_over="values")
+        ([[0, 3]], 0.8333333333333334)
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | _Array,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        linear: float = 0.0,
+    ) -> None:
+        check_rank(rank, world_size, batch_size)
+        self.lengths: _Array = np.asarray(lengths, np.int64)
+        if self.lengths.ndim != 1 or (self.lengths < 0).any():
+            raise ValueError("lengths must be numbers of values, [samples], not negative.")
+        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
+        self.shuffle, self.seed = flag("shuffle", shuffle), whole("seed", seed, 0)
+        self.linear, self.epoch = finite("linear", linear), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration.
+
+        Args:
+            epoch: its number, from 0.
+        """
+        self.epoch = whole("epoch", epoch, 0)
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return -(-len(self.lengths) // (self.batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(len(self)):
+            yield self._parts(step)[self.rank].tolist()
+
+    def weights(self, step: int, mean_over: Literal["samples", "values"] = "values") -> float:
+        """Return the factor of this rank's mean loss, so that the mean over ranks is that of all.
+
+        Args:
+            step: number of the step in the epoch, from 0.
+            mean_over: what the loss of a rank is a mean over.
+        """
+        sums = [
+            float(len(part) if mean_over == "samples" else self.lengths[part].sum())
+            for part in self._parts(step)
+        ]
+        return sums[self.rank] * self.world_size / max(1.0, sum(sums))
+
+    def _parts(self, step: int) -> list[_Array]:
+        """Return the positions of each rank."""
+        order = np.arange(len(self.lengths))
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, self.epoch]).permutation(order)
+        size = self.batch_size * self.world_size
+        chosen = order[step * size : (step + 1) * size]
+        by_part, edges = balanced_order(_costs(self.lengths[chosen], self.linear), self.world_size)
+        return [chosen[part] for part in np.split(by_part, edges[1:-1])]
+
+
+def _costs(lengths: _Array, linear: float) -> _Array:
+    lengths = lengths.astype(np.float64)
+    costs: _Array = lengths * (lengths + linear)
+    return costs
