@@ -1,0 +1,123 @@
+"""Approximate search of items by faiss, for catalogues of millions.
+
+Legend: `B` queries, `I` items, `D` columns, `K` results.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
+from recsys.sparse import JaggedTensor, ops
+
+__all__ = ["FaissIndex"]
+
+
+@final
+class FaissIndex:
+    """Search with the arguments and results of `ItemIndex`, by an index of faiss on a CPU.
+
+    Needs the extra `retrieval`.
+
+    Args:
+        items: `[I, D]` floating, the vectors.
+        ids: int64 `[I]`, ids of the items; None for 0 to `I - 1`.
+        kind: Kind of the index, as of `faiss.index_factory`, such as "Flat" (exact), "HNSW32" or
+            "IVF1024,PQ16".
+
+    Raises:
+        ImportError: faiss is not installed.
+        RuntimeError: faiss does not know the kind.
+
+    Example:
+        >>> index = FaissIndex(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]), kind="Flat")
+        >>> index(torch.tensor([[1.0, 0.5]]), 2)[1].tolist()
+        [[2, 0]]
+    """
+
+    @checked
+    def __init__(self, items: Tensor, ids: Tensor | None = None, kind: str = "HNSW32") -> None:
+        faiss = _faiss()
+        vectors = items.detach().float().cpu().contiguous().numpy()
+        self._index = faiss.index_factory(vectors.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
+        if not self._index.is_trained:
+            self._index.train(vectors)
+        self._index.add(vectors)
+        self._ids = torch.arange(len(vectors)) if ids is None else ids.long().cpu()
+
+    def __call__(
+        self, queries: Tensor, k: int, seen: JaggedTensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return about the best items of each query, the best first.
+
+        Args:
+            queries: `[B, D]`.
+            k: `K`.
+            seen: Ids that a query must not find, one bag per query. The index is asked for as many
+                more items as the longest bag has. None for none.
+
+        Returns:
+            Scores `[B, K]` and int64 ids `[B, K]`; -inf and -1 where the index found fewer.
+        """
+        whole("k", k)
+        longest = 0 if seen is None or not len(seen.lengths()) else int(seen.lengths().max())
+        vectors = queries.detach().float().cpu().contiguous().numpy()
+        found, places = self._index.search(vectors, min(len(self._ids), k + longest))
+        scores, rows = torch.from_numpy(found), torch.from_numpy(places)
+        ids = self._ids[rows.clamp(min=0)].masked_fill(rows < 0, -1)
+        is_left = ids >= 0 if seen is None else (ids >= 0) & ~_is_in(ids, seen)
+        scores = scores.masked_fill(~is_left, float("-inf"))
+        ids = ids.masked_fill(~is_left, -1)
+        missing = max(0, k - ids.shape[1])
+        scores = torch.nn.functional.pad(scores, (0, missing), value=float("-inf"))
+        ids = torch.nn.functional.pad(ids, (0, missing), value=-1)
+        best, order = scores.topk(k, dim=1)
+        return best, ids.gather(1, order)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the index and the ids to a folder.
+
+        Args:
+            folder: Created if missing.
+        """
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        _faiss().write_index(self._index, str(Path(folder, "items.faiss")))
+        torch.save(self._ids, Path(folder, "ids.pt"))
+
+    @staticmethod
+    def load(folder: str | Path) -> FaissIndex:
+        """Read an index.
+
+        Args:
+            folder: Folder of `save`.
+        """
+        index = FaissIndex.__new__(FaissIndex)
+        index._index = _faiss().read_index(str(Path(folder, "items.faiss")))
+        index._ids = torch.load(Path(folder, "ids.pt"), weights_only=True)
+        return index
+
+
+def _is_in(ids: Tensor, seen: JaggedTensor) -> Tensor:
+    """Return whether each id `[B, K]` is in the bag of its row."""
+    of_seen = seen.trim().values().long().cpu()
+    known = torch.cat([ids.flatten(), of_seen]).unique()
+    rows = torch.arange(ids.shape[0]).unsqueeze(1)
+    keys = rows * len(known) + torch.searchsorted(known, ids)
+    return torch.isin(
+        keys, ops.bags_of(seen).cpu() * len(known) + torch.searchsorted(known, of_seen)
+    )
+
+
+def _faiss() -> Any:
+    try:
+        import faiss
+    except ImportError as error:
+        raise ImportError(
+            "FaissIndex needs faiss. Install it: pip install 'recsys-torch[retrieval]'"
+        ) from error
+    return faiss

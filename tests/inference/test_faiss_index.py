@@ -1,0 +1,47 @@
+import sys
+
+import pytest
+import torch
+
+from recsys.inference.faiss_index import FaissIndex
+from recsys.modules.item_index import ItemIndex
+from recsys.sparse import JaggedTensor
+
+
+def test_the_message_without_faiss(monkeypatch):
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(ImportError, match=r"recsys-torch\[retrieval\]"):
+        FaissIndex(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("kind", ["Flat", "HNSW32", "IVF4,Flat"])
+def test_against_brute_force(kind, tmp_path):
+    torch.manual_seed(0)
+    items, queries = torch.randn(500, 8), torch.randn(20, 8)
+    ids = torch.randperm(10_000)[:500]
+    seen = JaggedTensor(ids[:60], lengths=torch.tensor([3] * 20))
+    exact = ItemIndex(items, ids)
+    index = FaissIndex(items, ids, kind)
+    index.save(tmp_path)
+    for given in (None, seen):
+        scores, found = exact(queries, 10, given)
+        of_faiss, found_by_faiss = FaissIndex.load(tmp_path)(queries, 10, given)
+        torch.testing.assert_close(index(queries, 10, given)[0], of_faiss)
+        if kind == "Flat":
+            assert torch.equal(found_by_faiss, found)
+            torch.testing.assert_close(of_faiss, scores)
+        hits = sum(
+            len({*one} & {*other})
+            for one, other in zip(found.tolist(), found_by_faiss.tolist(), strict=True)
+        )
+        assert hits >= (0.95 if kind == "HNSW32" else 0.3) * 200
+    if seen is not None:
+        bags = seen.to_dense()
+        rows = zip(bags, index(queries, 10, seen)[1].tolist(), strict=True)
+        assert not any({*bag.tolist()} & {*row} for bag, row in rows)
+
+
+def test_fewer_items_than_asked_for():
+    scores, found = FaissIndex(torch.eye(2), kind="Flat")(torch.ones(1, 2), 4)
+    assert found.sort().values.tolist() == [[-1, -1, 0, 1]]
+    assert scores.isinf().sum() == 2
