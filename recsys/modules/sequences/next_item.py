@@ -111,7 +111,7 @@ class NextItem(nn.Module):
 
         Returns:
             The loss for `backward`, 0 for a batch without values; and, detached, the loss, the
-            losses `[N]` and the ids of the targets `[N]`.
+            vectors of the users `[M, D]` and the ids of the targets `[N]`.
 
         Raises:
             KeyError: A feature is missing.
@@ -119,7 +119,8 @@ class NextItem(nn.Module):
         """
         features: KeyedJaggedTensor = getattr(batch, "sparse_features", batch)
         rows = self.embedding_collection(features)
-        queries = self._encode(rows, features).values()
+        encoded = self._encode(rows, features)
+        queries = encoded.values()
         targets, targets_of = features[self.target], rows[self.target]
         check_equal_lengths(features[self.history], targets)
         ids, positives = targets.trim().values().long(), targets_of.trim().values()
@@ -129,7 +130,7 @@ class NextItem(nn.Module):
         if weights is not None:
             weighted = losses * ops.expand(weights, targets).values()
         loss = weighted.sum() / max(1, losses.shape[0])
-        return loss, (loss.detach(), losses.detach(), ids)
+        return loss, (loss.detach(), _last(encoded).detach(), ids)
 
     def users(self, features: KeyedJaggedTensor) -> Tensor:
         """Return the vector after the last value of each history.
@@ -141,8 +142,22 @@ class NextItem(nn.Module):
             `[M, D]`; 0 for an empty history. Its dot product with the embedding of an item is the
             score of the item.
         """
-        encoded = self._encode(self.embedding_collection(features), features)
-        return ops.sum(ops.slice(encoded, -1))
+        return _last(self._encode(self.embedding_collection(features), features))
+
+    def items(self, num_items: int, device: torch.device) -> Tensor:
+        """Return the vectors of all items, `[num_items, D]`; every rank calls it if sharded.
+
+        Args:
+            num_items: Number of ids of the table.
+            device: Device of the table.
+        """
+        configs = self.embedding_collection.embedding_configs()
+        names = [name for config in configs for name in config.feature_names]
+        lengths = torch.tensor([num_items * (name == self.target) for name in names], device=device)
+        ids = torch.arange(num_items, device=device)
+        rows = self.embedding_collection(KeyedJaggedTensor(names, ids, lengths=lengths))
+        vectors: Tensor = rows[self.target].values()
+        return vectors
 
     def _encode(self, rows: dict[str, JaggedTensor], features: KeyedJaggedTensor) -> JaggedTensor:
         times = None if self.times is None else features[self.times].trim().values()
@@ -171,6 +186,11 @@ class NextItem(nn.Module):
         negative = torch.bmm(of_each, queries.unsqueeze(2)).squeeze(2)
         function = bpr_loss if self.loss == "bpr" else binary_loss
         return function((queries * positives).sum(1), negative)
+
+
+def _last(encoded: JaggedTensor) -> Tensor:
+    """Return the last value of each bag; 0 of an empty one."""
+    return ops.sum(ops.slice(encoded, -1))
 
 
 def with_catalogue(

@@ -1,0 +1,90 @@
+"""Evaluation of models of the next item over a whole catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
+from recsys.metrics.retrieval import RetrievalMetrics
+from recsys.modules.item_index import ItemIndex
+from recsys.sparse import ops
+
+__all__ = ["FullRanking"]
+
+
+@final
+class FullRanking:
+    """Metrics of a `Trainer` for `NextItem`: all items are ranked, without the user's history.
+
+    `Trainer(..., metrics=lambda device: FullRanking(model, num_items, device))`. The item to find
+    is the last target of each sample. The names are those of `RetrievalMetrics`, and `loss`, the
+    mean of the batches' losses.
+
+    Args:
+        model: The trained `NextItem`, in a `DistributedModelParallel` or not. Its items are looked
+            up once, when the metrics are created; every rank creates them.
+        num_items: Number of ids of the table of items.
+        device: Device of the model.
+        ks: Numbers of items that are recommended.
+
+    Raises:
+        ValueError: A number is below 1.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import EmbeddingConfig
+        >>> from recsys.modules.embedding_modules import EmbeddingCollection
+        >>> from recsys.modules.sequences.next_item import NextItem
+        >>> from recsys.modules.sequences.sasrec import SASRec
+        >>> from recsys.sparse import KeyedJaggedTensor
+        >>> names = ["history", "target"]
+        >>> films = EmbeddingConfig(20, 8, "films", feature_names=names)
+        >>> model = NextItem(EmbeddingCollection(tables=[films]), SASRec(8, 50), "in_batch").eval()
+        >>> ids, lengths = torch.tensor([1, 2, 3, 2, 5, 4]), torch.tensor([2, 1, 2, 1])
+        >>> features = KeyedJaggedTensor(names, ids, lengths=lengths)
+        >>> metrics = FullRanking(model, 20, torch.device("cpu"), ks=[5])
+        >>> metrics.update(model(features)[1], features)
+        >>> sorted(metrics.compute())
+        ['hit_rate@5', 'loss', 'mrr@5', 'ndcg@5', 'recall@5']
+    """
+
+    @checked
+    def __init__(
+        self, model: nn.Module, num_items: int, device: torch.device, ks: Sequence[int] = (10,)
+    ) -> None:
+        self._module: Any = getattr(model, "module", model)
+        self._metrics = RetrievalMetrics(ks, device)
+        with torch.no_grad():
+            items = self._module.items(whole("num_items", num_items), device)
+        self._index, self._k = ItemIndex(items), max(ks)
+        self._loss = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def update(self, output: tuple[Tensor, Tensor, Tensor], batch: Any) -> None:
+        """Add a batch.
+
+        Args:
+            output: The second output of the model: loss, vectors of the users, and targets.
+            batch: The batch.
+        """
+        loss, users, _ = output
+        features = getattr(batch, "sparse_features", batch)
+        history, targets = (features[name] for name in (self._module.history, self._module.target))
+        last = ops.slice(targets, -1)
+        _, found = self._index(users.to(self._index.items.dtype), self._k, history)
+        self._metrics.update(found, last.values().long(), last.offsets())
+        self._loss += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
+
+    def sync(self) -> None:
+        """Add the state of all ranks; every rank calls it, if there are several."""
+        self._metrics.sync()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(self._loss)
+
+    def compute(self) -> dict[str, float]:
+        """Return the metrics by name."""
+        loss = self._loss[0] / self._loss[1]
+        return {**self._metrics.compute(), "loss": float(loss)}
