@@ -159,9 +159,18 @@ class BERT4Rec(nn.Module):
         Args:
             features: Ids of `feature`, at most `max_len` of each sample.
         """
+        encoded = self.encode(features)
+        return ops.with_values(encoded, self.out(encoded.values()))
+
+    def encode(self, features: KeyedJaggedTensor) -> JaggedTensor:
+        """Return the vector of each value before the last layer, `[N, D]`.
+
+        Args:
+            features: Ids of `feature`, at most `max_len` of each sample.
+        """
         x = self.positions(self.embedding_collection(features)[self.feature])
-        encoded = self.blocks(ops.with_values(x, self.norm(x.values())))
-        return ops.with_values(x, self.out(encoded.values()))
+        encoded: JaggedTensor = self.blocks(ops.with_values(x, self.norm(x.values())))
+        return encoded
 
 
 @checked

@@ -1,0 +1,129 @@
+"""Training of BERT4Rec to find masked items.
+
+Legend: `M` samples, `N` values of all histories, `D` columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from recsys.kernels.arguments import whole
+from recsys.kernels.checked import checked
+from recsys.modules.sequences.bert4rec import BERT4Rec, mask_items
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
+
+__all__ = ["MaskedItem"]
+
+
+@final
+class MaskedItem(nn.Module):
+    """Train `BERT4Rec` on batches of `NextItem`, with histories and their next items.
+
+    In training some items of a history and its last target are masked, in evaluation a mask follows
+    the history. The ids are masked in the forward pass: a pipeline must not look them up before, so
+    use `Trainer(..., pipeline=False)`.
+
+    Args:
+        model: Its `max_len` is at least the length of a history plus 1.
+        mask_id: Id of the mask, which no item has.
+        probability: Share of the items that are masked in training.
+        history: Feature of the ids of histories, the earliest first.
+        target: Feature of the ids that follow, as many in each bag.
+
+    Raises:
+        ValueError: A number is out of its range.
+
+    Example:
+        >>> model = MaskedItem(BERT4Rec(10, 5, 8, nhead=2, num_layers=1), mask_id=0)
+        >>> ids, lengths = torch.tensor([1, 2, 3, 2, 5, 4]), torch.tensor([2, 1, 2, 1])
+        >>> features = KeyedJaggedTensor(["history", "target"], ids, lengths=lengths)
+        >>> loss, _ = model(features)
+        >>> loss.backward()
+        >>> model.users(features).shape
+        torch.Size([2, 9])
+    """
+
+    @checked
+    def __init__(
+        self,
+        model: BERT4Rec,
+        mask_id: int,
+        probability: float = 0.2,
+        *,
+        history: str = "history",
+        target: str = "target",
+    ) -> None:
+        super().__init__()
+        if not 0 < probability <= 1:
+            raise ValueError(f"probability must be above 0 and at most 1; received {probability}.")
+        self.model, self.probability = model, probability
+        self.mask_id = whole("mask_id", mask_id, 0)
+        self.history, self.target = history, target
+
+    def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Return the mean loss of the masked items; in evaluation, of the last targets.
+
+        Args:
+            batch: A `KeyedJaggedTensor`, or a batch with one as `sparse_features`.
+
+        Returns:
+            The loss for `backward`, 0 for a batch without values; and, detached, the loss, the
+            vectors of the users `[M, D + 1]` and the ids of the last targets.
+
+        Raises:
+            KeyError: A feature is missing.
+        """
+        features: KeyedJaggedTensor = getattr(batch, "sparse_features", batch)
+        history, targets = features[self.history], features[self.target]
+        last = ops.slice(targets, -1)
+        if self.training:
+            x = ops.concat([ops.slice(history, 0, 1), targets])
+            x, labels = mask_items(x, self.mask_id, self.probability)
+        else:
+            x = self._followed(history)
+            labels = x.values().new_full(x.values().shape, -100)
+            labels[x.offsets()[1:][last.lengths() > 0] - 1] = last.values()
+        encoded = self._encode(x)
+        is_asked = labels >= 0
+        logits = self.model.out(encoded.values()[is_asked])
+        losses = nn.functional.cross_entropy(logits, labels[is_asked].long(), reduction="sum")
+        loss = losses / is_asked.sum().clamp(min=1)
+        users = _with_one(ops.sum(ops.slice(encoded, -1)))
+        return loss, (loss.detach(), users.detach(), last.values())
+
+    def users(self, features: KeyedJaggedTensor) -> Tensor:
+        """Return the vector of the value after each history, `[M, D + 1]`.
+
+        Args:
+            features: Histories.
+        """
+        encoded = self._encode(self._followed(features[self.history]))
+        return _with_one(ops.sum(ops.slice(encoded, -1)))
+
+    def items(self, num_items: int, device: torch.device) -> Tensor:
+        """Return vectors `[num_items, D + 1]`, whose dot products with users are the scores.
+
+        Args:
+            num_items: Number of ids.
+            device: Device of the model.
+        """
+        weight, bias = self.model.out.weight, self.model.out.bias
+        return torch.cat([weight, bias.unsqueeze(1)], 1)[:num_items].to(device)
+
+    def _followed(self, history: JaggedTensor) -> JaggedTensor:
+        """Return histories, each with a mask at its end."""
+        num = history.lengths().shape[0]
+        mask = history.values().new_full((num,), self.mask_id)
+        return ops.concat([history, JaggedTensor(mask, lengths=torch.ones_like(history.lengths()))])
+
+    def _encode(self, x: JaggedTensor) -> JaggedTensor:
+        features = KeyedJaggedTensor([self.model.feature], x.values(), lengths=x.lengths())
+        return self.model.encode(features)
+
+
+def _with_one(users: Tensor) -> Tensor:
+    """Append a column of ones, which multiplies the bias of items."""
+    return torch.cat([users, users.new_ones(users.shape[0], 1)], 1)

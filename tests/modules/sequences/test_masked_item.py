@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from recsys.modules.sequences.bert4rec import BERT4Rec
+from recsys.modules.sequences.masked_item import MaskedItem
+from recsys.sparse import KeyedJaggedTensor
+
+HISTORIES, TARGETS = [[3, 4, 5], [], [7]], [[4, 5, 6], [], [8]]
+
+
+def build() -> MaskedItem:
+    torch.manual_seed(0)
+    return MaskedItem(BERT4Rec(10, 5, 8, 2, 1, dropout=0.0), mask_id=0, probability=0.5)
+
+
+def batch() -> KeyedJaggedTensor:
+    bags = HISTORIES + TARGETS
+    ids = torch.tensor([id for bag in bags for id in bag])
+    lengths = torch.tensor([len(bag) for bag in bags])
+    return KeyedJaggedTensor(["history", "target"], ids, lengths=lengths)
+
+
+def scores(model: MaskedItem, ids: list[int]) -> torch.Tensor:
+    features = KeyedJaggedTensor(["item"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
+    return model.model.scores(features).values()
+
+
+def test_evaluation_asks_for_the_last_target():
+    model = build().eval()
+    loss, (_, users, last) = model(batch())
+    assert last.tolist() == [6, 8]
+    wanted = [scores(model, [*history, 0])[-1] for history in HISTORIES]
+    torch.testing.assert_close(users @ model.items(10, users.device).T, torch.stack(wanted))
+    torch.testing.assert_close(model.users(batch()), users)
+    losses = [-wanted[0].log_softmax(0)[6], -wanted[2].log_softmax(0)[8]]
+    torch.testing.assert_close(loss, torch.stack(losses).mean())
+
+
+def test_training_asks_for_the_masked_items():
+    model = build()
+    torch.manual_seed(5)
+    loss, _ = model(batch())
+    torch.manual_seed(5)
+    draw = torch.rand(6)  # of the sequences 3 4 5 6 and 7 8
+    losses = []
+    for ids, own in (([3, 4, 5, 6], draw[:4]), ([7, 8], draw[4:])):
+        is_masked = (own < 0.5) | (own == own.min())
+        masked = [0 if hidden else id for id, hidden in zip(ids, is_masked, strict=True)]
+        found = scores(model, masked).log_softmax(1)
+        losses += [-found[i, id] for i, id in enumerate(ids) if is_masked[i]]
+    torch.testing.assert_close(loss, torch.stack(losses).mean())
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="above 0 and at most 1"):
+        MaskedItem(BERT4Rec(10, 5, 8, 2, 1), 0, 0.0)
