@@ -26,9 +26,10 @@ spec = FeatureSpec(
 )
 csv_options = {
     "read_options": csv.ReadOptions(column_names=DEFAULT_COLUMN_NAMES),
-    # hexadecimal numbers such as 12345678 and 1e234567 are texts
+    # types are not inferred: the categories 12345678 and 1e234567 are texts
     "convert_options": csv.ConvertOptions(
-        column_types=dict.fromkeys(DEFAULT_CAT_NAMES, pa.string()),
+        column_types=dict.fromkeys(DEFAULT_COLUMN_NAMES, pa.int64())
+        | dict.fromkeys(DEFAULT_CAT_NAMES, pa.string()),
         null_values=[""],
         strings_can_be_null=True,
     ),
