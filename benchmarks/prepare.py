@@ -4,10 +4,10 @@
         [--out benchmarks/results/prepare-cpu.json]
 
 Writes TSV files to FOLDER/raw: a label, 13 counts with missing values, 26 categories of 8 hex
-digits with missing values, in Zipf's distribution (exponent 1) over as many values as the columns of the Kaggle
-release have (3 to 10,131,227). Then one process prepares them by examples/dlrm/criteo_spec.py, with
-vocabularies of up to a million values, to FOLDER/prepared. Its peak memory is the largest resident
-set, as the kernel reports it. FOLDER stays; a second run uses the same raw files.
+digits with missing values, in Zipf's distribution (exponent 1) over as many values as the columns
+of the Kaggle release have (3 to 10,131,227). Then one process prepares them to FOLDER/prepared by
+examples/dlrm/criteo_spec.py, with vocabularies of up to a million values. Its peak memory is the
+largest resident set, as the kernel reports it. FOLDER stays; a second run uses the same raw files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Columns of the Criteo click logs, for the example and for `prepare`.
 
 python -m recsys prepare --spec examples/dlrm/criteo_spec.py --format tsv \
-    --input 'DIR/day_*' --output PREPARED
+    --input DIR/day_{0..23} --output PREPARED
 
 Counts become log(1 + x); missing and negative counts are 0. Categories have a vocabulary each.
 """
@@ -26,6 +26,7 @@ spec = FeatureSpec(
 )
 csv_options = {
     "read_options": csv.ReadOptions(column_names=DEFAULT_COLUMN_NAMES),
+    "parse_options": csv.ParseOptions(delimiter="\t"),
     # types are not inferred: the categories 12345678 and 1e234567 are texts
     "convert_options": csv.ConvertOptions(
         column_types=dict.fromkeys(DEFAULT_COLUMN_NAMES, pa.int64())

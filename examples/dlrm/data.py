@@ -1,6 +1,7 @@
 """The data sets of the DLRM example: a description of the columns, and readers of three parts."""
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from criteo_spec import csv_options
 from criteo_spec import spec as criteo_spec
 from pyarrow import csv
-from pyarrow import dataset as ds
 
 from recsys import datasets
 from recsys.distributed.types import ShardingEnv
@@ -104,7 +104,7 @@ def _criteo(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
             "of recsys prepare."
         )
     files = [str(path) for path in arguments.data.iterdir() if path.is_file()]
-    files.sort(key=lambda path: (len(path), path))  # day_9, then day_10
+    files.sort(key=lambda path: [int(digits) for digits in re.findall(r"\d+", Path(path).name)])
     if len(files) < 3:
         raise SystemExit(
             f"--data {arguments.data} must hold three files or more, the last two to validate and "
@@ -115,8 +115,7 @@ def _criteo(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
         spec, read = FeatureSpec.load(prepared), datasets.parquet
     else:
         spec, read = criteo_spec, partial(datasets.csv, format="tsv", **csv_options)
-        text = ds.CsvFileFormat(csv.ParseOptions(delimiter="\t"), **csv_options)
-        spec.fit(ds.dataset(files[:-2], format=text))
+        spec.fit(csv.open_csv(path, **csv_options) for path in files[:-2])
     parts = dict(zip(PARTS, (files[:-2], files[-2], files[-1]), strict=True))
     readers = {part: partial(read, paths) for part, paths in parts.items()}
     return _data(spec, readers, arguments, env, 1, {"validation": {}, "test": {}})

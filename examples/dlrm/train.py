@@ -71,7 +71,9 @@ def shard(
         init_data_parallel=not arguments.graph_dense,
     )
     if arguments.graph_dense:
-        graph_dense(model, torch.zeros(arguments.batch_size, len(data.spec.dense_names), device=device))
+        graph_dense(
+            model, torch.zeros(arguments.batch_size, len(data.spec.dense_names), device=device)
+        )
         sharded.init_data_parallel()
     return sharded
 

@@ -130,7 +130,9 @@ def with_features(ratings: pa.Table, visible_N: NDArray[np.bool_], history: int)
         found[f"{name}_like_rate"] = (likes + _SMOOTHING * base_rate) / weight
         found[f"{name}_mean"] = (total + _SMOOTHING * base_mean) / weight
         found[f"{name}_ratings"] = count
-    first = ratings.filter(pa.array(visible_N)).group_by("item_id").aggregate([("timestamp", "min")])
+    first = (
+        ratings.filter(pa.array(visible_N)).group_by("item_id").aggregate([("timestamp", "min")])
+    )
     places = pc.index_in(ratings["item_id"], first["item_id"].combine_chunks())
     since = pc.subtract(ratings["timestamp"], first["timestamp_min"].take(places))
     days = pc.divide(since.cast(pa.float64()), _SECONDS_PER_DAY)

@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "dlrm")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "dlrm"))
 from model import build_model
 from movielens.data import load_movielens
 
