@@ -21,6 +21,7 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 from pyarrow import csv, fs
 
 from recsys.kernels.arguments import wrong_type
@@ -78,13 +79,18 @@ class File:
         except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as error:
             raise ValueError(f"{self.path} cannot be read: {error}") from error
 
+    # `Fragment.to_batches` reads ahead without a limit, up to the whole file.
+
     def _parquet_batches(self, names: Sequence[str]) -> Iterator[Any]:
-        yield from self.fragment.to_batches(
-            schema=self.schema, columns=names, batch_size=1 << 16, use_threads=False
-        )
+        system, path = self.fragment.filesystem, self.fragment.path
+        is_remote = not isinstance(system, fs.LocalFileSystem)
+        with system.open_input_file(path) as opened:
+            file = pq.ParquetFile(opened, metadata=self.fragment.metadata, pre_buffer=is_remote)
+            for number in range(file.num_row_groups):
+                for batch in file.iter_batches(1 << 16, [number], list(names), use_threads=False):
+                    yield batch.select(names)
 
     def _text_batches(self, names: Sequence[str]) -> Iterator[Any]:
-        """Read blocks of text; `Fragment.to_batches` would hold the file if its reader is fast."""
         kind = self.fragment.format
         options = kind.default_fragment_scan_options
         conversion = conversion_of(options.convert_options, self.schema, names)
