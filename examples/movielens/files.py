@@ -13,7 +13,7 @@ _GENRES_100K = (
     "Thriller", "War", "Western",
 )  # fmt: skip
 """The order of the 19 flags of `u.item`; the first is for films of unknown genre."""
-_NO_GENRE = r"^(unknown|unkonwn|\(no genres listed\))$"
+_NO_GENRE = r"^(|unknown|unkonwn|\(no genres listed\))$"
 _TYPES = {
     "user_id": pa.int64(), "item_id": pa.int64(), "rating": pa.float32(), "timestamp": pa.int64(),
     "age": pa.int64(),
@@ -178,10 +178,9 @@ def _with_year_and_genres(items: pa.Table, layout: _Layout) -> pa.Table:
         text = items["genres"]
     else:
         named = zip(_GENRES_100K, _FLAGS, strict=True)
-        names = [pc.if_else(pc.equal(items[flag], "1"), name, None) for name, flag in named if name]
-        text = pc.binary_join_element_wise(*names, "|", null_handling="skip")
+        words = [pc.if_else(pc.equal(items[flag], "1"), f"{n}|", "") for n, flag in named if n]
+        text = pc.utf8_rtrim(pc.binary_join_element_wise(*words, ""), "|")
     text = pc.if_else(pc.match_substring_regex(text, _NO_GENRE), None, text)
-    text = pc.if_else(pc.equal(text, ""), None, text)
     genres = pc.split_pattern(text, layout.genres or "|")
     return pa.table({"item_id": items["item_id"], "year": year, "genres": genres})
 
