@@ -39,7 +39,7 @@ class Data:
     validation: datasets.TableReader
     test: datasets.TableReader
     whole_test: datasets.TableReader
-    baselines: Mapping[str, Scores]
+    baselines: dict[str, Scores]
 
 
 def load_data(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
@@ -59,7 +59,7 @@ def _data(
     arguments: argparse.Namespace,
     env: ShardingEnv,
     epochs: int,
-    baselines: Mapping[str, Scores],
+    **baselines: Scores,
 ) -> Data:
     size, place = arguments.batch_size, {"rank": env.rank, "world_size": env.world_size}
     place["divide"] = "batches"  # ranks get consecutive rows of each step
@@ -85,7 +85,7 @@ def _movielens(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
             "film popularity": _score(torch.from_numpy(popularity(data.train, table)), labels),
         }
     readers = {part: partial(datasets.table, getattr(data, part)) for part in PARTS}
-    return _data(data.spec, readers, arguments, env, 4, baselines)
+    return _data(data.spec, readers, arguments, env, 4, **baselines)
 
 
 def _score(predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
@@ -118,7 +118,7 @@ def _criteo(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
         spec.fit(csv.open_csv(path, **csv_options) for path in files[:-2])
     parts = dict(zip(PARTS, (files[:-2], files[-2], files[-1]), strict=True))
     readers = {part: partial(read, paths) for part, paths in parts.items()}
-    return _data(spec, readers, arguments, env, 1, {"validation": {}, "test": {}})
+    return _data(spec, readers, arguments, env, 1)
 
 
 def _random(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
@@ -136,4 +136,4 @@ def _random(arguments: argparse.Namespace, env: ShardingEnv) -> Data:
         readers[part] = partial(datasets.table, table)
         if part == "train":
             spec.fit(table)
-    return _data(spec, readers, arguments, env, 1, {"validation": {}, "test": {}})
+    return _data(spec, readers, arguments, env, 1)

@@ -90,7 +90,7 @@ def train(
     if env.rank == 0:
         data.spec.save(arguments.out / "features")
         print(f"\n{model.plan}\n")
-        loggers = [Table(data.baselines["validation"])]
+        loggers = [Table(data.baselines.get("validation", {}))]
     # By log loss: the last epochs still order samples better, but are ever surer where they err.
     trainer = Trainer(
         model,
@@ -125,7 +125,7 @@ def main() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     if env.rank == 0:
-        rows = {**data.baselines["test"], "DLRM, sharded": test, **export(arguments, data)}
+        rows = {**data.baselines.get("test", {}), "DLRM, sharded": test, **export(arguments, data)}
         print_table(rows)
         print(f"\nCheckpoint and exported model are in {arguments.out}/")
 
