@@ -21,6 +21,7 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 from pyarrow import csv, fs
 
 from recsys.kernels.arguments import wrong_type
@@ -28,6 +29,7 @@ from recsys.kernels.arguments import wrong_type
 __all__ = [
     "File",
     "Paths",
+    "conversion_of",
     "files_of",
     "is_path",
     "is_text",
@@ -57,12 +59,11 @@ class File:
     schema: Any
     """Its columns, as an Arrow schema."""
 
-    def batches(self, columns: Sequence[str] | None = None, rows: Any = None) -> Iterator[Any]:
-        """Yield Arrow tables of some 64 thousand rows.
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
+        """Yield Arrow tables of at most some 64 thousand rows; text files, of a mebibyte of text.
 
         Args:
             columns: the columns to read; None: all.
-            rows: a filter, an expression of `pyarrow.dataset`.
 
         Raises:
             KeyError: the file does not have a column.
@@ -70,14 +71,32 @@ class File:
                 column.
         """
         self.check_columns(columns or ())
-        found = self.fragment.to_batches(
-            schema=self.schema, columns=columns, filter=rows, batch_size=1 << 16, use_threads=False
-        )
+        names = self.schema.names if columns is None else columns
+        read = self._text_batches if is_text(self) else self._parquet_batches
         try:
-            for batch in found:
+            for batch in read(names):
                 yield pa.Table.from_batches([batch])
         except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as error:
             raise ValueError(f"{self.path} cannot be read: {error}") from error
+
+    # `Fragment.to_batches` reads ahead without a limit, up to the whole file.
+
+    def _parquet_batches(self, names: Sequence[str]) -> Iterator[Any]:
+        system, path = self.fragment.filesystem, self.fragment.path
+        is_remote = not isinstance(system, fs.LocalFileSystem)
+        with system.open_input_file(path) as opened:
+            file = pq.ParquetFile(opened, metadata=self.fragment.metadata, pre_buffer=is_remote)
+            for number in range(file.num_row_groups):
+                for batch in file.iter_batches(1 << 16, [number], list(names), use_threads=False):
+                    yield batch.select(names)
+
+    def _text_batches(self, names: Sequence[str]) -> Iterator[Any]:
+        kind = self.fragment.format
+        options = kind.default_fragment_scan_options
+        conversion = conversion_of(options.convert_options, self.schema, names)
+        system, path = self.fragment.filesystem, self.fragment.path
+        with system.open_input_stream(path, compression="detect") as stream:
+            yield from csv.open_csv(stream, options.read_options, kind.parse_options, conversion)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Check that the file has columns.
@@ -90,6 +109,28 @@ class File:
             raise KeyError(
                 f"{self.path} must have the columns {missing}; it has {self.schema.names}."
             )
+
+
+def conversion_of(given: Any, schema: Any, columns: Sequence[str]) -> Any:
+    """Return options that read some columns of text, with the types of a schema.
+
+    Args:
+        given: the `ConvertOptions` of `pyarrow.csv` that all columns have.
+        schema: the types.
+        columns: the columns to read.
+    """
+    return csv.ConvertOptions(
+        check_utf8=given.check_utf8,
+        column_types={**given.column_types, **{n: schema.field(n).type for n in columns}},
+        null_values=given.null_values,
+        true_values=given.true_values,
+        false_values=given.false_values,
+        decimal_point=given.decimal_point,
+        strings_can_be_null=given.strings_can_be_null,
+        quoted_strings_can_be_null=given.quoted_strings_can_be_null,
+        timestamp_parsers=given.timestamp_parsers,
+        include_columns=list(columns),
+    )
 
 
 def is_text(file: File) -> bool:
