@@ -37,7 +37,7 @@ from recsys.training.best import Best, FitResult
 from recsys.training.evaluation import BinaryMetrics, Metrics
 from recsys.training.loggers import JsonLines, Lines, Logger, check_loggers
 from recsys.training.optimizer import whole_optimizer
-from recsys.training.progress import MeanLoss, Progress, total_steps
+from recsys.training.progress import MeanLoss, Progress, epoch_length, total_steps
 
 
 @final
@@ -207,7 +207,8 @@ class Trainer:
             self._finish_save()
             if self._loads_best and self._best.step:
                 load_checkpoint(self.best, self.model, self.optimizer)
-        return self._best.result(self._batches.step, self._batches.epoch)
+        has_ended = self._uneven is None and self._batches.batch == epoch_length(train)
+        return self._best.result(self._batches.step, self._batches.epoch + has_ended)
 
     def _start(self, train: Iterable[Any]) -> None:
         """Create the state of a job, or load it."""
@@ -363,10 +364,9 @@ class Trainer:
         """Save `last` in the background, unless it is saved already."""
         at = self._batches.step, self._batches.epoch
         if at != self._saved:
-            schedule = None if self._schedule is None else self._schedule.state_dict()
-            extra, progress = {"schedule": schedule}, self._state
+            extra = {"schedule": None if self._schedule is None else self._schedule.state_dict()}
             self._pending = save_checkpoint_async(
-                self.last, self.model, self.optimizer, extra, progress=progress
+                self.last, self.model, self.optimizer, extra, progress=self._state
             )
             self._saved = at
 

@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from recsys.datasets import readers
+from recsys.features import FeatureSpec, Ids
 from recsys.features.splits import Split
 from tests.datasets.clicks import SPEC, clicks, is_equal, plain_samples, samples_of, write_clicks
 
@@ -198,6 +199,25 @@ def test_epochs(tmp_path: Path) -> None:
     assert [samples_of(batch) for batch in other] != epochs[0]
     with pytest.raises(ValueError, match="epoch must not be negative"):
         reader.set_epoch(-1)
+
+
+def test_the_number_of_batches_of_an_epoch(tmp_path: Path) -> None:
+    write_clicks(tmp_path)
+    for rank, size, drop_last in itertools.product(range(3), (1, 4, 7), (True, False)):
+        for divide in ("row_groups", "batches"):
+            reader = readers.parquet(
+                tmp_path, SPEC, size, rank=rank, world_size=3, divide=divide, shuffle=True,
+                drop_last=drop_last,
+            )  # fmt: skip
+            for _ in range(2):
+                expected = reader.num_batches
+                assert expected == len(list(reader))
+    assert readers.parquet(tmp_path, SPEC, 4, filter=ds.field("age") < 60).num_batches is None
+    split = Split("user", shares=(0.6, 0.2, 0.2))
+    assert readers.parquet(tmp_path, SPEC, 4, split=split, part="train").num_batches is None
+    (tmp_path / "a.csv").write_text("row\n1\n")
+    spec = FeatureSpec([Ids("row", rows=3)])
+    assert readers.csv(tmp_path / "a.csv", spec, 4).num_batches is None
 
 
 def test_each_window_has_an_order_of_its_own(tmp_path: Path) -> None:

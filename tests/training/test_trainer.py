@@ -165,6 +165,8 @@ def test_epochs_and_steps(tmp_path: Path) -> None:
     assert (by_epochs.steps, by_epochs.epochs) == (12, 3)
     by_steps = plain(tmp_path / "steps", steps=6).fit(rows(4))
     assert (by_steps.steps, by_steps.epochs) == (6, 1)
+    exact = plain(tmp_path / "exact", steps=8).fit(rows(4))
+    assert (exact.steps, exact.epochs) == (8, 2)
     with pytest.raises(ValueError, match="either epochs or steps"):
         plain(tmp_path, epochs=1, steps=1)
     with pytest.raises(ValueError, match="either epochs or steps"):
