@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from recsys.datasets import readers
 from recsys.training.batches import ResumableBatches
+from tests.datasets.clicks import SPEC, plain_samples, samples_of, write_clicks
 
 
 class Numbers(Dataset[int]):
@@ -111,3 +118,73 @@ def test_other_numbers_of_ranks(caplog: pytest.LogCaptureFixture) -> None:
     plain.load_state_dicts([{**state, "loader": None} for state in states])
     assert train(plain, 0) == [[2], [3]]
     assert "that 3 ranks began. Each rank skips 2 batches" in caplog.text
+
+
+def steps_together(ranks: list[ResumableBatches], num_ahead: int, stop: int | None) -> list[Any]:
+    """Train until a step or the end of the epoch; a rank without batches makes empty steps."""
+    rows: list[Any] = []
+    sources: list[Any] = [iter(batches) for batches in ranks]
+    read: list[list[Any]] = [[] for _ in ranks]
+    while ranks[0].step != stop:
+        for source, waiting in zip(sources, read, strict=True):
+            while len(waiting) <= num_ahead and (batch := next(source, None)) is not None:
+                waiting.append(batch)
+        if not any(read):
+            break
+        for batches, waiting in zip(ranks, read, strict=True):
+            rows += samples_of(waiting.pop(0)) if waiting else []
+            batches.trained()
+    return rows
+
+
+@pytest.mark.parametrize("divide", ["row_groups", "batches"])
+def test_each_row_comes_once_on_another_number_of_ranks(tmp_path: Path, divide: Any) -> None:
+    """Stopped at each step of an uneven epoch, also when a rank has no batch left."""
+    wanted = Counter(plain_samples(write_clicks(tmp_path, [(7, 1, 13), (2, 6)])))
+
+    def job(world_size: int) -> list[ResumableBatches]:
+        size = 12 // world_size if divide == "batches" else 3
+        options: dict[str, Any] = {"world_size": world_size, "divide": divide, "shuffle": True}
+        return [
+            ResumableBatches(
+                readers.parquet(tmp_path, SPEC, size, rank=rank, window_rows=8, **options),
+                lambda step: True,
+            )
+            for rank in range(world_size)
+        ]
+
+    counts: Counter[str] = Counter()
+    for before, after, num_ahead in itertools.product((1, 2, 3), (1, 2, 3), (0, 2)):
+        whole = job(before)
+        assert Counter(steps_together(whole, num_ahead, None)) == wanted
+        for stop in range(whole[0].step + 1):
+            first, second = job(before), job(after)
+            rows = steps_together(first, num_ahead, stop)
+            states = [batches.state_dict() for batches in first]
+            message = ""
+            try:
+                for rank, batches in enumerate(second):
+                    if before == after:
+                        batches.load_state_dict(states[rank])
+                    else:
+                        batches.load_state_dicts(states)
+            except ValueError as error:
+                message = str(error)
+            if message:
+                assert before != after
+                assert divide == "row_groups"
+                counts["has none" if "of which ranks" in message else "other ranks"] += 1
+                assert f"Resume on {before} ranks" in message or "number of ranks" in message
+                continue
+            if before == after or divide == "batches":  # saved again before a step
+                again = job(after)
+                for batches, loaded in zip(again, second, strict=True):
+                    batches.load_state_dict(loaded.state_dict())
+                second = again
+            assert Counter(rows + steps_together(second, num_ahead, None)) == wanted
+            for batches in second:
+                batches.end_epoch()
+            assert Counter(steps_together(second, num_ahead, None)) == wanted
+            counts["once"] += 1
+    assert counts["once"] > 30
+    assert (counts["has none"] > 5) == (counts["other ranks"] > 5) == (divide == "row_groups")
