@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from recsys.datasets.tables import File, Paths, files_of
 from recsys.features.spec import FeatureSpec
-from recsys.inference.packages.columns import names_of
+from recsys.inference.packages.columns import arguments_of, names_of
 from recsys.inference.packages.predictor import Predictor
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
@@ -176,9 +176,7 @@ def _predictor(
 def _run(model: nn.Module, spec: FeatureSpec, table: Any) -> _Outputs:
     batch = spec.transform(table, labels=False)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    batch = batch.to(device)
-    dense = [batch.dense_features] if spec.dense_names else []
-    found = model(*dense, batch.sparse_features)
+    found = model(*arguments_of(spec, batch.to(device)))
     outputs = found if isinstance(found, dict) else {"output": found}
     return {name: _host(value) for name, value in outputs.items()}
 

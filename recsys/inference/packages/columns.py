@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from recsys.datasets.tables import table_of
+from recsys.datasets.utils import Batch
 from recsys.features.arrow import Values, read_integers, read_keys, read_numbers, read_values
 from recsys.features.columns import (
     UNITS,
@@ -38,6 +39,7 @@ __all__ = [
     "FOLDER",
     "Columns",
     "Texts",
+    "arguments_of",
     "load_spec",
     "model_request",
     "names_of",
@@ -79,8 +81,7 @@ class Columns:
 
     def arguments(self) -> list[object]:
         """Return the arguments of the model."""
-        dense = [self._batch.dense_features] if self._spec.dense_names else []
-        return [*dense, self._batch.sparse_features]
+        return arguments_of(self._spec, self._batch)
 
     def write(self, part: Path, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Write the spec and its vocabularies; return the manifest's entries of the columns.
@@ -183,6 +184,17 @@ def _sorted_by_hash(table: str, vocabulary: Vocabulary) -> dict[str, Tensor]:
         found[f"{table}.offsets"] = torch.from_numpy(offsets - offsets[0])
         found[f"{table}.bytes"] = torch.from_numpy(data[offsets[0] : offsets[-1]].copy())
     return found
+
+
+def arguments_of(spec: FeatureSpec, batch: Batch) -> list[object]:
+    """Return the arguments of a model: dense features, if the spec has any, and ids.
+
+    Args:
+        spec: The spec of the batch.
+        batch: The batch.
+    """
+    dense = [batch.dense_features] if spec.dense_names else []
+    return [*dense, batch.sparse_features]
 
 
 def load_spec(version: Path) -> FeatureSpec:
