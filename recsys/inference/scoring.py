@@ -118,28 +118,29 @@ def _score_file(
                 except (KeyError, TypeError, ValueError) as error:
                     text = f"{file.path}, from row {first + start}: {error}"
                     raise type(error)(text) from error
-                if taken := sorted(set(keys) & set(outputs)):
-                    raise ValueError(f"keys must not be outputs of the model; received {taken}.")
-                found = pa.table(
-                    {
-                        **{name: rows.column(name) for name in keys},
-                        **{name: _column(values) for name, values in outputs.items()},
-                    }
-                )
+                found = _joined(rows, keys, outputs)
                 writer = writer or pq.ParquetWriter(part, found.schema)
                 writer.write_table(found)
                 bar(rows.num_rows, 0)
             first += table.num_rows
-        if writer is None:  # an empty file
-            pq.write_table(pa.table({name: [] for name in keys}), part)
-        else:
-            writer.close()
+        if writer is None:  # an empty file: the columns are those of a row of missing values
+            row = pa.table({name: pa.nulls(1, file.schema.field(name).type) for name in columns})
+            writer = pq.ParquetWriter(part, _joined(row, keys, predict(row)).schema)
+        writer.close()
         os.replace(part, target)
     except BaseException:
         if writer is not None:
             writer.close()
         part.unlink(missing_ok=True)
         raise
+
+
+def _joined(rows: Any, keys: Sequence[str], outputs: _Outputs) -> Any:
+    """Return a table of the keys and the outputs of rows."""
+    if taken := sorted(set(keys) & set(outputs)):
+        raise ValueError(f"keys must not be outputs of the model; received {taken}.")
+    columns = {name: rows.column(name) for name in keys}
+    return pa.table({**columns, **{name: _column(values) for name, values in outputs.items()}})
 
 
 def _column(values: np.ndarray[Any, Any]) -> Any:

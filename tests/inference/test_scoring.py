@@ -86,6 +86,28 @@ def test_files_are_scored_by_processes(
             np.testing.assert_allclose(same, scores, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_package", [True, False])
+def test_an_empty_file_has_the_columns_of_others(
+    packaged: tuple[Path, nn.Module, FeatureSpec], tmp_path: Path, is_package: bool
+) -> None:
+    version, model, spec = packaged
+    table = raw_table(10, 0)
+    pq.write_table(table, tmp_path / "a.parquet")
+    pq.write_table(table.slice(0, 0), tmp_path / "b.parquet")
+    with pq.ParquetWriter(tmp_path / "c.parquet", table.schema):
+        pass  # without row groups
+    options = {} if is_package else {"spec": spec}
+    found = score(
+        version if is_package else model, str(tmp_path / "*.parquet"), tmp_path / "out",
+        keys=["user", "tags"], **options,
+    )  # fmt: skip
+    full, *empty = map(pq.read_table, found)
+    assert [part.num_rows for part in empty] == [0, 0]
+    for part in empty:
+        assert part.schema.equals(full.schema)
+        assert pa.concat_tables([full, part]).num_rows == 10
+
+
 def test_a_stopped_job_continues(
     packaged: tuple[Path, nn.Module, FeatureSpec], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
