@@ -24,7 +24,8 @@ def _read_files(
     files = files_of(paths, format, **text_options)
     names = [*spec.column_names(options.get("labels", True)), *(split.columns if split else ())]
     names += filter_columns(filter, files[0].schema)
-    files = unify_types(files, dict.fromkeys(names))
+    kinds = {name: kind for name, kind in spec.column_kinds().items() if name in names}
+    files = unify_types(files, dict.fromkeys(names), kinds)
     sources = []
     for file in files:
         rows = filter

@@ -31,6 +31,9 @@ class Spec(Protocol):
     def column_names(self, labels: bool = True) -> list[str]:
         """Return the names of the columns that `transform` reads."""
 
+    def column_kinds(self) -> dict[str, str | None]:
+        """Return "text", "number" or None, the kind of the values of each column of keys."""
+
     def transform(self, data: Any, *, labels: bool = True) -> Batch:
         """Convert a table to a batch."""
 

@@ -5,7 +5,8 @@ system that fsspec knows.
 
 The types of a text file are inferred from its first, middle and last mebibyte: whole numbers, else
 numbers, else times, else texts. An empty field is a missing value, of texts as well; other words
-for missing values, such as NA, are texts.
+for missing values, such as NA, are texts. Digits with leading zeros are whole numbers: 007 is 7.
+Columns of keys that were fitted as texts are texts, whatever is inferred.
 """
 
 from __future__ import annotations
@@ -131,26 +132,36 @@ def located(error: Exception, place_of: Callable[[int], tuple[str, int]]) -> Exc
     return kind(f"{text[: found.start()]}in row {row} of {path}{text[found.end() :]}")
 
 
-def unify_types(files: Sequence[File], columns: Iterable[str]) -> list[File]:
+def unify_types(
+    files: Sequence[File], columns: Iterable[str], kinds: Mapping[str, str | None]
+) -> list[File]:
     """Check that columns have one kind of values in all files.
 
     Args:
         files: at least one file.
-        columns: the columns to check.
+        columns: the columns that files must have.
+        kinds: further columns, of keys, which files may lack. "text": text files are read with
+            texts; None: the kind is not known.
 
     Returns:
         The files. Text files have the types of all files: whole numbers in one file and decimals in
-        another become decimals, and a column without values has the type of the other files.
+        another become decimals, and a column without values has the type of the other files. A
+        column of keys of no known kind is read as texts if a file has texts in it.
 
     Raises:
         KeyError: a file does not have a column.
         TypeError: a column has values of another kind, such as numbers and texts.
     """
     types: dict[str, Any] = {}
-    for name in columns:
+    required = list(columns)
+    for file in files:
+        file.check_columns(required)
+    files = _with_texts(files, kinds)
+    for name in dict.fromkeys([*required, *kinds]):
         first: File | None = None
         for file in files:
-            file.check_columns([name])
+            if name not in file.schema.names:
+                continue
             found = file.schema.field(name).type
             kind = kind_of(found)
             if kind is None or kind.endswith("of nothing"):
@@ -165,6 +176,19 @@ def unify_types(files: Sequence[File], columns: Iterable[str]) -> list[File]:
             elif found != types[name] and pa.types.is_floating(found):
                 types[name] = found
     return [_with_types(file, types) if is_text(file) else file for file in files]
+
+
+def _with_texts(files: Sequence[File], kinds: Mapping[str, str | None]) -> list[File]:
+    """Return files whose keys are texts, in text files, where they are known to be texts."""
+    wanted: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        found = {
+            kind_of(file.schema.field(name).type) for file in files if name in file.schema.names
+        }
+        # keys are no times: such texts look like times
+        if kind == "text" or (kind is None and found & {"texts", "times"}):
+            wanted[name] = pa.string()
+    return [_with_types(file, wanted) if is_text(file) else file for file in files]
 
 
 def _with_types(file: File, types: Mapping[str, Any]) -> File:
@@ -304,13 +328,15 @@ def _wider(first: Any, second: Any) -> Any:
     return pa.float64() if all(is_number) else pa.string()
 
 
-def tables_of(data: Any, columns: Sequence[str] | None = None) -> Iterator[Any]:
+def tables_of(data: Any, columns: Sequence[str], kinds: Mapping[str, str | None]) -> Iterator[Any]:
     """Yield Arrow tables of data that may be larger than memory.
 
     Args:
         data: a path, glob, folder or URL, or a list of them; a table as for `table_of`; or an
             iterable of tables.
-        columns: the columns to read; None: all.
+        columns: the columns to read of files. Before their rows comes a table without rows, with
+            the types of all columns.
+        kinds: columns of keys in files, as for `unify_types`.
 
     Raises:
         TypeError: `data` is not one of these.
@@ -319,11 +345,12 @@ def tables_of(data: Any, columns: Sequence[str] | None = None) -> Iterator[Any]:
     """
     is_list = isinstance(data, Sequence) and len(data) > 0 and all(map(is_path, data))
     if is_path(data) or is_list:
-        files = files_of(data)
-        for file in files if columns is None else unify_types(files, columns):
+        for file in unify_types(files_of(data), columns, kinds):
+            yield file.schema.empty_table()
             yield from file.batches(columns)
         return
     if isinstance(data, ds.Dataset):
+        yield data.schema.empty_table()
         yield from map(table_of, data.to_batches(columns=columns))
     elif hasattr(data, "with_format"):  # Hugging Face
         yield from data.with_format("arrow").iter(batch_size=1 << 16)
@@ -332,7 +359,7 @@ def tables_of(data: Any, columns: Sequence[str] | None = None) -> Iterator[Any]:
             yield table_of(data)
         else:
             for part in data:
-                yield from tables_of(part, columns)
+                yield from tables_of(part, columns, kinds)
     else:
         yield table_of(data)
 

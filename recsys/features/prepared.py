@@ -64,8 +64,14 @@ def prepared_spec(spec: FeatureSpec) -> FeatureSpec:
         )
     prepared = FeatureSpec(columns)
     dense = prepared.dense_names
+    keys = [column.name for column in columns if isinstance(column, Hashed | Group)]
     prepared.fitted = Fitted(
-        fitted.num_rows, {}, dict.fromkeys(dense, 0.0), dict.fromkeys(dense, 1.0), {}
+        fitted.num_rows,
+        {},
+        dict.fromkeys(dense, 0.0),
+        dict.fromkeys(dense, 1.0),
+        {},
+        dict.fromkeys(keys, "number"),
     )
     return prepared
 

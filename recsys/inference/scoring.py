@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
-from recsys.datasets.tables import File, Paths, files_of
+from recsys.datasets.tables import File, Paths, files_of, unify_types
 from recsys.features.spec import FeatureSpec
 from recsys.inference.packages.columns import arguments_of, names_of
 from recsys.inference.packages.predictor import Predictor
@@ -86,12 +86,13 @@ def score(
         if number % world_size == rank
     ]
     with contextlib.ExitStack() as stack:
-        predict, names = _predictor(model, spec, stack)
+        predict, names, kinds = _predictor(model, spec, stack)
         bar = stack.enter_context(_bar(progress and rank == 0, len(mine)))
         for file, target in mine:
             if not target.exists():
                 columns = [*dict.fromkeys([*keys, *names])]
-                _score_file(file, target, predict, keys, columns, batch_size, bar)
+                [typed] = unify_types([file], columns, kinds)
+                _score_file(typed, target, predict, keys, columns, batch_size, bar)
             bar(0, 1)
     return [target for _, target in mine]
 
@@ -155,14 +156,16 @@ def _column(values: np.ndarray[Any, Any]) -> Any:
 
 def _predictor(
     model: nn.Module | str | Path, spec: FeatureSpec | None, stack: contextlib.ExitStack
-) -> tuple[Callable[[Any], _Outputs], list[str]]:
-    """Return a function that scores a table, and the columns that it reads."""
+) -> tuple[Callable[[Any], _Outputs], list[str], dict[str, str | None]]:
+    """Return a function that scores a table, the columns that it reads, and kinds of keys."""
     if isinstance(model, nn.Module):
         if not isinstance(spec, FeatureSpec):
             raise ValueError("score needs a fitted FeatureSpec with a model; received none.")
         model.eval()
         fitted = spec
-        return lambda table: _run(model, fitted, table), fitted.column_names(labels=False)
+        names = fitted.column_names(labels=False)
+        kinds = {name: kind for name, kind in fitted.column_kinds().items() if name in names}
+        return lambda table: _run(model, fitted, table), names, kinds
     predictor = stack.enter_context(Predictor(model))
     columns = predictor.manifest["columns"]
     if not columns:
@@ -170,7 +173,8 @@ def _predictor(
             f"{model} must be a package with raw columns. Write it by package(..., spec=spec)."
         )
     names = names_of(columns)
-    return lambda table: dict(predictor(table.select(names))), names
+    kinds = {one["name"]: one["type"] for one in columns if "type" in one and not one["is_list"]}
+    return lambda table: dict(predictor(table.select(names))), names, kinds
 
 
 @torch.no_grad()

@@ -149,9 +149,14 @@ def test_types_of_text_files(tmp_path: Path) -> None:
     batches = list(datasets.csv(tmp_path, spec, 8))
     assert [len(batch.labels) for batch in batches] == [5]
     (tmp_path / "3.csv").write_text("user,age,liked\n7,3.5,1\n")
-    rule = r"'user' must have one kind .* texts in .*0\.csv and numbers in .*3\.csv"
+    (batch,) = datasets.csv(tmp_path, spec, 8)
+    seven = spec.transform({"user": ["7"], "age": [0], "liked": [0]}).sparse_features.values()
+    assert batch.sparse_features["user"].values().tolist()[-1:] == seven.tolist()
+    (tmp_path / "4.csv").write_text("user,age,liked\n7,young,1\n")
+    rule = r"'age' must have one kind .* numbers in .*1\.csv and texts in .*4\.csv"
     with pytest.raises(TypeError, match=rule):
         datasets.csv(tmp_path, spec, 8)
+    (tmp_path / "4.csv").unlink()
     conversion = csv.ConvertOptions(
         column_types={"user": pa.string()}, null_values=[""], strings_can_be_null=True
     )
