@@ -31,9 +31,12 @@ class Split:
 
     With `by`, the part of a row depends on `seed` and the row's value in this column alone: all
     rows of a user are in one part, also rows of later files. Strings are hashed by their UTF-8
-    bytes, whole numbers by their 64 bits. Without `by`, the part depends on `seed`, the name of the
-    file (without folder) and the row's number in the file. More files, other ranks and other
-    batches do not change the part of a row.
+    bytes, whole numbers by their 64 bits, so the column must have one of both in all files; in text
+    files it has the type that a fitted spec has for it, else the type that is inferred. Without
+    `by`, the part depends on `seed`, the name of the file (without folder) and the row's place in
+    the file: its number, in CSV files the number of its block of 4 MiB and its number in the block.
+    More files, other ranks and other batches do not change the part of a row; neither do rows that
+    are appended to a file.
 
     Args:
         by: column of strings or whole numbers; None: single rows.
@@ -79,7 +82,7 @@ class Split:
         Args:
             table: an Arrow table with B rows.
             file: name of the file.
-            rows: [B] int64, row numbers in the file.
+            rows: [B] int64, places of the rows in the file.
 
         Raises:
             KeyError: the column is missing.
