@@ -187,8 +187,8 @@ class Trainer:
             CheckpointError: A checkpoint cannot be saved or loaded.
             LostContactError: Contact with another rank is lost.
         """
-        if validation is None and self._patience is not None:
-            raise ValueError("patience needs validation, batches to evaluate; received None.")
+        if validation is None and (self._patience or isinstance(self._schedule, ReduceLROnPlateau)):
+            raise ValueError("patience and ReduceLROnPlateau need validation; received None.")
         with ExitStack() as parts:
             if contact.ask_watchdog is None:
                 parts.enter_context(self._watchdog)
@@ -239,9 +239,8 @@ class Trainer:
         if self._uneven is not None:
             is_resumed = self._batches.batch > 0  # perhaps after the last batch of the epoch
             batches = EvenBatches(self._batches, self.model, self._uneven, may_be_empty=is_resumed)
-        for output, _ in _outputs(
-            pipeline, Pausing(batches, self._batches.step, self._may_save_at)
-        ):
+        pausing = Pausing(batches, self._batches.step, self._may_save_at)
+        for output, _ in _outputs(pipeline, pausing):
             self._count(output)
             if validation is not None and self._is_at(self._evaluate_every):
                 self._evaluate(validation)
@@ -258,7 +257,8 @@ class Trainer:
                 f"{self._batches.epoch + 1}. Pass an iterable, such as a DataLoader: an iterator "
                 "ends after one epoch."
             )
-        if validation is not None and self._evaluate_every is None:
+        is_evaluated = self._best.last_step == self._batches.step  # before a resume
+        if validation is not None and self._evaluate_every is None and not is_evaluated:
             self._evaluate(validation)
         self._batches.end_epoch()
         self._save()
@@ -266,7 +266,7 @@ class Trainer:
     def _forward(self, batch: Any) -> tuple[Tensor, tuple[Any, Any]]:
         """Return the loss for backward; and the output with its batch."""
         loss, output = self.model(batch)
-        if self.model.training:
+        if self.model.training and len(output[1]):  # the mean loss of an empty batch is NaN
             self._guard.check(loss, batch, self._batches.step + 1)
         return loss, (output, batch)
 
