@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import secrets
@@ -59,7 +60,7 @@ def score(
         batch_size: Rows per call of the model.
         rank: This process, from 0. Process i of n scores the files i, i + n, i + 2n, ...
         world_size: Number of processes.
-        progress: Whether to show a progress bar on a terminal.
+        progress: Whether to show a progress bar, on a terminal where tqdm is installed.
 
     Returns:
         The results of this process.
@@ -161,6 +162,7 @@ def _predictor(
     if isinstance(model, nn.Module):
         if not isinstance(spec, FeatureSpec):
             raise ValueError("score needs a fitted FeatureSpec with a model; received none.")
+        stack.callback(model.train, model.training)
         model.eval()
         fitted = spec
         names = fitted.column_names(labels=False)
@@ -193,7 +195,7 @@ def _host(value: Tensor) -> np.ndarray[Any, Any]:
 @contextlib.contextmanager
 def _bar(is_shown: bool, num_files: int) -> Iterator[Callable[[int, int], None]]:
     """Yield a function that counts rows and files."""
-    if not is_shown or not sys.stderr.isatty():
+    if not (is_shown and sys.stderr.isatty() and importlib.util.find_spec("tqdm")):
         yield lambda rows, files: None
         return
     from tqdm import tqdm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,22 @@ def test_files_are_scored_by_processes(
         for other in ("two", "model"):
             same = pq.read_table(tmp_path / other / path.name)["output"].to_numpy()
             np.testing.assert_allclose(same, scores, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_stays_in_its_mode_and_a_terminal_needs_no_tqdm(
+    packaged: tuple[Path, nn.Module, FeatureSpec],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, model, spec = packaged
+    pq.write_table(raw_table(4, 0), tmp_path / "a.parquet")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for is_training in (True, False):
+        model.train(is_training)
+        score(model, tmp_path / "a.parquet", tmp_path / f"{is_training}", spec=spec)
+        assert model.training == is_training
 
 
 @pytest.mark.parametrize("is_package", [True, False])
