@@ -85,11 +85,19 @@ class File:
 
         Raises:
             KeyError: it does not have one of them.
+            ValueError: it has one of them several times.
         """
+        columns = list(columns)
         missing = [name for name in columns if name not in self.schema.names]
         if missing:
             raise KeyError(
                 f"{self.path} must have the columns {missing}; it has {self.schema.names}."
+            )
+        twice = [name for name in columns if self.schema.names.count(name) > 1]
+        if twice:
+            raise ValueError(
+                f"{self.path} must have one column of each name; it has several {twice}. Rename "
+                "them."
             )
 
 
@@ -125,7 +133,9 @@ def located(error: Exception, place_of: Callable[[int], tuple[str, int]]) -> Exc
     """
     kind = next((k for k in (KeyError, TypeError) if isinstance(error, k)), ValueError)
     text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
-    found = re.search(r"in row (\d+)", text)
+    found = re.search(
+        r"in row (\d+)(?!.*in row \d)", text, re.DOTALL
+    )  # the value may have the words
     if found is None:
         return kind(f"{place_of(0)[0]}: {text}")
     path, row = place_of(int(found[1]))
@@ -212,10 +222,15 @@ def files_of(paths: Paths, format: str | None = None, **csv_options: Any) -> lis
         The files.
 
     Raises:
-        FileNotFoundError: a path or glob has no file.
+        TypeError: `paths` are not paths.
+        FileNotFoundError: a path or glob has no file, or there is no path.
         ValueError: the format of a file is unknown, or the file is damaged or empty.
     """
+    if not is_path(paths) and not (isinstance(paths, Sequence) and all(map(is_path, paths))):
+        wrong_type("paths", "a path or a list of paths", paths)
     listed = [paths] if isinstance(paths, str | PurePath) else list(paths)
+    if not listed:
+        raise FileNotFoundError("paths must have at least one path; received none.")
     return [
         _open(system, path, shown, format, csv_options)
         for one in listed

@@ -106,7 +106,8 @@ def prepared_table(spec: FeatureSpec, data: Any, *, labels: bool = True) -> Any:
     jagged = batch.sparse_features.to_dict()
     dense = dict(zip(spec.dense_names, batch.dense_features.numpy().T, strict=True))
     targets = batch.labels.numpy()
-    by_label = dict(zip(spec.label_names, targets.reshape(len(targets), -1).T, strict=False))
+    targets = targets[:, None] if targets.ndim == 1 else targets
+    by_label = dict(zip(spec.label_names, targets.T, strict=False))
     found: dict[str, Any] = {}
     for column in prepared_spec(spec).columns:
         if isinstance(column, Numeric):

@@ -188,6 +188,8 @@ class TimeSplit:
         try:
             first, second = pa.scalar(self.validation), pa.scalar(self.test)
             if pa.types.is_temporal(kind):
+                if isinstance(self.validation, int | float):
+                    raise pa.ArrowInvalid("numbers have no unit")
                 return _as_time(first, kind), _as_time(second, kind)
             pc.greater_equal(pa.nulls(1, kind), first)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
@@ -199,7 +201,16 @@ class TimeSplit:
 
 
 def _as_time(limit: Any, kind: Any) -> Any:
-    """Convert a limit to a type of times; a text without a zone is in UTC."""
+    """Convert a limit to a type of times; a text without a zone is in UTC.
+
+    Raises:
+        pyarrow.ArrowInvalid: the type does not have the limit exactly.
+    """
+    if pa.types.is_date(kind) and pa.types.is_timestamp(limit.type):
+        day = limit.cast(kind)
+        if day.cast(limit.type) != limit:
+            raise pa.ArrowInvalid("the limit is within a day")
+        return day
     if not pa.types.is_timestamp(kind) or kind.tz is None or not pa.types.is_string(limit.type):
         return limit.cast(kind)
     try:

@@ -163,9 +163,27 @@ def test_keys_are_texts_in_text_files_where_texts_are_known() -> None:
 def test_errors_are_located() -> None:
     found = located(ValueError("Column 'x' is 3 in row 12. Fix it."), lambda row: ("a", row + 100))
     assert str(found) == "Column 'x' is 3 in row 112 of a. Fix it."
+    received = "Column 'x' must be short; received 'found in row 3 of a' in row 12. Cut it."
+    found = located(ValueError(received), lambda row: ("b", row + 100))
+    assert str(found) == received.replace("row 12", "row 112 of b")
     found = located(KeyError("no column"), lambda row: ("a", row))
     assert isinstance(found, KeyError)
     assert found.args == ("a: no column",)
+
+
+def test_paths_and_columns_that_are_wrong(tmp_path: Path) -> None:
+    for paths in (None, 3, [tmp_path, 3], {"a.csv"}):
+        with pytest.raises(TypeError, match="paths must be a path or a list of paths"):
+            files_of(paths)  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match="at least one path; received none"):
+        files_of([])
+    path = tmp_path / "twice.parquet"
+    pq.write_table(pa.table([[1], [2], [3]], names=["x", "x", "y"]), path)
+    assert _rows(path, ["y"]) == [{"y": 3}]
+    with pytest.raises(ValueError, match=r"twice\.parquet must have one .* it has several \['x'\]"):
+        _rows(path, ["y", "x"])
+    with pytest.raises(ValueError, match=r"twice\.parquet must have one .* it has several \['x'\]"):
+        unify_types(files_of(path), ["x"], {})
 
 
 def test_damaged_files_and_missing_columns(tmp_path: Path) -> None:
