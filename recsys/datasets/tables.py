@@ -133,9 +133,8 @@ def located(error: Exception, place_of: Callable[[int], tuple[str, int]]) -> Exc
     """
     kind = next((k for k in (KeyError, TypeError) if isinstance(error, k)), ValueError)
     text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
-    found = re.search(
-        r"in row (\d+)(?!.*in row \d)", text, re.DOTALL
-    )  # the value may have the words
+    # the last one: the received value may have these words, too
+    found = re.search(r"in row (\d+)(?!.*in row \d)", text, re.DOTALL)
     if found is None:
         return kind(f"{place_of(0)[0]}: {text}")
     path, row = place_of(int(found[1]))
