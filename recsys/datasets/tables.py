@@ -32,6 +32,7 @@ __all__ = [
     "files_of",
     "is_path",
     "is_text",
+    "is_utf8",
     "kind_of",
     "located",
     "table_of",
@@ -57,6 +58,8 @@ class File:
     """The fragment of `pyarrow.dataset`."""
     schema: Any
     """Its columns, as an Arrow schema."""
+    encoding: str
+    """Encoding of a text file; the fragment does not tell it."""
 
     def batches(self, columns: Sequence[str] | None = None, rows: Any = None) -> Iterator[Any]:
         """Yield Arrow tables of some 64 thousand rows.
@@ -106,6 +109,11 @@ def is_text(file: File) -> bool:
     return isinstance(file.fragment.format, ds.CsvFileFormat)
 
 
+def is_utf8(encoding: str) -> bool:
+    """Return whether an encoding is UTF-8, by one of its names."""
+    return encoding.lower() in ("utf8", "utf-8")
+
+
 def kind_of(kind: Any) -> str | None:
     """Return the kind of the values of an Arrow type, in words; None if all values are missing."""
     types = pa.types
@@ -153,21 +161,23 @@ def unify_types(
             texts; None: the kind is not known.
 
     Returns:
-        The files. Text files have the types of all files: whole numbers in one file and decimals in
-        another become decimals, and a column without values has the type of the other files. A
+        The files. Text files have the types of all text files: whole numbers in one file and
+        decimals in another become decimals, dates and times become times. A column without values
+        has the type of the other files. A
         column of keys of no known kind is read as texts if a file has texts in it.
 
     Raises:
         KeyError: a file does not have a column.
         TypeError: a column has values of another kind, such as numbers and texts.
     """
-    types: dict[str, Any] = {}
+    types: dict[str, Any] = {}  # of text files
     required = list(columns)
     for file in files:
         file.check_columns(required)
     files = _with_texts(files, kinds)
     for name in dict.fromkeys([*required, *kinds]):
-        first: File | None = None
+        first: tuple[File, Any] | None = None
+        widest = pa.null()
         for file in files:
             if name not in file.schema.names:
                 continue
@@ -175,15 +185,15 @@ def unify_types(
             kind = kind_of(found)
             if kind is None or kind.endswith("of nothing"):
                 continue
-            if first is None:
-                first, types[name] = file, found
-            elif kind != (expected := kind_of(types[name])):
+            first = first or (file, found)
+            if kind != (expected := kind_of(first[1])):
                 raise TypeError(
                     f"Column {name!r} must have one kind of values in all files; received "
-                    f"{expected} in {first.path} and {kind} in {file.path}. Convert one of them."
+                    f"{expected} in {first[0].path} and {kind} in {file.path}. Convert one of them."
                 )
-            elif found != types[name] and pa.types.is_floating(found):
-                types[name] = found
+            widest = _wider(widest, found) if is_text(file) else widest
+        if first is not None and kind_of(widest) in (None, kind_of(first[1])):
+            types[name] = first[1] if pa.types.is_null(widest) else widest
     return [_with_types(file, types) if is_text(file) else file for file in files]
 
 
@@ -282,6 +292,7 @@ def _open(
             f"{shown} must end in .parquet, .csv or .tsv; received the format {kind!r}. Pass "
             "format='parquet', 'csv' or 'tsv'."
         )
+    encoding = "utf8"
     try:
         if kind == "parquet":
             made: Any = ds.ParquetFileFormat()
@@ -294,13 +305,15 @@ def _open(
                     null_values=[""], strings_can_be_null=True
                 )
             made = ds.CsvFileFormat(**given)
+            if given.get("read_options") is not None:
+                encoding = given["read_options"].encoding
         fragment = made.make_fragment(path, filesystem=system)
         schema = fragment.physical_schema
-        if kind != "parquet":
+        if kind != "parquet" and is_utf8(encoding):
             schema = _sampled_schema(fragment, given)
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{shown} cannot be read as {kind}: {error}") from error
-    return File(shown, fragment, schema)
+    return File(shown, fragment, schema, encoding)
 
 
 def _sampled_schema(fragment: Any, options: Mapping[str, Any]) -> Any:
@@ -336,10 +349,20 @@ def _wider(first: Any, second: Any) -> Any:
         return first
     if pa.types.is_null(first):
         return second
+    times = [kind for kind in (first, second) if _time_rank(kind)]
+    if len(times) == 2:
+        return max(times, key=_time_rank)
     is_number = [
         pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in (first, second)
     ]
     return pa.float64() if all(is_number) else pa.string()
+
+
+def _time_rank(kind: Any) -> int:
+    """Return a larger number for a type of times that has more values; 0: no such type."""
+    if pa.types.is_timestamp(kind):
+        return 2 + ["s", "ms", "us", "ns"].index(kind.unit)
+    return int(pa.types.is_date(kind))
 
 
 def tables_of(data: Any, columns: Sequence[str], kinds: Mapping[str, str | None]) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_kinds(kind: pa.DataType, words: str | None) -> None:
 
 def _file(name: str, **types: pa.DataType) -> File:
     fragment = ds.CsvFileFormat().make_fragment(name, filesystem=fs.LocalFileSystem())
-    return File(name, fragment, pa.schema(list(types.items())))
+    return File(name, fragment, pa.schema(list(types.items())), "utf8")
 
 
 def test_types_of_several_files() -> None:
@@ -139,6 +140,31 @@ def test_types_of_several_files() -> None:
         unify_types([*files, other], "y", {})
 
 
+@pytest.mark.parametrize(
+    ("types", "found"),
+    [
+        ((pa.date32(), pa.timestamp("s")), pa.timestamp("s")),
+        ((pa.timestamp("ns"), pa.date32(), pa.timestamp("s")), pa.timestamp("ns")),
+        ((pa.int64(), pa.null(), pa.float64()), pa.float64()),
+        ((pa.bool_(), pa.int64()), None),  # each as it is
+    ],
+)
+def test_types_of_text_files_in_any_order(types: Any, found: Any) -> None:
+    for order in itertools.permutations(types):
+        files = [_file(str(i), x=kind) for i, kind in enumerate(order)]
+        got = [file.schema.field("x").type for file in unify_types(files, "x", {})]
+        assert got == (list(order) if found is None else [found] * len(order))
+    fragment = ds.ParquetFileFormat().make_fragment("p", filesystem=fs.LocalFileSystem())
+    other = File("p", fragment, pa.schema([("x", pa.float32())]), "utf8")
+    for order in itertools.permutations(
+        [other, _file("t", x=pa.float64()), _file("n", x=pa.null())]
+    ):
+        for file in unify_types(order, "x", {}):
+            assert file.schema.field("x").type == (pa.float32() if file is other else pa.float64())
+    (file, _) = unify_types([_file("n", x=pa.null()), other], "x", {})
+    assert file.schema.field("x").type == pa.float32()
+
+
 def test_keys_are_texts_in_text_files_where_texts_are_known() -> None:
     files = [_file("a", x=pa.int64(), y=pa.date32()), _file("b", x=pa.string(), y=pa.null())]
 
@@ -153,9 +179,10 @@ def test_keys_are_texts_in_text_files_where_texts_are_known() -> None:
     with pytest.raises(TypeError, match=r"'x' must have one kind .* numbers in a and texts in b"):
         types(files, "number")
     fragment = ds.ParquetFileFormat().make_fragment("c", filesystem=fs.LocalFileSystem())
-    other = File("c", fragment, pa.schema([("y", pa.string())]))
+    other = File("c", fragment, pa.schema([("y", pa.string())]), "utf8")
     assert types([files[0], other], None)[0] == [pa.int64(), pa.string()]
-    fixed = File("d", other.fragment, pa.schema([("x", pa.int64()), ("y", pa.string())]))
+    schema = pa.schema([("x", pa.int64()), ("y", pa.string())])
+    fixed = File("d", fragment, schema, "utf8")
     with pytest.raises(TypeError, match=r"'x' must have one kind .* texts in b and numbers in d"):
         types([files[1], fixed], None)
 
