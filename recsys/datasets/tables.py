@@ -6,7 +6,7 @@ system that fsspec knows.
 The types of a text file are inferred from its first, middle and last mebibyte: whole numbers, else
 numbers, else times, else texts. An empty field is a missing value, of texts as well; other words
 for missing values, such as NA, are texts. Digits with leading zeros are whole numbers: 007 is 7.
-Columns of keys that were fitted as texts are texts, whatever is inferred.
+Columns of keys that were fitted as texts are read as texts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import PurePath
 from typing import Any, Final, TypeAlias, final
 
@@ -59,7 +60,7 @@ class File:
     schema: Any
     """Its columns, as an Arrow schema."""
     encoding: str
-    """Encoding of a text file; the fragment does not tell it."""
+    """Encoding of a text file, which the fragment does not keep."""
 
     def batches(self, columns: Sequence[str] | None = None, rows: Any = None) -> Iterator[Any]:
         """Yield Arrow tables of some 64 thousand rows.
@@ -201,11 +202,13 @@ def _with_texts(files: Sequence[File], kinds: Mapping[str, str | None]) -> list[
     """Return files whose keys are texts, in text files, where they are known to be texts."""
     wanted: dict[str, Any] = {}
     for name, kind in kinds.items():
-        found = {
-            kind_of(file.schema.field(name).type) for file in files if name in file.schema.names
-        }
-        # keys are no times: such texts look like times
-        if kind == "text" or (kind is None and found & {"texts", "times"}):
+        having = [file for file in files if name in file.schema.names]
+        types = [file.schema.field(name).type for file in having]
+        of_text = [kind for file, kind in zip(having, types, strict=True) if is_text(file)]
+        # texts that look like times: a key is never a time
+        has_texts = kind_of(reduce(_wider, of_text, pa.null())) in ("texts", "times")
+        has_texts = has_texts or "texts" in map(kind_of, types)
+        if kind == "text" or (kind is None and has_texts):
             wanted[name] = pa.string()
     return [_with_types(file, wanted) if is_text(file) else file for file in files]
 

@@ -296,7 +296,7 @@ class FeatureSpec:
             ValueError: as for `fit`.
         """
         part = PartialFit(self.columns, limit)
-        kinds = dict.fromkeys(self.column_kinds())  # not those of an earlier fit
+        kinds = dict.fromkeys(self.column_kinds())  # without the kinds of an earlier fit
         for table in tables_of(data, self.fit_column_names(), kinds):
             for start in range(0, max(table.num_rows, 1), _WINDOW):
                 part.add(table.slice(start, _WINDOW))

@@ -81,19 +81,18 @@ def score(
     files = files_of(data)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    mine = [
-        (file, folder / f"{Path(file.path).stem}-{zlib.crc32(file.path.encode()):08x}.parquet")
-        for number, file in enumerate(files)
-        if number % world_size == rank
-    ]
     with contextlib.ExitStack() as stack:
         predict, names, kinds = _predictor(model, spec, stack)
+        mine = [
+            (file, folder / f"{Path(file.path).stem}-{zlib.crc32(file.path.encode()):08x}.parquet")
+            for number, file in enumerate(unify_types(files, names, kinds))
+            if number % world_size == rank
+        ]
         bar = stack.enter_context(_bar(progress and rank == 0, len(mine)))
         for file, target in mine:
             if not target.exists():
                 columns = [*dict.fromkeys([*keys, *names])]
-                [typed] = unify_types([file], columns, kinds)
-                _score_file(typed, target, predict, keys, columns, batch_size, bar)
+                _score_file(file, target, predict, keys, columns, batch_size, bar)
             bar(0, 1)
     return [target for _, target in mine]
 
@@ -125,7 +124,7 @@ def _score_file(
                 writer.write_table(found)
                 bar(rows.num_rows, 0)
             first += table.num_rows
-        if writer is None:  # an empty file: the columns are those of a row of missing values
+        if writer is None:  # an empty file: a row of missing values has the same columns
             row = pa.table({name: pa.nulls(1, file.schema.field(name).type) for name in columns})
             writer = pq.ParquetWriter(part, _joined(row, keys, predict(row)).schema)
         writer.close()

@@ -133,8 +133,8 @@ class ResumableBatches:
         if 0 < len(ended) < len(states):
             raise ValueError(
                 "All ranks must have batches left to resume within an epoch on another number of "
-                f"ranks; received the states of {len(states)} ranks, of which ranks {ended} had "
-                f"none. Resume on {len(states)} ranks."
+                f"ranks; received {len(states)} states, and none left on the ranks {ended}. Resume "
+                f"on {len(states)} ranks."
             )
         self.load_state_dict({**states[0], "random": None, "loader": None})
         own = [state["loader"] for state in states]

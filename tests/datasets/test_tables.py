@@ -176,6 +176,8 @@ def test_keys_are_texts_in_text_files_where_texts_are_known() -> None:
     assert types(files, "text") == types(files, None) == [texts, texts]
     assert types(files[:1], "text") == [texts]
     assert types(files[:1], None) == [[pa.int64(), pa.string()]]  # no key is a date
+    mixed = [_file("a", x=pa.int64(), y=pa.bool_()), _file("b", x=pa.float64(), y=pa.int64())]
+    assert types(mixed, None) == [[pa.float64(), pa.string()]] * 2  # as within a file
     with pytest.raises(TypeError, match=r"'x' must have one kind .* numbers in a and texts in b"):
         types(files, "number")
     fragment = ds.ParquetFileFormat().make_fragment("c", filesystem=fs.LocalFileSystem())

@@ -218,6 +218,11 @@ def test_served_as_trained(tmp_path: Path, is_fitted: bool) -> None:
         [path] = score(of, tmp_path / "a.csv", out, keys=["key"], **options)
         assert pq.read_table(path)["key"].to_pylist() == ["7", "007"]
         np.testing.assert_allclose(pq.read_table(path)["output"].to_numpy(), wanted[:2], rtol=1e-5)
+    csv.write_csv(requests[5:], tmp_path / "b.csv")
+    if not is_fitted:  # the files decide together
+        paths = score(model, [tmp_path / "b.csv", tmp_path / "a.csv"], tmp_path / "2", spec=spec)
+        found = np.concatenate([pq.read_table(path)["output"].to_numpy() for path in paths])
+        np.testing.assert_allclose(found, wanted[[5, 0, 1]], rtol=1e-5)
     numbers = requests.set_column(0, "key", pa.array(range(6)))
     with Predictor(version) as predictor:
         np.testing.assert_allclose(predictor(requests)["output"][:, 0], wanted, rtol=1e-5)
