@@ -24,7 +24,7 @@ from recsys.datasets.tables import File, Paths, files_of, unify_types
 from recsys.features.spec import FeatureSpec
 from recsys.inference.packages.columns import arguments_of, names_of
 from recsys.inference.packages.predictor import Predictor
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import shown, whole
 from recsys.kernels.checked import checked
 
 __all__ = ["add_arguments", "main", "score"]
@@ -69,7 +69,8 @@ def score(
         FileNotFoundError: There is no file, or no package.
         KeyError: A file does not have a column.
         TypeError: A column has another type.
-        ValueError: A file is damaged or a value is out of its range, or `spec` is missing.
+        ValueError: A file is damaged or a value is out of its range; `spec` is missing; or an
+            output of the model does not have one row per sample.
 
     Example:
         >>> score("models/movies/1", "events/*.parquet", "scores", keys=["user"])  # doctest: +SKIP
@@ -184,6 +185,13 @@ def _run(model: nn.Module, spec: FeatureSpec, table: Any) -> _Outputs:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     found = model(*arguments_of(spec, batch.to(device)))
     outputs = found if isinstance(found, dict) else {"output": found}
+    for name, value in outputs.items():
+        if not isinstance(value, Tensor) or value.shape[:1] != (table.num_rows,):
+            received = f"shape {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
+            raise ValueError(
+                f"model must return a tensor, or a dict of tensors, with {table.num_rows} rows; "
+                f"received {received} for {name!r}."
+            )
     return {name: _host(value) for name, value in outputs.items()}
 
 

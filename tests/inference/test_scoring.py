@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -202,3 +204,32 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
         score(nn.Linear(1, 1), tmp_path / "a.parquet", tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="must be a file, or a folder or glob"):
         score(nn.Linear(1, 1), tmp_path / "none.parquet", tmp_path / "out")
+
+
+class _WithIds(nn.Module):
+    def __init__(self, result: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, dense: torch.Tensor, ids: Any) -> Any:
+        return self.result(dense)
+
+
+@pytest.mark.parametrize(
+    ("result", "received"),
+    [
+        (lambda dense: dense.sum(), r"received shape \[\] for 'output'"),
+        (lambda dense: {"a": dense, "b": dense[:0]}, r"received shape \[0, 1\] for 'b'"),
+        (lambda dense: (dense, dense), r"received \(.* for 'output'"),
+        (lambda dense: None, r"received None for 'output'"),
+    ],
+)
+def test_outputs_have_a_row_per_sample(
+    tmp_path: Path, result: Callable[[torch.Tensor], Any], received: str
+) -> None:
+    """Also in a batch of one row, where a mean could be taken for it."""
+    pq.write_table(pa.table({"x": [1.0, 2.0, 3.0]}), tmp_path / "a.parquet")
+    spec = FeatureSpec([Numeric("x")]).fit(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=rf"a\.parquet, from row 0: model must.* {received}"):
+        score(_WithIds(result), tmp_path / "a.parquet", tmp_path / "out", spec=spec, batch_size=1)
+    assert list((tmp_path / "out").iterdir()) == []
