@@ -22,8 +22,8 @@ def epoch_length(train: Iterable[Any]) -> int | None:
         >>> epoch_length([1, 2, 3]), epoch_length(iter([1]))
         (3, None)
     """
-    if hasattr(train, "num_batches"):  # a TableReader
-        known: int | None = train.num_batches
+    known = getattr(train, "num_batches", None)  # of a TableReader
+    if isinstance(known, int):
         return known
     try:
         return len(train)  # type: ignore[arg-type]
