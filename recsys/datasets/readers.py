@@ -23,9 +23,9 @@ def _read_files(
     split, filter = options.get("split"), check_filter(options.get("filter"))
     files = files_of(paths, format, **text_options)
     names = [*spec.column_names(options.get("labels", True)), *(split.columns if split else ())]
-    names += filter_columns(filter, files[0].schema)
     kinds = {name: kind for name, kind in spec.column_kinds().items() if name in names}
-    files = unify_types(files, dict.fromkeys(names), kinds)
+    files = unify_types(files, names, kinds)
+    files = unify_types(files, filter_columns(filter, files[0].schema), kinds)
     sources = []
     for file in files:
         rows = filter

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -69,6 +70,8 @@ def test_digits_in_a_text_file_are_the_texts_of_the_fitted_spec(tmp_path: Path, 
     reduced = FeatureSpec([column for column in spec.columns if column.name != "user"])
     reduced.fitted = spec.fitted
     assert ids_in(datasets.csv(tmp_path / "*.csv", reduced, 7)) == wanted
+    sevens = datasets.csv(tmp_path / "*.csv", reduced, 7, filter=ds.field("key") == "007")
+    assert ids_in(sevens) == [[plain_hash("007")]] * keys.count("007")
     prepare(reduced, tmp_path / "*.csv", tmp_path / "ready")
     ready = FeatureSpec.load(tmp_path / "ready/prepared")
     assert ids_in(datasets.parquet(tmp_path / "ready/*.parquet", ready, 7)) == wanted
