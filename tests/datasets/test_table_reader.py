@@ -383,6 +383,10 @@ def test_each_row_comes_once(
     [
         ({"divide": "rows"}, ValueError, "divide must be 'row_groups' or 'batches'"),
         ({"part": "train"}, TypeError, "split must be a Split or TimeSplit"),
+        ({"split": "user", "part": "train"}, TypeError, "split must be a Split or TimeSplit"),
+        ({"spec": None}, TypeError, "spec must be a FeatureSpec of recsys.features; received None"),
+        ({"spec": SPEC.columns}, TypeError, "spec must be a FeatureSpec of recsys.features"),
+        ({"filter": ds.field("user") > 3}, ValueError, "filter must be an expression of the col"),
         ({"split": Split(), "part": "dev"}, ValueError, "part must be 'train', 'validation'"),
         ({"filter": "age > 3"}, TypeError, "filter must be an expression such as"),
         ({"filter": ds.field("no") > 3}, ValueError, "filter must be an expression of the columns"),
@@ -397,7 +401,10 @@ def test_wrong_arguments(
 ) -> None:
     write_clicks(tmp_path)
     with pytest.raises(error, match=message):
-        readers.parquet(tmp_path, SPEC, **{"batch_size": 4, **options})
+        readers.parquet(tmp_path, **{"spec": SPEC, "batch_size": 4, **options})
+    table = clicks(0, 3)
+    with pytest.raises(error, match=message):
+        readers.table(table, **{"spec": SPEC, "batch_size": 4, **options})
 
 
 def test_pinned_batches_need_a_gpu(tmp_path: Path) -> None:
