@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, final
 
 from recsys.distributed.checkpoint import RandomState, Stateful
@@ -57,7 +58,11 @@ class ResumableBatches:
         return max(1, self.epoch + (self.batch > 0))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch."""
+        """Yield the remaining batches of the epoch.
+
+        Raises:
+            ValueError: The loader has fewer batches than were trained on before a resume.
+        """
         if self._has_ended:
             return
         random = RandomState()
@@ -74,8 +79,12 @@ class ResumableBatches:
             num_skipped, self._restore_loader = 0, None
         batches = iter(self._loader)
         with long_section("skipped batches"):
-            for _ in range(num_skipped):
-                next(batches, None)
+            read = sum(1 for _ in islice(batches, num_skipped))
+        if read < num_skipped:
+            raise ValueError(
+                f"train must have the {num_skipped} batches of the epoch before the save; received "
+                f"{read}. Resume with the same data and number of ranks."
+            )
         if self._random is not now:
             random.load_state_dict(now)
         step = self.step

@@ -74,6 +74,20 @@ def test_a_data_loader_resumes_in_its_order(num_ahead: int, num_workers: int) ->
     assert found + train(second, num_ahead) == expected[1]
 
 
+def test_a_loader_that_has_become_shorter_is_an_error() -> None:
+    batches = [torch.tensor([n]) for n in range(5)]
+    saved = ResumableBatches(batches, lambda step: False)
+    train(saved, 0, until=4)
+    for left, found in ((5, [[4]]), (4, [])):
+        resumed = ResumableBatches(batches[:left], lambda step: False)
+        resumed.load_state_dict(saved.state_dict())
+        assert train(resumed, 0) == found
+    resumed = ResumableBatches(batches[:3], lambda step: False)
+    resumed.load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match=r"must have the 4 batches of the epoch .* received 3"):
+        next(iter(resumed))
+
+
 def test_parts_of_a_data_loader_know_the_epoch() -> None:
     sampler = DistributedSampler(Numbers(), 1, 0)
     batches = ResumableBatches(DataLoader(Numbers(), 20, sampler=sampler), lambda step: False)
