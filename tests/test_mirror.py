@@ -16,6 +16,7 @@ BROAD = {
     "features/test_engines.py",
     "features/test_containers.py",
     "features/test_hostile.py",
+    "features/test_kinds.py",
     "distributed/test_hashed_ids.py",
     "distributed/test_hashed_programs.py",
     "distributed/test_job.py",
