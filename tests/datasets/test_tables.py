@@ -183,8 +183,8 @@ def test_a_slow_consumer_holds_some_rows(tmp_path: Path, kind: str) -> None:
     for number, batch in enumerate(file.batches(["b", "a"])):
         assert batch.column_names == ["b", "a"]
         rows += batch.num_rows
-        if number < 20:
-            time.sleep(0.05)
+        if number < 10:
+            time.sleep(0.04)
         most = max(most, pool.bytes_allocated() - before)
     assert rows == table.num_rows
     assert most < 0.6 * size
