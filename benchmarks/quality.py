@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,10 +131,11 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    files = read_movielens(arguments.data or fetch_movielens_100k())
-    order = np.argsort(files.timestamp_N, kind="stable")
-    ids = torch.from_numpy(files.user_N[order]), torch.from_numpy(files.item_N[order])
-    liked_N = torch.from_numpy((files.rating_N[order] >= LIKED).astype(np.float32))
+    ratings = read_movielens(arguments.data or fetch_movielens_100k()).sort_by("timestamp")
+    users, films, rating_N = (
+        torch.from_numpy(ratings[name].to_numpy()) for name in ("user_id", "item_id", "rating")
+    )
+    ids, liked_N = (users, films), (rating_N >= LIKED).float()
     first = len(liked_N) // 10
     of_features = [kinds_of(own, first) for own in ids]
     result: dict[str, Any] = {"ratings": len(liked_N), "contenders": {}}

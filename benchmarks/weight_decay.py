@@ -16,15 +16,18 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 
+from recsys import datasets
+from recsys.features import FeatureSpec
 from recsys.metrics import auc
-from recsys.modules.dlrm import DLRM, DLRMTrain
-from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.dlrm import DLRMTrain
 from recsys.optim import AdamL2, AdamW, apply_optimizer_in_backward
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples/dlrm"))
+from model import build_model
 from movielens.data import MovieLens, load_movielens
 
 DECAYS = (0.0, 1e-4, 1e-3, 1e-2)
@@ -35,27 +38,7 @@ DIM, BATCH, EPOCHS, RATE = 64, 256, 4, 0.001
 
 def build(data: MovieLens) -> DLRMTrain:
     """Build the DLRM of examples/dlrm."""
-    tables = [
-        EmbeddingBagConfig(
-            name=name,
-            embedding_dim=DIM,
-            num_embeddings=rows,
-            feature_names=["item_id", "history"] if name == "item_id" else [name],
-            pooling=PoolingType.MEAN,
-            weight_init_min=-0.05,
-            weight_init_max=0.05,
-        )
-        for name, rows in data.num_embeddings.items()
-        if name != "history"
-    ]
-    return DLRMTrain(
-        DLRM(
-            EmbeddingBagCollection(tables=tables),
-            dense_in_features=data.dense_ND.shape[1],
-            dense_arch_layer_sizes=[128, DIM],
-            over_arch_layer_sizes=[128, 64, 1],
-        )
-    )
+    return DLRMTrain(build_model(data.spec, DIM, torch.device("cpu")))
 
 
 def fit(data: MovieLens, owner: str, decay: float, seed: int) -> float:
@@ -72,7 +55,7 @@ def fit(data: MovieLens, owner: str, decay: float, seed: int) -> float:
     else:
         groups.append({"params": tables, "weight_decay": decay})
     optimizer = torch.optim.Adam(groups, lr=RATE)
-    batches = data.batches("train", BATCH, shuffle=True, seed=seed)
+    batches = datasets.table(data.train, data.spec, BATCH, shuffle=True, seed=seed)
     found = []
     for epoch in range(EPOCHS):
         batches.set_epoch(epoch)
@@ -80,14 +63,14 @@ def fit(data: MovieLens, owner: str, decay: float, seed: int) -> float:
             optimizer.zero_grad()
             model(batch)[0].backward()
             optimizer.step()
-        found.append((score(model, data, "validation"), score(model, data, "test")))
+        found.append((score(model, data.spec, data.validation), score(model, data.spec, data.test)))
     return max(found)[1]
 
 
 @torch.no_grad()
-def score(model: DLRMTrain, data: MovieLens, part: str) -> float:
+def score(model: DLRMTrain, spec: FeatureSpec, part: pa.Table) -> float:
     """Return the AUC of a part."""
-    results = [model(batch)[1][1:] for batch in data.batches(part, 4096)]
+    results = [model(batch)[1][1:] for batch in datasets.table(part, spec, 4096)]
     logits, labels = (torch.cat(values) for values in zip(*results, strict=True))
     return float(auc(logits.sigmoid(), labels))
 

@@ -213,7 +213,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--spec",
         required=True,
         metavar="FILE.py[:NAME] | FOLDER",
-        help="a Python file with the spec, named `spec` by default, or the folder of a saved spec",
+        help="the folder of a saved spec, or a Python file with the spec, named `spec` by default, "
+        "and, for text files, options of pyarrow.csv in a dict `csv_options`",
     )
     parser.add_argument(
         "--input",
@@ -256,8 +257,9 @@ def main(options: argparse.Namespace) -> int:
     if options.names is not None:
         text_options["read_options"] = csv.ReadOptions(column_names=options.names.split(","))
     try:
+        spec, file_options = _read_spec(options.spec)
         rows = prepare(
-            _read_spec(options.spec),
+            spec,
             options.input,
             options.output,
             format=options.format,
@@ -267,7 +269,7 @@ def main(options: argparse.Namespace) -> int:
             compression=options.compression,
             num_workers=options.workers,
             limit=options.limit,
-            **text_options,
+            **{**file_options, **text_options},
         )
     except (OSError, KeyError, TypeError, ValueError) as error:
         message = error.args[0] if isinstance(error, KeyError) else error
@@ -277,15 +279,17 @@ def main(options: argparse.Namespace) -> int:
     return _DONE
 
 
-def _read_spec(given: str) -> FeatureSpec:
+def _read_spec(given: str) -> tuple[FeatureSpec, dict[str, Any]]:
+    """Return the spec, and options of text files."""
     if os.path.isdir(given):
-        return FeatureSpec.load(given)
+        return FeatureSpec.load(given), {}
     path, _, name = given.partition(":")
     if not path.endswith(".py"):
         raise ValueError(f"--spec must be FILE.py, FILE.py:NAME or a folder; received {given!r}.")
-    found = runpy.run_path(path).get(name or "spec")
+    module = runpy.run_path(path)
+    found = module.get(name or "spec")
     if not isinstance(found, FeatureSpec):
         raise ValueError(
             f"--spec: {path} must have a FeatureSpec named {name or 'spec'!r}; received {found!r}."
         )
-    return found
+    return found, module.get("csv_options", {})

@@ -53,6 +53,7 @@ BROAD = {
 
 # Source files with public names that are tested through what uses them.
 TESTED_THROUGH = {
+    "datasets/memory.py": "datasets/test_tables.py",
     "datasets/selection.py": "datasets/test_readers.py",
     "features/arrow.py": "features/test_containers.py",
     "features/transform.py": "features/test_spec.py",

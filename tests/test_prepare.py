@@ -86,6 +86,27 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert table["city"].to_pylist() == [1, 2]
 
 
+def test_options_of_text_files_in_the_file_of_the_spec(tmp_path: Path) -> None:
+    options = """
+import pyarrow as pa
+from pyarrow import csv
+csv_options = {
+    "read_options": csv.ReadOptions(column_names=["city", "age", "ok"]),
+    "convert_options": csv.ConvertOptions(column_types={"city": pa.string()}),
+}
+"""
+    (tmp_path / "spec.py").write_text(_SPEC + options)
+    (tmp_path / "day_0").write_text("12\t3\t1\n12\t4\t0\n1e2\t5\t0\n1e2\t5\t0\n")
+    command = ["--spec", str(tmp_path / "spec.py"), "--input", str(tmp_path / "day_0")]
+    assert _run(*command, "--format", "tsv", "--output", str(tmp_path / "ready")) == 0
+    spec = FeatureSpec.load(tmp_path / "ready/features")
+    assert spec.fitted.vocabularies["city"].values.to_pylist() == ["12", "1e2"]
+    later = ["--output", str(tmp_path / "later"), "--names", "age,city,ok"]  # replaces the names
+    assert _run(*command, "--format", "tsv", *later) == 0
+    table = pq.read_table(tmp_path / "later/part-00000.parquet")
+    assert table["city"].to_pylist() == [1, 1, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

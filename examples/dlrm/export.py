@@ -33,7 +33,7 @@ def score(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
 
 def export(arguments: argparse.Namespace, data: Data) -> dict[str, dict[str, float]]:
     """Load the checkpoint into the unsharded model, quantize and export it, and score the file."""
-    model = DLRMTrain(build_model(data, arguments, CPU))
+    model = DLRMTrain(build_model(data.spec, arguments.embedding_dim, CPU))
     load_checkpoint(arguments.out / "best", model)
     dtype = torch.int8 if arguments.bits == 8 else torch.quint4x2
     quantized = quantize_embeddings(model.model, dtype)

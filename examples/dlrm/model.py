@@ -1,33 +1,22 @@
 """The DLRM of the example."""
 
-import argparse
+from dataclasses import replace
 
 import torch
-from data import Data
 
+from recsys.features import FeatureSpec
 from recsys.modules.dlrm import DLRM
-from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 
 
-def build_model(data: Data, arguments: argparse.Namespace, device: torch.device) -> DLRM:
+def build_model(spec: FeatureSpec, dim: int, device: torch.device) -> DLRM:
     """Build the model; its tables on ``meta`` take no memory until they are sharded or loaded."""
-    dim = arguments.embedding_dim
     tables = [
-        EmbeddingBagConfig(
-            name=f"t_{features[0]}",
-            embedding_dim=dim,
-            num_embeddings=data.num_embeddings[features[0]],
-            feature_names=features,
-            pooling=PoolingType.MEAN,
-            weight_init_min=-0.05,
-            weight_init_max=0.05,
-        )
-        for features in data.tables
+        replace(table, weight_init_min=-0.05, weight_init_max=0.05) for table in spec.tables(dim)
     ]
     return DLRM(
         EmbeddingBagCollection(tables=tables, device=device),
-        dense_in_features=data.num_dense,
+        dense_in_features=len(spec.dense_names),
         dense_arch_layer_sizes=[128, dim],
         over_arch_layer_sizes=[128, 64, 1],
     )

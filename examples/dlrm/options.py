@@ -32,7 +32,7 @@ def parse_options(description: str) -> argparse.Namespace:
     )
     parser.add_argument("--dense-lr", type=positive, default=0.001)
     parser.add_argument(
-        "--num-embeddings", type=whole(2), help="rows of Criteo's tables; default: 100000"
+        "--num-embeddings", type=whole(2), help="rows of the random data's tables; default: 100000"
     )
     parser.add_argument("--bits", type=int, choices=[8, 4], default=8, help="of quantized rows")
     parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0)
@@ -56,7 +56,7 @@ def parse_options(description: str) -> argparse.Namespace:
     for option, value, is_read, when in (
         ("data", arguments.data, dataset != "random", with_dataset),
         ("split", arguments.split, dataset == "movielens", with_dataset),
-        ("num-embeddings", arguments.num_embeddings, dataset != "movielens", with_dataset),
+        ("num-embeddings", arguments.num_embeddings, dataset == "random", with_dataset),
         ("save-every", arguments.save_every, arguments.resume == "auto", "without --resume auto"),
     ):
         if value is not None and not is_read:

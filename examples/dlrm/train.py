@@ -59,7 +59,7 @@ def shard(
     data: Data, arguments: argparse.Namespace, env: ShardingEnv, device: torch.device
 ) -> DistributedModelParallel:
     """Build the model, place its tables by the planner, and attach their optimizer."""
-    model = build_model(data, arguments, META)
+    model = build_model(data.spec, arguments.embedding_dim, META)
     settings = {"lr": arguments.embedding_lr, "eps": arguments.embedding_eps}
     apply_optimizer_in_backward(RowWiseAdagrad, model.sparse_arch.parameters(), settings)
     topology = Topology(world_size=env.world_size, compute_device=device.type)
@@ -71,7 +71,9 @@ def shard(
         init_data_parallel=not arguments.graph_dense,
     )
     if arguments.graph_dense:
-        graph_dense(model, torch.zeros(arguments.batch_size, data.num_dense, device=device))
+        graph_dense(
+            model, torch.zeros(arguments.batch_size, len(data.spec.dense_names), device=device)
+        )
         sharded.init_data_parallel()
     return sharded
 
@@ -86,9 +88,10 @@ def train(
     dense = dict(in_backward_optimizer_filter(model.named_parameters())).values()
     loggers = []
     if env.rank == 0:
+        data.spec.save(arguments.out / "features")
         print(f"\n{model.plan}\n")
-        loggers = [Table(data.baselines("validation"))]
-    # By log loss: the last epochs still order samples better, but are ever surer where they err.
+        loggers = [Table(data.baselines.get("validation", {}))]
+    # It keeps the epoch of least log loss: later epochs are surer where they err.
     trainer = Trainer(
         model,
         torch.optim.Adam(dense, lr=arguments.dense_lr),
@@ -122,7 +125,7 @@ def main() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     if env.rank == 0:
-        rows = {**data.baselines("test"), "DLRM, sharded": test, **export(arguments, data)}
+        rows = {**data.baselines.get("test", {}), "DLRM, sharded": test, **export(arguments, data)}
         print_table(rows)
         print(f"\nCheckpoint and exported model are in {arguments.out}/")
 

@@ -1,19 +1,16 @@
-"""Turn ratings into features that know only the past.
+"""Turn ratings into columns that know only the past.
 
 The features of a rating made at time ``t`` use ratings made strictly before ``t``; those made in
 the same second, by anyone, do not count. Everything is a sort and a running sum: no loop over
 ratings.
 
-Shapes: ``N`` ratings, ``U`` users, ``I`` items, ``V`` values.
+Shapes: ``N`` ratings, ``V`` values.
 """
 
-from dataclasses import dataclass
-from typing import final
-
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
-
-from movielens.files import Item, MovieLensFiles, User
 
 LIKED = 4.0
 """A user who gives this rating or more likes the film: the label."""
@@ -22,53 +19,6 @@ _SMOOTHING = 10.0
 """Weight of the base rate in a like rate, in ratings: a film's first rating has little weight."""
 
 _SECONDS_PER_DAY = 86_400.0
-
-DENSE_NAMES = (
-    "age", "gender", "user_like_rate", "user_mean",
-    "item_ratings", "item_like_rate", "item_mean", "item_days", "film_age",
-)  # fmt: skip
-"""The columns of the dense features.
-
-How many ratings the user has made, how long ago the first was, and the date are left out: under a
-split by time they hardly overlap between training and test (DLRM's test AUC falls by 0.002, a mean
-of four seeds). So is the hour, by which a model remembers whole sessions (0.005).
-"""
-
-SPARSE_NAMES = ("user_id", "item_id", "occupation", "zip", "year", "genres", "history")
-"""The keys of the sparse features; the last two hold several ids a sample."""
-
-_YEAR_EDGES = np.array([1, *range(1930, 1980, 10), *range(1980, 2031)])
-"""Films before 1980 are few: buckets of a decade, then of a year. Bucket 0: year unknown."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Jagged:
-    """One sparse feature of every rating: rating ``n`` has ``values_V[start_N[n]:end_N[n]]``.
-
-    Ranges may overlap, so that twenty-item histories take the room of one list of likes.
-    """
-
-    values_V: NDArray[np.int64]
-    start_N: NDArray[np.int64]
-    end_N: NDArray[np.int64]
-    num_embeddings: int
-
-    def take(self, rows_B: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Gather some ratings' ids.
-
-        Args:
-            rows_B: positions of ratings.
-
-        Returns:
-            The ids one after another, and how many each rating has ``[B]``.
-        """
-        start_B = self.start_N[rows_B]
-        lengths_B = self.end_N[rows_B] - start_B
-        ends_B = np.cumsum(lengths_B)
-        shift_B = start_B - (ends_B - lengths_B)
-        total = int(ends_B[-1]) if len(rows_B) else 0
-        return self.values_V[np.repeat(shift_B, lengths_B) + np.arange(total)], lengths_B
 
 
 def past_of(
@@ -113,23 +63,21 @@ def liked_history(
     item_N: NDArray[np.int64],
     timestamp_N: NDArray[np.int64],
     liked_N: NDArray[np.bool_],
-    num_embeddings: int,
     length: int,
-) -> Jagged:
+) -> pa.Array:
     """Give each rating its user's latest liked items from strictly before it, oldest first.
 
     Likes of the same second are ordered by item id, regardless of their order in the file.
 
     Args:
-        user_N: the rating's user.
+        user_N: the rating's user, numbered from 0.
         item_N: the rating's item.
         timestamp_N: seconds.
         liked_N: which ratings may appear in a history.
-        num_embeddings: rows of the table that histories look up.
         length: at most so many items.
 
     Returns:
-        The histories, perhaps empty.
+        The histories, lists of items, perhaps empty.
     """
     order = np.lexsort((item_N, timestamp_N, user_N))
     values_V = item_N[order][liked_N[order]]
@@ -137,134 +85,59 @@ def liked_history(
     # Likes are listed user by user, so a user's list starts after the previous users' lists.
     per_user = np.bincount(user_N, weights=liked_N)
     first_N = (np.cumsum(per_user) - per_user)[user_N]
-    end_N = (first_N + likes_N).astype(np.int64)
-    start_N = np.maximum(end_N - length, first_N.astype(np.int64))
-    return Jagged(values_V, start_N, end_N, num_embeddings)
+    size_N = np.minimum(likes_N, length)
+    start_N = first_N + likes_N - size_N
+    starts, sizes = pa.array(start_N, pa.int32()), pa.array(size_N, pa.int32())
+    overlapping = pa.ListViewArray.from_arrays(starts, sizes, pa.array(values_V))
+    offsets = pa.array(np.concatenate([[0], np.cumsum(size_N)]), pa.int32())
+    return pa.ListArray.from_arrays(offsets, overlapping.flatten())
 
 
-def _single(ids_K: NDArray[np.int64], of_N: NDArray[np.int64], num_embeddings: int) -> Jagged:
-    """Return exactly one id per rating, of its user or item."""
-    return Jagged(ids_K, of_N, of_N + 1, num_embeddings)
+def with_features(ratings: pa.Table, visible_N: NDArray[np.bool_], history: int) -> pa.Table:
+    """Add the columns of a model to ratings.
 
-
-def _coded(names: list[str]) -> tuple[NDArray[np.int64], int]:
-    """Number names from 1 in alphabetical order; 0 is for an unknown one."""
-    known = sorted(set(names) - {""})
-    code = {name: k for k, name in enumerate(["", *known])}
-    return np.array([code[name] for name in names], np.int64), len(code)
-
-
-def sparse_features(
-    files: MovieLensFiles,
-    user_N: NDArray[np.int64],
-    item_N: NDArray[np.int64],
-    users: list[User],
-    items: list[Item],
-    visible_N: NDArray[np.bool_],
-    history: int,
-) -> dict[str, Jagged]:
-    """Build every sparse feature.
+    How many ratings the user has made, how long ago the first was, and the date are left out: under
+    a split by time they hardly overlap between training and test (DLRM's test AUC falls by 0.002, a
+    mean of four seeds). So is the hour, by which a model remembers whole sessions (0.005).
 
     Args:
-        files: the result of `read_movielens`.
-        user_N: position of the rating's user in ``users``.
-        item_N: position of the rating's item in ``items``.
-        users: the users.
-        items: the items.
+        ratings: the result of `read_movielens`.
         visible_N: ratings that later ones may know of.
-        history: longest history.
+        history: longest history of liked items.
 
     Returns:
-        By name, in the order of ``SPARSE_NAMES``.
+        The ratings with more columns: `liked`, 1 from the rating 4; the list `history` of item ids;
+        like rate and mean rating of user and item so far (`user_like_rate` and so on), the number
+        `item_ratings` so far, `item_days` since the item's first rating, and `film_age` in years.
+        `zip` has two characters. Missing days and ages are null.
     """
-    occupation_U, num_occupations = _coded([user.occupation for user in users])
-    zip_U, num_zips = _coded([user.zip_code[:2] for user in users])
-    year_I = np.searchsorted(_YEAR_EDGES, [item.year for item in items], side="right")
-    genre_V, num_genres = _coded([name for item in items for name in item.genres])
-    genre_end_I = np.cumsum([len(item.genres) for item in items])
-    genre_start_I = genre_end_I - [len(item.genres) for item in items]
-    return {
-        "user_id": _single(np.arange(len(users)), user_N, len(users)),
-        "item_id": _single(np.arange(len(items)), item_N, len(items)),
-        "occupation": _single(occupation_U, user_N, num_occupations),
-        "zip": _single(zip_U, user_N, num_zips),
-        "year": _single(year_I.astype(np.int64), item_N, len(_YEAR_EDGES) + 1),
-        "genres": Jagged(genre_V, genre_start_I[item_N], genre_end_I[item_N], num_genres),
-        "history": liked_history(
-            user_N,
-            item_N,
-            files.timestamp_N,
-            visible_N & (files.rating_N >= LIKED),
-            len(items),
-            history,
-        ),
-    }
-
-
-def dense_features(
-    files: MovieLensFiles,
-    user_N: NDArray[np.int64],
-    item_N: NDArray[np.int64],
-    users: list[User],
-    items: list[Item],
-    visible_N: NDArray[np.bool_],
-) -> NDArray[np.float32]:
-    """Build the dense features, not yet brought to a common scale.
-
-    Args:
-        files: the result of `read_movielens`.
-        user_N: position of the rating's user in ``users``.
-        item_N: position of the rating's item in ``items``.
-        users: the users.
-        items: the items.
-        visible_N: ratings that later ones may know of.
-
-    Returns:
-        ``[N, len(DENSE_NAMES)]``.
-    """
-    time_N = files.timestamp_N
-    seen_N = visible_N.astype(np.float64)
-    like_N = seen_N * (files.rating_N >= LIKED)
-    rating_N = seen_N * files.rating_N
-    everyone_N = np.zeros_like(user_N)
-    all_count, all_likes, all_ratings = past_of(everyone_N, time_N, seen_N, like_N, rating_N)
+    _, user_N = np.unique(ratings["user_id"], return_inverse=True)
+    item_N, time_N, rating_N = (
+        ratings[name].to_numpy() for name in ("item_id", "timestamp", "rating")
+    )
+    liked_N = rating_N >= LIKED
+    sums_N = [visible_N * column_N for column_N in (1.0, liked_N, rating_N.astype(np.float64))]
+    all_count, all_likes, all_ratings = past_of(np.zeros_like(user_N), time_N, *sums_N)
     base_rate = (all_likes + 1.0) / (all_count + 2.0)
     base_mean = (all_ratings + 3.5) / (all_count + 1.0)
-
-    columns = {
-        "age": np.array([user.age for user in users], np.float64)[user_N],
-        "gender": np.array([(u.gender == "M") - (u.gender == "F") for u in users], float)[user_N],
+    found = {
+        "liked": liked_N.astype(np.float32),
+        "history": liked_history(user_N, item_N, time_N, visible_N & liked_N, history),
     }
     for name, group_N in (("user", user_N), ("item", item_N)):
-        count, likes, ratings = past_of(group_N, time_N, seen_N, like_N, rating_N)
+        count, likes, total = past_of(group_N, time_N, *sums_N)
         weight = count + _SMOOTHING
-        columns[f"{name}_ratings"] = np.log1p(count)
-        columns[f"{name}_like_rate"] = (likes + _SMOOTHING * base_rate) / weight
-        columns[f"{name}_mean"] = (ratings + _SMOOTHING * base_mean) / weight
-    columns["item_days"] = np.log1p(days_since_first(item_N, time_N, visible_N))
-    year_N = np.array([item.year for item in items], np.float64)[item_N]
-    now_N = 1970.0 + time_N / (365.25 * _SECONDS_PER_DAY)
-    columns["film_age"] = np.where(year_N > 0, np.log1p(np.maximum(now_N - year_N, 0.0)), 0.0)
-    return np.stack([columns[name] for name in DENSE_NAMES], axis=1).astype(np.float32)
-
-
-def days_since_first(
-    group_N: NDArray[np.int64], timestamp_N: NDArray[np.int64], visible_N: NDArray[np.bool_]
-) -> NDArray[np.float64]:
-    """Compute the days since the group's first visible rating, if that is strictly earlier.
-
-    Args:
-        group_N: numbered from 0.
-        timestamp_N: seconds.
-        visible_N: ratings that later ones may know of.
-
-    Returns:
-        ``[N]``, 0 where there is no earlier one.
-    """
-    never = np.iinfo(np.int64).max
-    first = np.full(int(group_N.max()) + 1, never)
-    np.minimum.at(first, group_N[visible_N], timestamp_N[visible_N])
-    since_N: NDArray[np.float64] = (
-        timestamp_N - np.minimum(first[group_N], timestamp_N)
-    ) / _SECONDS_PER_DAY
-    return since_N
+        found[f"{name}_like_rate"] = (likes + _SMOOTHING * base_rate) / weight
+        found[f"{name}_mean"] = (total + _SMOOTHING * base_mean) / weight
+        found[f"{name}_ratings"] = count
+    first = (
+        ratings.filter(pa.array(visible_N)).group_by("item_id").aggregate([("timestamp", "min")])
+    )
+    places = pc.index_in(ratings["item_id"], first["item_id"].combine_chunks())
+    since = pc.subtract(ratings["timestamp"], first["timestamp_min"].take(places))
+    days = pc.divide(since.cast(pa.float64()), _SECONDS_PER_DAY)
+    found["item_days"] = pc.if_else(pc.greater(since, 0), days, None)
+    now = pa.array(1970.0 + time_N / (365.25 * _SECONDS_PER_DAY))
+    found["film_age"] = pc.subtract(now, ratings["year"].cast(pa.float64()))
+    found["zip"] = pc.utf8_slice_codeunits(ratings["zip"].cast(pa.string()), 0, 2)
+    return pa.table({**{name: ratings[name] for name in ratings.column_names}, **found})

@@ -1,281 +1,201 @@
-"""Read the files of MovieLens in each of the layouts it is published in.
+"""Read the files of MovieLens, in each of the layouts it is published in, as one Arrow table."""
 
-Shapes: ``N`` ratings, ``U`` users, ``I`` items.
-"""
-
-import csv
-import io
-import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, final
+from typing import NamedTuple, NoReturn
 
-import numpy as np
-from numpy.typing import NDArray
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv
 
-GENRES_100K = (
-    "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary",
+_GENRES_100K = (
+    None, "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary",
     "Drama", "Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi",
     "Thriller", "War", "Western",
 )  # fmt: skip
-"""The order of the 19 flags of ``u.item``."""
-
-_NO_GENRE = {"", "unknown", "unkonwn", "(no genres listed)"}
-_YEAR = re.compile(r"\((\d{4})\)\s*$")
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class User:
-    """A user; fields that the layout lacks are empty or 0."""
-
-    age: int = 0
-    gender: str = ""
-    occupation: str = ""
-    zip_code: str = ""
+"""The order of the 19 flags of `u.item`; the first is for films of unknown genre."""
+_NO_GENRE = r"^(|unknown|unkonwn|\(no genres listed\))$"
+_TYPES = {
+    "user_id": pa.int64(), "item_id": pa.int64(), "rating": pa.float32(), "timestamp": pa.int64(),
+    "age": pa.int64(),
+}  # fmt: skip
+"""Types of columns; other columns are texts."""
+_USER = ("age", "gender", "occupation", "zip")
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A film; an unknown ``year`` is 0, unknown genres are empty."""
+class _Text(NamedTuple):
+    """A text file."""
 
-    year: int = 0
-    genres: tuple[str, ...] = ()
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MovieLensFiles:
-    """The files' content, ids as they stand in them, ratings in the files' order."""
-
-    user_N: NDArray[np.int64]
-    item_N: NDArray[np.int64]
-    rating_N: NDArray[np.float32]
-    timestamp_N: NDArray[np.int64]
-    users: dict[int, User]
-    items: dict[int, Item]
+    name: str
+    columns: str
+    delimiter: str = "\t"
+    header: str | None = None
+    """The first line, or its beginning; None: the file has no header."""
+    encoding: str = "utf-8"
 
 
-def read_movielens(folder: str | Path) -> MovieLensFiles:
+class _Layout(NamedTuple):
+    ratings: _Text
+    users: _Text | None
+    items: _Text
+    year: tuple[str, str]
+    """Column of the items with the year, and a pattern of the year."""
+    genres: str
+    """Text between genres; empty: the genres are flags."""
+
+
+_RATING = "user_id item_id rating timestamp"
+_ITEM = "item_id title genres"
+_IN_TITLE = ("title", r"\((?P<year>\d{4})\)\s*$")
+_FLAGS = [f"flag{k}" for k in range(19)]
+_LAYOUTS = (
+    _Layout(
+        _Text(
+            "ml-100k.inter",
+            _RATING,
+            header="user_id:token\titem_id:token\trating:float\ttimestamp:float",
+        ),
+        _Text("ml-100k.user", "user_id age gender occupation zip", header="user_id:token"),
+        _Text("ml-100k.item", "item_id title year genres", header="item_id:token"),
+        ("year", r"^(?P<year>\d{4})$"),
+        " ",
+    ),
+    _Layout(
+        _Text("u.data", _RATING),
+        _Text("u.user", "user_id age gender occupation zip", "|", encoding="latin-1"),
+        _Text(
+            "u.item",
+            " ".join(["item_id", "title", "date", "video", "url", *_FLAGS]),
+            "|",
+            encoding="latin-1",
+        ),
+        ("date", r"(?P<year>\d{4})$"),
+        "",
+    ),
+    _Layout(
+        _Text("ratings.dat", _RATING, "::"),
+        _Text("users.dat", "user_id gender age occupation zip", "::", encoding="latin-1"),
+        _Text("movies.dat", _ITEM, "::", encoding="latin-1"),
+        _IN_TITLE,
+        "|",
+    ),
+    _Layout(
+        _Text("ratings.csv", _RATING, ",", "userId,movieId,rating,timestamp"),
+        None,
+        _Text("movies.csv", _ITEM, ",", "movieId,title,genres"),
+        _IN_TITLE,
+        "|",
+    ),
+)
+
+
+def read_movielens(folder: str | Path) -> pa.Table:
     """Read MovieLens from a folder, of any release.
 
     Args:
-        folder: holds ``u.data`` (100K), ``ratings.dat`` (1M, 10M), ``ratings.csv`` (20M, 25M and
-            later) or ``ml-100k.inter`` (100K as packed by RecBole), with their companions.
+        folder: holds `u.data` (100K), `ratings.dat` (1M, 10M), `ratings.csv` (20M, 25M and later)
+            or `ml-100k.inter` (100K as packed by RecBole), with their companions.
 
     Returns:
-        The ratings, users and items.
+        The ratings, in the order of the file: `user_id`, `item_id`, `rating`, `timestamp`; of the
+        user `age`, `gender`, `occupation` and `zip`; of the film `year` and the list `genres`.
+        Values that the release does not have are null.
 
     Raises:
         FileNotFoundError: no known layout is there, or a companion file is missing.
-        ValueError: a file is truncated or damaged; the message names file, line and the
-            expected content. Or ratings refer to users or items missing in companion files.
+        ValueError: a file is truncated or damaged, or ratings refer to users or items that are
+            missing in companion files. The message names the file, and the line if there is one.
     """
     folder = Path(folder)
-    for ratings, (reader, users, items) in _LAYOUTS.items():
-        if (folder / ratings).is_file():
-            users_path = folder / users if users else None
-            files = reader(folder / ratings, users_path, folder / items)
-            if users_path is not None and files.users:  # the 10M release has none
-                _check_known("user", files.user_N, files.users, folder / ratings, users_path)
-            _check_known("item", files.item_N, files.items, folder / ratings, folder / items)
-            return files
+    for layout in _LAYOUTS:
+        path = folder / layout.ratings.name
+        if not path.is_file():
+            continue
+        ratings = _read(path, layout.ratings)
+        rating = ratings["rating"]
+        if not pc.all(pc.and_(pc.greater_equal(rating, 0), pc.less_equal(rating, 5))).as_py():
+            _damaged(path, f"ratings must be from 0 to 5; received {pc.min_max(rating)}")
+        items = _read(folder / layout.items.name, layout.items)
+        ratings = _joined(ratings, _with_year_and_genres(items, layout), path, layout.items)
+        users = layout.users
+        if users is None or (path.suffix == ".dat" and not (folder / users.name).is_file()):
+            for name in _USER:  # the 10M release and those after 1M have no data about users
+                ratings = ratings.append_column(name, pa.nulls(len(ratings), _TYPES.get(name)))
+            return ratings
+        return _joined(ratings, _read(folder / users.name, users), path, users)
     raise FileNotFoundError(
-        f"folder must hold MovieLens ratings in one of the files {', '.join(_LAYOUTS)}; received "
-        f"{folder}. Unpack a release of https://grouplens.org/datasets/movielens/ and name the "
-        "folder that its ratings file is in."
+        "folder must hold MovieLens ratings in one of the files "
+        f"{', '.join(layout.ratings.name for layout in _LAYOUTS)}; received {folder}. Unpack a "
+        "release of https://grouplens.org/datasets/movielens/ and name the folder that its ratings "
+        "file is in."
     )
 
 
-def _check_known(
-    kind: str, rated_N: NDArray[np.int64], known: Collection[int], ratings: Path, listed: Path
-) -> None:
-    rated = np.unique(rated_N)
-    missing = rated[~np.isin(rated, np.fromiter(known, np.int64, len(known)))]
-    if missing.size:
-        raise ValueError(
-            f"{ratings} has ratings of {missing.size} {kind}s that are not in {listed}, such as "
-            f"{kind} {missing[0]}. Both files must be of one release: download it again."
-        )
-
-
-def _bad_line(path: Path, line: int, due: str, text: str) -> NoReturn:
-    raise ValueError(
-        f"{path}, line {line}: must be {due}; received {text[:80]!r}. "
-        "The file is damaged or truncated: download it again."
-    )
-
-
-def _read_text(path: Path, encoding: str = "utf-8") -> str:
-    """Read a whole file, refusing one whose last line is not ended: a download was truncated."""
+def _read(path: Path, text: _Text) -> pa.Table:
+    """Read a text file; damage raises an error with the line."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} must be beside the ratings; it is missing. Unpack the whole release."
         )
-    text = path.read_bytes().decode(encoding)
-    if not text.endswith("\n"):
-        last = text.rsplit("\n", 1)[-1]
-        _bad_line(path, text.count("\n") + 1, "a whole line ended by a newline", last)
-    return text
-
-
-def _rows(
-    path: Path, separator: str, columns: str, encoding: str, header: bool
-) -> Iterator[tuple[int, Sequence[str]]]:
-    """Give the number and the fields of every line, each checked for its number of fields."""
-    names = columns.split()
-    text = _read_text(path, encoding)
-    lines = csv.reader(io.StringIO(text)) if separator == "," else None
-    for number, line in enumerate(text.splitlines() if lines is None else lines, 1):
-        fields = line.split(separator) if isinstance(line, str) else line
-        if header and number == 1:
-            continue
-        if len(fields) != len(names):
-            due = f"the {len(names)} fields {columns} between {separator!r}"
-            _bad_line(path, number, due, separator.join(fields))
-        yield number, fields
-
-
-def _integer(path: Path, line: int, name: str, text: str) -> int:
+    data = path.read_bytes()
+    if not data.endswith(b"\n"):
+        *whole, last = data.split(b"\n")
+        _damaged(path, f"line {len(whole) + 1} must end in a newline; received {last!r}")
+    if text.header is not None and not data.startswith(text.header.encode()):
+        first = data.split(b"\n", 1)[0]
+        _damaged(path, f"line 1 must be the header {text.header!r}; received {first!r}")
+    names = text.columns.split()
     try:
-        return int(text)
-    except ValueError:
-        _bad_line(path, line, f"a line with an integer {name}", text)
+        return csv.read_csv(
+            pa.BufferReader(data.replace(b"::", b"\t") if text.delimiter == "::" else data),
+            csv.ReadOptions(
+                use_threads=False,  # errors have line numbers
+                column_names=names,
+                skip_rows=int(text.header is not None),
+                encoding=text.encoding,
+            ),
+            csv.ParseOptions(
+                delimiter=text.delimiter.replace("::", "\t"),
+                quote_char='"' if text.delimiter == "," else False,
+            ),
+            csv.ConvertOptions(
+                column_types={name: _TYPES.get(name, pa.string()) for name in names},
+                null_values=[""],
+                strings_can_be_null=True,
+            ),
+        )
+    except pa.ArrowInvalid as error:
+        _damaged(path, str(error))
 
 
-_RATING = np.dtype([("user", "i8"), ("item", "i8"), ("rating", "f4"), ("timestamp", "i8")])
+def _damaged(path: Path, problem: str) -> NoReturn:
+    raise ValueError(f"{path}: {problem}. The file is damaged or truncated: download it again.")
 
 
-def _read_ratings(path: Path, separator: str, header: str | None) -> NDArray[np.void]:
-    """Parse the ratings in C, straight from the file; on failure find the line to blame."""
-    size_bytes = path.stat().st_size
-    if not size_bytes:
-        _bad_line(path, 1, "a rating", "")
-    with open(path, "rb") as file:
-        file.seek(size_bytes - 1)
-        whole = file.read() == b"\n"
-    if header is not None:
-        with open(path, encoding="utf-8", errors="replace") as lines:
-            first = lines.readline()
-        if first.strip() != header:
-            _bad_line(path, 1, f"the header {header!r}", first)
-    skipped = 0 if header is None else 1
-    try:
-        with open(path, encoding="utf-8") as lines:
-            ratings: NDArray[np.void] = np.loadtxt(
-                # loadtxt splits at single characters only.
-                (line.replace("::", "\t") for line in lines) if separator == "::" else lines,
-                _RATING,
-                delimiter="\t" if separator == "::" else separator,
-                skiprows=skipped,
-                comments=None,
-                ndmin=1,
-            )
-    except ValueError as error:
-        _blame_rating(path, separator, skipped, str(error))
-    if not whole or not ratings.size:
-        line = len(ratings) + skipped
-        _bad_line(path, line, "a whole rating ended by a newline", str(ratings[-1:]))
-    outside = np.flatnonzero(~((ratings["rating"] >= 0) & (ratings["rating"] <= 5)))
-    if outside.size:
-        line = int(outside[0]) + 1 + skipped
-        _bad_line(path, line, "a rating from 0 to 5", str(ratings["rating"][outside[0]]))
+def _with_year_and_genres(items: pa.Table, layout: _Layout) -> pa.Table:
+    column, pattern = layout.year
+    year = pc.struct_field(pc.extract_regex(items[column], pattern), "year").cast(pa.int64())
+    if layout.genres:
+        text = items["genres"]
+    else:
+        named = zip(_GENRES_100K, _FLAGS, strict=True)
+        words = [pc.if_else(pc.equal(items[flag], "1"), f"{n}|", "") for n, flag in named if n]
+        text = pc.utf8_rtrim(pc.binary_join_element_wise(*words, ""), "|")
+    text = pc.if_else(pc.match_substring_regex(text, _NO_GENRE), None, text)
+    genres = pc.split_pattern(text, layout.genres or "|")
+    return pa.table({"item_id": items["item_id"], "year": year, "genres": genres})
+
+
+def _joined(ratings: pa.Table, known: pa.Table, path: Path, text: _Text) -> pa.Table:
+    """Add the columns of each rating's user or item."""
+    key = known.column_names[0]
+    places = pc.index_in(ratings[key], known[key].combine_chunks())
+    if places.null_count:
+        missing = ratings[key].filter(places.is_null()).unique()
+        raise ValueError(
+            f"{path} has ratings of {len(missing)} {key}s that are not in "
+            f"{path.parent / text.name}, such as {missing[0]}. Both files must be of one release: "
+            "download it again."
+        )
+    for name in known.column_names[1:]:
+        ratings = ratings.append_column(name, known[name].take(places))
     return ratings
-
-
-def _blame_rating(path: Path, separator: str, skipped: int, error: str) -> NoReturn:
-    kinds: tuple[Callable[[str], object], ...] = (int, int, float, int)
-    with open(path, encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            if number <= skipped:
-                continue
-            try:
-                for kind, field in zip(kinds, line.split(separator), strict=True):
-                    kind(field)
-            except ValueError:
-                _bad_line(path, number, "the four numbers user, item, rating, timestamp", line)
-    raise ValueError(f"{path}: must hold four numbers a line; received: {error}.")
-
-
-def _files(
-    ratings: NDArray[np.void], users: dict[int, User], items: dict[int, Item]
-) -> MovieLensFiles:
-    return MovieLensFiles(
-        user_N=ratings["user"],
-        item_N=ratings["item"],
-        rating_N=ratings["rating"],
-        timestamp_N=ratings["timestamp"],
-        users=users,
-        items=items,
-    )
-
-
-def _genres(names: list[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in _NO_GENRE)
-
-
-def _titled_item(title: str, genres: str) -> Item:
-    """Build an item from ``Title (1995)`` and ``Comedy|Drama``."""
-    year = _YEAR.search(title)
-    return Item(int(year.group(1)) if year else 0, _genres(genres.split("|")))
-
-
-def _read_100k(ratings: Path, users_path: Path | None, items_path: Path) -> MovieLensFiles:
-    assert users_path is not None
-    users = {}
-    for line, f in _rows(users_path, "|", "user age gender occupation zip", "latin-1", False):
-        key = _integer(users_path, line, "user", f[0])
-        users[key] = User(_integer(users_path, line, "age", f[1]), f[2], f[3], f[4])
-    items = {}
-    columns = "item title date video-date url " + " ".join(f"genre{k}" for k in range(19))
-    for line, f in _rows(items_path, "|", columns, "latin-1", False):
-        year = int(f[2][-4:]) if f[2][-4:].isdigit() else 0
-        flagged = [name for name, flag in zip(GENRES_100K, f[5:], strict=True) if flag == "1"]
-        items[_integer(items_path, line, "item", f[0])] = Item(year, _genres(flagged))
-    return _files(_read_ratings(ratings, "\t", header=None), users, items)
-
-
-def _read_1m(ratings: Path, users_path: Path | None, items_path: Path) -> MovieLensFiles:
-    users = {}
-    if users_path is not None and users_path.is_file():  # The 10M release has none.
-        for line, f in _rows(users_path, "::", "user gender age occupation zip", "latin-1", False):
-            key = _integer(users_path, line, "user", f[0])
-            users[key] = User(_integer(users_path, line, "age", f[2]), f[1], f[3], f[4])
-    items = {}
-    for line, f in _rows(items_path, "::", "item title genres", "latin-1", False):
-        items[_integer(items_path, line, "item", f[0])] = _titled_item(f[1], f[2])
-    return _files(_read_ratings(ratings, "::", header=None), users, items)
-
-
-def _read_csv(ratings: Path, users_path: Path | None, items_path: Path) -> MovieLensFiles:
-    del users_path  # These releases have no data about users.
-    items = {}
-    for line, f in _rows(items_path, ",", "movieId title genres", "utf-8", True):
-        items[_integer(items_path, line, "movieId", f[0])] = _titled_item(f[1], f[2])
-    header = "userId,movieId,rating,timestamp"
-    return _files(_read_ratings(ratings, ",", header), {}, items)
-
-
-def _read_recbole(ratings: Path, users_path: Path | None, items_path: Path) -> MovieLensFiles:
-    assert users_path is not None
-    users = {}
-    for line, f in _rows(users_path, "\t", "user age gender occupation zip", "utf-8", True):
-        key = _integer(users_path, line, "user", f[0])
-        users[key] = User(_integer(users_path, line, "age", f[1]), f[2], f[3], f[4])
-    items = {}
-    for line, f in _rows(items_path, "\t", "item title year genres", "utf-8", True):
-        year = int(f[2]) if f[2].isdigit() else 0
-        items[_integer(items_path, line, "item", f[0])] = Item(year, _genres(f[3].split(" ")))
-    header = "user_id:token\titem_id:token\trating:float\ttimestamp:float"
-    return _files(_read_ratings(ratings, "\t", header), users, items)
-
-
-_LAYOUTS: dict[str, tuple[Callable[[Path, Path | None, Path], MovieLensFiles], str | None, str]] = {
-    "ml-100k.inter": (_read_recbole, "ml-100k.user", "ml-100k.item"),
-    "u.data": (_read_100k, "u.user", "u.item"),
-    "ratings.dat": (_read_1m, "users.dat", "movies.dat"),
-    "ratings.csv": (_read_csv, None, "movies.csv"),
-}
-"""Ratings file -> its reader, its users file and its items file."""

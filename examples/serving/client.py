@@ -10,23 +10,24 @@ from pathlib import Path
 
 import numpy as np
 
-DATATYPES = {"float32": "FP32", "int64": "INT64"}
+DATATYPES = {"f": "FP64", "i": "INT64", "b": "BOOL", "U": "BYTES"}
 
 
 def read_request(path: Path, user: int) -> dict[str, np.ndarray]:
-    """Return the tensors of a user's rows: dense features, and ids and lengths per feature."""
+    """Return the raw columns of a user's rows, with the lengths of lists."""
     with np.load(path) as file:
         arrays = dict(file)
     rows = np.flatnonzero(arrays["user_id"] == user)
     if len(rows) == 0:
         users = np.unique(arrays["user_id"])
         raise SystemExit(f"--user must be one of the test users, such as {users[:10].tolist()}.")
-    request = {"dense_features": arrays.pop("dense_features")[rows]}
-    for name in [name for name in arrays if f"{name}.lengths" in arrays]:
-        lengths = arrays[f"{name}.lengths"]
-        bags = np.split(arrays[name], np.cumsum(lengths)[:-1])
-        request[name] = np.concatenate([bags[row] for row in rows])
-        request[f"{name}.lengths"] = lengths[rows]
+    request = {}
+    for name, array in arrays.items():
+        if f"{name}.lengths" in arrays:
+            bags = np.split(array, np.cumsum(arrays[f"{name}.lengths"])[:-1])
+            request[name] = np.concatenate([bags[row] for row in rows])
+        else:
+            request[name] = array[rows]
     return request
 
 
@@ -42,8 +43,8 @@ def main() -> None:
     protocol = importlib.import_module(f"tritonclient.{'grpc' if options.grpc else 'http'}")
     inputs = []
     for name, array in request.items():
-        one = protocol.InferInput(name, list(array.shape), DATATYPES[array.dtype.name])
-        one.set_data_from_numpy(array)
+        one = protocol.InferInput(name, list(array.shape), DATATYPES[array.dtype.kind])
+        one.set_data_from_numpy(array.astype(object) if array.dtype.kind == "U" else array)
         inputs.append(one)
     client = protocol.InferenceServerClient(f"127.0.0.1:{options.port}")
     scores = client.infer(options.model, inputs).as_numpy("output")[:, 0]

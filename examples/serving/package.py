@@ -2,7 +2,8 @@
 
     python examples/serving/package.py --run runs/dlrm --out runs/serving
 
-Writes `OUT/models/movies`, a folder that Triton serves, and `OUT/requests.npz` for client.py.
+Writes `OUT/models/movies`, a folder that Triton serves, and `OUT/requests.npz` for client.py. The
+package contains the description of the raw columns, so requests have users and films by their ids.
 """
 
 import argparse
@@ -10,35 +11,43 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "dlrm"))
-from data import Data, load_data
 from model import build_model
+from movielens.data import load_movielens
 
 import recsys.inference
 from recsys.distributed.checkpoint import load_checkpoint
-from recsys.distributed.types import ShardingEnv
+from recsys.features import FeatureSpec
 from recsys.modules.dlrm import DLRMTrain
 
 
-def load_model(run: Path, data: Data, embedding_dim: int) -> torch.nn.Module:
+def load_model(run: Path, spec: FeatureSpec, embedding_dim: int) -> torch.nn.Module:
     """Load the checkpoint into the unsharded model and quantize its tables."""
-    options = argparse.Namespace(embedding_dim=embedding_dim)
-    model = DLRMTrain(build_model(data, options, torch.device("cpu")))
+    model = DLRMTrain(build_model(spec, embedding_dim, torch.device("cpu")))
     load_checkpoint(run / "best", model)
     return recsys.inference.quantize_embeddings(model.model.eval(), torch.int8)
 
 
-def write_requests(data: Data, path: Path) -> None:
-    """Write the features of the test ratings, with the user and the film of each."""
-    batches = list(data.whole_test)
-    arrays = {"dense_features": torch.cat([batch.dense_features for batch in batches])}
-    for name in data.feature_names:
-        features = [batch.sparse_features[name] for batch in batches]
-        arrays[name] = torch.cat([one.values() for one in features]).long()
-        arrays[f"{name}.lengths"] = torch.cat([one.lengths() for one in features]).long()
-    np.savez(path, **{name: array.numpy() for name, array in arrays.items()})
+def write_requests(spec: FeatureSpec, table: pa.Table, path: Path) -> None:
+    """Write the raw columns of ratings: values, and lengths of lists and missing values."""
+    arrays = {}
+    for name in spec.column_names(labels=False):
+        column = table[name].combine_chunks()
+        if pa.types.is_list(column.type):
+            arrays[f"{name}.lengths"] = column.value_lengths().fill_null(0).cast(pa.int64())
+            column = column.flatten()
+        if name in spec.dense_names:
+            column = column.cast(pa.float64())  # a missing number is a NaN
+        elif column.null_count:
+            arrays[f"{name}.missing"] = column.is_null()
+            column = column.fill_null(0)
+        arrays[name] = column
+    found = {name: array.to_numpy(zero_copy_only=False) for name, array in arrays.items()}
+    np.savez(path, **{n: a.astype(str) if a.dtype == object else a for n, a in found.items()})
 
 
 def main() -> None:
@@ -49,15 +58,14 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.run / "best").is_dir():
         parser.error(f"--run {options.run} must have a checkpoint. Run make train first.")
-    choices = {"dataset": "movielens", "data": None, "split": "time", "batch_size": 256, "seed": 0}
-    data = load_data(argparse.Namespace(**choices), ShardingEnv.default())
+    spec, test = FeatureSpec.load(options.run / "features"), load_movielens().test
     options.out.mkdir(parents=True, exist_ok=True)
-    write_requests(data, options.out / "requests.npz")
-    batch = next(iter(data.whole_test))
+    write_requests(spec, test, options.out / "requests.npz")
     recsys.inference.package(
-        load_model(options.run, data, options.embedding_dim),
+        load_model(options.run, spec, options.embedding_dim),
         options.out / "models/movies",
-        (batch.dense_features, batch.sparse_features),
+        test.select(spec.column_names(labels=False)).slice(0, 2),
+        spec=spec,
     )
     print(f"The package is {options.out / 'models/movies'}.")
 

@@ -15,12 +15,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recsys import datasets
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import ShardingEnv
+from recsys.features import FeatureSpec
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.mlp import MLP
@@ -30,34 +34,34 @@ from recsys.sparse import KeyedJaggedTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from arguments import folder, positive, whole
-from movielens.data import MovieLens, MovieLensBatches, load_movielens
+from movielens.data import MovieLens, load_movielens
 
-USER = {"user_id": ["user_id"], "occupation": ["occupation"], "zip": ["zip"], "seen": ["history"]}
-FILM = {"item_id": ["item_id"], "year": ["year"], "genres": ["genres"]}
+USER = ["user_id", "occupation", "zip", "history"]
+FILM = ["item_id", "year", "genres"]
 NEAREST = 50
 
 
 class Tower(nn.Module):
     """Features in, a vector of length 1 out."""
 
-    def __init__(self, tables: dict[str, list[str]], rows: dict[str, int], dim: int) -> None:
+    def __init__(self, names: list[str], rows: dict[str, int], dim: int) -> None:
         super().__init__()
         self.bags = EmbeddingBagCollection(
             tables=[
                 EmbeddingBagConfig(
                     name=name,
                     embedding_dim=dim,
-                    num_embeddings=rows[features[0]],
-                    feature_names=features,
+                    num_embeddings=rows[name],
+                    feature_names=[name],
                     pooling=PoolingType.MEAN,
                     weight_init_min=-0.05,
                     weight_init_max=0.05,
                 )
-                for name, features in tables.items()
+                for name in names
             ],
             device=torch.device("meta"),
         )
-        self.mlp = MLP(len(tables) * dim, [128, dim])
+        self.mlp = MLP(len(names) * dim, [128, dim])
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """Return vectors of shape ``[B, dim]``."""
@@ -69,12 +73,13 @@ class TwoTower(nn.Module):
 
     def __init__(self, data: MovieLens, dim: int, temperature: float) -> None:
         super().__init__()
-        self.user = Tower(USER, data.num_embeddings, dim)
-        self.film = Tower(FILM, data.num_embeddings, dim)
+        rows = {feature.name: feature.rows for feature in data.spec.features()}
+        self.user = Tower(USER, rows, dim)
+        self.film = Tower(FILM, rows, dim)
         self.temperature = temperature
-        film = ids(data, "item_id")[liked(data, "train")]
-        counts = torch.from_numpy(np.bincount(film, minlength=data.num_embeddings["item_id"]) + 1)
-        self.register_buffer("log_share", (counts / counts.sum()).log().float())
+        films = ids(data.spec, liked(data.train), "item_id")
+        counts = torch.bincount(films, minlength=rows["item_id"]) + 1
+        self.register_buffer("log_share", (counts / counts.sum()).log())
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """Return the loss of a batch of likes."""
@@ -86,42 +91,42 @@ class TwoTower(nn.Module):
         return nn.functional.cross_entropy(scores.masked_fill(same, -torch.inf), right)
 
 
-def liked(data: MovieLens, part: str) -> np.ndarray:
-    """Return positions of the part's ratings of 4 or more."""
-    rows = data.rows(part)
-    return rows[data.label_N[rows] == 1]
+def liked(part: pa.Table) -> pa.Table:
+    """Return the ratings of 4 or more."""
+    return part.filter(pc.field("liked") == 1)
 
 
-def ids(data: MovieLens, name: str) -> np.ndarray:
-    """Return the id of every rating in a feature with one id per rating."""
-    return data.sparse[name].values_V[data.sparse[name].start_N]
+def ids(spec: FeatureSpec, part: pa.Table, name: str) -> Tensor:
+    """Return the row number of every rating in a feature with one id per rating."""
+    return spec.transform(part).sparse_features[name].values()
 
 
 @torch.no_grad()
-def recall(model: TwoTower, data: MovieLens, part: str, device: torch.device) -> dict[str, float]:
+def recall(
+    model: TwoTower, data: MovieLens, part: pa.Table, device: torch.device
+) -> dict[str, float]:
     """Return the share of the part's liked films among the nearest films not rated before.
 
     Every rank scores all samples, because a lookup in sharded tables needs a batch of every rank.
     """
     model.eval()
-    film_N, user_N = ids(data, "item_id"), ids(data, "user_id")
-    films, first = np.unique(film_N, return_index=True)
-    vectors = model.film(data.batch(first).sparse_features.to(device))
-    rows, past = liked(data, part), data.rows("train")
-    popular = torch.from_numpy(np.bincount(film_N[liked(data, "train")], minlength=films.max() + 1))
+    user, film = (ids(data.spec, data.train, name) for name in ("user_id", "item_id"))
+    films, first = np.unique(film, return_index=True)
+    vectors = model.film(data.spec.transform(data.train.take(first)).sparse_features.to(device))
+    seen = torch.zeros(int(user.max()) + 1, int(film.max()) + 1, dtype=torch.bool)
+    seen[user, film] = True
     hits = {"two towers": 0, "the most liked": 0}
-    seen = np.zeros((user_N.max() + 1, films.max() + 1), dtype=bool)
-    seen[user_N[past], film_N[past]] = True
-    for some in np.array_split(rows, -(-len(rows) // 1024)):
-        users = model.user(data.batch(some).sparse_features.to(device, non_blocking=True))
-        known = torch.from_numpy(seen[user_N[some]][:, films]).to(device)
-        wanted = torch.from_numpy(np.searchsorted(films, film_N[some])).to(device)
-        by_likes = popular[torch.from_numpy(films)].to(device).float().expand(len(some), -1)
-        for name, scores in {"two towers": users @ vectors.T, "the most liked": by_likes}.items():
+    for batch in datasets.table(liked(part), data.spec, 1024):
+        features = batch.sparse_features
+        known = seen[features["user_id"].values()][:, films].to(device)
+        wanted = features["item_id"].values()[:, None] == torch.from_numpy(films)
+        near = model.user(features.to(device)) @ vectors.T
+        popular = model.log_share[films].expand_as(near)
+        for name, scores in {"two towers": near, "the most liked": popular}.items():
             nearest = scores.masked_fill(known, -torch.inf).topk(NEAREST).indices
-            hits[name] += int((nearest == wanted[:, None]).any(1).sum())
+            hits[name] += int(wanted.to(device).gather(1, nearest).sum())
     model.train()
-    return {name: count / len(rows) for name, count in hits.items()}
+    return {name: count / len(liked(part)) for name, count in hits.items()}
 
 
 def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device) -> None:
@@ -143,8 +148,14 @@ def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device)
         lambda params: torch.optim.Adam(params, lr=arguments.dense_lr),
     )
     optimizer = CombinedOptimizer([sharded.fused_optimizer, dense])
-    batches = MovieLensBatches(
-        data, liked(data, "train"), arguments.batch_size, env.rank, env.world_size, shuffle=True
+    batches = datasets.table(
+        liked(data.train),
+        data.spec,
+        arguments.batch_size,
+        rank=env.rank,
+        world_size=env.world_size,
+        divide="batches",
+        shuffle=True,
     )
     if env.rank == 0:
         print(f"{sharded.plan}\n")
@@ -156,10 +167,10 @@ def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device)
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-        found = recall(sharded.module, data, "validation", device)
+        found = recall(sharded.module, data, data.validation, device)
         if env.rank == 0:
             print(f"epoch {epoch + 1}: loss {torch.stack(losses).mean():.4f}, {as_text(found)}")
-    found = recall(sharded.module, data, "test", device)
+    found = recall(sharded.module, data, data.test, device)
     if env.rank == 0:
         print(f"test: {as_text(found)}")
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import posixpath
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import csv, fs
 
-from recsys.datasets.tables import File, is_text, is_utf8, table_of
+from recsys.datasets.memory import table_of
+from recsys.datasets.tables import File, conversion_of, is_text, is_utf8
 
 __all__ = ["ParquetSource", "Source", "TableSource", "TextSource", "Unit", "source_of"]
 
@@ -147,11 +148,10 @@ class TextSource:
 
     def read(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
         """Yield an Arrow table for each block."""
-        types = {name: self.schema.field(name).type for name in columns}
         number = 0
         try:
             for number in numbers:
-                yield self._parse(number, columns, types)
+                yield self._parse(number, columns)
         except (pa.ArrowInvalid, pa.ArrowKeyError, OSError) as error:
             text = str(error)
             if (found := re.search(r"Row #(\d+)", text)) is not None:
@@ -181,7 +181,7 @@ class TextSource:
         with system.open_input_file(path) as opened:
             return sum(_lines(opened, n, self._size).count(b"\n") for n in range(number))
 
-    def _parse(self, number: int, columns: Sequence[str], types: Mapping[str, Any]) -> Any:
+    def _parse(self, number: int, columns: Sequence[str]) -> Any:
         system, path = self._file.fragment.filesystem, self._file.fragment.path
         if self._is_whole:
             with system.open_input_stream(path, compression="detect") as stream:
@@ -199,27 +199,13 @@ class TextSource:
             autogenerate_column_names=is_first and self._reading.autogenerate_column_names,
             encoding=self._file.encoding,
         )
-        schema = pa.schema([(name, types[name]) for name in columns])
         if not data.strip():
-            return schema.empty_table()
-        given = self._conversion
-        conversion = csv.ConvertOptions(
-            check_utf8=given.check_utf8,
-            column_types={**given.column_types, **types},
-            null_values=given.null_values,
-            true_values=given.true_values,
-            false_values=given.false_values,
-            decimal_point=given.decimal_point,
-            strings_can_be_null=given.strings_can_be_null,
-            quoted_strings_can_be_null=given.quoted_strings_can_be_null,
-            timestamp_parsers=given.timestamp_parsers,
-            include_columns=list(columns),
-        )
+            return pa.schema([self.schema.field(name) for name in columns]).empty_table()
         table = csv.read_csv(
             pa.BufferReader(data),
             read_options=reading,
             parse_options=self._format.parse_options,
-            convert_options=conversion,
+            convert_options=conversion_of(self._conversion, self.schema, columns),
         )
         return table.combine_chunks()
 
@@ -229,7 +215,7 @@ class TableSource:
     """A table in memory, or a memory-mapped `Dataset` of Hugging Face; units are slices.
 
     Args:
-        data: as for `recsys.datasets.tables.table_of`.
+        data: as for `recsys.datasets.memory.table_of`.
     """
 
     def __init__(self, data: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tables in memory and in files, as Arrow tables.
+"""Tables in files, as Arrow tables.
 
 Parquet, CSV and TSV files are read by pyarrow: local paths, globs, folders, and URLs of any file
 system that fsspec knows.
@@ -20,23 +20,24 @@ from pathlib import PurePath
 from typing import Any, Final, TypeAlias, final
 
 import fsspec
-import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 from pyarrow import csv, fs
 
+from recsys.datasets.memory import table_of
 from recsys.kernels.arguments import wrong_type
 
 __all__ = [
     "File",
     "Paths",
+    "conversion_of",
     "files_of",
     "is_path",
     "is_text",
     "is_utf8",
     "kind_of",
     "located",
-    "table_of",
     "tables_of",
     "unify_types",
 ]
@@ -62,12 +63,11 @@ class File:
     encoding: str
     """Encoding of a text file, which the fragment does not keep."""
 
-    def batches(self, columns: Sequence[str] | None = None, rows: Any = None) -> Iterator[Any]:
-        """Yield Arrow tables of some 64 thousand rows.
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
+        """Yield Arrow tables of at most some 64 thousand rows; text files, of a mebibyte of text.
 
         Args:
             columns: the columns to read; None: all.
-            rows: a filter, an expression of `pyarrow.dataset`.
 
         Raises:
             KeyError: the file does not have a column.
@@ -75,14 +75,34 @@ class File:
                 column.
         """
         self.check_columns(columns or ())
-        found = self.fragment.to_batches(
-            schema=self.schema, columns=columns, filter=rows, batch_size=1 << 16, use_threads=False
-        )
+        names = self.schema.names if columns is None else columns
+        read = self._text_batches if is_text(self) else self._parquet_batches
         try:
-            for batch in found:
+            for batch in read(names):
                 yield pa.Table.from_batches([batch])
         except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as error:
             raise ValueError(f"{self.path} cannot be read: {error}") from error
+
+    # `Fragment.to_batches` reads ahead without a limit, up to the whole file.
+
+    def _parquet_batches(self, names: Sequence[str]) -> Iterator[Any]:
+        system, path = self.fragment.filesystem, self.fragment.path
+        is_remote = not isinstance(system, fs.LocalFileSystem)
+        with system.open_input_file(path) as opened:
+            file = pq.ParquetFile(opened, metadata=self.fragment.metadata, pre_buffer=is_remote)
+            for number in range(file.num_row_groups):
+                for batch in file.iter_batches(1 << 16, [number], list(names), use_threads=False):
+                    yield batch.select(names)
+
+    def _text_batches(self, names: Sequence[str]) -> Iterator[Any]:
+        kind = self.fragment.format
+        options = kind.default_fragment_scan_options
+        reading = options.read_options
+        reading.encoding = self.encoding
+        conversion = conversion_of(options.convert_options, self.schema, names)
+        system, path = self.fragment.filesystem, self.fragment.path
+        with system.open_input_stream(path, compression="detect") as stream:
+            yield from csv.open_csv(stream, reading, kind.parse_options, conversion)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Check that the file has columns.
@@ -103,6 +123,28 @@ class File:
                 f"{self.path} must have one column of each name; it has several {twice}. Rename "
                 "them."
             )
+
+
+def conversion_of(given: Any, schema: Any, columns: Sequence[str]) -> Any:
+    """Return options that read some columns of text, with the types of a schema.
+
+    Args:
+        given: the `ConvertOptions` of `pyarrow.csv` that all columns have.
+        schema: the types.
+        columns: the columns to read.
+    """
+    return csv.ConvertOptions(
+        check_utf8=given.check_utf8,
+        column_types={**given.column_types, **{n: schema.field(n).type for n in columns}},
+        null_values=given.null_values,
+        true_values=given.true_values,
+        false_values=given.false_values,
+        decimal_point=given.decimal_point,
+        strings_can_be_null=given.strings_can_be_null,
+        quoted_strings_can_be_null=given.quoted_strings_can_be_null,
+        timestamp_parsers=given.timestamp_parsers,
+        include_columns=list(columns),
+    )
 
 
 def is_text(file: File) -> bool:
@@ -402,82 +444,3 @@ def tables_of(data: Any, columns: Sequence[str], kinds: Mapping[str, str | None]
                 yield from tables_of(part, columns, kinds)
     else:
         yield table_of(data)
-
-
-def table_of(data: Any) -> Any:
-    """Convert a table to Arrow.
-
-    Args:
-        data: a Table or RecordBatch of Arrow, a DataFrame of pandas or polars, a `Dataset` of
-            Hugging Face, or a dict of columns (arrays, tensors or lists). NaN is a missing value in
-            a DataFrame of pandas, and an error elsewhere.
-
-    Returns:
-        A `pyarrow.Table`.
-
-    Raises:
-        TypeError: it is not a table, or a column contains values of several types.
-        ValueError: columns of a dict have different numbers of rows, or numbers that do not fit
-            into 64 bits.
-
-    Example:
-        >>> table_of({"age": [31, None], "tags": [["a"], []]}).column_names
-        ['age', 'tags']
-    """
-    if isinstance(data, pa.Table):
-        return data
-    if isinstance(data, pa.RecordBatch):
-        return pa.Table.from_batches([data])
-    try:
-        if hasattr(data, "iloc") and hasattr(data, "columns"):  # pandas
-            return pa.Table.from_pandas(data, preserve_index=False)
-        if hasattr(data, "to_arrow") and hasattr(data, "columns"):  # polars
-            for name, kind in zip(data.columns, data.dtypes, strict=True):
-                if str(kind) == "Object":  # Arrow receives addresses
-                    raise TypeError(
-                        f"Column {name!r} must have values of one type; received Python objects. "
-                        "Convert the column."
-                    )
-            return data.to_arrow()
-        if hasattr(data, "with_format"):  # Hugging Face
-            return data.with_format("arrow")[:]
-        if isinstance(data, Mapping):
-            return _from_columns({str(name): _array_of(name, data[name]) for name in data})
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        raise TypeError(
-            f"A column must have values of one type; received {error}. Convert the column."
-        ) from error
-    wrong_type(
-        "data", "a table of Arrow, pandas, polars or Hugging Face, or a dict of columns", data
-    )
-
-
-def _from_columns(columns: Mapping[str, Any]) -> Any:
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"Columns must have the same number of rows; received {lengths}.")
-    return pa.table(dict(columns))
-
-
-def _array_of(name: object, column: Any) -> Any:
-    if hasattr(column, "to_arrow") or isinstance(column, pa.Array | pa.ChunkedArray):
-        return column.to_arrow() if hasattr(column, "to_arrow") else column
-    if isinstance(column, str | bytes | set | Mapping) or not hasattr(column, "__len__"):
-        wrong_type(f"Column {name!r}", "an array, a tensor or a list", column)
-    try:
-        if hasattr(column, "detach"):  # a tensor
-            column = column.detach().cpu().numpy()
-        if isinstance(column, np.ndarray) and column.ndim == 2:
-            column = list(column)
-        try:
-            return pa.array(column)
-        except OverflowError:  # Python's numbers from 2^63 on
-            return pa.array(column, pa.uint64())
-    except OverflowError as error:
-        raise ValueError(
-            f"Column {name!r} must have numbers of 64 bits; received others: {error}. Hash them."
-        ) from error
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, TypeError) as error:
-        raise TypeError(
-            f"Column {name!r} must have values of one type; received {error}. Convert the column."
-        ) from error

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.datasets.tables import table_of, tables_of
+from recsys.datasets.memory import table_of
+from recsys.datasets.tables import tables_of
 from recsys.datasets.utils import Batch
 from recsys.features import save
 from recsys.features.columns import (

@@ -23,6 +23,8 @@ _Array: TypeAlias = np.ndarray[Any, Any]
 _FIRST: Final = 2
 """Row of the first value of a vocabulary."""
 _PARTITIONS: Final = 64
+_PART_ROWS: Final = 500
+"""Memory of a part beside its rows, some kilobytes, as a number of rows."""
 _TYPES: Final = {"text": pa.large_string(), "number": pa.int64()}
 
 
@@ -120,11 +122,12 @@ class Counts:
         self._folder: str | None = None
         self._num_files = 0
         self._merged_rows = 0
+        self._waiting_rows = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return one table, so that another process can merge it."""
         parts = [self.table()] if self._kind else []
-        whole = {"_folder": None, "_num_files": 0, "_merged_rows": 0}
+        whole = {"_folder": None, "_num_files": 0, "_merged_rows": 0, "_waiting_rows": 0}
         return {"_limit": self._limit, "_kind": self._kind, "_parts": parts, **whole}
 
     def add(self, name: str, keys: Keys) -> None:
@@ -190,12 +193,15 @@ class Counts:
             )
         self._kind = kind
         self._parts.append(part)
-        waiting = sum(map(len, self._parts)) - self._merged_rows
-        if waiting > max(1_000_000, self._merged_rows) or waiting > self._limit:
-            self._parts = [_merged(self._parts)]
-            self._merged_rows = len(self._parts[0])
+        self._waiting_rows += len(part) + _PART_ROWS
+        if self._waiting_rows > min(self._limit, max(1_000_000, self._merged_rows)):
+            self._merge_parts()
             if self._merged_rows > self._limit:
                 self._move_to_files()
+
+    def _merge_parts(self) -> None:
+        self._parts = [_merged(self._parts)]
+        self._merged_rows, self._waiting_rows = len(self._parts[0]), 0
 
     def _move_to_files(self) -> None:
         (part,) = self._parts
@@ -217,12 +223,11 @@ class Counts:
         """Yield tables of distinct values that have no value in common."""
         if self._folder is None:
             if self._parts:
-                self._parts = [_merged(self._parts)]
-                self._merged_rows = len(self._parts[0])
+                self._merge_parts()
                 yield self._parts[0]
             return
         if self._parts:
-            self._parts = [_merged(self._parts)]
+            self._merge_parts()
             self._move_to_files()
         for place in range(_PARTITIONS):
             tables = []

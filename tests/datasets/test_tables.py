@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import torch
-from pyarrow import fs
+from pyarrow import csv, fs
 
+from recsys.datasets.memory import table_of
 from recsys.datasets.tables import (
     File,
     files_of,
     is_text,
     kind_of,
     located,
-    table_of,
     tables_of,
     unify_types,
 )
@@ -236,3 +237,25 @@ def test_hidden_files_of_a_folder_are_no_data(tmp_path: Path) -> None:
         (tmp_path / name).write_text("x\n1\n")
     found = [Path(file.path).relative_to(tmp_path).as_posix() for file in files_of(tmp_path)]
     assert found == ["a.csv", "day/b.csv"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_slow_consumer_holds_some_rows(tmp_path: Path, kind: str) -> None:
+    """However fast the file is read, only some rows are in memory."""
+    table = pa.table({"a": np.arange(5_000_000), "b": np.arange(5_000_000) * 7})
+    path = tmp_path / f"rows.{kind}"
+    if kind == "csv":
+        csv.write_csv(table, path)
+    else:
+        pq.write_table(table, path, row_group_size=1 << 16)
+    (file,) = files_of(path)
+    pool, rows, most = pa.default_memory_pool(), 0, 0
+    before, size = pool.bytes_allocated(), table.nbytes
+    for number, batch in enumerate(file.batches(["b", "a"])):
+        assert batch.column_names == ["b", "a"]
+        rows += batch.num_rows
+        if number < 10:
+            time.sleep(0.04)
+        most = max(most, pool.bytes_allocated() - before)
+    assert rows == table.num_rows
+    assert most < 0.6 * size

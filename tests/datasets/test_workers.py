@@ -12,8 +12,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from movielens.data import MovieLens, MovieLensBatches
-from movielens.features import Jagged
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
@@ -58,19 +56,6 @@ def _mapped(folder: Path, rank: int, world_size: int) -> IterableDataset[Batch]:
     return _binary(folder, rank, world_size, mmap_mode=True, shuffle_training_set=True)
 
 
-def _movielens(folder: Path, rank: int, world_size: int) -> MovieLensBatches:
-    count = sum(LINES)
-    numbers = np.arange(count)
-    feature = Jagged(values_V=numbers, start_N=numbers, end_N=numbers + 1, num_embeddings=count)
-    data = MovieLens(
-        dense_ND=np.log1p(numbers)[:, None].astype(np.float32),
-        sparse={"item_id": feature},
-        label_N=np.ones(count, np.float32),
-        part_N=np.zeros(count, np.int64),
-    )
-    return data.batches("train", 2, rank, world_size, shuffle=True)
-
-
 def _random(folder: Path, rank: int, world_size: int) -> RandomRecDataset:
     return RandomRecDataset(["f"], 2, manual_seed=rank, num_batches=11, num_generated_batches=11)
 
@@ -86,7 +71,6 @@ BATCHES: dict[str, Callable[..., IterableDataset[Any]]] = {
     "CriteoDataset": _criteo,
     "binary": _binary,
     "binary, mapped and shuffled": _mapped,
-    "MovieLensBatches": _movielens,
     "random": _random,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -98,21 +99,51 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_once() -> None:
     assert "argument --out: must be a folder that can be written to" in done.stderr
 
 
-def test_criteo_files_on_two_processes(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    (tmp_path / "data").mkdir()
-    for day in range(2):
-        lines = [_criteo_line(rng) for _ in range(1500)]
-        (tmp_path / "data" / f"day_{day}").write_text("\n".join(lines) + "\n")
+@pytest.fixture(scope="module")
+def days(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four files of clicks, one of them compressed."""
+    rng, folder = random.Random(0), tmp_path_factory.mktemp("days")
+    for day in range(4):
+        lines = [_criteo_line(rng) for _ in range(800)]
+        text = "\n".join(lines).encode() + b"\n"
+        if day == 1:
+            (folder / "day_1.gz").write_bytes(gzip.compress(text))
+        else:
+            (folder / f"day_{day}").write_bytes(text)
+    return folder
+
+
+def _run_criteo(data: Path, out: Path) -> str:
     output = _run(
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
-        *("--dataset", "criteo", "--data", str(tmp_path / "data"), "--num-embeddings", "64"),
-        *("--batch-size", "32", "--embedding-dim", "8", "--out", str(tmp_path / "out")),
+        *("--dataset", "criteo", "--data", str(data), "--batch-size", "32"),
+        *("--embedding-dim", "8", "--out", str(out)),
     )
     auc = _auc(output, "DLRM, sharded")
     assert auc > 0.75  # the first category tells the label; guessing gives 0.5
     assert _auc(output, "unsharded, from the checkpoint") == pytest.approx(auc, abs=1e-4)
     assert _auc(output, "int8 TorchScript, fresh process") == pytest.approx(auc, abs=0.002)
+    return output
+
+
+def test_criteo_files_on_two_processes(days: Path, tmp_path: Path) -> None:
+    _run_criteo(days, tmp_path / "out")
+
+
+def test_prepared_criteo_files_on_two_processes(days: Path, tmp_path: Path) -> None:
+    spec, ready = SCRIPT.with_name("criteo_spec.py"), tmp_path / "ready"
+    given = ("--spec", str(spec), "--format", "tsv", "--input", f"{days}/day_*")
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "recsys", "prepare", *given, "--output", str(ready)),
+            *("--row-group-rows", "400", "--file-rows", "800"),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    assert len(list(ready.glob("*.parquet"))) == 4
+    _run_criteo(ready, tmp_path / "out")
 
 
 def test_a_killed_job_goes_on_and_ends_alike() -> None:

@@ -8,39 +8,77 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
+import torch
+from movielens.data import build_movielens
 from serving.client import read_request
+from serving.package import write_requests as write_requests_of
 from serving.triton_server import errors_of, find_server, free_ports, stop, triton_server
+
+from tests.examples.movielens.case import made_up_ratings
 
 
 def write_requests(path: Path) -> None:
     np.savez(
         path,
-        dense_features=np.arange(8, dtype=np.float32).reshape(4, 2),
+        age=np.arange(4.0),
         user_id=np.array([7, 8, 7, 9]),
-        **{"user_id.lengths": np.ones(4, np.int64)},
-        history=np.array([1, 2, 3, 4, 5]),
-        **{"history.lengths": np.array([2, 1, 0, 2])},
+        year=np.array([1990, 0, 0, 1995]),
+        **{"year.missing": np.array([False, True, True, False])},
+        genres=np.array(["War", "Drama", "Comedy", "War", "Western"]),
+        **{"genres.lengths": np.array([2, 1, 0, 2])},
     )
 
 
 @pytest.mark.parametrize(
-    ("user", "rows", "history", "lengths"),
-    [(7, [[0, 1], [4, 5]], [1, 2], [2, 0]), (9, [[6, 7]], [4, 5], [2])],
+    ("user", "ages", "missing", "genres", "lengths"),
+    [
+        (7, [0.0, 2.0], [False, True], ["War", "Drama"], [2, 0]),
+        (9, [3.0], [False], ["War", "Western"], [2]),
+    ],
 )
 def test_a_request_has_the_rows_of_a_user(
-    tmp_path: Path, user: int, rows: list[list[float]], history: list[int], lengths: list[int]
+    tmp_path: Path,
+    user: int,
+    ages: list[float],
+    missing: list[bool],
+    genres: list[str],
+    lengths: list[int],
 ) -> None:
     path = tmp_path / "requests.npz"
     write_requests(path)
     request = read_request(path, user)
-    assert list(request) == [
-        "dense_features", "user_id", "user_id.lengths", "history", "history.lengths",
-    ]  # fmt: skip
-    assert request["dense_features"].tolist() == rows
-    assert request["user_id"].tolist() == [user] * len(rows)
-    assert request["history"].tolist() == history
-    assert request["history.lengths"].tolist() == lengths
+    assert {name: array.tolist() for name, array in request.items()} == {
+        "age": ages,
+        "user_id": [user] * len(ages),
+        "year": [0 if one else 1990 + 5 * (user == 9) for one in missing],
+        "year.missing": missing,
+        "genres": genres,
+        "genres.lengths": lengths,
+    }
+
+
+def test_requests_have_the_features_of_the_table(tmp_path: Path) -> None:
+    data = build_movielens(made_up_ratings(), split="random")
+    write_requests_of(data.spec, data.test, tmp_path / "requests.npz")
+    rows = data.test.filter(pc.field("user_id") == 104)
+    request = read_request(tmp_path / "requests.npz", 104)
+    columns = {}
+    for name in data.spec.column_names(labels=False):
+        column = pa.array(request[name], from_pandas=True, mask=request.get(f"{name}.missing"))
+        if f"{name}.lengths" in request:
+            offsets = np.concatenate([[0], request[f"{name}.lengths"].cumsum()])
+            column = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), column)
+        columns[name] = column
+    found = data.spec.transform(pa.table(columns), labels=False)
+    expected = data.spec.transform(rows, labels=False)
+    assert len(rows) > 1
+    assert torch.equal(found.dense_features, expected.dense_features)
+    for name, bags in expected.sparse_features.to_dict().items():
+        assert found.sparse_features[name].values().tolist() == bags.values().tolist()
+        assert found.sparse_features[name].lengths().tolist() == bags.lengths().tolist()
 
 
 def test_an_unknown_user_is_an_error(tmp_path: Path) -> None:

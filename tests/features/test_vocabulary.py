@@ -77,6 +77,18 @@ def test_counts_beyond_the_limit_are_in_files() -> None:
     assert counts.vocabulary(1, None).values.to_pylist() == list(expected)
 
 
+def test_small_parts_are_merged() -> None:
+    """Each part has some kilobytes beside its rows."""
+    counts = Counts(limit=100_000)
+    for number in range(2000):
+        counts.add("c", keys_of([number % 3, 7], "number"))
+    assert len(counts._parts) < 400
+    found = dict(
+        zip(*(counts.table()[name].to_pylist() for name in ("value", "count")), strict=True)
+    )
+    assert found == {0: 667, 1: 667, 2: 666, 7: 2000}
+
+
 def test_one_kind_of_value() -> None:
     counts, other = Counts(), Counts()
     counts.add("city", keys_of(["a"], "text"))

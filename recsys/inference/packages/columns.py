@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from recsys.datasets.tables import table_of
+from recsys.datasets.memory import table_of
 from recsys.datasets.utils import Batch
 from recsys.features.arrow import (
     Values,

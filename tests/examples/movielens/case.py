@@ -1,20 +1,32 @@
 """A small made-up MovieLens, many of whose ratings fall in the same second."""
 
 import numpy as np
-from movielens.files import Item, MovieLensFiles, User
+import pyarrow as pa
 
 GENRES = ("Comedy", "Drama", "War")
 
 
-def made_up_files(num_ratings=600, num_users=12, num_items=30, seed=0):
+def made_up_ratings(num_users=12, num_items=30, seed=0):
     generator = np.random.default_rng(seed)
-    pairs = generator.permutation(num_users * num_items)[: min(num_ratings, 360)]
+    pairs = generator.permutation(num_users * num_items)
+    user, item = pairs // num_items, pairs % num_items
     num = len(pairs)
-    return MovieLensFiles(
-        user_N=100 + pairs // num_items,
-        item_N=500 + pairs % num_items,
-        rating_N=generator.integers(1, 6, num).astype(np.float32),
-        timestamp_N=900_000_000 + 86_400 * generator.integers(0, 25, num),
-        users={100 + k: User(20 + k, "MF"[k % 2], "writer", f"{k}0210") for k in range(num_users)},
-        items={500 + k: Item(1950 + k, GENRES[: k % 4]) for k in range(num_items)},
+    return pa.table(
+        {
+            "user_id": 100 + user,
+            "item_id": 500 + item,
+            "rating": generator.integers(1, 6, num).astype(np.float32),
+            "timestamp": 900_000_000 + 86_400 * generator.integers(0, 25, num),
+            "year": pa.array(1950 + item, mask=item == 0),
+            "genres": [list(GENRES[: k % 4]) for k in item],
+            "age": 20 + user,
+            "gender": ["MF"[k % 2] for k in user],
+            "occupation": ["writer"] * num,
+            "zip": [f"{k:02}210" for k in user],
+        }
     )
+
+
+def with_column(table, name, values):
+    """Return a table with other values in a column."""
+    return table.set_column(table.column_names.index(name), name, pa.array(values))

@@ -1,5 +1,5 @@
 import pytest
-from movielens.files import Item, User, read_movielens
+from movielens.files import read_movielens
 
 FLAGS = {"Comedy": 5, "Drama": 8}
 
@@ -35,7 +35,12 @@ LAYOUTS = {
         "10\tCaf\u00e9\t1995\tComedy Drama\n20\tNo year\tV\tunkonwn\n",
     },
 }
-USERS = {1: User(24, "M", "technician", "85711"), 2: User(53, "F", "other", "94043")}
+USERS = {
+    "age": [24, 53],
+    "gender": ["M", "F"],
+    "occupation": ["technician", "other"],
+    "zip": ["85711", "94043"],
+}
 
 
 def write(folder, layout, **changes):
@@ -47,13 +52,21 @@ def write(folder, layout, **changes):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_read_alike(tmp_path, layout):
     write(tmp_path, layout)
-    files = read_movielens(tmp_path)
-    assert files.user_N.tolist() == [1, 2]
-    assert files.item_N.tolist() == [10, 20]
-    assert files.rating_N.tolist() == [3.0, 5.0]
-    assert files.timestamp_N.tolist() == [881250949, 891717742]
-    assert files.items == {10: Item(1995, ("Comedy", "Drama")), 20: Item()}
-    assert files.users == ({} if layout == "25m" else USERS)
+    assert read_movielens(tmp_path).to_pydict() == {
+        "user_id": [1, 2],
+        "item_id": [10, 20],
+        "rating": [3.0, 5.0],
+        "timestamp": [881250949, 891717742],
+        "year": [1995, None],
+        "genres": [["Comedy", "Drama"], None],
+        **({name: [None, None] for name in USERS} if layout == "25m" else USERS),
+    }
+
+
+def test_10m_has_no_users(tmp_path):
+    write(tmp_path, "1m")
+    (tmp_path / "users.dat").unlink()
+    assert read_movielens(tmp_path)["age"].to_pylist() == [None, None]
 
 
 CSV = "userId,movieId,rating,timestamp\n"
@@ -67,35 +80,32 @@ def test_truncated_ratings_are_named(tmp_path, layout, name, missing):
     text = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(text[:-missing])
     last_line = text.count(b"\n")
-    with pytest.raises(ValueError, match=rf"{name}, line {last_line}: must be .* truncated"):
+    with pytest.raises(
+        ValueError, match=rf"{name}: line {last_line} must end in a newline; .* truncated"
+    ):
         read_movielens(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("layout", "name", "text", "message"),
     [
-        ("100k", "u.data", "1\t10\t3\t8\n1\tx\t3\t8\n", "u.data, line 2: must be the four numbers"),
-        ("100k", "u.data", "1\t10\t3\t8\n\n1\t10\t3\n", "u.data, line 2: must be the four numbers"),
-        ("100k", "u.data", "1\t10\t9\t8\n", "u.data, line 1: must be a rating from 0 to 5"),
-        ("100k", "u.data", "", "u.data, line 1: must be a rating"),
-        ("25m", "ratings.csv", CSV + "1,10,3.0\n", "ratings.csv, line 2: must be the four numbers"),
-        (
-            "25m",
-            "ratings.csv",
-            "1,10,3.0,8\n",
-            "line 1: must be the header 'userId,movieId",
-        ),
+        ("100k", "u.data", "1\t10\t3\t8\n1\tx\t3\t8\n", r"u.data: .*Row #2: .*value 'x'"),
+        ("100k", "u.data", "1\t10\t3\t8\n\n1\t10\t3\n", r"u.data: .*Expected 4 columns, got 3"),
+        ("100k", "u.data", "1\t10\t9\t8\n", r"u.data: ratings must be from 0 to 5; .*max.* 9"),
+        ("100k", "u.data", "", "u.data: line 1 must end in a newline"),
+        ("25m", "ratings.csv", CSV + "1,10,3.0\n", r"ratings.csv: .*Expected 4 columns, got 3"),
+        ("25m", "ratings.csv", "1,10,3.0,8\n", "line 1 must be the header 'userId,movieId"),
         (
             "25m",
             "ratings.csv",
             "movieId,userId,rating,timestamp\n10,1,3.0,8\n",
-            "line 1: must be the header .*; received 'movieId,userId",
+            "line 1 must be the header .*; received b'movieId,userId",
         ),
-        ("100k", "u.user", "1|24|M|x|1\n2|5", "u.user, line 2: must be a whole line"),
-        ("100k", "u.user", "1|24|M|x|1\n2|53\n", "u.user, line 2: must be the 5 fields"),
-        ("100k", "u.user", "1|x|M|x|1\n", "u.user, line 1: must be a line with an integer age"),
-        ("1m", "movies.dat", "10::Title\n", "movies.dat, line 1: must be the 3 fields item"),
-        ("25m", "movies.csv", "h\n10,Title\n", "movies.csv, line 2: must be the 3 fields movieId"),
+        ("100k", "u.user", "1|24|M|x|1\n2|5", "u.user: line 2 must end in a newline"),
+        ("100k", "u.user", "1|24|M|x|1\n2|53\n", r"u.user: .*Row #2: Expected 5 columns, got 2"),
+        ("100k", "u.user", "1|x|M|x|1\n", r"u.user: .*Row #1: .*int64: invalid value 'x'"),
+        ("1m", "movies.dat", "10::Title\n", r"movies.dat: .*Expected 3 columns, got 2"),
+        ("25m", "movies.csv", "h\n10,Title\n", "movies.csv: line 1 must be the header"),
     ],
 )
 def test_damaged_line_is_named(tmp_path, layout, name, text, message):
@@ -116,13 +126,13 @@ def test_damaged_line_is_named(tmp_path, layout, name, text, message):
 def test_ratings_of_unknown_users_and_items_are_named(tmp_path, layout, users, items):
     for kind, listed in (("user", users), ("item", items)):
         write(tmp_path, layout)
-        assert read_movielens(tmp_path).user_N.size
+        assert len(read_movielens(tmp_path)) == 2
         if listed is None:
             continue
         whole = (tmp_path / listed).read_bytes().splitlines(keepends=True)
         (tmp_path / listed).write_bytes(b"".join(whole[:-1]))  # but for its last line
         with pytest.raises(
-            ValueError, match=rf"ratings of 1 {kind}s .* not in .*{listed}, such as"
+            ValueError, match=rf"ratings of 1 {kind}_ids .* not in .*{listed}, such as"
         ):
             read_movielens(tmp_path)
 
