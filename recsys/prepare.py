@@ -12,6 +12,7 @@ import runpy
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -133,11 +134,14 @@ def prepare(
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"output must be a new or empty folder; {folder} has files.")
     names = spec.column_names(labels)
-    files = unify_types(files_of(paths, format, **csv_options), names)
-    if not _is_fitted(spec):
+    kinds = {name: kind for name, kind in spec.column_kinds().items() if name in names}
+    files = unify_types(files_of(paths, format, **csv_options), names, kinds)
+    if not spec.is_fitted:
         progress = _Progress("fit", len(files))
-        tables = (piece.table for piece in _pieces(files, names, progress, 0))
-        spec.fit(tables, limit=limit)
+        types = [pa.schema([file.schema.field(name) for name in names]) for file in files]
+        pieces = _pieces(files, spec.fit_column_names(), progress, 0)
+        tables = (piece.table for piece in pieces)
+        spec.fit(chain((one.empty_table() for one in types), tables), limit=limit)
     folder.mkdir(parents=True, exist_ok=True)
     progress = _Progress("write", len(files))
 
@@ -168,13 +172,6 @@ def prepare(
     spec.save(folder / "features")
     prepared_spec(spec).save(folder / "prepared")
     return num_rows
-
-
-def _is_fitted(spec: FeatureSpec) -> bool:
-    try:
-        return spec.fitted is not None
-    except RuntimeError:
-        return False
 
 
 def _pieces(

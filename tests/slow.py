@@ -30,6 +30,9 @@ QUICK_CASE_OF: dict[str, str] = {
     f"{KILLED}[0-3]": f"{KILLED}[2-1]",
     f"{KILLED}[2-2]": f"{KILLED}[2-1]",
     "tests/test_prepare.py::test_memory_is_bounded": "tests/test_prepare.py::test_command",
+    "tests/datasets/test_tables.py::test_a_slow_consumer_holds_some_rows[csv]": (
+        "tests/datasets/test_tables.py::test_a_slow_consumer_holds_some_rows[parquet]"
+    ),
     f"{MANAGED}[two nodes]": f"{MANAGED}[weighted]",
     f"{MANAGED}[three ranks]": f"{MANAGED}[own batch sizes]",
     "tests/kernels/hashed/test_build.py::test_a_wheel_with_the_library": (
@@ -181,9 +184,15 @@ QUICK_CASE_OF: dict[str, str] = {
     "tests/examples/test_dlrm.py::test_a_full_disk_ends_it_in_a_few_lines": (
         "tests/examples/test_dlrm.py::test_random_data_on_one_process"
     ),
-    "tests/examples/test_dlrm.py::test_criteo_files_on_two_processes": (
-        "tests/examples/test_dlrm.py::test_random_data_on_one_process"
-    ),
+    **{
+        f"tests/examples/test_dlrm.py::{case}": (
+            "tests/examples/test_dlrm.py::test_random_data_on_one_process"
+        )
+        for case in (
+            "test_criteo_files_on_two_processes",
+            "test_prepared_criteo_files_on_two_processes",
+        )
+    },
     **{
         f"tests/training/test_ending.py::{case}": (
             "tests/training/test_ending.py::test_a_log_on_a_full_disk"

@@ -16,6 +16,7 @@ BROAD = {
     "features/test_engines.py",
     "features/test_containers.py",
     "features/test_hostile.py",
+    "features/test_kinds.py",
     "distributed/test_hashed_ids.py",
     "distributed/test_hashed_programs.py",
     "distributed/test_job.py",
@@ -52,6 +53,7 @@ BROAD = {
 
 # Source files with public names that are tested through what uses them.
 TESTED_THROUGH = {
+    "datasets/memory.py": "datasets/test_tables.py",
     "datasets/selection.py": "datasets/test_readers.py",
     "features/arrow.py": "features/test_containers.py",
     "features/transform.py": "features/test_spec.py",

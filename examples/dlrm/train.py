@@ -91,7 +91,7 @@ def train(
         data.spec.save(arguments.out / "features")
         print(f"\n{model.plan}\n")
         loggers = [Table(data.baselines.get("validation", {}))]
-    # By log loss: the last epochs still order samples better, but are ever surer where they err.
+    # It keeps the epoch of least log loss: later epochs are surer where they err.
     trainer = Trainer(
         model,
         torch.optim.Adam(dense, lr=arguments.dense_lr),

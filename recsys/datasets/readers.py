@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from recsys.datasets.selection import PARTS, Spec, check_filter, filter_columns
+from recsys.datasets.selection import PARTS, Spec, check_settings, filter_columns
 from recsys.datasets.sources import TableSource, source_of
 from recsys.datasets.table_reader import TableReader
 from recsys.datasets.tables import Paths, files_of, unify_types
@@ -20,11 +20,13 @@ def _read_files(
     options: dict[str, Any],
     **text_options: Any,
 ) -> TableReader:
-    split, filter = options.get("split"), check_filter(options.get("filter"))
+    split, filter = options.get("split"), options.get("filter")
+    check_settings(spec, split, filter)
     files = files_of(paths, format, **text_options)
     names = [*spec.column_names(options.get("labels", True)), *(split.columns if split else ())]
-    names += filter_columns(filter, files[0].schema)
-    files = unify_types(files, dict.fromkeys(names))
+    kinds = {name: kind for name, kind in spec.column_kinds().items() if name in names}
+    files = unify_types(files, names, kinds)
+    files = unify_types(files, filter_columns(filter, files[0].schema), kinds)
     sources = []
     for file in files:
         rows = filter

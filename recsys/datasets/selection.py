@@ -18,7 +18,7 @@ from recsys.datasets.utils import Batch
 from recsys.datasets.windows import join_rows
 from recsys.kernels.arguments import shown, wrong_type
 
-__all__ = ["PARTS", "RowSplit", "Rows", "Selection", "Spec", "check_filter", "filter_columns"]
+__all__ = ["PARTS", "RowSplit", "Rows", "Selection", "Spec", "check_settings", "filter_columns"]
 
 PARTS = ("train", "validation", "test")
 """Names of the parts of a split."""
@@ -30,6 +30,9 @@ class Spec(Protocol):
 
     def column_names(self, labels: bool = True) -> list[str]:
         """Return the names of the columns that `transform` reads."""
+
+    def column_kinds(self) -> dict[str, str | None]:
+        """Return "text", "number" or None, the kind of the values of each column of keys."""
 
     def transform(self, data: Any, *, labels: bool = True) -> Batch:
         """Convert a table to a batch."""
@@ -65,7 +68,7 @@ class Selection:
 
     Raises:
         KeyError: a source does not have a column.
-        TypeError: `split` is not a split.
+        TypeError: `spec` is not a spec, `split` not a split, or `filter` not an expression.
         ValueError: `part` is unknown, or the filter has other columns.
     """
 
@@ -83,9 +86,9 @@ class Selection:
     """True if the tables have labels, sample weights and groups."""
 
     def __post_init__(self) -> None:
-        check_filter(self.filter)
+        check_settings(self.spec, self.split, self.filter)
         if self.split is not None or self.part is not None:
-            if not callable(getattr(self.split, "parts_of", None)):
+            if self.split is None:
                 wrong_type("split", "a Split or TimeSplit of recsys.datasets", self.split)
             if self.part not in PARTS:
                 raise ValueError(
@@ -198,15 +201,19 @@ class Selection:
         return located(error, place_of)
 
 
-def check_filter(filter: Any) -> Any:
-    """Return a filter.
+def check_settings(spec: object, split: object, filter: object) -> None:
+    """Check the types of settings of a reader.
 
     Raises:
-        TypeError: it is not an expression of `pyarrow.dataset`, and not None.
+        TypeError: `spec` is not a spec; `split` not a split and not None; or `filter` not an
+            expression of `pyarrow.dataset` and not None.
     """
+    if not callable(getattr(spec, "column_kinds", None)):
+        wrong_type("spec", "a FeatureSpec of recsys.features", spec)
+    if split is not None and not callable(getattr(split, "parts_of", None)):
+        wrong_type("split", "a Split or TimeSplit of recsys.datasets", split)
     if filter is not None and not isinstance(filter, ds.Expression):
         wrong_type("filter", "an expression such as pyarrow.dataset.field('age') > 18", filter)
-    return filter
 
 
 def filter_columns(filter: Any, schema: Any) -> list[str]:
@@ -226,7 +233,7 @@ def filter_columns(filter: Any, schema: Any) -> list[str]:
         rest = schema.remove(i).empty_table()
         try:
             ds.dataset(rest).scanner(columns={"kept": filter}).to_table()
-        except (pa.ArrowInvalid, KeyError):
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, KeyError):
             found.append(name)
     try:
         ds.dataset(schema.empty_table()).scanner(columns={"kept": filter}).to_table()

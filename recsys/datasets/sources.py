@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import csv, fs
 
-from recsys.datasets.tables import File, conversion_of, is_text, table_of
+from recsys.datasets.memory import table_of
+from recsys.datasets.tables import File, conversion_of, is_text, is_utf8
 
 __all__ = ["ParquetSource", "Source", "TableSource", "TextSource", "Unit", "source_of"]
 
@@ -137,7 +138,7 @@ class TextSource:
         self._is_whole = (
             bool(compressed)
             or self._format.parse_options.newlines_in_values
-            or self._reading.encoding.lower() not in ("utf8", "utf-8")
+            or not is_utf8(file.encoding)
         )
         count = 1 if self._is_whole else max(1, -(-self._size // _BLOCK_BYTES))
         with system.open_input_stream(path, compression="detect") as stream:
@@ -196,7 +197,7 @@ class TextSource:
             skip_rows_after_names=self._reading.skip_rows_after_names if is_first else 0,
             column_names=self._reading.column_names if is_first else self.schema.names,
             autogenerate_column_names=is_first and self._reading.autogenerate_column_names,
-            encoding=self._reading.encoding,
+            encoding=self._file.encoding,
         )
         if not data.strip():
             return pa.schema([self.schema.field(name) for name in columns]).empty_table()
@@ -214,7 +215,7 @@ class TableSource:
     """A table in memory, or a memory-mapped `Dataset` of Hugging Face; units are slices.
 
     Args:
-        data: as for `recsys.datasets.tables.table_of`.
+        data: as for `recsys.datasets.memory.table_of`.
     """
 
     def __init__(self, data: Any) -> None:

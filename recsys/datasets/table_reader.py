@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from recsys.datasets.ahead import map_ahead
 from recsys.datasets.selection import RowSplit, Selection, Spec
-from recsys.datasets.sources import Source, Unit
+from recsys.datasets.sources import Source, TextSource, Unit
 from recsys.datasets.utils import Batch, check_rank, rank_slice
 from recsys.datasets.windows import join_rows, split_rows
 from recsys.kernels.arguments import flag, shown, whole
@@ -180,6 +180,20 @@ class TableReader(IterableDataset[Batch]):
         self._trail: deque[_Position] = deque(maxlen=_MOST_PENDING + 1)
         self._resumes = False
         self._move(_Position(0, 0, 0))
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches of the epoch `epoch` on this rank.
+
+        None if it is unknown before they are read: with a filter, a split or text files.
+        """
+        chosen = self.selection
+        has_estimates = any(isinstance(source, TextSource) for source in chosen.sources)
+        if has_estimates or chosen.filter is not None or chosen.split is not None:
+            return None
+        rows = sum(unit.num_rows for window in self._windows(self.epoch) for unit in window)
+        step = self._step_rows()
+        return rows // step if self.drop_last else -(-rows // step)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch with the next iterator.

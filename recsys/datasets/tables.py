@@ -1,11 +1,12 @@
-"""Tables in memory and in files, as Arrow tables.
+"""Tables in files, as Arrow tables.
 
 Parquet, CSV and TSV files are read by pyarrow: local paths, globs, folders, and URLs of any file
 system that fsspec knows.
 
 The types of a text file are inferred from its first, middle and last mebibyte: whole numbers, else
 numbers, else times, else texts. An empty field is a missing value, of texts as well; other words
-for missing values, such as NA, are texts.
+for missing values, such as NA, are texts. Digits with leading zeros are whole numbers: 007 is 7.
+Columns of keys that were fitted as texts are read as texts.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import PurePath
 from typing import Any, Final, TypeAlias, final
 
 import fsspec
-import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import csv, fs
 
+from recsys.datasets.memory import table_of
 from recsys.kernels.arguments import wrong_type
 
 __all__ = [
@@ -33,9 +35,9 @@ __all__ = [
     "files_of",
     "is_path",
     "is_text",
+    "is_utf8",
     "kind_of",
     "located",
-    "table_of",
     "tables_of",
     "unify_types",
 ]
@@ -58,6 +60,8 @@ class File:
     """The fragment of `pyarrow.dataset`."""
     schema: Any
     """Its columns, as an Arrow schema."""
+    encoding: str
+    """Encoding of a text file, which the fragment does not keep."""
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
         """Yield Arrow tables of at most some 64 thousand rows; text files, of a mebibyte of text.
@@ -93,21 +97,31 @@ class File:
     def _text_batches(self, names: Sequence[str]) -> Iterator[Any]:
         kind = self.fragment.format
         options = kind.default_fragment_scan_options
+        reading = options.read_options
+        reading.encoding = self.encoding
         conversion = conversion_of(options.convert_options, self.schema, names)
         system, path = self.fragment.filesystem, self.fragment.path
         with system.open_input_stream(path, compression="detect") as stream:
-            yield from csv.open_csv(stream, options.read_options, kind.parse_options, conversion)
+            yield from csv.open_csv(stream, reading, kind.parse_options, conversion)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Check that the file has columns.
 
         Raises:
             KeyError: it does not have one of them.
+            ValueError: it has one of them several times.
         """
+        columns = list(columns)
         missing = [name for name in columns if name not in self.schema.names]
         if missing:
             raise KeyError(
                 f"{self.path} must have the columns {missing}; it has {self.schema.names}."
+            )
+        twice = [name for name in columns if self.schema.names.count(name) > 1]
+        if twice:
+            raise ValueError(
+                f"{self.path} must have one column of each name; it has several {twice}. Rename "
+                "them."
             )
 
 
@@ -138,6 +152,11 @@ def is_text(file: File) -> bool:
     return isinstance(file.fragment.format, ds.CsvFileFormat)
 
 
+def is_utf8(encoding: str) -> bool:
+    """Return whether an encoding is UTF-8, by one of its names."""
+    return encoding.lower() in ("utf8", "utf-8")
+
+
 def kind_of(kind: Any) -> str | None:
     """Return the kind of the values of an Arrow type, in words; None if all values are missing."""
     types = pa.types
@@ -165,47 +184,75 @@ def located(error: Exception, place_of: Callable[[int], tuple[str, int]]) -> Exc
     """
     kind = next((k for k in (KeyError, TypeError) if isinstance(error, k)), ValueError)
     text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
-    found = re.search(r"in row (\d+)", text)
+    # the last one: the received value may have these words, too
+    found = re.search(r"in row (\d+)(?!.*in row \d)", text, re.DOTALL)
     if found is None:
         return kind(f"{place_of(0)[0]}: {text}")
     path, row = place_of(int(found[1]))
     return kind(f"{text[: found.start()]}in row {row} of {path}{text[found.end() :]}")
 
 
-def unify_types(files: Sequence[File], columns: Iterable[str]) -> list[File]:
+def unify_types(
+    files: Sequence[File], columns: Iterable[str], kinds: Mapping[str, str | None]
+) -> list[File]:
     """Check that columns have one kind of values in all files.
 
     Args:
         files: at least one file.
-        columns: the columns to check.
+        columns: the columns that files must have.
+        kinds: further columns, of keys, which files may lack. "text": text files are read with
+            texts; None: the kind is not known.
 
     Returns:
-        The files. Text files have the types of all files: whole numbers in one file and decimals in
-        another become decimals, and a column without values has the type of the other files.
+        The files. Text files have the types of all text files: whole numbers in one file and
+        decimals in another become decimals, dates and times become times. A column without values
+        has the type of the other files. A
+        column of keys of no known kind is read as texts if a file has texts in it.
 
     Raises:
         KeyError: a file does not have a column.
         TypeError: a column has values of another kind, such as numbers and texts.
     """
-    types: dict[str, Any] = {}
-    for name in columns:
-        first: File | None = None
+    types: dict[str, Any] = {}  # of text files
+    required = list(columns)
+    for file in files:
+        file.check_columns(required)
+    files = _with_texts(files, kinds)
+    for name in dict.fromkeys([*required, *kinds]):
+        first: tuple[File, Any] | None = None
+        widest = pa.null()
         for file in files:
-            file.check_columns([name])
+            if name not in file.schema.names:
+                continue
             found = file.schema.field(name).type
             kind = kind_of(found)
             if kind is None or kind.endswith("of nothing"):
                 continue
-            if first is None:
-                first, types[name] = file, found
-            elif kind != (expected := kind_of(types[name])):
+            first = first or (file, found)
+            if kind != (expected := kind_of(first[1])):
                 raise TypeError(
                     f"Column {name!r} must have one kind of values in all files; received "
-                    f"{expected} in {first.path} and {kind} in {file.path}. Convert one of them."
+                    f"{expected} in {first[0].path} and {kind} in {file.path}. Convert one of them."
                 )
-            elif found != types[name] and pa.types.is_floating(found):
-                types[name] = found
+            widest = _wider(widest, found) if is_text(file) else widest
+        if first is not None and kind_of(widest) in (None, kind_of(first[1])):
+            types[name] = first[1] if pa.types.is_null(widest) else widest
     return [_with_types(file, types) if is_text(file) else file for file in files]
+
+
+def _with_texts(files: Sequence[File], kinds: Mapping[str, str | None]) -> list[File]:
+    """Return files whose keys are texts, in text files, where they are known to be texts."""
+    wanted: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        having = [file for file in files if name in file.schema.names]
+        types = [file.schema.field(name).type for file in having]
+        of_text = [kind for file, kind in zip(having, types, strict=True) if is_text(file)]
+        # texts that look like times: a key is never a time
+        has_texts = kind_of(reduce(_wider, of_text, pa.null())) in ("texts", "times")
+        has_texts = has_texts or "texts" in map(kind_of, types)
+        if kind == "text" or (kind is None and has_texts):
+            wanted[name] = pa.string()
+    return [_with_types(file, wanted) if is_text(file) else file for file in files]
 
 
 def _with_types(file: File, types: Mapping[str, Any]) -> File:
@@ -229,10 +276,15 @@ def files_of(paths: Paths, format: str | None = None, **csv_options: Any) -> lis
         The files.
 
     Raises:
-        FileNotFoundError: a path or glob has no file.
+        TypeError: `paths` are not paths.
+        FileNotFoundError: a path or glob has no file, or there is no path.
         ValueError: the format of a file is unknown, or the file is damaged or empty.
     """
+    if not is_path(paths) and not (isinstance(paths, Sequence) and all(map(is_path, paths))):
+        wrong_type("paths", "a path or a list of paths", paths)
     listed = [paths] if isinstance(paths, str | PurePath) else list(paths)
+    if not listed:
+        raise FileNotFoundError("paths must have at least one path; received none.")
     return [
         _open(system, path, shown, format, csv_options)
         for one in listed
@@ -285,6 +337,7 @@ def _open(
             f"{shown} must end in .parquet, .csv or .tsv; received the format {kind!r}. Pass "
             "format='parquet', 'csv' or 'tsv'."
         )
+    encoding = "utf8"
     try:
         if kind == "parquet":
             made: Any = ds.ParquetFileFormat()
@@ -297,13 +350,15 @@ def _open(
                     null_values=[""], strings_can_be_null=True
                 )
             made = ds.CsvFileFormat(**given)
+            if given.get("read_options") is not None:
+                encoding = given["read_options"].encoding
         fragment = made.make_fragment(path, filesystem=system)
         schema = fragment.physical_schema
-        if kind != "parquet":
+        if kind != "parquet" and is_utf8(encoding):
             schema = _sampled_schema(fragment, given)
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{shown} cannot be read as {kind}: {error}") from error
-    return File(shown, fragment, schema)
+    return File(shown, fragment, schema, encoding)
 
 
 def _sampled_schema(fragment: Any, options: Mapping[str, Any]) -> Any:
@@ -339,19 +394,31 @@ def _wider(first: Any, second: Any) -> Any:
         return first
     if pa.types.is_null(first):
         return second
+    times = [kind for kind in (first, second) if _time_rank(kind)]
+    if len(times) == 2:
+        return max(times, key=_time_rank)
     is_number = [
         pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in (first, second)
     ]
     return pa.float64() if all(is_number) else pa.string()
 
 
-def tables_of(data: Any, columns: Sequence[str] | None = None) -> Iterator[Any]:
+def _time_rank(kind: Any) -> int:
+    """Return a larger number for a type of times that has more values; 0: no such type."""
+    if pa.types.is_timestamp(kind):
+        return 2 + ["s", "ms", "us", "ns"].index(kind.unit)
+    return int(pa.types.is_date(kind))
+
+
+def tables_of(data: Any, columns: Sequence[str], kinds: Mapping[str, str | None]) -> Iterator[Any]:
     """Yield Arrow tables of data that may be larger than memory.
 
     Args:
         data: a path, glob, folder or URL, or a list of them; a table as for `table_of`; or an
             iterable of tables.
-        columns: the columns to read; None: all.
+        columns: the columns to read of files. Before their rows comes a table without rows, with
+            the types of all columns.
+        kinds: columns of keys in files, as for `unify_types`.
 
     Raises:
         TypeError: `data` is not one of these.
@@ -360,11 +427,12 @@ def tables_of(data: Any, columns: Sequence[str] | None = None) -> Iterator[Any]:
     """
     is_list = isinstance(data, Sequence) and len(data) > 0 and all(map(is_path, data))
     if is_path(data) or is_list:
-        files = files_of(data)
-        for file in files if columns is None else unify_types(files, columns):
+        for file in unify_types(files_of(data), columns, kinds):
+            yield file.schema.empty_table()
             yield from file.batches(columns)
         return
     if isinstance(data, ds.Dataset):
+        yield data.schema.empty_table()
         yield from map(table_of, data.to_batches(columns=columns))
     elif hasattr(data, "with_format"):  # Hugging Face
         yield from data.with_format("arrow").iter(batch_size=1 << 16)
@@ -373,85 +441,6 @@ def tables_of(data: Any, columns: Sequence[str] | None = None) -> Iterator[Any]:
             yield table_of(data)
         else:
             for part in data:
-                yield from tables_of(part, columns)
+                yield from tables_of(part, columns, kinds)
     else:
         yield table_of(data)
-
-
-def table_of(data: Any) -> Any:
-    """Convert a table to Arrow.
-
-    Args:
-        data: a Table or RecordBatch of Arrow, a DataFrame of pandas or polars, a `Dataset` of
-            Hugging Face, or a dict of columns (arrays, tensors or lists). NaN is a missing value in
-            a DataFrame of pandas, and an error elsewhere.
-
-    Returns:
-        A `pyarrow.Table`.
-
-    Raises:
-        TypeError: it is not a table, or a column contains values of several types.
-        ValueError: columns of a dict have different numbers of rows, or numbers that do not fit
-            into 64 bits.
-
-    Example:
-        >>> table_of({"age": [31, None], "tags": [["a"], []]}).column_names
-        ['age', 'tags']
-    """
-    if isinstance(data, pa.Table):
-        return data
-    if isinstance(data, pa.RecordBatch):
-        return pa.Table.from_batches([data])
-    try:
-        if hasattr(data, "iloc") and hasattr(data, "columns"):  # pandas
-            return pa.Table.from_pandas(data, preserve_index=False)
-        if hasattr(data, "to_arrow") and hasattr(data, "columns"):  # polars
-            for name, kind in zip(data.columns, data.dtypes, strict=True):
-                if str(kind) == "Object":  # Arrow receives addresses
-                    raise TypeError(
-                        f"Column {name!r} must have values of one type; received Python objects. "
-                        "Convert the column."
-                    )
-            return data.to_arrow()
-        if hasattr(data, "with_format"):  # Hugging Face
-            return data.with_format("arrow")[:]
-        if isinstance(data, Mapping):
-            return _from_columns({str(name): _array_of(name, data[name]) for name in data})
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        raise TypeError(
-            f"A column must have values of one type; received {error}. Convert the column."
-        ) from error
-    wrong_type(
-        "data", "a table of Arrow, pandas, polars or Hugging Face, or a dict of columns", data
-    )
-
-
-def _from_columns(columns: Mapping[str, Any]) -> Any:
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"Columns must have the same number of rows; received {lengths}.")
-    return pa.table(dict(columns))
-
-
-def _array_of(name: object, column: Any) -> Any:
-    if hasattr(column, "to_arrow") or isinstance(column, pa.Array | pa.ChunkedArray):
-        return column.to_arrow() if hasattr(column, "to_arrow") else column
-    if isinstance(column, str | bytes | set | Mapping) or not hasattr(column, "__len__"):
-        wrong_type(f"Column {name!r}", "an array, a tensor or a list", column)
-    try:
-        if hasattr(column, "detach"):  # a tensor
-            column = column.detach().cpu().numpy()
-        if isinstance(column, np.ndarray) and column.ndim == 2:
-            column = list(column)
-        try:
-            return pa.array(column)
-        except OverflowError:  # Python's numbers from 2^63 on
-            return pa.array(column, pa.uint64())
-    except OverflowError as error:
-        raise ValueError(
-            f"Column {name!r} must have numbers of 64 bits; received others: {error}. Hash them."
-        ) from error
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, TypeError) as error:
-        raise TypeError(
-            f"Column {name!r} must have values of one type; received {error}. Convert the column."
-        ) from error

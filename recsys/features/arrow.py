@@ -18,6 +18,7 @@ __all__ = [
     "Keys",
     "Values",
     "column_of",
+    "key_kind",
     "lengths_of",
     "read_integers",
     "read_keys",
@@ -83,6 +84,23 @@ class Keys(NamedTuple):
     def kind(self) -> str:
         """The kind of the values: "text" or "number"."""
         return "number" if self.texts is None else "text"
+
+    def check_kind(self, name: str, wanted: str | None) -> None:
+        """Check that the column has the kind of the training data.
+
+        Args:
+            name: the column, for the message.
+            wanted: "text" or "number"; None: both are legal.
+
+        Raises:
+            TypeError: it has values of the other kind.
+        """
+        has_values = len(self.numbers) and (self.is_missing is None or not self.is_missing.all())
+        if wanted not in (None, self.kind) and has_values:
+            raise TypeError(
+                f"Column {name!r} must have {wanted}s, as the data of fit; received {self.kind}s. "
+                "Cast it."
+            )
 
     def hashed(self) -> _Array:
         """Return [N] int64: the numbers, or the hashes of the strings."""
@@ -190,6 +208,15 @@ def read_keys(values: Values, unsigned: bool = False) -> Keys:
         return _read_texts(values)
     numbers, is_missing = read_integers(values, "strings or whole numbers", unsigned)
     return Keys(numbers, None, is_missing)
+
+
+def key_kind(kind: Any) -> str | None:
+    """Return the kind of the keys of an Arrow type, "text" or "number"; None for other types."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if _is_text(kind):
+        return "text"
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return "number" if is_number else None
 
 
 def _is_text(kind: Any) -> bool:

@@ -64,8 +64,14 @@ def prepared_spec(spec: FeatureSpec) -> FeatureSpec:
         )
     prepared = FeatureSpec(columns)
     dense = prepared.dense_names
+    keys = [column.name for column in columns if isinstance(column, Hashed | Group)]
     prepared.fitted = Fitted(
-        fitted.num_rows, {}, dict.fromkeys(dense, 0.0), dict.fromkeys(dense, 1.0), {}
+        fitted.num_rows,
+        {},
+        dict.fromkeys(dense, 0.0),
+        dict.fromkeys(dense, 1.0),
+        {},
+        dict.fromkeys(keys, "number"),
     )
     return prepared
 
@@ -100,7 +106,8 @@ def prepared_table(spec: FeatureSpec, data: Any, *, labels: bool = True) -> Any:
     jagged = batch.sparse_features.to_dict()
     dense = dict(zip(spec.dense_names, batch.dense_features.numpy().T, strict=True))
     targets = batch.labels.numpy()
-    by_label = dict(zip(spec.label_names, targets.reshape(len(targets), -1).T, strict=False))
+    targets = targets[:, None] if targets.ndim == 1 else targets
+    by_label = dict(zip(spec.label_names, targets.T, strict=False))
     found: dict[str, Any] = {}
     for column in prepared_spec(spec).columns:
         if isinstance(column, Numeric):

@@ -46,15 +46,21 @@ def read_weight(table: Any, column: SampleWeight) -> _Array:
     return to_float32(values, numbers)
 
 
-def read_group(table: Any, column: Group) -> _Array:
+def read_group(table: Any, column: Group, kind: str | None) -> _Array:
     """Return [B] int64 keys of groups: whole numbers, or hashes of texts.
 
+    Args:
+        table: an Arrow table.
+        column: the description.
+        kind: "text" or "number"; None: both are legal.
+
     Raises:
-        TypeError: the values are neither whole numbers nor texts.
+        TypeError: the values are not whole numbers or texts, or not of the kind.
         ValueError: a key is missing.
     """
     values = read_values(table, column.name, False)
     keys = read_keys(values, unsigned=True)
+    keys.check_kind(column.name, kind)
     if keys.is_missing is not None:
         values.reject(ValueError, "must have no missing key", keys.is_missing, _REMOVE)
     return np.array(keys.hashed())  # a copy: Arrow's memory is shared and read-only

@@ -24,7 +24,7 @@ from recsys.features.vocabulary import Vocabulary
 __all__ = ["NAME", "describe", "from_bytes", "load_folder", "restore", "save_folder", "to_bytes"]
 
 NAME: Final = "features.json"
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _FILES: Final = re.compile(r"features\.json|vocabulary-[0-9]+\.arrow")
 _KINDS: Final[dict[str, Any]] = {
     kind.__name__: kind
@@ -57,6 +57,7 @@ def describe(columns: Sequence[Column], fitted: Fitted) -> dict[str, Any]:
         "means": fitted.means,
         "deviations": fitted.deviations,
         "edges": {name: edges.tolist() for name, edges in fitted.edges.items()},
+        "kinds": fitted.kinds,
         "vocabularies": {
             name: {"kind": vocabulary.kind, "size": len(vocabulary.values)}
             for name, vocabulary in fitted.vocabularies.items()
@@ -75,7 +76,7 @@ def restore(
         place: where the description is, for messages.
 
     Raises:
-        ValueError: the description is of a later version, or damaged.
+        ValueError: the description is of another version, or damaged.
     """
     _check_format(found, place)
     columns: list[Column] = []
@@ -93,6 +94,7 @@ def restore(
             dict(found["means"]),
             dict(found["deviations"]),
             {name: np.array(edges, np.float64) for name, edges in found["edges"].items()},
+            dict(found["kinds"]),
         )
         for column in columns:
             _check_state(column, fitted)
@@ -104,8 +106,8 @@ def restore(
 def _check_format(found: Mapping[str, Any], place: object) -> None:
     if found.get("format") != _FORMAT:
         raise ValueError(
-            f"{place} must have format {_FORMAT}; received {found.get('format')}. A later version "
-            "of recsys wrote it: update recsys."
+            f"{place} must have format {_FORMAT}; received {found.get('format')}. Another version "
+            "of recsys wrote it: fit and save the spec again, or use that version."
         )
 
 
@@ -166,7 +168,7 @@ def load_folder(folder: Path) -> tuple[list[Column], Fitted]:
 
     Raises:
         FileNotFoundError: the folder has no spec, or a file of it is missing.
-        ValueError: a file is damaged, or of a later version.
+        ValueError: a file is damaged, or of another version.
     """
     path = folder / NAME
     if not path.is_file():

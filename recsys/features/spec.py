@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.datasets.tables import table_of, tables_of
+from recsys.datasets.memory import table_of
+from recsys.datasets.tables import tables_of
 from recsys.datasets.utils import Batch
 from recsys.features import save
 from recsys.features.columns import (
@@ -99,12 +100,17 @@ class FeatureSpec:
                 raise RuntimeError(
                     "The spec must be fitted. Call fit with training data, or load a saved spec."
                 )
-            self._fitted = Fitted(0, {}, {}, {}, {})
+            return Fitted(0, {}, {}, {}, {}, {})
         return self._fitted
 
     @fitted.setter
     def fitted(self, fitted: Fitted) -> None:
         self._fitted = fitted
+
+    @property
+    def is_fitted(self) -> bool:
+        """True after `fit`, `fit_parts`, `load` and `load_state_dict`."""
+        return self._fitted is not None
 
     @property
     def is_weighted(self) -> bool:
@@ -134,6 +140,25 @@ class FeatureSpec:
                 if isinstance(column, SparseColumn) and column.weights is not None:
                     read[column.weights] = None
         return list(read)
+
+    def fit_column_names(self) -> list[str]:
+        """Return the names of the columns whose values `fit` reads."""
+        names = [c.name for c in self.columns if isinstance(c, Categorical | Numeric)]
+        return names or self.column_names()[:1]
+
+    def column_kinds(self) -> dict[str, str | None]:
+        """Return the kind of the values of each `Categorical`, `Hashed` and `Group` column.
+
+        Returns:
+            "text" or "number", as the data of `fit`; None if it is not known and both are legal.
+            Columns of lists are left out: text files do not have them.
+        """
+        return {
+            column.name: None if self._fitted is None else self._fitted.kind_of(column)
+            for column in self.columns
+            if isinstance(column, Categorical | Hashed | Group)
+            and not getattr(column, "is_list", False)
+        }
 
     def features(self) -> list[Feature]:
         """Return the features with ids, in the order of a batch.
@@ -214,7 +239,7 @@ class FeatureSpec:
 
         Raises:
             FileNotFoundError: the folder has no spec.
-            ValueError: a file is damaged, or of a later version.
+            ValueError: a file is damaged, or of another version.
         """
         columns, fitted = save.load_folder(Path(folder))
         spec = FeatureSpec(columns)
@@ -272,14 +297,18 @@ class FeatureSpec:
             ValueError: as for `fit`.
         """
         part = PartialFit(self.columns, limit)
-        names = [c.name for c in self.columns if isinstance(c, Categorical | Numeric)]
-        for table in tables_of(data, names or self.column_names()[:1]):
+        kinds = dict.fromkeys(self.column_kinds())  # without the kinds of an earlier fit
+        for table in tables_of(data, self.fit_column_names(), kinds):
             for start in range(0, max(table.num_rows, 1), _WINDOW):
                 part.add(table.slice(start, _WINDOW))
         return part
 
     def fit(self, data: Any, *, limit: int = 50_000_000) -> FeatureSpec:
-        """Collect vocabularies, means, deviations and buckets.
+        """Collect vocabularies, means, deviations, buckets, and kinds of keys.
+
+        A `Hashed` or `Group` column has texts or numbers: `transform` rejects the other kind,
+        because digits as text and as number have different hashes. Text files are read with the
+        kinds of the fitted spec.
 
         Args:
             data: a path, glob, folder or URL of Parquet or CSV files, or a list of them; a table of
@@ -327,7 +356,9 @@ class FeatureSpec:
                 edges[column.name] = _edges_of(column, joined)
         means = {name: moments.mean for name, moments in joined.moments.items()}
         deviations = {name: moments.deviation for name, moments in joined.moments.items()}
-        self._fitted = Fitted(joined.num_rows, vocabularies, means, deviations, edges)
+        self._fitted = Fitted(
+            joined.num_rows, vocabularies, means, deviations, edges, dict(joined.kinds)
+        )
         return self
 
     # -- transform ---------------------------------------------------------------------------------
@@ -369,7 +400,8 @@ class FeatureSpec:
             elif isinstance(column, SampleWeight):
                 weights = torch.from_numpy(read_weight(table, column))
             elif isinstance(column, Group):
-                groups = torch.from_numpy(read_group(table, column))
+                kind = self.fitted.kind_of(column)
+                groups = torch.from_numpy(read_group(table, column, kind))
         stacked = torch.stack(found, 1) if len(found) > 1 else None
         return Batch(
             torch.from_numpy(np.stack(dense, 1)) if dense else torch.zeros(size, 0),

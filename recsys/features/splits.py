@@ -31,9 +31,12 @@ class Split:
 
     With `by`, the part of a row depends on `seed` and the row's value in this column alone: all
     rows of a user are in one part, also rows of later files. Strings are hashed by their UTF-8
-    bytes, whole numbers by their 64 bits. Without `by`, the part depends on `seed`, the name of the
-    file (without folder) and the row's number in the file. More files, other ranks and other
-    batches do not change the part of a row.
+    bytes, whole numbers by their 64 bits, so the column must have one of both in all files; in text
+    files it has the type that a fitted spec has for it, else the type that is inferred. Without
+    `by`, the part depends on `seed`, the name of the file (without folder) and the row's place in
+    the file: its number, in CSV files the number of its block of 4 MiB and its number in the block.
+    More files, other ranks and other batches do not change the part of a row; neither do rows that
+    are appended to a file.
 
     Args:
         by: column of strings or whole numbers; None: single rows.
@@ -79,7 +82,7 @@ class Split:
         Args:
             table: an Arrow table with B rows.
             file: name of the file.
-            rows: [B] int64, row numbers in the file.
+            rows: [B] int64, places of the rows in the file.
 
         Raises:
             KeyError: the column is missing.
@@ -185,6 +188,8 @@ class TimeSplit:
         try:
             first, second = pa.scalar(self.validation), pa.scalar(self.test)
             if pa.types.is_temporal(kind):
+                if isinstance(self.validation, int | float):
+                    raise pa.ArrowInvalid("numbers have no unit")
                 return _as_time(first, kind), _as_time(second, kind)
             pc.greater_equal(pa.nulls(1, kind), first)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
@@ -196,7 +201,16 @@ class TimeSplit:
 
 
 def _as_time(limit: Any, kind: Any) -> Any:
-    """Convert a limit to a type of times; a text without a zone is in UTC."""
+    """Convert a limit to a type of times; a text without a zone is in UTC.
+
+    Raises:
+        pyarrow.ArrowInvalid: the type does not have the limit exactly.
+    """
+    if pa.types.is_date(kind) and pa.types.is_timestamp(limit.type):
+        day = limit.cast(kind)
+        if day.cast(limit.type) != limit:
+            raise pa.ArrowInvalid("the limit is within a day")
+        return day
     if not pa.types.is_timestamp(kind) or kind.tz is None or not pa.types.is_string(limit.type):
         return limit.cast(kind)
     try:

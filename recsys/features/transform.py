@@ -96,14 +96,12 @@ def read_bags(table: Any, column: Column, fitted: Fitted) -> list[Bags]:
 def _read_ids(table: Any, column: SparseColumn, fitted: Fitted) -> Bags:
     values = read_values(table, column.name, column.is_list)
     keys = read_keys(values, unsigned=isinstance(column, Hashed))
+    keys.check_kind(column.name, fitted.kind_of(column))
     weights = None
     if column.weights is not None:
         weights = read_id_weights(table, column, values.lengths, keys.is_missing)
     if isinstance(column, Categorical):
-        try:
-            ids = fitted.vocabularies[str(column.table)].rows_of(keys)
-        except TypeError as error:
-            raise TypeError(f"Column {column.name!r}: {error}") from error
+        ids = fitted.vocabularies[str(column.table)].rows_of(keys)
         return Bags(ids, values.lengths, weights)
     if isinstance(column, Hashed):
         ids = keys.hashed()

@@ -77,16 +77,11 @@ class Vocabulary:
     def rows_of(self, keys: Keys) -> _Array:
         """Return [N] int64, the row of each value.
 
-        Raises:
-            TypeError: the vocabulary has texts and the column numbers, or the reverse.
+        Args:
+            keys: values of the kind of the vocabulary, unless it is empty.
         """
         if keys.is_missing is not None and keys.is_missing.all():
             return np.full(len(keys.numbers), MISSING)
-        if keys.kind != self.kind and len(keys.numbers) and len(self.values):
-            raise TypeError(
-                f"The column must have {self.kind}s, as the data of fit; received {keys.kind}s. "
-                "Cast it."
-            )
         if keys.texts is None:
             places = self._index.find(keys.numbers)
         else:

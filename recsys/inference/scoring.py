@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import secrets
@@ -19,11 +20,11 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
-from recsys.datasets.tables import File, Paths, files_of
+from recsys.datasets.tables import File, Paths, files_of, unify_types
 from recsys.features.spec import FeatureSpec
-from recsys.inference.packages.columns import names_of
+from recsys.inference.packages.columns import arguments_of, names_of
 from recsys.inference.packages.predictor import Predictor
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import shown, whole
 from recsys.kernels.checked import checked
 
 __all__ = ["add_arguments", "main", "score"]
@@ -59,7 +60,7 @@ def score(
         batch_size: Rows per call of the model.
         rank: This process, from 0. Process i of n scores the files i, i + n, i + 2n, ...
         world_size: Number of processes.
-        progress: Whether to show a progress bar on a terminal.
+        progress: Whether to show a progress bar, on a terminal where tqdm is installed.
 
     Returns:
         The results of this process.
@@ -68,7 +69,8 @@ def score(
         FileNotFoundError: There is no file, or no package.
         KeyError: A file does not have a column.
         TypeError: A column has another type.
-        ValueError: A file is damaged or a value is out of its range, or `spec` is missing.
+        ValueError: A file is damaged or a value is out of its range; `spec` is missing; or an
+            output of the model does not have one row per sample.
 
     Example:
         >>> score("models/movies/1", "events/*.parquet", "scores", keys=["user"])  # doctest: +SKIP
@@ -80,13 +82,13 @@ def score(
     files = files_of(data)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    mine = [
-        (file, folder / f"{Path(file.path).stem}-{zlib.crc32(file.path.encode()):08x}.parquet")
-        for number, file in enumerate(files)
-        if number % world_size == rank
-    ]
     with contextlib.ExitStack() as stack:
-        predict, names = _predictor(model, spec, stack)
+        predict, names, kinds = _predictor(model, spec, stack)
+        mine = [
+            (file, folder / f"{Path(file.path).stem}-{zlib.crc32(file.path.encode()):08x}.parquet")
+            for number, file in enumerate(unify_types(files, names, kinds))
+            if number % world_size == rank
+        ]
         bar = stack.enter_context(_bar(progress and rank == 0, len(mine)))
         for file, target in mine:
             if not target.exists():
@@ -118,28 +120,29 @@ def _score_file(
                 except (KeyError, TypeError, ValueError) as error:
                     text = f"{file.path}, from row {first + start}: {error}"
                     raise type(error)(text) from error
-                if taken := sorted(set(keys) & set(outputs)):
-                    raise ValueError(f"keys must not be outputs of the model; received {taken}.")
-                found = pa.table(
-                    {
-                        **{name: rows.column(name) for name in keys},
-                        **{name: _column(values) for name, values in outputs.items()},
-                    }
-                )
+                found = _joined(rows, keys, outputs)
                 writer = writer or pq.ParquetWriter(part, found.schema)
                 writer.write_table(found)
                 bar(rows.num_rows, 0)
             first += table.num_rows
-        if writer is None:  # an empty file
-            pq.write_table(pa.table({name: [] for name in keys}), part)
-        else:
-            writer.close()
+        if writer is None:  # an empty file: a row of missing values has the same columns
+            row = pa.table({name: pa.nulls(1, file.schema.field(name).type) for name in columns})
+            writer = pq.ParquetWriter(part, _joined(row, keys, predict(row)).schema)
+        writer.close()
         os.replace(part, target)
     except BaseException:
         if writer is not None:
             writer.close()
         part.unlink(missing_ok=True)
         raise
+
+
+def _joined(rows: Any, keys: Sequence[str], outputs: _Outputs) -> Any:
+    """Return a table of the keys and the outputs of rows."""
+    if taken := sorted(set(keys) & set(outputs)):
+        raise ValueError(f"keys must not be outputs of the model; received {taken}.")
+    columns = {name: rows.column(name) for name in keys}
+    return pa.table({**columns, **{name: _column(values) for name, values in outputs.items()}})
 
 
 def _column(values: np.ndarray[Any, Any]) -> Any:
@@ -154,14 +157,17 @@ def _column(values: np.ndarray[Any, Any]) -> Any:
 
 def _predictor(
     model: nn.Module | str | Path, spec: FeatureSpec | None, stack: contextlib.ExitStack
-) -> tuple[Callable[[Any], _Outputs], list[str]]:
-    """Return a function that scores a table, and the columns that it reads."""
+) -> tuple[Callable[[Any], _Outputs], list[str], dict[str, str | None]]:
+    """Return a function that scores a table, the columns that it reads, and kinds of keys."""
     if isinstance(model, nn.Module):
         if not isinstance(spec, FeatureSpec):
             raise ValueError("score needs a fitted FeatureSpec with a model; received none.")
+        stack.callback(model.train, model.training)
         model.eval()
         fitted = spec
-        return lambda table: _run(model, fitted, table), fitted.column_names(labels=False)
+        names = fitted.column_names(labels=False)
+        kinds = {name: kind for name, kind in fitted.column_kinds().items() if name in names}
+        return lambda table: _run(model, fitted, table), names, kinds
     predictor = stack.enter_context(Predictor(model))
     columns = predictor.manifest["columns"]
     if not columns:
@@ -169,17 +175,23 @@ def _predictor(
             f"{model} must be a package with raw columns. Write it by package(..., spec=spec)."
         )
     names = names_of(columns)
-    return lambda table: dict(predictor(table.select(names))), names
+    kinds = {one["name"]: one["type"] for one in columns if "type" in one and not one["is_list"]}
+    return lambda table: dict(predictor(table.select(names))), names, kinds
 
 
 @torch.no_grad()
 def _run(model: nn.Module, spec: FeatureSpec, table: Any) -> _Outputs:
     batch = spec.transform(table, labels=False)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    batch = batch.to(device)
-    dense = [batch.dense_features] if spec.dense_names else []
-    found = model(*dense, batch.sparse_features)
+    found = model(*arguments_of(spec, batch.to(device)))
     outputs = found if isinstance(found, dict) else {"output": found}
+    for name, value in outputs.items():
+        if not isinstance(value, Tensor) or value.shape[:1] != (table.num_rows,):
+            received = f"shape {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
+            raise ValueError(
+                f"model must return a tensor, or a dict of tensors, with {table.num_rows} rows; "
+                f"received {received} for {name!r}."
+            )
     return {name: _host(value) for name, value in outputs.items()}
 
 
@@ -190,7 +202,7 @@ def _host(value: Tensor) -> np.ndarray[Any, Any]:
 @contextlib.contextmanager
 def _bar(is_shown: bool, num_files: int) -> Iterator[Callable[[int, int], None]]:
     """Yield a function that counts rows and files."""
-    if not is_shown or not sys.stderr.isatty():
+    if not (is_shown and sys.stderr.isatty() and importlib.util.find_spec("tqdm")):
         yield lambda rows, files: None
         return
     from tqdm import tqdm

@@ -453,8 +453,8 @@ def mean_loss(
     ranks: scale weights to a mean of 1 to keep the learning rate.
 
     Args:
-        logits: `[B]`.
-        labels: `[B]` in [0, 1], any dtype.
+        logits: `[B]`, or `[B, T]` for T tasks.
+        labels: `[B]` or `[B, T]`, in [0, 1], any dtype.
         weights: `[B]`, not negative; None for ones.
 
     Returns:
@@ -472,17 +472,18 @@ def mean_loss(
             "labels must be one per sample, as the logits; received labels "
             f"{list(labels.shape)} and logits {list(logits.shape)}."
         )
-    if weights is not None and weights.shape != logits.shape:
+    if weights is not None and weights.shape != logits.shape[:1]:
         raise ValueError(
             "sample_weights must be one per sample, as the logits; received weights "
             f"{list(weights.shape)} and logits {list(logits.shape)}."
         )
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         labels = check_labels(labels)
+    if weights is not None:
+        weights = weights.to(logits.dtype)
+        if logits.dim() > 1:
+            weights = weights.unsqueeze(-1)  # the same for all tasks
     loss = nn.functional.binary_cross_entropy_with_logits(
-        logits,
-        labels.to(logits.dtype),
-        weight=None if weights is None else weights.to(logits.dtype),
-        reduction="sum",
+        logits, labels.to(logits.dtype), weight=weights, reduction="sum"
     )
     return loss / max(1, logits.numel())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, final
 
 from recsys.distributed.checkpoint import RandomState, Stateful
@@ -48,6 +49,7 @@ class ResumableBatches:
         self.step = self.epoch = self.batch = 0
         self._states: dict[int, Any] = {}  # of the loader, by step
         self._random: dict[str, Any] | None = None  # at the start of the epoch
+        self._last: int | None = None  # step of the last batch of the epoch, once it is known
         self._restore_loader: Callable[[], None] | None = None
 
     @property
@@ -56,7 +58,13 @@ class ResumableBatches:
         return max(1, self.epoch + (self.batch > 0))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of the epoch."""
+        """Yield the remaining batches of the epoch.
+
+        Raises:
+            ValueError: The loader has fewer batches than were trained on before a resume.
+        """
+        if self._has_ended:
+            return
         random = RandomState()
         now = random.state_dict()
         if self._random is None:
@@ -71,14 +79,25 @@ class ResumableBatches:
             num_skipped, self._restore_loader = 0, None
         batches = iter(self._loader)
         with long_section("skipped batches"):
-            for _ in range(num_skipped):
-                next(batches, None)
+            read = sum(1 for _ in islice(batches, num_skipped))
+        if read < num_skipped:
+            raise ValueError(
+                f"train must have the {num_skipped} batches of the epoch before the save; received "
+                f"{read}. Resume with the same data and number of ranks."
+            )
         if self._random is not now:
             random.load_state_dict(now)
+        step = self.step
         for step, batch in enumerate(batches, start=self.step + 1):
             if isinstance(self._loader, Stateful) and self._is_saved(step):
                 self._states[step] = self._loader.state_dict()
             yield batch
+        self._last = step
+
+    @property
+    def _has_ended(self) -> bool:
+        """True if this rank has no batch left in the epoch, and other ranks perhaps have."""
+        return self._last is not None and self.step >= self._last
 
     def trained(self) -> None:
         """Count a batch."""
@@ -89,7 +108,8 @@ class ResumableBatches:
     def end_epoch(self) -> None:
         """Start the next epoch at the next iteration."""
         self.epoch, self.batch = self.epoch + 1, 0
-        self._states, self._random = {}, None
+        self._states, self._random, self._last = {}, None, None
+        self._restore_loader = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this rank."""
@@ -99,12 +119,14 @@ class ResumableBatches:
             "batch": self.batch,
             "random": self._random,
             "loader": self._states.get(self.step),
+            "has_ended": self._has_ended,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a position."""
         self.step, self.epoch, self.batch = (state_dict[key] for key in ("step", "epoch", "batch"))
         self._random, state = state_dict["random"], state_dict["loader"]
+        self._last = self.step if state_dict["has_ended"] else None
         if state is not None:
             self._states[self.step] = state
             self._restore_loader = lambda: self._loader.load_state_dict(state)  # type: ignore[attr-defined]
@@ -113,11 +135,20 @@ class ResumableBatches:
         """Continue from the positions of another number of ranks.
 
         Raises:
-            ValueError: The position is within an epoch, and the loader saved a state of its own but
-                has no `load_state_dicts`.
+            ValueError: The position is within an epoch, and some ranks but not all had no batch
+                left; or the loader saved a state of its own but has no `load_state_dicts`.
         """
+        ended = [rank for rank, state in enumerate(states) if state["has_ended"]]
+        if 0 < len(ended) < len(states):
+            raise ValueError(
+                "All ranks must have batches left to resume within an epoch on another number of "
+                f"ranks; received {len(states)} states, and none left on the ranks {ended}. Resume "
+                f"on {len(states)} ranks."
+            )
         self.load_state_dict({**states[0], "random": None, "loader": None})
         own = [state["loader"] for state in states]
+        if ended:
+            return
         if own[0] is not None:
             load = getattr(self._loader, "load_state_dicts", None)
             if load is None:
@@ -126,6 +157,8 @@ class ResumableBatches:
                     f"number of ranks; received a {type(self._loader).__name__} without it and "
                     f"the states of {len(states)} ranks. Resume on {len(states)} ranks."
                 )
+            load(own)
+            self._states[self.step] = self._loader.state_dict()  # type: ignore[attr-defined]
             self._restore_loader = lambda: load(own)
         elif self.batch > 0:
             logger.warning(

@@ -18,7 +18,9 @@ class FitResult:
 
     Args:
         steps: Number of steps, with the steps before a resume.
-        epochs: Number of complete epochs.
+        epochs: Number of complete epochs. An epoch that the last of `steps` completes counts if
+            `train` knows its length, as lists, and readers of Parquet without filter and split do,
+            and `uneven` is None.
         best_step: Step of the best evaluation; 0 without validation.
         best_epoch: Epoch of the best evaluation, from 1; 0 without validation.
         best_scores: Metrics of the best evaluation.

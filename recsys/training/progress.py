@@ -15,17 +15,31 @@ from torch import Tensor
 from recsys.contact import explained
 
 
+def epoch_length(train: Iterable[Any]) -> int | None:
+    """Return the number of batches of the current epoch; None if the loader does not know it.
+
+    Example:
+        >>> epoch_length([1, 2, 3]), epoch_length(iter([1]))
+        (3, None)
+    """
+    known = getattr(train, "num_batches", None)  # of a TableReader
+    if isinstance(known, int):
+        return known
+    try:
+        return len(train)  # type: ignore[arg-type]
+    except TypeError:  # such as of a DataLoader of an iterable without a length
+        return None
+
+
 def total_steps(train: Iterable[Any], epochs: int) -> int | None:
-    """Return the number of steps of some epochs; None if the loader has no length.
+    """Return the number of steps of some epochs; None if the loader does not know its length.
 
     Example:
         >>> total_steps([1, 2, 3], epochs=2), total_steps(iter([1]), epochs=2)
         (6, None)
     """
-    try:
-        return epochs * len(train)  # type: ignore[arg-type]
-    except TypeError:  # such as of a DataLoader of an iterable without a length
-        return None
+    length = epoch_length(train)
+    return None if length is None else epochs * length
 
 
 @final

@@ -37,7 +37,7 @@ from recsys.training.best import Best, FitResult
 from recsys.training.evaluation import BinaryMetrics, Metrics
 from recsys.training.loggers import JsonLines, Lines, Logger, check_loggers
 from recsys.training.optimizer import whole_optimizer
-from recsys.training.progress import MeanLoss, Progress, total_steps
+from recsys.training.progress import MeanLoss, Progress, epoch_length, total_steps
 
 
 @final
@@ -187,8 +187,8 @@ class Trainer:
             CheckpointError: A checkpoint cannot be saved or loaded.
             LostContactError: Contact with another rank is lost.
         """
-        if validation is None and self._patience is not None:
-            raise ValueError("patience needs validation, batches to evaluate; received None.")
+        if validation is None and (self._patience or isinstance(self._schedule, ReduceLROnPlateau)):
+            raise ValueError("patience and ReduceLROnPlateau need validation; received None.")
         with ExitStack() as parts:
             if contact.ask_watchdog is None:
                 parts.enter_context(self._watchdog)
@@ -207,7 +207,8 @@ class Trainer:
             self._finish_save()
             if self._loads_best and self._best.step:
                 load_checkpoint(self.best, self.model, self.optimizer)
-        return self._best.result(self._batches.step, self._batches.epoch)
+        has_ended = self._uneven is None and self._batches.batch == epoch_length(train)
+        return self._best.result(self._batches.step, self._batches.epoch + has_ended)
 
     def _start(self, train: Iterable[Any]) -> None:
         """Create the state of a job, or load it."""
@@ -238,9 +239,8 @@ class Trainer:
         if self._uneven is not None:
             is_resumed = self._batches.batch > 0  # perhaps after the last batch of the epoch
             batches = EvenBatches(self._batches, self.model, self._uneven, may_be_empty=is_resumed)
-        for output, _ in _outputs(
-            pipeline, Pausing(batches, self._batches.step, self._may_save_at)
-        ):
+        pausing = Pausing(batches, self._batches.step, self._may_save_at)
+        for output, _ in _outputs(pipeline, pausing):
             self._count(output)
             if validation is not None and self._is_at(self._evaluate_every):
                 self._evaluate(validation)
@@ -257,7 +257,8 @@ class Trainer:
                 f"{self._batches.epoch + 1}. Pass an iterable, such as a DataLoader: an iterator "
                 "ends after one epoch."
             )
-        if validation is not None and self._evaluate_every is None:
+        is_evaluated = self._best.last_step == self._batches.step  # before a resume
+        if validation is not None and self._evaluate_every is None and not is_evaluated:
             self._evaluate(validation)
         self._batches.end_epoch()
         self._save()
@@ -265,7 +266,7 @@ class Trainer:
     def _forward(self, batch: Any) -> tuple[Tensor, tuple[Any, Any]]:
         """Return the loss for backward; and the output with its batch."""
         loss, output = self.model(batch)
-        if self.model.training:
+        if self.model.training and len(output[1]):  # the mean loss of an empty batch is NaN
             self._guard.check(loss, batch, self._batches.step + 1)
         return loss, (output, batch)
 
@@ -363,10 +364,9 @@ class Trainer:
         """Save `last` in the background, unless it is saved already."""
         at = self._batches.step, self._batches.epoch
         if at != self._saved:
-            schedule = None if self._schedule is None else self._schedule.state_dict()
-            extra, progress = {"schedule": schedule}, self._state
+            extra = {"schedule": None if self._schedule is None else self._schedule.state_dict()}
             self._pending = save_checkpoint_async(
-                self.last, self.model, self.optimizer, extra, progress=progress
+                self.last, self.model, self.optimizer, extra, progress=self._state
             )
             self._saved = at
 

@@ -14,9 +14,9 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from recsys.datasets import readers
+from recsys.datasets import readers, sources
 from recsys.datasets.selection import PARTS
-from recsys.features import FeatureSpec, Label, Numeric
+from recsys.features import FeatureSpec, Hashed, Ids, Label, Numeric
 from recsys.features.splits import Split, TimeSplit
 from tests.datasets.clicks import SPEC, clicks, plain_samples, samples_of, write_clicks
 
@@ -90,6 +90,43 @@ def test_parts_are_disjoint_complete_and_stable(
     assert {part: {*rows_of(part)} & {*range(220)} for part in PARTS} == {
         part: {*rows} for part, rows in parts.items()
     }
+
+
+def test_rows_that_are_appended_to_text_move_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_BLOCK_BYTES", 100)
+    spec, path = FeatureSpec([Ids("row", rows=999)]), tmp_path / "a.csv"
+
+    def parts_of(split: Split, **options: Any) -> dict[int, str]:
+        options = {"split": split, "shuffle": True, **options}
+        return {
+            row: part
+            for part in PARTS
+            for batch in readers.csv(path, spec, 7, part=part, labels=False, **options)
+            for row in batch.sparse_features["row"].values().tolist()
+        }
+
+    single, by_user = Split(shares=(0.5, 0.25, 0.25)), Split("user", shares=(0.5, 0.25, 0.25))
+    path.write_text("row,user\n" + "".join(f"{row},{row % 40:03}\n" for row in range(200)))
+    found, of_users = parts_of(single), parts_of(by_user)
+    assert len(found) == len(of_users) == 200
+    with path.open("a") as file:
+        file.writelines(f"{row},{row % 40:03}\n" for row in range(200, 300))
+    for split, before in ((single, found), (by_user, of_users)):
+        after = parts_of(split, divide="batches", window_rows=1)
+        assert len(after) == 300
+        assert {row: after[row] for row in before} == before
+    assert len({*of_users.values()}) == 3
+    assert all(of_users[row] == of_users[row % 40] for row in of_users)
+    # numbers by what is inferred, and texts by the kind of the fitted spec
+    known = FeatureSpec([*spec.columns, Hashed("user", rows=9)]).fit({"row": [0], "user": ["a"]})
+    texts = pa.table({"user": [f"{row % 40:03}" for row in range(200)]})
+    wanted = by_user.parts_of(texts, "", np.arange(200))
+    spec = known
+    found = parts_of(by_user)
+    assert [found[row] for row in range(200)] == [PARTS[part] for part in wanted]
+    assert found != of_users
 
 
 def test_urls(tmp_path: Path) -> None:

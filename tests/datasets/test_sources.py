@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv as python_csv
 import gzip
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from recsys.datasets import sources
 from recsys.datasets.sources import TableSource, TextSource, source_of
 from recsys.datasets.tables import files_of
 from recsys.datasets.utils import Batch
-from recsys.features import Categorical, FeatureSpec, Hashed, Ids, Label, Numeric
+from recsys.features import Categorical, FeatureSpec, Hashed, Ids, Label, Numeric, Timestamp
 
 
 def _write(path: Path, count: int, seed: int, *, newline: str = "\n", end: bool = True) -> None:
@@ -149,9 +150,14 @@ def test_types_of_text_files(tmp_path: Path) -> None:
     batches = list(datasets.csv(tmp_path, spec, 8))
     assert [len(batch.labels) for batch in batches] == [5]
     (tmp_path / "3.csv").write_text("user,age,liked\n7,3.5,1\n")
-    rule = r"'user' must have one kind .* texts in .*0\.csv and numbers in .*3\.csv"
+    (batch,) = datasets.csv(tmp_path, spec, 8)
+    seven = spec.transform({"user": ["7"], "age": [0], "liked": [0]}).sparse_features.values()
+    assert batch.sparse_features["user"].values().tolist()[-1:] == seven.tolist()
+    (tmp_path / "4.csv").write_text("user,age,liked\n7,young,1\n")
+    rule = r"'age' must have one kind .* numbers in .*1\.csv and texts in .*4\.csv"
     with pytest.raises(TypeError, match=rule):
         datasets.csv(tmp_path, spec, 8)
+    (tmp_path / "4.csv").unlink()
     conversion = csv.ConvertOptions(
         column_types={"user": pa.string()}, null_values=[""], strings_can_be_null=True
     )
@@ -217,3 +223,28 @@ def test_slices_of_a_table() -> None:
     assert sum(count for _, count in source.sizes) == 1000
     assert TableSource({"row": []}).sizes == []
     assert [source.first_row(n) for n in (0, 1)] == [0, source.sizes[0][1]]
+
+
+@pytest.mark.parametrize("encoding", ["latin1", "utf-16", "UTF-8"])
+def test_encodings(tmp_path: Path, encoding: str) -> None:
+    names = ["Zürich", "Malmö", "Århus"] * 20_000  # beyond a mebibyte in UTF-16
+    text = "name,x\n" + "".join(f"{name},{i}\n" for i, name in enumerate(names))
+    (tmp_path / "a.csv").write_bytes(text.encode(encoding))
+    spec = FeatureSpec([Hashed("name", rows=2**40, growing=True), Ids("x", rows=99_999)])
+    options = csv.ReadOptions(encoding=encoding)
+    (batch,) = datasets.csv(tmp_path, spec, 99_999, labels=False, read_options=options)
+    table = pa.table({"name": names, "x": range(len(names))})
+    expected = spec.transform(table, labels=False).sparse_features
+    assert batch.sparse_features.values().equal(expected.values())
+
+
+def test_dates_in_one_file_and_times_in_another(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("seen\n2024-01-01\n")
+    (tmp_path / "b.csv").write_text("seen\n2024-01-01 10:30:00\n")
+    (tmp_path / "c.csv").write_text("seen\n2024-01-01 10:30:00.25\n")
+    spec = FeatureSpec([Timestamp("seen", parts=("hour",))])
+    for order in itertools.permutations(["a", "b", "c"]):
+        paths = [tmp_path / f"{name}.csv" for name in order]
+        (batch,) = datasets.csv(paths, spec, 9, labels=False)
+        found = dict(zip(order, batch.sparse_features.values().tolist(), strict=True))
+        assert found == {"a": 1, "b": 11, "c": 11}

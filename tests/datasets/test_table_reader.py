@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from recsys.datasets import readers
+from recsys.features import FeatureSpec, Ids
 from recsys.features.splits import Split
 from tests.datasets.clicks import SPEC, clicks, is_equal, plain_samples, samples_of, write_clicks
 
@@ -200,6 +201,25 @@ def test_epochs(tmp_path: Path) -> None:
         reader.set_epoch(-1)
 
 
+def test_the_number_of_batches_of_an_epoch(tmp_path: Path) -> None:
+    write_clicks(tmp_path)
+    for rank, size, drop_last in itertools.product(range(3), (1, 4, 7), (True, False)):
+        for divide in ("row_groups", "batches"):
+            reader = readers.parquet(
+                tmp_path, SPEC, size, rank=rank, world_size=3, divide=divide, shuffle=True,
+                drop_last=drop_last,
+            )  # fmt: skip
+            for _ in range(2):
+                expected = reader.num_batches
+                assert expected == len(list(reader))
+    assert readers.parquet(tmp_path, SPEC, 4, filter=ds.field("age") < 60).num_batches is None
+    split = Split("user", shares=(0.6, 0.2, 0.2))
+    assert readers.parquet(tmp_path, SPEC, 4, split=split, part="train").num_batches is None
+    (tmp_path / "a.csv").write_text("row\n1\n")
+    spec = FeatureSpec([Ids("row", rows=3)])
+    assert readers.csv(tmp_path / "a.csv", spec, 4).num_batches is None
+
+
 def test_each_window_has_an_order_of_its_own(tmp_path: Path) -> None:
     pq.write_table(clicks(0, 90), tmp_path / "a.parquet", row_group_size=30)
 
@@ -363,6 +383,10 @@ def test_each_row_comes_once(
     [
         ({"divide": "rows"}, ValueError, "divide must be 'row_groups' or 'batches'"),
         ({"part": "train"}, TypeError, "split must be a Split or TimeSplit"),
+        ({"split": "user", "part": "train"}, TypeError, "split must be a Split or TimeSplit"),
+        ({"spec": None}, TypeError, "spec must be a FeatureSpec of recsys.features; received None"),
+        ({"spec": SPEC.columns}, TypeError, "spec must be a FeatureSpec of recsys.features"),
+        ({"filter": ds.field("user") > 3}, ValueError, "filter must be an expression of the col"),
         ({"split": Split(), "part": "dev"}, ValueError, "part must be 'train', 'validation'"),
         ({"filter": "age > 3"}, TypeError, "filter must be an expression such as"),
         ({"filter": ds.field("no") > 3}, ValueError, "filter must be an expression of the columns"),
@@ -377,7 +401,10 @@ def test_wrong_arguments(
 ) -> None:
     write_clicks(tmp_path)
     with pytest.raises(error, match=message):
-        readers.parquet(tmp_path, SPEC, **{"batch_size": 4, **options})
+        readers.parquet(tmp_path, **{"spec": SPEC, "batch_size": 4, **options})
+    table = clicks(0, 3)
+    with pytest.raises(error, match=message):
+        readers.table(table, **{"spec": SPEC, "batch_size": 4, **options})
 
 
 def test_pinned_batches_need_a_gpu(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,13 @@ import pytest
 import torch
 from pyarrow import csv, fs
 
+from recsys.datasets.memory import table_of
 from recsys.datasets.tables import (
     File,
     files_of,
     is_text,
     kind_of,
     located,
-    table_of,
     tables_of,
     unify_types,
 )
@@ -31,8 +32,8 @@ from recsys.datasets.tables import (
 COLUMNS = {"x": [1, 2, 3], "name": ["a", None, "c"]}
 
 
-def _rows(data: Any, **options: Any) -> list[Any]:
-    return [row for table in tables_of(data, **options) for row in table.to_pylist()]
+def _rows(data: Any, columns: Any = ("x", "name")) -> list[Any]:
+    return [row for table in tables_of(data, list(columns), {}) for row in table.to_pylist()]
 
 
 def test_paths_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -42,10 +43,13 @@ def test_paths_in_the_order_of_their_names(tmp_path: Path) -> None:
     (tmp_path / "day=1/c.csv").write_text("x\nc.csv\n")
     (tmp_path / "readme.md").write_text("x")
     for given in (tmp_path, str(tmp_path), [tmp_path]):
-        assert [row["x"] for row in _rows(given)] == ["a.parquet", "b.parquet", "c.csv"]
-    assert [row["x"] for row in _rows(str(tmp_path / "[ab].*"))] == ["a.parquet", "b.parquet"]
+        assert [row["x"] for row in _rows(given, ["x"])] == ["a.parquet", "b.parquet", "c.csv"]
+    assert [row["x"] for row in _rows(str(tmp_path / "[ab].*"), ["x"])] == [
+        "a.parquet",
+        "b.parquet",
+    ]
     chosen = [tmp_path / "b.parquet", tmp_path / "a.parquet"]
-    assert [row["x"] for row in _rows(chosen)] == ["b.parquet", "a.parquet"]
+    assert [row["x"] for row in _rows(chosen, ["x"])] == ["b.parquet", "a.parquet"]
     assert [is_text(file) for file in files_of(tmp_path)] == [False, False, True]
     with pytest.raises(FileNotFoundError, match="must be a file, or a folder or glob"):
         files_of(tmp_path / "*.pq")
@@ -118,7 +122,7 @@ def test_kinds(kind: pa.DataType, words: str | None) -> None:
 
 def _file(name: str, **types: pa.DataType) -> File:
     fragment = ds.CsvFileFormat().make_fragment(name, filesystem=fs.LocalFileSystem())
-    return File(name, fragment, pa.schema(list(types.items())))
+    return File(name, fragment, pa.schema(list(types.items())), "utf8")
 
 
 def test_types_of_several_files() -> None:
@@ -126,30 +130,97 @@ def test_types_of_several_files() -> None:
         _file("a", x=pa.int64(), y=pa.null(), z=pa.string()),
         _file("b", x=pa.float64(), y=pa.string(), z=pa.null()),
     ]
-    for found in (unify_types(files, "xyz"), unify_types(files[::-1], "xyz")):
+    for found in (unify_types(files, "xyz", {}), unify_types(files[::-1], "xyz", {})):
         for file in found:
             assert file.schema.types == [pa.float64(), pa.string(), pa.string()]
-    assert unify_types(files, "z")[0].schema.field("x").type == pa.int64()
+    assert unify_types(files, "z", {})[0].schema.field("x").type == pa.int64()
     other = _file("c", x=pa.string())
     with pytest.raises(TypeError, match=r"'x' must have one kind .* numbers in a and texts in c"):
-        unify_types([*files, other], "x")
+        unify_types([*files, other], "x", {})
     with pytest.raises(KeyError, match=r"c must have the columns \['y'\]"):
-        unify_types([*files, other], "y")
+        unify_types([*files, other], "y", {})
+
+
+@pytest.mark.parametrize(
+    ("types", "found"),
+    [
+        ((pa.date32(), pa.timestamp("s")), pa.timestamp("s")),
+        ((pa.timestamp("ns"), pa.date32(), pa.timestamp("s")), pa.timestamp("ns")),
+        ((pa.int64(), pa.null(), pa.float64()), pa.float64()),
+        ((pa.bool_(), pa.int64()), None),  # each as it is
+    ],
+)
+def test_types_of_text_files_in_any_order(types: Any, found: Any) -> None:
+    for order in itertools.permutations(types):
+        files = [_file(str(i), x=kind) for i, kind in enumerate(order)]
+        got = [file.schema.field("x").type for file in unify_types(files, "x", {})]
+        assert got == (list(order) if found is None else [found] * len(order))
+    fragment = ds.ParquetFileFormat().make_fragment("p", filesystem=fs.LocalFileSystem())
+    other = File("p", fragment, pa.schema([("x", pa.float32())]), "utf8")
+    for order in itertools.permutations(
+        [other, _file("t", x=pa.float64()), _file("n", x=pa.null())]
+    ):
+        for file in unify_types(order, "x", {}):
+            assert file.schema.field("x").type == (pa.float32() if file is other else pa.float64())
+    (file, _) = unify_types([_file("n", x=pa.null()), other], "x", {})
+    assert file.schema.field("x").type == pa.float32()
+
+
+def test_keys_are_texts_in_text_files_where_texts_are_known() -> None:
+    files = [_file("a", x=pa.int64(), y=pa.date32()), _file("b", x=pa.string(), y=pa.null())]
+
+    def types(chosen: list[File], kind: str | None) -> list[Any]:
+        found = unify_types(chosen, "y", {"x": kind, "y": kind})
+        return [file.schema.types for file in found]
+
+    texts = [pa.string(), pa.string()]
+    assert types(files, "text") == types(files, None) == [texts, texts]
+    assert types(files[:1], "text") == [texts]
+    assert types(files[:1], None) == [[pa.int64(), pa.string()]]  # no key is a date
+    mixed = [_file("a", x=pa.int64(), y=pa.bool_()), _file("b", x=pa.float64(), y=pa.int64())]
+    assert types(mixed, None) == [[pa.float64(), pa.string()]] * 2  # as within a file
+    with pytest.raises(TypeError, match=r"'x' must have one kind .* numbers in a and texts in b"):
+        types(files, "number")
+    fragment = ds.ParquetFileFormat().make_fragment("c", filesystem=fs.LocalFileSystem())
+    other = File("c", fragment, pa.schema([("y", pa.string())]), "utf8")
+    assert types([files[0], other], None)[0] == [pa.int64(), pa.string()]
+    schema = pa.schema([("x", pa.int64()), ("y", pa.string())])
+    fixed = File("d", fragment, schema, "utf8")
+    with pytest.raises(TypeError, match=r"'x' must have one kind .* texts in b and numbers in d"):
+        types([files[1], fixed], None)
 
 
 def test_errors_are_located() -> None:
     found = located(ValueError("Column 'x' is 3 in row 12. Fix it."), lambda row: ("a", row + 100))
     assert str(found) == "Column 'x' is 3 in row 112 of a. Fix it."
+    received = "Column 'x' must be short; received 'found in row 3 of a' in row 12. Cut it."
+    found = located(ValueError(received), lambda row: ("b", row + 100))
+    assert str(found) == received.replace("row 12", "row 112 of b")
     found = located(KeyError("no column"), lambda row: ("a", row))
     assert isinstance(found, KeyError)
     assert found.args == ("a: no column",)
+
+
+def test_paths_and_columns_that_are_wrong(tmp_path: Path) -> None:
+    for paths in (None, 3, [tmp_path, 3], {"a.csv"}):
+        with pytest.raises(TypeError, match="paths must be a path or a list of paths"):
+            files_of(paths)  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match="at least one path; received none"):
+        files_of([])
+    path = tmp_path / "twice.parquet"
+    pq.write_table(pa.table([[1], [2], [3]], names=["x", "x", "y"]), path)
+    assert _rows(path, ["y"]) == [{"y": 3}]
+    with pytest.raises(ValueError, match=r"twice\.parquet must have one .* it has several \['x'\]"):
+        _rows(path, ["y", "x"])
+    with pytest.raises(ValueError, match=r"twice\.parquet must have one .* it has several \['x'\]"):
+        unify_types(files_of(path), ["x"], {})
 
 
 def test_damaged_files_and_missing_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("x\n" + "1\n" * 700_000 + "a\n" + "1\n" * 3_000_000)
     with pytest.raises(ValueError, match=r"a\.csv cannot be read: .*invalid value 'a'"):
-        _rows(path)
+        _rows(path, ["x"])
     with pytest.raises(KeyError, match=r"a\.csv must have the columns \['y'\]; it has \['x'\]"):
         _rows(path, columns=["y"])
 
@@ -183,8 +254,8 @@ def test_a_slow_consumer_holds_some_rows(tmp_path: Path, kind: str) -> None:
     for number, batch in enumerate(file.batches(["b", "a"])):
         assert batch.column_names == ["b", "a"]
         rows += batch.num_rows
-        if number < 20:
-            time.sleep(0.05)
+        if number < 10:
+            time.sleep(0.04)
         most = max(most, pool.bytes_allocated() - before)
     assert rows == table.num_rows
     assert most < 0.6 * size

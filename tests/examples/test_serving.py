@@ -8,9 +8,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
+import torch
+from movielens.data import build_movielens
 from serving.client import read_request
+from serving.package import write_requests as write_requests_of
 from serving.triton_server import errors_of, find_server, free_ports, stop, triton_server
+
+from tests.examples.movielens.case import made_up_ratings
 
 
 def write_requests(path: Path) -> None:
@@ -51,6 +58,27 @@ def test_a_request_has_the_rows_of_a_user(
         "genres": genres,
         "genres.lengths": lengths,
     }
+
+
+def test_requests_have_the_features_of_the_table(tmp_path: Path) -> None:
+    data = build_movielens(made_up_ratings(), split="random")
+    write_requests_of(data.spec, data.test, tmp_path / "requests.npz")
+    rows = data.test.filter(pc.field("user_id") == 104)
+    request = read_request(tmp_path / "requests.npz", 104)
+    columns = {}
+    for name in data.spec.column_names(labels=False):
+        column = pa.array(request[name], from_pandas=True, mask=request.get(f"{name}.missing"))
+        if f"{name}.lengths" in request:
+            offsets = np.concatenate([[0], request[f"{name}.lengths"].cumsum()])
+            column = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), column)
+        columns[name] = column
+    found = data.spec.transform(pa.table(columns), labels=False)
+    expected = data.spec.transform(rows, labels=False)
+    assert len(rows) > 1
+    assert torch.equal(found.dense_features, expected.dense_features)
+    for name, bags in expected.sparse_features.to_dict().items():
+        assert found.sparse_features[name].values().tolist() == bags.values().tolist()
+        assert found.sparse_features[name].lengths().tolist() == bags.lengths().tolist()
 
 
 def test_an_unknown_user_is_an_error(tmp_path: Path) -> None:

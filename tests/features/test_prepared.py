@@ -132,3 +132,16 @@ def test_names_are_distinct() -> None:
         prepared_spec(spec)
     with pytest.raises(RuntimeError, match="must be fitted"):
         prepared_spec(FeatureSpec([Categorical("city")]))
+
+
+def test_a_table_without_rows() -> None:
+    """As a block of an engine may be."""
+    columns = [Categorical("city"), Numeric("age"), Label("ok"), Label("stars", high=5)]
+    table = raw_table(9, 0)
+    for chosen in (columns, columns[:3], columns[:2]):
+        spec = FeatureSpec(chosen).fit(table)
+        for labels in (True, False):
+            found = prepared_table(spec, table, labels=labels)
+            empty = prepared_table(spec, table.slice(0, 0), labels=labels)
+            assert empty.num_rows == 0
+            assert empty.schema.equals(found.schema)

@@ -120,13 +120,13 @@ def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda found: found.update(format=2), ValueError, "must have format 1; received 2"),
+        (lambda found: found.update(format=3), ValueError, "must have format 2; received 3"),
         (
-            lambda found: found.update(format=2, vocabularies=["other"]),
+            lambda found: found.update(format=3, vocabularies=["other"]),
             ValueError,
-            "must have format 1; received 2. A later version of recsys wrote it",
+            "must have format 2; received 3. Another version of recsys wrote it",
         ),
-        (lambda found: found.pop("format"), ValueError, "must have format 1; received None"),
+        (lambda found: found.pop("format"), ValueError, "must have format 2; received None"),
         (lambda found: found.pop("means"), ValueError, "is damaged: .*'means'"),
         (lambda found: found.pop("vocabularies"), ValueError, "is damaged"),
         (lambda found: found["vocabularies"].pop("city"), ValueError, "is damaged"),

@@ -80,6 +80,10 @@ def test_single_rows_depend_on_file_and_row() -> None:
             ("2024-01-05", "2024-01-09"),
         ),
         (
+            pa.array([date(2024, 1, d) for d in (1, 5, 7, 9)]),
+            (datetime(2024, 1, 5), datetime(2024, 1, 9)),
+        ),
+        (
             pa.array([datetime(2024, 1, d, tzinfo=UTC) for d in (1, 5, 7, 9)]),
             (datetime(2024, 1, 5), datetime(2024, 1, 9)),
         ),
@@ -121,6 +125,20 @@ def test_times(values: pa.Array, limits: Any) -> None:
             ),
             ValueError,
             "'t' must have no missing time; received None in row 1",
+        ),
+        (
+            lambda: TimeSplit("t", validation=1, test=2).parts_of(
+                pa.table({"t": [datetime(2024, 1, 1)]}), "", np.arange(1)
+            ),
+            TypeError,
+            r"the limits must have the type of column 't', timestamp\[us\]; received 1 and 2",
+        ),
+        (
+            lambda: TimeSplit(
+                "t", validation=datetime(2024, 1, 5, 12), test=datetime(2024, 1, 6)
+            ).filter_of("train", pa.schema([("t", pa.date32())])),
+            TypeError,
+            "the limits must have the type of column 't', date32",
         ),
         (
             lambda: Split("u").parts_of(pa.table({"u": ["a", None]}), "", np.arange(2)),

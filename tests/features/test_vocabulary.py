@@ -107,8 +107,10 @@ def test_texts_and_numbers_are_not_mixed(kind: str) -> None:
     other = "number" if kind == "text" else "text"
     known, asked = {"text": ["a"], "number": [1]}[kind], {"text": ["a"], "number": [1]}[other]
     vocabulary = Vocabulary(keys_of(known, kind).texts if kind == "text" else pa.array(known))
-    with pytest.raises(TypeError, match=f"must have {kind}s, as .* received {other}s"):
-        vocabulary.rows_of(keys_of(asked, other))
+    with pytest.raises(TypeError, match=f"'c' must have {kind}s, as .* received {other}s"):
+        keys_of(asked, other).check_kind("c", vocabulary.kind)
+    for values, wanted in (([None, None], kind), ([], kind), (asked, other), (asked, None)):
+        keys_of(values, other).check_kind("c", wanted)
     assert vocabulary.rows_of(keys_of([None, None], other)).tolist() == [0, 0]
     assert vocabulary.rows_of(keys_of([], other)).tolist() == []
     # a dictionary with entries, of which no value is used

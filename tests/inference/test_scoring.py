@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -86,6 +89,44 @@ def test_files_are_scored_by_processes(
             np.testing.assert_allclose(same, scores, rtol=1e-5, atol=1e-6)
 
 
+def test_a_model_stays_in_its_mode_and_a_terminal_needs_no_tqdm(
+    packaged: tuple[Path, nn.Module, FeatureSpec],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, model, spec = packaged
+    pq.write_table(raw_table(4, 0), tmp_path / "a.parquet")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for is_training in (True, False):
+        model.train(is_training)
+        score(model, tmp_path / "a.parquet", tmp_path / f"{is_training}", spec=spec)
+        assert model.training == is_training
+
+
+@pytest.mark.parametrize("is_package", [True, False])
+def test_an_empty_file_has_the_columns_of_others(
+    packaged: tuple[Path, nn.Module, FeatureSpec], tmp_path: Path, is_package: bool
+) -> None:
+    version, model, spec = packaged
+    table = raw_table(10, 0)
+    pq.write_table(table, tmp_path / "a.parquet")
+    pq.write_table(table.slice(0, 0), tmp_path / "b.parquet")
+    with pq.ParquetWriter(tmp_path / "c.parquet", table.schema):
+        pass  # without row groups
+    options = {} if is_package else {"spec": spec}
+    found = score(
+        version if is_package else model, str(tmp_path / "*.parquet"), tmp_path / "out",
+        keys=["user", "tags"], **options,
+    )  # fmt: skip
+    full, *empty = map(pq.read_table, found)
+    assert [part.num_rows for part in empty] == [0, 0]
+    for part in empty:
+        assert part.schema.equals(full.schema)
+        assert pa.concat_tables([full, part]).num_rows == 10
+
+
 def test_a_stopped_job_continues(
     packaged: tuple[Path, nn.Module, FeatureSpec], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -163,3 +204,32 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
         score(nn.Linear(1, 1), tmp_path / "a.parquet", tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="must be a file, or a folder or glob"):
         score(nn.Linear(1, 1), tmp_path / "none.parquet", tmp_path / "out")
+
+
+class _WithIds(nn.Module):
+    def __init__(self, result: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, dense: torch.Tensor, ids: Any) -> Any:
+        return self.result(dense)
+
+
+@pytest.mark.parametrize(
+    ("result", "received"),
+    [
+        (lambda dense: dense.sum(), r"received shape \[\] for 'output'"),
+        (lambda dense: {"a": dense, "b": dense[:0]}, r"received shape \[0, 1\] for 'b'"),
+        (lambda dense: (dense, dense), r"received \(.* for 'output'"),
+        (lambda dense: None, r"received None for 'output'"),
+    ],
+)
+def test_outputs_have_a_row_per_sample(
+    tmp_path: Path, result: Callable[[torch.Tensor], Any], received: str
+) -> None:
+    """Also in a batch of one row, where a mean could be taken for it."""
+    pq.write_table(pa.table({"x": [1.0, 2.0, 3.0]}), tmp_path / "a.parquet")
+    spec = FeatureSpec([Numeric("x")]).fit(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=rf"a\.parquet, from row 0: model must.* {received}"):
+        score(_WithIds(result), tmp_path / "a.parquet", tmp_path / "out", spec=spec, batch_size=1)
+    assert list((tmp_path / "out").iterdir()) == []

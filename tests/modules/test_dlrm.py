@@ -151,6 +151,15 @@ def test_sample_weights_multiply_the_losses():
         train(replace(batch, sample_weights=weights[:5]))
 
 
+def test_sample_weights_multiply_the_losses_of_all_tasks():
+    torch.manual_seed(0)
+    logits, labels, weights = torch.randn(5, 3), torch.rand(5, 3), torch.rand(5)
+    expected = sum(mean_loss(logits[:, task], labels[:, task], weights) for task in range(3)) / 3
+    torch.testing.assert_close(mean_loss(logits, labels, weights), expected)
+    with pytest.raises(ValueError, match=r"received weights \[3\] and logits \[5, 3\]"):
+        mean_loss(logits, labels, weights[:3])
+
+
 def test_it_learns():
     torch.manual_seed(0)
     train, batch = DLRMTrain(model()), random_batch(64)

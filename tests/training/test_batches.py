@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from recsys.datasets import readers
 from recsys.training.batches import ResumableBatches
+from tests.datasets.clicks import SPEC, plain_samples, samples_of, write_clicks
 
 
 class Numbers(Dataset[int]):
@@ -67,6 +74,20 @@ def test_a_data_loader_resumes_in_its_order(num_ahead: int, num_workers: int) ->
     assert found + train(second, num_ahead) == expected[1]
 
 
+def test_a_loader_that_has_become_shorter_is_an_error() -> None:
+    batches = [torch.tensor([n]) for n in range(5)]
+    saved = ResumableBatches(batches, lambda step: False)
+    train(saved, 0, until=4)
+    for left, found in ((5, [[4]]), (4, [])):
+        resumed = ResumableBatches(batches[:left], lambda step: False)
+        resumed.load_state_dict(saved.state_dict())
+        assert train(resumed, 0) == found
+    resumed = ResumableBatches(batches[:3], lambda step: False)
+    resumed.load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match=r"must have the 4 batches of the epoch .* received 3"):
+        next(iter(resumed))
+
+
 def test_parts_of_a_data_loader_know_the_epoch() -> None:
     sampler = DistributedSampler(Numbers(), 1, 0)
     batches = ResumableBatches(DataLoader(Numbers(), 20, sampler=sampler), lambda step: False)
@@ -111,3 +132,73 @@ def test_other_numbers_of_ranks(caplog: pytest.LogCaptureFixture) -> None:
     plain.load_state_dicts([{**state, "loader": None} for state in states])
     assert train(plain, 0) == [[2], [3]]
     assert "that 3 ranks began. Each rank skips 2 batches" in caplog.text
+
+
+def steps_together(ranks: list[ResumableBatches], num_ahead: int, stop: int | None) -> list[Any]:
+    """Train until a step or the end of the epoch; a rank without batches makes empty steps."""
+    rows: list[Any] = []
+    sources: list[Any] = [iter(batches) for batches in ranks]
+    read: list[list[Any]] = [[] for _ in ranks]
+    while ranks[0].step != stop:
+        for source, waiting in zip(sources, read, strict=True):
+            while len(waiting) <= num_ahead and (batch := next(source, None)) is not None:
+                waiting.append(batch)
+        if not any(read):
+            break
+        for batches, waiting in zip(ranks, read, strict=True):
+            rows += samples_of(waiting.pop(0)) if waiting else []
+            batches.trained()
+    return rows
+
+
+@pytest.mark.parametrize("divide", ["row_groups", "batches"])
+def test_each_row_comes_once_on_another_number_of_ranks(tmp_path: Path, divide: Any) -> None:
+    """Stopped at each step of an uneven epoch, also when a rank has no batch left."""
+    wanted = Counter(plain_samples(write_clicks(tmp_path, [(7, 1, 13), (2, 6)])))
+
+    def job(world_size: int) -> list[ResumableBatches]:
+        size = 12 // world_size if divide == "batches" else 3
+        options: dict[str, Any] = {"world_size": world_size, "divide": divide, "shuffle": True}
+        return [
+            ResumableBatches(
+                readers.parquet(tmp_path, SPEC, size, rank=rank, window_rows=8, **options),
+                lambda step: True,
+            )
+            for rank in range(world_size)
+        ]
+
+    counts: Counter[str] = Counter()
+    for before, after, num_ahead in itertools.product((1, 2, 3), (1, 2, 3), (0, 2)):
+        whole = job(before)
+        assert Counter(steps_together(whole, num_ahead, None)) == wanted
+        for stop in range(whole[0].step + 1):
+            first, second = job(before), job(after)
+            rows = steps_together(first, num_ahead, stop)
+            states = [batches.state_dict() for batches in first]
+            message = ""
+            try:
+                for rank, batches in enumerate(second):
+                    if before == after:
+                        batches.load_state_dict(states[rank])
+                    else:
+                        batches.load_state_dicts(states)
+            except ValueError as error:
+                message = str(error)
+            if message:
+                assert before != after
+                assert divide == "row_groups"
+                counts["has none" if "none left on" in message else "other ranks"] += 1
+                assert f"Resume on {before} ranks" in message or "number of ranks" in message
+                continue
+            if before == after or divide == "batches":  # saved again before a step
+                again = job(after)
+                for batches, loaded in zip(again, second, strict=True):
+                    batches.load_state_dict(loaded.state_dict())
+                second = again
+            assert Counter(rows + steps_together(second, num_ahead, None)) == wanted
+            for batches in second:
+                batches.end_epoch()
+            assert Counter(steps_together(second, num_ahead, None)) == wanted
+            counts["once"] += 1
+    assert counts["once"] > 30
+    assert (counts["has none"] > 5) == (counts["other ranks"] > 5) == (divide == "row_groups")

@@ -165,6 +165,8 @@ def test_epochs_and_steps(tmp_path: Path) -> None:
     assert (by_epochs.steps, by_epochs.epochs) == (12, 3)
     by_steps = plain(tmp_path / "steps", steps=6).fit(rows(4))
     assert (by_steps.steps, by_steps.epochs) == (6, 1)
+    exact = plain(tmp_path / "exact", steps=8).fit(rows(4))
+    assert (exact.steps, exact.epochs) == (8, 2)
     with pytest.raises(ValueError, match="either epochs or steps"):
         plain(tmp_path, epochs=1, steps=1)
     with pytest.raises(ValueError, match="either epochs or steps"):
@@ -243,6 +245,18 @@ def test_ranks_may_have_different_numbers_of_batches(ranks: RankPool, tmp_path: 
     assert first == second
     assert first[0] == 2 * NUM_BATCHES
     assert all(map(math.isfinite, first[1].values()))
+
+
+def test_an_empty_batch_changes_nothing(tmp_path: Path) -> None:
+    """Its mean loss is NaN and its gradients are zero, as at the end of an uneven epoch."""
+    batches = rows(4)
+    weights = []
+    for chosen in (batches, [*batches[:2], batches[0][:0], *batches[2:]]):
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        plain(tmp_path, model=model, optimizer=optimizer, epochs=2).fit(chosen)
+        weights.append(model.state_dict())
+    assert_equal(*weights)
 
 
 # -- evaluation ------------------------------------------------------------------------------------
@@ -336,8 +350,15 @@ def test_wrong_metrics_are_errors(tmp_path: Path) -> None:
         plain(tmp_path, epochs=1, metrics=scores_of(0.5)).fit(rows(2), rows(1))
     with pytest.raises(ValueError, match="received NaN at step 2"):
         plain(tmp_path, epochs=1, metrics=scores_of(math.nan), monitor="auc").fit(rows(2), rows(1))
-    with pytest.raises(ValueError, match="patience needs validation"):
+    rule = "patience and ReduceLROnPlateau need validation"
+    with pytest.raises(ValueError, match=rule):
         plain(tmp_path, epochs=1, patience=1).fit(rows(2))
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    settings = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    with pytest.raises(ValueError, match=rule):
+        plain(tmp_path, epochs=1, **settings).fit(rows(2))
 
 
 # -- records ---------------------------------------------------------------------------------------
@@ -478,6 +499,19 @@ def test_a_restarted_job_does_not_resume_an_older_one(tmp_path: Path) -> None:
 def _interrupt() -> Iterator[Tensor]:
     raise KeyboardInterrupt
     yield
+
+
+def test_a_job_that_resumes_after_an_epoch_does_not_evaluate_it_again(tmp_path: Path) -> None:
+    settings = {"monitor": "auc", "patience": 2}
+    scores = (0.5, 0.6, 0.4, 0.3)
+    unbroken = plain(tmp_path / "unbroken", **settings, steps=16, metrics=scores_of(*scores))
+    expected = unbroken.fit(rows(4), rows(1))
+    for number, score in enumerate(scores, start=1):
+        metrics = scores_of(score)
+        again = plain(tmp_path / "b", **settings, steps=4 * number, metrics=metrics, resume=True)
+        found = again.fit(rows(4), rows(1))
+    assert found == expected
+    assert_equal(values_in(tmp_path / "b"), values_in(tmp_path / "unbroken"))
 
 
 def test_the_last_evaluation_is_saved(tmp_path: Path) -> None:

@@ -16,8 +16,16 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from recsys.datasets.tables import table_of
-from recsys.features.arrow import Values, read_integers, read_keys, read_numbers, read_values
+from recsys.datasets.memory import table_of
+from recsys.datasets.utils import Batch
+from recsys.features.arrow import (
+    Values,
+    key_kind,
+    read_integers,
+    read_keys,
+    read_numbers,
+    read_values,
+)
 from recsys.features.columns import (
     UNITS,
     Categorical,
@@ -27,6 +35,7 @@ from recsys.features.columns import (
     Timestamp,
 )
 from recsys.features.samples import read_id_weights
+from recsys.features.save import save_folder
 from recsys.features.spec import FeatureSpec
 from recsys.features.text_hash import text_buffers
 from recsys.features.times import read_seconds
@@ -38,6 +47,7 @@ __all__ = [
     "FOLDER",
     "Columns",
     "Texts",
+    "arguments_of",
     "load_spec",
     "model_request",
     "names_of",
@@ -79,8 +89,7 @@ class Columns:
 
     def arguments(self) -> list[object]:
         """Return the arguments of the model."""
-        dense = [self._batch.dense_features] if self._spec.dense_names else []
-        return [*dense, self._batch.sparse_features]
+        return arguments_of(self._spec, self._batch)
 
     def write(self, part: Path, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Write the spec and its vocabularies; return the manifest's entries of the columns.
@@ -89,7 +98,6 @@ class Columns:
             part: The folder of the version.
             inputs: The manifest's entries of the model's inputs.
         """
-        self._spec.save(part / FOLDER)
         vocabularies: dict[str, Tensor] = {}
         for table, vocabulary in self._spec.fitted.vocabularies.items():
             vocabularies |= _sorted_by_hash(table, vocabulary)
@@ -107,6 +115,10 @@ class Columns:
                 f"A raw column of a package must have one use; received several of {twice}. Copy "
                 "the column under another name."
             )
+        kinds = {column["name"]: column["type"] for column in found if column["kind"] == "hashed"}
+        fitted = self._spec.fitted
+        fitted = fitted._replace(kinds={**fitted.kinds, **kinds})
+        save_folder(part / FOLDER, self._spec.columns, fitted)
         return found
 
     def _describe(self, column: object, tensors: Mapping[str, str]) -> dict[str, Any] | None:
@@ -119,7 +131,8 @@ class Columns:
             return self._describe_number(column, tensors)
         if not isinstance(column, SparseColumn):
             return None
-        kind = _type_of(self._table, column.name, column.is_list)
+        kind = self._spec.fitted.kind_of(column)
+        kind = kind or _type_of(self._table, column.name, column.is_list)
         rows = column.rows if isinstance(column, Hashed) and not column.growing else None
         return {
             "name": column.name,
@@ -160,15 +173,13 @@ class Columns:
 
 def _type_of(table: Any, name: str, is_list: bool) -> str:
     """Return "text" or "number"."""
-    kind = read_values(table, name, is_list).array.type
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if pa.types.is_null(kind):
+    kind = key_kind(read_values(table, name, is_list).array.type)
+    if kind is None:
         raise TypeError(
             f"Column {name!r} of the example table must have a value, whose type requests have; "
             "all are missing."
         )
-    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    return "number" if is_number else "text"
+    return kind
 
 
 def _sorted_by_hash(table: str, vocabulary: Vocabulary) -> dict[str, Tensor]:
@@ -183,6 +194,17 @@ def _sorted_by_hash(table: str, vocabulary: Vocabulary) -> dict[str, Tensor]:
         found[f"{table}.offsets"] = torch.from_numpy(offsets - offsets[0])
         found[f"{table}.bytes"] = torch.from_numpy(data[offsets[0] : offsets[-1]].copy())
     return found
+
+
+def arguments_of(spec: FeatureSpec, batch: Batch) -> list[object]:
+    """Return the arguments of a model: dense features, if the spec has any, and ids.
+
+    Args:
+        spec: The spec of the batch.
+        batch: The batch.
+    """
+    dense = [batch.dense_features] if spec.dense_names else []
+    return [*dense, batch.sparse_features]
 
 
 def load_spec(version: Path) -> FeatureSpec:
