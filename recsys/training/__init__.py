@@ -8,6 +8,8 @@ files in reading order:
 - `optimizer`: all optimizers of a model as one.
 - `batches`: batches of a loader, with the position to resume from.
 - `evaluation`: metrics of an evaluation.
+- `progressive`: metrics of training batches before they train.
+- `full_ranking`: metrics of models of the next item.
 - `best`: the best evaluation, early stopping, and the result of a job.
 - `loggers`: destinations of the numbers.
 - `progress`: the mean loss, the rate and the bar.
@@ -17,17 +19,21 @@ files in reading order:
 from recsys.training.best import FitResult
 from recsys.training.ending import exit_on_error
 from recsys.training.evaluation import BinaryMetrics, Metrics
+from recsys.training.full_ranking import FullRanking
 from recsys.training.loggers import JsonLines, Lines, Logger, MLflow, TensorBoard, WandB
+from recsys.training.progressive import ProgressiveValidation
 from recsys.training.trainer import Trainer
 
 __all__ = [
     "BinaryMetrics",
     "FitResult",
+    "FullRanking",
     "JsonLines",
     "Lines",
     "Logger",
     "MLflow",
     "Metrics",
+    "ProgressiveValidation",
     "TensorBoard",
     "Trainer",
     "WandB",

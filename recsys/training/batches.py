@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, final
 
@@ -213,3 +214,11 @@ class Pausing(Iterator[Any]):
         self._step += 1
         self._is_due = self._pauses_after(self._step)
         return batch
+
+
+def outputs(pipeline: Any, batches: Pausing) -> Iterator[tuple[Any, Any]]:
+    """Yield the output and the batch of each step of a pipeline."""
+    while not batches.has_ended:
+        with suppress(StopIteration):  # at a pause, or at the end
+            while True:
+                yield pipeline.progress(batches)

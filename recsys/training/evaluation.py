@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.kernels.arguments import repeated
 from recsys.kernels.checked import checked
 from recsys.metrics import AUC, NormalizedEntropy
@@ -104,3 +106,10 @@ class BinaryMetrics:
         if self._tasks:
             found["loss"] = sum(found[f"loss/{task}"] for task in self._tasks)
         return found
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model."""
+    if isinstance(model, DistributedModelParallel):
+        return model.device
+    return next(chain(model.parameters(), model.buffers()), torch.empty(0)).device

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
@@ -24,7 +23,6 @@ from recsys.distributed.checkpoint import (
     save_checkpoint,
     save_checkpoint_async,
 )
-from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.monitoring.loss_guard import LossGuard
 from recsys.distributed.monitoring.watchdog import Watchdog
 from recsys.distributed.train_pipeline import EvenBatches, TrainPipelineSparseDist, UnevenPolicy
@@ -32,12 +30,13 @@ from recsys.distributed.types import ShardingEnv
 from recsys.kernels.arguments import choice, whole, writable_folder
 from recsys.kernels.checked import checked_but
 from recsys.step_stages import long_section
-from recsys.training.batches import Pausing, ResumableBatches
+from recsys.training.batches import Pausing, ResumableBatches, outputs
 from recsys.training.best import Best, FitResult
-from recsys.training.evaluation import BinaryMetrics, Metrics
+from recsys.training.evaluation import BinaryMetrics, Metrics, device_of
 from recsys.training.loggers import JsonLines, Lines, Logger, check_loggers
 from recsys.training.optimizer import whole_optimizer
 from recsys.training.progress import MeanLoss, Progress, epoch_length, total_steps
+from recsys.training.progressive import ProgressiveValidation
 
 
 @final
@@ -85,6 +84,8 @@ class Trainer:
         watchdog: Watchdog of the job; None for one with default settings. It is not opened inside
             another one.
         loss_guard: Guard of the losses, which must not skip; None for one with default settings.
+        progressive: Metrics of training batches, scored before the model trains on them; None for
+            none.
 
     Raises:
         TypeError: An argument has another type.
@@ -138,6 +139,7 @@ class Trainer:
         shows_bar: bool = True,
         watchdog: Watchdog | None = None,
         loss_guard: LossGuard | None = None,
+        progressive: ProgressiveValidation | None = None,
     ) -> None:
         if (epochs is None) == (steps is None):
             raise ValueError(
@@ -159,15 +161,18 @@ class Trainer:
         self._loads_best, self._resumes, self._schedule = load_best, resume, schedule
         self._overlaps, self._shows_bar = pipeline, shows_bar
         self._uneven = None if uneven is None else choice("Trainer.uneven", uneven, UnevenPolicy)
-        if self._uneven is UnevenPolicy.PAD and save_every is not None:
-            raise ValueError("uneven='pad' repeats batches: it excludes save_every. Use 'join'.")
-        self._env, self._device = ShardingEnv.default(), _device_of(model)
+        if self._uneven is UnevenPolicy.PAD and (save_every or progressive):
+            raise ValueError(
+                "uneven='pad' repeats batches: it excludes save_every and progressive. Use 'join'."
+            )
+        self._env, self._device = ShardingEnv.default(), device_of(model)
         log = JsonLines(self.folder / "log.jsonl")
         check_loggers("Trainer.loggers", loggers)
         self._loggers = [log, *loggers] if self._env.rank == 0 else []
         self._watchdog = Watchdog() if watchdog is None else watchdog
         self._guard = LossGuard(self.folder / "bad_batches") if loss_guard is None else loss_guard
         self._guard.around(model)  # raises if it skips
+        self._progressive = progressive
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -220,6 +225,8 @@ class Trainer:
             "best": self._best,
             "random": RandomState(),
         }
+        if self._progressive is not None:
+            self._state["progressive"] = self._progressive
         self._saved: tuple[int, int] | None = None
         self._pending: PendingSave | None = None
         if self._resumes and newest_version(self.last) is not None:
@@ -240,8 +247,8 @@ class Trainer:
             is_resumed = self._batches.batch > 0  # perhaps after the last batch of the epoch
             batches = EvenBatches(self._batches, self.model, self._uneven, may_be_empty=is_resumed)
         pausing = Pausing(batches, self._batches.step, self._may_save_at)
-        for output, _ in _outputs(pipeline, pausing):
-            self._count(output)
+        for output, batch in outputs(pipeline, pausing):
+            self._count(output, batch)
             if validation is not None and self._is_at(self._evaluate_every):
                 self._evaluate(validation)
             elif self._is_at(self._log_every):
@@ -278,7 +285,7 @@ class Trainer:
             pipeline.attach(sparse_dist=False)
         return pipeline
 
-    def _count(self, output: Any) -> None:
+    def _count(self, output: Any, batch: Any) -> None:
         """Count a step, and set the learning rate of the next one."""
         loss, num_samples = output[0], len(output[1])
         self._batches.trained()
@@ -286,6 +293,9 @@ class Trainer:
         self._progress.step(num_samples)
         if self._schedule is not None and not isinstance(self._schedule, ReduceLROnPlateau):
             self._schedule.step()
+        window = None if self._progressive is None else self._progressive.update(output, batch)
+        if window is not None:
+            self._log({f"progressive/{name}": value for name, value in window.items()})
 
     def _is_at(self, interval: int | None) -> bool:
         return interval is not None and self._batches.step % interval == 0
@@ -314,7 +324,7 @@ class Trainer:
             with long_section("evaluation"):
                 if self._uneven is not None:
                     batches = EvenBatches(batches, self.model, UnevenPolicy.JOIN)
-                for output, batch in _outputs(self._new_pipeline(), Pausing(batches)):
+                for output, batch in outputs(self._new_pipeline(), Pausing(batches)):
                     metrics.update(output, batch)
                 if self._env.world_size > 1:
                     metrics.sync()
@@ -383,17 +393,3 @@ class Trainer:
         self._saved = at.step, at.epoch
         if self._env.rank == 0:
             print(f"Resumed from {self.last}: epoch {at.epoch + 1}, step {at.batch}", flush=True)
-
-
-def _outputs(pipeline: Any, batches: Pausing) -> Iterator[tuple[Any, Any]]:
-    """Yield the output and the batch of each step of a pipeline."""
-    while not batches.has_ended:
-        with suppress(StopIteration):  # at a pause, or at the end
-            while True:
-                yield pipeline.progress(batches)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    if isinstance(model, DistributedModelParallel):
-        return model.device
-    return next(chain(model.parameters(), model.buffers()), torch.empty(0)).device

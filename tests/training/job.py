@@ -30,7 +30,7 @@ from recsys.distributed.monitoring.watchdog import end_with_launcher
 from recsys.distributed.types import ShardingEnv
 from recsys.optim import in_backward_optimizer_filter
 from recsys.sparse import set_value_checks
-from recsys.training import Trainer, exit_on_error
+from recsys.training import ProgressiveValidation, Trainer, exit_on_error
 from tests.distributed import job
 
 NUM_BATCHES = 12
@@ -176,7 +176,12 @@ def main() -> None:
     loader = Faulty(LOADERS[arguments.loader](), fault, arguments.after)
     with exit_on_error(arguments.folder, "Run the same command again."):
         trainer = trainer_of(
-            arguments.folder, epochs=arguments.epochs, save_every=4, evaluate_every=9, resume=True
+            arguments.folder,
+            epochs=arguments.epochs,
+            save_every=4,
+            evaluate_every=9,
+            resume=True,
+            progressive=ProgressiveValidation(window=7),
         )
         print("training", flush=True)
         trainer.fit(loader, validation())
