@@ -45,6 +45,7 @@ def map_tables(
     step: int,
     pin: int,
     is_training: bool,
+    returns_old: bool = False,
 ) -> twin.Found:
     """Map ids to rows; see `index.map_ids`.
 
@@ -56,11 +57,13 @@ def map_tables(
         step: Training step.
         pin: The first step whose rows keep their ids.
         is_training: Whether to record the use of rows and to place new ids.
+        returns_old: Whether to return the ids that new rows had.
     """
     tables = _tables(indexes)
     tables[:, -RESULTS - 1] = sizes
     rows = torch.empty_like(ids)
     new = torch.empty(2, ids.numel() if is_training else 0, dtype=torch.int64)
+    old = torch.empty(new.shape[1] if returns_old else 0, 2, dtype=torch.int64)
     result = library.recsys_map_ids(
         ctypes.c_void_p(tables.ctypes.data),
         ctypes.c_int64(len(indexes)),
@@ -71,6 +74,7 @@ def map_tables(
         ctypes.c_void_p(rows.data_ptr()),
         ctypes.c_void_p(new[0].data_ptr()),
         ctypes.c_void_p(new[1].data_ptr()),
+        ctypes.c_void_p(old.data_ptr() if returns_old else None),
     )
     if result < 0:
         raise MemoryError(f"There is no memory to map {ids.numel()} ids. Map smaller batches.")
@@ -79,7 +83,7 @@ def map_tables(
     counts = torch.from_numpy(tables[:, -RESULTS:].copy())
     new_sizes: list[int] = tables[:, 1 - RESULTS].tolist()
     num_new = sum(new_sizes)
-    return rows, new[0, :num_new], new[1, :num_new], new_sizes, counts
+    return rows, new[0, :num_new], new[1, :num_new], new_sizes, counts, old[:num_new]
 
 
 def region_rows(
