@@ -185,6 +185,7 @@ class HashedGroup:
 
     def prepare_lookup(self) -> None:
         """Set the rows of unknown ids to zero where an update may have changed them."""
+        self._has_borrowed = False
         if not self._zeros.numel():
             return
         for counter in self._counters:
@@ -206,7 +207,6 @@ class HashedGroup:
             output: The output of the lookup, which requires a gradient.
         """
         if self._has_borrowed:
-            self._has_borrowed = False
             output.register_hook(_refuse_backward)
         self._may_have_changed = self._zeros.numel() > 0
         first = self._batch - PINNED_BATCHES + 1

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from recsys.kernels.hashed.id_numbers import IdNumbers
 
-__all__ = ["SEGMENT_BYTES", "OverflowLog", "RecordField", "SavedSegment", "split_records"]
+__all__ = ["SEGMENT_BYTES", "OverflowLog", "RecordField", "SavedSegment", "record_bytes", "split_records"]
 
 SEGMENT_BYTES: Final = 64 << 20
 """Bytes of a file of a log; the last file has fewer."""
@@ -112,7 +112,7 @@ class OverflowLog:
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self.name, self.parent, self.fields = name, Path(parent), tuple(fields)
-        self._size = _ID_BYTES + sum(field.num_bytes for field in fields)
+        self._size = _ID_BYTES + record_bytes(fields)
         self._per_segment = max(segment_bytes // self._size, 1)
         self._numbers = IdNumbers()
         self._segments: dict[int, _Segment] = {}
@@ -348,6 +348,11 @@ def _runs_of(numbers: NDArray[np.int64], per_segment: int) -> list[_Run]:
     segments, positions = np.divmod(numbers[starts], per_segment)
     columns = (segments, positions, starts, sizes)
     return [_Run(*run) for run in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def record_bytes(fields: Sequence[RecordField]) -> int:
+    """Return the bytes of a record, without its id."""
+    return sum(field.num_bytes for field in fields)
 
 
 def split_records(records: Tensor, fields: Sequence[RecordField]) -> dict[str, Tensor]:
