@@ -222,9 +222,7 @@ class HashedGroup:
         """Set the rows of new ids; `sizes` has their number for each table."""
         new_rows, new_ids = mapped.new_rows, mapped.new_ids
         if self._overflow:
-            new_rows, new_ids, sizes = self._overflow.exchange(
-                new_rows, new_ids, mapped.old, sizes
-            )
+            new_rows, new_ids, sizes = self._overflow.exchange(new_rows, new_ids, mapped.old, sizes)
 
         def write(group: DimGroup, weights: Tensor, rows: Tensor) -> None:
             init_new_rows(

@@ -161,7 +161,7 @@ class HashedIds:
 
     def _check_overflow(self) -> None:
         if not self.overflow:
-            raise ValueError("HashedIds.overflow must be a folder; received ''. Use '.' for this one.")
+            raise ValueError("HashedIds.overflow must be a folder; received ''. Give its path.")
         for name, is_good, rule in (
             ("eviction", self.eviction is not None, "an eviction, whose rows go to the folder"),
             ("ttl", self.ttl is None, "no ttl: rows in the folder do not expire"),

@@ -26,7 +26,14 @@ from torch import Tensor
 
 from recsys.kernels.hashed.id_numbers import IdNumbers
 
-__all__ = ["SEGMENT_BYTES", "OverflowLog", "RecordField", "SavedSegment", "record_bytes", "split_records"]
+__all__ = [
+    "SEGMENT_BYTES",
+    "OverflowLog",
+    "RecordField",
+    "SavedSegment",
+    "record_bytes",
+    "split_records",
+]
 
 SEGMENT_BYTES: Final = 64 << 20
 """Bytes of a file of a log; the last file has fewer."""
@@ -262,7 +269,7 @@ class OverflowLog:
             start, segment.records = segment.records, segment.records + len(part)
             segment.is_live[start : segment.records] = True
             segment.live += len(part)
-            segment.crc = crc32(part, segment.crc)
+            segment.crc = crc32(part.data, segment.crc)
             at = number * self._per_segment + start
             own = slice(first, first + len(part))
             self._numbers.put(ids[own], torch.arange(at, at + len(part)))
@@ -303,7 +310,7 @@ class OverflowLog:
                     file = os.open(self._segments[run.segment].path, os.O_RDONLY)
                     number = run.segment
                 target = out[run.first : run.first + run.records].reshape(-1)
-                size = os.preadv(file, [memoryview(target)], run.position * self._size)
+                size = os.preadv(file, [target.data], run.position * self._size)
                 if size < target.nbytes:
                     raise OSError(errno.EIO, "a file is too short")
         finally:
@@ -383,7 +390,7 @@ def _append(path: Path, records: NDArray[np.uint8], offset: int) -> None:
     """Write records at the end of a file; on an error, the file may have a part of them."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        data = memoryview(np.ascontiguousarray(records).reshape(-1))
+        data = np.ascontiguousarray(records).reshape(-1).data
         while len(data):
             written = os.pwrite(file, data, offset)
             data, offset = data[written:], offset + written

@@ -39,7 +39,7 @@ from tests.distributed.cases import shard
 from tests.distributed.test_hashed_ids import HashedCase
 from tests.ranks import RankPool
 
-SMALL, LARGE = 512, 16_384
+LARGE = 16_384
 EVICTIONS = (LRU(), LFU(3), LFU(), DistanceLFU(2))
 OPTIMIZERS: tuple[Any, ...] = (Adagrad, RowWiseAdagrad, Adam, torch.optim.SGD, None)
 """None: the sharders choose one, whose updates wait for a step."""
@@ -60,6 +60,7 @@ class OverflowCase(HashedCase):
         ShardingType.ROW_WISE,
         ShardingType.TABLE_ROW_WISE,
     )
+    capacity: int = 512
     folder: str | None = None
 
     def configs(self) -> list[Any]:
@@ -71,7 +72,7 @@ class OverflowCase(HashedCase):
                 config.ids = HashedIds(
                     eviction=eviction, unknown="zero", num_regions=4, overflow=self.folder
                 )
-                config.num_embeddings = SMALL if self.folder else LARGE
+                config.num_embeddings = self.capacity if self.folder else LARGE
                 config.__post_init__()
         return configs
 
@@ -84,6 +85,7 @@ class OverflowCase(HashedCase):
 
 def case_of(seed: int, world_size: int, optimizer: Any, **changes: Any) -> OverflowCase:
     changes.setdefault("pooled", seed % 3 > 0)
+    changes.setdefault("capacity", 256 * world_size)
     if optimizer is Adam:
         changes["hyperparameters"] = (("lr", 0.01), ("betas", (0.5, 0.5)))
     return OverflowCase(seed, world_size, optimizer=optimizer, **changes)
@@ -233,7 +235,7 @@ STEPS: st.SearchStrategy[Step] = st.one_of(
 
 def _play(case: OverflowCase, steps: list[Step], folder: Path) -> int:
     program = Program(case, folder)
-    program.train(1, count=40)
+    program.train(1, count=80)
     found = 0
     for name, arguments in [*steps, ("train", (2,)), ("evaluate", (False,)), ("train", (0,))]:
         getattr(program, name)(*arguments)
@@ -254,5 +256,105 @@ def test_programs_equal_a_large_table(
 ) -> None:
     case = case_of(seed, world_size, optimizer)
     with tempfile.TemporaryDirectory() as folder:
-        ranks(world_size, _play, case, steps, Path(folder), timeout=120)
+        found = ranks(world_size, _play, case, steps, Path(folder), timeout=120)
+        assert sum(found) > 20
         assert not [*(Path(folder) / "rows").iterdir()]
+
+
+def _save_and_read(case: OverflowCase, folder: Path) -> int:
+    program = Program(case, folder)
+    program.train(1, count=120)
+    program.check()
+    program.save(False, seed=1)
+    program.check()
+    if program.rank == 0:
+        for config in case.configs():
+            if config.ids is not None:
+                found = [read_hashed_table(folder / name, config.name) for name in "ab"]
+                assert torch.equal(found[0].ids, found[1].ids)
+                assert torch.equal(found[0].values, found[1].values)
+    return logged(program.models[0])
+
+
+def _load_and_train(case: OverflowCase, folder: Path, count: int) -> int:
+    program = Program(case, folder)
+    program.batch = count
+    for model, name in zip(program.models, "ab", strict=True):
+        load_checkpoint(folder / name, model, model.fused_optimizer)
+    program.check()
+    found = logged(program.models[0])
+    program.train(3)
+    program.check()
+    for model, name in zip(program.models, "ab", strict=True):
+        save_checkpoint(folder / name, model, model.fused_optimizer)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_checkpoint_loads_on_other_ranks(ranks: RankPool, tmp_path: Path, seed: int) -> None:
+    """Every row on the disk of a rank is afterwards in the table or on the disk of one rank."""
+    types = (ShardingType.ROW_WISE, ShardingType.TABLE_WISE)
+    optimizer = (Adam, RowWiseAdagrad, None)[seed]
+    case = case_of(seed, 2, optimizer, types=types, capacity=1024, num_ids=4000)
+    saved = sum(ranks(2, _save_and_read, case, tmp_path, timeout=60))
+    assert saved > 20
+    for i, world_size in enumerate((1, 4, 2)):
+        other = replace(case, world_size=world_size)
+        loaded = sum(ranks(world_size, _load_and_train, other, tmp_path, 100 * i, timeout=60))
+        assert loaded == saved or i
+
+
+PIPELINES = (
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+    PrefetchTrainPipelineSparseDist,
+)
+
+
+class _Loss(torch.nn.Module):
+    """The loss of a sharded model, as pipelines take it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        values, _ = self.model(batch)
+        return (values * values.detach().sin()).sum(), values.detach()
+
+
+def _run_pipelines(case: OverflowCase, folder: Path) -> list[int]:
+    small = replace(case, folder=str(folder / "rows"))
+    found, cpu = [], torch.device("cpu")
+    for kind in PIPELINES:
+        outputs = []
+        for one in (small, case):
+            model = _Loss(shard(one))
+            dense = torch.optim.SGD(model.model.module.over.parameters(), lr=0.0)
+            train = kind(model, dense, cpu)
+            evaluate = EvalPipelineSparseDist(model, dense, cpu)
+            values = []
+            for first in (0, 40):
+                model.train()
+                batches = iter([one.batches(first + i)[dist.get_rank()] for i in range(40)])
+                values += [train.progress(batches) for _ in range(40)]
+                model.eval()
+                batches = iter([one.batches(first + i * 4)[dist.get_rank()] for i in range(8)])
+                values += [evaluate.progress(batches)[1] for _ in range(8)]
+            outputs.append(values)
+            if one is small:
+                found.append(logged(model.model))
+                assert {stats.refused for stats in stats_of(model.model)} <= {0}
+        for received, expected in zip(*outputs, strict=True):
+            assert torch.equal(received, expected)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_pipelines_equal_a_large_table(
+    ranks: RankPool, world_size: int, pooled: bool, tmp_path: Path
+) -> None:
+    case = case_of(4, world_size, RowWiseAdagrad, pooled=pooled)
+    for found in ranks(world_size, _run_pipelines, case, tmp_path, timeout=100):
+        assert min(found) > 20

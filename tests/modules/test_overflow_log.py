@@ -157,7 +157,10 @@ def limit_of_files(size: int) -> Iterator[None]:
 def test_a_full_disk_is_named_until_the_log_is_cleared(tmp_path: Path) -> None:
     log, draw = log_in(tmp_path), random.Random(0)
     log.append(torch.arange(10), records_of(draw, 10))
-    with limit_of_files(300), pytest.raises(OSError, match=r"has its overflow in '.*', and") as info:
+    with (
+        limit_of_files(300),
+        pytest.raises(OSError, match=r"has its overflow in '.*', and") as info,
+    ):
         log.append(torch.arange(10, 20), records_of(draw, 10))
     assert info.value.errno == errno.EFBIG
     assert str(tmp_path) in str(info.value)

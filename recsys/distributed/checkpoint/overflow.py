@@ -100,9 +100,12 @@ def overflow_tables(model: nn.Module) -> Iterator[tuple[str, list[HashedPart]]]:
         if isinstance(module, TableShards):
             if module.rules is not None and module.rules.overflow is not None:
                 parts = hashed_parts(model, module)
-        elif isinstance(module, EmbeddingTable) and hasattr(module, "index"):
-            if module.index.rules.overflow is not None:
-                parts = hashed_parts(model, module.weight)
+        elif (
+            isinstance(module, EmbeddingTable)
+            and hasattr(module, "index")
+            and module.index.rules.overflow is not None
+        ):
+            parts = hashed_parts(model, module.weight)
         if parts is not None:
             yield f"{path}." if path else "", parts
 
