@@ -257,24 +257,23 @@ def test_killed_saves_leave_the_last_version(tmp_path: Path) -> None:
     draw = random.Random(0)
     for _ in range(3):
         path = tmp_path / "c"
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", JOB, str(tmp_path)],
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             text=True,
-        )
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(draw.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        last = ([61] + [int(line) for line in process.stdout.read().split()])[-1]
-        process.wait(60)
+        ) as process:
+            assert process.stdout is not None
+            saved = [int(process.stdout.readline())]
+            time.sleep(draw.uniform(0, 0.3))
+            process.send_signal(signal.SIGKILL)
+            saved += [int(line) for line in process.stdout.read().split()]
         assert len(list((tmp_path / "rows").iterdir())) == 4
         module = collection(tmp_path / "rows")
         load_checkpoint(path, module)
         assert len(list((tmp_path / "rows").iterdir())) == 4
         [step] = {index.step for index in indexes(module)}
-        assert step >= last
+        assert step >= saved[-1]
         large, stream = collection(None, 16_384), random.Random(0)
         for _ in range(step):
             train(large, batch_of(stream, 900))
