@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recsys.kernels.hashed import build, native
 from recsys.kernels.hashed.id_numbers import IdNumbers
 
 __all__ = [
@@ -40,7 +41,7 @@ SEGMENT_BYTES: Final = 64 << 20
 
 _ID_BYTES = 8
 _THREADS = 8
-_READS_OF_A_THREAD = 32  # fewer are not worth a thread
+_READS_OF_A_THREAD = 256  # fewer are not worth a thread
 
 
 @final
@@ -179,16 +180,8 @@ class OverflowLog:
         numbers = self._numbers.find(ids).numpy()
         order = np.argsort(numbers)
         found = np.empty((len(numbers), self._size), dtype=np.uint8)
-        runs = _runs_of(numbers[order], self._per_segment)
-        share = max(-(-len(runs) // _THREADS), _READS_OF_A_THREAD)
-        parts = [runs[first : first + share] for first in range(0, len(runs), share)]
-        read = functools.partial(self._read_runs, found)
         try:
-            if len(parts) > 1:
-                list(_threads().map(read, parts))
-            else:
-                for part in parts:
-                    read(part)
+            self._read_sorted(numbers[order], found.reshape(-1))
         except OSError as error:
             self._fail("read it", error)
         records = torch.from_numpy(found)
@@ -298,24 +291,33 @@ class OverflowLog:
             self._write(_ids_of(torch.from_numpy(records)), records)
         segment.path.unlink(missing_ok=True)
 
-    def _read_runs(self, out: NDArray[np.uint8], runs: Sequence[_Run]) -> None:
-        """Read runs of records into their places in `out`."""
-        number, file = -1, -1
-        try:
-            for run in runs:
-                if run.segment != number:
-                    if file >= 0:
-                        os.close(file)
-                        file = -1
-                    file = os.open(self._segments[run.segment].path, os.O_RDONLY)
-                    number = run.segment
-                target = out[run.first : run.first + run.records].reshape(-1)
-                size = os.preadv(file, [target.data], run.position * self._size)
-                if size < target.nbytes:
-                    raise OSError(errno.EIO, "a file is too short")
-        finally:
-            if file >= 0:
-                os.close(file)
+    def _read_sorted(self, numbers: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+        """Read the records of ascending numbers; consecutive ones at once."""
+        if not len(numbers):
+            return
+        segments, positions = np.divmod(numbers, self._per_segment)
+        is_first = np.ones(len(numbers), dtype=np.bool_)
+        is_first[1:] = (np.diff(numbers) != 1) | (np.diff(segments) != 0)
+        starts = np.flatnonzero(is_first)
+        sizes = np.diff(starts, append=len(numbers))
+        parts = np.stack([positions[starts], sizes, starts], 1) * self._size
+        library = build.library()
+        with contextlib.ExitStack() as files:
+            tasks = []
+            for number in np.unique(segments).tolist():
+                file = os.open(self._segments[number].path, os.O_RDONLY)
+                files.callback(os.close, file)
+                own = parts[segments[starts] == number]
+                for first in range(0, len(own), _READS_OF_A_THREAD):
+                    tasks.append((file, own[first : first + _READS_OF_A_THREAD]))
+
+            def read(task: tuple[int, NDArray[np.int64]]) -> None:
+                native.read_parts(library, *task, out)
+
+            if len(tasks) > 1:
+                list(_threads().map(read, tasks))
+            else:
+                read(tasks[0])
 
     def _check(self) -> None:
         if self._error is not None:
@@ -331,30 +333,6 @@ class OverflowLog:
             f"{error.strerror or error}. Free disk space or choose another folder, and go on from "
             "the last checkpoint: rows may be missing now",
         ) from error
-
-
-@final
-class _Run(NamedTuple):
-    """Consecutive records of a segment that are read at once."""
-
-    segment: int
-    position: int
-    first: int
-    """Position of the first one among the records that are read."""
-    records: int
-
-
-def _runs_of(numbers: NDArray[np.int64], per_segment: int) -> list[_Run]:
-    """Return the runs of ascending numbers of records."""
-    if not len(numbers):
-        return []
-    is_first = np.ones(len(numbers), dtype=np.bool_)
-    is_first[1:] = (np.diff(numbers) != 1) | (numbers[1:] % per_segment == 0)
-    starts = np.flatnonzero(is_first)
-    sizes = np.diff(np.append(starts, len(numbers)))
-    segments, positions = np.divmod(numbers[starts], per_segment)
-    columns = (segments, positions, starts, sizes)
-    return [_Run(*run) for run in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def record_bytes(fields: Sequence[RecordField]) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, final
@@ -107,6 +109,34 @@ def region_rows(
         ctypes.c_void_p(rows.data_ptr()),
     )
     return rows
+
+
+def read_parts(library: ctypes.CDLL | None, file: int, parts: np.ndarray, out: np.ndarray) -> None:
+    """Read parts of a file, without Python's lock where there is a library.
+
+    Args:
+        library: The library of the C files, or None.
+        file: Descriptor of the file.
+        parts: int64 [N, 3] position of each part in the file, its bytes, and its place in `out`.
+        out: uint8 [bytes].
+
+    Raises:
+        OSError: The file cannot be read, or is too short.
+    """
+    if library is None:
+        for position, size, place in parts.tolist():
+            if os.preadv(file, [out[place : place + size].data], position) < size:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return
+    parts = np.ascontiguousarray(parts)
+    number = library.recsys_read_parts(
+        ctypes.c_int64(file),
+        ctypes.c_void_p(parts.ctypes.data),
+        ctypes.c_int64(len(parts)),
+        ctypes.c_void_p(out.ctypes.data),
+    )
+    if number:
+        raise OSError(number, os.strerror(number))
 
 
 def init_rows(
