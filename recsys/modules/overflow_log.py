@@ -163,7 +163,6 @@ class OverflowLog:
         """
         self._check()
         if ids.numel():
-            self.remove(ids)
             own = ids.contiguous().view(torch.uint8).view(-1, _ID_BYTES)
             self._write(ids, torch.cat([own, records], 1).numpy())
 
@@ -177,35 +176,28 @@ class OverflowLog:
             OSError: The disk cannot be read, or a file was changed.
         """
         self._check()
-        numbers = self._numbers.find(ids).numpy()
-        order = np.argsort(numbers)
-        found = np.empty((len(numbers), self._size), dtype=np.uint8)
-        try:
-            self._read_sorted(numbers[order], found.reshape(-1))
-        except OSError as error:
-            self._fail("read it", error)
-        records = torch.from_numpy(found)
-        if not torch.equal(_ids_of(records), ids[torch.from_numpy(order)]):
-            self._fail("read it", OSError(errno.EIO, "its files were changed"))
-        in_order = torch.empty_like(records)
-        in_order[torch.from_numpy(order)] = records
-        return in_order[:, _ID_BYTES:]
+        return self._read(ids, self._numbers.find(ids).numpy())
 
-    def remove(self, ids: Tensor) -> None:
-        """Make the records of ids invalid; int64 [N], distinct. Ids without one are ignored."""
-        numbers = self._numbers.find(ids).numpy()
-        numbers = numbers[numbers >= 0]
-        if not len(numbers):
-            return
-        self._numbers.remove(ids)
-        of_segments = numbers // self._per_segment
-        for number in np.unique(of_segments).tolist():
-            own = numbers[of_segments == number] % self._per_segment
-            segment = self._segments[number]
-            segment.is_live[own] = False
-            segment.live -= len(own)
-            if 2 * segment.live < segment.records == self._per_segment:
-                self._compact(number)
+    def take(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the records of ids, and remove them.
+
+        Args:
+            ids: int64 [N], distinct.
+
+        Returns:
+            bool [N], whether each id has a record, and these records, uint8
+            [K, bytes of the fields].
+
+        Raises:
+            OSError: The disk cannot be read or written, or a file was changed.
+        """
+        self._check()
+        numbers = self._numbers.take(ids)
+        is_known = numbers >= 0
+        numbers = numbers[is_known]
+        records = self._read(ids[is_known], numbers.numpy())
+        self._invalidate(numbers.numpy())
+        return is_known, records
 
     def clear(self) -> None:
         """Remove all records and files."""
@@ -249,8 +241,35 @@ class OverflowLog:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def _write(self, ids: Tensor, records: NDArray[np.uint8]) -> None:
-        """Append records, which begin with their ids."""
+    def _read(self, ids: Tensor, numbers: NDArray[np.int64]) -> Tensor:
+        """Return the records of ids, given their numbers."""
+        order = np.argsort(numbers)
+        found = np.empty((len(numbers), self._size), dtype=np.uint8)
+        try:
+            self._read_sorted(numbers[order], found.reshape(-1))
+        except OSError as error:
+            self._fail("read it", error)
+        records = torch.from_numpy(found)
+        positions = torch.from_numpy(order)
+        if not torch.equal(_ids_of(records), ids[positions]):
+            self._fail("read it", OSError(errno.EIO, "its files were changed"))
+        in_order = torch.empty_like(records)
+        in_order[positions] = records
+        return in_order[:, _ID_BYTES:]
+
+    def _invalidate(self, numbers: NDArray[np.int64]) -> None:
+        """Mark records as invalid, and compact files of which less than half is valid."""
+        of_segments = numbers // self._per_segment
+        for number in np.unique(of_segments).tolist():
+            own = numbers[of_segments == number] % self._per_segment
+            segment = self._segments[number]
+            segment.is_live[own] = False
+            segment.live -= len(own)
+            if 2 * segment.live < segment.records == self._per_segment:
+                self._compact(number)
+
+    def _write(self, ids: Tensor, records: NDArray[np.uint8], *, is_copy: bool = False) -> None:
+        """Append records, which begin with their ids, or copies from a file that was removed."""
         first = 0
         while first < len(records):
             number, segment = self._last()
@@ -265,8 +284,10 @@ class OverflowLog:
             segment.crc = crc32(part.data, segment.crc)
             at = number * self._per_segment + start
             own = slice(first, first + len(part))
-            self._numbers.put(ids[own], torch.arange(at, at + len(part)))
+            old = self._numbers.put(ids[own], torch.arange(at, at + len(part)))
             first += len(part)
+            if not is_copy and bool((old >= 0).any()):
+                self._invalidate(old[old >= 0].numpy())
 
     def _last(self) -> tuple[int, _Segment]:
         """Return the segment that is written to, and its number."""
@@ -288,7 +309,7 @@ class OverflowLog:
                 records = found.reshape(self._per_segment, self._size)[segment.is_live]
             except (OSError, ValueError) as error:
                 self._fail("read it", OSError(errno.EIO, str(error)))
-            self._write(_ids_of(torch.from_numpy(records)), records)
+            self._write(_ids_of(torch.from_numpy(records)), records, is_copy=True)
         segment.path.unlink(missing_ok=True)
 
     def _read_sorted(self, numbers: NDArray[np.int64], out: NDArray[np.uint8]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -100,11 +100,9 @@ class OverflowRows:
                 continue
             lost = olds[t][:, 1].bool()
             log.append(olds[t][lost, 0], self._gather(t, rows[t][lost]))
-            comes_back = log.has(ids[t])
-            known = ids[t][comes_back]
-            if known.numel():
-                self._scatter(t, rows[t][comes_back], log.read(known))
-                log.remove(known)
+            comes_back, records = log.take(ids[t])
+            if records.numel():
+                self._scatter(t, rows[t][comes_back], split_records(records, log.fields))
                 rows[t], ids[t] = rows[t][~comes_back], ids[t][~comes_back]
                 sizes[t] = ids[t].numel()
         return torch.cat(rows), torch.cat(ids), sizes
@@ -158,7 +156,7 @@ class OverflowRows:
         if not known.numel():
             return None
         own = weights[places]
-        weights.index_copy_(0, places, self._split(table, log.read(known))["weight"])
+        weights.index_copy_(0, places, split_records(log.read(known), log.fields)["weight"])
         at = torch.searchsorted(known, unknown).clamp_(max=known.numel() - 1)
         lent = torch.where(known[at] == unknown, places[at], -1)[inverse]
         rows[is_unknown] = torch.where(lent >= 0, lent, rows[is_unknown])
@@ -170,15 +168,10 @@ class OverflowRows:
         values = (array[rows].view(rows.numel(), array[:1].numel()) for array in arrays)
         return torch.cat([part.view(torch.uint8) for part in values], 1)
 
-    def _scatter(self, table: int, rows: Tensor, records: Tensor) -> None:
+    def _scatter(self, table: int, rows: Tensor, values: Mapping[str, Tensor]) -> None:
         """Set the weights and the states of rows."""
-        values = self._split(table, records)
         for name, array in _arrays(self._tbe, table).items():
             array.index_copy_(0, rows, values[name].view(-1, *array.shape[1:]))
-
-    def _split(self, table: int, records: Tensor) -> dict[str, Tensor]:
-        """Return the values of each field; [N, values]."""
-        return split_records(records, fields_of(self._tbe, table))
 
 
 def open_log(index: TableIndex, name: str, fields: Sequence[RecordField]) -> OverflowLog:

@@ -25,8 +25,8 @@ class IdNumbers:
 
     Example:
         >>> numbers = IdNumbers()
-        >>> numbers.put(torch.tensor([-7, 2**62]), torch.tensor([3, 4]))
-        >>> numbers.remove(torch.tensor([-7]))
+        >>> _ = numbers.put(torch.tensor([-7, 2**62]), torch.tensor([3, 4]))
+        >>> _ = numbers.take(torch.tensor([-7]))
         >>> numbers.find(torch.tensor([2**62, -7])).tolist(), len(numbers)
         ([4, -1], 1)
     """
@@ -42,34 +42,44 @@ class IdNumbers:
         rows = self._map(ids, is_training=False)
         return torch.where(rows >= 0, self._numbers[rows], -1)
 
-    def put(self, ids: Tensor, numbers: Tensor) -> None:
+    def put(self, ids: Tensor, numbers: Tensor) -> Tensor:
         """Set the numbers of ids.
 
         Args:
             ids: int64 [N], distinct.
             numbers: int64 [N], not negative.
-        """
-        while ids.numel():
-            if self._count + ids.numel() > _MOST_LOAD * self._index.ids.numel():
-                self._grow()
-                continue
-            rows = self._map(ids, is_training=True)
-            is_placed = rows >= 0
-            placed = rows[is_placed]
-            self._count += int((self._numbers[placed] < 0).sum())
-            self._numbers[placed] = numbers[is_placed]
-            ids, numbers = ids[~is_placed], numbers[~is_placed]
-            if ids.numel():  # their line is full
-                self._grow()
 
-    def remove(self, ids: Tensor) -> None:
-        """Forget ids; int64 [N], distinct. Those without a number are ignored."""
+        Returns:
+            int64 [N] the numbers that they had, -1 for ids without one.
+        """
+        while self._count + ids.numel() > _MOST_LOAD * self._index.ids.numel():
+            self._grow()
+        rows = self._map(ids, is_training=True)
+        is_placed = rows >= 0
+        placed = rows[is_placed]
+        old = torch.full_like(ids, -1)
+        old[is_placed] = self._numbers[placed]
+        self._count += int((old[is_placed] < 0).sum())
+        self._numbers[placed] = numbers[is_placed]
+        if placed.numel() < ids.numel():  # the lines of the others are full
+            self._grow()
+            old[~is_placed] = self.put(ids[~is_placed], numbers[~is_placed])
+        return old
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Return the number of each id, -1 for ids without one, and forget the ids.
+
+        Args:
+            ids: int64 [N], distinct.
+        """
         rows = self._map(ids, is_training=False)
+        numbers = torch.where(rows >= 0, self._numbers[rows], -1)
         rows = rows[rows >= 0]
         self._index.last_used[rows] = 0
         self._index.digests[rows] = 0
         self._numbers[rows] = -1
         self._count -= rows.numel()
+        return numbers
 
     def _map(self, ids: Tensor, *, is_training: bool) -> Tensor:
         return map_ids([self._index], ids, [ids.numel()], 1, 1, is_training).rows

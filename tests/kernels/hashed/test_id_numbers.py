@@ -24,12 +24,11 @@ def test_they_equal_a_dict(monkeypatch: pytest.MonkeyPatch, kind: str, seed: int
         tensor = torch.tensor(ids, dtype=torch.int64)
         if draw.random() < 0.7:
             given = [step * 1000 + i for i in range(len(ids))]
-            numbers.put(tensor, torch.tensor(given, dtype=torch.int64))
+            old = numbers.put(tensor, torch.tensor(given, dtype=torch.int64))
+            assert old.tolist() == [expected.get(one, -1) for one in ids]
             expected.update(zip(ids, given, strict=True))
         else:
-            numbers.remove(tensor)
-            for one in ids:
-                expected.pop(one, None)
+            assert numbers.take(tensor).tolist() == [expected.pop(one, -1) for one in ids]
         assert len(numbers) == len(expected)
         found = numbers.find(torch.tensor(universe)).tolist()
         assert found == [expected.get(one, -1) for one in universe]
