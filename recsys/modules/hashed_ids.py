@@ -133,11 +133,11 @@ class HashedIds:
     """Folder on a local disk for the rows that ids lose, so that a table has more ids than memory
     for rows: an id that comes back has its weights and optimizer state again. None: they are lost.
 
-    Its count for `LFU` and `DistanceLFU` starts anew. In evaluation such an id reads its weights
-    from the disk, and no id gets or loses a row; in a batch of more different ids than the table
-    has rows, some read the row of unknown ids. Each table, and each shard of it, has a folder of
-    its own there, deleted when the process ends; those of killed jobs are deleted by the next job
-    on the machine. Each row on the disk takes about 60 bytes of memory.
+    Its count for `LFU` and `DistanceLFU` starts again at 1. In evaluation such an id reads its
+    weights from the disk, and no id gets or loses a row; in a batch of more different ids than the
+    table has rows, some read the row of unknown ids. Each shard of a table has a folder of its own
+    there, deleted when the process ends; the next job on the machine deletes the folders of killed
+    jobs. Each row on the disk takes about 60 bytes of memory.
 
     For tables on the CPU, table-wise, row-wise or table-row-wise, with an eviction, and without
     `ttl` and `admission`. `save_checkpoint` saves the rows on the disk as well; other ways to

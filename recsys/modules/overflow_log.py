@@ -85,11 +85,12 @@ class _Segment:
 
 @final
 class OverflowLog:
-    """Records of ids in files that are only appended to: what a table's ids lose with their rows.
+    """Records of ids in files that are only appended to: the values of rows that ids lose.
 
-    The newest record of an id is valid, until the id is removed. A full file of which less than
-    half is valid is copied to the end and deleted, so the files have at most twice the bytes of the
-    valid records, and two files more. Memory: `IdNumbers`, and a byte per record.
+    The newest record of an id is valid, until it is taken. The valid records of a full file are
+    copied to the end, and the file is deleted, when they are less than half of it. So the files
+    have at most twice the bytes of the valid records, and two files more. Memory: `IdNumbers`, and
+    a byte per record.
 
     The files are in a folder of their own under `parent`, of another name for each log. The folder
     is deleted with the log, and at the end of the process. A process that is killed leaves it, and
@@ -258,7 +259,7 @@ class OverflowLog:
         return in_order[:, _ID_BYTES:]
 
     def _invalidate(self, numbers: NDArray[np.int64]) -> None:
-        """Mark records as invalid, and compact files of which less than half is valid."""
+        """Mark records as invalid, and compact files in which less than half are valid."""
         of_segments = numbers // self._per_segment
         for number in np.unique(of_segments).tolist():
             own = numbers[of_segments == number] % self._per_segment
@@ -351,8 +352,8 @@ class OverflowLog:
         raise OSError(
             error.errno,
             f"Table '{self.name}' has its overflow in {str(self.parent)!r}, and cannot {action}: "
-            f"{error.strerror or error}. Free disk space or choose another folder, and go on from "
-            "the last checkpoint: rows may be missing now",
+            f"{error.strerror or error}. Free disk space or choose another folder, and continue "
+            "from the last checkpoint: rows may be missing now",
         ) from error
 
 
@@ -420,7 +421,7 @@ def _sync(path: Path) -> None:
 
 
 def _new_folder(parent: Path, name: str) -> tuple[Path, int]:
-    """Create the folder of a log, and delete those of dead processes; return it and its lock."""
+    """Create the folder of a log, delete folders of dead processes; return it and its lock."""
     parent.mkdir(parents=True, exist_ok=True)
     host = re.sub(r"[^\w-]", "_", socket.gethostname())
     _remove_leftovers(parent, host)

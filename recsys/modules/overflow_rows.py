@@ -50,7 +50,7 @@ class OverflowRows:
         indexes: Sequence[TableIndex],
         tbe: TableBatchedEmbedding,
     ) -> None:
-        self._indexes, self._tbe = indexes, tbe
+        self._indexes, self._tbe, self._is_open = indexes, tbe, False
         self._tables = [t for t, index in enumerate(indexes) if index.rules.overflow is not None]
         self._names = [config.name for config in configs]
         device = tbe.layout.device
@@ -71,13 +71,16 @@ class OverflowRows:
             OSError: A folder cannot be written.
             ValueError: The rows of a log have another optimizer.
         """
+        if self._is_open:
+            return
         for t in self._tables:
             open_log(self._indexes[t], self._names[t], fields_of(self._tbe, t))
+        self._is_open = True
 
     def exchange(
         self, new_rows: Tensor, new_ids: Tensor, old: Tensor, sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor, list[int]]:
-        """Append the rows that ids lost to the logs, and fill those of ids that come back.
+        """Append the rows that ids lost to the logs, and fill the rows of ids that come back.
 
         Args:
             new_rows: int64 [N] rows that got a new id, ordered by table.
@@ -112,7 +115,7 @@ class OverflowRows:
         """Lend rows to ids that have a record, for one lookup: rows that the lookup does not read.
 
         Args:
-            rows: int64 [N] rows of the ids, ordered by table; those of such ids are replaced.
+            rows: int64 [N] rows of the ids, ordered by table; rows of such ids are replaced.
             ids: int64 [N] the ids.
             sizes: Number of ids of each table.
 

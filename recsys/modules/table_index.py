@@ -180,7 +180,7 @@ class TableIndex(nn.Module):
         return torch.arange(0, self.ids.numel(), self._region_rows, device=self.ids.device)
 
     def are_shared(self, rows: Tensor) -> Tensor:
-        """Return whether rows of this index are those of unknown ids; bool `[N]`."""
+        """Return whether rows of this index are shared by unknown ids; bool `[N]`."""
         return rows % self._region_rows == 0
 
     def stats(self) -> HashedIdStats:

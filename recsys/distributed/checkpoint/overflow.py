@@ -30,7 +30,7 @@ from recsys.modules.overflow_log import RecordField, record_bytes, split_records
 from recsys.modules.overflow_rows import fields_of, open_log
 
 Files = dict[str, list[list[int]]]
-"""As `blocks.Files`."""
+"""Bytes and CRC of the blocks of each file; see `blocks.Files`."""
 
 
 @final

@@ -50,7 +50,7 @@ class Bags(NamedTuple):
     """`[F, R]` bags of each feature from each rank, if they differ. The offsets then are
     `[their sum + 1]`, and rows are looked up rank by rank."""
     are_ids: bool = False
-    """Whether `indices` are hashed ids, whose rows are found at the lookup."""
+    """True if `indices` are hashed ids, whose rows are found at the lookup."""
 
 
 @final
