@@ -22,6 +22,7 @@ from recsys.distributed.checkpoint import (
     save_checkpoint,
     save_checkpoint_async,
 )
+from recsys.distributed.dmp_collection import DMPCollection
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.train_pipeline import (
@@ -31,6 +32,8 @@ from recsys.distributed.train_pipeline import (
     TrainPipelineSparseDist,
 )
 from recsys.distributed.types import ShardingType
+from recsys.modules.embedding_configs import EmbeddingBagConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.hashed_ids import LFU, LRU, DistanceLFU, HashedIds
 from recsys.modules.overflow_log import split_records
 from recsys.optim import Adagrad, Adam, RowWiseAdagrad
@@ -358,3 +361,21 @@ def test_pipelines_equal_a_large_table(
     case = case_of(4, world_size, RowWiseAdagrad, pooled=pooled)
     for found in ranks(world_size, _run_pipelines, case, tmp_path, timeout=100):
         assert min(found) > 20
+
+
+def _average(folder: str) -> None:
+    rules = HashedIds(overflow=folder)
+    tables = [EmbeddingBagConfig(64, 4, "t", feature_names=["a"], ids=rules)]
+    with pytest.raises(ValueError, match=r"A DMPCollection must have no table with HashedIds"):
+        DMPCollection(
+            EmbeddingBagCollection(tables=tables),
+            device=torch.device("cpu"),
+            plan=None,
+            world_size=2,
+            sharding_group_size=1,
+            global_pg=dist.group.WORLD,
+        )
+
+
+def test_tables_that_are_averaged_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, _average, str(tmp_path))

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.types import ShardingEnv
 from recsys.inference import quantize_embeddings
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -113,7 +115,7 @@ def test_it_trains_as_a_large_table(tmp_path: Path, kind: str, optimizer: Any) -
         if step % 4 < 3:
             assert torch.equal(train(small, batch, kind), train(large, batch, kind))
         else:
-            with torch.set_grad_enabled(step % 8 == 3):
+            with torch.inference_mode(step % 8 == 3):
                 assert torch.equal(read(small, batch, kind), read(large, batch, kind))
     for index in indexes(small):
         stats = index.stats()
@@ -242,6 +244,8 @@ def test_ways_that_would_lose_rows_are_refused(tmp_path: Path) -> None:
         module.state_dict()
     with pytest.raises(ValueError, match="cannot be copied or pickled"):
         copy.deepcopy(module)
+    with pytest.raises(ValueError, match=r"A state dict has no rows .* 'ta' with \d+ of them"):
+        DistributedModelParallel(module, env=ShardingEnv.from_local(), device=torch.device("cpu"))
     with pytest.raises(ValueError, match=r"'ta' to quantize must have no HashedIds\.overflow"):
         quantize_embeddings(module)
 
