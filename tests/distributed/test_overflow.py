@@ -326,6 +326,14 @@ class _Loss(torch.nn.Module):
         return (values * values.detach().sin()).sum(), values.detach()
 
 
+@torch.no_grad()
+def _read(model: _Loss, batches: list[KeyedJaggedTensor]) -> Tensor:
+    model.eval()
+    values = model(batches[dist.get_rank()])[1]
+    model.train()
+    return values
+
+
 def _run_pipelines(case: OverflowCase, folder: Path) -> list[int]:
     small = replace(case, folder=str(folder / "rows"))
     found, cpu = [], torch.device("cpu")
@@ -340,10 +348,13 @@ def _run_pipelines(case: OverflowCase, folder: Path) -> list[int]:
             for first in (0, 40):
                 model.train()
                 batches = iter([one.batches(first + i)[dist.get_rank()] for i in range(40)])
-                values += [train.progress(batches) for _ in range(40)]
+                for i in range(40):
+                    values.append(train.progress(batches))
+                    if i % 9 == 8:  # batches that are mapped ahead wait meanwhile
+                        values.append(_read(model, one.batches(first + i // 2)))
                 model.eval()
                 batches = iter([one.batches(first + i * 4)[dist.get_rank()] for i in range(8)])
-                values += [evaluate.progress(batches)[1] for _ in range(8)]
+                values += [evaluate.progress(batches) for _ in range(8)]
             outputs.append(values)
             if one is small:
                 found.append(logged(model.model))
