@@ -27,7 +27,7 @@ from recsys.distributed.checkpoint.delta import (
 )
 from recsys.distributed.checkpoint.errors import failures_named, on_every_rank
 from recsys.distributed.checkpoint.export import write_safetensors
-from recsys.distributed.checkpoint.overflow import SavedLogs, save_logs
+from recsys.distributed.checkpoint.overflow import SavedLogs, overflow_tables, save_logs
 from recsys.distributed.checkpoint.rank_state import (
     Stateful,
     check_progress,
@@ -357,6 +357,8 @@ class _Save:
 
     def save_logs(self, folder: Path) -> None:
         """Put rows that are on the disk (`HashedIds.overflow`) into the folder of the version."""
+        if not any(overflow_tables(self._model)):  # alike on all ranks
+            return
         saved = on_every_rank(self.env, self.what, lambda: save_logs(self._model, folder))
         self._logs = SavedLogs.joined(saved)
 
