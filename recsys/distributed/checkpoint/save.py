@@ -357,7 +357,7 @@ class _Save:
 
     def save_logs(self, folder: Path) -> None:
         """Put rows that are on the disk (`HashedIds.overflow`) into the folder of the version."""
-        if not any(overflow_tables(self._model)):  # alike on all ranks
+        if not any(overflow_tables(self._model)):  # the same on all ranks
             return
         saved = on_every_rank(self.env, self.what, lambda: save_logs(self._model, folder))
         self._logs = SavedLogs.joined(saved)
