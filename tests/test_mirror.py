@@ -20,6 +20,7 @@ BROAD = {
     "distributed/test_hashed_ids.py",
     "distributed/test_hashed_programs.py",
     "distributed/test_job.py",
+    "distributed/test_overflow.py",
     "compat/test_answers.py",
     "compat/test_facts.py",
     "compat/test_own_pipeline.py",

@@ -13,6 +13,7 @@ from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.state.table_shards import TableShards
 from recsys.kernels.row_marks import RowMarks
 from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.hashed_ids import refuse_overflow
 
 __all__ = ["ChangedRows"]
 
@@ -47,7 +48,7 @@ class ChangedRows:
             not kept alive.
 
     Raises:
-        ValueError: A table has eight consumers.
+        ValueError: A table has eight consumers, or rows on the disk (`HashedIds.overflow`).
 
     Example:
         >>> from recsys import EmbeddingBagCollection, EmbeddingBagConfig
@@ -67,6 +68,7 @@ class ChangedRows:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        refuse_overflow(model, "A model whose changed rows are saved, published or counted")
         self._model = weakref.ref(model)  # chains of checkpoints must not keep a model alive
         self._all = False
         for part in _parts_of(model):

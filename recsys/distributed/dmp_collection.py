@@ -33,6 +33,7 @@ from recsys.distributed.sharded.sharder import ModuleSharder, has_tables
 from recsys.distributed.state.replica_average import average_over_ranks
 from recsys.kernels.arguments import setting, wrong_type
 from recsys.kernels.checked import checked
+from recsys.modules.hashed_ids import refuse_overflow
 
 __all__ = ["DMPCollection", "DMPCollectionConfig"]
 
@@ -133,6 +134,7 @@ class DMPCollection(DistributedModelParallel):
         submodule_configs: Sequence[DMPCollectionConfig] | None = None,
         planner: EmbeddingShardingPlanner | None = None,
     ) -> None:
+        refuse_overflow(module, "A DMPCollection")
         env = ShardingEnv.from_process_group(global_pg)
         configs = self._configs = list(submodule_configs or ())
         splits = [_Split(sharding_group_size, node_group_size, use_inter_host_allreduce)]

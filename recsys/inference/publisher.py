@@ -33,6 +33,7 @@ from recsys.inference.packages.follow import upload
 from recsys.inference.packages.manifest import read_manifest
 from recsys.inference.saved_tables import SavedTables
 from recsys.kernels.checked import checked_but
+from recsys.modules.hashed_ids import refuse_overflow
 from recsys.step_stages import waiting
 
 __all__ = ["Publisher"]
@@ -62,8 +63,8 @@ class Publisher:
 
     Raises:
         FileNotFoundError: The folder is not a version of a package.
-        ValueError: The model lacks a table of the package, the interval is not positive, or the
-            model is a `DMPCollection`.
+        ValueError: The model lacks a table of the package or has `HashedIds.overflow`, the interval
+            is not positive, or the model is a `DMPCollection`.
 
     Example:
         >>> model, version = build(), "models/movies/1"  # doctest: +SKIP
@@ -90,6 +91,7 @@ class Publisher:
                 "Publisher.model must not be a DMPCollection, whose groups of ranks hold the same "
                 "rows; received one. Load its checkpoints into another job that publishes."
             )
+        refuse_overflow(model, "A model to publish")
         self._model, self._version, self._url = model, Path(version), url
         self._every = every
         self._env: ShardingEnv = env_of(model).for_publishing()

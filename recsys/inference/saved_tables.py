@@ -29,11 +29,13 @@ class SavedTables:
         values: All values of the model in the checkpoint.
 
     Raises:
-        CheckpointError: It is not a checkpoint, or is damaged.
+        CheckpointError: It is not a checkpoint, is damaged, or has rows of
+            `HashedIds.overflow`.
     """
 
     def __init__(self, checkpoint: str | Path) -> None:
         self.values = SavedValues.find(Path(checkpoint))
+        self.values.refuse_logs("A checkpoint to serve")
 
     def find(self, table: str, path: str | None = None) -> str:
         """Return the full name of a table's values.

@@ -41,7 +41,7 @@ class ServedIndexes(nn.Module):
 
     Raises:
         ValueError: Another table reads the feature of a table with hashed ids, or such a table is
-            pruned.
+            pruned or has an overflow.
     """
 
     def __init__(self, configs: Iterable[BaseEmbeddingConfig], device: torch.device) -> None:
@@ -56,6 +56,12 @@ class ServedIndexes(nn.Module):
                 raise ValueError(
                     f"Table {config.name!r} with HashedIds must keep all rows; received "
                     f"num_embeddings_post_pruning={config.num_embeddings_post_pruning}."
+                )
+            if config.ids.overflow is not None:
+                raise ValueError(
+                    f"Table {config.name!r} to quantize must have no HashedIds.overflow, whose "
+                    f"rows are partly on the disk; received {config.ids.overflow!r}. Leave out "
+                    "overflow."
                 )
             served = replace(config, ids=replace(config.ids, eviction=LRU(), admission=None))
             self._modules[config.name] = TableIndex(served, device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import Any, Final, NoReturn, final
 
@@ -17,6 +18,7 @@ from recsys.kernels.tbe_layout import DimGroup
 from recsys.kernels.types import UpdateMode
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.embedding_init import init_new_rows
+from recsys.modules.overflow_rows import OverflowRows
 from recsys.modules.table_index import TableIndex
 
 __all__ = ["PINNED_BATCHES", "HashedGroup", "refuse_training"]
@@ -50,6 +52,8 @@ class HashedGroup:
         self._configs, self.indexes, self._tbe = list(configs), list(indexes), tbe
         self._columns = list(columns)
         features = [len(config.feature_names) for config in configs]
+        self._overflow = OverflowRows(configs, indexes, tbe)
+        self._has_borrowed = False  # rows of the last lookup
         self._first_features = np.array(list(accumulate(features, initial=0)))
         self._num_features = sum(features)
         # of tables whose unknown ids read zeros, the rows that they read
@@ -94,6 +98,8 @@ class HashedGroup:
         """
         if is_training and self._tbe.update_mode is UpdateMode.GRADIENT:
             refuse_training(self._configs[0].name)
+        if is_training and self._overflow:
+            self._overflow.open()
         self._batch += is_training
         if not self._tbe.deferred.exist:
             self._to_update.clear()
@@ -137,6 +143,7 @@ class HashedGroup:
             max(step, 1),
             step - behind,
             is_training,
+            returns_old=is_training and bool(self._overflow),
         )
         if is_training:
             self._tbe.marks.mark_rows(mapped.rows, self._sizes_of_all(tables, sizes))  # last use
@@ -153,8 +160,32 @@ class HashedGroup:
         found[tables] = sizes
         return found
 
+    def maps_at_lookup(self, is_training: bool) -> bool:
+        """Return whether a batch is mapped by `rows_to_read` at its lookup, not by `rows_of`.
+
+        A batch of evaluation borrows rows for ids that have theirs on the disk. These must have
+        their own weights again before anything else reads them.
+        """
+        return bool(self._overflow) and not is_training
+
+    @contextlib.contextmanager
+    def rows_to_read(self, ids: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """Yield the rows of ids for one lookup of evaluation, after `prepare_lookup`.
+
+        Args:
+            ids: [N], ordered by table.
+            sizes: Number of ids of each table.
+
+        Raises:
+            OSError: Rows on the disk cannot be read.
+        """
+        rows = self.rows_of(ids, sizes, is_training=False)
+        with self._overflow.borrowed(rows, ids.long(), sizes) as self._has_borrowed:
+            yield rows.to(ids.dtype)
+
     def prepare_lookup(self) -> None:
         """Set the rows of unknown ids to zero where an update may have changed them."""
+        self._has_borrowed = False
         if not self._zeros.numel():
             return
         for counter in self._counters:
@@ -175,6 +206,8 @@ class HashedGroup:
         Args:
             output: The output of the lookup, which requires a gradient.
         """
+        if self._has_borrowed:
+            output.register_hook(_refuse_backward)
         self._may_have_changed = self._zeros.numel() > 0
         first = self._batch - PINNED_BATCHES + 1
         self._in_flight.append(first)
@@ -186,13 +219,16 @@ class HashedGroup:
         output.register_hook(lambda grad: release())  # runs once
 
     def _initialize(self, mapped: Mapped, sizes: Sequence[int], step: int) -> None:
-        """Reset the rows of new ids; `sizes` has their number for each table."""
+        """Set the rows of new ids; `sizes` has their number for each table."""
+        new_rows, new_ids = mapped.new_rows, mapped.new_ids
+        if self._overflow:
+            new_rows, new_ids, sizes = self._overflow.exchange(new_rows, new_ids, mapped.old, sizes)
 
         def write(group: DimGroup, weights: Tensor, rows: Tensor) -> None:
             init_new_rows(
                 weights,
                 rows,
-                group.select(mapped.new_ids, sizes),
+                group.select(new_ids, sizes),
                 [sizes[t] for t in group.tables],
                 [self.indexes[t].init_seed_number for t in group.tables],
                 [self._columns[t] for t in group.tables],
@@ -200,7 +236,7 @@ class HashedGroup:
                 [self._configs[t] for t in group.tables],
             )
 
-        self._tbe.reset_rows(sizes, mapped.new_rows, write)
+        self._tbe.reset_rows(sizes, new_rows, write)
 
 
 class _Pin:
@@ -210,6 +246,13 @@ class _Pin:
 def _release(first: int, in_flight: list[int], to_update: list[int]) -> None:
     in_flight.remove(first)
     to_update.append(first)  # of gradients that wait for a step
+
+
+def _refuse_backward(gradient: Tensor) -> NoReturn:
+    raise ValueError(
+        "A batch of evaluation that reads rows from the folder of HashedIds.overflow must have no "
+        "backward pass; received a gradient. Call train() before the lookup."
+    )
 
 
 def refuse_training(table: str) -> NoReturn:

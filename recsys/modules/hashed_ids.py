@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, final
 
+from torch import nn
+
 from recsys.kernels.arguments import finite, whole
 from recsys.kernels.checked import check_fields
 from recsys.kernels.hashed.index import MAX_REGIONS, IndexSettings
 
-__all__ = ["LFU", "LRU", "AtLeast", "DistanceLFU", "HashedIds", "Probability"]
+__all__ = ["LFU", "LRU", "AtLeast", "DistanceLFU", "HashedIds", "Probability", "refuse_overflow"]
 
 
 @final
@@ -127,6 +129,19 @@ class HashedIds:
     """Parts into which rows can be split among ranks; a power of two. Small tables have fewer."""
     seed: int = 0
     """Seed of the hash; a secret one if ids come from an adversary."""
+    overflow: str | None = None
+    """Folder on a local disk for the rows that ids lose, so that a table has more ids than memory
+    for rows: an id that comes back has its weights and optimizer state again. None: they are lost.
+
+    Its count for `LFU` and `DistanceLFU` starts again at 1. In evaluation such an id reads its
+    weights from the disk, and no id gets or loses a row; in a batch of more different ids than the
+    table has rows, some read the row of unknown ids. Each shard of a table has a folder of its own
+    there, deleted when the process ends; the next job on the machine deletes the folders of killed
+    jobs. Each row on the disk takes about 60 bytes of memory.
+
+    For tables on the CPU, table-wise, row-wise or table-row-wise, with an eviction, and without
+    `ttl` and `admission`. `save_checkpoint` saves the rows on the disk as well; other ways to
+    save, move, resize, publish or quantize the table raise an error."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -141,6 +156,22 @@ class HashedIds:
             raise ValueError(
                 f"HashedIds.unknown must be 'shared' or 'zero'; received {self.unknown!r}."
             )
+        if self.overflow is not None:
+            self._check_overflow()
+
+    def _check_overflow(self) -> None:
+        if not self.overflow:
+            raise ValueError("HashedIds.overflow must be a folder; received ''. Give its path.")
+        for name, is_good, rule in (
+            ("eviction", self.eviction is not None, "an eviction, whose rows go to the folder"),
+            ("ttl", self.ttl is None, "no ttl: rows in the folder do not expire"),
+            ("admission", self.admission is None, "no admission: ids return to rows at once"),
+        ):
+            if not is_good:
+                raise ValueError(
+                    f"HashedIds with overflow must have {rule}; received "
+                    f"{name}={getattr(self, name)!r}. Leave out overflow or {name}."
+                )
 
     def settings(self) -> IndexSettings:
         """Return the rules as the index takes them."""
@@ -159,6 +190,25 @@ class HashedIds:
             admission_value=value,
             is_shared=True,
         )
+
+
+def refuse_overflow(model: nn.Module, action: str) -> None:
+    """Raise an error if a table of a model has rows on the disk.
+
+    Args:
+        model: The model.
+        action: What cannot be done with such a table, for the message.
+
+    Raises:
+        ValueError: It has.
+    """
+    for path, module in model.named_modules():
+        rules = getattr(module, "rules", None)
+        if isinstance(rules, HashedIds) and rules.overflow is not None:
+            raise ValueError(
+                f"{action} must have no table with HashedIds.overflow, whose rows are partly on "
+                f"the disk; received {path.removesuffix('.index')!r}. Leave out overflow."
+            )
 
 
 _EVICTIONS = {LRU: "lru", LFU: "lfu", DistanceLFU: "distance_lfu", type(None): "none"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, final
 
@@ -12,8 +14,11 @@ from torch import Tensor, nn
 from recsys.kernels.hashed.index import COUNTS, HashIndex, geometry
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds
+from recsys.modules.overflow_log import OverflowLog
 
-__all__ = ["HashedIdStats", "TableIndex", "index_row_bytes", "row_states_of"]
+__all__ = ["HashedIdStats", "TableIndex", "index_row_bytes", "logs_are_saved", "row_states_of"]
+
+_LOGS_ARE_SAVED: ContextVar[bool] = ContextVar("logs of tables are saved", default=False)
 
 _ROW_STATES = ("ids", "last_used", "seen", "sketch")
 
@@ -58,6 +63,16 @@ def index_row_bytes(rules: HashedIds) -> int:
     return 1 + sum(dtype.itemsize * values for dtype, values in arrays)
 
 
+@contextmanager
+def logs_are_saved() -> Iterator[None]:
+    """Allow state dicts of tables whose logs have rows: the caller saves these as well."""
+    token = _LOGS_ARE_SAVED.set(True)
+    try:
+        yield
+    finally:
+        _LOGS_ARE_SAVED.reset(token)
+
+
 @final
 @dataclass(slots=True)
 class StepCounter:
@@ -87,6 +102,7 @@ class TableIndex(nn.Module):
         steps: int64 `[]`, training batches, when it was saved; `step` is current.
         counter: Has `step`, to be set without the checks of a module, and `was_loaded`.
         counts: int64 `[5]` on the CPU, sums of `Mapped.counts`.
+        log: The rows that ids lost, by `HashedIds.overflow`; None before the first training batch.
         init_seed: int64 `[]`, seed of the initial values.
     """
 
@@ -122,6 +138,7 @@ class TableIndex(nn.Module):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64, device="cpu"))
         self.counter, self.init_seed_number = StepCounter(0, False), 0
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device="cpu")
+        self.log: OverflowLog | None = None
 
     @property
     def step(self) -> int:
@@ -151,10 +168,20 @@ class TableIndex(nn.Module):
             getattr(self, name).zero_()
         self.step, self.init_seed_number = 0, init_seed
         self.counts.zero_()
+        self.clear_log()
+
+    def clear_log(self) -> None:
+        """Forget the rows that ids lost."""
+        if self.log is not None:
+            self.log.clear()
 
     def shared_rows(self) -> Tensor:
         """Return the row of each region that unknown ids read."""
         return torch.arange(0, self.ids.numel(), self._region_rows, device=self.ids.device)
+
+    def are_shared(self, rows: Tensor) -> Tensor:
+        """Return whether rows of this index are shared by unknown ids; bool `[N]`."""
+        return rows % self._region_rows == 0
 
     def stats(self) -> HashedIdStats:
         """Return counts since the module was made; waits for the device."""
@@ -175,7 +202,20 @@ class TableIndex(nn.Module):
         )
 
     def write_counters(self) -> None:
-        """Set the buffers `steps` and `init_seed` to the current values."""
+        """Set the buffers `steps` and `init_seed` to the current values, for a state dict.
+
+        Raises:
+            ValueError: The state dict would lack rows in the log.
+        """
+        if self.log is not None and len(self.log) and not _LOGS_ARE_SAVED.get():
+            raise ValueError(
+                f"A state dict has no rows that are in the folder of HashedIds.overflow; received "
+                f"table '{self._name}' with {len(self.log)} of them. Call save_checkpoint, which "
+                "saves them, too."
+            )
+        self._write_counters()
+
+    def _write_counters(self) -> None:
         self.steps.fill_(self.step)
         self.init_seed.fill_(self.init_seed_number)
 
@@ -184,24 +224,30 @@ class TableIndex(nn.Module):
         super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        if prefix + "steps" not in state_dict:  # the state of other modules
-            self.write_counters()
+        is_own = prefix + "steps" in state_dict
+        if not is_own:  # the state of other modules
+            self._write_counters()
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.ids.is_meta:
             return
         for name in ("seen", "sketch", "digests"):  # not loaded, after `assign=True` into `meta`
             if getattr(self, name).is_meta:
                 setattr(self, name, torch.zeros_like(getattr(self, name), device=self.ids.device))
-        self.restore()
+        self.restore(keeps_log=not is_own)
 
-    def restore(self) -> None:
+    def restore(self, *, keeps_log: bool = False) -> None:
         """Take over arrays that were written, such as by a load.
+
+        Args:
+            keeps_log: Whether the rows that ids lost stay in the log.
 
         Raises:
             ValueError: Ids have other rows than the hash gives them.
         """
         self.step, self.init_seed_number = int(self.steps), int(self.init_seed)
         self.counter.was_loaded = True
+        if not keeps_log:
+            self.clear_log()
         if not self.index.rebuild():
             raise ValueError(
                 f"Table '{self._name}' must be loaded with the seed and num_regions of its "

@@ -6,6 +6,7 @@ parameters become views of its storage.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, final
@@ -166,15 +167,21 @@ class LookupGroup:
                 hashed ids.
         """
         indices, offsets, weights = bags
-        if self._hashed is not None:
-            is_training = is_training and torch.is_grad_enabled()
-            sizes = self._hashed.sizes_of(offsets)
-            indices = self._hashed.rows_of(indices, sizes, is_training)
-            self._hashed.prepare_lookup()
-        if self._owners:
-            self._update_learning_rates()
-        with step_stages.running((Stage.LOOKUP, "")):
-            output = self.tbe.forward(indices, offsets, weights, self.parameters)
+        with contextlib.ExitStack() as until_read:
+            if self._hashed is not None:
+                is_training = is_training and torch.is_grad_enabled()
+                sizes = self._hashed.sizes_of(offsets)
+                if self._hashed.maps_at_lookup(is_training):
+                    self._hashed.prepare_lookup()
+                    rows = self._hashed.rows_to_read(indices.long(), sizes)
+                    indices = until_read.enter_context(rows)
+                else:
+                    indices = self._hashed.rows_of(indices, sizes, is_training)
+                    self._hashed.prepare_lookup()
+            if self._owners:
+                self._update_learning_rates()
+            with step_stages.running((Stage.LOOKUP, "")):
+                output = self.tbe.forward(indices, offsets, weights, self.parameters)
         if step_stages.observers:
             step_stages.report_update(output, "")
         if self._hashed is not None and output.requires_grad:

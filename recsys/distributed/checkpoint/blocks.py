@@ -55,6 +55,7 @@ class BlockWriter(FileSystemWriter):
     Args:
         folder: Existing folder of the version.
         about: Further members of the manifest; read on rank 0.
+        more: Further files of the version and their blocks; read on rank 0.
         then: Function called on rank 0 with the folder and the manifest's files, before the version
             is complete.
     """
@@ -63,9 +64,11 @@ class BlockWriter(FileSystemWriter):
         self,
         folder: Path,
         about: Mapping[str, Any],
+        more: Files,
         then: Callable[[Path, Files], None] | None = None,
     ) -> None:
         super().__init__(folder)
+        self._more = more
         self._folder = folder
         self._about = about
         self._then = then
@@ -105,7 +108,7 @@ class BlockWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write metadata and manifest, which make the version complete."""
-        files: dict[str, list[tuple[int, int]]] = {}
+        files: dict[str, Any] = dict(self._more)
         written = []
         for result in (result for of_rank in results for result in of_rank):
             info, crc = result.storage_data

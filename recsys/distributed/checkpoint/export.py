@@ -73,6 +73,7 @@ def write_safetensors(saved: SavedValues, file: Path) -> None:
     Raises:
         CheckpointError: As for `export_safetensors`.
     """
+    saved.refuse_logs("A checkpoint to export")
     tensors = {
         name: value
         for name, value in saved.values.items()

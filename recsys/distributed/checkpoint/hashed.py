@@ -57,6 +57,12 @@ class HashedTables:
         for name, shards in _hashed_tables(model):
             weight = f"{name}weight"
             if any(is_named(weight, table) for table in resize):
+                if any(index.rules.overflow is not None for _, index in shards):
+                    raise CheckpointError(
+                        f"resize must have no table with HashedIds.overflow; received "
+                        f"{name.removesuffix('.')!r}. Load it with the rows and the seed with "
+                        "which it was saved."
+                    )
                 values = values_with_rows(weight, state)
                 index = {key: v for key, v in values.items() if key[1].startswith(f"{name}index.")}
                 sketch = "model", f"{name}index.sketch"

@@ -15,6 +15,7 @@ from recsys.distributed.checkpoint.chain import reader_of
 from recsys.distributed.checkpoint.delta import take_chain
 from recsys.distributed.checkpoint.errors import CheckpointError, failures_named, on_every_rank
 from recsys.distributed.checkpoint.hashed import HashedTables
+from recsys.distributed.checkpoint.overflow import check_logs, load_logs
 from recsys.distributed.checkpoint.rank_state import (
     Stateful,
     check_progress,
@@ -109,6 +110,7 @@ def load_checkpoint(
     folder, manifest = chosen
     subject = f"The checkpoint {folder}"
     reader = reader_of(folder, manifest)
+    logs: Mapping[str, Any] = {} if manifest is None else manifest.get("overflow", {})
     settings: Settings | None = None if manifest is None else manifest["optimizer"]
     state: dict[str, Any] = {}
     resized: Resized = []
@@ -123,6 +125,9 @@ def load_checkpoint(
                 module.check_can_load()
         state.update(_state_to_fill(reader, folder, model, optimizer, allow_partial, settings))
         saved = reader.read_metadata().state_dict_metadata
+        check_logs(
+            folder, logs, model, optimizer=optimizer is not None, allow_partial=allow_partial
+        )
         hashed.append(HashedTables(model, state, tables))
         resized.extend(fit_rows(folder, state, saved, hashed[0].names(tables)))
         if progress:
@@ -152,6 +157,8 @@ def load_checkpoint(
         if tables:
             hashed[0].fill(SavedValues(folder, manifest, optimizer=True))
         model.load_state_dict(state["model"])
+        if manifest is not None:
+            load_logs(folder, logs, manifest["files"], model, optimizer=optimizer is not None)
         if optimizer is not None:
             load_settings(updates)  # before the state: a warm-up then sets its rate
             load_optimizer(model, optimizer, state["optimizer"])

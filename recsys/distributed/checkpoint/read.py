@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from recsys.distributed.checkpoint.chain import reader_of
 from recsys.distributed.checkpoint.errors import CheckpointError, failures_named
+from recsys.distributed.checkpoint.overflow import read_records
 from recsys.distributed.checkpoint.safe_pickle import decode
 from recsys.distributed.checkpoint.versions import Manifest, open_version
 from recsys.distributed.ranks.env import ShardingEnv
@@ -57,7 +58,8 @@ def read_checkpoint(
     Returns:
         Tensors on the CPU by the names of the unsharded model's state dict; optimizer state as
         `optimizer.state.<parameter>.<state>`. Values that are not tensors are returned as they were
-        saved. A folder of another writer keeps its own names.
+        saved. A folder of another writer keeps its own names. Rows that were in the folder of
+        `HashedIds.overflow` are missing: `read_hashed_table` reads them.
 
     Raises:
         CheckpointError: The folder is not a checkpoint or is damaged, it has no such table, or rows
@@ -101,7 +103,8 @@ class HashedRows(NamedTuple):
 def read_hashed_table(path: str | Path, table: str) -> HashedRows:
     """Read the ids of a table with hashed ids and their weights, without a model.
 
-    Ids that no longer have a row are not returned, nor are the rows that unknown ids share.
+    Ids that no longer have a row are not returned, nor are the rows that unknown ids share. Rows in
+    the folder of `HashedIds.overflow` are returned.
     `load_table(model, table, values, ids=ids)` gives them rows in another table.
 
     Args:
@@ -149,7 +152,11 @@ def read_hashed_table(path: str | Path, table: str) -> HashedRows:
         assert block is not None
         own = rows[(rows >= block.start) & (rows < block.stop)]
         parts.append(saved.read({weight: block})[weight][own - block.start])
-    found, order = ids[rows].sort()
+    all_ids = [ids[rows]]
+    for own_ids, values in saved.logged_rows(prefix):
+        all_ids.append(own_ids)
+        parts.append(values)
+    found, order = torch.cat(all_ids).sort()
     return HashedRows(found, torch.cat(parts)[order])
 
 
@@ -176,7 +183,7 @@ class SavedValues:
     """
 
     def __init__(self, folder: Path, manifest: Manifest | None, optimizer: bool = False) -> None:
-        self.folder = folder
+        self.folder, self._manifest = folder, manifest or {}
         self._reader = reader_of(folder, manifest)
         found = self._reader.read_metadata().state_dict_metadata
         is_ours = manifest is not None or all(name.split(".")[0] in _SECTIONS for name in found)
@@ -199,6 +206,36 @@ class SavedValues:
             CheckpointError: It is not a checkpoint, or is damaged.
         """
         return cls(*open_version(path), optimizer)
+
+    def refuse_logs(self, action: str) -> None:
+        """Raise an error if rows of a table were on the disk (`HashedIds.overflow`).
+
+        Args:
+            action: What cannot be done with such a checkpoint, for the message.
+
+        Raises:
+            CheckpointError: They were.
+        """
+        for prefix, logs in self._manifest.get("overflow", {}).items():
+            if logs:
+                raise CheckpointError(
+                    f"{action} must have all rows of its tables in memory; received {self.folder}, "
+                    f"in which rows of {prefix.removesuffix('.')!r} were in the folder of "
+                    "HashedIds.overflow. Read them by read_hashed_table."
+                )
+
+    def logged_rows(self, prefix: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield ids and weights of rows of a table that were on the disk.
+
+        Args:
+            prefix: Start of the names of the table's values.
+
+        Raises:
+            CheckpointError: A file is missing or damaged.
+        """
+        for log in self._manifest.get("overflow", {}).get(prefix, ()):
+            for ids, values in read_records(self.folder, log, self._manifest["files"]):
+                yield ids, values["weight"]
 
     def named(self, table: str) -> list[str]:
         """Return the names of the values of a table or module.

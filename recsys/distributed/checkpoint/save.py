@@ -27,6 +27,7 @@ from recsys.distributed.checkpoint.delta import (
 )
 from recsys.distributed.checkpoint.errors import failures_named, on_every_rank
 from recsys.distributed.checkpoint.export import write_safetensors
+from recsys.distributed.checkpoint.overflow import SavedLogs, overflow_tables, save_logs
 from recsys.distributed.checkpoint.rank_state import (
     Stateful,
     check_progress,
@@ -51,6 +52,7 @@ from recsys.distributed.ranks.agreement import in_words_by_name, raise_if_facts_
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked_but
+from recsys.modules.hashed_ids import refuse_overflow
 from recsys.optim.keyed import KeyedOptimizer
 from recsys.step_stages import long_section
 
@@ -132,6 +134,7 @@ def save_checkpoint(
     state = job.collect_state(extra, progress)
     with contextlib.ExitStack() as until_saved:
         folder = job.create_folder(until_saved)
+        job.save_logs(folder)
         job.write(job.env, folder, state)
     job.remove_old(job.env, folder)
 
@@ -195,6 +198,7 @@ def save_checkpoint_async(
     with contextlib.ExitStack() as until_copied:
         folder = job.create_folder(until_copied)
         on_every_rank(job.env, job.what, lambda: copied.update(copy_to_host(model, state)))
+        job.save_logs(folder)
         until_saved = until_copied.pop_all()
 
     def work() -> Path:
@@ -261,6 +265,7 @@ class _Save:
         self._shapes: frozenset[Any] = frozenset()
         self._changed: ChangedValues | None = None
         self._marks: ChangedRows | None = None
+        self._logs = SavedLogs({}, {})
         self._same = in_words_by_name(
             function=function,
             optimizer="None" if optimizer is None else "given",
@@ -276,6 +281,9 @@ class _Save:
 
         def prepare() -> tuple[Settings, dict[str, str], bool]:
             self._options.check()
+            for name in ("delta", "consolidated"):
+                if getattr(self._options, name):
+                    refuse_overflow(model, f"A checkpoint with {name}=True")
             if extra is not None and not isinstance(extra, Mapping):
                 raise TypeError(f"extra must be a dict; received a {type(extra).__qualname__}.")
             check_progress(progress)
@@ -347,6 +355,13 @@ class _Save:
         assert folder is not None
         return folder
 
+    def save_logs(self, folder: Path) -> None:
+        """Put rows that are on the disk (`HashedIds.overflow`) into the folder of the version."""
+        if not any(overflow_tables(self._model)):  # the same on all ranks
+            return
+        saved = on_every_rank(self.env, self.what, lambda: save_logs(self._model, folder))
+        self._logs = SavedLogs.joined(saved)
+
     def write(self, env: ShardingEnv, folder: Path, state: dict[str, Any]) -> None:
         """Write values; `env` has the process group to use."""
 
@@ -362,7 +377,9 @@ class _Save:
                 about |= about_delta(folder, before, self._changed.rows)
         with failures_named(f"{folder} cannot be saved.", env, "save a checkpoint"):
             then = consolidate if self._options.consolidated else None
-            writer = BlockWriter(folder, about, then)
+            if self._logs.tables:
+                about["overflow"] = self._logs.tables
+            writer = BlockWriter(folder, about, self._logs.files, then)
             save(in_blocks(state), storage_writer=writer, process_group=group, no_dist=not group)
 
         self._keep_chain(folder, before)

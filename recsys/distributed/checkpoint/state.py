@@ -20,6 +20,7 @@ from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.distributed.state.table_shards import TableShards
 from recsys.kernels.arguments import path_of, wrong_type
 from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.table_index import logs_are_saved
 from recsys.optim.keyed import KeyedOptimizer
 
 _BLOCK_BYTES = 64 << 20
@@ -71,7 +72,8 @@ def state_of(model: nn.Module, optimizer: KeyedOptimizer | None) -> dict[str, An
         CheckpointError: State that a torch optimizer keeps for a shard has no position in the whole
             table.
     """
-    state: dict[str, Any] = {"model": model.state_dict()}
+    with logs_are_saved():
+        state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
         state["optimizer"] = {**optimizer.state_dict(), "state": _join_parts(model, optimizer)}
     return state

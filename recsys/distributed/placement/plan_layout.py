@@ -113,6 +113,12 @@ def place_tables(
                 seed=config.ids.seed, num_regions=num_regions, region_rows=rows // num_regions
             )
             rects = rects_of_regions(config.name, rects, hashed)
+            if config.ids.overflow is not None and any(rect.num_cols < dim for rect in rects):
+                raise ValueError(
+                    f"Table {config.name!r} with HashedIds.overflow must be table_wise, row_wise "
+                    f"or table_row_wise; received {plan[config.name].sharding_type}, which splits "
+                    "its columns. Choose one of these."
+                )
         placed.append(
             PlacedTable(
                 name=config.name,

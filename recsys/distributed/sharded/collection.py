@@ -45,7 +45,7 @@ from recsys.distributed.sharded.table_options import (
 )
 from recsys.distributed.stages.batch import Bags, BatchContext
 from recsys.distributed.stages.input_dist import InputDist, start_together
-from recsys.distributed.stages.lookup import Lookup
+from recsys.distributed.stages.lookup import Lookup, rows_found
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer
 from recsys.distributed.state.table_shards import load_tables
 from recsys.modules.eager import run_eagerly
@@ -358,10 +358,10 @@ class ShardedCollection(OwnShardsModule):
         """Yield the output of each lookup."""
         path = self._settings.path
         for lookup, given in zip(lookups, bags, strict=True):
-            with step_stages.running((Stage.LOOKUP, path)):
-                if lookup.hashed is not None:
-                    lookup.hashed.prepare_lookup()
-                output = lookup.kernel.forward(*given[:3], lookup.parameters, *given[3:])
+            with step_stages.running((Stage.LOOKUP, path)), rows_found(lookup, given) as found:
+                inputs = found.indices, found.offsets, found.weights
+                sizes = found.ids_of_tables, found.of_features
+                output = lookup.kernel.forward(*inputs, lookup.parameters, *sizes)
             if lookup.hashed is not None and output.requires_grad:
                 lookup.hashed.hold(output)
             if step_stages.observers:

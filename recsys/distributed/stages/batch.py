@@ -49,6 +49,8 @@ class Bags(NamedTuple):
     of_features: np.ndarray | None = None
     """`[F, R]` bags of each feature from each rank, if they differ. The offsets then are
     `[their sum + 1]`, and rows are looked up rank by rank."""
+    are_ids: bool = False
+    """True if `indices` are hashed ids, whose rows are found at the lookup."""
 
 
 @final

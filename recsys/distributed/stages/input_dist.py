@@ -557,7 +557,9 @@ def _split_bags(stage: InputDist, bags: Bags, shape: BatchShape, ids_S: np.ndarr
 
 
 def _with_rows(bags: Bags, group: HashedGroup, is_training: bool) -> Bags:
-    """Return the bags of a lookup with the rows of its ids."""
+    """Return the bags of a lookup with the rows of its ids, unless these are found later."""
+    if group.maps_at_lookup(is_training):
+        return bags._replace(are_ids=True)
     sizes = bags.ids_of_tables
     assert sizes is not None
     rows = group.rows_of(bags.indices, sizes, is_training).to(bags.indices.dtype)

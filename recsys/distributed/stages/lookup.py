@@ -8,6 +8,7 @@ whose optimizer needs statistics of whole rows.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.distributed.placement.layout import LookupGroup, PlacedTable, Rect
+from recsys.distributed.stages.batch import Bags
 from recsys.distributed.stages.routes import reads_by_rank
 from recsys.kernels.support import choose_backend
 from recsys.kernels.tbe import TableBatchedEmbedding
@@ -104,6 +106,19 @@ class Lookup:
                 place=i,
                 index=None if self.hashed is None else self.hashed.indexes[i],
             )
+
+
+@contextmanager
+def rows_found(lookup: Lookup, bags: Bags) -> Iterator[Bags]:
+    """Yield the bags of a lookup with the rows of hashed ids, as long as it reads them."""
+    if lookup.hashed is not None:
+        lookup.hashed.prepare_lookup()
+    if lookup.hashed is None or not bags.are_ids:
+        yield bags
+        return
+    assert bags.ids_of_tables is not None
+    with lookup.hashed.rows_to_read(bags.indices, bags.ids_of_tables) as rows:
+        yield bags._replace(indices=rows, ids_of_tables=None)
 
 
 def build_lookups(

@@ -23,7 +23,7 @@ from typing import NamedTuple, final
 
 NAME = "hash_index"
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / f"{name}.c" for name in (NAME, "new_rows", "regions"))
+SOURCES = tuple(FOLDER / f"{name}.c" for name in (NAME, "new_rows", "records", "regions"))
 HEADER = FOLDER / "mix64.h"
 PREBUILT = FOLDER / f"{NAME}.so"
 """The library of a wheel for Linux on x86-64; not in other wheels."""
@@ -71,7 +71,8 @@ def _loaded() -> Loaded:
             stacklevel=2,
         )
         return Loaded(None, reason)
-    loaded.library.recsys_map_ids.restype = ctypes.c_int64  # type: ignore[union-attr]
+    for name in ("recsys_map_ids", "recsys_read_parts"):
+        getattr(loaded.library, name).restype = ctypes.c_int64
     for name in ("recsys_init_rows", "recsys_region_rows"):
         getattr(loaded.library, name).restype = None
     return loaded

@@ -49,6 +49,8 @@ typedef struct {
     uint32_t position; /* in the table's part of the batch */
 } Miss;
 
+typedef struct { int64_t *rows, *new_rows, *new_ids, *old; } Output; /* `old` may be NULL */
+
 /* -- places of ids ----------------------------------------------------------------------------- */
 
 /* Place of an id: line << 16 | home << 8 | digest. A line of another shard is out of range. */
@@ -371,8 +373,8 @@ static int64_t choose_row(const Table *t, uint64_t spot, int64_t id, const Momen
     return way < 0 ? -1 : first + way;
 }
 
-/* Admit an unknown id and give it a row; -1: it gets none. */
-static int64_t place(Table *t, uint64_t spot, int64_t id, const Moment *now)
+/* Give an unknown id a row; -1: none. `old` or NULL: the id that lost it, and 1; or two zeros. */
+static int64_t place(Table *t, uint64_t spot, int64_t id, const Moment *now, int64_t *old)
 {
     if (!is_admitted(t, spot, id, now))
         return -1;
@@ -382,7 +384,10 @@ static int64_t place(Table *t, uint64_t spot, int64_t id, const Moment *now)
         return -1;
     }
     t->admitted++;
-    t->evicted += t->digests[row] != 0 && !(t->ttl && t->ids[row] == id);
+    int is_taken = t->digests[row] != 0 && !(t->ttl && t->ids[row] == id);
+    t->evicted += is_taken;
+    if (old)
+        memcpy(old, (int64_t[]){is_taken ? t->ids[row] : 0, is_taken}, 2 * sizeof *old);
     t->ids[row] = id;
     t->digests[row] = digest_of(spot);
     t->last_used[row] = (int32_t)now->step;
@@ -400,24 +405,24 @@ static inline void prefetch_place(const Table *t, uint64_t spot)
         __builtin_prefetch(t->seen + line + home_of(spot) * WAYS);
 }
 
-/* Second pass: place each unknown id once. Write new rows and ids; return the misses left. */
+/* Second pass: place each unknown id once. Return the misses left. */
 static int64_t place_unknown(Table *t, const Moment *now, const uint64_t *spots, Miss *misses,
-                             int64_t num_misses, int64_t *rows, int64_t *new_rows,
-                             int64_t *new_ids)
+                             int64_t num_misses, Output out)
 {
-    int64_t left = 0, num_new = 0;
+    int64_t left = 0;
     misses = sort_misses(misses, num_misses, misses + num_misses, t->num_regions * t->lines);
     for (int64_t i = 0; i < num_misses;) {
         if (i + AHEAD < num_misses)
             prefetch_place(t, spots[misses[i + AHEAD].position]);
-        int64_t id = misses[i].id, row = place(t, spots[misses[i].position], id, now);
+        int64_t id = misses[i].id, row = place(t, spots[misses[i].position], id, now, out.old);
         if (row >= 0) {
-            new_rows[num_new] = row;
-            new_ids[num_new++] = id;
+            *out.new_rows++ = row;
+            *out.new_ids++ = id;
+            out.old += out.old ? 2 : 0;
         }
         for (; i < num_misses && misses[i].id == id; i++)
             if (row >= 0)
-                rows[misses[i].position] = row;
+                out.rows[misses[i].position] = row;
             else
                 left++;
     }
@@ -447,27 +452,26 @@ static int64_t locate_all(const Table *tables, int64_t num_tables, const int64_t
 }
 
 static void map_table(Table *t, int64_t step, int64_t pin, int is_training, const int64_t *ids,
-                      const uint64_t *spots, Miss *misses, int64_t *rows, int64_t *new_rows,
-                      int64_t *new_ids)
+                      const uint64_t *spots, Miss *misses, Output out)
 {
     int64_t alive = step - t->ttl;
     Moment now = {step, pin, t->ttl ? (alive < pin ? alive : pin) : 0, is_training};
     t->admitted = t->evicted = t->refused = 0;
-    int64_t num_misses = find_known(t, &now, ids, spots, rows, misses);
+    int64_t num_misses = find_known(t, &now, ids, spots, out.rows, misses);
     t->hits = t->num_ids - num_misses;
     t->unknown = num_misses;
     if (is_training && num_misses)
-        t->unknown = place_unknown(t, &now, spots, misses, num_misses, rows, new_rows, new_ids);
+        t->unknown = place_unknown(t, &now, spots, misses, num_misses, out);
 }
 
 /* Map a batch of ids to rows; see `map_ids` in index.py.
  *
  * ids and rows: those of all tables. new_rows and new_ids: space for one item of each id; used in
- * training only. Return 0; -1: no memory; or 1 + the number of a table that has an id of another
- * shard, and nothing is written. */
+ * training only. old: space for two numbers of each id, or NULL. Return 0; -1: no memory; or 1 +
+ * the number of a table that has an id of another shard, and nothing is written. */
 int64_t recsys_map_ids(Table *tables, int64_t num_tables, const int64_t *ids, int64_t step,
                        int64_t pin, int64_t is_training, int64_t *rows, int64_t *new_rows,
-                       int64_t *new_ids)
+                       int64_t *new_ids, int64_t *old)
 {
     size_t num_ids = 0, most = 0;
     for (int64_t i = 0; i < num_tables; i++) {
@@ -479,14 +483,15 @@ int64_t recsys_map_ids(Table *tables, int64_t num_tables, const int64_t *ids, in
     Miss *misses = malloc((2 * most + 1) * sizeof *misses);
     int64_t result = spots && misses ? locate_all(tables, num_tables, ids, spots) : -1;
     const uint64_t *next = spots;
-    for (int64_t i = 0; i < num_tables && result == 0; i++) {
-        Table *t = tables + i;
-        map_table(t, step, pin, is_training != 0, ids, next, misses, rows, new_rows, new_ids);
+    Output out = {rows, new_rows, new_ids, old};
+    for (Table *t = tables; t < tables + num_tables && result == 0; t++) {
+        map_table(t, step, pin, is_training != 0, ids, next, misses, out);
         ids += t->num_ids;
-        rows += t->num_ids;
         next += t->num_ids;
-        new_rows += t->admitted;
-        new_ids += t->admitted;
+        out.rows += t->num_ids;
+        out.new_rows += t->admitted;
+        out.new_ids += t->admitted;
+        out.old += old ? 2 * t->admitted : 0;
     }
     free(spots);
     free(misses);

@@ -241,6 +241,9 @@ class Mapped(NamedTuple):
     rows that got a new id; of these, rows taken from another id; admitted ids without a row, as
     all rows of their home bucket are pinned; and ids of the batch that have no row. The first and
     the last count an id as often as the batch contains it."""
+    old: Tensor
+    """int64 [new, 2] the id that lost each new row, and 1; two zeros if the row was free. [0, 2]
+    unless they were asked for."""
 
 
 def map_ids(
@@ -250,6 +253,7 @@ def map_ids(
     step: int,
     pin: int,
     is_training: bool,
+    returns_old: bool = False,
 ) -> Mapped:
     """Map a batch of ids to rows; in training, record their use and give rows to new ids.
 
@@ -264,6 +268,7 @@ def map_ids(
         step: Training step, from 1 to 2^31 - 1; in evaluation the last one.
         pin: The first step whose rows must keep their ids, at most `step`.
         is_training: Whether the batch is trained on. Otherwise the indexes are only read.
+        returns_old: Whether to return the ids that lost their rows.
 
     Returns:
         The rows.
@@ -286,8 +291,7 @@ def map_ids(
         )
     pin = max(pin, 0)
     library = build.library() if ids.device.type == "cpu" else None
+    now = step, pin, is_training, returns_old
     if library is not None:
-        found = native.map_tables(library, indexes, ids.contiguous(), sizes, step, pin, is_training)
-    else:
-        found = twin.map_tables(indexes, ids, sizes, step, pin, is_training)
-    return Mapped(*found)
+        return Mapped(*native.map_tables(library, indexes, ids.contiguous(), sizes, *now))
+    return Mapped(*twin.map_tables(indexes, ids, sizes, *now))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, final
@@ -45,6 +47,7 @@ def map_tables(
     step: int,
     pin: int,
     is_training: bool,
+    returns_old: bool = False,
 ) -> twin.Found:
     """Map ids to rows; see `index.map_ids`.
 
@@ -56,11 +59,13 @@ def map_tables(
         step: Training step.
         pin: The first step whose rows keep their ids.
         is_training: Whether to record the use of rows and to place new ids.
+        returns_old: Whether to return the ids that new rows had.
     """
     tables = _tables(indexes)
     tables[:, -RESULTS - 1] = sizes
     rows = torch.empty_like(ids)
     new = torch.empty(2, ids.numel() if is_training else 0, dtype=torch.int64)
+    old = torch.empty(new.shape[1] if returns_old else 0, 2, dtype=torch.int64)
     result = library.recsys_map_ids(
         ctypes.c_void_p(tables.ctypes.data),
         ctypes.c_int64(len(indexes)),
@@ -71,6 +76,7 @@ def map_tables(
         ctypes.c_void_p(rows.data_ptr()),
         ctypes.c_void_p(new[0].data_ptr()),
         ctypes.c_void_p(new[1].data_ptr()),
+        ctypes.c_void_p(old.data_ptr() if returns_old else None),
     )
     if result < 0:
         raise MemoryError(f"There is no memory to map {ids.numel()} ids. Map smaller batches.")
@@ -79,7 +85,7 @@ def map_tables(
     counts = torch.from_numpy(tables[:, -RESULTS:].copy())
     new_sizes: list[int] = tables[:, 1 - RESULTS].tolist()
     num_new = sum(new_sizes)
-    return rows, new[0, :num_new], new[1, :num_new], new_sizes, counts
+    return rows, new[0, :num_new], new[1, :num_new], new_sizes, counts, old[:num_new]
 
 
 def region_rows(
@@ -103,6 +109,34 @@ def region_rows(
         ctypes.c_void_p(rows.data_ptr()),
     )
     return rows
+
+
+def read_parts(library: ctypes.CDLL | None, file: int, parts: np.ndarray, out: np.ndarray) -> None:
+    """Read parts of a file, without Python's lock where there is a library.
+
+    Args:
+        library: The library of the C files, or None.
+        file: Descriptor of the file.
+        parts: int64 [N, 3] position of each part in the file, its bytes, and its place in `out`.
+        out: uint8 [bytes].
+
+    Raises:
+        OSError: The file cannot be read, or is too short.
+    """
+    if library is None:
+        for position, size, place in parts.tolist():
+            if os.preadv(file, [out[place : place + size].data], position) < size:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return
+    parts = np.ascontiguousarray(parts)
+    number = library.recsys_read_parts(
+        ctypes.c_int64(file),
+        ctypes.c_void_p(parts.ctypes.data),
+        ctypes.c_int64(len(parts)),
+        ctypes.c_void_p(out.ctypes.data),
+    )
+    if number:
+        raise OSError(number, os.strerror(number))
 
 
 def init_rows(

@@ -24,7 +24,7 @@ FRACTION = 256
 CHUNK = 1 << 16
 """Ids that are compared with their lines at once, to bound memory."""
 
-Found: TypeAlias = tuple[Tensor, Tensor, Tensor, list[int], Tensor]
+Found: TypeAlias = tuple[Tensor, Tensor, Tensor, list[int], Tensor, Tensor]
 """Fields of `index.Mapped`."""
 
 
@@ -88,6 +88,7 @@ def map_tables(
     step: int,
     pin: int,
     is_training: bool,
+    returns_old: bool = False,
 ) -> Found:
     """Map ids to rows; see `index.map_ids`."""
     parts = ids.split(list(sizes))
@@ -98,10 +99,13 @@ def map_tables(
         for index, part in zip(indexes, parts, strict=True)
     ]
     if not found:
-        return ids.clone(), ids.clone(), ids.clone(), [], torch.zeros(0, 5, dtype=torch.int64)
-    rows, new_rows, new_ids, counts = zip(*found, strict=True)
+        none = torch.zeros(0, 5, dtype=torch.int64)
+        return ids.clone(), ids.clone(), ids.clone(), [], none, ids.new_empty(0, 2)
+    rows, new_rows, new_ids, counts, old = zip(*found, strict=True)
     new_sizes = [new.numel() for new in new_rows]
-    return torch.cat(rows), torch.cat(new_rows), torch.cat(new_ids), new_sizes, torch.tensor(counts)
+    joined = torch.cat(rows), torch.cat(new_rows), torch.cat(new_ids)
+    all_old = torch.cat(old) if returns_old else ids.new_empty(0, 2)
+    return *joined, new_sizes, torch.tensor(counts), all_old
 
 
 def check_regions(index: HashIndex, ids: Tensor) -> None:
@@ -128,27 +132,28 @@ class _Table:
 
     def map(
         self, ids: Tensor, spots: Spots, is_training: bool
-    ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    ) -> tuple[Tensor, Tensor, Tensor, list[int], Tensor]:
         rows = self.find(ids, spots)
         is_unknown = rows < 0
         hits = ids.numel() - int(is_unknown.sum())
         new_rows = new_ids = ids.new_empty(0)
-        evicted = refused = 0
+        old, evicted, refused = ids.new_empty(0, 2), 0, 0
         if is_training:
             self.touch(rows[~is_unknown].unique())
             unknown, inverse = ids[is_unknown].unique(return_inverse=True)
-            given, is_admitted, evicted = self.place_all(unknown)
+            given, is_admitted, old = self.place_all(unknown)
+            evicted = int(old[:, 1].sum())
             rows[is_unknown] = given[inverse]
             refused = int((is_admitted & (given < 0)).sum())
             order = (given // LINE).argsort(stable=True)
             order = order[given[order] >= 0]
-            new_rows, new_ids = given[order], unknown[order]
+            new_rows, new_ids, old = given[order], unknown[order], old[order]
         is_unknown = rows < 0
         counts = [hits, new_rows.numel(), evicted, refused, int(is_unknown.sum())]
         if self.settings.is_shared:
             shared = (spots.regions - self.index.first_region) * self.index.lines * LINE
             rows = torch.where(is_unknown, shared, rows)
-        return rows, new_rows, new_ids, counts
+        return rows, new_rows, new_ids, counts, old
 
     # -- known ids ---------------------------------------------------------------------------------
 
@@ -181,19 +186,19 @@ class _Table:
 
     # -- unknown ids -------------------------------------------------------------------------------
 
-    def place_all(self, ids: Tensor) -> tuple[Tensor, Tensor, int]:
+    def place_all(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Give rows to unknown ids.
 
         Args:
             ids: Unique ids in ascending order.
 
         Returns:
-            The row of each id or -1, whether it is admitted, and the number of rows that were taken
-            from other ids.
+            The row of each id or -1, whether it is admitted, and `[ids, 2]` the id that lost the
+            row and 1, or two zeros.
         """
         spots = locate(self.index, ids)
         is_admitted = self.admit(ids, spots)
-        given, evicted = torch.full_like(ids, -1), 0
+        given, old = torch.full_like(ids, -1), ids.new_zeros(len(ids), 2)
         left = spots.lines.argsort(stable=True)
         left = left[is_admitted[left]]
         while left.numel():
@@ -204,11 +209,10 @@ class _Table:
             is_first[1:] = slots[1:] != slots[:-1]
             first = left[is_first]
             left = left[~is_first]
-            given[first], taken = self.place(
+            given[first], old[first] = self.place(
                 ids[first], spots.lines[first], spots.homes[first], spots.digests[first]
             )
-            evicted += taken
-        return given, is_admitted, evicted
+        return given, is_admitted, old
 
     def admit(self, ids: Tensor, spots: Spots) -> Tensor:
         settings = self.settings
@@ -262,8 +266,8 @@ class _Table:
 
     def place(
         self, ids: Tensor, lines: Tensor, homes: Tensor, digests: Tensor
-    ) -> tuple[Tensor, int]:
-        """Give a row to one id of each line; return the rows and how many had another id."""
+    ) -> tuple[Tensor, Tensor]:
+        """Give a row to one id of each line; return the rows, and `old` of `place_all`."""
         is_free, is_evictable = self.availability(lines)
         way = torch.arange(LINE, device=ids.device)
         from_home = ((way // WAYS - homes[:, None]) & 3) * WAYS + way % WAYS
@@ -274,13 +278,14 @@ class _Table:
         lowest = self.lowest(lines, is_evictable & is_home)
         ways = torch.where(rank.amin(1) <= LINE, _first(rank == rank.amin(1, keepdim=True)), lowest)
         rows = lines * LINE + ways
-        evicted = (self.index.digests[rows] != 0) & ~is_own.any(1)
+        is_taken = (self.index.digests[rows] != 0) & ~is_own.any(1)
+        old = torch.stack([self.index.ids[rows] * is_taken, is_taken.long()], 1)
         self.index.ids[rows] = ids
         self.index.digests[rows] = digests
         self.index.last_used[rows] = self.step
         if self.index.seen.numel():
             self.index.seen[rows] = FRACTION if self.settings.eviction == "lfu" else 1
-        return rows, int(evicted.sum())
+        return rows, old
 
     def lowest(self, lines: Tensor, is_evictable: Tensor) -> Tensor:
         """Return the evictable way of the lowest score in each line; 64 if there is none."""

@@ -86,21 +86,24 @@ static void call(Table *tables, int64_t step)
         n += (size_t)(tables[i].num_ids = (int64_t)draw(MOST_IDS));
     int64_t *ids = zeros(n * 8), *rows = zeros(n * 8);
     int64_t *new_rows = zeros(n * 8), *new_ids = zeros(n * 8);
+    int64_t *old = draw(2) ? zeros(n * 16) : NULL;
     size_t position = 0;
     for (int i = 0; i < NUM_TABLES; i++)
         for (int64_t j = 0; j < tables[i].num_ids; j++)
             ids[position++] = random_id(&tables[i]);
     int64_t pin = step - (int64_t)draw(3);
     int64_t result = recsys_map_ids(tables, NUM_TABLES, ids, step, pin, draw(5) != 0, rows,
-                                    new_rows, new_ids);
+                                    new_rows, new_ids, old);
     add(&result, sizeof result);
     add(rows, n * 8);
     add(new_rows, n * 8);
     add(new_ids, n * 8);
+    add(old, old ? n * 16 : 0);
     free(ids);
     free(rows);
     free(new_rows);
     free(new_ids);
+    free(old);
 }
 
 int main(int argc, char **argv)

@@ -28,15 +28,18 @@ SEEDS = [0, 7, -1, 2**64 - 3]
 
 
 def check_batch(index: Any, oracle: Any, ids: list[int], step: int, pin: int, train: bool) -> None:
+    before = {row: entry.id for row, entry in oracle.entries.items()}
     found = twin.map_tables(
-        [index], torch.tensor(ids, dtype=torch.int64), [len(ids)], step, pin, train
+        [index], torch.tensor(ids, dtype=torch.int64), [len(ids)], step, pin, train, True
     )
-    rows, new_rows, new_ids, new_sizes, counts = found
+    rows, new_rows, new_ids, new_sizes, counts, old = found
     expected_rows, new, expected_counts = oracle.map(ids, step, pin, train)
     assert rows.tolist() == expected_rows
     assert list(zip(new_rows.tolist(), new_ids.tolist(), strict=True)) == new
     assert new_sizes == [len(new)]
     assert counts.tolist() == [expected_counts]
+    had = [(before[row], 1) if before.get(row, id_) != id_ else (0, 0) for row, id_ in new]
+    assert old.tolist() == [list(pair) for pair in had]
 
 
 class Machine(RuleBasedStateMachine):
@@ -133,7 +136,7 @@ def test_ids_of_one_line_only_damage_this_line(name: str) -> None:
         twin.map_tables([index], others, [others.numel()], step, step, True)
     before = twin.map_tables([index], others, [others.numel()], 2, 2, False)[0]
     crowd = torch.tensor(ids_of_line(5_000, 7))
-    rows, new_rows, *_, counts = twin.map_tables([index], crowd, [5_000], 3, 3, True)
+    rows, new_rows, _, _, counts, _ = twin.map_tables([index], crowd, [5_000], 3, 3, True)
     assert twin.locate(index, crowd).lines.max() == 0
     assert new_rows.numel() <= 63
     assert rows.max() < 64
