@@ -76,7 +76,7 @@ def load(folder: Path | None) -> Data:
     parts = {}
     for part, name in (("train", "train"), ("validation", "valid"), ("test", "test")):
         (path,) = (p for p in (folder / f"{name}.csv", folder / f"{name}.parquet") if p.exists())
-        parts[part] = pa.concat_tables(tables_of(str(path)))
+        parts[part] = pa.concat_tables(tables_of(str(path), (), {}))
     names = [name for name in parts["train"].column_names if name != "label"]
     spec = FeatureSpec([*map(Categorical, names), Label("label")])
     return Data(spec.fit(parts["train"]), parts, "label")
@@ -191,7 +191,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--lr", type=positive, default=0.001, help="of the dense layers")
     parser.add_argument("--embedding-lr", type=positive, default=0.001)
-    parser.add_argument("--weight-decay", type=float, default=1e-5, help="added to gradients")
+    parser.add_argument("--weight-decay", type=float, default=1e-4, help="added to gradients")
     parser.add_argument(
         "--batch-size", type=whole(1), default=512, help="samples per rank and step"
     )

@@ -56,7 +56,7 @@ def load(path: Path | None, max_length: int) -> tuple[dict[str, pa.Table], Featu
     """Return the parts of the interactions, their description, and the number of ids of items."""
     if path is not None and path.is_file():
         names = ("user", "item", "time")
-        data = pa.concat_tables(tables_of(str(path), names))
+        data = pa.concat_tables(tables_of(str(path), names, {}))
     else:
         names = ("user_id", "item_id", "timestamp")
         data = read_movielens(fetch_movielens_100k() if path is None else path)
