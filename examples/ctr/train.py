@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys import datasets
-from recsys.datasets.tables import tables_of
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import ShardingEnv
 from recsys.features import Categorical, FeatureSpec, Label
@@ -76,7 +76,7 @@ def load(folder: Path | None) -> Data:
     parts = {}
     for part, name in (("train", "train"), ("validation", "valid"), ("test", "test")):
         (path,) = (p for p in (folder / f"{name}.csv", folder / f"{name}.parquet") if p.exists())
-        parts[part] = pa.concat_tables(tables_of(str(path), (), {}))
+        parts[part] = ds.dataset(path, format=path.suffix.removeprefix(".")).to_table()
     names = [name for name in parts["train"].column_names if name != "label"]
     spec = FeatureSpec([*map(Categorical, names), Label("label")])
     return Data(spec.fit(parts["train"]), parts, "label")

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys import datasets
 from recsys.datasets.histories import leave_one_out
-from recsys.datasets.tables import tables_of
 from recsys.datasets.utils import Batch
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import ShardingEnv
@@ -56,7 +56,7 @@ def load(path: Path | None, max_length: int) -> tuple[dict[str, pa.Table], Featu
     """Return the parts of the interactions, their description, and the number of ids of items."""
     if path is not None and path.is_file():
         names = ("user", "item", "time")
-        data = pa.concat_tables(tables_of(str(path), names, {}))
+        data = ds.dataset(path, format=path.suffix.removeprefix(".")).to_table(columns=list(names))
     else:
         names = ("user_id", "item_id", "timestamp")
         data = read_movielens(fetch_movielens_100k() if path is None else path)
