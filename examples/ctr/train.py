@@ -36,7 +36,7 @@ from recsys.modules.deepfm_model import SimpleDeepFMNN
 from recsys.modules.dlrm import DLRM, DLRMTrain
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recsys.optim import Adam, apply_optimizer_in_backward, in_backward_optimizer_filter
+from recsys.optim import AdamL2, apply_optimizer_in_backward, in_backward_optimizer_filter
 from recsys.sparse import KeyedJaggedTensor
 from recsys.training import Trainer
 
@@ -132,7 +132,7 @@ def train(arguments: argparse.Namespace) -> dict[str, float]:
     settings = {"lr": arguments.embedding_lr, "weight_decay": arguments.weight_decay}
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
-            apply_optimizer_in_backward(Adam, module.parameters(), settings)
+            apply_optimizer_in_backward(AdamL2, module.parameters(), settings)
     model = DistributedModelParallel(model, env=env, device=CPU)
     loaders = {
         name: datasets.table(
