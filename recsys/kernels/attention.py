@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 __all__ = ["AttentionRules", "Bias", "attend", "time_buckets"]
 
@@ -79,7 +80,11 @@ def time_buckets(distances: Tensor) -> Tensor:
         >>> time_buckets(torch.tensor([0, -1, 2, 3, 4, 2**62])).tolist()
         [0, 1, 2, 2, 3, 63]
     """
-    return torch.frexp(distances.abs().double()).exponent.long()
+    lengths = distances.double().abs()
+    if torch.compiler.is_compiling():  # Inductor of torch 2.13 cannot compile vectors of frexp
+        powers = 1 << torch.arange(63, device=distances.device)
+        return torch.bucketize(lengths, powers.double(), right=True)
+    return torch.frexp(lengths).exponent.long()
 
 
 def attend(
@@ -205,16 +210,24 @@ def _dense(
     starts, lengths = offsets[:-1].long(), offsets.diff().long()
     places = torch.arange(rules.max_length, device=offsets.device)
     places = places.minimum(lengths.unsqueeze(1) - 1).clamp(min=0)
-    rows = (starts.unsqueeze(1) + places).clamp(max=query.shape[0] - 1)
+    rows = starts.unsqueeze(1) + places
     bags = torch.arange(lengths.shape[0], device=offsets.device)
     group = _Group(rows, lengths, bags, False)
+    num_values = query.shape[0]
+    # bags without values read some row, even of a batch without values
+    query, key, value = (functional.pad(part, (0, 0, 0, 0, 0, 1)) for part in (query, key, value))
+    query_times, key_times = (
+        None if times is None else functional.pad(times, (0, 1))
+        for times in (bias.query_times, bias.key_times)
+    )
+    bias = bias._replace(query_times=query_times, key_times=key_times)
     parts = _parts(query, key, value, bias, group)
     queries = range(rules.max_length)
     block = _block(parts, group, rules, bias, queries, rules.max_length)
     found = (_shares(block, rules)[0] @ parts.value).transpose(1, 2).flatten(0, 1)
-    of_values = bags.repeat_interleave(lengths, output_size=query.shape[0])
+    of_values = bags.repeat_interleave(lengths, output_size=num_values)
     shift = bags * rules.max_length - starts
-    places = shift.index_select(0, of_values) + torch.arange(query.shape[0], device=shift.device)
+    places = shift.index_select(0, of_values) + torch.arange(num_values, device=shift.device)
     return found.index_select(0, places).to(value.dtype)
 
 
@@ -325,7 +338,10 @@ def _parts(query: Tensor, key: Tensor, value: Tensor, bias: Bias, group: _Group)
     kind = torch.float32 if is_half else query.dtype
 
     def of_group(part: Tensor) -> Tensor:
-        return _gather(part, group).to(kind).contiguous()
+        found = _gather(part, group).to(kind)
+        if torch.compiler.is_compiling():  # `contiguous` would ask whether there are bags
+            return found.clone(memory_format=torch.contiguous_format)
+        return found.contiguous()
 
     def times_of(times: Tensor | None) -> Tensor | None:
         return None if times is None else times[group.rows]
