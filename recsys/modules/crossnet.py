@@ -192,7 +192,9 @@ class LowRankMixtureCrossNet(_CrossNetwork):
             core_EBR = self._activation(narrow_EBR @ core.transpose(1, 2))
             experts_EBN = core_EBR @ wide.transpose(1, 2)
             # expert weights of a sample sum to 1, so the bias is not weighted
-            output_BN = input_BN * (self._weigh(output_BN, experts_EBN) + bias.flatten()) + output_BN
+            output_BN = (
+                input_BN * (self._weigh(output_BN, experts_EBN) + bias.flatten()) + output_BN
+            )
         return output_BN
 
     def _weigh(self, input_BN: torch.Tensor, experts_EBN: torch.Tensor) -> torch.Tensor:

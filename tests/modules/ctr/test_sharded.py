@@ -35,7 +35,9 @@ def build(kind: str) -> nn.Module:
     if kind == "din":
         items = EmbeddingConfig(ROWS, DIM, "items", feature_names=["seen", "item"])
         rows = EmbeddingCollection(tables=[items])
-        return DIN(pooled, rows, DENSE, pairs=[("seen", "item")], layer_sizes=[], attention_sizes=[])
+        return DIN(
+            pooled, rows, DENSE, pairs=[("seen", "item")], layer_sizes=[], attention_sizes=[]
+        )
     if kind == "mmoe":
         return MultiTask(pooled, DENSE, MMoE(COLUMNS, 2, 3, [8, 4], [4]))
     if kind == "ple":
