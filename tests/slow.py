@@ -26,6 +26,12 @@ KILLED = "tests/datasets/test_table_reader.py::test_killed_jobs_read_each_row_on
 DELTAS = "tests/distributed/checkpoint/test_delta.py::test_base_and_deltas_are_the_full_checkpoint"
 
 OVERFLOW = "tests/distributed/checkpoint/test_overflow.py"
+CORE_MODELS = "tests/inference/cpp/test_library.py::test_models_of_histories_score_as_in_python"
+
+MODELS = (
+    "dcn_v2", "autoint", "final_mlp", "mmoe", "ple", "din",
+    "ranking", "sasrec", "hstu", "gru4rec", "bert4rec", "masked_item",
+)  # fmt: skip
 
 QUICK_CASE_OF: dict[str, str] = {
     f"{OVERFLOW}::test_killed_saves_leave_the_last_version": (
@@ -72,6 +78,18 @@ QUICK_CASE_OF: dict[str, str] = {
     "tests/inference/cpp/test_library.py::test_raw_columns_score_as_in_python[weighted]": (
         "tests/inference/cpp/test_columns.py::test_raw_columns_are_converted"
     ),
+    **{
+        f"tests/inference/packages/test_models.py::test_a_package_equals_the_model[{kind}]": (
+            f"tests/inference/packages/test_models.py::test_a_program_equals_the_model[{kind}]"
+        )
+        for kind in MODELS
+    },
+    **{
+        f"{CORE_MODELS}[{kind}]": (
+            f"tests/inference/packages/test_models.py::test_a_program_equals_the_model[{kind}]"
+        )
+        for kind in ("din", "ranking", "sasrec")
+    },
     "tests/inference/cpp/test_columns.py::test_random_raw_columns_under_address_sanitizer": (
         "tests/inference/cpp/test_columns.py::test_bad_raw_columns_are_named["
         "request_0-city must be texts; received int64]"

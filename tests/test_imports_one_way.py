@@ -38,7 +38,7 @@ BESIDE = {
     "datasets": ["kernels", "sparse"],
     "features": ["kernels", "sparse", "modules", "datasets"],
     "metrics": ["kernels"],
-    "training": ["kernels", "optim", "distributed", "metrics"],
+    "training": ["kernels", "optim", "distributed", "metrics", "sparse", "modules"],
 }
 # Files at the top that every room may import.
 TOOLS = {

@@ -13,6 +13,8 @@ TESTS = Path(__file__).parent
 # Test files about more than one source file, or about the tests' own tools.
 BROAD = {
     "datasets/test_workers.py",
+    "inference/packages/test_models.py",
+    "modules/ctr/test_sharded.py",
     "features/test_engines.py",
     "features/test_containers.py",
     "features/test_hostile.py",

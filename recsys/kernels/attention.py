@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 __all__ = ["AttentionRules", "Bias", "attend", "time_buckets"]
 
@@ -79,7 +80,11 @@ def time_buckets(distances: Tensor) -> Tensor:
         >>> time_buckets(torch.tensor([0, -1, 2, 3, 4, 2**62])).tolist()
         [0, 1, 2, 2, 3, 63]
     """
-    return torch.frexp(distances.abs().double()).exponent.long()
+    lengths = distances.double().abs()
+    if torch.compiler.is_compiling():  # Inductor of torch 2.13 cannot compile vectors of frexp
+        powers = 1 << torch.arange(63, device=distances.device)
+        return torch.bucketize(lengths, powers.double(), right=True)
+    return torch.frexp(lengths).exponent.long()
 
 
 def attend(
@@ -174,6 +179,14 @@ def _gather(values: Tensor, group: _Group) -> Tensor:
     return found.view(*group.rows.shape, *values.shape[1:]).transpose(1, 2)
 
 
+def _gather_by_head(values: Tensor, group: _Group) -> Tensor:
+    """Return [G, H, L, columns] of a group; `transpose` would ask a compiler for empty groups."""
+    heads = torch.arange(values.shape[1], device=values.device).unsqueeze(1)
+    rows = group.rows.unsqueeze(1) * values.shape[1] + heads
+    found = values.flatten(0, 1).index_select(0, rows.flatten())
+    return found.view(*rows.shape, values.shape[2])
+
+
 def _is_real(group: _Group) -> Tensor:
     """Return whether a position of a group is a value of a bag, bool [G, L]."""
     places = torch.arange(group.rows.shape[1], device=group.rows.device)
@@ -205,17 +218,29 @@ def _dense(
     starts, lengths = offsets[:-1].long(), offsets.diff().long()
     places = torch.arange(rules.max_length, device=offsets.device)
     places = places.minimum(lengths.unsqueeze(1) - 1).clamp(min=0)
-    rows = (starts.unsqueeze(1) + places).clamp(max=query.shape[0] - 1)
+    rows = starts.unsqueeze(1) + places
     bags = torch.arange(lengths.shape[0], device=offsets.device)
     group = _Group(rows, lengths, bags, False)
+    num_values = query.shape[0]
+    # bags without values read some row, even of a batch without values
+    query, key, value = (functional.pad(part, (0, 0, 0, 0, 0, 1)) for part in (query, key, value))
+    query_times, key_times = (
+        None if times is None else functional.pad(times, (0, 1))
+        for times in (bias.query_times, bias.key_times)
+    )
+    bias = bias._replace(query_times=query_times, key_times=key_times)
     parts = _parts(query, key, value, bias, group)
     queries = range(rules.max_length)
     block = _block(parts, group, rules, bias, queries, rules.max_length)
-    found = (_shares(block, rules)[0] @ parts.value).transpose(1, 2).flatten(0, 1)
-    of_values = bags.repeat_interleave(lengths, output_size=query.shape[0])
-    shift = bags * rules.max_length - starts
-    places = shift.index_select(0, of_values) + torch.arange(query.shape[0], device=shift.device)
-    return found.index_select(0, places).to(value.dtype)
+    shares = _shares(block, rules)[0].flatten(0, 1)
+    found = torch.bmm(shares, parts.value.flatten(0, 1)).flatten(0, 1)
+    of_values = bags.repeat_interleave(lengths, output_size=num_values)
+    place = torch.arange(num_values, device=bags.device) - starts.index_select(0, of_values)
+    num_heads = value.shape[1]
+    heads = torch.arange(num_heads, device=bags.device)
+    places = (of_values.unsqueeze(1) * num_heads + heads) * rules.max_length + place.unsqueeze(1)
+    found = found.index_select(0, places.flatten()).view(num_values, num_heads, value.shape[2])
+    return found.to(value.dtype)
 
 
 # -- blocks ----------------------------------------------------------------------------------------
@@ -325,6 +350,8 @@ def _parts(query: Tensor, key: Tensor, value: Tensor, bias: Bias, group: _Group)
     kind = torch.float32 if is_half else query.dtype
 
     def of_group(part: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _gather_by_head(part, group).to(kind)
         return _gather(part, group).to(kind).contiguous()
 
     def times_of(times: Tensor | None) -> Tensor | None:
@@ -358,7 +385,11 @@ def _block(
     parts: _Parts, group: _Group, rules: AttentionRules, bias: Bias, queries: range, keys: int
 ) -> _Block:
     chosen = slice(queries.start, queries.stop)
-    scores = (parts.query[:, :, chosen] * rules.scale) @ parts.key[:, :, :keys].transpose(2, 3)
+    queries_of_heads = (parts.query[:, :, chosen] * rules.scale).flatten(0, 1)
+    keys_of_heads = parts.key[:, :, :keys].flatten(0, 1)
+    # `matmul` of four dims would ask a compiler whether there are bags
+    scores = torch.bmm(queries_of_heads, keys_of_heads.transpose(1, 2))
+    scores = scores.unflatten(0, parts.query.shape[:2])
     i = torch.arange(queries.start, queries.stop, device=scores.device).unsqueeze(1)
     j = torch.arange(keys, device=scores.device)
     distances = buckets = masked = None

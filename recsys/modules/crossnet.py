@@ -77,7 +77,7 @@ class CrossNet(_CrossNetwork):
     def _cross(self, input_BN: torch.Tensor) -> torch.Tensor:
         output_BN = input_BN
         for kernel, bias in zip(self.kernels, self.bias, strict=True):
-            output_BN = input_BN * (output_BN @ kernel.T + bias.T) + output_BN
+            output_BN = input_BN * (output_BN @ kernel.T + bias.flatten()) + output_BN
         return output_BN
 
 
@@ -135,7 +135,7 @@ class VectorCrossNet(_CrossNetwork):
     def _cross(self, input_BN: torch.Tensor) -> torch.Tensor:
         output_BN = input_BN
         for kernel, bias in zip(self.kernels, self.bias, strict=True):
-            output_BN = input_BN * (output_BN @ kernel) + bias.T + output_BN
+            output_BN = input_BN * (output_BN @ kernel) + bias.flatten() + output_BN
         return output_BN
 
 
@@ -192,7 +192,9 @@ class LowRankMixtureCrossNet(_CrossNetwork):
             core_EBR = self._activation(narrow_EBR @ core.transpose(1, 2))
             experts_EBN = core_EBR @ wide.transpose(1, 2)
             # expert weights of a sample sum to 1, so the bias is not weighted
-            output_BN = input_BN * (self._weigh(output_BN, experts_EBN) + bias.T) + output_BN
+            output_BN = (
+                input_BN * (self._weigh(output_BN, experts_EBN) + bias.flatten()) + output_BN
+            )
         return output_BN
 
     def _weigh(self, input_BN: torch.Tensor, experts_EBN: torch.Tensor) -> torch.Tensor:

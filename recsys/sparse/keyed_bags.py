@@ -284,6 +284,11 @@ class KeyedBags(Bags):
 
     def _checked_sizes(self, sizes_F: Tensor) -> list[int]:
         sizes: list[int] = sizes_F.tolist()
+        if torch.compiler.is_compiling():  # sizes are symbols, which cannot be compared
+            for size in sizes:
+                torch._check(size >= 0)
+            torch._check(sum(sizes) <= self._values.shape[0])
+            return sizes
         per_key_checks.check_length_per_key(self._keys, sizes, self._values, "lengths")
         return sizes
 

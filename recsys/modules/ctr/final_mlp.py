@@ -109,9 +109,11 @@ class BilinearFusion(nn.Module):
             left: `[B, left]`.
             right: `[B, right]`.
         """
-        parts = (x.unflatten(1, (self.num_heads, -1)) for x in (left, right))
-        products = torch.einsum("bhl,bhr,hlrt->bt", *parts, self.pairs)
-        found: Tensor = self.left(left) + self.right(right) + products
+        of_left, of_right = (x.unflatten(1, (self.num_heads, -1)) for x in (left, right))
+        # [B, H, right / H, T]; a product of all pairs of columns first would need more memory
+        products = torch.einsum("bhl,hlk->bhk", of_left, self.pairs.flatten(2))
+        products = products.unflatten(2, self.pairs.shape[2:]) * of_right.unsqueeze(3)
+        found: Tensor = self.left(left) + self.right(right) + products.sum((1, 2))
         return found
 
 

@@ -76,7 +76,7 @@ class BERTBlock(nn.Module):
         """
         x = x.trim()
         rows = x.values()
-        parts = self.attention_in(rows).view(rows.shape[0], 3, self.num_heads, -1).unbind(1)
+        parts = self.attention_in(rows).unflatten(1, (3, self.num_heads, -1)).unbind(1)
         read = ops.attention(
             *(ops.with_values(x, part) for part in parts), max_length=self.max_length, causal=False
         )

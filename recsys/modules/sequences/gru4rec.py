@@ -83,6 +83,8 @@ class GRU4Rec(nn.Module):
         x = x.trim()
         rows = self.dropout(x.values())
         if torch.compiler.is_compiling():
+            fits = (x.lengths() <= self.max_length).all()
+            torch._assert_async(fits, f"Bags must have at most {self.max_length} values.")
             padded, _ = self.gru(ops.pad(ops.with_values(x, rows), self.max_length))
             places = ops.bags_of(x) * self.max_length + ops.positions(x).values()
             return ops.with_values(x, self.linear(padded.flatten(0, 1).index_select(0, places)))

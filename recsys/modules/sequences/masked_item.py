@@ -61,6 +61,11 @@ class MaskedItem(nn.Module):
             raise ValueError(f"probability must be above 0 and at most 1; received {probability}.")
         self.model, self.probability = model, probability
         self.mask_id = whole("mask_id", mask_id, 0)
+        num_items = model.out.out_features
+        if mask_id >= num_items:
+            raise ValueError(
+                f"mask_id must be below vocab_size={num_items} of the model; received {mask_id}."
+            )
         self.history, self.target = history, target
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:

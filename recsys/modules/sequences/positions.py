@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 from recsys.sparse import JaggedTensor, ops
+from recsys.sparse.validate import is_readable
 
 __all__ = ["PositionEmbedding", "check_dropout"]
 
@@ -62,8 +63,14 @@ class PositionEmbedding(nn.Module):
                 first of them; None for none.
 
         Raises:
-            IndexError: On a CPU, a bag is longer.
+            ValueError: On a CPU, a bag is longer.
         """
+        lengths, most = x.lengths(), self.positions.num_embeddings
+        if is_readable(lengths) and lengths.numel() and int(lengths.max()) > most:
+            raise ValueError(
+                f"Bags must have at most max_length={most} values; received "
+                f"{int(lengths.max())}. Truncate them with recsys.sparse.ops.truncate."
+            )
         places = ops.positions(x, from_end=self.from_end).values()
         if num_targets is not None:
             first = (x.lengths() - num_targets).index_select(0, ops.bags_of(x))

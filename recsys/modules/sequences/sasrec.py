@@ -78,7 +78,7 @@ class SASRecBlock(nn.Module):
         x = x.trim()
         rows = x.values()
         projected = self.attention_in(self.attention_norm(rows))
-        parts = projected.view(rows.shape[0], 3, self.num_heads, -1).unbind(1)
+        parts = projected.unflatten(1, (3, self.num_heads, -1)).unbind(1)
         read = ops.attention(
             *(ops.with_values(x, part) for part in parts),
             max_length=self.max_length,

@@ -20,6 +20,7 @@ from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor
 from tests.inference.cpp.test_core import MISSING
+from tests.inference.packages.model_cases import arguments_of, build, request_of
 from tests.inference.raw_package import raw_spec, raw_table, write_raw_version
 
 SOURCE = Path(__file__).parents[3] / "recsys/inference/cpp"
@@ -116,3 +117,19 @@ def test_versions_leave_no_memory_and_no_folder(
     core.swap(second)
     core.close()
     assert os.listdir(temporary) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["din", "ranking", "sasrec"])
+def test_models_of_histories_score_as_in_python(library: Path, tmp_path: Path, kind: str) -> None:
+    """Merged requests of several sizes, with empty histories."""
+    case = build(kind)
+    version = package(case.model, tmp_path / "m", arguments_of(case, request_of(case, 3, seed=1)))
+    requests = [request_of(case, size, seed=size + 10) for size in (1, 2, 5, 17, 0)]
+    with Predictor(version, library=library, num_threads=1) as core, torch.no_grad():
+        for request, found in zip(requests, core.run(requests), strict=True):
+            assert isinstance(found, dict)
+            wanted = case.model(*arguments_of(case, request))
+            parts = wanted if isinstance(wanted, tuple) else (wanted,)
+            for one, part in zip(found.values(), parts, strict=True):
+                np.testing.assert_allclose(one, part.numpy(), rtol=1e-4, atol=1e-5)

@@ -3,7 +3,15 @@ import torch
 
 from recsys.modules.sequences.gru4rec import GRU4Rec
 from recsys.sparse import JaggedTensor
-from tests.modules.sequences.cases import DIM, LENGTHS, NUM, OnRows, assert_causal, assert_exports
+from tests.modules.sequences.cases import (
+    DIM,
+    LENGTHS,
+    NUM,
+    Exportable,
+    OnRows,
+    assert_causal,
+    assert_exports,
+)
 
 
 def test_against_each_history_alone():
@@ -32,6 +40,14 @@ def test_batch_without_values():
 @pytest.mark.filterwarnings("ignore:The tensor attributes")  # torch, about any nn.GRU
 def test_export():
     assert_exports(GRU4Rec(DIM, 6, hidden=5))
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes")
+def test_exported_programs_refuse_longer_histories():
+    given = torch.randn(4, DIM), torch.tensor([3, 1])
+    program = torch.export.export(Exportable(GRU4Rec(DIM, 2).eval()), given).module()
+    with pytest.raises(RuntimeError, match="at most 2 values"):
+        program(*given)
 
 
 def test_errors():

@@ -54,5 +54,7 @@ def test_training_asks_for_the_masked_items():
 
 
 def test_errors():
+    with pytest.raises(ValueError, match="mask_id must be below vocab_size=10 of the model"):
+        MaskedItem(BERT4Rec(10, 5, 8, nhead=2, num_layers=1), mask_id=10)
     with pytest.raises(ValueError, match="above 0 and at most 1"):
         MaskedItem(BERT4Rec(10, 5, 8, 2, 1), 0, 0.0)

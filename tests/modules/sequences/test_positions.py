@@ -20,3 +20,6 @@ def test_rows_of_positions(from_end, targets, places):
 def test_errors():
     with pytest.raises(ValueError, match="max_length"):
         PositionEmbedding(4, 0)
+    x = JaggedTensor(torch.zeros(5, 4), lengths=torch.tensor([4, 1]))
+    with pytest.raises(ValueError, match=r"at most max_length=3 values; received 4. Truncate"):
+        PositionEmbedding(4, 3)(x)

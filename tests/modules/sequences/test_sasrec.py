@@ -2,7 +2,10 @@ import numpy as np
 import pytest
 import torch
 
+from recsys.modules.sequences.bert4rec import BERTBlock
+from recsys.modules.sequences.hstu import HSTULayer
 from recsys.modules.sequences.sasrec import SASRec, SASRecBlock
+from recsys.sparse import JaggedTensor
 from tests.formulas import assert_follows, randomise
 from tests.modules.sequences.cases import (
     DIM,
@@ -62,5 +65,13 @@ def test_errors():
         SASRecBlock(4, 6, num_heads=3)
     with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\); received 1"):
         SASRec(4, 6, dropout=1.0)
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match=r"at most max_length=\d+ values; received"):
         OnRows(SASRec(DIM, 3))(torch.randn(NUM, DIM))
+
+
+@pytest.mark.parametrize("block", [SASRecBlock, BERTBlock, HSTULayer])
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_batch_without_values(block, lengths):
+    x = JaggedTensor(torch.zeros(0, DIM), lengths=torch.tensor(lengths, dtype=torch.int64))
+    more = (None, None) if block is HSTULayer else ()
+    assert block(DIM, 6, num_heads=2)(x, *more).values().shape == (0, DIM)
