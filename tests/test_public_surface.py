@@ -68,8 +68,8 @@ SURFACE = {
         has_value_checks hash_ids is_debug jt_is_equal kjt_is_equal set_debug set_value_checks
     """,
     "recsys.training": """
-        BinaryMetrics FitResult JsonLines Lines Logger MLflow Metrics TensorBoard Trainer WandB
-        exit_on_error
+        BinaryMetrics FitResult FullRanking JsonLines Lines Logger MLflow Metrics
+        ProgressiveValidation TensorBoard Trainer WandB exit_on_error
     """,
 }
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from recsys.datasets.tables import table_of
+from recsys.datasets.memory import table_of
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 

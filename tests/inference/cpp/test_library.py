@@ -120,7 +120,7 @@ def test_versions_leave_no_memory_and_no_folder(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["din", "ranking", "sasrec"])
+@pytest.mark.parametrize("kind", ["din", "ranking"])
 def test_models_of_histories_score_as_in_python(library: Path, tmp_path: Path, kind: str) -> None:
     """Merged requests of several sizes, with empty histories."""
     case = build(kind)
