@@ -77,19 +77,19 @@ class BalancedBatches(IterableDataset[Batch]):
     """A rank's share of batches of all ranks, balanced by the lengths of a feature.
 
     Every rank reads the same batches, such as from a reader with `batch_size` times the number of
-    ranks, and takes the samples that are its own. Nothing is exchanged. The samples of a step are
-    those without balancing, and their weights make the mean loss over ranks that of the whole
-    batch, so training gives the same results but for rounding.
+    ranks, and takes the samples that are its own. Nothing is exchanged. A step has the
+    same samples as without balancing, and their weights make the mean loss over ranks equal to
+    the loss of the whole batch, so training gives the same results, except for rounding.
 
     Args:
-        batches: batches of all ranks, equal on every rank. `state_dict` and `load_state_dict`, if
-            it has them, are those of this object, too.
+        batches: batches of all ranks, equal on every rank. This object has
+            their `state_dict` and `load_state_dict`.
         feature: feature whose lengths decide the cost.
         rank: this process.
         world_size: number of processes, `W`.
-        mean_over: what the loss of a rank is a mean over: "samples", as of `DLRMTrain`, or
-            "values", of the feature, as of `NextItem`.
-        linear: number of values whose cost in other layers is that of one pair in attention.
+        mean_over: the items whose mean is the loss of a rank: "samples", as of `DLRMTrain`, or
+            "values" of the feature, as of `NextItem`.
+        linear: number of values that cost as much in other layers as one pair in attention.
 
     Attributes:
         imbalance: mean over the batches so far of the cost of the costliest rank, relative to the
@@ -236,11 +236,11 @@ class BalancedSampler(Sampler[list[int]]):
             yield self._parts(step)[self.rank].tolist()
 
     def weights(self, step: int, mean_over: Literal["samples", "values"] = "values") -> float:
-        """Return the factor of this rank's mean loss, so that the mean over ranks is that of all.
+        """Return the factor by which this rank's mean loss counts in the mean of all.
 
         Args:
             step: number of the step in the epoch, from 0.
-            mean_over: what the loss of a rank is a mean over.
+            mean_over: the items whose mean is the loss of a rank.
         """
         sums = [
             float(len(part) if mean_over == "samples" else self.lengths[part].sum())

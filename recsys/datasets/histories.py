@@ -31,9 +31,9 @@ def leave_one_out(
 ) -> dict[str, Any]:
     """Return a row per user: the history, and the item that follows each value of it.
 
-    The last item of a user is the target of the test, the one before it that of validation, and the
-    history of each is all that is earlier, at most the last `max_length` items. Training has what
-    is left: each item before these two is the target of those before it. Items of equal time keep
+    The last item of a user is the target of the test, the item before it the target of validation.
+    The history of a target is all items before it, at most the last `max_length`. Each item before
+    these two is a target of training. Items of equal time keep
     the order of the table.
 
     Args:

@@ -34,7 +34,7 @@ _BLOCK_QUERIES: Final = 64
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRules:
-    """How scores become shares, and which keys a query reads."""
+    """Rules of attention: shares by scores, and the keys that a query reads."""
 
     kind: Kind
     """softmax over the keys; or SiLU of each score, divided by `divisor` (Zhai et al., "Actions
@@ -64,7 +64,7 @@ class Bias(NamedTuple):
     """int64 [N]."""
     num_targets: Tensor | None
     """int64 [M]: the last positions of a bag, whose keys are read by their own queries alone. All
-    of a bag have the same distances from other keys, those of the first."""
+    of a bag have the distances of the first from other keys."""
 
 
 def time_buckets(distances: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class _Group(NamedTuple):
     bags: Tensor
     """int64 [G]."""
     is_even: bool
-    """Whether all bags are equally long."""
+    """True if all bags are equally long."""
 
 
 def _groups(offsets: Tensor, heads: int, max_length: int) -> Iterator[_Group]:

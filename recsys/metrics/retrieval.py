@@ -24,10 +24,10 @@ class RetrievalMetrics:
 
     A query's recall is the share of its targets among the first `k` items; its hit rate is 1 if
     there is any; its NDCG is the sum of `1 / log2(rank + 1)` of the targets among the first `k`,
-    divided by the largest possible sum; its reciprocal rank is that of its first target among the
-    first `k`. The values are means over the queries that have targets. With one target per query
-    and an exact search this is the evaluation over the full catalogue, without samples (Krichene
-    and Rendle, "On sampled metrics for item recommendation", KDD 2020).
+    divided by the largest possible sum; its reciprocal rank is 1 divided by the rank of its first
+    target among the first `k`, or 0. The values are means over the queries that have targets. With
+    one target per query and an exact search this is the evaluation over the full catalogue, without
+    samples (Krichene and Rendle, "On sampled metrics for item recommendation", KDD 2020).
 
     Args:
         ks: Numbers of items.

@@ -21,8 +21,8 @@ __all__ = ["ProgressiveValidation"]
 class ProgressiveValidation:
     """Metrics of windows of training batches, from the scores of the training forward.
 
-    On data in the order of time each sample is new to the model when it is scored, so the curve is
-    an honest estimate of the quality on the next data, without data set aside (Blum, Kalai and
+    On data in the order of time each sample is new to the model when it is scored. So the curve is
+    an honest estimate of the quality on the next data, and no data are set aside (Blum, Kalai and
     Langford, "Beating the hold-out", COLT 1999). `Trainer(..., progressive=...)` updates it, logs
     each window as `progressive/...`, and saves it: in a job that resumes each batch counts once.
     The metrics of a window are computed at its end; a step only keeps its output.

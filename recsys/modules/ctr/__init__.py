@@ -1,6 +1,6 @@
 """Models of clicks and of several tasks: each reads dense features and ids, and returns logits.
 
-Their `forward(dense_features, sparse_features)` is that of `DLRM`, so `DLRMTrain` and
+They have the arguments of `DLRM`, `forward(dense_features, sparse_features)`, so `DLRMTrain` and
 `recsys.training.Trainer` train them, and `DistributedModelParallel` shards their tables.
 """
 

@@ -73,7 +73,7 @@ class BilinearFusion(nn.Module):
         device: Device of the parameters.
 
     Raises:
-        ValueError: A number is out of its range, or columns are no multiple of the heads.
+        ValueError: A number is out of its range, or the heads do not divide the columns.
 
     Example:
         >>> BilinearFusion(4, 6, num_heads=2)(torch.ones(3, 4), torch.ones(3, 6)).shape
@@ -125,9 +125,9 @@ class FinalMLP(nn.Module):
         embedding_bag_collection: Tables of any dims. Sharding replaces this submodule.
         dense_in_features: Columns of the dense features; 0 for none.
         layer_sizes: Layers of the first stream.
-        other_layer_sizes: Layers of the second stream; None for those of the first.
-        contexts: Names of the sparse features that each gate reads, such as those of users and
-            those of items; empty for a learned constant.
+        other_layer_sizes: Layers of the second stream; None for the layers of the first.
+        contexts: Names of the sparse features that each gate reads, such as features of users
+            and features of items; empty for a learned constant.
         gate_hidden: Columns of the hidden layer of a gate.
         num_heads: Parts of the outputs in the bilinear form.
         num_tasks: `T`.

@@ -170,7 +170,8 @@ class MultiTask(nn.Module):
     Args:
         embedding_bag_collection: Tables of any dims. Sharding replaces this submodule.
         dense_in_features: Columns of the dense features; 0 for none.
-        tasks: `MMoE` or `PLE`; its `in_features` are those of `columns_of`.
+        tasks: `MMoE` or `PLE`; its `in_features` is the number of dense features and columns
+            of all embeddings.
 
     Raises:
         ValueError: `tasks` reads another number of columns.
@@ -197,8 +198,8 @@ class MultiTask(nn.Module):
         self.inputs = FlatInput(embedding_bag_collection, dense_in_features)
         if tasks.in_features != self.inputs.out_features:
             raise ValueError(
-                f"tasks must read {self.inputs.out_features} columns, those of the dense features "
-                f"and of all embeddings; received in_features={tasks.in_features}."
+                f"tasks must read {self.inputs.out_features} columns, of the dense features "
+                f"and all embeddings; received in_features={tasks.in_features}."
             )
         self.tasks = tasks
 

@@ -35,7 +35,7 @@ class BERTBlock(nn.Module):
         device: Device of the parameters.
 
     Raises:
-        ValueError: A number is out of its range, or `dim` is no multiple of the heads.
+        ValueError: A number is out of its range, or the heads do not divide `dim`.
 
     Example:
         >>> x = JaggedTensor(torch.ones(3, 4), lengths=torch.tensor([2, 1]))
@@ -91,7 +91,7 @@ class BERTBlock(nn.Module):
 class BERT4Rec(nn.Module):
     """Score all items at each position of a history.
 
-    The arguments are those of TorchRec's example. The table of items is in an
+    The arguments have the names of TorchRec's example. The table of items is in an
     `EmbeddingCollection`, which `DistributedModelParallel` shards.
 
     Args:

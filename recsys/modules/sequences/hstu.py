@@ -159,8 +159,8 @@ class HSTU(nn.Module):
         Args:
             x: `[N, D]` embeddings, the earliest first.
             times: int64 `[N]`, the time of each value in any unit, with `has_time`.
-            num_targets: int64 `[M]`, candidates at the end of each history, each of which reads
-                the history and itself; None for none.
+            num_targets: int64 `[M]`, candidates at the end of each history. Each reads the
+                history and itself. None for none.
 
         Raises:
             ValueError: `has_time` is True and times are missing.

@@ -44,8 +44,8 @@ class NextItem(nn.Module):
             "full": all items; `with_catalogue` adds them to a batch as `candidates`.
             "sampled": the ids of `candidates` of the batch, for all queries.
             "in_batch": the other targets of the batch. `candidates` is not read.
-            "bpr" and "binary": the ids of `candidates` in the bag of the query, as many for each
-            value of the history as for any other, those of the first value first.
+            "bpr" and "binary": the ids of `candidates` in the bag of the query, the same
+            number for each value of the history, the candidates of the first value first.
         history: Feature of the ids of histories, the earliest first.
         target: Feature of the ids that follow, as many in each bag as the history has.
         candidates: Feature of the ids of other items.

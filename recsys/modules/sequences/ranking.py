@@ -27,7 +27,7 @@ class Ranking(nn.Module):
 
     The value of a history is the sum of the embeddings of its item and of its action. Candidates
     follow the history; each reads the history and itself, so its score does not depend on the
-    others. The signature is that of `DLRM`: `DLRMTrain` trains it on batches with one candidate per
+    others. It is called as `DLRM` is: `DLRMTrain` trains it on batches with one candidate per
     sample.
 
     Args:

@@ -34,7 +34,7 @@ class SASRecBlock(nn.Module):
         device: Device of the parameters.
 
     Raises:
-        ValueError: A number is out of its range, or `dim` is no multiple of the heads.
+        ValueError: A number is out of its range, or the heads do not divide `dim`.
 
     Example:
         >>> x = JaggedTensor(torch.ones(3, 4), lengths=torch.tensor([2, 1]))
