@@ -25,7 +25,18 @@ KILLED = "tests/datasets/test_table_reader.py::test_killed_jobs_read_each_row_on
 
 DELTAS = "tests/distributed/checkpoint/test_delta.py::test_base_and_deltas_are_the_full_checkpoint"
 
+ATTENTION = "tests/kernels/test_attention_triton.py"
+
 QUICK_CASE_OF: dict[str, str] = {
+    f"{ATTENTION}::test_against_the_formula_in_120_cases": (
+        f"{ATTENTION}::test_against_the_formula[0]"
+    ),
+    f"{ATTENTION}::test_history_targets_and_positions_in_several_blocks": (
+        f"{ATTENTION}::test_against_the_formula[0]"
+    ),
+    f"{ATTENTION}::test_large_blocks_compile_for_a_gpu_without_one": (
+        f"{ATTENTION}::test_they_compile_for_a_gpu_without_one[90]"
+    ),
     f"{KILLED}[0-1]": f"{KILLED}[2-1]",
     f"{KILLED}[0-3]": f"{KILLED}[2-1]",
     f"{KILLED}[2-2]": f"{KILLED}[2-1]",
