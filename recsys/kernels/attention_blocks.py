@@ -41,7 +41,7 @@ class _Group(NamedTuple):
     bags: Tensor
     """int64 [G]."""
     is_even: bool
-    """Whether all bags are equally long."""
+    """True if all bags are equally long."""
 
 
 def _groups(offsets: Tensor, heads: int, max_length: int) -> Iterator[_Group]:

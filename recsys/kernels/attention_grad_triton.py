@@ -3,8 +3,8 @@
 Scores are computed again, once per block of queries, for the gradients of queries and of the bias,
 and once per block of keys, for the gradients of keys and values.
 
-Gradients are the same from run to run, bit for bit, but for that of `Bias.position`: atomics sum
-it, one per distance of two blocks.
+Atomics sum the gradient of `Bias.position`, one per distance of two blocks. All other gradients are
+the same from run to run, bit for bit.
 
 Legend: as in `attention_triton`.
 """
@@ -50,7 +50,7 @@ def _shares_and_slopes(scores, is_read, log_sums, deltas, of_shares, IS_SOFTMAX:
 def _add_to_positions(
     table, of_scores, first, at, target, factor, POSITIONS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add gradients of scores [Q, K] to those of a head's entries of `Bias.position`."""
+    """Add gradients of scores [Q, K] to the gradients of a head's row of `Bias.position`."""
     lines = tl.arange(0, BLOCK)
     low = tl.minimum(first, target) - tl.minimum(at + BLOCK - 1, target)
     high = tl.minimum(first + BLOCK - 1, target) - tl.minimum(at, target)

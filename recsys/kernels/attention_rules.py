@@ -19,7 +19,7 @@ Kind: TypeAlias = Literal["softmax", "silu"]
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRules:
-    """How scores become shares, and which keys a query reads."""
+    """The conversion of scores to shares, and the keys that a query reads."""
 
     kind: Kind
     """softmax over the keys; or SiLU of each score, divided by `divisor` (Zhai et al., "Actions
@@ -49,7 +49,7 @@ class Bias(NamedTuple):
     """int64 [N]."""
     num_targets: Tensor | None
     """int64 [M]: the last positions of a bag, whose keys are read by their own queries alone. All
-    of a bag have the same distances from other keys, those of the first."""
+    of a bag have the same distances from other keys, the first target's distances."""
 
 
 def time_buckets(distances: Tensor) -> Tensor:

@@ -4,9 +4,9 @@ A program has a block of queries of one bag and head, and reads the keys of the 
 scores exist only in registers, as in Dao et al., "FlashAttention", NeurIPS 2022. Sums are fp32.
 `attention_grad_triton` has the backward pass.
 
-Programs find their bags on the device, so the host waits for nothing. Block `b` of bag `m` is that
-of program `offsets[m] // BLOCK + m + b`. These numbers ascend, leave enough programs for each bag,
-and at most one of each bag without a block.
+Programs find their bags on the device, so the host waits for nothing. Program
+`offsets[m] // BLOCK + m + b` has block `b` of bag `m`. These numbers ascend from bag to bag and
+leave enough programs for each, with at most one program per bag that has no block.
 
 Triton's interpreter (`TRITON_INTERPRET=1`) runs the kernels on a CPU, for tests.
 
