@@ -11,6 +11,8 @@ import recsys
 TRITON_MODULES = frozenset(
     f"recsys.kernels.{name}"
     for name in (
+        "attention_grad_triton",
+        "attention_triton",
         "ops_triton",
         "optional_triton",
         "output_triton",

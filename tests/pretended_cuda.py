@@ -36,6 +36,8 @@ from recsys.kernels import ops, tbe_fbgemm_module
 from tests.fast_scans import fast_scans
 
 KERNELS = {
+    "attention_grad_triton": ("attention_backward",),
+    "attention_triton": ("attention_forward",),
     "ops_triton": (
         "build_header",
         "complete_cumsum",

@@ -25,12 +25,22 @@ KILLED = "tests/datasets/test_table_reader.py::test_killed_jobs_read_each_row_on
 
 DELTAS = "tests/distributed/checkpoint/test_delta.py::test_base_and_deltas_are_the_full_checkpoint"
 
+ATTENTION = "tests/kernels/test_attention_triton.py"
 OVERFLOW = "tests/distributed/checkpoint/test_overflow.py"
 CORE_MODELS = "tests/inference/cpp/test_library.py::test_models_of_histories_score_as_in_python"
 
 MODELS = ("dcn_v2", "ple", "din", "ranking", "hstu", "gru4rec", "bert4rec")
 
 QUICK_CASE_OF: dict[str, str] = {
+    f"{ATTENTION}::test_against_the_formula_in_120_cases": (
+        f"{ATTENTION}::test_against_the_formula[0]"
+    ),
+    f"{ATTENTION}::test_history_targets_and_positions_in_several_blocks": (
+        f"{ATTENTION}::test_against_the_formula[0]"
+    ),
+    f"{ATTENTION}::test_large_blocks_compile_for_a_gpu_without_one": (
+        f"{ATTENTION}::test_they_compile_for_a_gpu_without_one[90]"
+    ),
     f"{OVERFLOW}::test_killed_saves_leave_the_last_version": (
         f"{OVERFLOW}::test_a_full_disk_keeps_the_last_version"
     ),

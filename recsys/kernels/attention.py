@@ -1,90 +1,23 @@
-"""Attention inside each bag of a jagged tensor, in operations of PyTorch.
-
-Bags are grouped by length, so that hardly anything is padded, and scores exist only for a block of
-queries at a time: memory grows with the number of values. The backward pass computes the scores
-again, as in Dao et al., "FlashAttention", NeurIPS 2022.
+"""Attention inside each bag of a jagged tensor: the choice among its implementations.
 
 Legend: `M` bags, `N` values of all bags, `H` heads, `D` columns of queries and keys, `V` columns of
-values; `G` bags of a group, `L` positions of its longest bag, `Q` queries of a block, `K` keys.
+values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
-__all__ = ["AttentionRules", "Bias", "attend", "time_buckets"]
+from recsys.kernels import ops
+from recsys.kernels.attention_blocks import blocks_backward, blocks_forward, padded_forward
+from recsys.kernels.attention_rules import AttentionRules, Bias, time_buckets
 
-Kind: TypeAlias = Literal["softmax", "silu"]
-
-_MOST_PADDED: Final = 1.3
-"""Most work of a group, relative to the work of its bags."""
-_BLOCK_SCORES: Final = 1 << 20
-"""Most scores of a block, unless one row of queries has more."""
-_BLOCK_QUERIES: Final = 64
-"""Fewest queries of a causal block; shorter blocks compute fewer scores that are masked."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionRules:
-    """Rules of attention: shares by scores, and the keys that a query reads."""
-
-    kind: Kind
-    """softmax over the keys; or SiLU of each score, divided by `divisor` (Zhai et al., "Actions
-    speak louder than words", ICML 2024)."""
-    causal: bool
-    """True: a query reads its own key and earlier ones."""
-    scale: float
-    """Factor of the scores, before the bias."""
-    divisor: float
-    """Divisor of SiLU."""
-    max_length: int
-    """Most values of a bag. `torch.compile` and `torch.export`, which cannot read lengths, pad to
-    it."""
-
-
-@final
-class Bias(NamedTuple):
-    """Terms that are added to the scores of a query and a key, and positions that are targets."""
-
-    position: Tensor | None
-    """[H, 2P - 1]: entry `P - 1 + d` for a key that is `d` positions earlier, at most `P - 1`."""
-    time: Tensor | None
-    """[H, T]: entry `time_buckets` of the distance in time, at most `T - 1`."""
-    query_times: Tensor | None
-    """int64 [N]."""
-    key_times: Tensor | None
-    """int64 [N]."""
-    num_targets: Tensor | None
-    """int64 [M]: the last positions of a bag, whose keys are read by their own queries alone. All
-    of a bag have the distances of the first from other keys."""
-
-
-def time_buckets(distances: Tensor) -> Tensor:
-    """Return the number of bits of distances in time: 0, 1, 2 to 3, 4 to 7, and so on.
-
-    Args:
-        distances: int64, of any sign.
-
-    Returns:
-        int64 from 0 to 63.
-
-    Example:
-        >>> time_buckets(torch.tensor([0, -1, 2, 3, 4, 2**62])).tolist()
-        [0, 1, 2, 2, 3, 63]
-    """
-    lengths = distances.double().abs()
-    if torch.compiler.is_compiling():  # Inductor of torch 2.13 cannot compile vectors of frexp
-        powers = 1 << torch.arange(63, device=distances.device)
-        return torch.bucketize(lengths, powers.double(), right=True)
-    return torch.frexp(lengths).exponent.long()
+__all__ = ["AttentionRules", "Bias", "attend", "time_buckets", "why_not_triton"]
 
 
 def attend(
@@ -96,6 +29,11 @@ def attend(
     bias: Bias,
 ) -> Tensor:
     """Return attention inside each bag.
+
+    There are three ways. `torch.compile` and `torch.export` get one padded group, whose shapes do
+    not depend on lengths. Triton's kernels serve all that `why_not_triton` does not refuse: they
+    write no scores to memory, and the host does not wait for the device. Groups of bags, in
+    operations of PyTorch, serve everything else: they read lengths on the host.
 
     Args:
         query: [N, H, D], floating.
@@ -109,7 +47,8 @@ def attend(
         [N, H, V].
 
     Raises:
-        ValueError: A bag has more than `max_length` values.
+        ValueError: A bag has more than `max_length` values. Triton's kernels compute it in full, as
+            they would have to wait for lengths.
 
     Example:
         >>> rules = AttentionRules(
@@ -121,159 +60,58 @@ def attend(
         tensor([1., 2., 5.])
     """
     if torch.compiler.is_compiling():
-        return _dense(query, key, value, offsets, rules, bias)
+        return padded_forward(query, key, value, offsets, rules, bias)
+    has_triton = not why_not_triton(query, key, value, bias)
     found: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, bias.position, bias.time, offsets, rules, bias
+        query, key, value, bias.position, bias.time, offsets, rules, bias, has_triton
     )
     return found
 
 
-# -- groups of bags --------------------------------------------------------------------------------
+# -- choice of a way -------------------------------------------------------------------------------
+
+_TRITON_DTYPES: Final = frozenset((torch.float32, torch.float16, torch.bfloat16))
+_TRITON_COLUMNS: Final = frozenset((16, 32, 64, 128))
+
+_TRITON_LIMITS: Final[Mapping[str, Callable[[Tensor, Tensor, Tensor, Bias], bool]]] = {
+    "tensors are not on a CUDA device": lambda q, k, v, bias: not q.is_cuda,
+    "Triton is not installed or does not work, or RECSYS_KERNELS=torch": (
+        lambda q, k, v, bias: not ops.HAS_TRITON
+    ),
+    "query, key and value have no common dtype of float32, float16 and bfloat16, and sums are "
+    "float32": lambda q, k, v, bias: (
+        q.dtype not in _TRITON_DTYPES or not q.dtype == k.dtype == v.dtype
+    ),
+    "columns of a head are not 16, 32, 64 or 128: a product of blocks needs a power of two from "
+    "16, and more than 128 need more registers than there are": (
+        lambda q, k, v, bias: not {q.shape[2], v.shape[2]} <= _TRITON_COLUMNS
+    ),
+    "under torch.use_deterministic_algorithms, gradients of positions may not be summed by "
+    "atomics": lambda q, k, v, bias: (
+        bias.position is not None
+        and bias.position.requires_grad
+        and torch.are_deterministic_algorithms_enabled()
+    ),
+}
+"""Reasons for which Triton's kernels do not serve query, key, value and bias."""
 
 
-class _Group(NamedTuple):
-    """Bags of similar lengths."""
+def why_not_triton(query: Tensor, key: Tensor, value: Tensor, bias: Bias) -> str:
+    """Return the reason for which Triton's kernels do not serve tensors; empty if they do.
 
-    rows: Tensor
-    """int64 [G, L]: positions of the values; of padding, of the last value of the bag."""
-    lengths: Tensor
-    """int64 [G]."""
-    bags: Tensor
-    """int64 [G]."""
-    is_even: bool
-    """True if all bags are equally long."""
+    Args:
+        query: [N, H, D].
+        key: [N, H, D].
+        value: [N, H, V].
+        bias: terms of the scores.
 
-
-def _groups(offsets: Tensor, heads: int, max_length: int) -> Iterator[_Group]:
-    """Yield all bags with values, in groups, the longest first."""
-    starts = offsets.detach().cpu().long()
-    lengths = starts.diff()
-    order = lengths.argsort(descending=True, stable=True)
-    ordered = lengths[order].tolist()
-    if ordered and ordered[0] > max_length:
-        raise ValueError(
-            f"Bags must have at most max_length={max_length} values; received {ordered[0]}. "
-            "Truncate them with recsys.sparse.ops.truncate."
-        )
-    device, first = offsets.device, 0
-    while first < len(ordered) and ordered[first]:
-        longest, work, last = ordered[first], 0, first
-        most = max(1, _BLOCK_SCORES // (heads * longest * min(longest, _BLOCK_QUERIES)))
-        while last < len(ordered) and ordered[last] and last - first < most:
-            more = work + ordered[last] ** 2
-            if (last + 1 - first) * longest**2 > _MOST_PADDED * more:
-                break
-            work, last = more, last + 1
-        bags = order[first:last]
-        own = lengths[bags]
-        places = torch.arange(longest).minimum(own.unsqueeze(1) - 1)
-        rows = (starts[bags].unsqueeze(1) + places).to(device)
-        is_even = ordered[last - 1] == longest
-        yield _Group(rows, own.to(device), bags.to(device), is_even)
-        first = last
-
-
-def _gather(values: Tensor, group: _Group) -> Tensor:
-    """Return [G, H, L, columns] of a group."""
-    found = values.index_select(0, group.rows.flatten())
-    return found.view(*group.rows.shape, *values.shape[1:]).transpose(1, 2)
-
-
-def _gather_by_head(values: Tensor, group: _Group) -> Tensor:
-    """Return [G, H, L, columns] of a group; `transpose` would ask a compiler for empty groups."""
-    heads = torch.arange(values.shape[1], device=values.device).unsqueeze(1)
-    rows = group.rows.unsqueeze(1) * values.shape[1] + heads
-    found = values.flatten(0, 1).index_select(0, rows.flatten())
-    return found.view(*rows.shape, values.shape[2])
-
-
-def _is_real(group: _Group) -> Tensor:
-    """Return whether a position of a group is a value of a bag, bool [G, L]."""
-    places = torch.arange(group.rows.shape[1], device=group.rows.device)
-    return places < group.lengths.unsqueeze(1)
-
-
-def _scatter(result: Tensor, group: _Group, found: Tensor) -> None:
-    """Write [G, H, L, columns] of a group to the rows [N, H, columns] of its values."""
-    found = found.transpose(1, 2)
-    if group.is_even:
-        result[group.rows.flatten()] = found.flatten(0, 1).to(result.dtype)
-    else:
-        is_real = _is_real(group)
-        result[group.rows[is_real]] = found[is_real].to(result.dtype)
-
-
-# -- one padded group ------------------------------------------------------------------------------
-
-
-def _dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    offsets: Tensor,
-    rules: AttentionRules,
-    bias: Bias,
-) -> Tensor:
-    """Return attention of all bags as one group, for compilers: no shape depends on lengths."""
-    starts, lengths = offsets[:-1].long(), offsets.diff().long()
-    places = torch.arange(rules.max_length, device=offsets.device)
-    places = places.minimum(lengths.unsqueeze(1) - 1).clamp(min=0)
-    rows = starts.unsqueeze(1) + places
-    bags = torch.arange(lengths.shape[0], device=offsets.device)
-    group = _Group(rows, lengths, bags, False)
-    num_values = query.shape[0]
-    # bags without values read some row, even of a batch without values
-    query, key, value = (functional.pad(part, (0, 0, 0, 0, 0, 1)) for part in (query, key, value))
-    query_times, key_times = (
-        None if times is None else functional.pad(times, (0, 1))
-        for times in (bias.query_times, bias.key_times)
-    )
-    bias = bias._replace(query_times=query_times, key_times=key_times)
-    parts = _parts(query, key, value, bias, group)
-    queries = range(rules.max_length)
-    block = _block(parts, group, rules, bias, queries, rules.max_length)
-    shares = _shares(block, rules)[0].flatten(0, 1)
-    found = torch.bmm(shares, parts.value.flatten(0, 1)).flatten(0, 1)
-    of_values = bags.repeat_interleave(lengths, output_size=num_values)
-    place = torch.arange(num_values, device=bags.device) - starts.index_select(0, of_values)
-    num_heads = value.shape[1]
-    heads = torch.arange(num_heads, device=bags.device)
-    places = (of_values.unsqueeze(1) * num_heads + heads) * rules.max_length + place.unsqueeze(1)
-    found = found.index_select(0, places.flatten()).view(num_values, num_heads, value.shape[2])
-    return found.to(value.dtype)
-
-
-# -- blocks ----------------------------------------------------------------------------------------
-
-
-class _Parts(NamedTuple):
-    """Tensors of a group, in the dtype of the computation."""
-
-    query: Tensor
-    """[G, H, L, D]."""
-    key: Tensor
-    """[G, H, L, D]."""
-    value: Tensor
-    """[G, H, L, V]."""
-    query_times: Tensor | None
-    """int64 [G, L]."""
-    key_times: Tensor | None
-    """int64 [G, L]."""
-    num_targets: Tensor | None
-    """int64 [G]."""
-
-
-class _Block(NamedTuple):
-    """Scores of some queries of a group."""
-
-    scores: Tensor
-    """[G, H, Q, K], with bias."""
-    masked: Tensor | None
-    """bool [1 or G, 1, Q, K]: keys that a query does not read."""
-    distances: Tensor | None
-    """int64 [1 or G, Q, K]: entries of `Bias.position`."""
-    buckets: Tensor | None
-    """int64 [G, Q, K]: entries of `Bias.time`."""
+    Example:
+        >>> x = torch.ones(3, 1, 16)
+        >>> why_not_triton(x, x, x, Bias(None, None, None, None, None))
+        'tensors are not on a CUDA device'
+    """
+    reasons = _TRITON_LIMITS.items()
+    return next((why for why, applies in reasons if applies(query, key, value, bias)), "")
 
 
 @final
@@ -289,159 +127,34 @@ class _Attention(torch.autograd.Function):
         offsets: Tensor,
         rules: AttentionRules,
         bias: Bias,
+        has_triton: bool,
     ) -> Tensor:
-        result = value.new_empty(query.shape[0], *value.shape[1:])
-        for group in _groups(offsets, query.shape[1], rules.max_length):
-            parts = _parts(query, key, value, bias, group)
-            blocks = [
-                _shares(block, rules)[0] @ parts.value[:, :, : block.scores.shape[3]]
-                for _, block in _blocks(parts, group, rules, bias)
-            ]
-            _scatter(result, group, torch.cat(blocks, 2))
-        ctx.save_for_backward(query, key, value, position, time, offsets)
-        ctx.rules, ctx.bias = rules, bias
+        out = log_sums = None
+        if has_triton:
+            from recsys.kernels import attention_triton
+
+            log_sums, result = attention_triton.attention_forward(
+                query, key, value, offsets, rules, bias
+            )
+            out = None if log_sums is None else result
+        else:
+            result = blocks_forward(query, key, value, offsets, rules, bias)
+        ctx.save_for_backward(query, key, value, position, time, offsets, log_sums, out)
+        ctx.rules, ctx.bias, ctx.has_triton = rules, bias, has_triton
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, position, time, offsets = ctx.saved_tensors
-        rules, bias = ctx.rules, ctx.bias
-        found = [torch.empty_like(part) for part in (query, key, value)]
-        of_bias = [
-            None if part is None else torch.zeros(part.shape, dtype=torch.float64)
-            for part in (position, time)
-        ]
-        for group in _groups(offsets, query.shape[1], rules.max_length):
-            parts = _parts(query, key, value, bias, group)
-            out = _gather(gradient, group).to(parts.value.dtype)
-            if not group.is_even:
-                out = out * _is_real(group)[:, None, :, None]
-            of_query = list[Tensor]()
-            of_key, of_value = torch.zeros_like(parts.key), torch.zeros_like(parts.value)
-            for first, block in _blocks(parts, group, rules, bias):
-                keys = block.scores.shape[3]
-                of_block = out[:, :, first : first + block.scores.shape[2]]
-                shares, slopes = _shares(block, rules)
-                of_value[:, :, :keys] += shares.transpose(2, 3) @ of_block
-                of_shares = of_block @ parts.value[:, :, :keys].transpose(2, 3)
-                if slopes is None:
-                    of_shares -= (of_shares * shares).sum(3, keepdim=True)
-                    of_scores = of_shares.mul_(shares)
-                else:
-                    of_scores = of_shares.mul_(slopes)
-                _add_to_bias(of_bias, of_scores, block)
-                of_scores *= rules.scale
-                of_query.append(of_scores @ parts.key[:, :, :keys])
-                queries = parts.query[:, :, first : first + block.scores.shape[2]]
-                of_key[:, :, :keys] += of_scores.transpose(2, 3) @ queries
-            of_parts = torch.cat(of_query, 2), of_key, of_value
-            for result, one in zip(found, of_parts, strict=True):
-                _scatter(result, group, one)
-        of_tables = [
-            None if total is None else total.to(part)
-            for total, part in zip(of_bias, (position, time), strict=True)
-        ]
-        return *found, *of_tables, None, None, None
+        query, key, value, position, time, offsets, log_sums, out = ctx.saved_tensors
+        parts = gradient, query, key, value, offsets
+        bias = ctx.bias._replace(position=position, time=time)
+        if ctx.has_triton:
+            from recsys.kernels import attention_grad_triton
 
-
-def _parts(query: Tensor, key: Tensor, value: Tensor, bias: Bias, group: _Group) -> _Parts:
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    kind = torch.float32 if is_half else query.dtype
-
-    def of_group(part: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return _gather_by_head(part, group).to(kind)
-        return _gather(part, group).to(kind).contiguous()
-
-    def times_of(times: Tensor | None) -> Tensor | None:
-        return None if times is None else times[group.rows]
-
-    return _Parts(
-        of_group(query),
-        of_group(key),
-        of_group(value),
-        times_of(bias.query_times),
-        times_of(bias.key_times),
-        None if bias.num_targets is None else bias.num_targets[group.bags],
-    )
-
-
-def _blocks(
-    parts: _Parts, group: _Group, rules: AttentionRules, bias: Bias
-) -> Iterator[tuple[int, _Block]]:
-    """Yield the first query of each block of a group, and its scores."""
-    bags, heads, longest, _ = parts.query.shape
-    queries = max(1, _BLOCK_SCORES // (bags * heads * longest))
-    if rules.causal and queries > _BLOCK_QUERIES:
-        queries = _BLOCK_QUERIES
-    for first in range(0, longest, queries):
-        last = min(longest, first + queries)
-        keys = last if rules.causal else longest
-        yield first, _block(parts, group, rules, bias, range(first, last), keys)
-
-
-def _block(
-    parts: _Parts, group: _Group, rules: AttentionRules, bias: Bias, queries: range, keys: int
-) -> _Block:
-    chosen = slice(queries.start, queries.stop)
-    queries_of_heads = (parts.query[:, :, chosen] * rules.scale).flatten(0, 1)
-    keys_of_heads = parts.key[:, :, :keys].flatten(0, 1)
-    # `matmul` of four dims would ask a compiler whether there are bags
-    scores = torch.bmm(queries_of_heads, keys_of_heads.transpose(1, 2))
-    scores = scores.unflatten(0, parts.query.shape[:2])
-    i = torch.arange(queries.start, queries.stop, device=scores.device).unsqueeze(1)
-    j = torch.arange(keys, device=scores.device)
-    distances = buckets = masked = None
-    targets = None
-    if parts.num_targets is not None:
-        targets = (group.lengths - parts.num_targets).view(-1, 1, 1)
-    if bias.position is not None:
-        most = bias.position.shape[1] // 2
-        distances = i - j if targets is None else i.minimum(targets) - j.minimum(targets)
-        distances = (distances.clamp(-most, most) + most).view(-1, len(queries), keys)
-        scores += bias.position[:, distances].transpose(0, 1).to(scores.dtype)
-    if bias.time is not None:
-        assert parts.query_times is not None
-        assert parts.key_times is not None
-        apart = parts.query_times[:, chosen].unsqueeze(2) - parts.key_times[:, None, :keys]
-        buckets = time_buckets(apart).clamp(max=bias.time.shape[1] - 1)
-        scores += bias.time[:, buckets].transpose(0, 1).to(scores.dtype)
-    if rules.causal:
-        masked = (j > i)[None, None]
-    elif not group.is_even:
-        masked = (j >= group.lengths.view(-1, 1, 1, 1)) & (i != j)  # a query reads some key
-    if targets is not None:
-        is_target = (j >= targets.unsqueeze(1)) & (i != j)
-        masked = is_target if masked is None else masked | is_target
-    return _Block(scores, masked, distances, buckets)
-
-
-def _shares(block: _Block, rules: AttentionRules) -> tuple[Tensor, Tensor | None]:
-    """Return the shares [G, H, Q, K] of keys; for SiLU also the slopes by the scores."""
-    scores, masked = block.scores, block.masked
-    if rules.kind == "softmax":
-        if masked is not None:
-            scores = scores.masked_fill_(masked, float("-inf"))
-        return scores.softmax(3), None
-    sigmoid = scores.sigmoid()
-    shares = scores * sigmoid
-    slopes = sigmoid + shares * (1 - sigmoid)
-    if masked is not None:
-        shares.masked_fill_(masked, 0.0)
-        slopes.masked_fill_(masked, 0.0)
-    return shares.div_(rules.divisor), slopes.div_(rules.divisor)
-
-
-def _add_to_bias(of_bias: list[Tensor | None], of_scores: Tensor, block: _Block) -> None:
-    """Add the gradients of a block's scores to the gradients of the tables."""
-    for of_table, entries in zip(of_bias, (block.distances, block.buckets), strict=True):
-        if of_table is None or entries is None:
-            continue
-        of_entries = of_scores
-        if entries.shape[0] < of_scores.shape[0]:
-            of_entries = of_scores.sum(0, keepdim=True)
-        flat = entries.flatten()
-        for head, of_row in enumerate(of_table):
-            weights = of_entries[:, head].flatten()
-            of_row += flat.bincount(weights, minlength=of_row.numel())
+            of_position, of_time, *found = attention_grad_triton.attention_backward(
+                *parts, log_sums, out, ctx.rules, bias
+            )
+        else:
+            of_position, of_time, *found = blocks_backward(*parts, ctx.rules, bias)
+        return *found, of_position, of_time, None, None, None, None

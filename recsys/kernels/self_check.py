@@ -27,7 +27,15 @@ COVERED: Final[Mapping[tuple[str, str], str]] = {
 }
 """Digest of the kernels that `benchmarks/results/` covers, by GPU and Triton version."""
 
-_MODULES = ("ops_triton", "output_triton", "ragged_triton", "sequence_triton", "update_triton")
+_MODULES = (
+    "attention_grad_triton",
+    "attention_triton",
+    "ops_triton",
+    "output_triton",
+    "ragged_triton",
+    "sequence_triton",
+    "update_triton",
+)
 
 _kernels: dict[str, str] = {}
 """Module of each kernel. A kernel is a function that launches one or more of Triton's."""

@@ -9,6 +9,7 @@ Shape suffixes: as in the modules of the kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from recsys.kernels import (
+    attention_grad_triton,
+    attention_triton,
     ops,
     ops_triton,
     output_triton,
@@ -24,6 +27,8 @@ from recsys.kernels import (
     sequence_triton,
     update_triton,
 )
+from recsys.kernels.attention_blocks import blocks_backward, blocks_forward
+from recsys.kernels.attention_rules import AttentionRules, Bias
 from recsys.kernels.bounds import are_bags_bad, find_bad_ids, safe_lengths
 from recsys.kernels.row_update import update_rows
 from recsys.kernels.types import EmbOptimType, OptimizerSpec
@@ -353,9 +358,70 @@ def _update_entries(device: torch.device) -> Results:
         )
 
 
+class _Attention(NamedTuple):
+    """Arguments of attention: bags longer than a block, with all terms of the scores."""
+
+    parts: tuple[Tensor, Tensor, Tensor, Tensor]
+    """Query, key, value and offsets."""
+    gradient: Tensor
+    rules: AttentionRules
+    bias: Bias
+
+    @staticmethod
+    def on(device: torch.device) -> Iterator[_Attention]:
+        lengths = torch.tensor([3, 0, 150, 40])
+        offsets, num = functional.pad(lengths.cumsum(0), (1, 0)), int(lengths.sum())
+        query, key, value, gradient = (
+            ((_integers(seed, 9, num, 2, 16) - 4) / 16).to(device) for seed in range(14, 18)
+        )
+        position = (_integers(18, 9, 2, 99) / 8).to(device)
+        time = (_integers(19, 9, 2, 20) / 8).to(device)
+        times = _integers(20, 10**6, num).to(device)
+        targets = torch.tensor([0, 0, 70, 3], device=device)
+        parts = query, key, value, offsets.to(device)
+        bias = Bias(position, time, times + 3, times, targets)
+        softmax = AttentionRules(
+            kind="softmax", causal=True, scale=0.5, divisor=1.0, max_length=150
+        )
+        for rules in (softmax, replace(softmax, kind="silu", causal=False, divisor=8.0)):
+            yield _Attention(parts, gradient, rules, bias)
+            half = query.half(), key.half(), value.half(), parts[3]
+            yield _Attention(half, gradient.half(), rules, bias)
+
+
+def _near(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both relative to the largest value, as sums of fp16 and fp32 differ, in fp32."""
+    largest = expected.float().abs().max().clamp(min=1.0)
+    difference = (found.float() - expected.float()).abs().max() / largest
+    most = 1e-2 if expected.dtype == torch.float16 else 1e-4
+    return difference < most, torch.ones_like(difference, dtype=torch.bool)
+
+
+def _attention_forward(device: torch.device) -> Results:
+    for given in _Attention.on(device):
+        found = attention_triton.attention_forward(*given.parts, given.rules, given.bias)[1]
+        yield _near(found, blocks_forward(*given.parts, given.rules, given.bias))
+
+
+def _attention_backward(device: torch.device) -> Results:
+    for given in _Attention.on(device):
+        known = given.rules, given.bias
+        log_sums, out = attention_triton.attention_forward(*given.parts, *known)
+        found = attention_grad_triton.attention_backward(
+            given.gradient, *given.parts, log_sums, out, *known
+        )
+        expected = blocks_backward(given.gradient, *given.parts, *known)
+        for one, other in zip(found, expected, strict=True):
+            assert one is not None
+            assert other is not None
+            yield _near(one, other)
+
+
 CASES: Mapping[str, Callable[[torch.device], Results]] = {
     case.__name__[1:]: case
     for case in (
+        _attention_backward,
+        _attention_forward,
         _build_header,
         _gather,
         _gather_ragged,

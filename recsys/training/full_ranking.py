@@ -22,8 +22,8 @@ class FullRanking:
     """Metrics of a `Trainer` for `NextItem`: all items are ranked, without the user's history.
 
     `Trainer(..., metrics=lambda device: FullRanking(model, num_items, device))`. The item to find
-    is the last target of each sample. The metrics have the names of `RetrievalMetrics`; `loss` is the
-    mean of the batches' losses.
+    is the last target of each sample. The metrics have the names of `RetrievalMetrics`; `loss` is
+    the mean of the batches' losses.
 
     Args:
         model: The trained `NextItem`, in a `DistributedModelParallel` or not. Its items are looked

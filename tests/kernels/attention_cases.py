@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -46,7 +47,12 @@ def formula(
     return torch.cat(found)
 
 
-def random_case(seed: int, most: int = 300):
+def random_case(
+    seed: int,
+    most: int = 300,
+    columns: Sequence[int] = (1, 4, 8),
+    widths: Sequence[int] = (1, 5, 8),
+):
     """Return query, key, value, offsets, rules and bias; tensors are float64, without gradients."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -59,7 +65,7 @@ def random_case(seed: int, most: int = 300):
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     offsets = offsets.to(draw.choice([torch.int32, torch.int64]))
     num, heads = int(offsets[-1]), draw.choice([1, 2, 3])
-    columns, width = draw.choice([1, 4, 8]), draw.choice([1, 5, 8])
+    num_columns, width = draw.choice(columns), draw.choice(widths)
     times = torch.randint(0, 10 ** draw.choice([1, 9, 18]), (num,), generator=generator)
     has_time = draw.random() < 0.5
     bias = Bias(
@@ -74,13 +80,13 @@ def random_case(seed: int, most: int = 300):
     rules = AttentionRules(
         kind=draw.choice(["softmax", "silu"]),
         causal=draw.random() < 0.6,
-        scale=draw.choice([0.3, columns**-0.5]),
+        scale=draw.choice([0.3, num_columns**-0.5]),
         divisor=draw.choice([1.0, float(most)]),
         max_length=most,
     )
     return (
-        normal(num, heads, columns),
-        normal(num, heads, columns),
+        normal(num, heads, num_columns),
+        normal(num, heads, num_columns),
         normal(num, heads, width),
         offsets,
         rules,

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from recsys.kernels import ops_triton, output_triton, ragged_triton, sequence_triton, update_triton
+from recsys.kernels import (
+    attention_grad_triton, attention_triton, ops_triton, output_triton, ragged_triton,
+    sequence_triton, update_triton,
+)
 
 class Driver:
     def get_current_device(self) -> int:
@@ -23,7 +26,7 @@ class Driver:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", CAPABILITY, 32)
 
 built = []
 
@@ -32,7 +35,9 @@ def compile(kernel: Any, grid: object, *arguments: object, **known: object) -> N
     print(kernel.__name__, len(built[-1].asm["cubin"]) > 0)
 
 triton.runtime.driver.set_active(Driver())
-for module in (ops_triton, output_triton, ragged_triton, sequence_triton, update_triton):
+for module in (
+    attention_triton, ops_triton, output_triton, ragged_triton, sequence_triton, update_triton
+):
     module.launch = compile
 
 def empty(shape: int | tuple[int, ...], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -40,17 +45,18 @@ def empty(shape: int | tuple[int, ...], dtype: torch.dtype = torch.int64) -> tor
 """
 
 
-def num_compiled(script: str, folder: Path) -> int:
-    """How many kernels compile for compute capability 9.0, with what a script launches them on.
+def num_compiled(script: str, folder: Path, capability: int = 90) -> int:
+    """How many kernels compile for a compute capability, with what a script launches them on.
 
     In the script kernels are compiled with the very arguments of a launch, and do not run. `empty`
     makes a tensor, of int64 if no dtype is given. `built` lists what was compiled. What else the
     script prints that ends in True counts, too.
     """
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    own = {"PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_CACHE_DIR": str(folder)}
+    paths = [str(Path(__file__).parents[2]), kept.get("PYTHONPATH", "")]
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TRITON_CACHE_DIR": str(folder)}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _COMPILE + script],
+        [sys.executable, "-W", "ignore", "-c", f"CAPABILITY = {capability}\n" + _COMPILE + script],
         env=kept | own,
         capture_output=True,
         text=True,

@@ -43,8 +43,9 @@ def attention(
     Memory grows with the number of values, in the backward pass, too. A score is
     `scale * <query, key> + bias`; "softmax" turns the scores of a query into shares that add up
     to 1, "silu" each score `x` into `x * sigmoid(x) / divisor`, as in HSTU (Zhai et al., "Actions
-    speak louder than words", ICML 2024). Float16 and bfloat16 are computed in float32.
-    `torch.compile` and `torch.export` pad to `max_length`.
+    speak louder than words", ICML 2024). Sums are float32 for float16 and bfloat16.
+    `torch.compile` and `torch.export` pad to `max_length`. CUDA tensors use Triton's kernels if D
+    and V are 16, 32, 64 or 128; these do not wait for the device and do not check `max_length`.
 
     Args:
         query: `[N, H, D]`.
