@@ -39,15 +39,19 @@ PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "models": (
         "Models",
-        "DLRM, DeepFM and their parts.",
+        "DLRM and other models of clicks, models of sequences, and their parts. Guide: "
+        "[sequences and models of clicks](../sequences.md).",
         (
             "recsys.modules.activation",
             "recsys.modules.crossnet",
+            "recsys.modules.ctr",
             "recsys.modules.deepfm",
             "recsys.modules.deepfm_model",
             "recsys.modules.dlrm",
             "recsys.modules.dlrm_variants",
+            "recsys.modules.item_index",
             "recsys.modules.mlp",
+            "recsys.modules.sequences",
         ),
     ),
     "optimizers": (
