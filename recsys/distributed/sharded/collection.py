@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from itertools import chain, islice
@@ -358,12 +359,14 @@ class ShardedCollection(OwnShardsModule):
         """Yield the output of each lookup."""
         path = self._settings.path
         for lookup, given in zip(lookups, bags, strict=True):
-            with step_stages.running((Stage.LOOKUP, path)), rows_found(lookup, given) as found:
+            hashed = lookup.hashed
+            rows = nullcontext(given) if hashed is None else rows_found(hashed, given)
+            with step_stages.running((Stage.LOOKUP, path)), rows as found:
                 inputs = found.indices, found.offsets, found.weights
                 sizes = found.ids_of_tables, found.of_features
                 output = lookup.kernel.forward(*inputs, lookup.parameters, *sizes)
-            if lookup.hashed is not None and output.requires_grad:
-                lookup.hashed.hold(output)
+            if hashed is not None and output.requires_grad:
+                hashed.hold(output)
             if step_stages.observers:
                 step_stages.report_update(output, path)
             yield output

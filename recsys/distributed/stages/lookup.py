@@ -109,15 +109,14 @@ class Lookup:
 
 
 @contextmanager
-def rows_found(lookup: Lookup, bags: Bags) -> Iterator[Bags]:
+def rows_found(group: HashedGroup, bags: Bags) -> Iterator[Bags]:
     """Yield the bags of a lookup with the rows of hashed ids, as long as it reads them."""
-    if lookup.hashed is not None:
-        lookup.hashed.prepare_lookup()
-    if lookup.hashed is None or not bags.are_ids:
+    group.prepare_lookup()
+    if not bags.are_ids:
         yield bags
         return
     assert bags.ids_of_tables is not None
-    with lookup.hashed.rows_to_read(bags.indices, bags.ids_of_tables) as rows:
+    with group.rows_to_read(bags.indices, bags.ids_of_tables) as rows:
         yield bags._replace(indices=rows, ids_of_tables=None)
 
 
