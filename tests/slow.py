@@ -32,7 +32,7 @@ CORE_MODELS = "tests/inference/cpp/test_library.py::test_models_of_histories_sco
 MODELS = ("dcn_v2", "ple", "din", "ranking", "hstu", "gru4rec", "bert4rec")
 
 QUICK_CASE_OF: dict[str, str] = {
-    f"{ATTENTION}::test_against_the_formula_in_120_cases": (
+    f"{ATTENTION}::test_against_the_formula_in_36_cases": (
         f"{ATTENTION}::test_against_the_formula[0]"
     ),
     f"{ATTENTION}::test_history_targets_and_positions_in_several_blocks": (

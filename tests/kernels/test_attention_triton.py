@@ -71,7 +71,7 @@ def case_of(seed: int, most: int):
     return random_case(seed, most=most, **sizes)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_against_the_formula(seed):
     dtype, tolerance = [
         (torch.float32, 1e-4),
@@ -83,8 +83,8 @@ def test_against_the_formula(seed):
     check(case_of(seed, most=40), dtype, tolerance)
 
 
-@pytest.mark.parametrize("first", range(24, 120, 8))
-def test_against_the_formula_in_120_cases(first):
+@pytest.mark.parametrize("first", range(12, 36, 8))
+def test_against_the_formula_in_36_cases(first):
     for seed in range(first, first + 8):
         check(case_of(seed, most=70), torch.float32, 1e-4)
 
@@ -194,7 +194,6 @@ def test_they_compile_for_a_gpu_without_one(capability: int, tmp_path: Path) -> 
     assert num_compiled(f"CASES = [{cases}]\n" + COMPILES, tmp_path, capability) == 6
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_large_blocks_compile_for_a_gpu_without_one(capability: int, tmp_path: Path) -> None:
+def test_large_blocks_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
     cases = '("softmax", 64, 64, torch.float32), ("silu", 128, 128, torch.float32)'
-    assert num_compiled(f"CASES = [{cases}]\n" + COMPILES, tmp_path, capability) == 6
+    assert num_compiled(f"CASES = [{cases}]\n" + COMPILES, tmp_path, 80) == 6
