@@ -217,7 +217,8 @@ class BalancedSampler(Sampler[list[int]]):
             raise ValueError("lengths must be numbers of values, [samples], not negative.")
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.shuffle, self.seed = flag("shuffle", shuffle), whole("seed", seed, 0)
-        self.linear, self.epoch = finite("linear", linear), 0
+        self.linear = finite("linear", linear)
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration.
@@ -226,6 +227,9 @@ class BalancedSampler(Sampler[list[int]]):
             epoch: its number, from 0.
         """
         self.epoch = whole("epoch", epoch, 0)
+        self._order = np.arange(len(self.lengths))
+        if self.shuffle:
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self._order)
 
     def __len__(self) -> int:
         """Return the number of steps."""
@@ -250,11 +254,8 @@ class BalancedSampler(Sampler[list[int]]):
 
     def _parts(self, step: int) -> list[_Array]:
         """Return the positions of each rank."""
-        order = np.arange(len(self.lengths))
-        if self.shuffle:
-            order = np.random.default_rng([self.seed, self.epoch]).permutation(order)
         size = self.batch_size * self.world_size
-        chosen = order[step * size : (step + 1) * size]
+        chosen = self._order[step * size : (step + 1) * size]
         by_part, edges = balanced_order(_costs(self.lengths[chosen], self.linear), self.world_size)
         return [chosen[part] for part in np.split(by_part, edges[1:-1])]
 

@@ -29,8 +29,6 @@ class SASRecBlock(nn.Module):
         max_length: Most values of a bag.
         num_heads: `H`.
         dropout: Share of the numbers that are set to 0 in training.
-        causal: False to read later values, too.
-        hidden: Columns between the two layers; None for `dim`, as in the paper.
         device: Device of the parameters.
 
     Raises:
@@ -50,8 +48,6 @@ class SASRecBlock(nn.Module):
         num_heads: int = 1,
         dropout: float = 0.0,
         *,
-        causal: bool = True,
-        hidden: int | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -59,14 +55,13 @@ class SASRecBlock(nn.Module):
             raise ValueError(
                 f"SASRecBlock.dim must be a multiple of num_heads={num_heads}; received {dim}."
             )
-        self.num_heads, self.causal = num_heads, causal
+        self.num_heads = num_heads
         self.max_length = whole("SASRecBlock.max_length", max_length)
-        hidden = dim if hidden is None else whole("SASRecBlock.hidden", hidden)
         self.attention_norm = nn.LayerNorm(dim, device=device)
         self.attention_in = nn.Linear(dim, 3 * dim, device=device)
         self.forward_norm = nn.LayerNorm(dim, device=device)
-        self.forward_in = nn.Linear(dim, hidden, device=device)
-        self.forward_out = nn.Linear(hidden, dim, device=device)
+        self.forward_in = nn.Linear(dim, dim, device=device)
+        self.forward_out = nn.Linear(dim, dim, device=device)
         self.dropout = nn.Dropout(check_dropout("SASRecBlock", dropout))
 
     def forward(self, x: JaggedTensor) -> JaggedTensor:
@@ -80,9 +75,7 @@ class SASRecBlock(nn.Module):
         projected = self.attention_in(self.attention_norm(rows))
         parts = projected.unflatten(1, (3, self.num_heads, -1)).unbind(1)
         read = ops.attention(
-            *(ops.with_values(x, part) for part in parts),
-            max_length=self.max_length,
-            causal=self.causal,
+            *(ops.with_values(x, part) for part in parts), max_length=self.max_length
         )
         rows = rows + self.dropout(read.values().flatten(1))
         hidden = self.forward_in(self.forward_norm(rows)).relu()
