@@ -404,7 +404,7 @@ def _wider(first: Any, second: Any) -> Any:
 
 
 def _time_rank(kind: Any) -> int:
-    """Return a larger number for a type of times that has more values; 0: no such type."""
+    """Return the rank of a type of times, larger for a type with more values; 0 for others."""
     if pa.types.is_timestamp(kind):
         return 2 + ["s", "ms", "us", "ns"].index(kind.unit)
     return int(pa.types.is_date(kind))

@@ -390,7 +390,7 @@ class _Attention(NamedTuple):
 
 
 def _near(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both relative to the largest value, as sums of fp16 and fp32 differ, in fp32."""
+    """Return whether results are close, relative to the largest value; and True, as expected."""
     largest = expected.float().abs().max().clamp(min=1.0)
     difference = (found.float() - expected.float()).abs().max() / largest
     most = 1e-2 if expected.dtype == torch.float16 else 1e-4
