@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import ranks
+from recsys.distributed.changed_rows import ChangedRows
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.sharding_plan import (
@@ -35,6 +36,7 @@ from recsys.distributed.sharding_plan import (
 )
 from recsys.distributed.types import ShardingPlan
 from recsys.kernels.hashed.index import HashIndex, geometry, map_ids
+from recsys.modules.dlrm import DLRM
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.hashed_ids import HashedIds
@@ -212,6 +214,47 @@ def measure_steps(pairs: int) -> dict[str, Any]:
 def hashed_counts(model: Any) -> int:
     """Return the number of ids that got a row so far."""
     return sum(bag.index.stats().admitted for bag in model.embedding_bags.values())
+
+
+def measure_marks(pairs: int) -> dict[str, Any]:
+    """Return the ratios of steps whose changed rows are marked to steps without, known rows.
+
+    The same tables take both turns: two of a kind differ by more, as their memory lies elsewhere.
+    """
+    found = {}
+    for kind, ids in (("static", None), ("hashed", HashedIds())):
+        model, stream = collection(ids), Stream(4)
+        dlrm = DLRM(model, 13, [512, 256, DIM], [512, 512, 256, 1])
+        dense = torch.randn(BATCH, 13)
+        for ids_per_bag in (1, 8):
+            gradient = torch.randn(BATCH, TABLES * DIM)
+            known = [number_of(stream.batch(ids_per_bag), 60_000) for _ in range(8)]
+            batches = repeat(known)
+            runs: dict[str, Callable[[], None]] = {
+                "lookup and update": lambda: step(model, next(batches), gradient),  # noqa: B023
+                "DLRM": lambda: dlrm(dense, features_of(next(batches))).sum().backward(),  # noqa: B023
+            }
+            for name, run in runs.items():
+                times = marked_and_not(model, run, pairs)
+                found[f"{kind}, {ids_per_bag} per bag, {name}"] = times.summary()
+    return found
+
+
+def marked_and_not(model: Any, run: Callable[[], None], pairs: int) -> Pairs:
+    """Time steps with a consumer of changed rows, and without."""
+    times = Pairs([], [])
+    for pair in range(pairs):
+        for is_marked in (True, False) if pair % 2 else (False, True):
+            changed = ChangedRows(model) if is_marked else None
+            run()
+            began = time.thread_time()
+            for _ in range(4):
+                run()
+            (times.ours if is_marked else times.other).append((time.thread_time() - began) * 250)
+            if changed is not None:
+                assert any(len(rows) for rows in changed.take().values())
+                changed.close()
+    return times
 
 
 # -- mapping alone ---------------------------------------------------------------------------------
@@ -397,6 +440,7 @@ def main() -> None:
     """Measure all, or one of the parts, and write the result."""
     parts: dict[str, Callable[[int], Any]] = {
         "step": measure_steps,
+        "marks": measure_marks,
         "mapping": measure_mapping,
         "endless": lambda pairs: measure_endless(),
         "load": lambda pairs: measure_load(),
