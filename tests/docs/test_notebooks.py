@@ -47,7 +47,7 @@ def outputs_of(cells: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def test_blocks_become_cells_and_outputs_of_the_page_are_left_out(tmp_path: Path) -> None:
     pytest.importorskip("jupytext", reason="jupytext is not installed: pip install '.[notebooks]'")
-    page = tmp_path / "docs" / "page.md"
+    page = tmp_path / "pages" / "page.md"
     page.parent.mkdir()
     page.write_text(
         "# Title\n\n[text](other.md#part) ![picture](a/b.svg) [far](https://a.org) [near](#x)\n\n"
@@ -60,7 +60,7 @@ def test_blocks_become_cells_and_outputs_of_the_page_are_left_out(tmp_path: Path
     assert [(cell.cell_type, cell.source) for cell in cells] == [
         (
             "markdown",
-            "# Title\n\n[text](../../docs/other.md#part) ![picture](../../docs/a/b.svg) "
+            "# Title\n\n[text](../../pages/other.md#part) ![picture](../../pages/a/b.svg) "
             "[far](https://a.org) [near](#x)",
         ),
         ("code", "print(1)"),
