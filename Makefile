@@ -11,6 +11,7 @@
 #   make gpu        tests and benchmarks that need a GPU
 #   make lint       ruff, codespell, mypy
 #   make docs       build the documentation into site/
+#   make notebooks  the tutorial and four guides as executed notebooks, in build/notebooks/
 #   make clean      remove everything that make creates
 #
 # Python is python3; another one: make train PYTHON=python3.12
@@ -31,7 +32,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 BASE := $(VENV)/.installed-$(EXTRA)
 stamp = $(VENV)/.installed-$(EXTRA)-$(1)
 
-.PHONY: train predictor serve stream test conformance bench gpu lint docs peers clean
+.PHONY: train predictor serve stream test conformance bench gpu lint docs notebooks peers clean
 .DELETE_ON_ERROR:
 
 train: $(BASE)
@@ -82,6 +83,9 @@ lint: $(call stamp,dev)
 docs: $(call stamp,docs)
 	$(BIN)/python docs/build.py
 
+notebooks: $(call stamp,notebooks)
+	OMP_NUM_THREADS=1 $(BIN)/python docs/notebooks.py $(ARGS)
+
 peers: $(call stamp,peers)
 
 clean:
@@ -97,7 +101,7 @@ $(BASE): pyproject.toml | $(VENV)/bin/python
 	$(PIP) --editable ".[$(EXTRA),examples]"
 	@touch $@
 
-$(call stamp,test) $(call stamp,dev) $(call stamp,docs) $(call stamp,triton) $(call stamp,onnx) $(call stamp,serving): $(VENV)/.installed-$(EXTRA)-%: $(BASE)
+$(call stamp,test) $(call stamp,dev) $(call stamp,docs) $(call stamp,notebooks) $(call stamp,triton) $(call stamp,onnx) $(call stamp,serving): $(VENV)/.installed-$(EXTRA)-%: $(BASE)
 	$(PIP) --editable ".[$(EXTRA),$*]"
 	@touch $@
 

@@ -32,6 +32,9 @@ CORE_MODELS = "tests/inference/cpp/test_library.py::test_models_of_histories_sco
 MODELS = ("dcn_v2", "ple", "din", "ranking", "hstu", "gru4rec", "bert4rec")
 
 QUICK_CASE_OF: dict[str, str] = {
+    "tests/docs/test_notebooks.py::test_the_introduction_runs_and_has_a_picture": (
+        "tests/docs/test_notebooks.py::test_a_failed_cell_fails_the_command_and_is_in_the_notebook"
+    ),
     f"{ATTENTION}::test_against_the_formula_in_36_cases": (
         f"{ATTENTION}::test_against_the_formula[0]"
     ),
