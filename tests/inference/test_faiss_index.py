@@ -45,3 +45,11 @@ def test_fewer_items_than_asked_for():
     scores, found = FaissIndex(torch.eye(2), kind="Flat")(torch.ones(1, 2), 4)
     assert found.sort().values.tolist() == [[-1, -1, 0, 1]]
     assert scores.isinf().sum() == 2
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"ids must be one per item, \[2\]; received \[3\]"):
+        FaissIndex(torch.eye(2), torch.arange(3), "Flat")
+    seen = JaggedTensor(torch.tensor([1]), lengths=torch.tensor([1]))
+    with pytest.raises(ValueError, match="one bag per query, 2; received 1"):
+        FaissIndex(torch.eye(2), kind="Flat")(torch.ones(2, 2), 1, seen)
