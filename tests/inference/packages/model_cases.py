@@ -62,6 +62,14 @@ class Together(nn.Module):
         return found
 
 
+TOGETHER: Final = {
+    "clicks": ("dcn_v2", "ple", "din", "ranking"),
+    "sequences": ("hstu", "bert4rec"),
+    "recurrent": ("gru4rec",),
+}
+"""Models that are compiled as one program."""
+
+
 def together(kinds: Sequence[str]) -> Case:
     """Return the models as one."""
     cases = [build(kind) for kind in kinds]
