@@ -84,8 +84,10 @@ class BalancedBatches(IterableDataset[Batch]):
     exchanged, but every rank decodes the samples of all ranks, as with `divide="batches"` of a
     reader; `BalancedSampler` reads its own samples alone. A step has the same samples as without
     balancing, and their weights make the mean loss over ranks equal to the loss of the whole batch,
-    so training gives the same results, except for rounding. A rank has an empty batch in a step
-    with fewer samples than ranks.
+    so training gives the same results, except for rounding. This holds for losses of each sample
+    alone: add `candidates` of `NextItem` after the division, and with its loss "in_batch" the other
+    items are those that a rank has. A rank has an empty batch in a step with fewer samples than
+    ranks.
 
     Args:
         batches: batches of all ranks, on the CPU, equal on every rank. This object has their

@@ -83,7 +83,7 @@ class ProgressiveValidation:
         return self.curve[-1]
 
     def _joined(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the outputs of the window on a device; those of a loaded state are on the CPU."""
+        """Return the outputs of the window on a device; a loaded state is on the CPU."""
         logits, labels, weights = zip(*self._kept, strict=True)
         has_weights = any(part is not None for part in weights)
         ones = [

@@ -106,11 +106,10 @@ def sampled_softmax_loss(
 ) -> Tensor:
     """Return the cross entropy of each target among the same sampled items.
 
-    A sampled item that is the target of a query is left out for this query. With `log_q` the loss
-    and its gradient approach those of the full softmax as `K` grows: the score of a sampled item is
-    reduced by the logarithm of its expected number of draws, so that the sampled items stand for
-    all others (Bengio and Senécal, "Adaptive importance sampling to accelerate training of a neural
-    probabilistic language model", 2008).
+    A sampled item that is the target of a query is left out for this query. With `log_q` the score
+    of a sampled item is reduced by the logarithm of its expected number of draws. The loss and its
+    gradient then approach the full softmax as `K` grows (Bengio and Senécal, "Adaptive importance
+    sampling to accelerate training of a neural probabilistic language model", 2008).
 
     Args:
         queries: `[N, D]`.
