@@ -86,7 +86,7 @@ class BalancedBatches(IterableDataset[Batch]):
     balancing, and their weights make the mean loss over ranks equal to the loss of the whole batch,
     so training gives the same results, except for rounding. This holds for losses of each sample
     alone: add `candidates` of `NextItem` after the division, and with its loss "in_batch" the other
-    items are those that a rank has. A rank has an empty batch in a step with fewer samples than
+    items are the targets of a rank. A rank has an empty batch in a step with fewer samples than
     ranks.
 
     Args:

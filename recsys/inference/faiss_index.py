@@ -30,10 +30,13 @@ class FaissIndex:
         ids: int64 `[I]`, ids of the items, distinct; None for 0 to `I - 1`.
         kind: Kind of the index, as of `faiss.index_factory`, such as "Flat" (exact), "HNSW32" or
             "IVF1024,PQ16".
+        parameters: Parameters of the search, as of `faiss.ParameterSpace`, such as "nprobe=32" for
+            "IVF..." or "efSearch=64" for "HNSW...": more find more of the best items and take
+            longer. Empty for the defaults of faiss, which search one cell of "IVF...".
 
     Raises:
         ImportError: faiss is not installed.
-        RuntimeError: faiss does not know the kind.
+        RuntimeError: faiss does not know the kind or a parameter.
         ValueError: There is not one id per item, or ids are equal.
 
     Example:
@@ -43,13 +46,21 @@ class FaissIndex:
     """
 
     @checked
-    def __init__(self, items: Tensor, ids: Tensor | None = None, kind: str = "HNSW32") -> None:
+    def __init__(
+        self,
+        items: Tensor,
+        ids: Tensor | None = None,
+        kind: str = "HNSW32",
+        parameters: str = "",
+    ) -> None:
         faiss = _faiss()
         vectors = items.detach().float().cpu().contiguous().numpy()
         self._index = faiss.index_factory(vectors.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
         if not self._index.is_trained:
             self._index.train(vectors)
         self._index.add(vectors)
+        if parameters:
+            faiss.ParameterSpace().set_index_parameters(self._index, parameters)
         self._ids = torch.arange(len(vectors)) if ids is None else ids.long().cpu()
         check_item_ids(items, self._ids)
 
