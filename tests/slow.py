@@ -27,9 +27,7 @@ DELTAS = "tests/distributed/checkpoint/test_delta.py::test_base_and_deltas_are_t
 
 ATTENTION = "tests/kernels/test_attention_triton.py"
 OVERFLOW = "tests/distributed/checkpoint/test_overflow.py"
-CORE_MODELS = "tests/inference/cpp/test_library.py::test_models_of_histories_score_as_in_python"
-
-MODELS = ("dcn_v2", "ple", "din", "ranking", "hstu", "gru4rec", "bert4rec")
+CORE_MODELS = "tests/inference/cpp/test_library.py::test_models_score_as_in_python"
 
 QUICK_CASE_OF: dict[str, str] = {
     "tests/docs/test_notebooks.py::test_the_introduction_runs_and_has_a_picture": (
@@ -89,16 +87,10 @@ QUICK_CASE_OF: dict[str, str] = {
         "tests/inference/cpp/test_columns.py::test_raw_columns_are_converted"
     ),
     **{
-        f"tests/inference/packages/test_models.py::test_a_package_equals_the_model[{kind}]": (
-            f"tests/inference/packages/test_models.py::test_a_program_equals_the_model[{kind}]"
-        )
-        for kind in MODELS
-    },
-    **{
         f"{CORE_MODELS}[{kind}]": (
-            f"tests/inference/packages/test_models.py::test_a_program_equals_the_model[{kind}]"
+            f"tests/inference/packages/test_models.py::test_a_program_equals_the_model[{quick}]"
         )
-        for kind in ("din", "ranking")
+        for kind, quick in (("clicks", "din"), ("sequences", "hstu"), ("recurrent", "gru4rec"))
     },
     "tests/inference/cpp/test_columns.py::test_random_raw_columns_under_address_sanitizer": (
         "tests/inference/cpp/test_columns.py::test_bad_raw_columns_are_named["
@@ -130,6 +122,9 @@ QUICK_CASE_OF: dict[str, str] = {
     ),
     "tests/inference/test_saved_tables.py::test_memory_holds_the_quantized_tables_and_a_block": (
         "tests/inference/test_saved_tables.py::test_a_checkpoint_equals_the_model[dtype0]"
+    ),
+    "tests/inference/test_triton_serving.py::test_a_compiled_hstu_recommends_as_in_python": (
+        "tests/inference/packages/test_models.py::test_a_program_equals_the_model[hstu]"
     ),
     "tests/inference/test_triton_serving.py::test_versions_are_replaced_under_load": (
         "tests/inference/test_triton_serving.py::test_a_broken_version_is_refused"

@@ -45,6 +45,7 @@ TOOLS = {
     "checksums": ["kernels"],
     "contact": [],
     "lazy": [],
+    "loaders": [],
     "logs": [],
     "step_stages": [],
     "streamable": [],

@@ -7,21 +7,23 @@ each value. Legend: `B` samples of all ranks, `W` ranks.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from recsys.datasets.utils import Batch, check_rank
-from recsys.datasets.windows import split_rows
+from recsys.datasets.windows import take_rows
 from recsys.kernels.arguments import finite, flag, shown, whole
+from recsys.loaders import begin_epoch, epoch_length
 
 __all__ = ["BalancedBatches", "BalancedSampler", "balanced_order", "imbalance"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
+_STATE_METHODS: Final = ("state_dict", "load_state_dict", "load_state_dicts")
 
 
 def balanced_order(costs: _Array, num_parts: int) -> tuple[_Array, _Array]:
@@ -29,7 +31,8 @@ def balanced_order(costs: _Array, num_parts: int) -> tuple[_Array, _Array]:
 
     Items are given in order of falling cost to the part that costs least so far: the costliest part
     costs at most 4/3 of the best division (Graham, "Bounds on multiprocessing timing anomalies",
-    1969), and hardly more than the mean if there are many items per part.
+    1969), and hardly more than the mean if there are many items per part. Of parts that cost the
+    same, the one with fewer items is chosen, so that items without cost are divided, too.
 
     Args:
         costs: [B] not negative.
@@ -44,12 +47,12 @@ def balanced_order(costs: _Array, num_parts: int) -> tuple[_Array, _Array]:
         >>> [order[edges[i] : edges[i + 1]].tolist() for i in range(2)]
         [[0], [1, 2, 3]]
     """
-    heap = [(0.0, part) for part in range(whole("num_parts", num_parts))]
+    heap = [(0.0, 0, part) for part in range(whole("num_parts", num_parts))]
     part_of = np.empty(len(costs), np.int64)
     for item in np.argsort(-costs, kind="stable").tolist():
-        total, part = heap[0]
+        total, count, part = heap[0]
         part_of[item] = part
-        heapq.heapreplace(heap, (total + float(costs[item]), part))
+        heapq.heapreplace(heap, (total + float(costs[item]), count + 1, part))
     edges = np.zeros(num_parts + 1, np.int64)
     np.cumsum(np.bincount(part_of, minlength=num_parts), out=edges[1:])
     return np.argsort(part_of, kind="stable"), edges
@@ -77,13 +80,18 @@ class BalancedBatches(IterableDataset[Batch]):
     """A rank's share of batches of all ranks, balanced by the lengths of a feature.
 
     Every rank reads the same batches, such as from a reader with `batch_size` times the number of
-    ranks, and takes the samples that are its own. Nothing is exchanged. A step has the
-    same samples as without balancing, and their weights make the mean loss over ranks equal to
-    the loss of the whole batch, so training gives the same results, except for rounding.
+    ranks and without `rank` and `world_size`, and takes the samples that are its own. Nothing is
+    exchanged, but every rank decodes the samples of all ranks, as with `divide="batches"` of a
+    reader; `BalancedSampler` reads its own samples alone. A step has the same samples as without
+    balancing, and their weights make the mean loss over ranks equal to the loss of the whole batch,
+    so training gives the same results, except for rounding. This holds for losses of each sample
+    alone: add `candidates` of `NextItem` after the division, and with its loss "in_batch" the other
+    items are the targets of a rank. A rank has an empty batch in a step with fewer samples than
+    ranks.
 
     Args:
-        batches: batches of all ranks, equal on every rank. This object has
-            their `state_dict` and `load_state_dict`.
+        batches: batches of all ranks, on the CPU, equal on every rank. This object has their
+            `state_dict`, `load_state_dict` and `load_state_dicts`, if they have them.
         feature: feature whose lengths decide the cost.
         rank: this process.
         world_size: number of processes, `W`.
@@ -132,23 +140,26 @@ class BalancedBatches(IterableDataset[Batch]):
         self.linear = finite("linear", linear)
         self.imbalance = self.unbalanced = 0.0
         self._count = 0
+        for name in _STATE_METHODS:
+            if hasattr(batches, name):  # a trainer resumes other batches without them
+                setattr(self, name, getattr(batches, name))
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches of an epoch; None if it is unknown."""
+        return epoch_length(self.batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch of the batches with the next iterator.
+
+        Args:
+            epoch: its number, from 0.
+        """
+        begin_epoch(self.batches, whole("epoch", epoch, 0))
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.batches:
             yield self._share(batch)
-
-    def state_dict(self, *args: Any) -> Mapping[str, Any]:
-        """Return the state of the batches."""
-        state: Mapping[str, Any] = self.batches.state_dict(*args)  # type: ignore[attr-defined]
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the batches.
-
-        Args:
-            state: result of `state_dict`.
-        """
-        self.batches.load_state_dict(state)  # type: ignore[attr-defined]
 
     def _share(self, batch: Batch) -> Batch:
         lengths = batch.sparse_features[self.feature].lengths().numpy()
@@ -164,7 +175,7 @@ class BalancedBatches(IterableDataset[Batch]):
             mean = getattr(self, name)
             setattr(self, name, mean + (imbalance(costs, *parts) - mean) / self._count)
         first, last = edges[self.rank : self.rank + 2].tolist()
-        mine = split_rows(batch, [0, first, last, size], order)[1]
+        mine = take_rows(batch, order[first:last])
         counts = np.ones(size) if self.mean_over == "samples" else lengths.astype(np.float64)
         own = counts[order[first:last]].sum()
         weight = own * world_size / counts.sum() if own else 0.0
@@ -180,7 +191,8 @@ class BalancedSampler(Sampler[list[int]]):
 
     For `torch.utils.data.DataLoader(data, batch_sampler=...)`. In each step all ranks together have
     `world_size * batch_size` samples. Losses that are means over a rank's samples or values are to
-    be multiplied by `weights`; see `BalancedBatches`.
+    be multiplied by `weights`; see `BalancedBatches`. In a last step with fewer samples than ranks,
+    a rank has an empty list, which the `collate_fn` of the DataLoader must accept.
 
     Args:
         lengths: number of values of each sample.
@@ -212,9 +224,13 @@ class BalancedSampler(Sampler[list[int]]):
         linear: float = 0.0,
     ) -> None:
         check_rank(rank, world_size, batch_size)
-        self.lengths: _Array = np.asarray(lengths, np.int64)
-        if self.lengths.ndim != 1 or (self.lengths < 0).any():
-            raise ValueError("lengths must be numbers of values, [samples], not negative.")
+        given: _Array = np.asarray(lengths)
+        self.lengths: _Array = given.astype(np.int64)
+        if given.ndim != 1 or (self.lengths != given).any() or (self.lengths < 0).any():
+            raise ValueError(
+                "lengths must be whole numbers, [samples], not negative; received "
+                f"{given.dtype} {list(given.shape)}, the least {given.min(initial=0)}."
+            )
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.shuffle, self.seed = flag("shuffle", shuffle), whole("seed", seed, 0)
         self.linear = finite("linear", linear)

@@ -46,8 +46,8 @@ def leave_one_out(
 
     Returns:
         Arrow tables by name: "train", "validation" and "test", each with the columns `user`, and
-        lists `history`, `target` and `times`, the times of the history as int64. A target list has
-        the item after each item of the history, so its last is the one to predict.
+        lists `history`, `target` and `times`, the times of the history as int64, without fractions.
+        A target list has the item after each item of the history; its last is the one to predict.
 
     Raises:
         KeyError: there is no such column.
@@ -72,8 +72,11 @@ def leave_one_out(
         if columns[name].null_count:
             raise ValueError(f"Column {name!r} must have no missing value. Remove the rows.")
     users, number_U = np.unique(_numbered(columns[user]), return_inverse=True)
+    exact = columns[time].to_numpy(zero_copy_only=False)  # floats keep their fractions
+    if exact.dtype.kind == "f" and not np.isfinite(exact).all():
+        raise ValueError(f"Column {time!r} must have finite times. Remove the other rows.")
+    order = np.lexsort((exact, number_U))
     times = columns[time].cast(pa.int64(), safe=False).to_numpy(zero_copy_only=False)
-    order = np.lexsort((times, number_U))
     number_U = number_U[order]
     edges = np.searchsorted(number_U, np.arange(len(users) + 1))
     is_kept = np.diff(edges) >= min_length

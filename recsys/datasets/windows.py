@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from recsys.datasets.utils import Batch
-from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
 
-__all__ = ["join_rows", "split_rows"]
+__all__ = ["join_rows", "split_rows", "take_rows"]
 
 
 class _Memory(threading.local):
@@ -82,6 +82,39 @@ def split_rows(batch: Batch, edges: Sequence[int], order: _Array | None = None) 
         _with_rows(batch, jagged[i], {name: part[i].clone() for name, part in pieces.items()})
         for i in range(count)
     ]
+
+
+def take_rows(batch: Batch, rows: _Array) -> Batch:
+    """Return some rows of a batch.
+
+    Args:
+        batch: a batch on the CPU.
+        rows: int64, their numbers, in any order.
+
+    Example:
+        >>> ids = KeyedJaggedTensor(["f"], torch.tensor([7, 8, 9]), lengths=torch.tensor([1, 2]))
+        >>> batch = Batch(torch.zeros(2, 0), ids, torch.tensor([0.0, 1.0]))
+        >>> take_rows(batch, np.array([1])).sparse_features.values().tolist()
+        [8, 9]
+    """
+    index = torch.from_numpy(rows)
+    ids, lengths = batch.sparse_features, _lengths_of(batch)
+    if ids.keys():
+        num_features, num_rows = lengths.shape
+        bags = (torch.arange(num_features).unsqueeze(1) * num_rows + index).flatten()
+        taken, *weights = (
+            ops.select(JaggedTensor(part, lengths=lengths.flatten()), bags)
+            for part in (ids.values(), ids.weights_or_none())
+            if part is not None
+        )
+        ids = KeyedJaggedTensor(
+            ids.keys(),
+            taken.values(),
+            weights[0].values() if weights else None,
+            lengths=taken.lengths(),
+        )
+    parts = {name: part.index_select(0, index) for name, part in _row_parts(batch)}
+    return _with_rows(batch, ids, parts)
 
 
 def join_rows(batches: Sequence[Batch]) -> Batch:

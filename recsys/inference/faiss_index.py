@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
+from recsys.modules.item_index import check_item_ids, check_seen
 from recsys.sparse import JaggedTensor, ops
 
 __all__ = ["FaissIndex"]
@@ -26,13 +27,17 @@ class FaissIndex:
 
     Args:
         items: `[I, D]` floating, the vectors.
-        ids: int64 `[I]`, ids of the items; None for 0 to `I - 1`.
+        ids: int64 `[I]`, ids of the items, distinct; None for 0 to `I - 1`.
         kind: Kind of the index, as of `faiss.index_factory`, such as "Flat" (exact), "HNSW32" or
             "IVF1024,PQ16".
+        parameters: Parameters of the search, as of `faiss.ParameterSpace`, such as "nprobe=32" for
+            "IVF..." or "efSearch=64" for "HNSW...": more find more of the best items and take
+            longer. Empty for the defaults of faiss, which search one cell of "IVF...".
 
     Raises:
         ImportError: faiss is not installed.
-        RuntimeError: faiss does not know the kind.
+        RuntimeError: faiss does not know the kind or a parameter.
+        ValueError: There is not one id per item, or ids are equal.
 
     Example:
         >>> index = FaissIndex(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]), kind="Flat")
@@ -41,14 +46,23 @@ class FaissIndex:
     """
 
     @checked
-    def __init__(self, items: Tensor, ids: Tensor | None = None, kind: str = "HNSW32") -> None:
+    def __init__(
+        self,
+        items: Tensor,
+        ids: Tensor | None = None,
+        kind: str = "HNSW32",
+        parameters: str = "",
+    ) -> None:
         faiss = _faiss()
         vectors = items.detach().float().cpu().contiguous().numpy()
         self._index = faiss.index_factory(vectors.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
         if not self._index.is_trained:
             self._index.train(vectors)
         self._index.add(vectors)
+        if parameters:
+            faiss.ParameterSpace().set_index_parameters(self._index, parameters)
         self._ids = torch.arange(len(vectors)) if ids is None else ids.long().cpu()
+        check_item_ids(items, self._ids)
 
     def __call__(
         self, queries: Tensor, k: int, seen: JaggedTensor | None = None
@@ -63,8 +77,12 @@ class FaissIndex:
 
         Returns:
             Scores `[B, K]` and int64 ids `[B, K]`; -inf and -1 where the index found fewer.
+
+        Raises:
+            ValueError: `k` is below 1, or there is not one bag per query.
         """
         whole("k", k)
+        check_seen(queries, seen)
         longest = 0 if seen is None or not len(seen.lengths()) else int(seen.lengths().max())
         vectors = queries.detach().float().cpu().contiguous().numpy()
         found, places = self._index.search(vectors, min(len(self._ids), k + longest))

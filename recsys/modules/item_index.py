@@ -29,7 +29,7 @@ class ItemIndex(nn.Module):
         chunk_items: Items that are scored at once.
 
     Raises:
-        ValueError: Shapes or sizes do not match.
+        ValueError: Shapes or sizes do not match, or ids are equal.
 
     Example:
         >>> index = ItemIndex(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]))
@@ -53,10 +53,7 @@ class ItemIndex(nn.Module):
             )
         if ids is None:
             ids = torch.arange(items.shape[0], device=items.device)
-        if ids.shape != items.shape[:1]:
-            raise ValueError(
-                f"ids must be one per item, [{items.shape[0]}]; received {list(ids.shape)}."
-            )
+        check_item_ids(items, ids)
         self.chunk_items = whole("chunk_items", chunk_items)
         self.register_buffer("items", items.detach())
         self.register_buffer("ids", ids.long())
@@ -82,6 +79,7 @@ class ItemIndex(nn.Module):
             raise ValueError(
                 f"queries must be [queries, {self.items.shape[1]}]; received {list(queries.shape)}."
             )
+        check_seen(queries, seen)
         if not 1 <= k <= self.items.shape[0]:
             raise ValueError(f"k must be from 1 to {self.items.shape[0]}; received {k}.")
         scores, places = list[Tensor](), list[Tensor]()
@@ -108,6 +106,26 @@ class ItemIndex(nn.Module):
         place = torch.searchsorted(ordered, ids).clamp(max=len(ordered) - 1)
         is_known = ordered[place] == ids
         return ops.bags_of(seen)[is_known], order[place[is_known]]
+
+
+def check_item_ids(items: Tensor, ids: Tensor) -> None:
+    """Raise an error if items do not have one id each, or share one."""
+    if ids.shape != items.shape[:1]:
+        raise ValueError(
+            f"ids must be one per item, [{items.shape[0]}]; received {list(ids.shape)}."
+        )
+    count = ids.unique().numel()
+    if count < ids.numel():
+        raise ValueError(f"ids must be distinct; received {count} different of {ids.numel()}.")
+
+
+def check_seen(queries: Tensor, seen: JaggedTensor | None) -> None:
+    """Raise an error if there is not one bag of seen ids per query."""
+    if seen is not None and seen.lengths().shape[0] != queries.shape[0]:
+        raise ValueError(
+            f"seen must have one bag per query, {queries.shape[0]}; received "
+            f"{seen.lengths().shape[0]}."
+        )
 
 
 @final

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, final
 
 from recsys.distributed.checkpoint import RandomState, Stateful
+from recsys.loaders import begin_epoch
 from recsys.logs import logger
 from recsys.step_stages import long_section
 
@@ -24,7 +25,7 @@ class ResumableBatches:
 
     Args:
         loader: Any iterable of batches. `set_epoch` is called before each epoch, if the loader, its
-            `sampler` or its `dataset` has it.
+            `sampler`, its `batch_sampler` or its `dataset` has it.
         is_saved: Function of a step number: whether the position after it may be saved. The state
             of the loader is recorded only there.
 
@@ -71,9 +72,7 @@ class ResumableBatches:
         if self._random is None:
             self._random = now
         random.load_state_dict(self._random)
-        for part in (self._loader, *(getattr(self._loader, n, 0) for n in ("sampler", "dataset"))):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(self.epoch)
+        begin_epoch(self._loader, self.epoch)
         num_skipped, restore = self.batch, self._restore_loader
         if restore is not None:
             restore()

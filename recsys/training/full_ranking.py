@@ -74,7 +74,8 @@ class FullRanking:
         features = getattr(batch, "sparse_features", batch)
         history, targets = (features[name] for name in (self._module.history, self._module.target))
         last = ops.slice(targets, -1)
-        _, found = self._index(users.to(self._index.items.dtype), self._k, history)
+        scores, found = self._index(users.to(self._index.items.dtype), self._k, history)
+        found = found.masked_fill(scores == float("-inf"), -1)  # all other items are seen
         self._metrics.update(found, last.values().long(), last.offsets())
         self._loss += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
 

@@ -13,22 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recsys.contact import explained
-
-
-def epoch_length(train: Iterable[Any]) -> int | None:
-    """Return the number of batches of the current epoch; None if the loader does not know it.
-
-    Example:
-        >>> epoch_length([1, 2, 3]), epoch_length(iter([1]))
-        (3, None)
-    """
-    known = getattr(train, "num_batches", None)  # of a TableReader
-    if isinstance(known, int):
-        return known
-    try:
-        return len(train)  # type: ignore[arg-type]
-    except TypeError:  # such as of a DataLoader of an iterable without a length
-        return None
+from recsys.loaders import epoch_length
 
 
 def total_steps(train: Iterable[Any], epochs: int) -> int | None:

@@ -74,7 +74,7 @@ class ProgressiveValidation:
         if self._count < self._window:
             return None
         metrics = self._metrics(loss.device)
-        all_logits, all_labels, weights = self._joined()
+        all_logits, all_labels, weights = self._joined(loss.device)
         metrics.update((loss, all_logits, all_labels), SimpleNamespace(sample_weights=weights))
         if dist.is_initialized() and dist.get_world_size() > 1:
             metrics.sync()
@@ -82,20 +82,24 @@ class ProgressiveValidation:
         self._kept, self._count = [], 0
         return self.curve[-1]
 
-    def _joined(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _joined(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the outputs of the window on a device; a loaded state is on the CPU."""
         logits, labels, weights = zip(*self._kept, strict=True)
         has_weights = any(part is not None for part in weights)
         ones = [
-            torch.ones(len(of_batch), device=of_batch.device) if part is None else part
+            torch.ones(len(of_batch)) if part is None else part
             for of_batch, part in zip(logits, weights, strict=True)
         ]
-        return torch.cat(logits), torch.cat(labels), torch.cat(ones) if has_weights else None
+        of_logits, of_labels, of_samples = (
+            torch.cat([part.to(device) for part in parts]) for parts in (logits, labels, ones)
+        )
+        return of_logits, of_labels, of_samples if has_weights else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curve and the outputs of the window, on the CPU."""
         parts = None
         if self._kept:
-            parts = [None if part is None else part.cpu() for part in self._joined()]
+            parts = [*self._joined(torch.device("cpu"))]
         return {"curve": [dict(one) for one in self.curve], "count": self._count, "kept": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -29,13 +29,14 @@ from recsys.distributed.train_pipeline import EvenBatches, TrainPipelineSparseDi
 from recsys.distributed.types import ShardingEnv
 from recsys.kernels.arguments import choice, whole, writable_folder
 from recsys.kernels.checked import checked_but
+from recsys.loaders import epoch_length
 from recsys.step_stages import long_section
 from recsys.training.batches import Pausing, ResumableBatches, outputs
 from recsys.training.best import Best, FitResult
 from recsys.training.evaluation import BinaryMetrics, Metrics, device_of
 from recsys.training.loggers import JsonLines, Lines, Logger, check_loggers
 from recsys.training.optimizer import whole_optimizer
-from recsys.training.progress import MeanLoss, Progress, epoch_length, total_steps
+from recsys.training.progress import MeanLoss, Progress, total_steps
 from recsys.training.progressive import ProgressiveValidation
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
 
 from recsys import datasets
 from recsys.datasets.balance import (
@@ -19,9 +20,11 @@ from recsys.datasets.balance import (
     imbalance,
 )
 from recsys.datasets.utils import Batch
+from recsys.distributed.checkpoint import Stateful
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import ShardingEnv
 from recsys.features import FeatureSpec, Ids, Label
+from recsys.loaders import epoch_length
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingCollection
 from recsys.modules.sequences.hstu import HSTU
@@ -29,6 +32,7 @@ from recsys.modules.sequences.next_item import NextItem, with_catalogue
 from recsys.optim import SGD, in_backward_optimizer_filter
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
+from recsys.training.batches import ResumableBatches
 from tests.ranks import RankPool
 
 ITEMS, MOST = 30, 40
@@ -58,6 +62,14 @@ def test_parts_against_all_divisions(costs, num_parts):
         assert abs(imbalance(costs, order, edges) - expected) < 1e-9
 
 
+def test_items_without_cost_are_divided():
+    order, edges = balanced_order(np.zeros(10), 3)
+    assert np.diff(edges).tolist() == [4, 3, 3]
+    assert sorted(order.tolist()) == [*range(10)]
+    _, edges = balanced_order(np.array([0.0, 5.0, 0.0, 5.0]), 4)
+    assert np.diff(edges).tolist() == [1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("most", [200, 1000, 8192])
 def test_lengths_by_zipfs_law_on_8_ranks(most):
     """64 samples a rank: at most 3% above the mean; in order 40% and more."""
@@ -78,7 +90,10 @@ def sequences(seed: int, size: int) -> Batch:
     features = KeyedJaggedTensor(
         ["history", "target"], ids.flatten(), lengths=torch.cat([lengths, lengths])
     )
-    return Batch(torch.arange(float(size)).unsqueeze(1), features, torch.zeros(size))
+    weights = torch.rand(size, generator=draw) if seed else None
+    return Batch(
+        torch.arange(float(size)).unsqueeze(1), features, torch.zeros(size), sample_weights=weights
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 9])
@@ -124,6 +139,49 @@ def test_a_reader_resumes_below():
     for one, other in zip([*first, *(batch.labels for batch in resumed)], whole, strict=True):
         assert torch.equal(one, other)
     assert broken.unbalanced > broken.imbalance
+    assert isinstance(broken, Stateful)
+    assert broken.num_batches == 5
+    elsewhere = build()
+    elsewhere.load_state_dicts([broken.state_dict()] * 3)  # as on 3 ranks
+    assert next(iter(elsewhere)).labels.tolist() == whole[2].tolist()
+
+
+def test_batches_without_a_state_are_read_again():
+    """A trainer skips batches if their loader has no state."""
+    assert not isinstance(BalancedBatches([], "seen"), Stateful)
+    batches = ResumableBatches(
+        BalancedBatches([sequences(seed, 4) for seed in range(3)], "history"), lambda step: True
+    )
+    for _ in zip(range(2), batches, strict=False):
+        batches.trained()
+    assert batches.state_dict()["loader"] is None
+
+
+def test_epochs_have_other_orders():
+    """Of a reader, of a DataLoader below, and of a batch sampler."""
+    lengths = [*range(1, 25)]
+
+    def collate(rows):
+        ids = torch.cat([torch.full((length,), length) for length in rows])
+        features = KeyedJaggedTensor(["seen"], ids, lengths=torch.tensor(rows))
+        return Batch(torch.zeros(len(rows), 0), features, torch.tensor(rows).float())
+
+    sampler = DistributedSampler(lengths, 1, 0, seed=1)
+    of_all = DataLoader(lengths, 12, sampler=sampler, collate_fn=collate)
+    of_rank = DataLoader(
+        lengths, batch_sampler=BalancedSampler(lengths, 6, 0, 2, shuffle=True), collate_fn=collate
+    )
+    for loader in (BalancedBatches(of_all, "seen", 0, 2), of_rank):
+        assert epoch_length(loader) == 2
+        batches = ResumableBatches(loader, lambda step: False)
+        epochs = []
+        for _ in range(3):
+            epochs.append([])
+            for batch in batches:
+                epochs[-1].append(batch.labels.tolist())
+                batches.trained()
+            batches.end_epoch()
+        assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
 def test_samplers_of_all_ranks_take_each_sample_once():
@@ -149,8 +207,13 @@ def test_samplers_of_all_ranks_take_each_sample_once():
 def test_errors():
     with pytest.raises(ValueError, match="'samples' or 'values'; received 'ids'"):
         BalancedBatches([], "seen", mean_over="ids")
-    with pytest.raises(ValueError, match="not negative"):
-        BalancedSampler([1, -1], 2)
+    for lengths, received in (
+        ([1, -1], r"int64 \[2\], the least -1"),
+        ([1.5, 2.0], r"float64 \[2\], the least [01]"),
+        ([[1]], r"int64 \[1, 1\]"),
+    ):
+        with pytest.raises(ValueError, match=f"whole numbers, .* received {received}"):
+            BalancedSampler(lengths, 2)
 
 
 def build() -> NextItem:
@@ -171,7 +234,10 @@ def train(model: torch.nn.Module, batches: list[Batch]) -> dict[str, Tensor]:
         features = with_catalogue(batch.sparse_features, ITEMS)
         model(replace(batch, sparse_features=features))[0].backward()
         optimizer.step()
-    return {name: value.detach() for name, value in model.named_parameters() if "encoder" in name}
+    found = {name: value.detach() for name, value in model.named_parameters() if "encoder" in name}
+    module = getattr(model, "module", model)
+    found["items"] = module.items(ITEMS, torch.device("cpu")).detach()
+    return found
 
 
 def train_balanced() -> dict[str, Tensor]:

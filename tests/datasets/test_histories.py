@@ -41,7 +41,15 @@ def test_against_lists(rows, max_length, min_length):
         assert found == expected(rows, left_out, max_length, min_length)
 
 
+def test_times_of_one_unit_keep_their_order():
+    data = {"user": [1] * 4, "item": [3, 0, 2, 1], "time": [0.75, -0.5, 0.5, 0.25]}
+    (row,) = leave_one_out(data)["test"].to_pylist()
+    assert (row["history"], row["target"], row["times"]) == ([0, 1, 2], [1, 2, 3], [0, 0, 0])
+
+
 def test_errors():
+    with pytest.raises(ValueError, match="'time' must have finite times"):
+        leave_one_out({"user": [1] * 3, "item": [1] * 3, "time": [0.0, float("nan"), 1.0]})
     with pytest.raises(KeyError, match="must have a column 'time'"):
         leave_one_out({"user": [1], "item": [2]})
     with pytest.raises(ValueError, match="'item' must have no missing value"):

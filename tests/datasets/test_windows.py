@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recsys.datasets.utils import Batch
-from recsys.datasets.windows import join_rows, split_rows
+from recsys.datasets.windows import join_rows, split_rows, take_rows
 from recsys.sparse import KeyedJaggedTensor
 
 
@@ -67,6 +67,10 @@ def test_rows_are_split_and_joined(plain: bool, weighted: bool, num_features: in
         assert [row for part in parts for row in _samples(part)] == whole
         again = join_rows(parts)
         assert _samples(again) == whole
+        rows = draw.integers(0, num_rows, draw.integers(0, num_rows + 1))
+        taken = take_rows(again, rows)
+        assert _samples(taken) == [whole[row] for row in rows]
+        assert taken.dense_names == ("a", "b", "c")
         assert (again.dense_names, again.label_name) == (("a", "b", "c"), "y")
 
 

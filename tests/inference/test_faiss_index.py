@@ -41,7 +41,31 @@ def test_against_brute_force(kind, tmp_path):
         assert not any({*bag.tolist()} & {*row} for bag, row in rows)
 
 
+@pytest.mark.parametrize(
+    ("kind", "parameters"), [("IVF4,Flat", "nprobe=4"), ("HNSW8", "efSearch=500")]
+)
+def test_parameters_of_the_search(kind, parameters, tmp_path):
+    torch.manual_seed(0)
+    items, queries = torch.randn(500, 8), torch.randn(20, 8)
+    wanted = ItemIndex(items)(queries, 10)[1]
+    by_default = FaissIndex(items, kind=kind)(queries, 10)[1]
+    FaissIndex(items, kind=kind, parameters=parameters).save(tmp_path)
+    found = FaissIndex.load(tmp_path)(queries, 10)[1]
+    assert torch.equal(found, wanted)
+    assert not torch.equal(by_default, wanted)
+    with pytest.raises(RuntimeError, match="cells"):
+        FaissIndex(items, kind=kind, parameters="cells=4")
+
+
 def test_fewer_items_than_asked_for():
     scores, found = FaissIndex(torch.eye(2), kind="Flat")(torch.ones(1, 2), 4)
     assert found.sort().values.tolist() == [[-1, -1, 0, 1]]
     assert scores.isinf().sum() == 2
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"ids must be one per item, \[2\]; received \[3\]"):
+        FaissIndex(torch.eye(2), torch.arange(3), "Flat")
+    seen = JaggedTensor(torch.tensor([1]), lengths=torch.tensor([1]))
+    with pytest.raises(ValueError, match="one bag per query, 2; received 1"):
+        FaissIndex(torch.eye(2), kind="Flat")(torch.ones(2, 2), 1, seen)

@@ -19,7 +19,8 @@ import pytest
 import torch
 from serving.triton_server import Server, find_server, triton_server
 
-from recsys.inference import Predictor
+from recsys.inference import Predictor, package
+from tests.inference.packages.model_cases import arguments_of, build, request_of
 from tests.inference.raw_package import raw_spec, raw_table, write_raw_version
 from tests.inference.small_package import Request, random_request, score, write_version
 
@@ -57,14 +58,16 @@ class Client:
         self.client = self.module.InferenceServerClient(f"127.0.0.1:{port}")
 
     def infer(self, request: Request, version: str = "") -> np.ndarray:
+        scores: np.ndarray = self.result(request, version).as_numpy("output")
+        return scores
+
+    def result(self, request: Request, version: str = "") -> Any:
         inputs = []
         for name, tensor in request.items():
             one = self.module.InferInput(name, list(tensor.shape), DATATYPES[tensor.dtype])
             one.set_data_from_numpy(tensor.numpy())
             inputs.append(one)
-        found = self.client.infer("movies", inputs, model_version=version)
-        scores: np.ndarray = found.as_numpy("output")
-        return scores
+        return self.client.infer("movies", inputs, model_version=version)
 
     def error(self, request: Request) -> tuple[str, str]:
         """Status and message of the error of a bad request."""
@@ -98,6 +101,23 @@ def test_scores_are_those_of_python(served: tuple[Server, Any], protocol: str) -
     for num_rows in (0, 1, 7, 64):
         request = random_request(num_rows, seed=num_rows)
         np.testing.assert_allclose(client.infer(request), score(model, request), 1e-5, 1e-6)
+
+
+def test_a_compiled_hstu_recommends_as_in_python(tmp_path: Path) -> None:
+    """Items and scores, with the index of items inside the program."""
+    case = build("hstu")
+    example = arguments_of(case, request_of(case, 3, seed=1))
+    version = package(case.model, tmp_path / "models/movies", example, programs=["aoti"])
+    with start(tmp_path / "models") as server, Predictor(version) as predictor:
+        client = Client(server, "http")
+        for size in (1, 2, 17, 0):
+            request = request_of(case, size, seed=size)
+            result, of_python = client.result(request), predictor(request)
+            with torch.no_grad():
+                wanted = case.model(*arguments_of(case, request))
+            for (name, one), part in zip(of_python.items(), wanted, strict=True):
+                for found in (one, result.as_numpy(name)):
+                    np.testing.assert_allclose(found, part.numpy(), 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -74,5 +74,11 @@ def test_errors():
         index(torch.ones(1, 3), 1)
     with pytest.raises(ValueError, match=r"ids must be one per item, \[3\]; received \[2\]"):
         ItemIndex(torch.ones(3, 2), torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="ids must be distinct; received 2 different of 3"):
+        ItemIndex(torch.ones(3, 2), torch.tensor([1, 2, 1]))
+    for lengths in ([1], [1, 0, 0]):
+        seen = JaggedTensor(torch.tensor([1]), lengths=torch.tensor(lengths))
+        with pytest.raises(ValueError, match=f"one bag per query, 2; received {len(lengths)}"):
+            index(torch.ones(2, 2), 1, seen)
     with pytest.raises(ValueError, match="items must be floats"):
         ItemIndex(torch.ones(3))

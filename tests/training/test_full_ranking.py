@@ -14,6 +14,7 @@ from recsys.modules.sequences.next_item import NextItem
 from recsys.modules.sequences.sasrec import SASRec
 from recsys.optim import Adam, in_backward_optimizer_filter
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from recsys.sparse import KeyedJaggedTensor
 from recsys.training import Trainer
 from recsys.training.full_ranking import FullRanking
 from tests.ranks import RankPool
@@ -80,6 +81,18 @@ def train(folder: str) -> tuple[dict[str, float], dict[str, float]]:
     if dist.is_initialized():
         dist.all_reduce(numbers)
     return by_trainer, {"hit_rate@1": float(numbers[0] / numbers[1])}
+
+
+def test_seen_items_are_no_hits():
+    """With fewer other items than are asked for."""
+    names = ["history", "target"]
+    films = EmbeddingConfig(3, 8, "films", feature_names=names)
+    model = NextItem(EmbeddingCollection(tables=[films]), SASRec(8, 5), "in_batch").eval()
+    ids, lengths = torch.tensor([0, 1, 1, 0, 1, 0, 1, 2]), torch.tensor([2, 2, 2, 2])
+    features = KeyedJaggedTensor(names, ids, lengths=lengths)
+    metrics = FullRanking(model, 3, CPU, [3])
+    metrics.update(model(features)[1], features)
+    assert metrics.compute()["hit_rate@3"] == 0.5  # item 1 is seen, item 2 is not
 
 
 def test_a_trainer_finds_the_next_item(tmp_path, ranks: RankPool):

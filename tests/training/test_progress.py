@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from recsys.training.progress import MeanLoss, Progress, epoch_length, total_steps
+from recsys.training.progress import MeanLoss, Progress
 
 CPU = torch.device("cpu")
 
@@ -62,25 +62,3 @@ def test_a_bar_on_a_terminal(
     assert "steps/s" in shown
     Progress(total=100, done=40, has_bar=False).close()
     assert capsys.readouterr().err == ""
-
-
-def test_lengths_of_loaders() -> None:
-    class OfUsers(list[int]):
-        def num_batches(self) -> int:
-            raise AssertionError("a method of the user's loader")
-
-    class Reader:
-        num_batches: int | None = 5
-
-        def __iter__(self) -> object:
-            return iter(())
-
-    reader = Reader()
-    assert [epoch_length(OfUsers([1, 2])), epoch_length(reader), total_steps(reader, 3)] == [
-        2,
-        5,
-        15,
-    ]
-    reader.num_batches = None
-    assert epoch_length(reader) is None
-    assert total_steps(reader, 3) is None

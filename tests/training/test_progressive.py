@@ -84,6 +84,24 @@ def test_a_state_at_any_step(stop):
     assert_curve(resumed.curve)
 
 
+def test_a_state_continues_on_another_device():
+    class Devices:
+        def update(self, output, batch):
+            self.found = {part.device.type for part in (*output, batch.sample_weights)}
+
+        def compute(self):
+            return dict.fromkeys(self.found, 0.0)
+
+    def output(device):
+        ones = torch.ones(3, device=device)
+        return (ones[0], ones, ones), SimpleNamespace(sample_weights=ones)
+
+    saved, resumed = (ProgressiveValidation(2, lambda device: Devices()) for _ in range(2))
+    saved.update(*output("cpu"))
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.update(*output("meta")) == {"meta": 0.0}
+
+
 def on_ranks() -> list[dict[str, float]]:
     return run(dist.get_rank(), dist.get_world_size()).curve
 

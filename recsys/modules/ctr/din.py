@@ -19,6 +19,7 @@ from recsys.modules.ctr.inputs import FlatInput
 from recsys.modules.embedding_interfaces import EmbeddingCollectionInterface
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
+from recsys.sparse.validate import is_readable
 
 __all__ = ["DIN", "Dice", "InterestAttention"]
 
@@ -179,12 +180,13 @@ class DIN(nn.Module):
         for (history, candidate), attention in zip(self.pairs, self.attention, strict=True):
             of_candidate = rows[candidate].trim().values()
             size, expected = of_candidate.shape[0], parts[0].shape[0]
+            lengths = rows[candidate].lengths()
             if torch.compiler.is_compiling():
                 torch._check(size == expected)  # so that both can be concatenated
-            elif size != expected:
+            elif size != expected or (is_readable(lengths) and bool((lengths != 1).any())):
                 raise ValueError(
                     f"Feature {candidate!r} must have one id per sample; received {size} ids of "
-                    f"{expected} samples."
+                    f"{expected} samples, at most {int(lengths.max())} of one."
                 )
             parts += [of_candidate, attention(rows[history], of_candidate)]
         logits: Tensor = self.network(torch.cat(parts, 1))

@@ -176,6 +176,13 @@ class FinalMLP(nn.Module):
             [*layer_sizes],
             [*(layer_sizes if other_layer_sizes is None else other_layer_sizes)],
         ]
+        if not all(both):
+            raise ValueError(
+                f"layer_sizes and other_layer_sizes must have at least one layer; received {both}."
+            )
+        unknown = [name for names in contexts for name in names if name not in places]
+        if unknown:
+            raise KeyError(f"contexts must name features of {[*places]}; received {unknown}.")
         self.gates, self.streams = nn.ModuleList(), nn.ModuleList()
         self.contexts: list[list[int]] = []
         for names, sizes in zip(contexts, both, strict=True):

@@ -221,6 +221,8 @@ def _experts(
     dropout: float,
     device: torch.device | None,
 ) -> nn.ModuleList:
+    if not sizes:
+        raise ValueError("expert_sizes must have at least one layer; received none.")
     return nn.ModuleList(
         MLP(in_features, [*sizes], device=device, dropout=dropout) for _ in range(count)
     )

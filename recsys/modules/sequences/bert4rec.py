@@ -91,8 +91,10 @@ class BERTBlock(nn.Module):
 class BERT4Rec(nn.Module):
     """Score all items at each position of a history.
 
-    The arguments have the names of TorchRec's example. The table of items is in an
-    `EmbeddingCollection`, which `DistributedModelParallel` shards.
+    The arguments have the names of TorchRec's example. As in the example, the last layer has
+    weights of its own; in the paper it has the embeddings of the items. `PositionEmbedding` scales
+    embeddings by `sqrt(D)`, the paper does not. The table of items is in an `EmbeddingCollection`,
+    which `DistributedModelParallel` shards.
 
     Args:
         vocab_size: Number of ids, with one for padding and one for the mask.

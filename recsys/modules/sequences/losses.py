@@ -8,9 +8,13 @@ Legend: `N` queries, `K` other items, `I` items of a catalogue, `D` columns.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from recsys.sparse.validate import is_readable
 
 __all__ = [
     "binary_loss",
@@ -76,10 +80,19 @@ def full_softmax_loss(queries: Tensor, items: Tensor, targets: Tensor) -> Tensor
     Returns:
         `[N]`.
 
+    Raises:
+        ValueError: Shapes do not match, or, on a CPU, an id is out of its range.
+
     Example:
         >>> full_softmax_loss(torch.zeros(1, 2), torch.ones(4, 2), torch.tensor([3]))
         tensor([1.3863])
     """
+    if queries.shape[:1] != targets.shape:
+        raise ValueError(
+            "targets must be one id per query; received "
+            f"{list(targets.shape)} and queries {list(queries.shape)}."
+        )
+    _check_ids(targets, len(items), "items must have a vector for each id")
     return functional.cross_entropy(queries @ items.T, targets, reduction="none")
 
 
@@ -93,9 +106,9 @@ def sampled_softmax_loss(
 ) -> Tensor:
     """Return the cross entropy of each target among the same sampled items.
 
-    A sampled item that is the target of a query is left out for this query. With `log_q` the
-    expectation of the gradient approaches the one of the full softmax: scores are reduced by the
-    logarithm of the probability of an item in a sample (Bengio and Senécal, "Adaptive importance
+    A sampled item that is the target of a query is left out for this query. With `log_q` the score
+    of a sampled item is reduced by the logarithm of its expected number of draws. The loss and its
+    gradient then approach the full softmax as `K` grows (Bengio and Senécal, "Adaptive importance
     sampling to accelerate training of a neural probabilistic language model", 2008).
 
     Args:
@@ -104,11 +117,14 @@ def sampled_softmax_loss(
         negatives: `[K, D]`, vectors of the sampled items.
         positive_ids: int64 `[N]`.
         negative_ids: int64 `[K]`.
-        log_q: `[I]`, logarithm of the probability of each item in a sample, by id; None to leave
+        log_q: `[I]`, logarithm of the probability of each item in a draw, by id; None to leave
             scores as they are.
 
     Returns:
         `[N]`.
+
+    Raises:
+        ValueError: Shapes do not match, or, on a CPU, `log_q` lacks an id.
 
     Example:
         >>> one = torch.ones(1, 2)
@@ -116,11 +132,13 @@ def sampled_softmax_loss(
         >>> sampled_softmax_loss(one, one, torch.ones(2, 2), *ids)
         tensor([0.6931])
     """
+    _check_vectors("positives", positives, positive_ids)
+    _check_vectors("negatives", negatives, negative_ids)
+    _check_queries(queries, positives)
     positive = (queries * positives).sum(1)
     negative = queries @ negatives.T
-    if log_q is not None:
-        positive = positive - log_q[positive_ids]
-        negative = negative - log_q[negative_ids]
+    if log_q is not None and len(negative_ids):
+        negative = negative - _of_ids(log_q, negative_ids) - math.log(len(negative_ids))
     is_target = positive_ids.unsqueeze(1) == negative_ids
     negative = negative.masked_fill(is_target, float("-inf"))
     return torch.cat([positive.unsqueeze(1), negative], 1).logsumexp(1) - positive
@@ -145,19 +163,53 @@ def in_batch_softmax_loss(
     Returns:
         `[N]`.
 
+    Raises:
+        ValueError: Shapes do not match, or, on a CPU, `log_q` lacks an id.
+
     Example:
         >>> vectors = torch.eye(3)
         >>> in_batch_softmax_loss(vectors, vectors, torch.tensor([4, 4, 7]))
         tensor([0.3133, 0.3133, 0.5514])
     """
+    _check_vectors("positives", positives, ids)
+    _check_queries(queries, positives)
     scores = queries @ positives.T
     if log_q is not None:
-        scores = scores - log_q[ids]
+        scores = scores - _of_ids(log_q, ids)
     own = torch.arange(ids.shape[0], device=ids.device)
     is_hit = (ids.unsqueeze(1) == ids) & (own.unsqueeze(1) != own)
     return functional.cross_entropy(
         scores.masked_fill(is_hit, float("-inf")), own, reduction="none"
     )
+
+
+def _check_vectors(name: str, vectors: Tensor, ids: Tensor) -> None:
+    if vectors.dim() != 2 or vectors.shape[:1] != ids.shape:
+        raise ValueError(
+            f"{name} must have a vector for each id; received {list(vectors.shape)} and ids "
+            f"{list(ids.shape)}."
+        )
+
+
+def _check_queries(queries: Tensor, positives: Tensor) -> None:
+    if queries.shape != positives.shape:
+        raise ValueError(
+            "positives must have the shape of queries, [N, D]; received "
+            f"{list(positives.shape)} and {list(queries.shape)}."
+        )
+
+
+def _of_ids(log_q: Tensor, ids: Tensor) -> Tensor:
+    _check_ids(ids, len(log_q), "log_q must have a number for each id")
+    return log_q[ids]
+
+
+def _check_ids(ids: Tensor, count: int, rule: str) -> None:
+    """Raise an error for ids out of their range, which a GPU reports by an assertion."""
+    if is_readable(ids) and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+        raise ValueError(
+            f"{rule}; received {count} for ids from {int(ids.min())} to {int(ids.max())}."
+        )
 
 
 def _columns(positive: Tensor, negative: Tensor) -> Tensor:

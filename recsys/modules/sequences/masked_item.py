@@ -72,7 +72,8 @@ class MaskedItem(nn.Module):
         """Return the mean loss of the masked items; in evaluation, of the last targets.
 
         Args:
-            batch: A `KeyedJaggedTensor`, or a batch with one as `sparse_features`.
+            batch: A `KeyedJaggedTensor`, or a batch with one as `sparse_features`. Its
+                `sample_weights`, if it has them, multiply the losses of a sample's values.
 
         Returns:
             The loss for `backward`, 0 for a batch without values; and, detached, the loss, the
@@ -94,8 +95,11 @@ class MaskedItem(nn.Module):
         encoded = self._encode(x)
         is_asked = labels >= 0
         logits = self.model.out(encoded.values()[is_asked])
-        losses = nn.functional.cross_entropy(logits, labels[is_asked].long(), reduction="sum")
-        loss = losses / is_asked.sum().clamp(min=1)
+        losses = nn.functional.cross_entropy(logits, labels[is_asked].long(), reduction="none")
+        weights = getattr(batch, "sample_weights", None)
+        if weights is not None:
+            losses = losses * weights[ops.bags_of(x)[is_asked]]
+        loss = losses.sum() / max(1, losses.shape[0])
         users = _with_one(ops.sum(ops.slice(encoded, -1)))
         return loss, (loss.detach(), users.detach(), last.values())
 

@@ -22,6 +22,7 @@ from recsys.modules.sequences.losses import (
 )
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
 from recsys.sparse.ops.bags import check_equal_lengths
+from recsys.sparse.validate import is_readable
 
 __all__ = ["NextItem", "with_catalogue"]
 
@@ -50,8 +51,8 @@ class NextItem(nn.Module):
         target: Feature of the ids that follow, as many in each bag as the history has.
         candidates: Feature of the ids of other items.
         times: Feature of the times of the history's values, int64; None for none.
-        log_q: `[I]`, logarithm of the probability of each item as a candidate, for "sampled" and
-            "in_batch"; None for no correction.
+        log_q: `[I]`, logarithm of the probability of each item as a candidate for "sampled", and of
+            its share of the targets for "in_batch"; None for no correction.
 
     Raises:
         TypeError: An argument has another type.
@@ -115,7 +116,9 @@ class NextItem(nn.Module):
 
         Raises:
             KeyError: A feature is missing.
-            ValueError: A bag of targets or candidates has another length than its history.
+            ValueError: A bag of targets or times has another length than its history; a bag of
+                candidates does not have as many for each value; or, on a CPU, `candidates` of
+                "full" or `log_q` lack an id.
         """
         features: KeyedJaggedTensor = getattr(batch, "sparse_features", batch)
         rows = self.embedding_collection(features)
@@ -160,7 +163,10 @@ class NextItem(nn.Module):
         return vectors
 
     def _encode(self, rows: dict[str, JaggedTensor], features: KeyedJaggedTensor) -> JaggedTensor:
-        times = None if self.times is None else features[self.times].trim().values()
+        times = None
+        if self.times is not None:
+            check_equal_lengths(rows[self.history], features[self.times])
+            times = features[self.times].trim().values()
         encoded: JaggedTensor = self.encoder(rows[self.history], times)
         return encoded
 
@@ -182,10 +188,26 @@ class NextItem(nn.Module):
             return sampled_softmax_loss(queries, positives, candidates, ids, others, self.log_q)
         if not queries.shape[0]:
             return queries.sum(1)
+        _check_candidates(features[self.history], features[self.candidates])
         of_each = candidates.view(queries.shape[0], -1, queries.shape[1])
         negative = torch.bmm(of_each, queries.unsqueeze(2)).squeeze(2)
         function = bpr_loss if self.loss == "bpr" else binary_loss
         return function((queries * positives).sum(1), negative)
+
+
+def _check_candidates(history: JaggedTensor, candidates: JaggedTensor) -> None:
+    """Raise an error if, on a CPU, values of histories have different numbers of candidates."""
+    lengths, found = history.lengths(), candidates.lengths()
+    if is_readable(lengths) and is_readable(found):
+        count = int(found.sum()) // int(lengths.sum())
+        is_wrong = (found != lengths * count) | (found < lengths)
+        if is_wrong.any():
+            bag = int(is_wrong.long().argmax())
+            raise ValueError(
+                "candidates must be the same number for each value of a history, at least 1; "
+                f"received {int(found[bag])} for {int(lengths[bag])} values of bag {bag}, and "
+                f"{int(found.sum())} for {int(lengths.sum())} of all bags."
+            )
 
 
 def _last(encoded: JaggedTensor) -> Tensor:

@@ -17,6 +17,7 @@ from recsys.modules.embedding_interfaces import EmbeddingCollectionInterface
 from recsys.modules.mlp import MLP
 from recsys.modules.sequences.hstu import HSTU
 from recsys.sparse import KeyedJaggedTensor, ops
+from recsys.sparse.ops.bags import check_equal_lengths
 
 __all__ = ["Ranking"]
 
@@ -102,7 +103,7 @@ class Ranking(nn.Module):
 
         Raises:
             KeyError: A feature is missing.
-            ValueError: A bag of actions has another length than its history.
+            ValueError: A bag of actions or times has another length than its history or candidates.
         """
         rows = self.embedding_collection(sparse_features)
         candidates = rows[self.candidate].trim()
@@ -110,6 +111,8 @@ class Ranking(nn.Module):
         times = None
         if self.times is not None and self.candidate_times is not None:
             of_both = [sparse_features[name] for name in (self.times, self.candidate_times)]
+            check_equal_lengths(history, of_both[0])
+            check_equal_lengths(candidates, of_both[1])
             times = ops.concat(of_both).values()
         encoded = self.encoder(ops.concat([history, candidates]), times, candidates.lengths())
         # in front of a candidate are the earlier ones, and the histories up to its own

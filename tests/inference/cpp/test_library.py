@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor
 from tests.inference.cpp.test_core import MISSING
-from tests.inference.packages.model_cases import arguments_of, build, request_of
+from tests.inference.packages.model_cases import TOGETHER, arguments_of, request_of, together
 from tests.inference.raw_package import raw_spec, raw_table, write_raw_version
 
 SOURCE = Path(__file__).parents[3] / "recsys/inference/cpp"
@@ -120,16 +121,20 @@ def test_versions_leave_no_memory_and_no_folder(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["din", "ranking"])
-def test_models_of_histories_score_as_in_python(library: Path, tmp_path: Path, kind: str) -> None:
-    """Merged requests of several sizes, with empty histories."""
-    case = build(kind)
+@pytest.mark.timeout(600)  # with the build of the core, on a machine that has other work
+@pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")  # nn.GRU
+@pytest.mark.parametrize("kinds", TOGETHER.values(), ids=TOGETHER.keys())
+def test_models_score_as_in_python(library: Path, tmp_path: Path, kinds: Sequence[str]) -> None:
+    """A compiled package in Python, and in the core by merged requests; with empty histories."""
+    case = together(kinds)
     version = package(case.model, tmp_path / "m", arguments_of(case, request_of(case, 3, seed=1)))
     requests = [request_of(case, size, seed=size + 10) for size in (1, 2, 5, 17, 0)]
-    with Predictor(version, library=library, num_threads=1) as core, torch.no_grad():
-        for request, found in zip(requests, core.run(requests), strict=True):
-            assert isinstance(found, dict)
-            wanted = case.model(*arguments_of(case, request))
-            parts = wanted if isinstance(wanted, tuple) else (wanted,)
-            for one, part in zip(found.values(), parts, strict=True):
-                np.testing.assert_allclose(one, part.numpy(), rtol=1e-4, atol=1e-5)
+    with Predictor(version) as plain, Predictor(version, library=library, num_threads=1) as core:
+        for request, merged in zip(requests, core.run(requests), strict=True):
+            with torch.no_grad():
+                wanted = case.model(*arguments_of(case, request))
+            for found in (plain(request), merged):
+                assert isinstance(found, dict)
+                assert found.keys() == wanted.keys()
+                for name, part in wanted.items():
+                    np.testing.assert_allclose(found[name], part.numpy(), 1e-4, 1e-5, err_msg=name)

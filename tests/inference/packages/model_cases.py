@@ -44,6 +44,39 @@ class Case(NamedTuple):
     has_dense: bool
 
 
+@final
+class Together(nn.Module):
+    """All models in one program, as each compilation costs many seconds before its first kernel."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(case.model for case in cases)
+        self.has_dense = [case.has_dense for case in cases]
+
+    def forward(self, dense_features: Tensor, features: KeyedJaggedTensor) -> dict[str, Tensor]:
+        found = {}
+        for number, (model, has_dense) in enumerate(zip(self.models, self.has_dense, strict=True)):
+            parts = model(dense_features, features) if has_dense else model(features)
+            for place, part in enumerate(parts if isinstance(parts, tuple) else [parts]):
+                found[f"{number}_{place}"] = part
+        return found
+
+
+TOGETHER: Final = {
+    "clicks": ("dcn_v2", "ple", "din", "ranking"),
+    "sequences": ("hstu", "bert4rec"),
+    "recurrent": ("gru4rec",),
+}
+"""Models that are compiled as one program."""
+
+
+def together(kinds: Sequence[str]) -> Case:
+    """Return the models as one."""
+    cases = [build(kind) for kind in kinds]
+    features = dict.fromkeys(name for case in cases for name in case.features)
+    return Case(Together(cases).eval(), [*features], has_dense=True)
+
+
 _OF_HISTORY: Final = ("history", "actions", "times")
 _SINGLE: Final = ("film", "candidate", "candidate_times")
 

@@ -1,15 +1,15 @@
-"""Exported models of clicks and of sequences return what the models return."""
+"""Exported models of clicks and of sequences return what the models return.
+
+Packages of them are in `tests/inference/cpp/test_library.py`, beside the core that serves them.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from recsys.inference import Predictor, package
 from recsys.inference.export import PlainModel, exported_program
 from tests.inference.packages.model_cases import (
     CLICKS,
@@ -48,15 +48,3 @@ def test_a_program_equals_the_model(kind: str) -> None:
         torch.testing.assert_close(
             list(found.values()) if isinstance(found, dict) else [found], wanted_of(case, request)
         )
-
-
-@pytest.mark.parametrize("kind", ["dcn_v2", "ple", "din", "ranking", "hstu", "gru4rec", "bert4rec"])
-def test_a_package_equals_the_model(kind: str, tmp_path: Path) -> None:
-    case = build(kind)
-    version = package(case.model, tmp_path / "m", arguments_of(case, request_of(case, 3, seed=1)))
-    requests = [request_of(case, size, seed=size + 10) for size in SIZES]
-    with Predictor(version) as predictor:
-        for request in requests:
-            found = predictor(request)
-            for one, wanted in zip(found.values(), wanted_of(case, request), strict=True):
-                np.testing.assert_allclose(one, wanted.numpy(), rtol=1e-4, atol=1e-5)

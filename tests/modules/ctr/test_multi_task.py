@@ -94,3 +94,6 @@ def test_errors():
         MultiTask(collection(), DENSE, MMoE(4, 2))
     with pytest.raises(ValueError, match="num_experts"):
         MMoE(4, 2, 0)
+    for model in (MMoE, PLE):
+        with pytest.raises(ValueError, match="expert_sizes must have at least one layer"):
+            model(4, 2, expert_sizes=[])

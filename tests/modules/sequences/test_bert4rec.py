@@ -3,9 +3,15 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.types import ShardingEnv
 from recsys.modules.sequences.bert4rec import BERT4Rec, BERTBlock, mask_items
-from recsys.sparse import JaggedTensor, KeyedJaggedTensor
+from recsys.optim import SGD, in_backward_optimizer_filter
+from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
 from tests.formulas import assert_follows, randomise
 from tests.modules.sequences.cases import (
     DIM,
@@ -17,6 +23,7 @@ from tests.modules.sequences.cases import (
     linear,
     softmax_attention,
 )
+from tests.ranks import RankPool
 
 
 @by_bag
@@ -76,6 +83,65 @@ def test_masks():
     assert is_masked[1000:].view(100, 20).any(1).all()
     with pytest.raises(ValueError, match="above 0 and at most 1; received 0"):
         mask_items(x, 0, 0.0)
+
+
+ITEMS, MASK = 30, 29
+EXAMPLE = {"vocab_size": ITEMS, "max_len": 16, "emb_dim": 8, "nhead": 2, "num_layers": 2}
+"""The arguments that TorchRec's example passes."""
+
+
+def train(rank: int, world_size: int, *, sharded: bool) -> dict[str, Tensor]:
+    """Train on a rank's histories, padded as TorchRec's example does, or on those of all ranks."""
+    torch.manual_seed(0)
+    model: nn.Module = BERT4Rec(**EXAMPLE, dropout=0.0)
+    tables = model.embedding_collection.parameters()
+    if sharded:
+        apply_optimizer_in_backward(SGD, tables, {"lr": 0.5})
+        model = DistributedModelParallel(
+            model, env=ShardingEnv.default(), device=torch.device("cpu")
+        )
+    dense = dict(in_backward_optimizer_filter(model.named_parameters())).values()
+    optimizer = torch.optim.SGD(dense, lr=0.5)
+    for step in range(4):
+        draw = torch.Generator().manual_seed(step)
+        lengths = torch.randint(1, 17, (6,), generator=draw)
+        bags = [torch.randint(0, MASK, (int(n),), generator=draw) for n in lengths]
+        of_each = [mask_items(JaggedTensor(b, lengths=n[None]), MASK, 0.3, draw)
+                   for b, n in zip(bags, lengths, strict=True)]  # fmt: skip
+        own = of_each[rank::world_size]
+        ids = torch.cat([masked.values() for masked, _ in own])
+        counts = torch.tensor([len(labels) for _, labels in own])
+        scores = model(KeyedJaggedTensor(["item"], ids, lengths=counts))
+        labels = ops.pad(JaggedTensor(torch.cat([labels for _, labels in own]), lengths=counts),
+                         16, -100)  # fmt: skip
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(
+            scores.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+        )
+        (loss * world_size / 20).backward()
+        optimizer.step()
+    found = {
+        name.removeprefix("module."): value.detach()
+        for name, value in dict(in_backward_optimizer_filter(model.named_parameters())).items()
+    }
+    collection = getattr(model, "module", model).embedding_collection
+    every = KeyedJaggedTensor(["item"], torch.arange(ITEMS), lengths=torch.tensor([ITEMS]))
+    found["items"] = collection(every)["item"].values().detach()
+    return found
+
+
+def train_on_ranks() -> dict[str, Tensor]:
+    return train(dist.get_rank(), dist.get_world_size(), sharded=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sharded_by_its_example_arguments_is_unsharded(ranks: RankPool, world_size: int) -> None:
+    expected = train(0, 1, sharded=False)
+    for found in ranks(world_size, train_on_ranks):
+        assert len(found) > 20
+        for name, value in found.items():
+            wanted = expected[name]
+            torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-5, msg=name)
 
 
 def test_errors():

@@ -39,9 +39,9 @@ def test_full_softmax():
 @pytest.mark.parametrize("log_q", [None, LOG_Q])
 def test_sampled_softmax_leaves_out_the_target(log_q):
     sample = np.array([1, 2, 2, 4, 6])
-    shift = np.zeros(7) if log_q is None else log_q
+    shift = np.zeros(7) if log_q is None else log_q + np.log(5)
     expected = [
-        cross_entropy(q @ ITEMS[i] - shift[i], [q @ ITEMS[k] - shift[k] for k in sample if k != i])
+        cross_entropy(q @ ITEMS[i], [q @ ITEMS[k] - shift[k] for k in sample if k != i])
         for q, i in zip(QUERIES, IDS, strict=True)
     ]
     given = tensors(QUERIES, ITEMS[IDS], ITEMS[sample], IDS, sample)
@@ -63,19 +63,40 @@ def test_in_batch_softmax_leaves_out_the_same_item(log_q):
     )
 
 
-def test_the_correction_makes_a_sample_unbiased():
-    """With scores log of the counts, a sample by these counts has the loss of the full softmax."""
-    queries, items = torch.ones(1, 1).double(), torch.from_numpy(LOG_Q[:, None])
-    target = torch.tensor([3])
-    full = full_softmax_loss(queries, items, target)
-    draw = torch.multinomial(items.exp().flatten(), 20_000, replacement=True)
-    found = sampled_softmax_loss(
-        queries, items[target], items[draw], target, draw, torch.from_numpy(LOG_Q)
-    )
-    # all corrected scores are 0: log(1 + the number of other items)
-    others = int((draw != 3).sum())
-    torch.testing.assert_close(found, torch.tensor([np.log1p(others)]))
-    assert abs(others / 20_000 - (1 - float((-full).exp()))) < 0.02
+def test_a_large_sample_has_the_loss_and_the_gradients_of_all_items():
+    queries, items, ids = tensors(QUERIES, ITEMS, IDS)
+    log_q = torch.from_numpy(LOG_Q)
+    draw = torch.Generator().manual_seed(0)
+    sample = torch.multinomial(log_q.exp(), 400_000, replacement=True, generator=draw)
+
+    def of(loss):
+        given = queries.clone().requires_grad_(), items.clone().requires_grad_()
+        losses = loss(*given)
+        return losses.detach(), *torch.autograd.grad(losses.sum(), given)
+
+    expected = of(lambda q, x: full_softmax_loss(q, x, ids))
+    found = of(lambda q, x: sampled_softmax_loss(q, x[ids], x[sample], ids, sample, log_q))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
+def test_ids_and_shapes():
+    queries, items, ids = tensors(QUERIES, ITEMS, IDS)
+    one = items[ids], ids
+    with pytest.raises(ValueError, match="items must have a vector for each id; received 6 for "):
+        full_softmax_loss(queries, items[:6], ids)
+    with pytest.raises(ValueError, match=r"one id per query; received \[4\] and queries \[5, 3\]"):
+        full_softmax_loss(queries, items, ids[:4])
+    with pytest.raises(ValueError, match="log_q must have a number for each id; received 6 for "):
+        in_batch_softmax_loss(queries, *one, torch.zeros(6))
+    with pytest.raises(ValueError, match="log_q must have a number for each id; received 1 for "):
+        sampled_softmax_loss(queries, items[ids], items[ids], ids, ids, torch.zeros(1))
+    with pytest.raises(ValueError, match=r"positives must have a vector for each id; received \[5"):
+        in_batch_softmax_loss(queries, items[ids], ids[:4])
+    with pytest.raises(ValueError, match=r"negatives must have a vector for each id; received \[7"):
+        sampled_softmax_loss(queries, items[ids], items, ids, ids)
+    with pytest.raises(ValueError, match=r"the shape of queries, \[N, D\]; received \[5, 3\] and "):
+        in_batch_softmax_loss(queries[:4], *one)
 
 
 def test_pairs():

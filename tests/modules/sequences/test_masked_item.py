@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from recsys.datasets.utils import Batch
 from recsys.modules.sequences.bert4rec import BERT4Rec
 from recsys.modules.sequences.masked_item import MaskedItem
 from recsys.sparse import KeyedJaggedTensor
@@ -51,6 +52,24 @@ def test_training_asks_for_the_masked_items():
     torch.testing.assert_close(loss, torch.stack(losses).mean())
     loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_weights_multiply_the_losses_of_a_sample():
+    model = build().eval()
+    features = batch()
+    labels = torch.zeros(3)
+
+    def loss(*weights):
+        given = torch.tensor(weights)
+        return model(Batch(torch.zeros(3, 0), features, labels, sample_weights=given))[0]
+
+    torch.testing.assert_close(loss(1.0, 1.0, 1.0), model(features)[0])
+    torch.testing.assert_close(
+        loss(2.0, 7.0, 0.5), 2 * loss(1.0, 0.0, 0.0) + 0.5 * loss(0.0, 0.0, 1.0)
+    )
+    model.train()
+    loss(2.0, 7.0, 0.0).backward()
+    assert model.model.out.weight.grad.isfinite().all()
 
 
 def test_errors():

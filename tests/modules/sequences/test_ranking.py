@@ -89,5 +89,12 @@ def test_training_by_dlrm_train():
 
 def test_errors():
     collection = build().embedding_collection
+    for place, bag in ((3, "3 and 4 of bag 0"), (4, "1 and 2 of bag 0")):
+        parts = [[3, 1], [3, 1], [1, 1], [3, 1], [1, 1]]
+        parts[place] = [parts[place][0] + 1, parts[place][1] - 1]
+        lengths = torch.tensor(parts).flatten()
+        ids = torch.ones(int(lengths.sum()), dtype=torch.int64)
+        with pytest.raises(ValueError, match=f"lengths must be equal; received {bag}"):
+            build()(torch.zeros(2, 0), KeyedJaggedTensor(NAMES, ids, lengths=lengths))
     with pytest.raises(ValueError, match="given together"):
         Ranking(collection, HSTU(DIM, 4), DIM, [1], times="times")

@@ -1,0 +1,46 @@
+"""Epochs of any iterable of batches: a reader, a DataLoader, a list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["begin_epoch", "epoch_length"]
+
+
+def begin_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` of a loader, its samplers and its data set, where they have it.
+
+    Args:
+        loader: an iterable of batches, such as a reader or a DataLoader.
+        epoch: number of the epoch, from 0.
+
+    Example:
+        >>> from torch.utils.data import DataLoader, DistributedSampler
+        >>> sampler = DistributedSampler([1, 2], num_replicas=1, rank=0)
+        >>> begin_epoch(DataLoader([1, 2], sampler=sampler), 3)
+        >>> sampler.epoch
+        3
+    """
+    for name in ("", "sampler", "batch_sampler", "dataset"):
+        part: Any = getattr(loader, name, None) if name else loader
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+def epoch_length(loader: Any) -> int | None:
+    """Return the number of batches of the current epoch; None if the loader does not know it.
+
+    Args:
+        loader: an iterable of batches, such as a reader or a DataLoader.
+
+    Example:
+        >>> epoch_length([1, 2, 3]), epoch_length(iter([1]))
+        (3, None)
+    """
+    known = getattr(loader, "num_batches", None)  # of a TableReader
+    if isinstance(known, int):
+        return known
+    try:
+        return len(loader)
+    except TypeError:  # such as of a DataLoader of an iterable without a length
+        return None
