@@ -81,12 +81,12 @@ def build(name: str, spec: FeatureSpec, arguments: argparse.Namespace) -> nn.Mod
             EmbeddingCollection(tables=[films, stars]), encoder, dim, [64, 1], history="rated",
             actions="half_stars", candidate="item_id", times="times", candidate_times="timestamp",
         )  # fmt: skip
+    tables = EmbeddingBagCollection(tables=tables_of(spec, dim))
     if name == "din":
         pair = ("history", "item_id")
         pooled = EmbeddingBagCollection(tables=tables_of(spec, dim, pair))
         films = sequence_table(spec, "item_id", dim, [*pair])
         return DIN(pooled, EmbeddingCollection(tables=[films]), num_dense, [pair], layers)
-    tables = EmbeddingBagCollection(tables=tables_of(spec, dim))
     models: dict[str, Callable[[], nn.Module]] = {
         "dlrm": lambda: DLRM(tables, num_dense, [128, dim], [*layers, 1], **options),
         "deepfm": lambda: Logits(SimpleDeepFMNN(num_dense, tables, 128, 64)),
