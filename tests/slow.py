@@ -251,6 +251,12 @@ QUICK_CASE_OF: dict[str, str] = {
     "tests/training/test_trainer.py::test_a_killed_job_ends_as_an_undisturbed_one": (
         "tests/training/test_trainer.py::test_a_resumed_job_equals_an_unbroken_one[1-state]"
     ),
+    **{
+        f"tests/examples/test_models.py::test_two_ranks_train_as_one[{family}]": (
+            "tests/examples/test_models.py::test_every_task_learns_tastes[ple]"
+        )
+        for family in ("ctr", "multi_task")
+    },
     "tests/examples/test_two_tower.py::test_likes_are_among_the_nearest[1]": (
         "tests/examples/test_two_tower.py::test_likes_are_among_the_nearest[0]"
     ),

@@ -58,39 +58,44 @@ def _changes(sorted_N: NDArray[np.int64]) -> NDArray[np.bool_]:
     return np.concatenate([[True], sorted_N[1:] != sorted_N[:-1]])[: len(sorted_N)]
 
 
-def liked_history(
+def past_lists(
     user_N: NDArray[np.int64],
     item_N: NDArray[np.int64],
     timestamp_N: NDArray[np.int64],
-    liked_N: NDArray[np.bool_],
+    visible_N: NDArray[np.bool_],
     length: int,
-) -> pa.Array:
-    """Give each rating its user's latest liked items from strictly before it, oldest first.
+    *columns_N: NDArray[np.int64],
+) -> list[pa.Array]:
+    """List columns over the user's latest visible ratings from strictly before, oldest first.
 
-    Likes of the same second are ordered by item id, regardless of their order in the file.
+    Ratings of the same second are ordered by item id, regardless of their order in the file.
 
     Args:
         user_N: the rating's user, numbered from 0.
         item_N: the rating's item.
         timestamp_N: seconds.
-        liked_N: which ratings may appear in a history.
-        length: at most so many items.
+        visible_N: which ratings may appear in a list.
+        length: at most so many ratings.
+        columns_N: the columns to list.
 
     Returns:
-        The histories, lists of items, perhaps empty.
+        For each column its lists, perhaps empty, in the order of the ratings.
     """
     order = np.lexsort((item_N, timestamp_N, user_N))
-    values_V = item_N[order][liked_N[order]]
-    (likes_N,) = past_of(user_N, timestamp_N, liked_N.astype(np.float64))
-    # Likes are listed user by user, so a user's list starts after the previous users' lists.
-    per_user = np.bincount(user_N, weights=liked_N)
+    (visible_before_N,) = past_of(user_N, timestamp_N, visible_N.astype(np.float64))
+    # Ratings are listed user by user, so a user's list starts after the previous users' lists.
+    per_user = np.bincount(user_N, weights=visible_N)
     first_N = (np.cumsum(per_user) - per_user)[user_N]
-    size_N = np.minimum(likes_N, length)
-    start_N = first_N + likes_N - size_N
+    size_N = np.minimum(visible_before_N, length)
+    start_N = first_N + visible_before_N - size_N
     starts, sizes = pa.array(start_N, pa.int32()), pa.array(size_N, pa.int32())
-    overlapping = pa.ListViewArray.from_arrays(starts, sizes, pa.array(values_V))
     offsets = pa.array(np.concatenate([[0], np.cumsum(size_N)]), pa.int32())
-    return pa.ListArray.from_arrays(offsets, overlapping.flatten())
+    lists = []
+    for column_N in columns_N:
+        values_V = column_N[order][visible_N[order]]
+        overlapping = pa.ListViewArray.from_arrays(starts, sizes, pa.array(values_V))
+        lists.append(pa.ListArray.from_arrays(offsets, overlapping.flatten()))
+    return lists
 
 
 def with_features(ratings: pa.Table, visible_N: NDArray[np.bool_], history: int) -> pa.Table:
@@ -120,10 +125,9 @@ def with_features(ratings: pa.Table, visible_N: NDArray[np.bool_], history: int)
     all_count, all_likes, all_ratings = past_of(np.zeros_like(user_N), time_N, *sums_N)
     base_rate = (all_likes + 1.0) / (all_count + 2.0)
     base_mean = (all_ratings + 3.5) / (all_count + 1.0)
-    found = {
-        "liked": liked_N.astype(np.float32),
-        "history": liked_history(user_N, item_N, time_N, visible_N & liked_N, history),
-    }
+    likes_N = visible_N & liked_N
+    (histories,) = past_lists(user_N, item_N, time_N, likes_N, history, item_N)
+    found = {"liked": liked_N.astype(np.float32), "history": histories}
     for name, group_N in (("user", user_N), ("item", item_N)):
         count, likes, total = past_of(group_N, time_N, *sums_N)
         weight = count + _SMOOTHING

@@ -88,6 +88,11 @@ _LAYOUTS = (
 )
 
 
+def is_movielens(folder: str | Path) -> bool:
+    """Return whether a folder has ratings of a release."""
+    return any((Path(folder) / layout.ratings.name).is_file() for layout in _LAYOUTS)
+
+
 def read_movielens(folder: str | Path) -> pa.Table:
     """Read MovieLens from a folder, of any release.
 

@@ -3,23 +3,25 @@
 - `python examples/sequences/train.py --model hstu`
 - `torchrun --standalone --nproc-per-node=2 examples/sequences/train.py --model sasrec`
 - `python examples/sequences/train.py --data FOLDER`: another release of MovieLens
-- `python examples/sequences/train.py --data FILE`: a Parquet or CSV file with the columns `user`,
-  `item` and `time`
+- `python examples/sequences/train.py --data FILE`: a `.parquet` or `.csv` file with the columns
+  `user`, `item` and `time`, such as Amazon Beauty
 
-Each user's last item is for test, the one before for validation, and all items that the user has
-not read are ranked. `--model popularity` and `--model knn` are baselines without training.
+Each user's last item is for test, the one before for validation, and all items are ranked that are
+not in the history, the user's last `--max-length` items. Users with fewer than 3 items are left
+out, and so are items that only they have; a 5-core must be made before. `--model popularity` and
+`--model knn` are baselines without training.
 """
 
 import argparse
-import os
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys import datasets
@@ -44,6 +46,7 @@ from recsys.training.full_ranking import FullRanking
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from arguments import positive, whole
+from launch import run
 from movielens.data import fetch_movielens_100k
 from movielens.files import read_movielens
 
@@ -52,14 +55,29 @@ BASELINES = ("popularity", "knn")
 KS, CPU = [10], torch.device("cpu")
 
 
+def read_file(path: Path, names: Sequence[str]) -> pa.Table:
+    """Read columns of a file of interactions."""
+    rule = f"--data {path} must be a folder of MovieLens, or a .csv or .parquet file"
+    if path.suffix not in (".csv", ".parquet") or not path.is_file():
+        received = f"the suffix {path.suffix!r}" if path.is_file() else "no such file"
+        raise SystemExit(f"{rule}; received {received}.")
+    data = ds.dataset(path, format=path.suffix.removeprefix("."))
+    if missing := sorted({*names} - {*data.schema.names}):
+        raise SystemExit(
+            f"{rule} with the columns user, item and time; {missing} are missing, and the columns "
+            f"are {data.schema.names}. Rename the columns, or add a first line with their names."
+        )
+    return data.to_table(columns=list(names))
+
+
 def load(path: Path | None, max_length: int) -> tuple[dict[str, pa.Table], FeatureSpec, int]:
     """Return the parts of the interactions, their description, and the number of ids of items."""
-    if path is not None and path.is_file():
-        names = ("user", "item", "time")
-        data = ds.dataset(path, format=path.suffix.removeprefix(".")).to_table(columns=list(names))
-    else:
+    if path is None or path.is_dir():
         names = ("user_id", "item_id", "timestamp")
         data = read_movielens(fetch_movielens_100k() if path is None else path)
+    else:
+        names = ("user", "item", "time")
+        data = read_file(path, names)
     parts = leave_one_out(
         data, **dict(zip(("user", "item", "time"), names, strict=True)), max_length=max_length
     )
@@ -193,13 +211,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_options()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    scores = baseline(arguments) if arguments.model in BASELINES else train(arguments)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print({name: round(value, 4) for name, value in scores.items() if name != "loss"})
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    run(partial(baseline if arguments.model in BASELINES else train, arguments))
 
 
 if __name__ == "__main__":

@@ -22,15 +22,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys import datasets
+from recsys.datasets.utils import Batch
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import ShardingEnv
 from recsys.features import FeatureSpec
+from recsys.metrics.retrieval import RetrievalMetrics
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.item_index import ItemIndex
 from recsys.modules.mlp import MLP
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward, in_backward_optimizer_filter
-from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from recsys.sparse import KeyedJaggedTensor
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
+from recsys.training import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from arguments import folder, positive, whole
@@ -81,14 +84,57 @@ class TwoTower(nn.Module):
         counts = torch.bincount(films, minlength=rows["item_id"]) + 1
         self.register_buffer("log_share", (counts / counts.sum()).log())
 
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return the loss of a batch of likes."""
-        film = features["item_id"].values()
-        scores = self.user(features) @ self.film(features).T / self.temperature
-        scores = scores - self.log_share[film]
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Return the loss of likes; and, detached, loss, vectors of the users, and films."""
+        features = batch.sparse_features
+        film, users = features["item_id"].values(), self.user(features)
+        scores = users @ self.film(features).T / self.temperature - self.log_share[film]
         right = torch.arange(len(film), device=film.device)
         same = (film[:, None] == film) & (right[:, None] != right)
-        return nn.functional.cross_entropy(scores.masked_fill(same, -torch.inf), right)
+        loss = nn.functional.cross_entropy(scores.masked_fill(same, -torch.inf), right)
+        return loss, (loss.detach(), users.detach(), film)
+
+
+class Retrieval:
+    """Metrics of `Trainer`: the share of likes among the nearest films that were not rated before.
+
+    The most liked films are the baseline.
+    """
+
+    def __init__(self, model: nn.Module, data: MovieLens, device: torch.device) -> None:
+        model = getattr(model, "module", model)
+        user, film = (ids(data.spec, data.train, name) for name in ("user_id", "item_id"))
+        films, first = np.unique(film, return_index=True)
+        features = data.spec.transform(data.train.take(first)).sparse_features
+        with torch.no_grad():
+            vectors = model.film(features.to(device))
+        films = torch.from_numpy(films).to(device)
+        found = {"two towers": vectors, "the most liked": model.log_share[films].unsqueeze(1)}
+        self.indexes = {name: ItemIndex(items, films) for name, items in found.items()}
+        num_users = data.spec.fitted.vocabularies["user_id"].num_rows
+        self.metrics = {name: RetrievalMetrics([NEAREST], device) for name in found}
+        rated = JaggedTensor(film[user.argsort()], lengths=user.bincount(minlength=num_users))
+        self.rated = rated.to(device)
+
+    def update(self, output: tuple[Tensor, Tensor, Tensor], batch: Batch) -> None:
+        """Add a batch of likes."""
+        _, users, film = output
+        rated = ops.select(self.rated, batch.sparse_features["user_id"].values())
+        queries = {"two towers": users, "the most liked": torch.ones_like(users[:, :1])}
+        for name, index in self.indexes.items():
+            _, found = index(queries[name], NEAREST, rated)
+            each = torch.arange(len(film) + 1, device=film.device)
+            self.metrics[name].update(found, film, each)
+
+    def sync(self) -> None:
+        """Add the state of all ranks."""
+        for metrics in self.metrics.values():
+            metrics.sync()
+
+    def compute(self) -> dict[str, float]:
+        """Return the share by name."""
+        key = f"recall@{NEAREST}"
+        return {name: metrics.compute()[key] for name, metrics in self.metrics.items()}
 
 
 def liked(part: pa.Table) -> pa.Table:
@@ -99,34 +145,6 @@ def liked(part: pa.Table) -> pa.Table:
 def ids(spec: FeatureSpec, part: pa.Table, name: str) -> Tensor:
     """Return the row number of every rating in a feature with one id per rating."""
     return spec.transform(part).sparse_features[name].values()
-
-
-@torch.no_grad()
-def recall(
-    model: TwoTower, data: MovieLens, part: pa.Table, device: torch.device
-) -> dict[str, float]:
-    """Return the share of the part's liked films among the nearest films not rated before.
-
-    Every rank scores all samples, because a lookup in sharded tables needs a batch of every rank.
-    """
-    model.eval()
-    user, film = (ids(data.spec, data.train, name) for name in ("user_id", "item_id"))
-    films, first = np.unique(film, return_index=True)
-    vectors = model.film(data.spec.transform(data.train.take(first)).sparse_features.to(device))
-    seen = torch.zeros(int(user.max()) + 1, int(film.max()) + 1, dtype=torch.bool)
-    seen[user, film] = True
-    hits = {"two towers": 0, "the most liked": 0}
-    for batch in datasets.table(liked(part), data.spec, 1024):
-        features = batch.sparse_features
-        known = seen[features["user_id"].values()][:, films].to(device)
-        wanted = features["item_id"].values()[:, None] == torch.from_numpy(films)
-        near = model.user(features.to(device)) @ vectors.T
-        popular = model.log_share[films].expand_as(near)
-        for name, scores in {"two towers": near, "the most liked": popular}.items():
-            nearest = scores.masked_fill(known, -torch.inf).topk(NEAREST).indices
-            hits[name] += int(wanted.to(device).gather(1, nearest).sum())
-    model.train()
-    return {name: count / len(liked(part)) for name, count in hits.items()}
 
 
 def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device) -> None:
@@ -143,40 +161,36 @@ def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device)
             RowWiseAdagrad, tower.bags.parameters(), {"lr": arguments.embedding_lr}
         )
     sharded = DistributedModelParallel(model, env=env, device=device)
-    dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(sharded.named_parameters())),
-        lambda params: torch.optim.Adam(params, lr=arguments.dense_lr),
-    )
-    optimizer = CombinedOptimizer([sharded.fused_optimizer, dense])
-    batches = datasets.table(
-        liked(data.train),
-        data.spec,
-        arguments.batch_size,
-        rank=env.rank,
-        world_size=env.world_size,
-        divide="batches",
-        shuffle=True,
-    )
+    loaders = {
+        part: datasets.table(
+            liked(getattr(data, part)),
+            data.spec,
+            arguments.batch_size,
+            rank=env.rank,
+            world_size=env.world_size,
+            divide="batches",
+            shuffle=part == "train",
+        )
+        for part in ("train", "validation", "test")
+    }
     if env.rank == 0:
         print(f"{sharded.plan}\n")
-    for epoch in range(arguments.epochs):
-        losses = []
-        for batch in batches:
-            optimizer.zero_grad()
-            loss = sharded(batch.sparse_features.to(device, non_blocking=True))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        found = recall(sharded.module, data, data.validation, device)
-        if env.rank == 0:
-            print(f"epoch {epoch + 1}: loss {torch.stack(losses).mean():.4f}, {as_text(found)}")
-    found = recall(sharded.module, data, data.test, device)
+    dense = dict(in_backward_optimizer_filter(sharded.named_parameters())).values()
+    trainer = Trainer(
+        sharded,
+        torch.optim.Adam(dense, lr=arguments.dense_lr),
+        arguments.out,
+        epochs=arguments.epochs,
+        metrics=lambda device: Retrieval(sharded, data, device),
+        monitor="two towers",
+        maximize=True,
+        log_every=None,
+    )
+    trainer.fit(loaders["train"], loaders["validation"])
+    found = trainer.evaluate(loaders["test"])
     if env.rank == 0:
-        print(f"test: {as_text(found)}")
-
-
-def as_text(found: dict[str, float]) -> str:
-    return f"recall@{NEAREST} " + ", ".join(f"{name} {share:.3f}" for name, share in found.items())
+        shares = ", ".join(f"{name} {share:.3f}" for name, share in found.items())
+        print(f"test: recall@{NEAREST} {shares}")
 
 
 def main() -> None:
@@ -191,6 +205,7 @@ def main() -> None:
     parser.add_argument("--dense-lr", type=positive, default=0.001)
     parser.add_argument("--temperature", type=positive, default=0.1)
     parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/two_tower"))
     parser.add_argument(
         "--tf32", action=argparse.BooleanOptionalAction, default=True, help="of a GPU's matmuls"
     )

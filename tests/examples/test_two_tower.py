@@ -35,9 +35,18 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(release: Path, *launch: str) -> subprocess.Popen[str]:
+def start(release: Path, out: Path, *launch: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *launch, str(SCRIPT), "--data", str(release), *SETTINGS],
+        [
+            sys.executable,
+            *launch,
+            str(SCRIPT),
+            "--data",
+            str(release),
+            "--out",
+            str(out),
+            *SETTINGS,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -57,17 +66,19 @@ def output_of(jobs: list[subprocess.Popen[str]]) -> str:
 
 
 @pytest.mark.parametrize("machines", [0, 1, 2])
-def test_likes_are_among_the_nearest(release: Path, machines: int) -> None:
+def test_likes_are_among_the_nearest(release: Path, tmp_path: Path, machines: int) -> None:
     if machines == 0:  # without torchrun
-        jobs = [start(release)]
+        jobs = [start(release, tmp_path)]
     elif machines == 1:
-        jobs = [start(release, *TORCHRUN, "--standalone", "--nproc-per-node=2")]
+        jobs = [start(release, tmp_path, *TORCHRUN, "--standalone", "--nproc-per-node=2")]
     else:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             meeting = f"--rdzv-endpoint=127.0.0.1:{probe.getsockname()[1]}"
         both = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", meeting, "--rdzv-id=a")
-        jobs = [start(release, *TORCHRUN, *both, "--local-addr=127.0.0.1") for _ in range(2)]
+        jobs = [
+            start(release, tmp_path, *TORCHRUN, *both, "--local-addr=127.0.0.1") for _ in range(2)
+        ]
     found = re.findall(r"^test: .*two towers (\S+), the most liked (\S+)$", output_of(jobs), re.M)
     assert len(found) == 1  # one rank speaks
     towers, popular = map(float, found[0])
