@@ -6,10 +6,10 @@
 - `python examples/sequences/train.py --data FILE`: a `.parquet` or `.csv` file with the columns
   `user`, `item` and `time`, such as Amazon Beauty
 
-Each user's last item is for test, the one before for validation, and all items are ranked that are
-not in the history, the user's last `--max-length` items. Users with fewer than 3 items are left
-out, and so are items that only they have; a 5-core must be made before. `--model popularity` and
-`--model knn` are baselines without training.
+Each user's last item is for test, the one before for validation, and all items are ranked that the
+user has not read. Models read the user's last `--max-length` items. Users with fewer than 3 items
+are left out, and so are items that only they have; a 5-core must be made before. `--model
+popularity` and `--model knn` are baselines without training.
 """
 
 import argparse
@@ -52,6 +52,7 @@ from movielens.files import read_movielens
 
 MODELS = ("hstu", "sasrec", "gru4rec", "bert4rec")
 BASELINES = ("popularity", "knn")
+SEEN = ["history", "earlier"]
 KS, CPU = [10], torch.device("cpu")
 
 
@@ -81,7 +82,7 @@ def load(path: Path | None, max_length: int) -> tuple[dict[str, pa.Table], Featu
     parts = leave_one_out(
         data, **dict(zip(("user", "item", "time"), names, strict=True)), max_length=max_length
     )
-    columns = [Categorical(name, is_list=True, table="items") for name in ("history", "target")]
+    columns = [Categorical(name, is_list=True, table="items") for name in (*SEEN, "target")]
     spec = FeatureSpec([*columns, Ids("times", rows=2**62, is_list=True)])
     spec.fit(pa.concat_tables([parts["train"], parts["test"]]))  # all items of the catalogue
     return parts, spec, spec.fitted.vocabularies["items"].num_rows
@@ -150,7 +151,7 @@ def train(arguments: argparse.Namespace) -> dict[str, float]:
         torch.optim.Adam(dense, **settings),
         arguments.out / arguments.model,
         epochs=arguments.epochs,
-        metrics=lambda device: FullRanking(model, num_items, device, KS),
+        metrics=lambda device: FullRanking(model, num_items, device, KS, SEEN),
         monitor="ndcg@10",
         maximize=True,
         patience=arguments.patience,
@@ -165,15 +166,15 @@ def baseline(arguments: argparse.Namespace) -> dict[str, float]:
     """Rank by the number of readers, or by items that were read together (cosine of columns)."""
     parts, spec, num_items = load(arguments.data, arguments.max_length)
 
-    def read(part: str) -> Tensor:
-        """Return which user has read which item before the last target."""
+    def read(part: str, columns: Sequence[str]) -> Tensor:
+        """Return which user has which item in these columns."""
         features = spec.transform(parts[part], labels=False).sparse_features
-        x = ops.concat([ops.slice(features["history"], 0, 1), ops.slice(features["target"], 0, -1)])
+        x = ops.concat([features[name] for name in columns])
         found = torch.zeros(len(parts[part]), num_items)
         found[ops.bags_of(x), x.values()] = 1.0
         return found
 
-    train, test = read("train"), read("test")
+    train, test = read("train", [*SEEN, "target"]), read("test", SEEN)
     scores = train.sum(0).expand(len(test), -1)
     if arguments.model == "knn":
         columns = nn.functional.normalize(train, dim=0)

@@ -46,8 +46,10 @@ def leave_one_out(
 
     Returns:
         Arrow tables by name: "train", "validation" and "test", each with the columns `user`, and
-        lists `history`, `target` and `times`, the times of the history as int64, without fractions.
-        A target list has the item after each item of the history; its last is the one to predict.
+        lists `history`, `target`, `earlier` and `times`. A target list has the item after each item
+        of the history; its last is the one to predict. `earlier` has the user's items before a
+        history of `max_length`, which are not recommended either; `times` the times of the history
+        as int64, without fractions.
 
     Raises:
         KeyError: there is no such column.
@@ -57,9 +59,9 @@ def leave_one_out(
         >>> data = {"user": [7, 7, 7, 7, 8], "item": [1, 2, 3, 4, 1], "time": [4, 1, 2, 3, 0]}
         >>> parts = leave_one_out(data)
         >>> parts["train"].to_pylist()
-        [{'user': 7, 'history': [2], 'target': [3], 'times': [1]}]
-        >>> parts["test"].to_pylist()
-        [{'user': 7, 'history': [2, 3, 4], 'target': [3, 4, 1], 'times': [1, 2, 3]}]
+        [{'user': 7, 'history': [2], 'target': [3], 'earlier': [], 'times': [1]}]
+        >>> parts["test"].select(["history", "target", "times"]).to_pylist()
+        [{'history': [2, 3, 4], 'target': [3, 4, 1], 'times': [1, 2, 3]}]
     """
     whole("max_length", max_length)
     whole("min_length", min_length, _LEAST)
@@ -92,17 +94,17 @@ def leave_one_out(
         lasts = ends - left_out  # positions after the history
         has_some = lasts > starts
         firsts, stops = np.maximum(starts, lasts - max_length)[has_some], lasts[has_some]
-        lengths = stops - firsts
-        offsets = np.concatenate([[0], lengths.cumsum()])
-        rows = np.repeat(firsts - offsets[:-1], lengths) + np.arange(offsets[-1])
+        offsets, rows = _ranges(firsts, stops)
+        earlier_offsets, earlier_rows = _ranges(starts[has_some], firsts)
         found[name] = pa.table(
             {
                 user: own_users.filter(pa.array(has_some)),
                 "history": _lists(offsets, items.take(pa.array(rows))),
                 "target": _lists(offsets, items.take(pa.array(rows + 1))),
+                "earlier": _lists(earlier_offsets, items.take(pa.array(earlier_rows))),
                 "times": _lists(offsets, pa.array(times[rows])),
             }
-        ).rename_columns(["user", "history", "target", "times"])
+        ).rename_columns(["user", "history", "target", "earlier", "times"])
     return found
 
 
@@ -110,6 +112,13 @@ def _numbered(column: Any) -> Any:
     """Return a number for each distinct value."""
     encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     return encoded.indices.to_numpy(zero_copy_only=False)
+
+
+def _ranges(firsts: Any, stops: Any) -> tuple[Any, Any]:
+    """Return the offsets and the positions of ranges."""
+    lengths = stops - firsts
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    return offsets, np.repeat(firsts - offsets[:-1], lengths) + np.arange(offsets[-1])
 
 
 def _lists(offsets: Any, values: Any) -> Any:

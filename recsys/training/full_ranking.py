@@ -19,7 +19,7 @@ __all__ = ["FullRanking"]
 
 @final
 class FullRanking:
-    """Metrics of a `Trainer` for `NextItem`: all items are ranked, without the user's history.
+    """Metrics of a `Trainer` for `NextItem`: all items are ranked, without those already seen.
 
     `Trainer(..., metrics=lambda device: FullRanking(model, num_items, device))`. The item to find
     is the last target of each sample. The metrics have the names of `RetrievalMetrics`; `loss` is
@@ -31,6 +31,7 @@ class FullRanking:
         num_items: Number of ids of the table of items.
         device: Device of the model.
         ks: Numbers of items that are recommended.
+        seen: Features of the items that a user has seen.
 
     Raises:
         ValueError: A number is below 1.
@@ -54,8 +55,14 @@ class FullRanking:
 
     @checked
     def __init__(
-        self, model: nn.Module, num_items: int, device: torch.device, ks: Sequence[int] = (10,)
+        self,
+        model: nn.Module,
+        num_items: int,
+        device: torch.device,
+        ks: Sequence[int] = (10,),
+        seen: Sequence[str] = ("history",),
     ) -> None:
+        self._seen = [*seen]
         self._module: Any = getattr(model, "module", model)
         self._metrics = RetrievalMetrics(ks, device)
         with torch.no_grad():
@@ -72,9 +79,9 @@ class FullRanking:
         """
         loss, users, _ = output
         features = getattr(batch, "sparse_features", batch)
-        history, targets = (features[name] for name in (self._module.history, self._module.target))
-        last = ops.slice(targets, -1)
-        scores, found = self._index(users.to(self._index.items.dtype), self._k, history)
+        seen = ops.concat([features[name] for name in self._seen])
+        last = ops.slice(features[self._module.target], -1)
+        scores, found = self._index(users.to(self._index.items.dtype), self._k, seen)
         found = found.masked_fill(scores == float("-inf"), -1)  # all other items are seen
         self._metrics.update(found, last.values().long(), last.offsets())
         self._loss += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recsys.datasets.histories import leave_one_out
@@ -21,11 +21,13 @@ def expected(rows, left_out, max_length, min_length):
             "user": user,
             "history": [item for _, item, _ in history[first:]],
             "target": [item for _, item, _ in own[first + 1 : len(history) + 1]],
+            "earlier": [item for _, item, _ in history[:first]],
             "times": [time for _, _, time in history[first:]],
         }
     return found
 
 
+@settings(deadline=None)  # the first example imports pyarrow
 @given(ROWS, st.integers(1, 6), st.integers(3, 5))
 def test_against_lists(rows, max_length, min_length):
     columns = dict(zip(("who", "what", "when"), map(list, zip(*rows, strict=True)), strict=True))

@@ -93,6 +93,11 @@ def test_seen_items_are_no_hits():
     metrics = FullRanking(model, 3, CPU, [3])
     metrics.update(model(features)[1], features)
     assert metrics.compute()["hit_rate@3"] == 0.5  # item 1 is seen, item 2 is not
+    more = KeyedJaggedTensor(["earlier"], torch.tensor([2]), lengths=torch.tensor([0, 1]))
+    features = KeyedJaggedTensor.concat([features, more])
+    metrics = FullRanking(model, 3, CPU, [3], seen=["history", "earlier"])
+    metrics.update(model(features)[1], features)
+    assert metrics.compute()["hit_rate@3"] == 0.0  # item 2 is seen, too
 
 
 def test_a_trainer_finds_the_next_item(tmp_path, ranks: RankPool):

@@ -20,7 +20,7 @@ from recsys.modules.embedding_modules import EmbeddingCollection
 from recsys.modules.sequences.positions import PositionEmbedding, check_dropout
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
 
-__all__ = ["BERT4Rec", "BERTBlock", "mask_items"]
+__all__ = ["BERT4Rec", "BERTBlock"]
 
 
 @final
@@ -173,46 +173,6 @@ class BERT4Rec(nn.Module):
         x = self.positions(self.embedding_collection(features)[self.feature])
         encoded: JaggedTensor = self.blocks(ops.with_values(x, self.norm(x.values())))
         return encoded
-
-
-@checked
-def mask_items(
-    x: JaggedTensor, mask_id: int, probability: float, generator: torch.Generator | None = None
-) -> tuple[JaggedTensor, Tensor]:
-    """Replace some items of histories by a mask, for training.
-
-    Each item is masked with the same probability, and an item of each history is masked at least.
-    To predict the next item, append the mask to the history.
-
-    Args:
-        x: int64 `[N]` ids.
-        mask_id: Id of the mask.
-        probability: Share of the items, above 0.
-        generator: Generator of the draws, on the device of `x`; None for torch's own.
-
-    Returns:
-        The histories with masks; and int64 `[N]` targets: the id of a masked item, -100 elsewhere,
-        which `cross_entropy` ignores.
-
-    Raises:
-        ValueError: The probability is not above 0, or above 1.
-
-    Example:
-        >>> x = JaggedTensor(torch.tensor([5, 6, 7]), lengths=torch.tensor([2, 1]))
-        >>> masked, targets = mask_items(x, mask_id=0, probability=1.0)
-        >>> masked.values().tolist(), targets.tolist()
-        ([0, 0, 0], [5, 6, 7])
-    """
-    if not 0 < probability <= 1:
-        raise ValueError(f"probability must be above 0 and at most 1; received {probability}.")
-    x = x.trim()
-    ids = x.values()
-    draw = torch.rand(ids.shape, generator=generator, device=ids.device)
-    least = -ops.max(ops.with_values(x, -draw))  # a history's lowest draw is masked at least
-    is_masked = (draw < probability) | (draw == ops.expand(least, x).values())
-    return ops.with_values(x, ids.masked_fill(is_masked, mask_id)), ids.masked_fill(
-        ~is_masked, -100
-    )
 
 
 def _init(weight: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import ShardingEnv
-from recsys.modules.sequences.bert4rec import BERT4Rec, BERTBlock, mask_items
+from recsys.modules.sequences.bert4rec import BERT4Rec, BERTBlock
+from recsys.modules.sequences.masked_item import mask_items
 from recsys.optim import SGD, in_backward_optimizer_filter
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
