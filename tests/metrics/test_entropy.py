@@ -17,7 +17,9 @@ def samples(num=1000):
 
 def test_log_loss_equals_sklearn():
     predictions, labels, weights = samples()
-    expected = sklearn_metrics.log_loss(labels, predictions.double(), sample_weight=weights)
+    expected = sklearn_metrics.log_loss(
+        labels.numpy(), predictions.double().numpy(), sample_weight=weights.numpy()
+    )
     assert log_loss(predictions, labels, weights).item() == pytest.approx(expected, abs=1e-12)
 
 
