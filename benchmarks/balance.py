@@ -3,7 +3,7 @@
     python -m benchmarks.balance
 
 Lengths follow Zipf's law. Both ways train one model on the same samples and take turns in one run,
-with a barrier before each turn; the division of the batches is part of it. Printed first is the
+with a barrier before each turn. A turn includes the division of its batches. Printed first is the
 imbalance of attention over 8 simulated ranks: by how much the costliest rank exceeds the mean.
 """
 

@@ -217,9 +217,9 @@ def hashed_counts(model: Any) -> int:
 
 
 def measure_marks(pairs: int) -> dict[str, Any]:
-    """Return the ratios of steps whose changed rows are marked to steps without, known rows.
+    """Return the ratios of steps with marks of changed rows to steps without; all ids are known.
 
-    The same tables take both turns: two of a kind differ by more, as their memory lies elsewhere.
+    Both turns use the same tables: equal tables at other addresses differ by more than the marks.
     """
     found = {}
     for kind, ids in (("static", None), ("hashed", HashedIds())):

@@ -79,7 +79,7 @@ def execute(notebook: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the notebooks of the pages named by the arguments."""
+    """Write a notebook of each page that the command line names."""
     import nbformat
 
     parser = argparse.ArgumentParser(description="Write pages as executed notebooks.")

@@ -21,8 +21,8 @@ def begin_epoch(loader: Any, epoch: int) -> None:
         >>> sampler.epoch
         3
     """
-    for name in ("", "sampler", "batch_sampler", "dataset"):
-        part: Any = getattr(loader, name, None) if name else loader
+    inner = (getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))
+    for part in (loader, *inner):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 

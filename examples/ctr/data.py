@@ -39,7 +39,7 @@ RATED = (
 
 
 class Data(NamedTuple):
-    """A description, fitted to the training part, and three parts of a table."""
+    """Three parts of a table, and the description of its columns, fitted to the training part."""
 
     spec: FeatureSpec
     parts: dict[str, pa.Table]

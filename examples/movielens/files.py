@@ -89,7 +89,7 @@ _LAYOUTS = (
 
 
 def is_movielens(folder: str | Path) -> bool:
-    """Return whether a folder has ratings of a release."""
+    """Return whether a folder contains a release of MovieLens."""
     return any((Path(folder) / layout.ratings.name).is_file() for layout in _LAYOUTS)
 
 

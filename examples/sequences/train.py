@@ -6,9 +6,9 @@
 - `python examples/sequences/train.py --data FILE`: a `.parquet` or `.csv` file with the columns
   `user`, `item` and `time`, such as Amazon Beauty
 
-Each user's last item is for test, the one before for validation, and all items are ranked that the
-user has not read. Models read the user's last `--max-length` items. Users with fewer than 3 items
-are left out, and so are items that only they have; a 5-core must be made before. `--model
+Each user's last item is for test, the one before for validation. Each is ranked among all items
+that the user has not read. Models read the user's last `--max-length` items. Users with fewer than
+3 items are left out, and so are items that only they have; a 5-core must be made before. `--model
 popularity` and `--model knn` are baselines without training.
 """
 
@@ -151,7 +151,7 @@ def train(arguments: argparse.Namespace) -> dict[str, float]:
         torch.optim.Adam(dense, **settings),
         arguments.out / arguments.model,
         epochs=arguments.epochs,
-        metrics=lambda device: FullRanking(model, num_items, device, KS, SEEN),
+        metrics=lambda device: FullRanking(model, num_items, device, KS, ["earlier"]),
         monitor="ndcg@10",
         maximize=True,
         patience=arguments.patience,

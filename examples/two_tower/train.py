@@ -31,6 +31,7 @@ from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.item_index import ItemIndex
 from recsys.modules.mlp import MLP
+from recsys.modules.sequences.losses import in_batch_softmax_loss
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward, in_backward_optimizer_filter
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
 from recsys.training import Trainer
@@ -88,10 +89,10 @@ class TwoTower(nn.Module):
         """Return the loss of likes; and, detached, loss, vectors of the users, and films."""
         features = batch.sparse_features
         film, users = features["item_id"].values(), self.user(features)
-        scores = users @ self.film(features).T / self.temperature - self.log_share[film]
-        right = torch.arange(len(film), device=film.device)
-        same = (film[:, None] == film) & (right[:, None] != right)
-        loss = nn.functional.cross_entropy(scores.masked_fill(same, -torch.inf), right)
+        losses = in_batch_softmax_loss(
+            users / self.temperature, self.film(features), film, self.log_share
+        )
+        loss = losses.mean()
         return loss, (loss.detach(), users.detach(), film)
 
 

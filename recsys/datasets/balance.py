@@ -84,10 +84,10 @@ class BalancedBatches(IterableDataset[Batch]):
     exchanged, but every rank decodes the samples of all ranks, as with `divide="batches"` of a
     reader; `BalancedSampler` reads its own samples alone. A step has the same samples as without
     balancing, and their weights make the mean loss over ranks equal to the loss of the whole batch,
-    so training gives the same results, except for rounding. This holds for losses of each sample
-    alone: add `candidates` of `NextItem` after the division, and with its loss "in_batch" the other
-    items are the targets of a rank. A rank has an empty batch in a step with fewer samples than
-    ranks.
+    so training gives the same results, except for rounding. This holds if the loss of a
+    sample does not depend on the others: not for "in_batch" of `NextItem`, which compares a target
+    with the targets of its rank. Add the `candidates` of `NextItem` after the division. A rank has
+    an empty batch in a step with fewer samples than ranks.
 
     Args:
         batches: batches of all ranks, on the CPU, equal on every rank. This object has their
@@ -141,7 +141,7 @@ class BalancedBatches(IterableDataset[Batch]):
         self.imbalance = self.unbalanced = 0.0
         self._count = 0
         for name in _STATE_METHODS:
-            if hasattr(batches, name):  # a trainer resumes other batches without them
+            if hasattr(batches, name):  # a trainer skips batches that have none
                 setattr(self, name, getattr(batches, name))
 
     @property
@@ -150,7 +150,7 @@ class BalancedBatches(IterableDataset[Batch]):
         return epoch_length(self.batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch of the batches with the next iterator.
+        """Set the epoch of the batches, such as the order of a shuffle, for the next iteration.
 
         Args:
             epoch: its number, from 0.

@@ -47,9 +47,9 @@ def leave_one_out(
     Returns:
         Arrow tables by name: "train", "validation" and "test", each with the columns `user`, and
         lists `history`, `target`, `earlier` and `times`. A target list has the item after each item
-        of the history; its last is the one to predict. `earlier` has the user's items before a
-        history of `max_length`, which are not recommended either; `times` the times of the history
-        as int64, without fractions.
+        of the history; its last is the one to predict. `earlier` has the items that
+        `max_length` cuts off before the history; the user has seen these, too. `times` has the
+        times of the history as int64, without fractions.
 
     Raises:
         KeyError: there is no such column.
@@ -98,13 +98,13 @@ def leave_one_out(
         earlier_offsets, earlier_rows = _ranges(starts[has_some], firsts)
         found[name] = pa.table(
             {
-                user: own_users.filter(pa.array(has_some)),
+                "user": own_users.filter(pa.array(has_some)),
                 "history": _lists(offsets, items.take(pa.array(rows))),
                 "target": _lists(offsets, items.take(pa.array(rows + 1))),
                 "earlier": _lists(earlier_offsets, items.take(pa.array(earlier_rows))),
                 "times": _lists(offsets, pa.array(times[rows])),
             }
-        ).rename_columns(["user", "history", "target", "earlier", "times"])
+        )
     return found
 
 

@@ -85,11 +85,11 @@ def split_rows(batch: Batch, edges: Sequence[int], order: _Array | None = None) 
 
 
 def take_rows(batch: Batch, rows: _Array) -> Batch:
-    """Return some rows of a batch.
+    """Return a batch of the chosen rows, in the given order.
 
     Args:
         batch: a batch on the CPU.
-        rows: int64, their numbers, in any order.
+        rows: int64 numbers of the rows.
 
     Example:
         >>> ids = KeyedJaggedTensor(["f"], torch.tensor([7, 8, 9]), lengths=torch.tensor([1, 2]))

@@ -31,8 +31,8 @@ class FaissIndex:
         kind: Kind of the index, as of `faiss.index_factory`, such as "Flat" (exact), "HNSW32" or
             "IVF1024,PQ16".
         parameters: Parameters of the search, as of `faiss.ParameterSpace`, such as "nprobe=32" for
-            "IVF..." or "efSearch=64" for "HNSW...": more find more of the best items and take
-            longer. Empty for the defaults of faiss, which search one cell of "IVF...".
+            "IVF..." or "efSearch=64" for "HNSW...". Larger numbers find more of the best items
+            and take longer. Empty for the defaults of faiss, which search one cell of "IVF...".
 
     Raises:
         ImportError: faiss is not installed.
@@ -54,6 +54,8 @@ class FaissIndex:
         parameters: str = "",
     ) -> None:
         faiss = _faiss()
+        if ids is not None:
+            check_item_ids(items, ids)
         vectors = items.detach().float().cpu().contiguous().numpy()
         self._index = faiss.index_factory(vectors.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
         if not self._index.is_trained:
@@ -62,7 +64,6 @@ class FaissIndex:
         if parameters:
             faiss.ParameterSpace().set_index_parameters(self._index, parameters)
         self._ids = torch.arange(len(vectors)) if ids is None else ids.long().cpu()
-        check_item_ids(items, self._ids)
 
     def __call__(
         self, queries: Tensor, k: int, seen: JaggedTensor | None = None

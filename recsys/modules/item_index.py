@@ -53,7 +53,8 @@ class ItemIndex(nn.Module):
             )
         if ids is None:
             ids = torch.arange(items.shape[0], device=items.device)
-        check_item_ids(items, ids)
+        else:
+            check_item_ids(items, ids)
         self.chunk_items = whole("chunk_items", chunk_items)
         self.register_buffer("items", items.detach())
         self.register_buffer("ids", ids.long())
@@ -109,7 +110,7 @@ class ItemIndex(nn.Module):
 
 
 def check_item_ids(items: Tensor, ids: Tensor) -> None:
-    """Raise an error if items do not have one id each, or share one."""
+    """Raise an error unless each item has an id of its own."""
     if ids.shape != items.shape[:1]:
         raise ValueError(
             f"ids must be one per item, [{items.shape[0]}]; received {list(ids.shape)}."

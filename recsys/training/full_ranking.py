@@ -19,7 +19,7 @@ __all__ = ["FullRanking"]
 
 @final
 class FullRanking:
-    """Metrics of a `Trainer` for `NextItem`: all items are ranked, without those already seen.
+    """Metrics of a `Trainer` for `NextItem`: all items that a user has not seen are ranked.
 
     `Trainer(..., metrics=lambda device: FullRanking(model, num_items, device))`. The item to find
     is the last target of each sample. The metrics have the names of `RetrievalMetrics`; `loss` is
@@ -31,7 +31,7 @@ class FullRanking:
         num_items: Number of ids of the table of items.
         device: Device of the model.
         ks: Numbers of items that are recommended.
-        seen: Features of the items that a user has seen.
+        seen: Features of items that a user has seen, beside the history of the model.
 
     Raises:
         ValueError: A number is below 1.
@@ -60,10 +60,10 @@ class FullRanking:
         num_items: int,
         device: torch.device,
         ks: Sequence[int] = (10,),
-        seen: Sequence[str] = ("history",),
+        seen: Sequence[str] = (),
     ) -> None:
-        self._seen = [*seen]
         self._module: Any = getattr(model, "module", model)
+        self._seen = [self._module.history, *seen]
         self._metrics = RetrievalMetrics(ks, device)
         with torch.no_grad():
             items = self._module.items(whole("num_items", num_items), device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -85,15 +85,17 @@ class ProgressiveValidation:
     def _joined(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the outputs of the window on a device; a loaded state is on the CPU."""
         logits, labels, weights = zip(*self._kept, strict=True)
-        has_weights = any(part is not None for part in weights)
-        ones = [
+
+        def joined(parts: Iterable[Tensor]) -> Tensor:
+            return torch.cat([part.to(device) for part in parts])
+
+        if all(part is None for part in weights):
+            return joined(logits), joined(labels), None
+        of_samples = (
             torch.ones(len(of_batch)) if part is None else part
             for of_batch, part in zip(logits, weights, strict=True)
-        ]
-        of_logits, of_labels, of_samples = (
-            torch.cat([part.to(device) for part in parts]) for parts in (logits, labels, ones)
         )
-        return of_logits, of_labels, of_samples if has_weights else None
+        return joined(logits), joined(labels), joined(of_samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curve and the outputs of the window, on the CPU."""

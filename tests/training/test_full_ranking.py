@@ -95,7 +95,7 @@ def test_seen_items_are_no_hits():
     assert metrics.compute()["hit_rate@3"] == 0.5  # item 1 is seen, item 2 is not
     more = KeyedJaggedTensor(["earlier"], torch.tensor([2]), lengths=torch.tensor([0, 1]))
     features = KeyedJaggedTensor.concat([features, more])
-    metrics = FullRanking(model, 3, CPU, [3], seen=["history", "earlier"])
+    metrics = FullRanking(model, 3, CPU, [3], seen=["earlier"])
     metrics.update(model(features)[1], features)
     assert metrics.compute()["hit_rate@3"] == 0.0  # item 2 is seen, too
 

@@ -205,7 +205,7 @@ def _of_ids(log_q: Tensor, ids: Tensor) -> Tensor:
 
 
 def _check_ids(ids: Tensor, count: int, rule: str) -> None:
-    """Raise an error for ids out of their range, which a GPU reports by an assertion."""
+    """Raise an error if an id on the CPU is out of range; a GPU asserts this itself."""
     if is_readable(ids) and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < count:
         raise ValueError(
             f"{rule}; received {count} for ids from {int(ids.min())} to {int(ids.max())}."

@@ -57,8 +57,7 @@ class MaskedItem(nn.Module):
         target: str = "target",
     ) -> None:
         super().__init__()
-        if not 0 < probability <= 1:
-            raise ValueError(f"probability must be above 0 and at most 1; received {probability}.")
+        _check_probability(probability)
         self.model, self.probability = model, probability
         self.mask_id = whole("mask_id", mask_id, 0)
         num_items = model.out.out_features
@@ -133,6 +132,11 @@ class MaskedItem(nn.Module):
         return self.model.encode(features)
 
 
+def _check_probability(probability: float) -> None:
+    if not 0 < probability <= 1:
+        raise ValueError(f"probability must be above 0 and at most 1; received {probability}.")
+
+
 def _with_one(users: Tensor) -> Tensor:
     """Append a column of ones, which multiplies the bias of items."""
     return torch.cat([users, users.new_ones(users.shape[0], 1)], 1)
@@ -166,8 +170,7 @@ def mask_items(
         >>> masked.values().tolist(), targets.tolist()
         ([0, 0, 0], [5, 6, 7])
     """
-    if not 0 < probability <= 1:
-        raise ValueError(f"probability must be above 0 and at most 1; received {probability}.")
+    _check_probability(probability)
     x = x.trim()
     ids = x.values()
     draw = torch.rand(ids.shape, generator=generator, device=ids.device)
