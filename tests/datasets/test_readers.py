@@ -32,7 +32,7 @@ from tests.datasets.clicks import SPEC, clicks, plain_samples, samples_of, write
         ),
         (ds.field("user").is_valid(), lambda row: True),
     ],
-    ids=str,
+    ids=["equal", "one of", "and not", "valid"],
 )
 def test_filters(tmp_path: Path, filter: Any, is_kept: Callable[[Any], bool]) -> None:
     table = write_clicks(tmp_path)
