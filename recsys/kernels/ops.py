@@ -8,6 +8,7 @@ Legend: `F` features, `B` batch size, `M` segments (bags), `N` values, `P` segme
 """
 
 import importlib.util
+import logging
 import os
 import shutil
 import sysconfig
@@ -19,6 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+
+def _is_kept(record: logging.LogRecord) -> bool:
+    """Return whether to print a record that FBGEMM logs while it is imported.
+
+    FBGEMM 1.6 warns 14 times that its own table of versions lacks it. `recsys doctor` knows the
+    version.
+    """
+    return "_fbgemm_torch_compat_table has no entry" not in record.getMessage()
+
+
+logging.getLogger().addFilter(_is_kept)
 try:
     import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm)
 
@@ -36,6 +48,8 @@ except (ImportError, OSError, RuntimeError) as error:
         stacklevel=2,
     )
     HAS_FBGEMM = False
+finally:
+    logging.getLogger().removeFilter(_is_kept)
 
 # The CPU build of FBGEMM beside a CUDA build of torch has no kernels for CUDA tensors.
 FBGEMM_DEVICES = frozenset(
