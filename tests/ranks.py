@@ -83,6 +83,11 @@ def _serve(conn: Connection) -> None:
             gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
+            if "torch.distributed.tensor" in sys.modules:
+                # In torch 2.11 the next group would get DTensors on a mesh of this one.
+                from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+                _clear_sharding_prop_cache()
             faulthandler.cancel_dump_traceback_later()
         conn.send_bytes(data)
 
