@@ -53,7 +53,7 @@ $(TRITON)/.unpacked:
 	$(PIP) --no-deps --target $(TRITON) nvidia-pytriton==0.7.0
 	@touch $@
 
-# Two processes, each with one file at a time; one process that can be debugged: ARGS="-n 0 --pdb"
+# Two processes run one file each at a time. One process, with a debugger: ARGS="-n 0 --pdb"
 test: $(call stamp,test) $(if $(SLOW),$(call stamp,triton) $(call stamp,onnx))
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(if $(SLOW),,-m "not slow") $(ARGS)
 

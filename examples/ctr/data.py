@@ -39,7 +39,7 @@ RATED = (
 
 
 class Data(NamedTuple):
-    """Three parts of a table, and the description of its columns, fitted to the training part."""
+    """A table in three parts, and the `FeatureSpec` that was fitted to the training part."""
 
     spec: FeatureSpec
     parts: dict[str, pa.Table]

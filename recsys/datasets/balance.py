@@ -84,9 +84,9 @@ class BalancedBatches(IterableDataset[Batch]):
     exchanged, but every rank decodes the samples of all ranks, as with `divide="batches"` of a
     reader; `BalancedSampler` reads its own samples alone. A step has the same samples as without
     balancing, and their weights make the mean loss over ranks equal to the loss of the whole batch,
-    so training gives the same results, except for rounding. This holds if the loss of a
-    sample does not depend on the others: not for "in_batch" of `NextItem`, which compares a target
-    with the targets of its rank. Add the `candidates` of `NextItem` after the division. A rank has
+    so training gives the same results, except for rounding. This holds if the loss of a sample does
+    not depend on other samples. The loss "in_batch" of `NextItem` does: it compares a target with
+    the other targets of its rank. Add the `candidates` of `NextItem` after the division. A rank has
     an empty batch in a step with fewer samples than ranks.
 
     Args:
@@ -150,7 +150,7 @@ class BalancedBatches(IterableDataset[Batch]):
         return epoch_length(self.batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the batches, such as the order of a shuffle, for the next iteration.
+        """Set the epoch of the next iteration, on which the order of a shuffle depends.
 
         Args:
             epoch: its number, from 0.

@@ -24,8 +24,8 @@ from torch import Tensor, fx
 def _is_kept(record: logging.LogRecord) -> bool:
     """Return whether to print a record that FBGEMM logs while it is imported.
 
-    FBGEMM 1.6 warns 14 times that its own table of versions lacks it. `recsys doctor` knows the
-    version.
+    FBGEMM 1.6 warns 14 times that its own table has no entry for version 1.6. `recsys doctor`
+    checks the version instead.
     """
     return "_fbgemm_torch_compat_table has no entry" not in record.getMessage()
 

@@ -109,10 +109,7 @@ class KeyedOptimizer(Optimizer):
             if name not in fresh:
                 param.grad = None  # keep an existing state
             elif name in sparse:
-                index = torch.empty((param.dim(), 0), dtype=torch.int64, device=param.device)
-                param.grad = torch.sparse_coo_tensor(
-                    index, param.new_empty(0), param.shape, check_invariants=True
-                )
+                param.grad = torch.zeros_like(param, layout=torch.sparse_coo)
             else:
                 param.grad = torch.zeros_like(param)
         # a zero gradient without decay and learning rate changes neither parameters nor state

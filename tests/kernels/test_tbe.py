@@ -147,6 +147,8 @@ def test_deferred_equals_fused(case: Case, algorithm: EmbOptimType) -> None:
     assert_same(fused, deferred)
 
 
+# torch.optim.Adagrad builds sparse tensors without saying whether to check them
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("mode", [UpdateMode.FUSED, UpdateMode.DEFERRED])
 @pytest.mark.parametrize(
     ("algorithm", "optimizer"),
