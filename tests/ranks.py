@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -34,62 +35,74 @@ def _stacks_path(store_path: str, rank: int) -> str:
 
 def _serve(conn: Connection) -> None:
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", "TBE B200 optimization")  # FBGEMM 1.6's kernels, once each
     num_modules = 0
-    while True:
-        try:
+    with contextlib.suppress(EOFError):  # from recv_bytes: the pool has ended
+        while True:
             job = conn.recv_bytes()
-        except EOFError:
-            return
-        try:
-            # imports the function's module
-            fn, args, rank, world_size, store_path, timeout = pickle.loads(job)
-        except Exception:
-            conn.send_bytes(pickle.dumps((False, traceback.format_exc())))
-            continue
-        if len(sys.modules) != num_modules:
-            # What was imported stays: a collection need not look through it after every function,
-            # which takes 0.2 s, longer than many a function.
-            num_modules = len(sys.modules)
-            gc.freeze()
-        conn.send_bytes(pickle.dumps((True, "ready")))
-        try:
-            conn.recv_bytes()  # all ranks are
-        except EOFError:
-            return
-        with Path(_stacks_path(store_path, rank)).open("w") as stacks:
-            faulthandler.dump_traceback_later(max(timeout - 2, 1), file=stacks)
             try:
-                store = dist.FileStore(store_path, world_size)
-                dist.init_process_group(
-                    "gloo",
-                    store=store,
-                    rank=rank,
-                    world_size=world_size,
-                    timeout=timedelta(seconds=timeout),
-                )
-                dist.barrier()  # a rank that ends at once must not leave before all are connected
-                torch.manual_seed(rank)
-                data = pickle.dumps((True, fn(*args)))
+                # imports the function's module
+                fn, args, rank, world_size, store_path, timeout = pickle.loads(job)
             except Exception:
-                data = pickle.dumps((False, traceback.format_exc()))
-            # Models in cycles hold the group. It must not be they that end it: gloo's threads are
-            # then joined under the interpreter's lock, which they sometimes want themselves.
-            gc.collect()
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            if "torch.distributed.tensor" in sys.modules:
-                # In torch 2.11 the next group would get DTensors on a mesh of this one.
-                from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+                conn.send_bytes(pickle.dumps((False, traceback.format_exc())))
+                continue
+            if len(sys.modules) != num_modules:
+                # What was imported stays: a collection need not look through it after every
+                # function, which takes 0.2 s, longer than many a function.
+                num_modules = len(sys.modules)
+                gc.freeze()
+            conn.send_bytes(pickle.dumps((True, "ready")))
+            conn.recv_bytes()  # all ranks are
+            with Path(_stacks_path(store_path, rank)).open("w") as stacks:
+                faulthandler.dump_traceback_later(max(timeout - 2, 1), file=stacks)
+                data = _run(conn, partial(fn, *args), rank, world_size, store_path, timeout)
+                faulthandler.cancel_dump_traceback_later()
+            conn.send_bytes(data)
 
-                _clear_sharding_prop_cache()
-            faulthandler.cancel_dump_traceback_later()
-        conn.send_bytes(data)
+
+def _run(
+    conn: Connection,
+    fn: Callable[[], Any],
+    rank: int,
+    world_size: int,
+    store_path: str,
+    timeout: float,
+) -> bytes:
+    """Calls ``fn`` in a process group of its own; returns its pickled result or traceback."""
+    import torch
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store_path, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        dist.barrier()  # a rank that ends at once must not leave before all are connected
+        torch.manual_seed(rank)
+        data = pickle.dumps((True, fn()))
+    except Exception:
+        data = pickle.dumps((False, traceback.format_exc()))
+    else:
+        conn.send_bytes(pickle.dumps((True, "done")))
+        conn.recv_bytes()  # all ranks are: one may have been connecting to this one until now
+    # Models in cycles hold the group. It must not be they that end it: gloo's threads are
+    # then joined under the interpreter's lock, which they sometimes want themselves.
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        # In torch 2.11 the next group would get DTensors on a mesh of this one.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+    return data
 
 
 class RankPool:
@@ -151,10 +164,11 @@ class RankPool:
         for rank, (_, conn) in enumerate(self._workers[:world_size]):
             conn.send_bytes(pickle.dumps((fn, args, rank, world_size, path, timeout)))
         answers = self._answers(world_size, _START_S)  # the clock starts when all are ready
-        if len(answers) == world_size and all(ok for ok, _ in answers.values()):
-            for _, conn in self._workers[:world_size]:
-                conn.send_bytes(b"start")
-            answers = self._answers(world_size, timeout)
+        for word in (b"start", b"end"):
+            if len(answers) == world_size and all(ok for ok, _ in answers.values()):
+                for _, conn in self._workers[:world_size]:
+                    conn.send_bytes(word)
+                answers = self._answers(world_size, timeout)
         stacks = {rank: self._taken(_stacks_path(path, rank)) for rank in range(world_size)}
         self._taken(path)
         failed = {rank: text for rank, (ok, text) in answers.items() if not ok}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,14 @@ def _fail_on_rank_1() -> None:
         raise ValueError("the cause")
 
 
+def _end_rank_0_first(ended: Path) -> None:
+    if dist.get_rank() == 0:
+        weakref.finalize(dist.group.WORLD, ended.touch)
+    else:
+        time.sleep(0.5)  # connects another group, say
+        assert not ended.exists()
+
+
 def _rank() -> int:
     return dist.get_rank()
 
@@ -69,6 +78,11 @@ def test_a_rank_that_hangs_is_named_with_its_stack(own_pool: RankPool) -> None:
 def test_a_rank_that_fails_is_named_with_its_traceback(own_pool: RankPool) -> None:
     with pytest.raises(RankError, match=r"rank 1 ---(?s:.)*ValueError: the cause"):
         own_pool(2, _fail_on_rank_1)
+
+
+def test_a_rank_that_ends_first_stays_connected(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, _end_rank_0_first, tmp_path / "ended")
+    assert ranks(2, (tmp_path / "ended").exists) == [True, True]
 
 
 class _Unreadable:
