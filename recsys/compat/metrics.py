@@ -319,7 +319,7 @@ FUNCTIONS: dict[str, Formula] = {
     f"get_xauc_states({_ROWS})": _states("error_sum=ordered_pairs_sum weighted_num_pairs"),
     f"ordered_pairs_sum({_ROWS})": _ordered_pairs,
     "ranking_within_session(predictions, session)": (
-        lambda predictions, session: ranks_in_groups(-predictions, group_samples(session))[1]
+        lambda predictions, session: ranks_in_groups(-predictions, group_samples(session))[0]
     ),
     f"segmented_ne(ce_sum, {_SUMS}, num_groups, eta)": _segmented_ne,
     f"squared_error_sum({_ROWS})": SUMS["squared_error_sum"],

@@ -130,7 +130,7 @@ class Ids:
 
     Raises:
         TypeError: A value has another type.
-        ValueError: The number of rows is below 1.
+        ValueError: The number of rows is below 1, or below the number of special rows.
 
     Example:
         >>> Ids("film", rows=1682, is_list=True).rows
@@ -148,10 +148,13 @@ class Ids:
     """Name of the column of weights, one number per value."""
     table: str | None = None
     """Name of the table. Default: the name of the column."""
+    special_rows: int = 0
+    """Number of first rows that are no values of the data, such as missing and unknown."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         whole(f"Ids {self.name!r}: rows", self.rows)
+        whole(f"Ids {self.name!r}: special_rows", self.special_rows, 0, self.rows)
         object.__setattr__(self, "table", self.table or self.name)
 
 
@@ -362,4 +365,4 @@ def _settings(column: SparseColumn) -> tuple[object, ...]:
         return "Categorical", column.min_count, column.max_size
     if isinstance(column, Hashed):
         return "Hashed", column.rows, column.growing
-    return "Ids", column.rows
+    return "Ids", column.rows, column.special_rows

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.features.columns import (
+    MISSING,
     PART_SIZES,
     Categorical,
     Column,
@@ -50,7 +51,7 @@ def prepared_spec(spec: FeatureSpec) -> FeatureSpec:
         >>> from recsys.features import Categorical, FeatureSpec, Label
         >>> spec = FeatureSpec([Categorical("city"), Label("ok")])
         >>> prepared_spec(spec.fit({"city": ["Oslo", "Rome"], "ok": [0, 1]})).columns[0]
-        Ids(name='city', rows=4, is_list=False, weights=None, table='city')
+        Ids(name='city', rows=4, is_list=False, weights=None, table='city', special_rows=2)
     """
     fitted = spec.fitted
     columns: list[Column] = []
@@ -136,10 +137,13 @@ def _prepared_columns(spec: FeatureSpec, column: Column) -> list[Column]:
     if isinstance(column, Numeric):
         if column.buckets is None:
             return [Numeric(column.name)]
-        return [Ids(column.name, rows=len(spec.fitted.edges[column.name]) + 2)]
+        rows = len(spec.fitted.edges[column.name]) + 2
+        return [Ids(column.name, rows=rows, special_rows=MISSING + 1)]
     if isinstance(column, Timestamp):
         names = [(f"{column.name}_{part}", part) for part in column.parts]
-        return [Ids(name, rows=PART_SIZES[part] + 1) for name, part in names]
+        return [
+            Ids(name, rows=PART_SIZES[part] + 1, special_rows=MISSING + 1) for name, part in names
+        ]
     if not isinstance(column, Categorical | Hashed | Ids):
         return [column]
     weights = None if column.weights is None else f"{column.name}_weights"
@@ -155,11 +159,19 @@ def _prepared_columns(spec: FeatureSpec, column: Column) -> list[Column]:
             )
         ]
     if isinstance(column, Categorical):
-        rows = spec.fitted.vocabularies[str(column.table)].num_rows
+        vocabulary = spec.fitted.vocabularies[str(column.table)]
+        rows, special_rows = vocabulary.num_rows, vocabulary.num_special_rows
     else:
-        rows = column.rows
+        rows, special_rows = column.rows, getattr(column, "special_rows", 0)
     return [
-        Ids(column.name, rows=rows, is_list=column.is_list, weights=weights, table=column.table)
+        Ids(
+            column.name,
+            rows=rows,
+            is_list=column.is_list,
+            weights=weights,
+            table=column.table,
+            special_rows=special_rows,
+        )
     ]
 
 

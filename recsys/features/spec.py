@@ -19,6 +19,7 @@ from recsys.datasets.tables import tables_of
 from recsys.datasets.utils import Batch
 from recsys.features import save
 from recsys.features.columns import (
+    MISSING,
     PART_SIZES,
     Categorical,
     Column,
@@ -35,7 +36,7 @@ from recsys.features.columns import (
 from recsys.features.fit import Fitted, PartialFit
 from recsys.features.samples import read_group, read_label, read_weight
 from recsys.features.transform import jagged_of, read_bags, read_dense
-from recsys.kernels.arguments import whole, wrong_type
+from recsys.kernels.arguments import shown, whole, wrong_type
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.hashed_ids import HashedIds
 
@@ -54,6 +55,8 @@ class Feature(NamedTuple):
     table: str
     rows: int
     growing: bool
+    special_rows: int = 0
+    """Number of first rows that are no values of the data, such as missing and unknown."""
 
 
 @final
@@ -169,25 +172,28 @@ class FeatureSpec:
         found: list[Feature] = []
         for column in self.columns:
             if isinstance(column, Categorical):
-                rows = self.fitted.vocabularies[str(column.table)].num_rows
-                found.append(Feature(column.name, str(column.table), rows, False))
+                of = self.fitted.vocabularies[str(column.table)]
+                special = of.num_special_rows
+                found.append(Feature(column.name, str(column.table), of.num_rows, False, special))
             elif isinstance(column, Hashed):
                 found.append(Feature(column.name, str(column.table), column.rows, column.growing))
             elif isinstance(column, Ids):
-                found.append(Feature(column.name, str(column.table), column.rows, False))
+                special = column.special_rows
+                found.append(Feature(column.name, str(column.table), column.rows, False, special))
             elif isinstance(column, Numeric) and column.buckets is not None:
                 rows = len(self.fitted.edges[column.name]) + 2
-                found.append(Feature(column.name, column.name, rows, False))
+                found.append(Feature(column.name, column.name, rows, False, MISSING + 1))
             elif isinstance(column, Timestamp):
                 for part in column.parts:
                     name = f"{column.name}_{part}"
-                    found.append(Feature(name, name, PART_SIZES[part] + 1, False))
+                    rows = PART_SIZES[part] + 1
+                    found.append(Feature(name, name, rows, False, MISSING + 1))
         return found
 
     def tables(
         self, dim: int | Mapping[str, int], pooling: PoolingType = PoolingType.MEAN
     ) -> list[EmbeddingBagConfig]:
-        """Return a config for each table.
+        """Return a config for each table, with its number of special rows.
 
         Args:
             dim: columns of each table, or of the table of each name.
@@ -212,9 +218,44 @@ class FeatureSpec:
                     feature_names=[feature.name for feature in features],
                     pooling=pooling,
                     ids=HashedIds() if features[0].growing else None,
+                    num_special_rows=features[0].special_rows,
                 )
             )
         return configs
+
+    def values_of(self, table: str, rows: Any) -> _Array:
+        """Return the values of the data that rows of a table stand for, such as recommended items.
+
+        Args:
+            table: the table of a `Categorical` column.
+            rows: whole numbers of any shape, a tensor, an array or a list; -1 stands for no row.
+
+        Returns:
+            Objects, texts or whole numbers, of the shape of `rows`; None for missing, unknown and
+            -1.
+
+        Raises:
+            KeyError: no `Categorical` column has the table.
+            RuntimeError: the spec is not fitted.
+            TypeError: `rows` are not whole numbers.
+            ValueError: a row is outside the table.
+
+        Example:
+            >>> from recsys.features import Categorical, FeatureSpec
+            >>> spec = FeatureSpec([Categorical("city")]).fit({"city": ["Oslo", "Rome", "Rome"]})
+            >>> spec.values_of("city", [[2, 3], [1, -1]]).tolist()
+            [['Rome', 'Oslo'], [None, None]]
+        """
+        vocabularies = self.fitted.vocabularies
+        if table not in vocabularies:
+            raise KeyError(
+                f"table must be one of a Categorical column, {list(vocabularies)}; received "
+                f"{shown(table)}. Other tables do not store values."
+            )
+        found = rows.detach().cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
+        if found.dtype.kind not in "iu" and found.size:
+            raise TypeError(f"rows must be whole numbers; received {shown(rows)}.")
+        return vocabularies[table].values_of(found.astype(np.int64))
 
     # -- files -------------------------------------------------------------------------------------
 

@@ -44,6 +44,8 @@ class Vocabulary:
         >>> column = Values("city", pa.array(["Oslo", None, "Bonn"]), None)
         >>> vocabulary.rows_of(read_keys(column)).tolist()
         [3, 0, 1]
+        >>> vocabulary.values_of(np.array([3, 0, 1, 2])).tolist()
+        ['Oslo', None, None, 'Rome']
     """
 
     def __init__(self, values: Any) -> None:
@@ -60,6 +62,11 @@ class Vocabulary:
     def num_rows(self) -> int:
         """Number of rows of the table."""
         return len(self.values) + _FIRST
+
+    @property
+    def num_special_rows(self) -> int:
+        """Number of first rows that are no values of the data: missing and unknown."""
+        return _FIRST
 
     def by_hash(self) -> tuple[_Array, _Array]:
         """Return the rising hashes of the values, and their rows; [V] int64 each."""
@@ -90,6 +97,26 @@ class Vocabulary:
         if keys.is_missing is not None:
             rows[keys.is_missing] = MISSING
         return rows
+
+    def values_of(self, rows: _Array) -> _Array:
+        """Return the value of each row, objects of the shape of `rows`; None for special rows.
+
+        Args:
+            rows: int64, of any shape; -1 stands for no row.
+
+        Raises:
+            ValueError: a row is outside the table.
+        """
+        if rows.size and not -1 <= int(rows.min()) <= int(rows.max()) < self.num_rows:
+            raise ValueError(
+                f"rows must be from -1 to {self.num_rows - 1}; received {int(rows.min())} to "
+                f"{int(rows.max())}."
+            )
+        flat = rows.reshape(-1)
+        places = pa.array(flat - _FIRST, mask=flat < _FIRST)
+        found = np.empty(len(flat), object)
+        found[:] = self.values.take(places).to_pylist()
+        return found.reshape(rows.shape)
 
     def _find_texts(self, texts: Any) -> _Array:
         places = self._index.find(hash_texts(texts))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
-from recsys.modules.item_index import check_item_ids, check_seen
+from recsys.modules.item_index import check_item_ids, check_seen, select_items
 from recsys.sparse import JaggedTensor, ops
 
 __all__ = ["FaissIndex"]
@@ -26,7 +26,8 @@ class FaissIndex:
     Needs the extra `retrieval`.
 
     Args:
-        items: `[I, D]` floating, the vectors.
+        items: `[I, D]` floating, the vectors. NaN and infinite vectors are left out of the index,
+            as `ItemIndex` never finds them.
         ids: int64 `[I]`, ids of the items, distinct; None for 0 to `I - 1`.
         kind: Kind of the index, as of `faiss.index_factory`, such as "Flat" (exact), "HNSW32" or
             "IVF1024,PQ16".
@@ -36,8 +37,9 @@ class FaissIndex:
 
     Raises:
         ImportError: faiss is not installed.
+        TypeError: `ids` are not whole numbers.
         RuntimeError: faiss does not know the kind or a parameter.
-        ValueError: There is not one id per item, or ids are equal.
+        ValueError: There is not one id per item, ids are equal, or no vector is finite.
 
     Example:
         >>> index = FaissIndex(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]), kind="Flat")
@@ -54,16 +56,19 @@ class FaissIndex:
         parameters: str = "",
     ) -> None:
         faiss = _faiss()
-        if ids is not None:
+        if ids is None:
+            ids = torch.arange(items.shape[0])
+        else:
             check_item_ids(items, ids)
-        vectors = items.detach().float().cpu().contiguous().numpy()
+        items = items.detach().float().cpu()
+        items, self._ids = select_items(items, ids.long().cpu(), items.isfinite().all(1))
+        vectors = items.contiguous().numpy()
         self._index = faiss.index_factory(vectors.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
         if not self._index.is_trained:
             self._index.train(vectors)
         self._index.add(vectors)
         if parameters:
             faiss.ParameterSpace().set_index_parameters(self._index, parameters)
-        self._ids = torch.arange(len(vectors)) if ids is None else ids.long().cpu()
 
     def __call__(
         self, queries: Tensor, k: int, seen: JaggedTensor | None = None
@@ -77,7 +82,8 @@ class FaissIndex:
                 more items as the longest bag has. None for none.
 
         Returns:
-            Scores `[B, K]` and int64 ids `[B, K]`; -inf and -1 where the index found fewer.
+            Scores `[B, K]` and int64 ids `[B, K]`; -inf and -1 where the index found fewer, NaN and
+            -1 for a query that is not finite.
 
         Raises:
             ValueError: `k` is below 1, or there is not one bag per query.
@@ -85,18 +91,22 @@ class FaissIndex:
         whole("k", k)
         check_seen(queries, seen)
         longest = 0 if seen is None or not len(seen.lengths()) else int(seen.lengths().max())
-        vectors = queries.detach().float().cpu().contiguous().numpy()
+        queries = queries.detach().float().cpu()
+        is_finite = queries.isfinite().all(1, keepdim=True)
+        vectors = queries.where(is_finite, 0.0).contiguous().numpy()
         found, places = self._index.search(vectors, min(len(self._ids), k + longest))
         scores, rows = torch.from_numpy(found), torch.from_numpy(places)
         ids = self._ids[rows.clamp(min=0)].masked_fill(rows < 0, -1)
-        is_left = ids >= 0 if seen is None else (ids >= 0) & ~_is_in(ids, seen)
+        is_left = (rows >= 0) & scores.isfinite() & is_finite
+        if seen is not None:
+            is_left &= ~_is_in(ids, seen)
         scores = scores.masked_fill(~is_left, float("-inf"))
         ids = ids.masked_fill(~is_left, -1)
         missing = max(0, k - ids.shape[1])
         scores = torch.nn.functional.pad(scores, (0, missing), value=float("-inf"))
         ids = torch.nn.functional.pad(ids, (0, missing), value=-1)
         best, order = scores.topk(k, dim=1)
-        return best, ids.gather(1, order)
+        return best.masked_fill(~is_finite, float("nan")), ids.gather(1, order)
 
     def save(self, folder: str | Path) -> None:
         """Write the index and the ids to a folder.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from recsys.metrics.batch import MetricBatch, Quantity
+from recsys.metrics.ranking import chances_of_top
 
 OptionSum = Callable[[Any], Quantity]
 """Function that returns the sum of a metric."""
@@ -88,9 +89,17 @@ def within(metric: Any) -> Quantity:
 
     def compute(batch: MetricBatch) -> torch.Tensor:
         assert batch.classes is not None
-        ranked_TNC = batch.classes.argsort(dim=2, descending=True)
-        found_TNC = ranked_TNC == batch.labels.unsqueeze(2)
-        return torch.einsum("tnc,tn->tc", found_TNC.double(), batch.weights_or_nan).cumsum(1)
+        num_classes = batch.classes.shape[2]
+        label_TN1 = batch.labels.unsqueeze(2)
+        class_TN1 = label_TN1.nan_to_num().clamp(0, num_classes - 1).long()
+        score_TN1 = batch.classes.gather(2, class_TN1)
+        # A label that is not the number of a class is after all classes.
+        better_TN1 = (batch.classes > score_TN1).sum(2, keepdim=True)
+        better_TN1 = better_TN1.where(class_TN1 == label_TN1, num_classes)
+        tied_TN1 = (batch.classes == score_TN1).sum(2, keepdim=True)
+        ks_C = torch.arange(1, num_classes + 1, device=better_TN1.device)
+        found_TNC = chances_of_top(better_TN1, tied_TN1, ks_C)
+        return torch.einsum("tnc,tn->tc", found_TNC, batch.weights_or_nan)
 
     return Quantity(f"within_{metric.num_classes}", compute, width=metric.num_classes)
 

@@ -19,6 +19,7 @@ from recsys.metrics.ranking import (
     Ranked,
     areas_under_roc,
     average_precisions,
+    equal_pairs,
     inverted_pairs,
     sum_groups,
 )
@@ -101,6 +102,9 @@ def _groups_with_nan(ranked: Ranked) -> torch.Tensor:
 def _shares_in_order(ranked: Ranked) -> torch.Tensor:
     ones = torch.ones_like(ranked.weights)
     inverted_G = inverted_pairs(ranked.scores, ranked.labels, ones, ranked.groups)
+    # Half of the pairs with equal scores, without those with equal labels.
+    inverted_G += 0.5 * equal_pairs(ranked.groups, ranked.scores)
+    inverted_G -= 0.5 * equal_pairs(ranked.groups, ranked.scores, ranked.labels)
     size_G = ranked.groups.size_G.double()
     shares_G = 1.0 - inverted_G / (size_G * (size_G - 1.0) / 2.0)
     return shares_G.where(~_groups_with_nan(ranked), torch.nan)
@@ -114,7 +118,7 @@ class RAUCMetric(
 ):
     """Share of pairs of samples that are not in the wrong order, for labels of any value.
 
-    Weights are ignored. The argument `grouped_rauc=True` adds the mean over the groups of the model
+    A pair of equal predictions and different labels counts one half. Weights are ignored. The argument `grouped_rauc=True` adds the mean over the groups of the model
     output `grouping_keys`. Groups of one sample are left out; the mean is NaN if no group is left.
     """
 

@@ -182,26 +182,97 @@ def inverted_pairs(
     return inverted_G
 
 
+def equal_pairs(groups: Groups, *columns: torch.Tensor) -> torch.Tensor:
+    """Count the pairs of samples of each group that are equal in all columns.
+
+    Args:
+        groups: Groups.
+        columns: `[N]` values.
+
+    Returns:
+        `[G]` float64.
+    """
+    rows = [groups.index_N, *columns]
+    order_N = torch.arange(len(groups.index_N), device=groups.index_N.device)
+    for row_N in reversed(rows):
+        order_N = order_N[row_N[order_N].argsort(stable=True)]
+    starts_N = torch.stack([_starts(row_N[order_N]) for row_N in rows]).any(0)
+    # A sample is in a pair with each of the earlier samples of its run.
+    earlier_N = _indices_in_runs(starts_N).double()
+    return earlier_N.new_zeros(len(groups.size_G)).index_add_(
+        0, groups.index_N[order_N], earlier_N
+    )
+
+
 def ranks_in_groups(scores_N: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the rank of each sample in its group, by descending score.
+    """Compute the ranks of each sample in its group, by descending score.
 
     Args:
         scores_N: `[N]` of any float dtype.
         groups: Groups.
 
     Returns:
-        `[N]` ranks from 0, int64, in which equal scores keep their order; and `[N]` ranks in which
-        equal scores share the lowest rank.
+        `[N]` numbers of samples of the group with a higher score, int64; and `[N]` numbers of
+        samples of the group with an equal score, the sample included.
     """
     order_N = scores_N.argsort(descending=True, stable=True)
     order_N = order_N[groups.index_N[order_N].argsort(stable=True)]
     new_group_N = _starts(groups.index_N[order_N])
-    in_group_N = _indices_in_runs(new_group_N)
-    in_tie_N = _indices_in_runs(new_group_N | _starts(scores_N[order_N]))
-    rank_N, shared_N = torch.empty_like(order_N), torch.empty_like(order_N)
-    rank_N[order_N] = in_group_N
-    shared_N[order_N] = in_group_N - in_tie_N
-    return rank_N, shared_N
+    new_tie_N = new_group_N | _starts(scores_N[order_N])
+    better_N, tied_N = torch.empty_like(order_N), torch.empty_like(order_N)
+    better_N[order_N] = _indices_in_runs(new_group_N) - _indices_in_runs(new_tie_N)
+    run_N = new_tie_N.cumsum(0) - 1
+    tied_N[order_N] = torch.zeros_like(run_N).index_add_(0, run_N, torch.ones_like(run_N))[run_N]
+    return better_N, tied_N
+
+
+def chances_of_top(
+    better: torch.Tensor, tied: torch.Tensor, k: int | torch.Tensor
+) -> torch.Tensor:
+    """Compute the probability that a sample is among the first `k`, over all orders of its tie.
+
+    Source: McSherry and Najork, "Computing information retrieval performance measures efficiently
+    in the presence of tied scores" (ECIR 2008).
+
+    Args:
+        better: Numbers of samples with a higher score, of any shape; may be infinite.
+        tied: Numbers of samples with an equal score, the sample included.
+        k: Number of ranks, or several numbers, which are broadcast.
+
+    Returns:
+        Probabilities, float64.
+    """
+    return torch.minimum((k - better.double()).clamp(min=0), tied.double()) / tied
+
+
+def expected_discounts(better: torch.Tensor, tied: torch.Tensor, k: int) -> torch.Tensor:
+    """Compute the mean of `1 / log2(rank + 1)` over all orders of a tie; 0 from rank `k + 1` on.
+
+    Args:
+        better: Numbers of samples with a higher score, of any shape; may be infinite.
+        tied: Numbers of samples with an equal score, the sample included.
+        k: Number of ranks that count.
+
+    Returns:
+        float64 of the shape of `better`.
+    """
+    sums = discount_sums(k, better.device)
+    first, last = better.clamp(max=k).long(), (better + tied).clamp(max=k).long()
+    return (sums[last] - sums[first]) / tied
+
+
+def discount_sums(k: int, device: torch.device) -> torch.Tensor:
+    """Return the sums of the first 0 to `k` discounts `1 / log2(rank + 1)`.
+
+    Args:
+        k: Number of ranks.
+        device: Device of the sums.
+
+    Returns:
+        `[k + 1]` float64.
+    """
+    ranks = torch.arange(1, k + 1, dtype=torch.float64, device=device)
+    return torch.cat([ranks.new_zeros(1), (1 / (ranks + 1).log2()).cumsum(0)])
 
 
 def weigh_equal_pairs(keys_N: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:

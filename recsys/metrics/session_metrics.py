@@ -18,6 +18,8 @@ from recsys.metrics.ranking import (
     Groups,
     Ranked,
     areas_under_roc,
+    chances_of_top,
+    expected_discounts,
     group_samples,
     inverted_pairs,
     one_group,
@@ -67,8 +69,8 @@ class NDCGMetric(SessionMetric, metric=RecMetricEnum.NDCG):
 
     The discounted gain of a session is the sum of `gain / log2(rank + 2)`, with ranks from 0 in
     the order of the predictions. It is divided by the same sum in the order of the labels; the
-    NDCG is 0 without gains. Equal predictions keep their order. A result is the mean over
-    sessions, each multiplied by its largest weight. Source: Järvelin and Kekäläinen, "Cumulated
+    NDCG is 0 without gains. Equal predictions count by the mean over all their orders. A result is
+    the mean over sessions, each multiplied by its largest weight. Source: Järvelin and Kekäläinen, "Cumulated
     gain-based evaluation of IR techniques" (ACM TOIS, 2002).
 
     Arguments: `session_key` names the model output with the sessions. `exponential_gain` uses the
@@ -124,19 +126,18 @@ class NDCGMetric(SessionMetric, metric=RecMetricEnum.NDCG):
     def _discount(
         self, gains_N: torch.Tensor, scores_N: torch.Tensor, sessions: Groups
     ) -> torch.Tensor:
-        rank_N, _ = ranks_in_groups(scores_N, sessions)
-        gains_N = gains_N / (rank_N + 2.0).double().log2()
-        if self.options["k"] >= 0:
-            gains_N = gains_N.where(rank_N < self.options["k"], 0.0)
-        return sum_groups(gains_N, sessions)
+        k = len(scores_N) if self.options["k"] < 0 else self.options["k"]
+        ranks = ranks_in_groups(scores_N, sessions)
+        return sum_groups(gains_N * expected_discounts(*ranks, k), sessions)
 
 
 class TopOfSessionMetric(SessionMetric):
     """Base class of metrics of decisions for the best samples of each session.
 
     `RecTaskInfo.session_metric_def` defines the sessions and the number `top_threshold` of samples
-    that are predicted positive: those with fewer better ones than `top_threshold`. Labels of 1 are
-    positive; with `run_ranking_of_labels`, the `top_threshold` highest labels are.
+    that are predicted positive. Equal predictions at the threshold count by their probability to be
+    among these, over all their orders. Labels of 1 are positive; with `run_ranking_of_labels`, the
+    `top_threshold` highest labels are, in the same way.
     """
 
     is_recall: ClassVar[bool]
@@ -159,10 +160,10 @@ class TopOfSessionMetric(SessionMetric):
         session = _session_of(batch.tasks[index])
         groups = group_samples(batch.input(session.session_var_name).long())
         limit, weights_N = session.top_threshold or 0, batch.weights_or_nan[index]
-        predicted_N = (ranks_in_groups(batch.predictions[index], groups)[1] < limit).double()
+        predicted_N = chances_of_top(*ranks_in_groups(batch.predictions[index], groups), limit)
         positive_N = batch.labels[index]
         if session.run_ranking_of_labels:
-            positive_N = (ranks_in_groups(positive_N, groups)[1] < limit).double()
+            positive_N = chances_of_top(*ranks_in_groups(positive_N, groups), limit)
         whole_N = positive_N if self.is_recall else predicted_N
         return (predicted_N * positive_N * weights_N).sum(), (whole_N * weights_N).sum()
 
@@ -225,8 +226,8 @@ class GAUCMetric(SessionMetric, metric=RecMetricEnum.GAUC):
 class XAUCMetric(SessionMetric, metric=RecMetricEnum.XAUC):
     """Weighted share of pairs of a batch whose predictions have the order of their labels.
 
-    Pairs of equal predictions count if their labels are equal. Labels may have any value. On a GPU
-    each update waits for the device.
+    Pairs of equal predictions count if their labels are equal, and one half otherwise. Labels may
+    have any value. On a GPU each update waits for the device.
     """
 
     def measure(self, batch: MetricBatch, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,7 +237,9 @@ class XAUCMetric(SessionMetric, metric=RecMetricEnum.XAUC):
         in_order = inverted_pairs(scores_N, -labels_N, weights_N, one_group(labels_N)).sum()
         label, score = group_samples(labels_N).index_N, group_samples(scores_N).index_N
         key = label * len(score) + score
-        in_order = in_order + weigh_equal_pairs(key, weights_N)
+        # Half of the pairs with equal predictions, and half of those with equal labels, too.
+        for keys_N in (score, key):
+            in_order = in_order + 0.5 * weigh_equal_pairs(keys_N, weights_N)
         return in_order, torch.dot(weights_N[1:], weights_N.cumsum(0)[:-1])
 
 

@@ -181,6 +181,8 @@ class BaseEmbeddingConfig:
     """Not supported: must be False."""
     ids: HashedIds | None = field(default=None, kw_only=True)
     """Rules of a table that is read by any 64-bit id; it has `num_embeddings` rows, rounded up."""
+    num_special_rows: int = field(default=0, kw_only=True)
+    """First rows that are no values of the data, such as missing and unknown; not recommended."""
 
     def __post_init__(self) -> None:
         where = f"{type(self).__name__} '{self.name}'"
@@ -188,6 +190,7 @@ class BaseEmbeddingConfig:
             wrong_type(f"{type(self).__name__}.name", "text", self.name)
         self.num_embeddings = whole(f"{where}.num_embeddings", self.num_embeddings)
         self.embedding_dim = whole(f"{where}.embedding_dim", self.embedding_dim)
+        self.num_special_rows = whole(f"{where}.num_special_rows", self.num_special_rows, 0)
         if not isinstance(self.ids, HashedIds | None):
             wrong_type(f"{where}.ids", "HashedIds or None", self.ids)
         if self.ids is not None:

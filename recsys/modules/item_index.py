@@ -23,13 +23,18 @@ class ItemIndex(nn.Module):
 
     The vectors are buffers, so an index moves, is saved and exported with the model that has it.
 
+    A score must be finite: an item with a NaN or infinite vector is never found, nor is an item
+    whose score overflows. All scores of a query with such a vector are NaN.
+
     Args:
-        items: `[I, D]` floating, the vectors.
+        items: `[I, D]` floating, the vectors. Rows of -inf, as `NextItem.items` has for rows that
+            are no items, are left out of the index.
         ids: int64 `[I]`, ids of the items, distinct; None for 0 to `I - 1`.
         chunk_items: Items that are scored at once.
 
     Raises:
-        ValueError: Shapes or sizes do not match, or ids are equal.
+        TypeError: `ids` are not whole numbers.
+        ValueError: Shapes or sizes do not match, ids are equal, or there is no item.
 
     Example:
         >>> index = ItemIndex(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]))
@@ -51,12 +56,14 @@ class ItemIndex(nn.Module):
                 f"items must be floats, [items, columns]; received {items.dtype} "
                 f"{list(items.shape)}."
             )
+        self.has_row_ids = ids is None
         if ids is None:
             ids = torch.arange(items.shape[0], device=items.device)
         else:
             check_item_ids(items, ids)
         self.chunk_items = whole("chunk_items", chunk_items)
-        self.register_buffer("items", items.detach())
+        items, ids = select_items(items.detach(), ids, ~items.isneginf().all(1))
+        self.register_buffer("items", items)
         self.register_buffer("ids", ids.long())
 
     def forward(
@@ -71,46 +78,175 @@ class ItemIndex(nn.Module):
                 for none.
 
         Returns:
-            Scores `[B, K]`, -inf where all other items are seen; and int64 ids `[B, K]`.
+            Scores `[B, K]` and int64 ids `[B, K]`. Where a query has no other items, the score is
+            -inf and the id -1. For a query that is not finite, scores are NaN and ids -1. Items
+            with equal scores are in no particular order.
 
         Raises:
             ValueError: `k` is larger than the number of items, or shapes do not match.
         """
+        self._check(queries, seen)
+        if not 1 <= k <= self.items.shape[0]:
+            raise ValueError(f"k must be from 1 to {self.items.shape[0]}; received {k}.")
+        scores, places = list[Tensor](), list[Tensor]()
+        places_of_seen = None if seen is None else self._places_of(seen)
+        for first in range(0, self.items.shape[0], self.chunk_items):
+            found = self._scores(queries, first, places_of_seen)
+            best, place = found.topk(min(k, found.shape[1]), dim=1)
+            scores.append(best)
+            places.append(place + first)
+        best, place = scores[0], places[0]
+        if len(scores) > 1:
+            best, order = torch.cat(scores, 1).topk(k, dim=1)
+            place = torch.cat(places, 1).gather(1, order)
+        ids = self.ids[place].masked_fill(best == float("-inf"), -1)
+        return best.masked_fill(~queries.isfinite().all(1, keepdim=True), float("nan")), ids
+
+    def rank(
+        self, queries: Tensor, targets: Tensor, offsets: Tensor, seen: JaggedTensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ranks of targets among all items, for `RetrievalMetrics.update_ranks`.
+
+        Args:
+            queries: `[B, D]`.
+            targets: `[T]` ids of the targets, distinct for each query.
+            offsets: `[B + 1]`, the position of the first target of each query, and the end.
+            seen: Ids that are not ranked for a query, except its targets; one bag per query. None
+                for none.
+
+        Returns:
+            float64 `[T]`, the number of items with a higher score: inf for an id that the index
+            does not have, NaN if the query or the score is not finite. And float64 `[T]`, the
+            number of items with the score of the target, the target included.
+
+        Raises:
+            ValueError: Shapes do not match.
+
+        Example:
+            >>> index = ItemIndex(torch.tensor([[1.0], [2.0], [1.0], [3.0]]))
+            >>> index.rank(torch.ones(1, 1), torch.tensor([0, 9]), torch.tensor([0, 2]))
+            (tensor([2., inf], dtype=torch.float64), tensor([2., 1.], dtype=torch.float64))
+        """
+        self._check(queries, seen)
+        if targets.dim() != 1 or offsets.shape != (queries.shape[0] + 1,):
+            raise ValueError(
+                f"targets must be [targets] and offsets [{queries.shape[0] + 1}]; received "
+                f"{list(targets.shape)} and {list(offsets.shape)}."
+            )
+        bags = JaggedTensor(targets, offsets=offsets)
+        query_T, place_T, is_known_T = ops.bags_of(bags), *self._find(targets.long())
+        of_targets = query_T[is_known_T], place_T[is_known_T]
+        places_of_seen = None if seen is None else self._places_of(seen)
+        firsts = range(0, self.items.shape[0], self.chunk_items)
+        # All scores of a query are of one product, so that equal vectors have equal scores.
+        score_T = torch.zeros_like(query_T, dtype=queries.dtype)
+        chunk = queries.new_zeros(0)
+        for first in firsts:
+            chunk = self._scores(queries, first, None)
+            is_here_T = is_known_T & (place_T >= first) & (place_T < first + chunk.shape[1])
+            found_T = chunk[query_T, (place_T - first).clamp(0, chunk.shape[1] - 1)]
+            score_T = found_T.where(is_here_T, score_T)
+        better_T = torch.zeros_like(query_T, dtype=torch.float64)
+        tied_T = torch.zeros_like(better_T)
+        for first in firsts:
+            chunk = self._scores(queries, first, places_of_seen, of_targets)
+            rows = chunk[query_T]
+            better_T += (rows > score_T.unsqueeze(1)).sum(1)
+            tied_T += (rows == score_T.unsqueeze(1)).sum(1)
+        better_T = better_T.masked_fill(~is_known_T, float("inf"))
+        is_finite_T = score_T.isfinite() & queries.isfinite().all(1)[query_T]
+        return (
+            better_T.masked_fill(~is_finite_T, float("nan")),
+            tied_T.where(is_known_T & is_finite_T, 1.0),
+        )
+
+    def without(self, ids: Tensor) -> ItemIndex:
+        """Return an index without some items, or this index if it has none of them.
+
+        Args:
+            ids: int64 `[N]`.
+
+        Example:
+            >>> ItemIndex(torch.eye(3)).without(torch.tensor([0, 7])).ids
+            tensor([1, 2])
+        """
+        is_left = ~torch.isin(self.ids, ids.to(self.ids.device))
+        if is_left.all():
+            return self
+        found = ItemIndex(*select_items(self.items, self.ids, is_left), self.chunk_items)
+        found.has_row_ids = self.has_row_ids
+        return found
+
+    def _check(self, queries: Tensor, seen: JaggedTensor | None) -> None:
         if queries.dim() != 2 or queries.shape[1] != self.items.shape[1]:
             raise ValueError(
                 f"queries must be [queries, {self.items.shape[1]}]; received {list(queries.shape)}."
             )
         check_seen(queries, seen)
-        if not 1 <= k <= self.items.shape[0]:
-            raise ValueError(f"k must be from 1 to {self.items.shape[0]}; received {k}.")
-        scores, places = list[Tensor](), list[Tensor]()
-        rows_of_seen = None if seen is None else self._places_of(seen)
-        for first in range(0, self.items.shape[0], self.chunk_items):
-            chunk = self.items[first : first + self.chunk_items]
-            found = queries @ chunk.T
-            if rows_of_seen is not None:
-                rows, places_of_seen = rows_of_seen
-                is_here = (places_of_seen >= first) & (places_of_seen < first + len(chunk))
-                found[rows[is_here], places_of_seen[is_here] - first] = float("-inf")
-            best, place = found.topk(min(k, len(chunk)), dim=1)
-            scores.append(best)
-            places.append(place + first)
-        if len(scores) == 1:
-            return scores[0], self.ids[places[0]]
-        best, order = torch.cat(scores, 1).topk(k, dim=1)
-        return best, self.ids[torch.cat(places, 1).gather(1, order)]
+
+    def _scores(
+        self,
+        queries: Tensor,
+        first: int,
+        seen: tuple[Tensor, Tensor] | None,
+        shown: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the scores of a chunk of items; -inf for items that a query must not find.
+
+        Args:
+            queries: The queries.
+            first: The first item of the chunk.
+            seen: Queries and items that are not found.
+            shown: Queries and items that are found, even if they are among `seen`.
+        """
+        chunk = self.items[first : first + self.chunk_items]
+        scores = queries @ chunk.T
+        scores = scores.masked_fill(~scores.isfinite(), float("-inf"))
+        if seen is not None:
+            rows, columns = _inside(seen, first, scores.shape[1])
+            if shown is None:
+                scores[rows, columns] = float("-inf")
+            else:
+                shown = _inside(shown, first, scores.shape[1])
+                kept = scores[shown]
+                scores[rows, columns] = float("-inf")
+                scores[shown] = kept
+        return scores
 
     def _places_of(self, seen: JaggedTensor) -> tuple[Tensor, Tensor]:
         """Return the query and the position of each id that the index has."""
+        places, is_known = self._find(seen.trim().values().long())
+        return ops.bags_of(seen)[is_known], places[is_known]
+
+    def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the position of each id, and whether the index has it."""
         ordered, order = self.ids.sort()
-        ids = seen.trim().values().long()
         place = torch.searchsorted(ordered, ids).clamp(max=len(ordered) - 1)
-        is_known = ordered[place] == ids
-        return ops.bags_of(seen)[is_known], order[place[is_known]]
+        return order[place], ordered[place] == ids
+
+
+def _inside(places: tuple[Tensor, Tensor], first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return the rows and columns of a chunk."""
+    rows, items = places
+    is_here = (items >= first) & (items < first + size)
+    return rows[is_here], items[is_here] - first
+
+
+def select_items(items: Tensor, ids: Tensor, is_item: Tensor) -> tuple[Tensor, Tensor]:
+    """Return some of the items and their ids."""
+    if items.is_meta or is_item.all():
+        return items, ids
+    if not is_item.any():
+        raise ValueError(
+            f"items must have a vector of an item; received {list(items.shape)} without any."
+        )
+    return items[is_item], ids[is_item]
 
 
 def check_item_ids(items: Tensor, ids: Tensor) -> None:
     """Raise an error unless each item has an id of its own."""
+    if ids.is_floating_point():
+        raise TypeError(f"ids must be whole numbers; received {ids.dtype}. Convert them to int64.")
     if ids.shape != items.shape[:1]:
         raise ValueError(
             f"ids must be one per item, [{items.shape[0]}]; received {list(ids.shape)}."
@@ -135,7 +271,8 @@ class Recommend(nn.Module):
 
     Args:
         model: Its `users(features)` are the queries, as of `NextItem`.
-        index: The items.
+        index: The items. If the model has `special_ids()`, as `NextItem` has, and the ids are those
+            of the history or rows of the table, these ids are left out.
         k: Number of items of each user.
         history: Feature of ids that are not recommended again; None to recommend any.
 
@@ -148,12 +285,13 @@ class Recommend(nn.Module):
         >>> from recsys.modules.sequences.next_item import NextItem
         >>> from recsys.modules.sequences.sasrec import SASRec
         >>> films = EmbeddingConfig(
-        ...     num_embeddings=10, embedding_dim=8, name="films", feature_names=["history"]
+        ...     num_embeddings=10, embedding_dim=8, name="films", feature_names=["history", "target"]
         ... )
         >>> model = NextItem(EmbeddingCollection(tables=[films]), SASRec(8, 50), "in_batch")
-        >>> items = model.embedding_collection.embeddings["films"].weight
+        >>> items = model.items(10, torch.device("cpu"))
         >>> ids = torch.tensor([1, 2, 3])
-        >>> features = KeyedJaggedTensor(["history"], ids, lengths=torch.tensor([2, 1]))
+        >>> lengths = torch.tensor([2, 1, 0, 0])
+        >>> features = KeyedJaggedTensor(["history", "target"], ids, lengths=lengths)
         >>> scores, found = Recommend(model.eval(), ItemIndex(items), k=3)(features)
         >>> found.shape
         torch.Size([2, 3])
@@ -164,11 +302,14 @@ class Recommend(nn.Module):
         self, model: nn.Module, index: ItemIndex, k: int, history: str | None = "history"
     ) -> None:
         super().__init__()
+        self.has_row_ids = history is not None or index.has_row_ids
+        if self.has_row_ids and hasattr(model, "special_ids"):
+            index = index.without(model.special_ids())  # type: ignore[operator]
         self.model, self.index, self.history = model, index, history
         self.k = whole("k", k)
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
-        """Return scores `[B, K]` and int64 ids `[B, K]`, the best first.
+        """Return scores `[B, K]` and int64 ids `[B, K]`, the best first, as of `ItemIndex`.
 
         Args:
             features: The features of `B` users.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import shown, whole
 from recsys.kernels.checked import checked
 from recsys.metrics.retrieval import RetrievalMetrics
 from recsys.modules.item_index import ItemIndex
@@ -22,8 +22,10 @@ class FullRanking:
     """Metrics of a `Trainer` for `NextItem`: all items that a user has not seen are ranked.
 
     `Trainer(..., metrics=lambda device: FullRanking(model, num_items, device))`. The item to find
-    is the last target of each sample. The metrics have the names of `RetrievalMetrics`; `loss` is
-    the mean of the batches' losses.
+    is the last target of each sample. The metrics have the names and rules of `RetrievalMetrics`;
+    `loss` is the mean of the batches' losses. Special rows of the table, such as missing and
+    unknown items, are not ranked; a sample with such a target counts as a miss. If the vector of a
+    user, or the score of the target, is not finite, the metrics are NaN.
 
     Args:
         model: The trained `NextItem`, in a `DistributedModelParallel` or not. Its items are looked
@@ -32,9 +34,12 @@ class FullRanking:
         device: Device of the model.
         ks: Numbers of items that are recommended.
         seen: Features of items that a user has seen, beside the history of the model.
+        seen_targets: What to do if a user has seen the target before. "rank": rank it, and leave
+            out only the other seen items, as a recommender with `history=None` may find it.
+            "skip": leave the sample out; the metric `seen_targets` is the number of such samples.
 
     Raises:
-        ValueError: A number is below 1.
+        ValueError: A number is below 1, or `seen_targets` is another text.
 
     Example:
         >>> from recsys.modules.embedding_configs import EmbeddingConfig
@@ -61,13 +66,21 @@ class FullRanking:
         device: torch.device,
         ks: Sequence[int] = (10,),
         seen: Sequence[str] = (),
+        seen_targets: Literal["rank", "skip"] = "rank",
     ) -> None:
+        if seen_targets not in ("rank", "skip"):
+            raise ValueError(
+                f'seen_targets must be "rank" or "skip"; received {shown(seen_targets)}.'
+            )
         self._module: Any = getattr(model, "module", model)
         self._seen = [self._module.history, *seen]
         self._metrics = RetrievalMetrics(ks, device)
         with torch.no_grad():
-            items = self._module.items(whole("num_items", num_items), device)
-        self._index, self._k = ItemIndex(items), max(ks)
+            self._num_items = whole("num_items", num_items)
+            items = self._module.items(self._num_items, device)
+        self._index = ItemIndex(items)
+        self._skips = seen_targets == "skip"
+        self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         self._loss = torch.zeros(2, dtype=torch.float64, device=device)
 
     def update(self, output: tuple[Tensor, Tensor, Tensor], batch: Any) -> None:
@@ -81,9 +94,19 @@ class FullRanking:
         features = getattr(batch, "sparse_features", batch)
         seen = ops.concat([features[name] for name in self._seen])
         last = ops.slice(features[self._module.target], -1)
-        scores, found = self._index(users.to(self._index.items.dtype), self._k, seen)
-        found = found.masked_fill(scores == float("-inf"), -1)  # all other items are seen
-        self._metrics.update(found, last.values().long(), last.offsets())
+        users, targets = users.to(self._index.items.dtype), last.values().long()
+        better, tied = self._index.rank(users, targets, last.offsets(), seen)
+        offsets = last.offsets()
+        if self._skips:
+            seen_of = ops.bags_of(seen) * self._num_items + seen.trim().values().long()
+            is_seen = torch.isin(ops.bags_of(last) * self._num_items + targets, seen_of)
+            is_left = ~is_seen | better.isinf()  # a target that is no item is a miss
+            lengths = last.lengths().new_zeros(last.lengths().shape)
+            lengths.index_add_(0, ops.bags_of(last), is_left.to(lengths.dtype))
+            better, tied = better[is_left], tied[is_left]
+            offsets = torch.cat([offsets.new_zeros(1), lengths.cumsum(0).to(offsets.dtype)])
+            self._skipped += (~is_left).sum()
+        self._metrics.update_ranks(better, tied, offsets)
         self._loss += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
 
     def sync(self) -> None:
@@ -91,8 +114,10 @@ class FullRanking:
         self._metrics.sync()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(self._loss)
+            torch.distributed.all_reduce(self._skipped)
 
     def compute(self) -> dict[str, float]:
         """Return the metrics by name."""
         loss = self._loss[0] / self._loss[1]
-        return {**self._metrics.compute(), "loss": float(loss)}
+        skipped = {"seen_targets": float(self._skipped)} if self._skips else {}
+        return {**self._metrics.compute(), **skipped, "loss": float(loss)}

@@ -139,11 +139,15 @@ def average_precision(p: Sequence[float], y: Sequence[float], w: Sequence[float]
 
 
 def share_in_order(p: Sequence[float], y: Sequence[float], w: Sequence[float]) -> float:
-    """Of pairs that are not against each other; weights do not count."""
+    """Of pairs that are not against each other, half of equal ones; weights do not count."""
     if has_nan(p, y):
         return math.nan
     pairs = list(itertools.combinations(range(len(p)), 2))
-    wrong = sum((p[i] > p[j] and y[i] < y[j]) or (p[i] < p[j] and y[i] > y[j]) for i, j in pairs)
+    wrong = sum(
+        0.5 if p[i] == p[j] else float((p[i] > p[j]) == (y[i] < y[j]))
+        for i, j in pairs
+        if y[i] != y[j]
+    )
     return 1 - wrong / len(pairs) if pairs else math.nan
 
 
@@ -188,12 +192,24 @@ def by_session(rows: Rows) -> Iterator[Rows]:
         yield rows.take([i for i, other in enumerate(rows.session) if other == session])
 
 
+def orders_of_ties(scores: Sequence[float]) -> list[tuple[int, int]]:
+    """The numbers of higher and of equal scores."""
+    return [(sum(s > own for s in scores), sum(s == own for s in scores)) for own in scores]
+
+
 def discounted(gains: Sequence[float], scores: Sequence[float], k: int) -> float:
-    """Gains by the logarithms of their places; equal scores keep their order."""
-    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    """Gains by the logarithms of their places; the mean over the places of equal scores."""
     return math.fsum(
-        gains[i] / math.log2(place + 2) for place, i in enumerate(order) if k < 0 or place < k
+        gain / math.log2(place + 2) / tied
+        for gain, (better, tied) in zip(gains, orders_of_ties(scores), strict=True)
+        for place in range(better, better + tied)
+        if k < 0 or place < k
     )
+
+
+def of_the_first(scores: Sequence[float], limit: int) -> list[float]:
+    """The share of the orders of equal scores in which each is one of the first."""
+    return [min(max(limit - better, 0), tied) / tied for better, tied in orders_of_ties(scores)]
 
 
 def ndcg(batches: Sequence[Rows], options: Mapping[str, Any]) -> float:
@@ -224,11 +240,10 @@ def top_of_sessions(batches: Sequence[Rows], limit: int, ranks_labels: bool) -> 
     for rows in (session for batch in batches for session in by_session(batch)):
         if has_nan(rows.p, rows.y, rows.w):
             return math.nan, math.nan
-        for p, y, w in zip(rows.p, rows.y, rows.w, strict=True):
-            is_predicted = sum(other > p for other in rows.p) < limit
-            label = float(sum(other > y for other in rows.y) < limit) if ranks_labels else y
-            hits.append(is_predicted * label * w)
-            predicted.append(is_predicted * w)
+        labels = of_the_first(rows.y, limit) if ranks_labels else rows.y
+        for chance, label, w in zip(of_the_first(rows.p, limit), labels, rows.w, strict=True):
+            hits.append(chance * label * w)
+            predicted.append(chance * w)
             positive.append(label * w)
     found = math.fsum(hits)
     return divide(found, math.fsum(positive)), divide(found, math.fsum(predicted))
@@ -259,7 +274,9 @@ def xauc(batches: Sequence[Rows]) -> float:
             weight = rows.w[i] * rows.w[j]
             whole.append(weight)
             p, y = rows.p[i] - rows.p[j], rows.y[i] - rows.y[j]
-            right.append(weight if (p > 0) - (p < 0) == (y > 0) - (y < 0) else 0.0)
+            is_half = p == 0 and y != 0
+            is_right = (p > 0) - (p < 0) == (y > 0) - (y < 0)
+            right.append(weight * (0.5 if is_half else float(is_right)))
     return divide(math.fsum(right), math.fsum(whole))
 
 
@@ -301,11 +318,11 @@ def multiclass(rows: Rows, num_classes: int) -> list[float]:
     """Share of samples whose class is among the k best, for each k."""
     if has_nan(rows.y, rows.w, *rows.classes):
         return [math.nan] * num_classes
-    places = [sum(s > c[int(y)] for s in c) for c, y in zip(rows.classes, rows.y, strict=True)]
-    return [
-        divide(dot([float(place < k) for place in places], rows.w), math.fsum(rows.w))
+    chances = [
+        [of_the_first(c, k)[int(y)] for c, y in zip(rows.classes, rows.y, strict=True)]
         for k in range(1, num_classes + 1)
     ]
+    return [divide(dot(of_k, rows.w), math.fsum(rows.w)) for of_k in chances]
 
 
 def multi_label(rows: Rows, num_labels: int) -> list[float]:

@@ -245,3 +245,13 @@ def test_predictions_beyond_all_bins_are_in_the_last() -> None:
     batch["click_label"] = torch.tensor([0.0, 0.0, 1.0])
     module.update(batch)
     assert module.compute()["binned_auc-click|window_binned_auc"] == 1.0
+
+
+def test_equal_predictions_have_half_of_the_pairs_in_order() -> None:
+    module = build({RecMetricEnum.RAUC: RecMetricDef(rec_tasks=[CLICK, BUY], window_size=16)})
+    batch = model_out(0, 8)
+    for task in TASKS:
+        batch[f"{task}_prediction"] = torch.full((8,), 0.5)
+        batch[f"{task}_label"] = torch.arange(8.0)
+    module.update(batch)
+    assert module.compute()["rauc-buy|window_rauc"] == 0.5

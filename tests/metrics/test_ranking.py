@@ -17,6 +17,9 @@ from recsys.metrics.ranking import (
     Ranked,
     areas_under_roc,
     average_precisions,
+    chances_of_top,
+    equal_pairs,
+    expected_discounts,
     group_samples,
     inverted_pairs,
     one_group,
@@ -121,12 +124,11 @@ def test_a_score_that_is_no_number_shows():
 @given(samples=SAMPLES)
 def test_ranks_in_groups(samples):
     scores, _, _, keys = tensors(samples)
-    found, shared = ranks_in_groups(scores, group_samples(keys))
+    better, tied = ranks_in_groups(scores, group_samples(keys))
     for i in range(len(keys)):
         of = [j for j in range(len(keys)) if keys[j] == keys[i]]
-        better = sum(bool(scores[j] > scores[i]) for j in of)
-        assert shared[i] == better
-        assert found[i] == better + sum(bool(scores[j] == scores[i]) for j in of if j < i)
+        assert better[i] == sum(bool(scores[j] > scores[i]) for j in of)
+        assert tied[i] == sum(bool(scores[j] == scores[i]) for j in of)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -177,3 +179,33 @@ def test_pairs_of_equal_keys(samples):
         if keys[i] == keys[j]
     )
     assert weigh_equal_pairs(keys, weights).item() == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 9])
+def test_ties_count_by_the_mean_over_their_orders(k):
+    """Against all orders of seven samples, sorted by their scores."""
+    scores = torch.tensor([0.5, 0.1, 0.5, 0.9, 0.5, 0.1, 0.2])
+    ranks = ranks_in_groups(scores, one_group(scores))
+    chances, discounts = np.zeros(7), np.zeros(7)
+    orders = list(itertools.permutations(range(7)))
+    for order in orders:
+        for rank, sample in enumerate(sorted(order, key=lambda i: -scores[i])):
+            if rank < k:
+                chances[sample] += 1
+                discounts[sample] += 1 / math.log2(rank + 2)
+    assert chances_of_top(*ranks, k).tolist() == pytest.approx(list(chances / len(orders)))
+    assert expected_discounts(*ranks, k).tolist() == pytest.approx(list(discounts / len(orders)))
+
+
+@settings(deadline=None, max_examples=50)
+@given(samples=SAMPLES)
+def test_equal_pairs(samples):
+    scores, labels, _, keys = tensors(samples)
+    groups = group_samples(keys)
+    found = equal_pairs(groups, scores, labels)[groups.index_N]
+    for i in range(len(keys)):
+        of = [j for j in range(len(keys)) if keys[j] == keys[i]]
+        pairs = itertools.combinations(of, 2)
+        assert found[i] == sum(
+            bool(scores[a] == scores[b]) and bool(labels[a] == labels[b]) for a, b in pairs
+        )

@@ -23,7 +23,7 @@ from recsys.metrics.metrics_config import (
 )
 from recsys.metrics.session_metrics import GAUCMetric, XAUCMetric
 from tests.metrics.data import Batch, batches_of_rank, in_window
-from tests.metrics.formulas import area
+from tests.metrics.formulas import area, of_the_first
 from tests.ranks import RankPool
 
 WINDOW = 40
@@ -71,7 +71,7 @@ def ndcg(batches: list[Batch], task: str, **arguments: Any) -> float:
         k = arguments.get("k", -1)
         value = 0.0
         if gain.any() and len(p) > 1:
-            value = sk.ndcg_score([gain], [p], k=None if k < 0 else k, ignore_ties=True)
+            value = sk.ndcg_score([gain], [p], k=None if k < 0 else k, ignore_ties=False)
         elif gain.any():
             value = 1.0
         if arguments.get("report_ndcg_as_decreasing_curve", True):
@@ -83,11 +83,11 @@ def ndcg(batches: list[Batch], task: str, **arguments: Any) -> float:
 def top(batches: list[Batch], task: str, limit: int, by_rank: bool) -> tuple[float, float]:
     hits = predicted = positives = 0.0
     for p, y, w in sessions(batches, task):
-        is_predicted = np.array([np.sum(p > value) < limit for value in p])
-        is_positive = np.array([np.sum(y > value) < limit for value in y]) if by_rank else y == 1
-        hits += w[is_predicted & is_positive].sum()
-        predicted += w[is_predicted].sum()
-        positives += w[is_positive].sum()
+        chances = np.array(of_the_first(p.tolist(), limit))
+        positive = np.array(of_the_first(y.tolist(), limit)) if by_rank else y
+        hits += (w * chances * positive).sum()
+        predicted += (w * chances).sum()
+        positives += (w * positive).sum()
     return hits / positives, hits / predicted
 
 
@@ -142,16 +142,26 @@ def test_top_of_sessions(limit: int, by_rank: bool, ranks: RankPool) -> None:
             assert found == pytest.approx(expected, abs=1e-6)
 
 
-def test_equal_predictions_are_all_at_the_top() -> None:
-    module = build(RecMetricEnum.PRECISION_SESSION_LEVEL, None, SessionMetricDef("session_id", 1))
-    out = {"session_id": torch.zeros(4, dtype=torch.int64)}
-    for task in ("click", "buy"):
-        out[f"{task}_prediction"] = torch.tensor([0.5, 0.5, 0.5, 0.1])
-        out[f"{task}_label"] = torch.tensor([1.0, 0.0, 0.0, 1.0])
-        out[f"{task}_weight"] = torch.ones(4)
-    module.update(out)
-    key = "precision_session_level-buy|window_precision_session_level"
-    assert module.compute()[key].item() == pytest.approx(1 / 3)
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        (RecMetricEnum.PRECISION_SESSION_LEVEL, 1 / 3),
+        (RecMetricEnum.RECALL_SESSION_LEVEL, 1 / 6),
+        # The positive is at one of three ranks, the other at the fourth.
+        (RecMetricEnum.NDCG, 1 - ((1 + 0.63093 + 0.5) / 3 + 0.43068) / 1.63093),
+    ],
+)
+def test_equal_predictions_share_the_top(metric: RecMetricEnum, expected: float) -> None:
+    module = build(metric, None, SessionMetricDef("session_id", 1))
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2], [1, 2, 3, 0]):
+        out = {"session_id": torch.zeros(4, dtype=torch.int64)}
+        for task in ("click", "buy"):
+            out[f"{task}_prediction"] = torch.tensor([0.5, 0.5, 0.5, 0.1])[order]
+            out[f"{task}_label"] = torch.tensor([1.0, 0.0, 0.0, 1.0])[order]
+            out[f"{task}_weight"] = torch.ones(4)
+        module.update(out)
+        found = module.compute()[f"{metric}-buy|window_{metric}"].item()
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_xauc() -> None:
@@ -165,7 +175,8 @@ def test_xauc() -> None:
         p, y, w = (batch[f"click_{k}"].double().numpy() for k in ("prediction", "label", "weight"))
         for i, j in itertools.combinations(range(len(p)), 2):
             pairs += w[i] * w[j]
-            hits += w[i] * w[j] * (np.sign(p[i] - p[j]) == np.sign(y[i] - y[j]))
+            right = np.sign(p[i] - p[j]) == np.sign(y[i] - y[j])
+            hits += w[i] * w[j] * (0.5 if p[i] == p[j] and y[i] != y[j] else right)
     found = module.compute()["xauc-click|lifetime_xauc"].item()
     assert found == pytest.approx(hits / pairs, abs=1e-6)
 

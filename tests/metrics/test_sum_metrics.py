@@ -194,6 +194,12 @@ def test_multiclass_recall_is_for_each_k() -> None:
         sk.top_k_accuracy_score(label, scores, k=k, sample_weight=weight) for k in (1, 2, 3)
     ]
     assert found.tolist() == [pytest.approx([*expected, 1.0], abs=1e-6)]
+    module.reset()
+    for place in range(4):  # equal predictions have the recall of chance
+        label = torch.full((8,), place)
+        module.update({"prediction": torch.ones(8, 4), "label": label, "weight": torch.ones(8)})
+        found = module.compute()["multiclass_recall-DefaultTask|window_multiclass_recall"]
+        assert found.tolist() == [pytest.approx([0.25, 0.5, 0.75, 1.0])]
 
 
 def test_labels_that_are_missing_are_counted() -> None:

@@ -104,6 +104,7 @@ class BERT4Rec(nn.Module):
         num_layers: Number of blocks.
         dropout: Share of the numbers that are set to 0 in training.
         feature: Feature of the ids.
+        num_special_rows: First ids that are no items, such as missing and unknown values.
         device: Device of the parameters.
 
     Raises:
@@ -127,6 +128,7 @@ class BERT4Rec(nn.Module):
         dropout: float = 0.1,
         *,
         feature: str = "item",
+        num_special_rows: int = 0,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -138,6 +140,7 @@ class BERT4Rec(nn.Module):
             embedding_dim=emb_dim,
             feature_names=[feature],
             init_fn=_init,
+            num_special_rows=num_special_rows,
         )
         self.embedding_collection = EmbeddingCollection(tables=[items], device=device)
         self.positions = PositionEmbedding(emb_dim, max_len, dropout, from_end=True, device=device)

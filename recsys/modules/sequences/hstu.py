@@ -163,7 +163,7 @@ class HSTU(nn.Module):
                 history and itself. None for none.
 
         Raises:
-            ValueError: `has_time` is True and times are missing.
+            ValueError: `has_time` is True and times are missing, or are floats.
         """
         if self.has_time and times is None:
             raise ValueError("HSTU with has_time=True needs times; received None.")

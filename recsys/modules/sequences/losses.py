@@ -38,7 +38,7 @@ def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
         `[N]`.
 
     Raises:
-        ValueError: The numbers of queries differ.
+        ValueError: The numbers of queries differ, or queries have no other items.
 
     Example:
         >>> bpr_loss(torch.tensor([2.0, 0.0]), torch.tensor([0.0, 0.0]))
@@ -59,7 +59,7 @@ def binary_loss(positive: Tensor, negative: Tensor) -> Tensor:
         `[N]`.
 
     Raises:
-        ValueError: The numbers of queries differ.
+        ValueError: The numbers of queries differ, or queries have no other items.
 
     Example:
         >>> binary_loss(torch.tensor([0.0]), torch.tensor([0.0]))
@@ -219,5 +219,10 @@ def _columns(positive: Tensor, negative: Tensor) -> Tensor:
         raise ValueError(
             "positive must have a score for each query, [N], and negative [N] or [N, K]; received "
             f"{list(positive.shape)} and {list(negative.shape)}."
+        )
+    if positive.shape[0] and not negative.shape[1]:
+        raise ValueError(
+            "negative must have a score of at least one other item for each query; received "
+            f"{list(negative.shape)}. Add candidates to the batch."
         )
     return negative

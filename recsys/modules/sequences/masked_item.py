@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 from recsys.modules.sequences.bert4rec import BERT4Rec
+from recsys.modules.sequences.next_item import special_rows
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
 
 __all__ = ["MaskedItem", "mask_items"]
@@ -114,12 +115,22 @@ class MaskedItem(nn.Module):
     def items(self, num_items: int, device: torch.device) -> Tensor:
         """Return vectors `[num_items, D + 1]`, whose dot products with users are the scores.
 
+        The mask and the special rows of the table are -inf, as they are no items.
+
         Args:
             num_items: Number of ids.
             device: Device of the model.
         """
         weight, bias = self.model.out.weight, self.model.out.bias
-        return torch.cat([weight, bias.unsqueeze(1)], 1)[:num_items].to(device)
+        vectors = torch.cat([weight, bias.unsqueeze(1)], 1)[:num_items].to(device)
+        ids = torch.arange(vectors.shape[0], device=device)
+        is_special = torch.isin(ids, self.special_ids().to(device))
+        return vectors.masked_fill(is_special.unsqueeze(1), float("-inf"))
+
+    def special_ids(self) -> Tensor:
+        """Return the ids that are no items, int64: the special rows of the table, and the mask."""
+        rows = special_rows(self.model.embedding_collection, self.model.feature)
+        return torch.cat([rows, torch.tensor([self.mask_id])]).unique()
 
     def _followed(self, history: JaggedTensor) -> JaggedTensor:
         """Return histories, each with a mask at its end."""

@@ -150,6 +150,8 @@ class NextItem(nn.Module):
     def items(self, num_items: int, device: torch.device) -> Tensor:
         """Return the vectors of all items, `[num_items, D]`; every rank calls it if sharded.
 
+        The special rows of the table are -inf, as they are no items.
+
         Args:
             num_items: Number of ids of the table.
             device: Device of the table.
@@ -160,7 +162,12 @@ class NextItem(nn.Module):
         ids = torch.arange(num_items, device=device)
         rows = self.embedding_collection(KeyedJaggedTensor(names, ids, lengths=lengths))
         vectors: Tensor = rows[self.target].values()
-        return vectors
+        is_special = torch.isin(ids, self.special_ids().to(device))
+        return vectors.masked_fill(is_special.unsqueeze(1), float("-inf"))
+
+    def special_ids(self) -> Tensor:
+        """Return the ids that are no items, int64: the special rows of the table."""
+        return special_rows(self.embedding_collection, self.history)
 
     def _encode(self, rows: dict[str, JaggedTensor], features: KeyedJaggedTensor) -> JaggedTensor:
         times = None
@@ -208,6 +215,13 @@ def _check_candidates(history: JaggedTensor, candidates: JaggedTensor) -> None:
                 f"received {int(found[bag])} for {int(lengths[bag])} values of bag {bag}, and "
                 f"{int(found.sum())} for {int(lengths.sum())} of all bags."
             )
+
+
+def special_rows(collection: EmbeddingCollectionInterface, feature: str) -> Tensor:
+    """Return the special rows of the table of a feature, int64."""
+    configs = collection.embedding_configs()
+    found = [c.num_special_rows for c in configs if feature in c.feature_names]
+    return torch.arange(max(found, default=0))
 
 
 def _last(encoded: JaggedTensor) -> Tensor:
