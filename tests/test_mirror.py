@@ -14,6 +14,7 @@ TESTS = Path(__file__).parent
 BROAD = {
     "datasets/test_workers.py",
     "inference/packages/test_models.py",
+    "inference/packages/test_recommenders.py",
     "modules/ctr/test_sharded.py",
     "features/test_engines.py",
     "features/test_containers.py",

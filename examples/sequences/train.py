@@ -30,9 +30,11 @@ from recsys.datasets.utils import Batch
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import ShardingEnv
 from recsys.features import Categorical, FeatureSpec, Ids
+from recsys.features.vocabulary import Vocabulary
 from recsys.metrics.retrieval import RetrievalMetrics
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingCollection
+from recsys.modules.item_index import ItemIndex
 from recsys.modules.sequences.bert4rec import BERT4Rec
 from recsys.modules.sequences.gru4rec import GRU4Rec
 from recsys.modules.sequences.hstu import HSTU
@@ -71,8 +73,8 @@ def read_file(path: Path, names: Sequence[str]) -> pa.Table:
     return data.to_table(columns=list(names))
 
 
-def load(path: Path | None, max_length: int) -> tuple[dict[str, pa.Table], FeatureSpec, int]:
-    """Return the parts of the interactions, their description, and the number of ids of items."""
+def load(path: Path | None, max_length: int) -> tuple[dict[str, pa.Table], FeatureSpec, Vocabulary]:
+    """Return the parts of the interactions, their description, and the vocabulary of items."""
     if path is None or path.is_dir():
         names = ("user_id", "item_id", "timestamp")
         data = read_movielens(fetch_movielens_100k() if path is None else path)
@@ -85,15 +87,19 @@ def load(path: Path | None, max_length: int) -> tuple[dict[str, pa.Table], Featu
     columns = [Categorical(name, is_list=True, table="items") for name in (*SEEN, "target")]
     spec = FeatureSpec([*columns, Ids("times", rows=2**62, is_list=True)])
     spec.fit(pa.concat_tables([parts["train"], parts["test"]]))  # all items of the catalogue
-    return parts, spec, spec.fitted.vocabularies["items"].num_rows
+    return parts, spec, spec.fitted.vocabularies["items"]
 
 
-def build(arguments: argparse.Namespace, num_items: int) -> nn.Module:
+def build(arguments: argparse.Namespace, vocabulary: Vocabulary) -> nn.Module:
     """Build a model with its loss."""
     torch.manual_seed(arguments.seed)
+    num_items, special = vocabulary.num_rows, vocabulary.num_special_rows
     dim, length, dropout = arguments.dim, arguments.max_length, arguments.dropout
     if arguments.model == "bert4rec":
-        bert = BERT4Rec(num_items, length + 1, dim, nhead=2, num_layers=2, dropout=dropout)
+        bert = BERT4Rec(
+            num_items, length + 1, dim, nhead=2, num_layers=2, dropout=dropout,
+            num_special_rows=special,
+        )  # fmt: skip
         return MaskedItem(bert, mask_id=0)  # the row of missing items
     items = EmbeddingConfig(
         name="items",
@@ -101,6 +107,7 @@ def build(arguments: argparse.Namespace, num_items: int) -> nn.Module:
         embedding_dim=dim,
         feature_names=["history", "target", "candidates"],
         init_fn=lambda weight: nn.init.normal_(weight, std=0.02),
+        num_special_rows=special,
     )
     encoders = {
         "hstu": lambda: HSTU(dim, length, num_heads=2, dropout=dropout, has_time=True),
@@ -128,7 +135,8 @@ class Batches:
 def train(arguments: argparse.Namespace) -> dict[str, float]:
     """Train a model; return the metrics of the test."""
     env = ShardingEnv.default()
-    parts, spec, num_items = load(arguments.data, arguments.max_length)
+    parts, spec, vocabulary = load(arguments.data, arguments.max_length)
+    num_items = vocabulary.num_rows
     loaders = {
         name: Batches(
             datasets.table(
@@ -139,7 +147,7 @@ def train(arguments: argparse.Namespace) -> dict[str, float]:
         )
         for name, part in parts.items()
     }  # fmt: skip
-    model = build(arguments, num_items)
+    model = build(arguments, vocabulary)
     settings = {"lr": arguments.lr}
     for module in model.modules():
         if isinstance(module, EmbeddingCollection):
@@ -164,29 +172,33 @@ def train(arguments: argparse.Namespace) -> dict[str, float]:
 
 def baseline(arguments: argparse.Namespace) -> dict[str, float]:
     """Rank by the number of readers, or by items that were read together (cosine of columns)."""
-    parts, spec, num_items = load(arguments.data, arguments.max_length)
+    parts, spec, vocabulary = load(arguments.data, arguments.max_length)
+    num_items, special = vocabulary.num_rows, vocabulary.num_special_rows
+    features = {
+        part: spec.transform(table, labels=False).sparse_features for part, table in parts.items()
+    }
 
     def read(part: str, columns: Sequence[str]) -> Tensor:
         """Return which user has which item in these columns."""
-        features = spec.transform(parts[part], labels=False).sparse_features
-        x = ops.concat([features[name] for name in columns])
+        x = ops.concat([features[part][name] for name in columns])
         found = torch.zeros(len(parts[part]), num_items)
         found[ops.bags_of(x), x.values()] = 1.0
         return found
 
     train, test = read("train", [*SEEN, "target"]), read("test", SEEN)
-    scores = train.sum(0).expand(len(test), -1)
+    items, queries = train.sum(0).unsqueeze(1), torch.ones(len(test), 1)
     if arguments.model == "knn":
         columns = nn.functional.normalize(train, dim=0)
         alike = (columns.T @ columns).fill_diagonal_(0.0)
         nearest = alike.topk(min(100, num_items), dim=1)
-        alike = torch.zeros_like(alike).scatter(1, nearest.indices, nearest.values)
-        scores = test @ alike.T
-    targets = spec.transform(parts["test"], labels=False).sparse_features["target"]
-    last = ops.slice(targets, -1)
+        items = torch.zeros_like(alike).scatter(1, nearest.indices, nearest.values)
+        queries = test
+    index = ItemIndex(items).without(torch.arange(special))
+    last = ops.slice(features["test"]["target"], -1)
+    seen = ops.concat([features["test"][name] for name in SEEN])
     metrics = RetrievalMetrics(KS, CPU)
-    best = scores.masked_fill(test > 0, float("-inf")).topk(max(KS), dim=1).indices
-    metrics.update(best, last.values(), last.offsets())
+    ranks = index.rank(queries, last.values(), last.offsets(), seen)
+    metrics.update_ranks(*ranks, last.offsets())
     return metrics.compute()
 
 

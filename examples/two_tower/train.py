@@ -122,10 +122,9 @@ class Retrieval:
         _, users, film = output
         rated = ops.select(self.rated, batch.sparse_features["user_id"].values())
         queries = {"two towers": users, "the most liked": torch.ones_like(users[:, :1])}
+        each = torch.arange(len(film) + 1, device=film.device)
         for name, index in self.indexes.items():
-            _, found = index(queries[name], NEAREST, rated)
-            each = torch.arange(len(film) + 1, device=film.device)
-            self.metrics[name].update(found, film, each)
+            self.metrics[name].update_ranks(*index.rank(queries[name], film, each, rated), each)
 
     def sync(self) -> None:
         """Add the state of all ranks."""

@@ -149,7 +149,7 @@ class Ids:
     table: str | None = None
     """Name of the table. Default: the name of the column."""
     special_rows: int = 0
-    """Number of first rows that are no values of the data, such as missing and unknown."""
+    """Number of first rows that are not values of the data, such as missing and unknown."""
 
     def __post_init__(self) -> None:
         check_fields(self)

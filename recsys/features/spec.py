@@ -56,7 +56,7 @@ class Feature(NamedTuple):
     rows: int
     growing: bool
     special_rows: int = 0
-    """Number of first rows that are no values of the data, such as missing and unknown."""
+    """Number of first rows that are not values of the data, such as missing and unknown."""
 
 
 @final
@@ -363,7 +363,7 @@ class FeatureSpec:
         Raises:
             KeyError: a table does not have a column.
             TypeError: a column has values of another type.
-            ValueError: there are no rows, or a value is NaN, infinite or out of its range. The
+            ValueError: there are not rows, or a value is NaN, infinite or out of its range. The
                 message names the column, the row and the value.
         """
         return self.fit_parts([self.partial(data, limit=limit)])
@@ -378,7 +378,7 @@ class FeatureSpec:
             This spec.
 
         Raises:
-            ValueError: there are no rows, or a part is of another spec.
+            ValueError: there are not rows, or a part is of another spec.
         """
         joined = None
         for part in parts:

@@ -65,7 +65,7 @@ class Vocabulary:
 
     @property
     def num_special_rows(self) -> int:
-        """Number of first rows that are no values of the data: missing and unknown."""
+        """Number of first rows that are not values of the data: missing and unknown."""
         return _FIRST
 
     def by_hash(self) -> tuple[_Array, _Array]:

@@ -94,8 +94,14 @@ class FaissIndex:
         queries = queries.detach().float().cpu()
         is_finite = queries.isfinite().all(1, keepdim=True)
         vectors = queries.where(is_finite, 0.0).contiguous().numpy()
-        found, places = self._index.search(vectors, min(len(self._ids), k + longest))
-        scores, rows = torch.from_numpy(found), torch.from_numpy(places)
+        size = min(len(self._ids), k + longest)
+        while True:
+            found, places = self._index.search(vectors, size)
+            scores, rows = torch.from_numpy(found), torch.from_numpy(places)
+            # Scores that overflow are first, and are not found: search items after them.
+            if size == len(self._ids) or not ((rows >= 0) & scores.isposinf()).any():
+                break
+            size = min(len(self._ids), 2 * size)
         ids = self._ids[rows.clamp(min=0)].masked_fill(rows < 0, -1)
         is_left = (rows >= 0) & scores.isfinite() & is_finite
         if seen is not None:

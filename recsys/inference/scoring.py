@@ -149,9 +149,13 @@ def _column(values: np.ndarray[Any, Any]) -> Any:
     """Return outputs [B], [B, 1] or [B, D] as a column of numbers or of lists."""
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
+    kind = None
+    if values.dtype == object:  # values of a vocabulary, some of which may be missing
+        has_numbers = any(isinstance(value, int) for value in values.flat)
+        kind = pa.int64() if has_numbers else pa.string()
     if values.ndim == 1:
-        return pa.array(values)
-    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+        return pa.array(values, kind)
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1), kind)
     return pa.FixedSizeListArray.from_arrays(flat, int(np.prod(values.shape[1:])))
 
 

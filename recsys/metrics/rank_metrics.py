@@ -118,8 +118,9 @@ class RAUCMetric(
 ):
     """Share of pairs of samples that are not in the wrong order, for labels of any value.
 
-    A pair of equal predictions and different labels counts one half. Weights are ignored. The argument `grouped_rauc=True` adds the mean over the groups of the model
-    output `grouping_keys`. Groups of one sample are left out; the mean is NaN if no group is left.
+    A pair of equal predictions and different labels counts one half. Weights are ignored. The
+    argument `grouped_rauc=True` adds the mean over the groups of the model output `grouping_keys`.
+    Groups of one sample are left out; the mean is NaN if no group is left.
     """
 
 

@@ -199,9 +199,7 @@ def equal_pairs(groups: Groups, *columns: torch.Tensor) -> torch.Tensor:
     starts_N = torch.stack([_starts(row_N[order_N]) for row_N in rows]).any(0)
     # A sample is in a pair with each of the earlier samples of its run.
     earlier_N = _indices_in_runs(starts_N).double()
-    return earlier_N.new_zeros(len(groups.size_G)).index_add_(
-        0, groups.index_N[order_N], earlier_N
-    )
+    return earlier_N.new_zeros(len(groups.size_G)).index_add_(0, groups.index_N[order_N], earlier_N)
 
 
 def ranks_in_groups(scores_N: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,9 +224,7 @@ def ranks_in_groups(scores_N: torch.Tensor, groups: Groups) -> tuple[torch.Tenso
     return better_N, tied_N
 
 
-def chances_of_top(
-    better: torch.Tensor, tied: torch.Tensor, k: int | torch.Tensor
-) -> torch.Tensor:
+def chances_of_top(better: torch.Tensor, tied: torch.Tensor, k: int | torch.Tensor) -> torch.Tensor:
     """Compute the probability that a sample is among the first `k`, over all orders of its tie.
 
     Source: McSherry and Najork, "Computing information retrieval performance measures efficiently

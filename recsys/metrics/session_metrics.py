@@ -70,8 +70,8 @@ class NDCGMetric(SessionMetric, metric=RecMetricEnum.NDCG):
     The discounted gain of a session is the sum of `gain / log2(rank + 2)`, with ranks from 0 in
     the order of the predictions. It is divided by the same sum in the order of the labels; the
     NDCG is 0 without gains. Equal predictions count by the mean over all their orders. A result is
-    the mean over sessions, each multiplied by its largest weight. Source: Järvelin and Kekäläinen, "Cumulated
-    gain-based evaluation of IR techniques" (ACM TOIS, 2002).
+    the mean over sessions, each multiplied by its largest weight. Source: Järvelin and Kekäläinen,
+    "Cumulated gain-based evaluation of IR techniques" (ACM TOIS, 2002).
 
     Arguments: `session_key` names the model output with the sessions. `exponential_gain` uses the
     gain `2 ** label - 1` instead of the label. `k` is the number of ranks that count (-1: all).

@@ -182,7 +182,7 @@ class BaseEmbeddingConfig:
     ids: HashedIds | None = field(default=None, kw_only=True)
     """Rules of a table that is read by any 64-bit id; it has `num_embeddings` rows, rounded up."""
     num_special_rows: int = field(default=0, kw_only=True)
-    """First rows that are no values of the data, such as missing and unknown; not recommended."""
+    """First rows that are not values of the data, such as missing and unknown; not recommended."""
 
     def __post_init__(self) -> None:
         where = f"{type(self).__name__} '{self.name}'"

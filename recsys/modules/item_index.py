@@ -28,13 +28,13 @@ class ItemIndex(nn.Module):
 
     Args:
         items: `[I, D]` floating, the vectors. Rows of -inf, as `NextItem.items` has for rows that
-            are no items, are left out of the index.
+            are not items, are left out of the index.
         ids: int64 `[I]`, ids of the items, distinct; None for 0 to `I - 1`.
         chunk_items: Items that are scored at once.
 
     Raises:
         TypeError: `ids` are not whole numbers.
-        ValueError: Shapes or sizes do not match, ids are equal, or there is no item.
+        ValueError: Shapes or sizes do not match, ids are equal, or there is not an item.
 
     Example:
         >>> index = ItemIndex(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]))
@@ -285,7 +285,7 @@ class Recommend(nn.Module):
         >>> from recsys.modules.sequences.next_item import NextItem
         >>> from recsys.modules.sequences.sasrec import SASRec
         >>> films = EmbeddingConfig(
-        ...     num_embeddings=10, embedding_dim=8, name="films", feature_names=["history", "target"]
+        ...     10, 8, "films", feature_names=["history", "target"]
         ... )
         >>> model = NextItem(EmbeddingCollection(tables=[films]), SASRec(8, 50), "in_batch")
         >>> items = model.items(10, torch.device("cpu"))

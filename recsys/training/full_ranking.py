@@ -100,7 +100,7 @@ class FullRanking:
         if self._skips:
             seen_of = ops.bags_of(seen) * self._num_items + seen.trim().values().long()
             is_seen = torch.isin(ops.bags_of(last) * self._num_items + targets, seen_of)
-            is_left = ~is_seen | better.isinf()  # a target that is no item is a miss
+            is_left = ~(is_seen & torch.isin(targets, self._index.ids))  # unknown ones are misses
             lengths = last.lengths().new_zeros(last.lengths().shape)
             lengths.index_add_(0, ops.bags_of(last), is_left.to(lengths.dtype))
             better, tied = better[is_left], tied[is_left]

@@ -161,6 +161,24 @@ def test_extreme_ids() -> None:
         fitted.transform({"a": pa.array([1, 2**63], pa.uint64())})
 
 
+@pytest.mark.parametrize("values", [["Oslo", "Rome", "Zürich"], [-(2**63), 0, 7]])
+def test_values_of_rows(values: list[Any]) -> None:
+    fitted = FeatureSpec([Categorical("city")]).fit({"city": [*values, *values[1:], values[2]]})
+    data = {"city": [*values, None, "Bonn" if values[0] == "Oslo" else 8]}
+    rows = fitted.transform(data).sparse_features.values()
+    assert fitted.values_of("city", rows).tolist() == [*values, None, None]
+    assert fitted.values_of("city", rows.view(5, 1).int())[2].tolist() == [values[2]]
+    assert fitted.values_of("city", torch.full((0, 3), 9)).shape == (0, 3)
+    assert fitted.values_of("city", [[-1, 2]]).tolist() == [[None, values[2]]]
+    for wrong in (5, -2):
+        with pytest.raises(ValueError, match="rows must be from -1 to 4; received "):
+            fitted.values_of("city", [2, wrong])
+    with pytest.raises(TypeError, match="rows must be whole numbers"):
+        fitted.values_of("city", [1.0])
+    with pytest.raises(KeyError, match=r"one of a Categorical column, \['city'\]; received 'town'"):
+        fitted.values_of("town", [1])
+
+
 def test_tables_of_features() -> None:
     fitted = spec().fit(typed(rows_of(0, 300)))
     by_name = {table.name: table for table in fitted.tables(dim=4)}
@@ -171,6 +189,9 @@ def test_tables_of_features() -> None:
     assert by_name["seen_month"].num_embeddings == 13
     assert by_name["size"].num_embeddings == 5
     assert by_name["films"].num_embeddings == 30
+    special = {name: table.num_special_rows for name, table in by_name.items()}
+    assert {special[name] for name in ("user", "item", "films")} == {0}
+    assert (special["years"], special["seen_month"], special["size"]) == (2, 1, 1)
     dims = {name: 4 + i for i, name in enumerate(by_name)}
     assert {t.name: t.embedding_dim for t in fitted.tables(dim=dims)} == dims
     with pytest.raises(KeyError, match="dim must have all tables"):

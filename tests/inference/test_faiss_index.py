@@ -1,3 +1,4 @@
+import math
 import sys
 
 import pytest
@@ -61,6 +62,28 @@ def test_fewer_items_than_asked_for():
     scores, found = FaissIndex(torch.eye(2), kind="Flat")(torch.ones(1, 2), 4)
     assert found.sort().values.tolist() == [[-1, -1, 0, 1]]
     assert scores.isinf().sum() == 2
+
+
+def test_values_that_are_not_finite_are_never_found():
+    items = torch.ones(6, 2)
+    items[1, 0], items[2, 0], items[3] = math.nan, math.inf, -math.inf
+    queries = torch.tensor([[1.0, 1.0], [math.nan, 1.0]])
+    for ids in (None, torch.arange(10, 16)):
+        scores, found = FaissIndex(items, ids, kind="Flat")(queries, 4)
+        assert found[0].sort().values.tolist() == (
+            [-1, 0, 4, 5] if ids is None else [-1, 10, 14, 15]
+        )
+        assert scores[0].tolist() == [2.0, 2.0, 2.0, -math.inf]
+        assert scores[1].isnan().all()
+        assert (found[1] == -1).all()
+
+
+def test_scores_that_overflow_are_never_found():
+    items = torch.tensor([[1e30], [1e30], [1.0], [2.0], [1e30]])
+    scores, found = FaissIndex(items, kind="Flat")(torch.tensor([[1e30], [1.0]]), 2)
+    assert found[0].tolist() == [3, 2]
+    assert scores[0].isfinite().all()
+    assert scores[1].tolist() == [torch.tensor(1e30).item()] * 2
 
 
 def test_errors():

@@ -73,11 +73,55 @@ def test_ranks(ranks: RankPool):
         assert found == pytest.approx(metrics.compute())
 
 
+OFFSETS = torch.tensor([0, 1])
+
+
+def test_ties_count_by_the_expected_value():
+    scores = torch.tensor([[3.0, 2.0, 2.0, 1.0]])
+    metrics = RetrievalMetrics([1, 2, 3], CPU)
+    metrics.update(torch.tensor([[5, 6, 7, 8]]), torch.tensor([7]), OFFSETS, scores)
+    values = metrics.compute()
+    assert [values[f"hit_rate@{k}"] for k in (1, 2, 3)] == [0.0, 0.5, 1.0]
+    assert values["mrr@3"] == pytest.approx((1 / 2 + 1 / 3) / 2)
+    assert values["ndcg@3"] == pytest.approx((1 / math.log2(3) + 1 / 2) / 2)
+
+
+def test_a_tie_that_goes_on_is_not_known():
+    """Its other items may be among the first, too: the metrics are NaN, not those of the order."""
+    found, scores = torch.tensor([[5, 6, 7]]), torch.tensor([[3.0, 2.0, 2.0]])
+    for target, is_known in ((5, True), (6, False), (9, False)):
+        metrics = RetrievalMetrics([1, 2], CPU)
+        metrics.update(found, torch.tensor([target]), OFFSETS, scores)
+        values = metrics.compute()
+        assert values["hit_rate@1"] == float(target == 5)
+        assert math.isnan(values["hit_rate@2"]) != is_known
+    metrics = RetrievalMetrics([2], CPU)
+    more = torch.tensor([[2.0, 2.0, -math.inf]])  # no other items
+    metrics.update(found, torch.tensor([6]), OFFSETS, more)
+    assert metrics.compute()["hit_rate@2"] == 1.0
+
+
+def test_a_query_without_scores_shows():
+    found, scores = torch.tensor([[5, 6], [-1, -1]]), torch.tensor([[3.0, 2.0], [math.nan] * 2])
+    for offsets, is_nan in ([0, 1, 2], True), ([0, 2, 2], False):  # the second has no targets
+        metrics = RetrievalMetrics([1], CPU)
+        metrics.update(found, torch.tensor([5, 6]), torch.tensor(offsets), scores)
+        assert all(math.isnan(value) == is_nan for value in metrics.compute().values())
+
+
 def test_errors():
     metrics = RetrievalMetrics([3], CPU)
     with pytest.raises(ValueError, match="at least 3"):
         metrics.update(torch.ones(1, 2), torch.ones(1), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match=r"offsets must be \[2\]; received \[1\]"):
         metrics.update(torch.ones(1, 3), torch.ones(1), torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"\[queries, at least 4\], as the scores after the last"):
+        metrics.update(torch.ones(1, 3), torch.ones(1), OFFSETS, torch.ones(1, 3))
+    with pytest.raises(ValueError, match=r"shape of found, \[1, 4\]; received \[1, 3\]"):
+        metrics.update(torch.ones(1, 4), torch.ones(1), OFFSETS, torch.ones(1, 3))
+    with pytest.raises(ValueError, match=r"must be \[targets\]; received \[1\] and \[2\]"):
+        metrics.update_ranks(torch.ones(1), torch.ones(2), OFFSETS)
+    with pytest.raises(ValueError, match=r"offsets must be \[queries \+ 1\]; received \[0\]"):
+        metrics.update_ranks(torch.ones(1), torch.ones(1), OFFSETS[:0])
     with pytest.raises(ValueError, match="received none"):
         RetrievalMetrics([], CPU)

@@ -67,6 +67,7 @@ def test_every_pooling_has_a_mode() -> None:
         ({"pooling": "max"}, r"'t'\.pooling must be one of SUM, MEAN, NONE; received 'max'"),
         ({"feature_names": ["f", "g", "f"]}, r"must be unique; received \['f'\]"),
         ({"weight_init_min": 2.0, "weight_init_max": 1.0}, r"received 2\.0 > 1\.0"),
+        ({"num_special_rows": -1}, r"'t'\.num_special_rows must not be negative; received -1"),
         ({"use_virtual_table": True}, "use_virtual_table is not supported"),
     ],
 )

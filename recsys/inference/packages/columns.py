@@ -91,6 +91,13 @@ class Columns:
         """Return the arguments of the model."""
         return arguments_of(self._spec, self._batch)
 
+    def vocabulary_of(self, feature: str | None) -> str | None:
+        """Return the table of a `Categorical` feature; None for another feature."""
+        for column in self._spec.columns:
+            if isinstance(column, Categorical) and column.name == feature:
+                return column.table
+        return None
+
     def write(self, part: Path, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Write the spec and its vocabularies; return the manifest's entries of the columns.
 

@@ -37,6 +37,8 @@ class Predictor:
 
     A package that was written with a `FeatureSpec` takes raw columns: a request is a table of
     Arrow, pandas or polars, or a dict of columns, as for `FeatureSpec.transform` without labels.
+    The package of a `Recommend` then has a further output `values` `[B, K]`, objects: the values of
+    the data that the recommended rows stand for, None where there is not an item.
 
     With the C++ core, calls run as in a server. Without it the program runs by torch. The program
     of a model that was on a GPU runs on the current CUDA device.
@@ -130,9 +132,27 @@ class Predictor:
         answers = iter(self._engine.run([t for t in tensors if not isinstance(t, Exception)]))
         found = [one if isinstance(one, Exception) else next(answers) for one in tensors]
         return [
-            one if isinstance(one, Exception) else {k: _array(v) for k, v in one.items()}
+            one
+            if isinstance(one, Exception)
+            else self._with_values({k: _array(v) for k, v in one.items()})
             for one in found
         ]
+
+    def _with_values(self, response: Response) -> Response:
+        """Add the values of recommended rows."""
+        for output in self._manifest["outputs"]:
+            if output.get("vocabulary") is not None:
+                rows = response[output["name"]]
+                response["values"] = self._loaded_spec().values_of(output["vocabulary"], rows)
+        return response
+
+    def _loaded_spec(self) -> Any:
+        """Return the spec of the version, which is read once."""
+        from recsys.inference.packages.columns import load_spec
+
+        if self._spec is None:
+            self._spec = load_spec(self._version)
+        return self._spec
 
     def _converted(self, request: Any) -> dict[str, Any] | Exception:
         """Convert a table of raw columns, or return the error of a bad value."""
@@ -141,9 +161,8 @@ class Predictor:
         try:
             if isinstance(self._engine, Library):
                 return dict(raw.raw_request(self._manifest["columns"], request))
-            if self._spec is None:
-                self._spec = raw.load_spec(self._version)
-            return dict(raw.model_request(self._spec, self._manifest["inputs"], request))
+            spec = self._loaded_spec()
+            return dict(raw.model_request(spec, self._manifest["inputs"], request))
         except (KeyError, TypeError, ValueError) as error:
             return error
 

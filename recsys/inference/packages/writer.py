@@ -48,6 +48,7 @@ from recsys.kernels.quantized_lookup import QuantizedLookup
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from recsys.modules.hashed_ids import HashedIds
+from recsys.modules.item_index import Recommend
 
 if TYPE_CHECKING:  # needs pyarrow
     from recsys.inference.packages.columns import Columns
@@ -95,7 +96,8 @@ def package(
         defaults: Values of dense inputs that a request may leave out, by name.
         spec: A fitted `FeatureSpec`. The package contains it, and requests have its raw columns:
             texts, numbers and lists. The arguments of the model are then the dense features, if the
-            spec has any, and the features with ids.
+            spec has any, and the features with ids. If the model is a `Recommend` of a
+            `Categorical` feature, a `Predictor` also returns the values of the recommended rows.
 
     Returns:
         The folder of the version.
@@ -196,7 +198,7 @@ def _write_version(
         **machine,
         "programs": programs,
         "inputs": entries,
-        "outputs": list(describe_outputs(plain.expected)),
+        "outputs": _outputs(model, plain.expected, columns),
         "tables": [
             {**table.entry, "buffer": paths[id(table.lookup)], "offset": table.offset}
             for table in tables
@@ -220,6 +222,17 @@ def _write_version(
     }
     (part / "manifest.json").write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
     return manifest
+
+
+def _outputs(model: nn.Module, expected: Any, columns: Columns | None) -> list[dict[str, Any]]:
+    """Return the entries of the outputs; rows that a recommender returns name their vocabulary."""
+    entries = list(describe_outputs(expected))
+    if columns is not None and isinstance(model, Recommend) and model.has_row_ids:
+        feature = model.history or getattr(model.model, "history", None)
+        table = columns.vocabulary_of(feature)
+        if table is not None:
+            entries[1]["vocabulary"] = table
+    return entries
 
 
 # -- tables ----------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class BERT4Rec(nn.Module):
         num_layers: Number of blocks.
         dropout: Share of the numbers that are set to 0 in training.
         feature: Feature of the ids.
-        num_special_rows: First ids that are no items, such as missing and unknown values.
+        num_special_rows: First ids that are not items, such as missing and unknown values.
         device: Device of the parameters.
 
     Raises:

@@ -115,7 +115,7 @@ class MaskedItem(nn.Module):
     def items(self, num_items: int, device: torch.device) -> Tensor:
         """Return vectors `[num_items, D + 1]`, whose dot products with users are the scores.
 
-        The mask and the special rows of the table are -inf, as they are no items.
+        The mask and the special rows of the table are -inf, as they are not items.
 
         Args:
             num_items: Number of ids.
@@ -128,7 +128,7 @@ class MaskedItem(nn.Module):
         return vectors.masked_fill(is_special.unsqueeze(1), float("-inf"))
 
     def special_ids(self) -> Tensor:
-        """Return the ids that are no items, int64: the special rows of the table, and the mask."""
+        """Return the ids that are not items, int64: the special rows of the table, and the mask."""
         rows = special_rows(self.model.embedding_collection, self.model.feature)
         return torch.cat([rows, torch.tensor([self.mask_id])]).unique()
 

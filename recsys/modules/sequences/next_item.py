@@ -150,7 +150,7 @@ class NextItem(nn.Module):
     def items(self, num_items: int, device: torch.device) -> Tensor:
         """Return the vectors of all items, `[num_items, D]`; every rank calls it if sharded.
 
-        The special rows of the table are -inf, as they are no items.
+        The special rows of the table are -inf, as they are not items.
 
         Args:
             num_items: Number of ids of the table.
@@ -166,7 +166,7 @@ class NextItem(nn.Module):
         return vectors.masked_fill(is_special.unsqueeze(1), float("-inf"))
 
     def special_ids(self) -> Tensor:
-        """Return the ids that are no items, int64: the special rows of the table."""
+        """Return the ids that are not items, int64: the special rows of the table."""
         return special_rows(self.embedding_collection, self.history)
 
     def _encode(self, rows: dict[str, JaggedTensor], features: KeyedJaggedTensor) -> JaggedTensor:

@@ -107,5 +107,9 @@ def test_pairs():
     check(bpr_loss(*tensors(positive, negative[:, 0])), -np.log(sigmoid(positive - negative[:, 0])))
     expected = -np.log(sigmoid(positive)) - np.log(1 - sigmoid(negative)).mean(1)
     check(binary_loss(*tensors(positive, negative)), expected)
+    for loss in (bpr_loss, binary_loss):
+        with pytest.raises(ValueError, match=r"at least one other item .*; received \[2, 0\]"):
+            loss(torch.zeros(2), torch.zeros(2, 0))
+        assert loss(torch.zeros(0), torch.zeros(0, 0)).shape == (0,)  # a rank without samples
     with pytest.raises(ValueError, match=r"received \[5\] and \[4, 5\]"):
         bpr_loss(*tensors(positive, negative.T))

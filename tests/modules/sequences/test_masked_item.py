@@ -31,10 +31,20 @@ def test_evaluation_asks_for_the_last_target():
     loss, (_, users, last) = model(batch())
     assert last.tolist() == [6, 8]
     wanted = [scores(model, [*history, 0])[-1] for history in HISTORIES]
-    torch.testing.assert_close(users @ model.items(10, users.device).T, torch.stack(wanted))
+    items = model.items(10, users.device)
+    assert items[0].isneginf().all()  # the mask is not an item
+    torch.testing.assert_close(users @ items[1:].T, torch.stack(wanted)[:, 1:])
     torch.testing.assert_close(model.users(batch()), users)
     losses = [-wanted[0].log_softmax(0)[6], -wanted[2].log_softmax(0)[8]]
     torch.testing.assert_close(loss, torch.stack(losses).mean())
+
+
+def test_special_rows_are_no_items():
+    bert = BERT4Rec(10, 5, 8, 2, 1, dropout=0.0, num_special_rows=2)
+    model = MaskedItem(bert, mask_id=9)
+    assert model.special_ids().tolist() == [0, 1, 9]
+    is_item = model.items(10, torch.device("cpu")).isfinite().all(1)
+    assert is_item.nonzero().flatten().tolist() == [*range(2, 9)]
 
 
 def test_training_asks_for_the_masked_items():

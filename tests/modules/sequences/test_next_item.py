@@ -120,6 +120,17 @@ def test_users_are_the_last_vectors():
     assert vectors.shape == (len(rows), DIM)
 
 
+def test_special_rows_are_no_items():
+    model = build("in_batch")
+    (config,) = model.embedding_collection.embedding_configs()
+    config.num_special_rows = 2
+    assert model.special_ids().tolist() == [0, 1]
+    vectors = model.items(9, torch.device("cpu"))
+    weight = model.embedding_collection.embeddings[config.name].weight
+    assert vectors[:2].isneginf().all()
+    assert torch.equal(vectors[2:], weight[2:9])
+
+
 def test_errors():
     with pytest.raises(ValueError, match="loss must be one of full, sampled, in_batch, bpr, bin"):
         build("hinge")
