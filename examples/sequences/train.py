@@ -30,7 +30,6 @@ from recsys.datasets.utils import Batch
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import ShardingEnv
 from recsys.features import Categorical, FeatureSpec, Ids
-from recsys.features.vocabulary import Vocabulary
 from recsys.metrics.retrieval import RetrievalMetrics
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingCollection
@@ -73,8 +72,8 @@ def read_file(path: Path, names: Sequence[str]) -> pa.Table:
     return data.to_table(columns=list(names))
 
 
-def load(path: Path | None, max_length: int) -> tuple[dict[str, pa.Table], FeatureSpec, Vocabulary]:
-    """Return the parts of the interactions, their description, and the vocabulary of items."""
+def load(path: Path | None, max_length: int) -> tuple[dict[str, pa.Table], FeatureSpec, int]:
+    """Return the parts of the interactions, their description, and the number of ids of items."""
     if path is None or path.is_dir():
         names = ("user_id", "item_id", "timestamp")
         data = read_movielens(fetch_movielens_100k() if path is None else path)
@@ -87,13 +86,12 @@ def load(path: Path | None, max_length: int) -> tuple[dict[str, pa.Table], Featu
     columns = [Categorical(name, is_list=True, table="items") for name in (*SEEN, "target")]
     spec = FeatureSpec([*columns, Ids("times", rows=2**62, is_list=True)])
     spec.fit(pa.concat_tables([parts["train"], parts["test"]]))  # all items of the catalogue
-    return parts, spec, spec.fitted.vocabularies["items"]
+    return parts, spec, spec.fitted.vocabularies["items"].num_rows
 
 
-def build(arguments: argparse.Namespace, vocabulary: Vocabulary) -> nn.Module:
-    """Build a model with its loss."""
+def build(arguments: argparse.Namespace, num_items: int, special: int) -> nn.Module:
+    """Build a model with its loss; the first ids are special, such as missing and unknown."""
     torch.manual_seed(arguments.seed)
-    num_items, special = vocabulary.num_rows, vocabulary.num_special_rows
     dim, length, dropout = arguments.dim, arguments.max_length, arguments.dropout
     if arguments.model == "bert4rec":
         bert = BERT4Rec(
@@ -135,8 +133,7 @@ class Batches:
 def train(arguments: argparse.Namespace) -> dict[str, float]:
     """Train a model; return the metrics of the test."""
     env = ShardingEnv.default()
-    parts, spec, vocabulary = load(arguments.data, arguments.max_length)
-    num_items = vocabulary.num_rows
+    parts, spec, num_items = load(arguments.data, arguments.max_length)
     loaders = {
         name: Batches(
             datasets.table(
@@ -147,7 +144,7 @@ def train(arguments: argparse.Namespace) -> dict[str, float]:
         )
         for name, part in parts.items()
     }  # fmt: skip
-    model = build(arguments, vocabulary)
+    model = build(arguments, num_items, spec.fitted.vocabularies["items"].num_special_rows)
     settings = {"lr": arguments.lr}
     for module in model.modules():
         if isinstance(module, EmbeddingCollection):
@@ -172,8 +169,7 @@ def train(arguments: argparse.Namespace) -> dict[str, float]:
 
 def baseline(arguments: argparse.Namespace) -> dict[str, float]:
     """Rank by the number of readers, or by items that were read together (cosine of columns)."""
-    parts, spec, vocabulary = load(arguments.data, arguments.max_length)
-    num_items, special = vocabulary.num_rows, vocabulary.num_special_rows
+    parts, spec, num_items = load(arguments.data, arguments.max_length)
     features = {
         part: spec.transform(table, labels=False).sparse_features for part, table in parts.items()
     }
@@ -193,7 +189,8 @@ def baseline(arguments: argparse.Namespace) -> dict[str, float]:
         nearest = alike.topk(min(100, num_items), dim=1)
         items = torch.zeros_like(alike).scatter(1, nearest.indices, nearest.values)
         queries = test
-    index = ItemIndex(items).without(torch.arange(special))
+    special = torch.arange(spec.fitted.vocabularies["items"].num_special_rows)
+    index = ItemIndex(items).without(special)
     last = ops.slice(features["test"]["target"], -1)
     seen = ops.concat([features["test"][name] for name in SEEN])
     metrics = RetrievalMetrics(KS, CPU)

@@ -122,7 +122,7 @@ class MaskedItem(nn.Module):
             device: Device of the model.
         """
         weight, bias = self.model.out.weight, self.model.out.bias
-        vectors = torch.cat([weight, bias.unsqueeze(1)], 1)[:num_items].to(device)
+        vectors: Tensor = torch.cat([weight, bias.unsqueeze(1)], 1)[:num_items].to(device)
         ids = torch.arange(vectors.shape[0], device=device)
         is_special = torch.isin(ids, self.special_ids().to(device))
         return vectors.masked_fill(is_special.unsqueeze(1), float("-inf"))
@@ -130,7 +130,8 @@ class MaskedItem(nn.Module):
     def special_ids(self) -> Tensor:
         """Return the ids that are not items, int64: the special rows of the table, and the mask."""
         rows = special_rows(self.model.embedding_collection, self.model.feature)
-        return torch.cat([rows, torch.tensor([self.mask_id])]).unique()
+        ids: Tensor = torch.cat([rows, torch.tensor([self.mask_id])]).unique()
+        return ids
 
     def _followed(self, history: JaggedTensor) -> JaggedTensor:
         """Return histories, each with a mask at its end."""
