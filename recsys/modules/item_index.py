@@ -5,7 +5,7 @@ Legend: `B` queries, `I` items, `D` columns, `K` results.
 
 from __future__ import annotations
 
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from recsys.kernels.checked import checked
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
 
 __all__ = ["ItemIndex", "Recommend"]
+
+_CACHED_ITEMS: Final = 1 << 12
+"""Items whose scores for some hundred queries fit into the cache of a CPU."""
 
 
 @final
@@ -91,7 +94,7 @@ class ItemIndex(nn.Module):
         scores, places = list[Tensor](), list[Tensor]()
         places_of_seen = None if seen is None else self._places_of(seen)
         for first in range(0, self.items.shape[0], self.chunk_items):
-            found = self._scores(queries, first, places_of_seen)
+            found = self._scores(queries, first, self.chunk_items, places_of_seen)
             best, place = found.topk(min(k, found.shape[1]), dim=1)
             scores.append(best)
             places.append(place + first)
@@ -133,28 +136,36 @@ class ItemIndex(nn.Module):
                 f"targets must be [targets] and offsets [{queries.shape[0] + 1}]; received "
                 f"{list(targets.shape)} and {list(offsets.shape)}."
             )
-        bags = JaggedTensor(targets, offsets=offsets)
-        query_T, place_T, is_known_T = ops.bags_of(bags), *self._find(targets.long())
-        of_targets = query_T[is_known_T], place_T[is_known_T]
-        places_of_seen = None if seen is None else self._places_of(seen)
-        firsts = range(0, self.items.shape[0], self.chunk_items)
-        # All scores of a query are of one product, so that equal vectors have equal scores.
-        score_T = torch.zeros_like(query_T, dtype=queries.dtype)
-        chunk = queries.new_zeros(0)
+        query_T = ops.bags_of(JaggedTensor(targets, offsets=offsets))
+        place_T, is_known_T = self._find(targets.long())
+        queries_T, num_items = queries[query_T], self.items.shape[0]
+        hidden = None
+        if seen is not None:
+            query, place = self._places_of(seen)
+            of_targets = (query_T * num_items + place_T)[is_known_T]
+            is_hidden = ~torch.isin(query * num_items + place, of_targets)
+            lengths = query[is_hidden].bincount(minlength=queries.shape[0])
+            each = ops.select(JaggedTensor(place[is_hidden], lengths=lengths), query_T)
+            hidden = ops.bags_of(each), each.values()
+        step = min(self.chunk_items, _CACHED_ITEMS) if self.items.is_cpu else self.chunk_items
+        firsts = range(0, num_items, step)
+        # The score of a target is of the product that it is compared with, so it equals itself.
+        score_T = queries.new_zeros(query_T.shape)
         for first in firsts:
-            chunk = self._scores(queries, first, None)
-            is_here_T = is_known_T & (place_T >= first) & (place_T < first + chunk.shape[1])
-            found_T = chunk[query_T, (place_T - first).clamp(0, chunk.shape[1] - 1)]
-            score_T = found_T.where(is_here_T, score_T)
+            scores = self._scores(queries_T, first, step, None)
+            column_T = (place_T - first).clamp(0, scores.shape[1] - 1).unsqueeze(1)
+            is_here_T = is_known_T & (place_T >= first) & (place_T < first + step)
+            score_T = scores.gather(1, column_T).squeeze(1).where(is_here_T, score_T)
         better_T = torch.zeros_like(query_T, dtype=torch.float64)
         tied_T = torch.zeros_like(better_T)
         for first in firsts:
-            chunk = self._scores(queries, first, places_of_seen, of_targets)
-            rows = chunk[query_T]
-            better_T += (rows > score_T.unsqueeze(1)).sum(1)
-            tied_T += (rows == score_T.unsqueeze(1)).sum(1)
+            scores = self._scores(queries_T, first, step, hidden)
+            # Floats are summed several times as fast as bools.
+            flags = torch.empty_like(scores, dtype=torch.float32)
+            better_T += torch.gt(scores, score_T.unsqueeze(1), out=flags).sum(1)
+            tied_T += torch.eq(scores, score_T.unsqueeze(1), out=flags).sum(1)
         better_T = better_T.masked_fill(~is_known_T, float("inf"))
-        is_finite_T = score_T.isfinite() & queries.isfinite().all(1)[query_T]
+        is_finite_T = score_T.isfinite() & queries_T.isfinite().all(1)
         return (
             better_T.masked_fill(~is_finite_T, float("nan")),
             tied_T.where(is_known_T & is_finite_T, 1.0),
@@ -185,32 +196,22 @@ class ItemIndex(nn.Module):
         check_seen(queries, seen)
 
     def _scores(
-        self,
-        queries: Tensor,
-        first: int,
-        seen: tuple[Tensor, Tensor] | None,
-        shown: tuple[Tensor, Tensor] | None = None,
+        self, queries: Tensor, first: int, size: int, hidden: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """Return the scores of a chunk of items; -inf for items that a query must not find.
+        """Return the scores of a chunk of items; -inf for items that are not found.
 
         Args:
             queries: The queries.
             first: The first item of the chunk.
-            seen: Queries and items that are not found.
-            shown: Queries and items that are found, even if they are among `seen`.
+            size: The largest number of items.
+            hidden: Queries, and the items that they do not find.
         """
-        chunk = self.items[first : first + self.chunk_items]
-        scores = queries @ chunk.T
-        scores = scores.masked_fill(~scores.isfinite(), float("-inf"))
-        if seen is not None:
-            rows, columns = _inside(seen, first, scores.shape[1])
-            if shown is None:
-                scores[rows, columns] = float("-inf")
-            else:
-                shown = _inside(shown, first, scores.shape[1])
-                kept = scores[shown]
-                scores[rows, columns] = float("-inf")
-                scores[shown] = kept
+        scores = queries @ self.items[first : first + size].T
+        scores = scores.nan_to_num_(*[float("-inf")] * 3)
+        if hidden is not None:
+            rows, items = hidden
+            is_here = (items >= first) & (items < first + scores.shape[1])
+            scores[rows[is_here], items[is_here] - first] = float("-inf")
         return scores
 
     def _places_of(self, seen: JaggedTensor) -> tuple[Tensor, Tensor]:
@@ -223,13 +224,6 @@ class ItemIndex(nn.Module):
         ordered, order = self.ids.sort()
         place = torch.searchsorted(ordered, ids).clamp(max=len(ordered) - 1)
         return order[place], ordered[place] == ids
-
-
-def _inside(places: tuple[Tensor, Tensor], first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return the rows and columns of a chunk."""
-    rows, items = places
-    is_here = (items >= first) & (items < first + size)
-    return rows[is_here], items[is_here] - first
 
 
 def select_items(items: Tensor, ids: Tensor, is_item: Tensor) -> tuple[Tensor, Tensor]:
