@@ -247,14 +247,17 @@ class FeatureSpec:
             [['Rome', 'Oslo'], [None, None]]
         """
         vocabularies = self.fitted.vocabularies
-        if table not in vocabularies:
+        if not isinstance(table, str) or table not in vocabularies:
             raise KeyError(
                 f"table must be one of a Categorical column, {list(vocabularies)}; received "
                 f"{shown(table)}. Other tables do not store values."
             )
-        found = rows.detach().cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
+        try:
+            found = rows.detach().cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
+        except (TypeError, ValueError):  # such as lists of unequal lengths
+            found = np.asarray(None)
         if found.dtype.kind not in "iu" and found.size:
-            raise TypeError(f"rows must be whole numbers; received {shown(rows)}.")
+            raise TypeError(f"rows must be whole numbers of one shape; received {shown(rows)}.")
         return vocabularies[table].values_of(found.astype(np.int64))
 
     # -- files -------------------------------------------------------------------------------------

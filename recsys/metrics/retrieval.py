@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
+from recsys.kernels.checked import checked, checked_late
 from recsys.metrics.ranking import chances_of_top, discount_sums, expected_discounts
 
 __all__ = ["RetrievalMetrics"]
@@ -57,6 +57,7 @@ class RetrievalMetrics:
         self._sums = torch.zeros(len(self.ks), 4, dtype=torch.float64, device=device)
         self._count = torch.zeros((), dtype=torch.float64, device=device)
 
+    @checked_late
     def update(
         self, found: Tensor, targets: Tensor, offsets: Tensor, scores: Tensor | None = None
     ) -> None:
@@ -112,6 +113,7 @@ class RetrievalMetrics:
         )
         self._add(better_T, tied_T, offsets, known_B)
 
+    @checked_late
     def update_ranks(self, better: Tensor, tied: Tensor, offsets: Tensor) -> None:
         """Add a batch of ranks of targets, as of `ItemIndex.rank`.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
+from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
 
 __all__ = ["ItemIndex", "Recommend"]
@@ -105,6 +105,7 @@ class ItemIndex(nn.Module):
         ids = self.ids[place].masked_fill(best == float("-inf"), -1)
         return best.masked_fill(~queries.isfinite().all(1, keepdim=True), float("nan")), ids
 
+    @checked_late
     def rank(
         self, queries: Tensor, targets: Tensor, offsets: Tensor, seen: JaggedTensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -171,6 +172,7 @@ class ItemIndex(nn.Module):
             tied_T.where(is_known_T & is_finite_T, 1.0),
         )
 
+    @checked
     def without(self, ids: Tensor) -> ItemIndex:
         """Return an index without some items, or this index if it has none of them.
 

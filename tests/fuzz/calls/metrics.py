@@ -28,6 +28,7 @@ from recsys.metrics.metrics_namespace import (
     MetricName,
     compose_metric_key,
 )
+from recsys.metrics.retrieval import RetrievalMetrics
 from tests.fuzz.argument_kinds import (
     DEVICE,
     Kind,
@@ -71,6 +72,14 @@ MEMORY = {
     "max_compute_interval": number(9.0, 0, is_finite=False),
 }  # fmt: skip
 
+IDS = tensor(lambda: torch.tensor([1]))
+OFFSETS = tensor(lambda: torch.tensor([0, 1]))
+
+
+def _retrieval() -> RetrievalMetrics:
+    return RetrievalMetrics([1], torch.device("cpu"))
+
+
 NAME = Kind(lambda: MetricName.NE, lambda value: None if isinstance(value, str | Enum) else False)
 
 CALLS = [
@@ -79,6 +88,13 @@ CALLS = [
         Call(f"{kind.__name__}.update", method(kind, "update"), BATCH)
         for kind in (AUC, BinnedAUC, NormalizedEntropy)
     ),
+    Call("RetrievalMetrics.update", method(_retrieval, "update"), {
+        "found": tensor(lambda: torch.tensor([[1, 2]])), "targets": IDS, "offsets": OFFSETS,
+        "scores": maybe(tensor(lambda: torch.ones(1, 2))),
+    }),
+    Call("RetrievalMetrics.update_ranks", method(_retrieval, "update_ranks"), {
+        "better": IDS, "tied": IDS, "offsets": OFFSETS,
+    }),
     Call("AUC.merge", method(AUC, "merge"), {"other": made(AUC)}),
     Call("BinnedAUC", BinnedAUC, {"num_bins": whole(10), "device": maybe(DEVICE)}),
     Call("NormalizedEntropy", NormalizedEntropy, {"device": maybe(DEVICE)}),

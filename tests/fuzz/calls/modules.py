@@ -54,8 +54,10 @@ from recsys.modules.fused_embedding_modules import (
     FusedEmbeddingCollection,
     fuse_embedding_optimizer,
 )
+from recsys.modules.item_index import ItemIndex
 from recsys.modules.mlp import MLP, Perceptron
 from recsys.modules.regroup import KTRegroupAsDict
+from recsys.sparse import JaggedTensor
 from tests.fuzz.argument_kinds import (
     DEVICE,
     DTYPE,
@@ -188,7 +190,23 @@ LENGTHS = mapping(lambda: {"a": 5, "b": 5}, whole(5))
 EMBEDDINGS = {"embeddings": many(lambda: [torch.ones(2, 4), torch.ones(2, 4)], INPUT["input"], 1)}
 MODELS = module(lambda: nn.Linear(4, 2))
 
+
+def item_index() -> ItemIndex:
+    """An index of two items."""
+    return ItemIndex(torch.eye(2))
+
+
 CALLS = [
+    Call("ItemIndex.rank", method(item_index, "rank"), {
+        "queries": tensor(lambda: torch.ones(1, 2)),
+        "targets": tensor(lambda: torch.tensor([1])),
+        "offsets": tensor(lambda: torch.tensor([0, 1])),
+        "seen": maybe(made(lambda: JaggedTensor(torch.tensor([0]), lengths=torch.tensor([1])),
+                           JaggedTensor)),
+    }),
+    Call("ItemIndex.without", method(item_index, "without"), {
+        "ids": tensor(lambda: torch.tensor([1])),
+    }),
     *(Call(kind.__name__, kind, CONFIG) for kind in (EmbeddingConfig,)),
     Call("EmbeddingBagConfig", EmbeddingBagConfig, CONFIG | {"pooling": member(PoolingType.SUM)}),
     Call("EmbeddingBagCollection", EmbeddingBagCollection, {
