@@ -150,7 +150,7 @@ def _column(values: np.ndarray[Any, Any]) -> Any:
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
     kind = None
-    if values.dtype == object:  # values of a vocabulary, some of which may be missing
+    if values.dtype == object:  # values of a vocabulary, or None
         has_numbers = any(isinstance(value, int) for value in values.flat)
         kind = pa.int64() if has_numbers else pa.string()
     if values.ndim == 1:

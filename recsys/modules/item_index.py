@@ -267,8 +267,8 @@ class Recommend(nn.Module):
 
     Args:
         model: Its `users(features)` are the queries, as of `NextItem`.
-        index: The items. If the model has `special_ids()`, as `NextItem` has, and the ids are those
-            of the history or rows of the table, these ids are left out.
+        index: The items. The ids of the model's `special_ids()`, such as of `NextItem`, are left
+            out, if `history` is given or the ids are rows of the table.
         k: Number of items of each user.
         history: Feature of ids that are not recommended again; None to recommend any.
 
