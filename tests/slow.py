@@ -29,7 +29,12 @@ ATTENTION = "tests/kernels/test_attention_triton.py"
 OVERFLOW = "tests/distributed/checkpoint/test_overflow.py"
 CORE_MODELS = "tests/inference/cpp/test_library.py::test_models_score_as_in_python"
 
+RECOMMENDERS = "tests/inference/packages/test_recommenders.py"
+
 QUICK_CASE_OF: dict[str, str] = {
+    f"{RECOMMENDERS}::test_answers_are_values": (
+        f"{RECOMMENDERS}::test_outputs_name_their_vocabulary"
+    ),
     "tests/docs/test_notebooks.py::test_the_introduction_runs_and_has_a_picture": (
         "tests/docs/test_notebooks.py::test_a_failed_cell_fails_the_command_and_is_in_the_notebook"
     ),

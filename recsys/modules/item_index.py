@@ -268,7 +268,7 @@ class Recommend(nn.Module):
     Args:
         model: Its `users(features)` are the queries, as of `NextItem`.
         index: The items. The ids of the model's `special_ids()`, such as of `NextItem`, are left
-            out, if `history` is given or the ids are rows of the table.
+            out, if `history` is given or the index was created without ids, from all rows.
         k: Number of items of each user.
         history: Feature of ids that are not recommended again; None to recommend any.
 
@@ -280,9 +280,7 @@ class Recommend(nn.Module):
         >>> from recsys.modules.embedding_modules import EmbeddingCollection
         >>> from recsys.modules.sequences.next_item import NextItem
         >>> from recsys.modules.sequences.sasrec import SASRec
-        >>> films = EmbeddingConfig(
-        ...     10, 8, "films", feature_names=["history", "target"]
-        ... )
+        >>> films = EmbeddingConfig(10, 8, "films", feature_names=["history", "target"])
         >>> model = NextItem(EmbeddingCollection(tables=[films]), SASRec(8, 50), "in_batch")
         >>> items = model.items(10, torch.device("cpu"))
         >>> ids = torch.tensor([1, 2, 3])
