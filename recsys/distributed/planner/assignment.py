@@ -45,8 +45,9 @@ class Assignment:
         self._free_RM = arrays.free_RM.copy()
         self._full_M = np.maximum(arrays.free_RM.max(axis=0, initial=1.0), 1.0)
         self.option_T = np.full(arrays.num_tables, -1)
-        self.rank_P = np.full(len(arrays.table_P), -1)
-        self._slot_P = np.full(len(arrays.table_P), -1)
+        # with thousands of tables on thousands of ranks there are millions of shards
+        self.rank_P = np.full(len(arrays.table_P), -1, dtype=np.int32)
+        self._slot_P = np.full(len(arrays.table_P), -1, dtype=np.int32)
         self.slots_RS = np.full((arrays.num_ranks, 8), -1)
         self.count_R = np.zeros(arrays.num_ranks, dtype=np.int64)
         self._even_memory = False
