@@ -266,7 +266,9 @@ def whole_list(subject: str, value: object, length: int | None = None) -> list[i
     listed = _listed(value)
     if listed is None:
         wrong_type(subject, "a list of whole numbers", value)
-    numbers = [whole(f"{subject}[{i}]", number, least=0) for i, number in enumerate(listed)]
+    numbers = listed
+    if not all(type(number) is int and number >= 0 for number in listed):  # convert or raise
+        numbers = [whole(f"{subject}[{i}]", number, least=0) for i, number in enumerate(listed)]
     if length is not None and len(numbers) != length:
         raise ValueError(f"{subject} must have {length} numbers; received {shown(numbers)}.")
     return numbers

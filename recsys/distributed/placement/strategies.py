@@ -7,6 +7,7 @@ strategies. Strategy names occur in plans written by hand (`sharding_plan`), in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -156,7 +157,7 @@ def parameter_sharding(
         return ParameterSharding(sharding_type.value, compute_kernel.value, list(ranks), None)
     local_size = local_size or max(ranks) + 1
     rects = STRATEGIES[sharding_type](num_rows, dim, ranks, local_size)
-    placements = [placement(device_type, rect.rank, local_size) for rect in rects]
+    placements = [_placement(device_type, rect.rank, local_size) for rect in rects]
     return sharding_of_rects(sharding_type, rects, placements, compute_kernel)
 
 
@@ -199,6 +200,9 @@ def placement(compute_device: str, rank: int, local_size: int) -> str:
     """
     whole("placement: local_size", local_size)
     return placement_helper(compute_device, rank % local_size, rank)
+
+
+_placement = functools.lru_cache(1 << 14)(placement)  # a plan repeats it for each table
 
 
 @checked

@@ -45,8 +45,9 @@ class Assignment:
         self._free_RM = arrays.free_RM.copy()
         self._full_M = np.maximum(arrays.free_RM.max(axis=0, initial=1.0), 1.0)
         self.option_T = np.full(arrays.num_tables, -1)
-        self.rank_P = np.full(len(arrays.table_P), -1)
-        self._slot_P = np.full(len(arrays.table_P), -1)
+        # with thousands of tables on thousands of ranks there are millions of shards
+        self.rank_P = np.full(len(arrays.table_P), -1, dtype=np.int32)
+        self._slot_P = np.full(len(arrays.table_P), -1, dtype=np.int32)
         self.slots_RS = np.full((arrays.num_ranks, 8), -1)
         self.count_R = np.zeros(arrays.num_ranks, dtype=np.int64)
         self._even_memory = False
@@ -170,20 +171,15 @@ class Assignment:
             rank = int(load_R.argmin())
             return np.array([rank]), float(load_R[rank])
         ranks, peak = np.empty_like(shards), 0.0
-        used: list[int] = []
         order = np.argsort(-arrays.cost_PK[shards].max(axis=1), kind="stable")
-        last, load_R = -1, np.zeros(0)
-        for place in order.tolist():
-            shard = int(shards[place])
-            if last < 0 or arrays.run_P[shard] != arrays.run_P[last]:
-                load_R = self._loads_with(shard)
-                load_R[used] = np.inf
-                last = shard
-            rank = int(load_R.argmin())
-            peak = max(peak, float(load_R[rank]))
-            load_R[rank] = np.inf
-            used.append(rank)
-            ranks[place] = rank
+        ends = np.flatnonzero(np.diff(arrays.run_P[shards[order]])) + 1
+        used: Ints = np.empty(0, dtype=np.int64)
+        for places in np.split(order, ends):  # identical shards
+            load_R = self._loads_with(int(shards[places[0]]))
+            load_R[used] = np.inf
+            ranks[places] = np.argsort(load_R, kind="stable")[: len(places)]
+            peak = max(peak, float(load_R[ranks[places[-1]]]))
+            used = np.append(used, ranks[places])
         return ranks, peak
 
     def _best_node(self, shards: Ints, free_J: Flags) -> tuple[Ints, float]:

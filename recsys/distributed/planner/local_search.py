@@ -25,9 +25,10 @@ from recsys.distributed.planner.shard_arrays import Floats, Ints, ShardArrays
 _LEAST_GAIN = 1e-9
 _MANY_RANKS = 64  # with more, only some ranks are tried for an exchange
 _PAIR_RANKS = 12  # ranks tried for pairs
+_MOST_EXCHANGES = 500_000  # tried in one step, some 100 bytes each
 _OPTIONS = 6  # cheapest options of a table that are tried
 _STEPS_AFTER_PERTURBATION = 60
-_WORTH_A_PERTURBATION = 5e-4  # least improvement, as a share of the score
+_LEAST_PROGRESS = 5e-4  # of a perturbation, or of many steps, as a share of the score
 _FORCED = 4  # most tables that receive their cheapest option at once
 _FIXED_TABLES = 4  # tables with FIXED options that are tried in addition
 
@@ -63,14 +64,19 @@ class LocalSearch:
         self._cheap_T = [self._cheap_options(*ends) for ends in pairwise(arrays.first_T.tolist())]
 
     def descend(self, assignment: Assignment, max_steps: int) -> int:
-        """Take steps until none helps, or the target or the deadline is reached.
+        """Take steps until they help too little, or the target or the deadline is reached.
 
         Returns:
             The number of steps.
         """
+        mark, steps_to_mark = np.inf, max(100, len(assignment.load_R))
         for step in range(max_steps):
             if assignment.peak <= self._target or self._is_over():
                 return step
+            if step % steps_to_mark == 0:
+                if assignment.peak > mark * (1 - _LEAST_PROGRESS):
+                    return step
+                mark = assignment.peak
             rank = int(assignment.load_R.argmax())
             if not (
                 self._exchange(assignment, rank, pairs=False)
@@ -103,7 +109,7 @@ class LocalSearch:
             if trial.peak <= best.peak:
                 best = trial
             since += 1
-            if score < mark * (1 - _WORTH_A_PERTURBATION):
+            if score < mark * (1 - _LEAST_PROGRESS):
                 mark, since = score, 0
         return best
 
@@ -163,8 +169,12 @@ class LocalSearch:
         if not len(mine) or len(assignment.load_R) == 1:
             return False
         ranks_S = self._partners(assignment, rank, _PAIR_RANKS if pairs else _MANY_RANKS)
-        width = int(assignment.count_R[ranks_S].max())
-        single_SB = assignment.slots_RS[ranks_S, :width]
+        # a sample of the shards if all exchanges would take too much memory and time
+        most = _MOST_EXCHANGES / len(ranks_S)
+        mine = self._sample(mine, most**0.5, pairs)
+        slots = np.arange(int(assignment.count_R[ranks_S].max()))
+        slots = self._sample(slots, most / _num_sets(len(mine), pairs), pairs)
+        single_SB = assignment.slots_RS[ranks_S[:, None], slots]
         none_S = np.full((len(ranks_S), 1), -1)
         if pairs:
             sets_A2 = _with_pairs(mine[None])[0]
@@ -173,6 +183,13 @@ class LocalSearch:
             sets_A2 = mine[:, None]
             sets_SB2 = np.hstack([none_S, single_SB])[:, :, None]
         return self._exchange_sets(assignment, rank, sets_A2, ranks_S, sets_SB2)
+
+    def _sample(self, values_N: Ints, max_sets: float, pairs: bool) -> Ints:
+        """Return the values, or a random sample of them that forms at most so many sets."""
+        if _num_sets(len(values_N), pairs) <= max_sets:
+            return values_N
+        most = int((2 * max_sets) ** 0.5 if pairs else max_sets)
+        return self._random.choice(values_N, max(most - 1, 1), replace=False)
 
     def _partners(self, assignment: Assignment, rank: int, most: int) -> Ints:
         """Return the other ranks to try: all, or half of them least loaded and half random."""
@@ -290,6 +307,11 @@ class LocalSearch:
             options.append(option)
         noise = self._random.uniform(0.7, 1.4, len(options))
         assignment.fill(np.array(options, dtype=np.int64), self._price_O, noise=noise)
+
+
+def _num_sets(num_shards: int, pairs: bool) -> int:
+    """Return the number of sets of up to one or two shards, with the empty one."""
+    return 1 + num_shards + pairs * num_shards * (num_shards - 1) // 2
 
 
 def _with_pairs(sets_XN: Ints) -> Ints:

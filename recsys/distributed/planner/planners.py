@@ -235,6 +235,7 @@ class EmbeddingShardingPlanner:
                 tables_under=functools.partial(self._tables, module, sharders),
             ).error(error) from None
 
+    @no_collection()
     def _planned(
         self,
         module: nn.Module,

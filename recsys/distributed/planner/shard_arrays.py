@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from recsys.distributed.planner.options import Reach, Shards, TableOption
 from recsys.distributed.planner.placement import InfeasibleError, Problem
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+Ints = NDArray[np.signedinteger[Any]]
 Flags = NDArray[np.bool_]
 
 _FEW_RANKS = 256  # with more ranks, caching the arrays of FIXED options takes gigabytes
@@ -78,8 +78,8 @@ class ShardArrays:
         runs = [run for o in self.options if o.reach is not Reach.FIXED for run in o.shards]
         counts = [run.count for run in runs]
         self.first_O = np.concatenate([[0], np.cumsum(num_shards, dtype=np.int64)])
-        self.table_P = np.repeat(self.table_O, num_shards)
-        self.run_P = np.repeat(np.arange(len(runs)), counts)
+        self.table_P = np.repeat(self.table_O.astype(np.int32), num_shards)
+        self.run_P = np.repeat(np.arange(len(runs), dtype=np.int32), counts)
         self.cost_PK, self.memory_PM = self._numbers(runs)
         self._fixed: dict[int, tuple[Floats, Floats]] = {}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -98,3 +100,29 @@ def test_a_deadline_ends_it() -> None:
     local = LocalSearch(arrays, np.ones(len(arrays.options)), target=0.0, seed=0, deadline=0.0)
     assert local.descend(assignment, 100) == 0
     assert local.perturb(assignment, 100) is assignment
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_memory_does_not_grow_with_the_tables_per_rank(num_ranks: int) -> None:
+    tables = [[option(1.0)]] * (200 * num_ranks + 1)
+    arrays = ShardArrays(Problem(ranks=Ranks(memory_caps=[(9, 0)] * num_ranks), tables=tables))
+    assignment = Assignment(arrays, 1.0)
+    # no exchange of up to two shards lowers the peak, so all are tried
+    for table in range(arrays.num_tables):
+        assignment.add(table, np.array([table % num_ranks]))
+    local = LocalSearch(arrays, np.ones(arrays.num_tables), target=0.0, seed=0, deadline=np.inf)
+    tracemalloc.start()
+    try:
+        local.descend(assignment, 1)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 100e6
+
+
+def test_samples_of_exchanges_balance_many_tables() -> None:
+    random = np.random.default_rng(0)
+    tables = [[option(cost)] for cost in random.uniform(0.5, 1.5, 2000).tolist()]
+    placed = [(table, [int(table < 1050)]) for table in range(2000)]
+    assignment = improved(tables, placed)
+    assert assignment.peak == pytest.approx(assignment.load_R.mean(), rel=1e-3)
