@@ -30,6 +30,7 @@ from recsys.distributed.types import ShardingEnv
 from recsys.kernels.arguments import choice, whole, writable_folder
 from recsys.kernels.checked import checked_but
 from recsys.loaders import epoch_length
+from recsys.modules.modes import evaluation_mode, training_mode
 from recsys.step_stages import long_section
 from recsys.training.batches import Pausing, ResumableBatches, outputs
 from recsys.training.best import Best, FitResult
@@ -180,6 +181,9 @@ class Trainer:
     def fit(self, train: Iterable[Any], validation: Iterable[Any] | None = None) -> FitResult:
         """Train, evaluate and save until the end; every rank calls it.
 
+        Parts of the model in evaluation mode, such as a frozen batch norm, stay in it. Only a model
+        none of whose trainable parts is in training mode is put into it as a whole.
+
         Args:
             train: Batches of this rank, iterated once per epoch. Its `set_epoch` is called before
                 each epoch. A loader with `state_dict` and `load_state_dict` resumes from its state;
@@ -202,7 +206,7 @@ class Trainer:
                 parts.callback(logger.close)
             self._start(train)
             parts.callback(self._progress.close)
-            self.model.train()
+            parts.enter_context(training_mode(self.model))
             pipeline = self._new_pipeline()
             while not self._is_done():
                 self._train_epoch(pipeline, validation)
@@ -319,18 +323,14 @@ class Trainer:
         Returns:
             The metrics by name, the same on all ranks.
         """
-        metrics, was_training = self._metrics(self._device), self.model.training
-        self.model.eval()
-        try:
-            with long_section("evaluation"):
-                if self._uneven is not None:
-                    batches = EvenBatches(batches, self.model, UnevenPolicy.JOIN)
-                for output, batch in outputs(self._new_pipeline(), Pausing(batches)):
-                    metrics.update(output, batch)
-                if self._env.world_size > 1:
-                    metrics.sync()
-        finally:
-            self.model.train(was_training)
+        metrics = self._metrics(self._device)
+        with evaluation_mode(self.model), long_section("evaluation"):
+            if self._uneven is not None:
+                batches = EvenBatches(batches, self.model, UnevenPolicy.JOIN)
+            for output, batch in outputs(self._new_pipeline(), Pausing(batches)):
+                metrics.update(output, batch)
+            if self._env.world_size > 1:
+                metrics.sync()
         return metrics.compute()
 
     def _evaluate(self, validation: Iterable[Any]) -> None:

@@ -101,8 +101,10 @@ def test_a_model_stays_in_its_mode_and_a_terminal_needs_no_tqdm(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for is_training in (True, False):
         model.train(is_training)
+        model.over_arch.train(not is_training)
         score(model, tmp_path / "a.parquet", tmp_path / f"{is_training}", spec=spec)
-        assert model.training == is_training
+        assert model.training == model.dense_arch.training == is_training
+        assert model.over_arch.training == (not is_training)
 
 
 @pytest.mark.parametrize("is_package", [True, False])

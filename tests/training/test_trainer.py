@@ -33,6 +33,7 @@ from recsys.modules.dlrm import DLRM, DLRMTrain
 from recsys.modules.hashed_ids import HashedIds
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.training import Trainer
+from tests.distributed import job
 from tests.ranks import RankPool
 from tests.training.job import (
     LOADERS,
@@ -284,6 +285,33 @@ def test_evaluation_changes_nothing(tmp_path: Path) -> None:
     trainer.model.eval()
     trainer.evaluate(rows(3))
     assert not trainer.model.training
+
+
+def _frozen(folder: str) -> list[dict[str, Tensor]]:
+    """Statistics of two norms after training; the first is frozen, in evaluation mode."""
+    model = job.model_of()
+    frozen, trained = nn.BatchNorm1d(16).requires_grad_(False).eval(), nn.BatchNorm1d(16)
+    model.model.over_arch.model.insert(1, nn.Sequential(trained, frozen))
+    model = DistributedModelParallel(model, device=torch.device("cpu"))
+    before = [module.training for module in model.modules()]
+    trainer = trainer_of(folder, model=model, epochs=2)
+    trainer.evaluate(validation())
+    assert [module.training for module in model.modules()] == before
+    trainer.fit(Shuffled(), validation())
+    assert [module.training for module in model.modules()] == before
+    model.eval()
+    trainer_of(folder, model=model, epochs=1).fit(Shuffled())  # as a whole in training mode
+    assert not any(module.training for module in model.modules())
+    return [{k: v.clone() for k, v in norm.named_buffers()} for norm in (frozen, trained)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_part_in_evaluation_mode_stays_in_it(
+    ranks: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    for frozen, trained in ranks(world_size, _frozen, str(tmp_path)):
+        assert frozen["num_batches_tracked"] == NUM_BATCHES  # of the last training
+        assert trained["num_batches_tracked"] == 3 * NUM_BATCHES
 
 
 class Scores:
