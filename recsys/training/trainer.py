@@ -36,7 +36,7 @@ from recsys.training.batches import Pausing, ResumableBatches, outputs
 from recsys.training.best import Best, FitResult
 from recsys.training.evaluation import BinaryMetrics, Metrics, device_of
 from recsys.training.loggers import JsonLines, Lines, Logger, check_loggers
-from recsys.training.optimizer import whole_optimizer
+from recsys.training.optimizer import check_all_are_updated, whole_optimizer
 from recsys.training.progress import MeanLoss, Progress, total_steps
 from recsys.training.progressive import ProgressiveValidation
 
@@ -192,13 +192,15 @@ class Trainer:
                 checkpoint.
 
         Raises:
-            ValueError: An epoch has no batches, or the monitored metric is missing or NaN.
+            ValueError: Nothing updates a trainable parameter, an epoch has no batches, or the
+                monitored metric is missing or NaN.
             BadLossError: A loss is NaN or infinite.
             CheckpointError: A checkpoint cannot be saved or loaded.
             LostContactError: Contact with another rank is lost.
         """
         if validation is None and (self._patience or isinstance(self._schedule, ReduceLROnPlateau)):
             raise ValueError("patience and ReduceLROnPlateau need validation; received None.")
+        check_all_are_updated(self.model, self.optimizer, self._env)
         with ExitStack() as parts:
             if contact.ask_watchdog is None:
                 parts.enter_context(self._watchdog)

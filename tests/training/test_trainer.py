@@ -181,6 +181,16 @@ def test_a_loader_without_batches_is_an_error(tmp_path: Path) -> None:
         plain(tmp_path, epochs=2).fit(iter(rows(2)))
 
 
+def test_a_forgotten_parameter_is_an_error(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD([model.layer.bias], lr=0.1)
+    trainer = plain(tmp_path, epochs=1, model=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"1 that nothing updates, \['layer.weight'\]"):
+        trainer.fit(rows(3))
+    model.layer.weight.requires_grad_(False)
+    assert trainer.fit(rows(3)).steps == 3
+
+
 def test_a_schedule_equals_torchs(tmp_path: Path) -> None:
     def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=12)
