@@ -64,7 +64,8 @@ class Trainer:
             training is always evaluated.
         metrics: Function that creates the metrics of an evaluation on a device.
         monitor: Name of the metric that selects the best checkpoint.
-        maximize: Whether a larger value of it is better, as of an AUC.
+        maximize: Whether a larger value of it is better. None: as its name says; the names of
+            `recsys.metrics` have a direction, such as "auc/click", "ne" and "ndcg@10".
         patience: Number of evaluations without a better value after which training ends; None for
             no early stopping.
         load_best: Whether the model has the weights of the best evaluation after training, not the
@@ -92,7 +93,8 @@ class Trainer:
     Raises:
         TypeError: An argument has another type.
         ValueError: Not exactly one of `epochs` and `steps` is given; a number is not positive;
-            `optimizer` and `model` do not fit together; or clipped tables are fused.
+            `optimizer` and `model` do not fit together; clipped tables are fused; or the direction
+            of the monitored metric is unknown, or not the one of `ReduceLROnPlateau`.
         OSError: The folder is not writable.
 
     Example:
@@ -127,7 +129,7 @@ class Trainer:
         evaluate_every: int | None = None,
         metrics: Callable[[torch.device], Metrics] = BinaryMetrics,
         monitor: str = "loss",
-        maximize: bool = False,
+        maximize: bool | None = None,
         patience: int | None = None,
         load_best: bool = True,
         save_every: int | None = None,
@@ -160,6 +162,7 @@ class Trainer:
         self._save_every, self._evaluate_every = save_every, evaluate_every
         self._metrics, self._monitor, self._patience = metrics, monitor, patience
         self._make_best = partial(Best, monitor, maximize, patience)
+        _check_mode(schedule, self._make_best().maximize)
         self._loads_best, self._resumes, self._schedule = load_best, resume, schedule
         self._overlaps, self._shows_bar = pipeline, shows_bar
         self._uneven = None if uneven is None else choice("Trainer.uneven", uneven, UnevenPolicy)
@@ -396,3 +399,14 @@ class Trainer:
         self._saved = at.step, at.epoch
         if self._env.rank == 0:
             print(f"Resumed from {self.last}: epoch {at.epoch + 1}, step {at.batch}", flush=True)
+
+
+def _check_mode(schedule: LRScheduler | None, maximize: bool) -> None:
+    """Check that a schedule that reads the monitored metric has the direction of the metric."""
+    mode = "max" if maximize else "min"
+    if isinstance(schedule, ReduceLROnPlateau) and schedule.mode != mode:
+        raise ValueError(
+            f"Trainer.schedule must have the direction of the monitored metric, mode={mode!r}; "
+            f"received a ReduceLROnPlateau with mode={schedule.mode!r}. Create it with "
+            f"mode={mode!r}, or pass maximize."
+        )

@@ -217,7 +217,10 @@ def test_a_plateau_lowers_the_rate(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     settings = {"model": model, "optimizer": optimizer, "schedule": schedule, "monitor": "auc"}
-    plain(tmp_path, **settings, epochs=3, metrics=scores_of(0.5, 0.5, 0.5)).fit(rows(2), rows(1))
+    settings["metrics"] = scores_of(0.5, 0.5, 0.5)
+    with pytest.raises(ValueError, match=r"monitored metric, mode='max'; .* mode='min'"):
+        plain(tmp_path, **settings, epochs=3)
+    plain(tmp_path, **settings, epochs=3, maximize=False).fit(rows(2), rows(1))
     assert optimizer.param_groups[0]["lr"] == 0.1  # of the best evaluation, the first one
     assert schedule.get_last_lr() == [0.025]
 
@@ -343,7 +346,7 @@ def scores_of(*scores: float) -> Callable[[torch.device], Any]:
 
 
 def test_early_stopping_keeps_the_best(tmp_path: Path) -> None:
-    settings = {"epochs": 50, "monitor": "auc", "maximize": True, "patience": 2}
+    settings = {"epochs": 50, "monitor": "auc", "patience": 2}
     scores = scores_of(0.5, 0.7, 0.6, 0.8, 0.8, 0.7, 0.9)
     trainer = plain(tmp_path, **settings, metrics=scores, evaluate_every=3)
     after: list[dict[str, Tensor]] = []
@@ -371,13 +374,13 @@ def test_early_stopping_keeps_the_best(tmp_path: Path) -> None:
 
 
 def test_the_end_is_evaluated_and_belongs_to_the_last_epoch(tmp_path: Path) -> None:
-    settings = {"metrics": scores_of(3, 2, 1, 0), "monitor": "auc"}
+    settings = {"metrics": scores_of(0, 1, 2, 3), "monitor": "auc"}
     result = plain(tmp_path, **settings, epochs=2, evaluate_every=3).fit(rows(4), rows(1))
-    assert (result.best_scores, result.best_step, result.best_epoch) == ({"auc": 1}, 8, 2)
+    assert (result.best_scores, result.best_step, result.best_epoch) == ({"auc": 2}, 8, 2)
 
 
 def test_the_last_weights_stay_on_request(tmp_path: Path) -> None:
-    trainer = plain(tmp_path, epochs=3, metrics=scores_of(1, 2, 3), monitor="auc", load_best=False)
+    trainer = plain(tmp_path, epochs=3, metrics=scores_of(3, 2, 1), monitor="auc", load_best=False)
     assert trainer.fit(rows(4), rows(1)).best_step == 4
     values = values_in(tmp_path)
     assert torch.equal(trainer.model.state_dict()["layer.weight"], values["layer.weight"])
@@ -541,7 +544,7 @@ def _interrupt() -> Iterator[Tensor]:
 
 def test_a_job_that_resumes_after_an_epoch_does_not_evaluate_it_again(tmp_path: Path) -> None:
     settings = {"monitor": "auc", "patience": 2}
-    scores = (0.5, 0.6, 0.4, 0.3)
+    scores = (0.5, 0.4, 0.6, 0.7)
     unbroken = plain(tmp_path / "unbroken", **settings, steps=16, metrics=scores_of(*scores))
     expected = unbroken.fit(rows(4), rows(1))
     for number, score in enumerate(scores, start=1):
@@ -612,6 +615,8 @@ def test_wrong_settings_are_errors(tmp_path: Path) -> None:
         plain(tmp_path, epochs=1, uneven="wait")
     with pytest.raises(ValueError, match="uneven='pad' repeats batches: it excludes save_every"):
         plain(tmp_path, epochs=1, uneven="pad", save_every=2)
+    with pytest.raises(ValueError, match=r"direction is unknown; received monitor='lift'"):
+        plain(tmp_path, epochs=1, monitor="lift")
     with pytest.raises(ValueError, match=r"Trainer\.save_every must be"):
         plain(tmp_path, epochs=1, save_every=0)
     with pytest.raises(NotADirectoryError, match=r"Trainer\.folder"):
