@@ -244,13 +244,18 @@ class CriteoIterDataPipe(_Rows):
         row_mapper: rows.RowMapper | None = rows.criteo_row,
         **open_kw: Any,
     ) -> None:
-        super().__init__(rows.criteo_terabyte(paths, row_mapper=row_mapper, **open_kw))
+        all_rows = {"rank": 0, "world_size": 1} | open_kw  # as TorchRec, which has no ranks here
+        super().__init__(rows.criteo_terabyte(paths, row_mapper=row_mapper, **all_rows))
 
 
 def _as_pipe(read: Callable[P, Iterable[Any]]) -> Callable[P, IterDataPipe[Any]]:
     @functools.wraps(read)
     def made(*args: P.args, **kwargs: P.kwargs) -> IterDataPipe[Any]:
-        return _Rows(read(*args, **kwargs))
+        all_rows: Any = {
+            "rank": 0,
+            "world_size": 1,
+        } | kwargs  # as TorchRec, which has no ranks here
+        return _Rows(read(*args, **all_rows))
 
     return made
 

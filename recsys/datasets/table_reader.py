@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from recsys.datasets.ahead import map_ahead
 from recsys.datasets.selection import RowSplit, Selection, Spec
 from recsys.datasets.sources import Source, TextSource, Unit
-from recsys.datasets.utils import Batch, check_rank, rank_slice
+from recsys.datasets.utils import Batch, check_rank, rank_in_job, rank_slice
 from recsys.datasets.windows import join_rows, split_rows
 from recsys.kernels.arguments import flag, shown, whole
 
@@ -83,8 +83,8 @@ class TableReader(IterableDataset[Batch]):
         sources: files or tables with the same columns.
         spec: a fitted `recsys.features.FeatureSpec`.
         batch_size: rows of a batch of one rank.
-        rank: this process, from 0.
-        world_size: number of processes.
+        rank: this process, from 0; None: its rank in the process group, if there is one, else 0.
+        world_size: number of processes; None: as for `rank`, else 1.
         divide: "row_groups": each rank reads row groups of its own, and ranks may have different
             numbers of rows. "batches": all ranks read all row groups, and each takes its part of
             each batch of `world_size * batch_size` rows, so that steps do not depend on the number
@@ -136,8 +136,8 @@ class TableReader(IterableDataset[Batch]):
         spec: Spec,
         batch_size: int,
         *,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         divide: Literal["row_groups", "batches"] = "row_groups",
         shuffle: bool = False,
         seed: int = 0,
@@ -152,6 +152,7 @@ class TableReader(IterableDataset[Batch]):
     ) -> None:
         super().__init__()
         self.batch_size = whole("batch_size", batch_size)
+        rank, world_size = rank_in_job(rank, world_size)
         self.rank, self.world_size = whole("rank", rank, 0), whole("world_size", world_size)
         check_rank(self.rank, self.world_size, self.batch_size)
         if divide not in _DIVISIONS:
