@@ -229,6 +229,10 @@ class _Rows(IterDataPipe[Any]):
         return iter(self.source)
 
 
+_ALL_ROWS = {"rank": 0, "world_size": 1}
+"""Arguments of readers: the pipes of TorchRec do not divide rows among ranks."""
+
+
 class CriteoIterDataPipe(_Rows):
     """Class with the arguments of `criteo_terabyte` and the rows that it returns.
 
@@ -244,7 +248,7 @@ class CriteoIterDataPipe(_Rows):
         row_mapper: rows.RowMapper | None = rows.criteo_row,
         **open_kw: Any,
     ) -> None:
-        all_rows = {"rank": 0, "world_size": 1} | open_kw  # as TorchRec, which has no ranks here
+        all_rows: Any = _ALL_ROWS | open_kw
         super().__init__(rows.criteo_terabyte(paths, row_mapper=row_mapper, **all_rows))
 
 

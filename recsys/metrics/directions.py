@@ -8,15 +8,14 @@ from recsys.kernels.checked import checked
 
 __all__ = ["is_larger_better"]
 
-_LARGER = frozenset(
-    "accuracy auc auprc binned_auc f1 gauc grouped_auc grouped_auprc grouped_rauc "
-    "hindsight_target_pr hindsight_target_precision hindsight_target_recall hit_rate map mrr "
-    "multi_label_precision multiclass_recall ndcg precision precision_session_level r_squared "
-    "rauc recall recall_session_level xauc".split()
+_LARGER = re.compile(
+    "accuracy|auc|auprc|binned_auc|f1|gauc|grouped_(auc|auprc|rauc)|hindsight_target_(pr|precision|"
+    "recall)|hit_rate|map|mrr|multi_label_precision|multiclass_recall|ndcg|r_squared|rauc|xauc|"
+    "(precision|recall)(_session_level)?"
 )
-_SMALLER = frozenset(
-    "cali_free_ne log_loss logloss loss mae mape mse ne ne_positive nmse nrmse recalibrated_ne "
-    "rmse segmented_ne serving_ne unweighted_ne".split()
+_SMALLER = re.compile(
+    "(cali_free_|recalibrated_|segmented_|serving_|unweighted_)?ne|ne_positive|log_?loss|loss|mae|"
+    "mape|mse|nmse|nrmse|rmse"
 )
 _NAME = re.compile(r"(?:.*\|)?(?:lifetime_|window_|attempt_)?([^/@]*)(?:[/@].*)?")
 
@@ -35,4 +34,4 @@ def is_larger_better(name: str) -> bool | None:
     """
     found = _NAME.fullmatch(name)
     base = found[1].lower() if found else ""
-    return base in _LARGER if base in _LARGER | _SMALLER else None
+    return True if _LARGER.fullmatch(base) else False if _SMALLER.fullmatch(base) else None
