@@ -34,6 +34,7 @@ from recsys.modules.modes import evaluation_mode, training_mode
 from recsys.step_stages import long_section
 from recsys.training.batches import Pausing, ResumableBatches, outputs
 from recsys.training.best import Best, FitResult
+from recsys.training.buffers import OwnBuffers
 from recsys.training.evaluation import BinaryMetrics, Metrics, device_of
 from recsys.training.loggers import JsonLines, Lines, Logger, check_loggers
 from recsys.training.optimizer import check_all_are_updated, whole_optimizer
@@ -178,6 +179,7 @@ class Trainer:
         self._guard = LossGuard(self.folder / "bad_batches") if loss_guard is None else loss_guard
         self._guard.around(model)  # raises if it skips
         self._progressive = progressive
+        self._own_buffers = OwnBuffers(model, self._env)
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -234,6 +236,7 @@ class Trainer:
             "loss": self._loss,
             "best": self._best,
             "random": RandomState(),
+            "buffers": self._own_buffers,
         }
         if self._progressive is not None:
             self._state["progressive"] = self._progressive
@@ -380,6 +383,7 @@ class Trainer:
         """Save `last` in the background, unless it is saved already."""
         at = self._batches.step, self._batches.epoch
         if at != self._saved:
+            self._own_buffers.compare()
             extra = {"schedule": None if self._schedule is None else self._schedule.state_dict()}
             self._pending = save_checkpoint_async(
                 self.last, self.model, self.optimizer, extra, progress=self._state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 import math
@@ -477,6 +478,48 @@ def test_a_resumed_job_equals_an_unbroken_one(
     assert_equal(values_in(broken), values_in(unbroken))
     if kind == "state":  # it reads no batch twice
         assert num_reads == [3] * world_size
+
+
+class Counting(nn.Module):
+    """A model whose output depends on buffers that are updated by the rank's batches."""
+
+    def __init__(self, has_norm: bool) -> None:
+        super().__init__()
+        self.inner = job.model_of()
+        self.norm = nn.BatchNorm1d(3) if has_norm else nn.Identity()
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("constant", torch.ones(3))
+
+    def forward(self, batch: Batch) -> Any:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * batch.dense_features.mean(0)
+        dense = self.norm(batch.dense_features - self.mean)
+        return self.inner(dataclasses.replace(batch, dense_features=dense))
+
+
+def _train_counting(folder: str, has_norm: bool, stops: list[int]) -> dict[str, Tensor]:
+    for stop in stops:
+        model = DistributedModelParallel(Counting(has_norm), device=torch.device("cpu"))
+        trainer = trainer_of(
+            folder, model=model, steps=stop, save_every=4, evaluate_every=9, resume=True
+        )
+        trainer.fit(Shuffled(), validation())
+        load_checkpoint(trainer.last, model, progress={"buffers": trainer._own_buffers})
+        assert "constant" not in trainer._own_buffers.state_dict()
+    return _weights(model)
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_buffers_of_each_rank_resume_exactly(
+    ranks: RankPool, tmp_path: Path, has_norm: bool
+) -> None:
+    broken = ranks(2, _train_counting, str(tmp_path / "broken"), has_norm, [7, 9, 17, 30])
+    unbroken = ranks(2, _train_counting, str(tmp_path / "unbroken"), has_norm, [30])
+    for found, expected in zip(broken, unbroken, strict=True):
+        assert_equal(found, expected)
+    assert_equal(values_in(tmp_path / "broken"), values_in(tmp_path / "unbroken"))
+    assert torch.equal(unbroken[0]["mean "], unbroken[1]["mean "]) == has_norm  # by evaluation
 
 
 def _train_hashed(folder: str, stops: list[int]) -> None:
