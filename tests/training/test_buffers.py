@@ -15,7 +15,7 @@ class _Sums(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("same", torch.ones(3))
-        self.register_buffer("half", torch.ones(2, dtype=torch.bfloat16))
+        self.register_buffer("short", torch.ones(2, dtype=torch.bfloat16))
         self.register_buffer("flag", torch.tensor(False))
         self.register_buffer("passing", torch.zeros(1), persistent=False)
         self.register_buffer("none", None)
@@ -24,7 +24,7 @@ class _Sums(nn.Module):
 
 def _differing(same: bool) -> dict[str, list[float]]:
     model, rank = _Sums(), 0 if same else dist.get_rank()
-    model.half[0] += rank  # type: ignore[index,operator]
+    model.short[0] += rank  # type: ignore[index,operator]
     model.flag.fill_(rank == 1)  # type: ignore[operator]
     model.passing.fill_(rank)  # type: ignore[operator]
     model.norm.num_batches_tracked.fill_(rank)
@@ -42,7 +42,7 @@ def _differing(same: bool) -> dict[str, list[float]]:
 def test_buffers_that_differ_from_rank_0(ranks: RankPool) -> None:
     assert ranks(3, _differing, False) == [
         {},
-        {"half": [2, 1], "flag": [1], "norm.num_batches_tracked": [1]},
-        {"half": [3, 1], "norm.num_batches_tracked": [2]},
+        {"short": [2, 1], "flag": [1], "norm.num_batches_tracked": [1]},
+        {"short": [3, 1], "norm.num_batches_tracked": [2]},
     ]
     assert ranks(2, _differing, True) == [{}, {}]
