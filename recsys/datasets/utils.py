@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 PATH_MANAGER_KEY = "torchrec"
 """The only value that `path_manager_key` arguments accept: local files."""
 _PARTS = ("dense_features", "sparse_features", "labels")
-_OPTIONAL_PARTS = ("sample_weights", "groups")
+_OPTIONAL_PARTS = ("sample_weights", "groups", "label_mask")
 
 
 @Pipelineable.register
@@ -45,6 +45,8 @@ class Batch:
             joined by commas; empty if unknown.
         sample_weights: `[B]` float32, weights of the samples in the loss, or None.
         groups: `[B]` int64, keys of the samples' groups, such as sessions, or None.
+        label_mask: bool, of the shape of `labels`: False where a sample has no label of a task,
+            which then counts in neither loss nor metrics; None if all labels are present.
 
     Example:
         >>> import torch
@@ -63,6 +65,7 @@ class Batch:
     label_name: str = ""
     sample_weights: torch.Tensor | None = None
     groups: torch.Tensor | None = None
+    label_mask: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.dense_features is not None:  # models report a missing part themselves
@@ -168,6 +171,7 @@ class Batch:
             labels=ops.copy_to(self.labels, device, non_blocking),
             sample_weights=copied(self.sample_weights),
             groups=copied(self.groups),
+            label_mask=copied(self.label_mask),
         )
 
     def _optional(self) -> list[tuple[str, torch.Tensor]]:

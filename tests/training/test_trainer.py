@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ from recsys.distributed.checkpoint import load_checkpoint, read_checkpoint
 from recsys.distributed.monitoring.loss_guard import BadLossError, LossGuard
 from recsys.distributed.monitoring.watchdog import Watchdog
 from recsys.distributed.types import ShardingEnv
-from recsys.modules.dlrm import DLRM, DLRMTrain
+from recsys.modules.dlrm import DLRM, DLRMTrain, mean_loss
 from recsys.modules.hashed_ids import HashedIds
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
-from recsys.training import Trainer
+from recsys.training import BinaryMetrics, Trainer
 from tests.distributed import job
 from tests.ranks import RankPool
 from tests.training.job import (
@@ -427,6 +428,53 @@ def test_records(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == [
         {"step": step, **values} for step, values in recorder.records
     ]
+
+
+class TwoTasks(nn.Module):
+    """Two tasks on batches of two features; the loss of `DLRMTrain`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, batch: Batch) -> Any:
+        logits = self.layer(batch.dense_features)
+        loss = mean_loss(logits, batch.labels, batch.sample_weights, batch.label_mask)
+        return loss, (loss.detach(), logits.detach(), batch.labels)
+
+
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_losses_of_tasks_have_one_meaning(tmp_path: Path, has_weights: bool) -> None:
+    torch.manual_seed(0)
+    batches = []
+    for number in range(6):
+        features, labels = torch.randn(50, 2), torch.randint(2, (50, 2)).float()
+        mask = torch.rand(50, 2) < torch.tensor([1.0, 0.4]) if number % 3 else None
+        weights = torch.rand(50) + 0.5 if has_weights else None
+        if weights is not None:
+            weights *= 50 / weights.sum()
+        empty = KeyedJaggedTensor([], torch.empty(0).long(), lengths=torch.empty(0).long())
+        batches.append(Batch(features, empty, labels, sample_weights=weights, label_mask=mask))
+    model, recorder = TwoTasks(), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
+    metrics = partial(BinaryMetrics, tasks=["click", "buy"])
+    settings = {"model": model, "optimizer": optimizer, "metrics": metrics, "log_every": 6}
+    plain(tmp_path, **settings, epochs=1, loggers=[recorder]).fit(batches, batches)
+    ((_, found),) = recorder.records
+    assert found["loss"] == pytest.approx(found["validation/loss"], rel=1e-6)
+    if not has_weights:
+        masks = [
+            torch.ones(50, 2).bool() if b.label_mask is None else b.label_mask for b in batches
+        ]
+        terms = nn.functional.binary_cross_entropy_with_logits(
+            model.layer(torch.cat([b.dense_features for b in batches])),
+            torch.cat([b.labels for b in batches]),
+            reduction="none",
+        )
+        for column, task in enumerate(["click", "buy"]):
+            of_task = terms[torch.cat(masks)[:, column], column].mean().item()
+            assert found[f"validation/loss/{task}"] == pytest.approx(of_task, rel=1e-5)
 
 
 def _logged(folder: str) -> list[float]:
