@@ -459,7 +459,7 @@ def test_losses_of_tasks_have_one_meaning(tmp_path: Path, has_weights: bool) -> 
     model, recorder = TwoTasks(), Recorder()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
     metrics = partial(BinaryMetrics, tasks=["click", "buy"])
-    settings = {"model": model, "optimizer": optimizer, "metrics": metrics, "log_every": 6}
+    settings = {"model": model, "optimizer": optimizer, "metrics": metrics}
     plain(tmp_path, **settings, epochs=1, loggers=[recorder]).fit(batches, batches)
     ((_, found),) = recorder.records
     assert found["loss"] == pytest.approx(found["validation/loss"], rel=1e-6)
