@@ -154,6 +154,7 @@ def train(arguments: argparse.Namespace) -> dict[str, float]:
         metrics=lambda device: FullRanking(model, num_items, device, KS, ["earlier"]),
         monitor="ndcg@10",
         patience=arguments.patience,
+        overwrite=True,
         pipeline=arguments.model != "bert4rec",  # its masks are drawn in the forward pass
         log_every=None,
     )

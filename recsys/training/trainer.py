@@ -23,6 +23,7 @@ from recsys.distributed.checkpoint import (
     save_checkpoint,
     save_checkpoint_async,
 )
+from recsys.distributed.checkpoint.versions import remove_versions
 from recsys.distributed.monitoring.loss_guard import LossGuard
 from recsys.distributed.monitoring.watchdog import Watchdog
 from recsys.distributed.train_pipeline import EvenBatches, TrainPipelineSparseDist, UnevenPolicy
@@ -36,6 +37,7 @@ from recsys.training.batches import Pausing, ResumableBatches, outputs
 from recsys.training.best import Best, FitResult
 from recsys.training.buffers import OwnBuffers
 from recsys.training.evaluation import BinaryMetrics, Metrics, device_of
+from recsys.training.folder import clear_folder, load_newest
 from recsys.training.loggers import JsonLines, Lines, Logger, check_loggers
 from recsys.training.optimizer import check_all_are_updated, whole_optimizer
 from recsys.training.progress import MeanLoss, Progress, total_steps
@@ -74,6 +76,8 @@ class Trainer:
         save_every: Steps between two saves of `last`, in the background. None saves only at the end
             of each epoch and of training.
         resume: Whether to continue from `last`, if it exists.
+        overwrite: Whether `fit` removes `best`, `last` and `log.jsonl` of an older job in the
+            folder, and prints a line about it. Otherwise, and without `resume`, it raises an error.
         schedule: Scheduler of torch for the optimizer, stepped after each step;
             `ReduceLROnPlateau` after each evaluation, by the monitored metric.
         clip_norm: Largest norm of all gradients together; None for no clipping. Tables must have
@@ -135,6 +139,7 @@ class Trainer:
         load_best: bool = True,
         save_every: int | None = None,
         resume: bool = False,
+        overwrite: bool = False,
         schedule: LRScheduler | None = None,
         clip_norm: float | None = None,
         pipeline: bool = True,
@@ -151,6 +156,11 @@ class Trainer:
                 "Trainer needs either epochs or steps, the length of the training; received "
                 f"epochs={epochs} and steps={steps}."
             )
+        if resume and overwrite:
+            raise ValueError(
+                "Trainer.overwrite must be False with resume=True, which continues the job in the "
+                "folder; received True. Pass one of them."
+            )
         lengths = {"epochs": epochs, "steps": steps, "patience": patience, "log_every": log_every}
         intervals = {"evaluate_every": evaluate_every, "save_every": save_every}
         for name, value in (lengths | intervals).items():
@@ -164,7 +174,8 @@ class Trainer:
         self._metrics, self._monitor, self._patience = metrics, monitor, patience
         self._make_best = partial(Best, monitor, maximize, patience)
         _check_mode(schedule, self._make_best().maximize)
-        self._loads_best, self._resumes, self._schedule = load_best, resume, schedule
+        self._loads_best, self._schedule = load_best, schedule
+        self._resumes, self._overwrites = resume, overwrite
         self._overlaps, self._shows_bar = pipeline, shows_bar
         self._uneven = None if uneven is None else choice("Trainer.uneven", uneven, UnevenPolicy)
         if self._uneven is UnevenPolicy.PAD and (save_every or progressive):
@@ -197,6 +208,7 @@ class Trainer:
                 checkpoint.
 
         Raises:
+            FileExistsError: The folder has a job, and neither `resume` nor `overwrite` is set.
             ValueError: Nothing updates a trainable parameter, an epoch has no batches, or the
                 monitored metric is missing or NaN.
             BadLossError: A loss is NaN or infinite.
@@ -242,13 +254,12 @@ class Trainer:
             self._state["progressive"] = self._progressive
         self._saved: tuple[int, int] | None = None
         self._pending: PendingSave | None = None
-        if self._resumes and newest_version(self.last) is not None:
+        if not self._resumes:
+            clear_folder(self.folder, self._env, overwrites=self._overwrites)
+        elif newest_version(self.last) is not None:
             self._load()
         elif self._env.rank == 0:
-            (self.folder / "log.jsonl").unlink(missing_ok=True)
-        if self._saved is None and newest_version(self.last) is not None:
-            self._save()  # a resume must not find the state of an older job
-            self._finish_save()
+            (self.folder / "log.jsonl").unlink(missing_ok=True)  # of a job that did not save
         total = total_steps(train, self._epochs) if self._epochs else self._num_steps
         has_bar = self._shows_bar and self._env.rank == 0
         self._progress = Progress(total, self._batches.step, has_bar=has_bar)
@@ -351,7 +362,9 @@ class Trainer:
             self._schedule.step(scores[self._monitor])
         if is_better:
             about = {"step": step, "epoch": epoch, "scores": scores}
-            save_checkpoint(self.best, self.model, self.optimizer, about, keep=1)
+            if self._env.rank == 0:
+                remove_versions(self.best, least=step)  # a job that resumes repeats steps
+            save_checkpoint(self.best, self.model, self.optimizer, about, step=step, keep=1)
         self._saved = None  # the state of the evaluation has changed
         self._progress.restart()
 
@@ -396,7 +409,7 @@ class Trainer:
 
     def _load(self) -> None:
         """Continue from `last`."""
-        extra = load_checkpoint(self.last, self.model, self.optimizer, progress=self._state)
+        extra = load_newest(self.last, self.model, self.optimizer, self._state)
         if self._schedule is not None and extra["schedule"] is not None:
             self._schedule.load_state_dict(extra["schedule"])
         at = self._batches

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,8 @@ from recsys import (
     contact,
 )
 from recsys.datasets.utils import Batch
-from recsys.distributed.checkpoint import load_checkpoint, read_checkpoint
+from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, read_checkpoint
+from recsys.distributed.checkpoint.versions import complete_versions
 from recsys.distributed.monitoring.loss_guard import BadLossError, LossGuard
 from recsys.distributed.monitoring.watchdog import Watchdog
 from recsys.distributed.types import ShardingEnv
@@ -315,7 +317,8 @@ def _frozen(folder: str) -> list[dict[str, Tensor]]:
     trainer.fit(Shuffled(), validation())
     assert [module.training for module in model.modules()] == before
     model.eval()
-    trainer_of(folder, model=model, epochs=1).fit(Shuffled())  # as a whole in training mode
+    again = trainer_of(folder, model=model, epochs=1, overwrite=True)
+    again.fit(Shuffled())  # as a whole in training mode
     assert not any(module.training for module in model.modules())
     return [{k: v.clone() for k, v in norm.named_buffers()} for norm in (frozen, trained)]
 
@@ -606,26 +609,118 @@ def test_a_job_resumes_on_another_number_of_ranks(ranks: RankPool, tmp_path: Pat
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_a_new_job_does_not_resume(tmp_path: Path) -> None:
-    first = plain(tmp_path, epochs=1, log_every=1).fit(rows(3))
-    second = plain(tmp_path, epochs=1, log_every=1).fit(rows(3))
-    assert first == second
-    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
+def _content(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_a_restarted_job_does_not_resume_an_older_one(tmp_path: Path) -> None:
+def test_a_new_job_refuses_the_folder_of_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job"
+    first = plain(job, epochs=2, log_every=1).fit(rows(3), rows(1))
+    before = _content(job)
+    rule = (
+        r"must have no other job; received .*job, which has last/step-\d+, best/step-6, "
+        r"log.jsonl\. Pass resume=True to continue this job, another folder, or overwrite=True"
+    )
+    with pytest.raises(FileExistsError, match=rule):
+        plain(job, epochs=1).fit(rows(3))
+    plain(job, epochs=1).evaluate(rows(1))
+    with pytest.raises(ValueError, match=r"overwrite must be False with resume=True"):
+        plain(job, epochs=1, resume=True, overwrite=True)
+    assert _content(job) == before
+    (job / "notes.txt").write_text("of the user")
+    second = plain(job, epochs=1, log_every=1, overwrite=True).fit(rows(3), rows(1))
+    assert f"Overwrites the job in {job}: last/step-" in capsys.readouterr().out
+    assert (first.steps, second.steps, second.best_step) == (6, 3, 3)
+    assert [path.name for path in (job / "best").iterdir()] == ["step-3"]
+    assert len((job / "log.jsonl").read_text().splitlines()) == 4
+    assert (job / "notes.txt").exists()
+    undisturbed = plain(tmp_path / "undisturbed", epochs=1)
+    undisturbed.fit(rows(3), rows(1))
+    assert_equal(values_in(job), values_in(tmp_path / "undisturbed"))
+    only_log = tmp_path / "only-log"
+    only_log.mkdir()
+    (only_log / "log.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(FileExistsError, match=r"which has log.jsonl\."):
+        plain(only_log, epochs=1).fit(rows(3))
+    plain(only_log, epochs=1, overwrite=True).fit(rows(3))
+
+
+def _refused(folder: str) -> str:
+    trainer_of(folder, epochs=1).fit(Shuffled())
+    try:
+        trainer_of(folder, epochs=1).fit(Shuffled())
+    except FileExistsError as error:
+        trainer_of(folder, epochs=1, overwrite=True).fit(Shuffled())
+        return str(error)
+    return ""
+
+
+def test_all_ranks_refuse_the_folder_of_another_job(ranks: RankPool, tmp_path: Path) -> None:
+    for text in ranks(2, _refused, str(tmp_path)):
+        assert text.startswith("On rank 0: Trainer.folder must have no other job; received")
+
+
+def test_a_job_that_overwrites_another_does_not_resume_it(tmp_path: Path) -> None:
     """The new job ends before its first save."""
-    plain(tmp_path / "job", epochs=3).fit(rows(4))
+    plain(tmp_path / "job", epochs=3).fit(rows(4), rows(1))
     torch.manual_seed(7)
     start = Model()
-    ended = plain(tmp_path / "job", steps=9, model=copy.deepcopy(start))
+    ended = plain(tmp_path / "job", steps=9, model=copy.deepcopy(start), overwrite=True)
     with pytest.raises(KeyboardInterrupt):
         ended.fit(itertools.chain(rows(2), _interrupt()))
     expected = plain(tmp_path / "undisturbed", steps=9, model=copy.deepcopy(start))
     expected.fit(rows(4))
-    resumed = plain(tmp_path / "job", steps=9, resume=True)
+    resumed = plain(tmp_path / "job", steps=9, model=copy.deepcopy(start), resume=True)
     assert resumed.fit(rows(4)).steps == 9
     assert_equal(resumed.model.state_dict(), expected.model.state_dict())
+
+
+def test_the_best_checkpoint_has_the_number_of_its_step(tmp_path: Path) -> None:
+    settings = {"monitor": "auc", "evaluate_every": 4, "load_best": False}
+    scores = scores_of(0.5, 0.6, 0.7, 0.6)
+    result = plain(tmp_path, **settings, epochs=4, metrics=scores).fit(rows(4), rows(1))
+    assert [path.name for path in (tmp_path / "best").iterdir()] == [f"step-{result.best_step}"]
+    assert result.best_step == 12
+    # killed after the best checkpoint of step 12, and before the save of it
+    shutil.rmtree(tmp_path / "last")
+    shutil.rmtree(tmp_path / "best")
+    plain(tmp_path, **settings, epochs=2, metrics=scores_of(0.5, 0.6), overwrite=True).fit(
+        rows(4), rows(1)
+    )
+    shutil.copytree(tmp_path / "best" / "step-8", tmp_path / "best" / "step-12")
+    again = plain(tmp_path, **settings, epochs=4, metrics=scores_of(0.7, 0.6), resume=True)
+    assert again.fit(rows(4), rows(1)) == result
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["step-12"]
+    assert load_checkpoint(tmp_path / "best", Model())["step"] == 12
+
+
+@pytest.mark.parametrize("damage", ["file", "manifest"])
+def test_a_damaged_save_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    settings = {"save_every": 4, "steps": 16}
+    plain(tmp_path / "unbroken", **settings).fit(rows(20))
+    plain(tmp_path / "job", save_every=4, steps=12).fit(rows(20))
+    older, newest = complete_versions(tmp_path / "job" / "last")[::-1]
+    pattern = "manifest.json" if damage == "manifest" else "*.distcp"
+    (file,) = newest.glob(pattern)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+    resumed = plain(tmp_path / "job", **settings, resume=True)
+    assert resumed.fit(rows(20)).steps == 16
+    assert f"Training resumes from the version before it, {older}." in caplog.text
+    assert f"It is now {newest.parent}/damaged-{newest.name}." in caplog.text
+    assert_equal(values_in(tmp_path / "job"), values_in(tmp_path / "unbroken"))
+    for version in complete_versions(tmp_path / "job" / "last"):
+        for file in version.glob("*.distcp"):
+            file.write_bytes(b"")
+    newest = complete_versions(tmp_path / "job" / "last")[0]
+    with pytest.raises(CheckpointError, match=f"{newest} cannot be loaded"):
+        plain(tmp_path / "job", steps=20, resume=True).fit(rows(20))
 
 
 def _interrupt() -> Iterator[Tensor]:
@@ -738,7 +833,7 @@ def _is_watched(folder: str) -> list[bool]:
 
     trainer_of(folder, epochs=1).fit(Watched())
     with Watchdog():
-        trainer_of(folder, epochs=1).fit(Watched())  # in one that is open
+        trainer_of(folder, epochs=1, overwrite=True).fit(Watched())  # in one that is open
     found.append(contact.ask_watchdog is not None)
     return found
 
