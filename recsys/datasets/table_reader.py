@@ -265,7 +265,33 @@ class TableReader(IterableDataset[Batch]):
             ValueError: files or settings differ, such as the number of ranks with
                 `divide="row_groups"`, or the number of rows of a step.
         """
-        self.load_state_dict(states[self.rank % len(states)])
+        state = states[self.rank % len(states)]
+        if len(states) != self.world_size:
+            self._check_other_ranks(len(states), state)
+        self.load_state_dict(state)
+
+    def _check_other_ranks(self, before: int, state: Mapping[str, int]) -> None:
+        """Check that a run can continue on another number of ranks.
+
+        Args:
+            before: number of ranks of the run.
+            state: state of one of them.
+        """
+        rows, world_size = state.get("batch_size", 0), state.get("world_size")
+        ranks = f"{before} rank{'s' * (before > 1)} then, {self.world_size} now"
+        if self.divide == "row_groups" and world_size != self._share()[1]:
+            raise ValueError(
+                "A reader with divide='row_groups' must continue on the same number of ranks; "
+                f"received {ranks}. Resume on {before}, or begin an epoch with set_epoch. With "
+                "divide='batches' the number may change."
+            )
+        if self.divide == "batches" and rows != self._step_rows():
+            own, rest = divmod(rows, self.world_size)
+            remedy = f"Resume on {before}" if rest else f"Pass batch_size={own}"
+            raise ValueError(
+                f"A step must keep its {rows} rows of all ranks together; received {ranks}, with "
+                f"batch_size={self.batch_size}. {remedy}."
+            )
 
     def __iter__(self) -> Iterator[Batch]:
         if not self._resumes:

@@ -92,6 +92,12 @@ def find_version(path: Path) -> Path:
             f"{path} holds no complete checkpoint: {', '.join(unfinished)} was never finished. "
             "Load another one."
         )
+    parts = [path / name for name in ("best", "last") if _complete(path / name)]
+    if parts:
+        raise CheckpointError(
+            f"{path} is not a checkpoint but the folder of a job. Pass "
+            f"{' or '.join(map(str, parts))}, which the job has saved."
+        )
     raise CheckpointError(
         f"{path} is not a readable checkpoint: "
         f"{'it holds no version step-N' if path.is_dir() else 'there is no such folder'}. Pass the "
