@@ -340,7 +340,7 @@ def test_another_number_of_ranks_is_named(tmp_path: Path) -> None:
     reader(4, 3).load_state_dicts(states)
     whole = [reader(6, 2, "row_groups").state_dict()] * 2
     with pytest.raises(
-        ValueError, match=r"divide='row_groups' must continue .* 2 ranks then, 1 no"
+        ValueError, match=r"divide='row_groups' must continue .* 2 ranks then, 1 now"
     ):
         reader(6, 1, "row_groups").load_state_dicts(whole)
 
