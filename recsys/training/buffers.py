@@ -74,4 +74,5 @@ def _buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _checksum_of(value: Tensor) -> int:
-    return crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    host = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return crc32(host.numpy().data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from recsys.optim import KeyedOptimizer
 def clear_folder(folder: Path, env: ShardingEnv, *, overwrites: bool) -> None:
     """Prepare the folder of a new job; every rank calls it.
 
+    A log of a job without checkpoints, such as one that failed at its start, is renamed to
+    `log-1.jsonl`, or the next free number.
+
     Args:
         folder: Folder of the job.
         env: The ranks.
@@ -35,8 +39,16 @@ def clear_folder(folder: Path, env: ShardingEnv, *, overwrites: bool) -> None:
     """
 
     def clear() -> None:
-        if env.rank != 0 or not (found := _job_in(folder)):
+        log = folder / "log.jsonl"
+        if env.rank != 0:
             return
+        if not (found := _checkpoints_in(folder)):
+            if log.exists() and log.stat().st_size:
+                names = (folder / f"log-{number}.jsonl" for number in count(1))
+                log.rename(next(name for name in names if not name.exists()))
+            return
+        if log.exists():
+            found.append(log.name)
         if not overwrites:
             raise FileExistsError(
                 f"Trainer.folder must have no other job; received {folder}, which has "
@@ -46,17 +58,15 @@ def clear_folder(folder: Path, env: ShardingEnv, *, overwrites: bool) -> None:
         print(f"Overwrites the job in {folder}: {', '.join(found)}", flush=True)
         for name in ("last", "best"):
             remove_versions(folder / name)
-        (folder / "log.jsonl").unlink(missing_ok=True)
+        log.unlink(missing_ok=True)
 
     run_on_all_ranks(env, "start a job", clear)
 
 
-def _job_in(folder: Path) -> list[str]:
-    """Return the newest checkpoints and the log of a job, if there are any."""
+def _checkpoints_in(folder: Path) -> list[str]:
+    """Return the newest checkpoints of a job, if there are any."""
     versions = (newest_version(folder / name) for name in ("last", "best"))
-    found = [str(version.relative_to(folder)) for version in versions if version is not None]
-    log = folder / "log.jsonl"
-    return [*found, log.name] if log.exists() and log.stat().st_size else found
+    return [str(version.relative_to(folder)) for version in versions if version is not None]
 
 
 def load_newest(
@@ -90,9 +100,9 @@ def load_newest(
             damaged.append((version, error))
             continue
         if env.rank == 0:
-            for folder, error in damaged:
+            for folder, cause in damaged:
                 kept = folder.rename(folder.with_name(f"damaged-{folder.name}"))
                 text = "%s It is now %s. Training resumes from the version before it, %s."
-                logger.warning(text, error, kept, version)
+                logger.warning(text, cause, kept, version)
         return extra
     raise damaged[0][1]

@@ -72,8 +72,8 @@ class ProgressiveValidation:
             The metrics of the window if this batch completes it, else None.
         """
         loss, logits, labels = output
-        optional = (getattr(batch, name, None) for name in ("sample_weights", "label_mask"))
-        self._kept.append((logits, labels, *optional))
+        weights, mask = (getattr(batch, name, None) for name in ("sample_weights", "label_mask"))
+        self._kept.append((logits, labels, weights, mask))
         self._count += 1
         if self._count < self._window:
             return None

@@ -272,7 +272,7 @@ def test_an_empty_batch_changes_nothing(tmp_path: Path) -> None:
     for chosen in (batches, [*batches[:2], batches[0][:0], *batches[2:]]):
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        plain(tmp_path, model=model, optimizer=optimizer, epochs=2).fit(chosen)
+        plain(tmp_path / str(len(chosen)), model=model, optimizer=optimizer, epochs=2).fit(chosen)
         weights.append(model.state_dict())
     assert_equal(*weights)
 
@@ -640,12 +640,13 @@ def test_a_new_job_refuses_the_folder_of_another(
     undisturbed = plain(tmp_path / "undisturbed", epochs=1)
     undisturbed.fit(rows(3), rows(1))
     assert_equal(values_in(job), values_in(tmp_path / "undisturbed"))
-    only_log = tmp_path / "only-log"
-    only_log.mkdir()
-    (only_log / "log.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(FileExistsError, match=r"which has log.jsonl\."):
-        plain(only_log, epochs=1).fit(rows(3))
-    plain(only_log, epochs=1, overwrite=True).fit(rows(3))
+    failed = tmp_path / "failed"
+    failed.mkdir()
+    for number in (1, 2):
+        (failed / "log.jsonl").write_text(f'{{"step": {number}}}\n')
+        with pytest.raises(KeyboardInterrupt):  # before its first save
+            plain(failed, epochs=1).fit(itertools.chain(rows(1), _interrupt()))
+        assert json.loads((failed / f"log-{number}.jsonl").read_text()) == {"step": number}
 
 
 def _refused(folder: str) -> str:
