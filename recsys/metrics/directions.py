@@ -1,4 +1,4 @@
-"""Whether a larger or a smaller value of a metric is better."""
+"""Directions of metrics: a larger or a smaller value is better."""
 
 from __future__ import annotations
 

@@ -453,9 +453,9 @@ def mean_loss(
     """Compute the mean binary cross entropy over samples and tasks; 0 for an empty batch.
 
     Weights multiply the losses of their samples, and labels that a mask leaves out have the loss 0.
-    The sum is divided by the number of samples and tasks, not by the sum of the weights or by the
-    number of present labels, so that the gradients do not depend on the division of a batch among
-    ranks: scale weights to a mean of 1 to keep the learning rate.
+    The sum is divided by the number of samples and tasks, not by the sum of the weights or of the
+    mask. So the gradients do not depend on the division of a batch among ranks. Scale weights to a
+    mean of 1 to keep the learning rate.
 
     Args:
         logits: `[B]`, or `[B, T]` for T tasks.
@@ -480,6 +480,9 @@ def mean_loss(
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         check_input("mean_loss: logits", logits, torch.Tensor)
         check_input("mean_loss: labels", labels, torch.Tensor)
+        for name, optional in (("weights", weights), ("mask", mask)):
+            if optional is not None:
+                check_input(f"mean_loss: {name}", optional, torch.Tensor)
     if logits.shape != labels.shape:
         raise ValueError(
             "labels must be one per sample, as the logits; received labels "

@@ -19,8 +19,8 @@ from recsys.distributed.shard import sharded_names
 class OwnBuffers:
     """Buffers of this rank that differ from rank 0, such as running sums of the rank's batches.
 
-    A checkpoint contains the buffers of rank 0. A job that resumes needs those of other ranks, too,
-    unless DistributedDataParallel copies them from rank 0 before each forward pass.
+    A checkpoint contains the buffers of rank 0. A job that resumes also needs the buffers of other
+    ranks, unless DistributedDataParallel copies rank 0's before each forward pass.
 
     Args:
         model: The model.

@@ -67,8 +67,8 @@ class Trainer:
             training is always evaluated.
         metrics: Function that creates the metrics of an evaluation on a device.
         monitor: Name of the metric that selects the best checkpoint.
-        maximize: Whether a larger value of it is better. None: as its name says; the names of
-            `recsys.metrics` have a direction, such as "auc/click", "ne" and "ndcg@10".
+        maximize: Whether a larger value of it is better. None: the direction of its name; names
+            of `recsys.metrics` have one, such as "auc/click", "ne" and "ndcg@10".
         patience: Number of evaluations without a better value after which training ends; None for
             no early stopping.
         load_best: Whether the model has the weights of the best evaluation after training, not the
