@@ -67,6 +67,7 @@ def train(
         epochs=arguments.epochs,
         metrics=metrics,
         patience=2,
+        overwrite=True,
         log_every=None,
     )
     trainer.fit(loaders["train"], loaders["validation"])

@@ -99,6 +99,7 @@ def train(
         epochs=arguments.epochs or data.epochs,
         save_every=arguments.save_every,
         resume=arguments.resume == "auto",
+        overwrite=arguments.resume != "auto",
         log_every=None,
         loggers=loggers,
     )

@@ -61,7 +61,8 @@ readers = {
     for part in ("train", "validation", "test")
 }
 dense = dict(in_backward_optimizer_filter(sharded.named_parameters())).values()
-trainer = Trainer(sharded, torch.optim.Adam(dense, lr=0.001), out, epochs=10, patience=1)
+adam = torch.optim.Adam(dense, lr=0.001)
+trainer = Trainer(sharded, adam, out, epochs=10, patience=1, overwrite=True)
 trainer.fit(readers["train"], readers["validation"])
 print(f"rank {env.rank}: test {trainer.evaluate(readers['test'])}")
 if dist.is_initialized():

@@ -158,8 +158,8 @@ def train(arguments: argparse.Namespace) -> dict[str, float]:
         epochs=arguments.epochs,
         metrics=lambda device: FullRanking(model, num_items, device, KS, ["earlier"]),
         monitor="ndcg@10",
-        maximize=True,
         patience=arguments.patience,
+        overwrite=True,
         pipeline=arguments.model != "bert4rec",  # its masks are drawn in the forward pass
         log_every=None,
     )

@@ -184,6 +184,7 @@ def train(arguments: argparse.Namespace, env: ShardingEnv, device: torch.device)
         metrics=lambda device: Retrieval(sharded, data, device),
         monitor="two towers",
         maximize=True,
+        overwrite=True,
         log_every=None,
     )
     trainer.fit(loaders["train"], loaders["validation"])

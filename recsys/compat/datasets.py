@@ -229,6 +229,10 @@ class _Rows(IterDataPipe[Any]):
         return iter(self.source)
 
 
+_ALL_ROWS = {"rank": 0, "world_size": 1}
+"""Arguments of readers: the pipes of TorchRec do not divide rows among ranks."""
+
+
 class CriteoIterDataPipe(_Rows):
     """Class with the arguments of `criteo_terabyte` and the rows that it returns.
 
@@ -244,13 +248,18 @@ class CriteoIterDataPipe(_Rows):
         row_mapper: rows.RowMapper | None = rows.criteo_row,
         **open_kw: Any,
     ) -> None:
-        super().__init__(rows.criteo_terabyte(paths, row_mapper=row_mapper, **open_kw))
+        all_rows: Any = _ALL_ROWS | open_kw
+        super().__init__(rows.criteo_terabyte(paths, row_mapper=row_mapper, **all_rows))
 
 
 def _as_pipe(read: Callable[P, Iterable[Any]]) -> Callable[P, IterDataPipe[Any]]:
     @functools.wraps(read)
     def made(*args: P.args, **kwargs: P.kwargs) -> IterDataPipe[Any]:
-        return _Rows(read(*args, **kwargs))
+        all_rows: Any = {
+            "rank": 0,
+            "world_size": 1,
+        } | kwargs  # as TorchRec, which has no ranks here
+        return _Rows(read(*args, **all_rows))
 
     return made
 

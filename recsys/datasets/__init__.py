@@ -4,8 +4,8 @@
 ranks, split into training and test data by `Split` or `TimeSplit`, and resumable at any batch.
 
 `utils` defines the batch and its division among ranks. `random` generates batches, `criteo` reads
-the Criteo click logs, and `rows` reads single lines. Readers take `rank` and `world_size` as
-arguments and need no process group.
+the Criteo click logs, and `rows` reads single lines. Readers take `rank` and `world_size` from the
+process group, if there is one, or as arguments.
 """
 
 from typing import TYPE_CHECKING

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
-from recsys.datasets.utils import Batch, check_rank
+from recsys.datasets.utils import Batch, check_rank, rank_in_job
 from recsys.datasets.windows import take_rows
 from recsys.kernels.arguments import finite, flag, shown, whole
 from recsys.loaders import begin_epoch, epoch_length
@@ -80,7 +80,7 @@ class BalancedBatches(IterableDataset[Batch]):
     """A rank's share of batches of all ranks, balanced by the lengths of a feature.
 
     Every rank reads the same batches, such as from a reader with `batch_size` times the number of
-    ranks and without `rank` and `world_size`, and takes the samples that are its own. Nothing is
+    ranks, `rank=0` and `world_size=1`, and takes the samples that are its own. Nothing is
     exchanged, but every rank decodes the samples of all ranks, as with `divide="batches"` of a
     reader; `BalancedSampler` reads its own samples alone. A step has the same samples as without
     balancing, and their weights make the mean loss over ranks equal to the loss of the whole batch,
@@ -93,8 +93,8 @@ class BalancedBatches(IterableDataset[Batch]):
         batches: batches of all ranks, on the CPU, equal on every rank. This object has their
             `state_dict`, `load_state_dict` and `load_state_dicts`, if they have them.
         feature: feature whose lengths decide the cost.
-        rank: this process.
-        world_size: number of processes, `W`.
+        rank: this process; None: its rank in the process group, if there is one, else 0.
+        world_size: number of processes, `W`; None: as for `rank`, else 1.
         mean_over: the items whose mean is the loss of a rank: "samples", as of `DLRMTrain`, or
             "values" of the feature, as of `NextItem`.
         linear: number of values that cost as much in other layers as one pair in attention.
@@ -123,14 +123,20 @@ class BalancedBatches(IterableDataset[Batch]):
         self,
         batches: Iterable[Batch],
         feature: str,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         *,
         mean_over: Literal["samples", "values"] = "values",
         linear: float = 0.0,
     ) -> None:
         super().__init__()
+        rank, world_size = rank_in_job(rank, world_size)
         check_rank(rank, world_size, 1)
+        if (shared_by := getattr(batches, "world_size", 1)) > 1:
+            raise ValueError(
+                "batches must have the samples of all ranks; received a reader of a rank of "
+                f"{shared_by}. Pass rank=0 and world_size=1 to the reader."
+            )
         if mean_over not in ("samples", "values"):
             raise ValueError(
                 f"mean_over must be 'samples' or 'values'; received {shown(mean_over)}."
@@ -197,8 +203,8 @@ class BalancedSampler(Sampler[list[int]]):
     Args:
         lengths: number of values of each sample.
         batch_size: samples of a rank and step, on average.
-        rank: this process.
-        world_size: number of processes, `W`.
+        rank: this process; None: its rank in the process group, if there is one, else 0.
+        world_size: number of processes, `W`; None: as for `rank`, else 1.
         shuffle: another order in each epoch; see `set_epoch`.
         seed: seed of the order; the same on all ranks.
         linear: as for `BalancedBatches`.
@@ -216,13 +222,14 @@ class BalancedSampler(Sampler[list[int]]):
         self,
         lengths: Sequence[int] | _Array,
         batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         *,
         shuffle: bool = False,
         seed: int = 0,
         linear: float = 0.0,
     ) -> None:
+        rank, world_size = rank_in_job(rank, world_size)
         check_rank(rank, world_size, batch_size)
         given: _Array = np.asarray(lengths)
         self.lengths: _Array = given.astype(np.int64)

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
-from recsys.datasets.utils import Batch, check_rank, of_worker, rank_slice
+from recsys.datasets.utils import Batch, check_rank, of_worker, rank_in_job, rank_slice
 from recsys.kernels.checked import checked
 from recsys.sparse import KeyedJaggedTensor
 
@@ -198,8 +198,8 @@ class CriteoDataset(IterableDataset[Batch]):
         batch_size: samples per rank and step.
         num_embeddings_per_feature: rows of the 26 tables, each at least 2; or one number for all.
             A missing category is row 0, any other category `1 + category % (rows - 1)`.
-        rank: rank of this process.
-        world_size: number of processes.
+        rank: rank of this process; None: its rank in the process group, if there is one, else 0.
+        world_size: number of processes; None: as for `rank`, else 1.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -218,10 +218,11 @@ class CriteoDataset(IterableDataset[Batch]):
         paths: Sequence[str | Path],
         batch_size: int,
         num_embeddings_per_feature: int | Sequence[int],
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         super().__init__()
+        rank, world_size = rank_in_job(rank, world_size)
         check_rank(rank, world_size, batch_size)
         rows = num_embeddings_per_feature
         rows = [int(rows)] * CAT_FEATURE_COUNT if isinstance(rows, int | np.integer) else list(rows)

@@ -22,7 +22,7 @@ from recsys.datasets.criteo import (
     DEFAULT_COLUMN_NAMES,
     DEFAULT_LABEL_NAME,
 )
-from recsys.datasets.utils import check_rank, of_worker
+from recsys.datasets.utils import check_rank, of_worker, rank_in_job
 from recsys.kernels.arguments import path_of
 from recsys.kernels.checked import checked
 
@@ -105,10 +105,11 @@ class _Rows(IterableDataset[Any]):
         self,
         read: Callable[[], Iterator[tuple[str, list[str]]]],
         row_mapper: RowMapper | None,
-        rank: int,
-        world_size: int,
+        rank: int | None,
+        world_size: int | None,
     ) -> None:
         super().__init__()
+        rank, world_size = rank_in_job(rank, world_size)
         check_rank(rank, world_size, batch_size=1)
         self._read = read
         self._row_mapper = row_mapper
@@ -160,8 +161,8 @@ def criteo_terabyte(
     paths: Iterable[str | Path],
     *,
     row_mapper: RowMapper | None = criteo_row,
-    rank: int = 0,
-    world_size: int = 1,
+    rank: int | None = None,
+    world_size: int | None = None,
     **open_kw: Any,
 ) -> IterableDataset[Any]:
     r"""Read the Criteo terabyte release, row by row.
@@ -171,8 +172,9 @@ def criteo_terabyte(
         row_mapper: function that converts the 40 strings of a line to a row. By default a row is a
             dict by `DEFAULT_COLUMN_NAMES`: label and counts are integers (0 if missing), categories
             strings. Files without labels yield no label. With None a row is the list of strings.
-        rank: rank of this process, which reads every `world_size`-th row.
-        world_size: number of processes that share the rows.
+        rank: rank of this process, which reads every `world_size`-th row; None: its rank in the
+            process group, if there is one, else 0.
+        world_size: number of processes that share the rows; None: as for `rank`, else 1.
         open_kw: further arguments of `open`.
 
     Returns:
@@ -203,8 +205,8 @@ def criteo_kaggle(
     path: str | Path,
     *,
     row_mapper: RowMapper | None = criteo_row,
-    rank: int = 0,
-    world_size: int = 1,
+    rank: int | None = None,
+    world_size: int | None = None,
     **open_kw: Any,
 ) -> IterableDataset[Any]:
     """Read one file of the Criteo Kaggle release, row by row.
@@ -258,8 +260,8 @@ def movielens_20m(
     *,
     include_movies_data: bool = False,
     row_mapper: RowMapper | None = _movielens_row,
-    rank: int = 0,
-    world_size: int = 1,
+    rank: int | None = None,
+    world_size: int | None = None,
     **open_kw: Any,
 ) -> IterableDataset[Any]:
     r"""Read the ratings of MovieLens 20M, row by row.

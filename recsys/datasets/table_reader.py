@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from recsys.datasets.ahead import map_ahead
 from recsys.datasets.selection import RowSplit, Selection, Spec
 from recsys.datasets.sources import Source, TextSource, Unit
-from recsys.datasets.utils import Batch, check_rank, rank_slice
+from recsys.datasets.utils import Batch, check_rank, rank_in_job, rank_slice
 from recsys.datasets.windows import join_rows, split_rows
 from recsys.kernels.arguments import flag, shown, whole
 
@@ -83,8 +83,8 @@ class TableReader(IterableDataset[Batch]):
         sources: files or tables with the same columns.
         spec: a fitted `recsys.features.FeatureSpec`.
         batch_size: rows of a batch of one rank.
-        rank: this process, from 0.
-        world_size: number of processes.
+        rank: this process, from 0; None: its rank in the process group, if there is one, else 0.
+        world_size: number of processes; None: as for `rank`, else 1.
         divide: "row_groups": each rank reads row groups of its own, and ranks may have different
             numbers of rows. "batches": all ranks read all row groups, and each takes its part of
             each batch of `world_size * batch_size` rows, so that steps do not depend on the number
@@ -136,8 +136,8 @@ class TableReader(IterableDataset[Batch]):
         spec: Spec,
         batch_size: int,
         *,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         divide: Literal["row_groups", "batches"] = "row_groups",
         shuffle: bool = False,
         seed: int = 0,
@@ -152,6 +152,7 @@ class TableReader(IterableDataset[Batch]):
     ) -> None:
         super().__init__()
         self.batch_size = whole("batch_size", batch_size)
+        rank, world_size = rank_in_job(rank, world_size)
         self.rank, self.world_size = whole("rank", rank, 0), whole("world_size", world_size)
         check_rank(self.rank, self.world_size, self.batch_size)
         if divide not in _DIVISIONS:
@@ -264,7 +265,33 @@ class TableReader(IterableDataset[Batch]):
             ValueError: files or settings differ, such as the number of ranks with
                 `divide="row_groups"`, or the number of rows of a step.
         """
-        self.load_state_dict(states[self.rank % len(states)])
+        state = states[self.rank % len(states)]
+        if len(states) != self.world_size:
+            self._check_other_ranks(len(states), state)
+        self.load_state_dict(state)
+
+    def _check_other_ranks(self, before: int, state: Mapping[str, int]) -> None:
+        """Check that a run can continue on another number of ranks.
+
+        Args:
+            before: number of ranks of the run.
+            state: state of one of them.
+        """
+        rows, world_size = state.get("batch_size", 0), state.get("world_size")
+        ranks = f"{before} rank{'s' * (before > 1)} then, {self.world_size} now"
+        if self.divide == "row_groups" and world_size != self._share()[1]:
+            raise ValueError(
+                "A reader with divide='row_groups' must continue on the same number of ranks; "
+                f"received {ranks}. Resume on {before}, or begin an epoch with set_epoch. With "
+                "divide='batches' the number may change."
+            )
+        if self.divide == "batches" and rows != self._step_rows():
+            own, rest = divmod(rows, self.world_size)
+            remedy = f"Resume on {before}" if rest else f"Pass batch_size={own}"
+            raise ValueError(
+                f"A step must keep its {rows} rows of all ranks together; received {ranks}, with "
+                f"batch_size={self.batch_size}. {remedy}."
+            )
 
     def __iter__(self) -> Iterator[Batch]:
         if not self._resumes:

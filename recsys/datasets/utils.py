@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, final
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from recsys.kernels import ops
-from recsys.kernels.arguments import instance, names
+from recsys.kernels.arguments import instance, names, setting
 from recsys.kernels.checked import checked_late
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.column import read_numbers
@@ -22,7 +23,7 @@ _T = TypeVar("_T")
 PATH_MANAGER_KEY = "torchrec"
 """The only value that `path_manager_key` arguments accept: local files."""
 _PARTS = ("dense_features", "sparse_features", "labels")
-_OPTIONAL_PARTS = ("sample_weights", "groups")
+_OPTIONAL_PARTS = ("sample_weights", "groups", "label_mask")
 
 
 @Pipelineable.register
@@ -44,6 +45,8 @@ class Batch:
             joined by commas; empty if unknown.
         sample_weights: `[B]` float32, weights of the samples in the loss, or None.
         groups: `[B]` int64, keys of the samples' groups, such as sessions, or None.
+        label_mask: bool, of the shape of `labels`: False where a sample has no label of a task,
+            which then counts in neither loss nor metrics; None if all labels are present.
 
     Example:
         >>> import torch
@@ -62,6 +65,7 @@ class Batch:
     label_name: str = ""
     sample_weights: torch.Tensor | None = None
     groups: torch.Tensor | None = None
+    label_mask: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.dense_features is not None:  # models report a missing part themselves
@@ -167,6 +171,7 @@ class Batch:
             labels=ops.copy_to(self.labels, device, non_blocking),
             sample_weights=copied(self.sample_weights),
             groups=copied(self.groups),
+            label_mask=copied(self.label_mask),
         )
 
     def _optional(self) -> list[tuple[str, torch.Tensor]]:
@@ -232,6 +237,39 @@ def check_rank(rank: int, world_size: int, batch_size: int) -> None:
         raise ValueError(
             f"batch_size, the samples of one rank, must be at least 1; received {batch_size}."
         )
+
+
+def rank_in_job(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return the rank and the number of processes that share the data.
+
+    Args:
+        rank: this process, from 0; None: its rank in the default process group, if there is one,
+            else 0.
+        world_size: number of processes; None: the size of the default process group, if there is
+            one, else 1.
+
+    Raises:
+        ValueError: one of them is None, and this is one of several processes (`WORLD_SIZE` of
+            torchrun) without a process group: each would read all samples.
+
+    Example:
+        >>> rank_in_job(None, None), rank_in_job(3, 8)
+        ((0, 1), (3, 8))
+    """
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    found = 0, 1
+    if dist.is_available() and dist.is_initialized():
+        found = dist.get_rank(), dist.get_world_size()
+    elif (started := setting("WORLD_SIZE") or 1) > 1:
+        raise ValueError(
+            "A reader needs rank and world_size, or a process group to take them from; received "
+            f"rank={rank} and world_size={world_size} in one of {started} processes "
+            f"(WORLD_SIZE={started}) without a process group. Call "
+            "torch.distributed.init_process_group first, or pass both; with rank=0 and "
+            "world_size=1 this process reads all samples."
+        )
+    return found[0] if rank is None else rank, found[1] if world_size is None else world_size
 
 
 def rank_slice(num_samples: int, rank: int, world_size: int) -> slice:

@@ -150,6 +150,8 @@ def join_rows(batches: Sequence[Batch]) -> Batch:
             weights = joined([one.weights() for one in jagged])
         values = joined([one.values() for one in jagged])
         ids = KeyedJaggedTensor(keys, values, weights, torch.cat(lengths, 1))
+    if any(batch.label_mask is not None for batch in batches):
+        batches = [_with_mask(batch) for batch in batches]
     parts = [dict(_row_parts(batch)) for batch in batches]
     return _with_rows(
         batches[0], ids, {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -219,8 +221,16 @@ def _row_parts(batch: Batch) -> list[tuple[str, Tensor]]:
         "labels": batch.labels,
         "sample_weights": batch.sample_weights,
         "groups": batch.groups,
+        "label_mask": batch.label_mask,
     }
     return [(name, part) for name, part in parts.items() if part is not None]
+
+
+def _with_mask(batch: Batch) -> Batch:
+    """Return a batch with a mask of labels."""
+    if batch.label_mask is not None:
+        return batch
+    return replace(batch, label_mask=torch.ones_like(batch.labels, dtype=torch.bool))
 
 
 def _with_rows(batch: Batch, ids: KeyedJaggedTensor, parts: dict[str, Tensor]) -> Batch:

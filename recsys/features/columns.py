@@ -253,6 +253,9 @@ class Timestamp:
 class Label:
     """A label: numbers from `low` to `high`. Several labels make a matrix, for several tasks.
 
+    One of several labels may be missing in a row, such as the conversion of a sample without a
+    click: the row counts for the other tasks only.
+
     Raises:
         TypeError: A value has another type.
         ValueError: `low` is above `high`.

@@ -88,7 +88,7 @@ def prepared_table(spec: FeatureSpec, data: Any, *, labels: bool = True) -> Any:
     Returns:
         A `pyarrow.Table`: row numbers as int32 (int64 if they need it, or for growing tables), or
         lists of them; dense features, id weights, labels and sample weights as float32; groups as
-        int64. A feature without an id is null.
+        int64. A feature without an id, and a missing one of several labels, is null.
 
     Raises:
         KeyError: as for `FeatureSpec.transform`.
@@ -109,6 +109,7 @@ def prepared_table(spec: FeatureSpec, data: Any, *, labels: bool = True) -> Any:
     targets = batch.labels.numpy()
     targets = targets[:, None] if targets.ndim == 1 else targets
     by_label = dict(zip(spec.label_names, targets.T, strict=False))
+    missing = None if batch.label_mask is None else ~batch.label_mask.numpy()
     found: dict[str, Any] = {}
     for column in prepared_spec(spec).columns:
         if isinstance(column, Numeric):
@@ -125,7 +126,9 @@ def prepared_table(spec: FeatureSpec, data: Any, *, labels: bool = True) -> Any:
         elif not labels:
             continue
         elif isinstance(column, Label):
-            found[column.name] = np.ascontiguousarray(by_label[column.name])
+            number = spec.label_names.index(column.name)
+            is_missing = None if missing is None else missing[:, number]
+            found[column.name] = pa.array(by_label[column.name], mask=is_missing)
         elif isinstance(column, SampleWeight) and batch.sample_weights is not None:
             found[column.name] = batch.sample_weights.numpy()
         elif isinstance(column, Group) and batch.groups is not None:

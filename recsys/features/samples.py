@@ -18,19 +18,32 @@ _Array: TypeAlias = np.ndarray[Any, Any]
 _REMOVE = "Remove the rows."
 
 
-def read_label(table: Any, column: Label) -> _Array:
-    """Return [B] float32 labels.
+def read_label(table: Any, column: Label, is_alone: bool) -> tuple[_Array, _Array | None]:
+    """Return [B] float32 labels, and [B] bool: whether they are present; None if all are.
+
+    Args:
+        table: an Arrow table.
+        column: the description.
+        is_alone: whether there is one label, which each row needs; of several, each may be missing.
 
     Raises:
         TypeError: the values are not numbers.
-        ValueError: a label is missing, NaN or out of its range.
+        ValueError: a label is NaN or out of its range; or it is missing, and alone.
     """
     values = read_values(table, column.name, False)
-    numbers = _present(values)
+    numbers, is_missing = read_numbers(values)
+    is_present = None
+    if is_missing is not None and is_missing.any():
+        if is_alone:
+            values.reject(ValueError, "must have no missing value", is_missing, _REMOVE)
+        is_present = ~is_missing
+        numbers = np.where(is_present, numbers, 0)
     bad = (numbers < column.low) | (numbers > column.high)
     rule = f"must have labels from {column.low:g} to {column.high:g}"
+    if is_present is not None:
+        bad &= is_present
     values.reject(ValueError, rule, bad, "Set low and high of the Label.")
-    return to_float32(values, numbers)
+    return to_float32(values, numbers), is_present
 
 
 def read_weight(table: Any, column: SampleWeight) -> _Array:

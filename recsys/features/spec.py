@@ -418,7 +418,8 @@ class FeatureSpec:
         Returns:
             `dense_features` [B, number of dense features] float32; `sparse_features` of all
             features with ids; `labels` [B] float32, or [B, number of labels] if there are several;
-            `sample_weights` [B] float32 or None; `groups` [B] int64 or None.
+            `sample_weights` [B] float32 or None; `groups` [B] int64 or None; `label_mask`
+            [B, number of labels] bool, False where one of several labels is missing, or None.
 
         Raises:
             KeyError: the table does not have a column.
@@ -438,15 +439,22 @@ class FeatureSpec:
         names = [feature.name for feature in self.features()]
         weights = groups = None
         found: list[Tensor] = []
+        present: list[_Array | None] = []
         for column in self.columns if labels else ():
             if isinstance(column, Label):
-                found.append(torch.from_numpy(read_label(table, column)))
+                numbers, is_present = read_label(table, column, len(self.label_names) == 1)
+                found.append(torch.from_numpy(numbers))
+                present.append(is_present)
             elif isinstance(column, SampleWeight):
                 weights = torch.from_numpy(read_weight(table, column))
             elif isinstance(column, Group):
                 kind = self.fitted.kind_of(column)
                 groups = torch.from_numpy(read_group(table, column, kind))
         stacked = torch.stack(found, 1) if len(found) > 1 else None
+        mask = None
+        if any(of_label is not None for of_label in present):
+            whole = np.ones(size, bool)
+            mask = torch.from_numpy(np.stack([whole if m is None else m for m in present], 1))
         return Batch(
             torch.from_numpy(np.stack(dense, 1)) if dense else torch.zeros(size, 0),
             jagged_of(names, bags, size, self.is_weighted),
@@ -455,6 +463,7 @@ class FeatureSpec:
             ",".join(self.label_names) if labels else "",
             sample_weights=weights,
             groups=groups,
+            label_mask=mask,
         )
 
 

@@ -19,8 +19,10 @@ from recsys.distributed.dmp_collection import DMPCollection
 from recsys.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.ranks.agreement import agree, stable
+from recsys.distributed.ranks.comm import broadcast_object
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.sharded.collection import ShardedCollection
+from recsys.distributed.sharded.module_tree import walk
 from recsys.distributed.sharded.sharder import is_sharded
 from recsys.inference.quant_modules import (
     QuantEmbeddingBagCollection,
@@ -372,6 +374,7 @@ def _unsharded(
     for key, (child, _) in found.items():
         cast(QuantizedCollection, quantized[key]).quantize(child)
     copied = copy.deepcopy(get_unwrapped_module(model), dict[int, Any](quantized))
+    _copy_buffers(copied, {id(module) for module in quantized.values()}, env)
     for module in copied.modules():
         if isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection):
             # the unsharded class has the same submodules
@@ -440,6 +443,23 @@ def _check_names(model: nn.Module, qconfigs: Mapping[type[nn.Module], QuantConfi
                 f"per_table_weight_dtype must name tables of the model, {sorted(tables)}; received "
                 f"{unknown}."
             )
+
+
+def _copy_buffers(model: nn.Module, quantized: set[int], env: ShardingEnv) -> None:
+    """Fill buffers, such as the statistics of a batch norm, with the values of rank 0."""
+    if env.process_group is None or env.world_size == 1:
+        return
+    own = [
+        buffer
+        for _, module in walk(model, lambda child: id(child) in quantized)
+        if id(module) not in quantized
+        for buffer in module.buffers(recurse=False)
+    ]
+    if own:
+        sent = [buffer.cpu() for buffer in own] if env.rank == 0 else []
+        values = broadcast_object(env.process_group, "send buffers", sent)
+        for buffer, value in zip(own, values, strict=True):
+            buffer.copy_(value)
 
 
 def _check_dense(model: nn.Module) -> None:

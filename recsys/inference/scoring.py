@@ -26,6 +26,7 @@ from recsys.inference.packages.columns import arguments_of, names_of
 from recsys.inference.packages.predictor import Predictor
 from recsys.kernels.arguments import shown, whole
 from recsys.kernels.checked import checked
+from recsys.modules.modes import evaluation_mode
 
 __all__ = ["add_arguments", "main", "score"]
 
@@ -166,8 +167,7 @@ def _predictor(
     if isinstance(model, nn.Module):
         if not isinstance(spec, FeatureSpec):
             raise ValueError("score needs a fitted FeatureSpec with a model; received none.")
-        stack.callback(model.train, model.training)
-        model.eval()
+        stack.enter_context(evaluation_mode(model))
         fitted = spec
         names = fitted.column_names(labels=False)
         kinds = {name: kind for name, kind in fitted.column_kinds().items() if name in names}

@@ -7,6 +7,7 @@ files in reading order:
 - `trainer`: the loop.
 - `optimizer`: all optimizers of a model as one.
 - `batches`: batches of a loader, with the position to resume from.
+- `buffers`: buffers that each rank has its own values of.
 - `evaluation`: metrics of an evaluation.
 - `progressive`: metrics of training batches before they train.
 - `full_ranking`: metrics of models of the next item.

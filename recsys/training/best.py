@@ -9,6 +9,7 @@ from typing import Any, final
 
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
+from recsys.metrics.directions import is_larger_better
 
 
 @final
@@ -41,7 +42,7 @@ class Best:
 
     Args:
         monitor: Name of the metric.
-        maximize: Whether a larger value is better, as of an AUC; otherwise a smaller one.
+        maximize: Whether a larger value is better; None for the direction of the metric's name.
         patience: Number of evaluations without a better value after which training ends; None for
             no end.
 
@@ -50,13 +51,14 @@ class Best:
         epoch: Its epoch, from 1.
         scores: Its metrics.
         last_step: Step of the last evaluation.
+        maximize: Whether a larger value is better.
 
     Raises:
         TypeError: An argument has another type.
-        ValueError: `patience` is not positive.
+        ValueError: `patience` is not positive, or the direction of the metric is unknown.
 
     Example:
-        >>> best = Best("auc", maximize=True, patience=1)
+        >>> best = Best("auc", patience=1)
         >>> best.update(100, 1, {"auc": 0.7}), best.update(200, 2, {"auc": 0.6})
         (True, False)
         >>> best.step, best.is_final
@@ -64,8 +66,16 @@ class Best:
     """
 
     @checked
-    def __init__(self, monitor: str, maximize: bool = False, patience: int | None = None) -> None:
-        self._monitor, self._maximize = monitor, maximize
+    def __init__(
+        self, monitor: str, maximize: bool | None = None, patience: int | None = None
+    ) -> None:
+        found = is_larger_better(monitor) if maximize is None else maximize
+        if found is None:
+            raise ValueError(
+                "Trainer.maximize must be given for a metric whose direction is unknown; received "
+                f"monitor={monitor!r}. Pass maximize=True if a larger value is better, else False."
+            )
+        self._monitor, self.maximize = monitor, found
         self._patience = None if patience is None else whole("patience", patience)
         self.step = self.epoch = self.last_step = self._num_worse = 0
         self.scores: dict[str, float] = {}
@@ -100,8 +110,8 @@ class Best:
                 f"The monitored metric, {self._monitor!r}, must be a number; received NaN at step "
                 f"{step}. Check that validation has samples, with both labels for an AUC."
             )
-        before = self.scores.get(self._monitor, -math.inf if self._maximize else math.inf)
-        is_better = score > before if self._maximize else score < before
+        before = self.scores.get(self._monitor, -math.inf if self.maximize else math.inf)
+        is_better = score > before if self.maximize else score < before
         if not is_better and self.step:
             self._num_worse += 1
             return False

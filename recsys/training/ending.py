@@ -63,10 +63,12 @@ class _LastSave:
         self.is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
         self.is_printed = False
 
-    def __call__(self) -> str:
+    def __call__(self, error: str = "") -> str:
         self.is_printed = True
         for name in ("last", "best"):
             if (version := newest_version(self._folder / name)) is not None:
+                if str(version) in error:  # it cannot be loaded
+                    return f"{version} is the last save: move it away, or train in another folder."
                 return f"The last save is {version}. {self._advice}".rstrip()
         return f"Nothing was saved in {self._folder}."
 
@@ -78,7 +80,8 @@ def _end(error: BaseException, last_save: _LastSave) -> NoReturn:
     if last_save.is_first_rank and not last_save.is_printed:
         kind = "" if _has_cause(error) else f"{type(error).__name__}: "
         cause = "interrupted" if is_interrupt else f"{kind}{error}".rstrip(".")
-        print(f"Training has ended: {cause}. {last_save()}", file=sys.stderr)
+        unloaded = str(error) if isinstance(error, CheckpointError) else ""
+        print(f"Training has ended: {cause}. {last_save(unloaded)}", file=sys.stderr)
     elif not last_save.is_first_rank and _is_of_one_rank(error):
         print(f"Rank {dist.get_rank()}: {error}", file=sys.stderr)
     sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Protocol, final
@@ -9,6 +10,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
+from recsys.contact import explained
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.kernels.arguments import repeated
 from recsys.kernels.checked import checked
@@ -39,12 +41,15 @@ class BinaryMetrics:
 
     The output of the model is `(loss, logits, labels)`, as of `DLRMTrain`, with logits and labels
     `[B]`, or `[B, T]` for T tasks. Samples have the weights of the batch, if its `sample_weights`
-    are not None. AUC keeps all predictions of the evaluation in memory, 24 bytes each.
+    are not None, and labels that its `label_mask` leaves out count in no metric of their task. AUC
+    keeps all predictions of the evaluation in memory, 24 bytes each.
 
     Args:
         device: Device of the model's output.
         tasks: Names of the tasks of `[B, T]` labels; empty for one task. The metrics of a task are
-            named such as `auc/click`, and `loss` is the sum over tasks.
+            named such as `auc/click`. `loss` is the mean over samples and tasks, as of `mean_loss`:
+            the mean of the losses of the tasks, or, if labels are missing, the mean with the loss 0
+            of these labels.
 
     Raises:
         TypeError: `device` is not a device, or `tasks` are not names.
@@ -69,6 +74,8 @@ class BinaryMetrics:
         self._tasks = list(tasks)
         self._auc = [AUC() for _ in self._tasks or [""]]
         self._entropy = [NormalizedEntropy(device) for _ in self._auc]
+        # sums of weights of all samples, and of the samples that have the label of a task
+        self._weights = torch.zeros(1 + len(self._auc), dtype=torch.float64, device=device)
 
     def update(self, output: tuple[Tensor, Tensor, Tensor], batch: Any) -> None:
         """Add a batch; see `Metrics`."""
@@ -83,18 +90,35 @@ class BinaryMetrics:
         columns = zip(
             logits.sigmoid().view(-1, num_tasks).unbind(1),
             labels.view(-1, num_tasks).unbind(1),
+            self._weights_of_tasks(weights, getattr(batch, "label_mask", None), len(logits)),
             self._auc,
             self._entropy,
             strict=True,
         )
-        for predictions, truth, auc, entropy in columns:
-            auc.update(predictions, truth, weights)
-            entropy.update(predictions, truth, weights)
+        for predictions, truth, of_task, auc, entropy in columns:
+            auc.update(predictions, truth, of_task)
+            entropy.update(predictions, truth, of_task)
+
+    def _weights_of_tasks(
+        self, weights: Tensor | None, mask: Tensor | None, size: int
+    ) -> Sequence[Tensor | None]:
+        """Return the weights of a batch by task, and add them up; None for ones."""
+        num_tasks = len(self._auc)
+        if mask is None:
+            self._weights += size if weights is None else weights.double().sum()
+            return [weights] * num_tasks
+        whole = torch.ones_like(mask[:, 0] if mask.dim() > 1 else mask, dtype=torch.float32)
+        whole = whole if weights is None else weights
+        of_tasks = [whole * column for column in mask.view(-1, num_tasks).unbind(1)]
+        self._weights += torch.stack([part.double().sum() for part in (whole, *of_tasks)])
+        return of_tasks
 
     def sync(self) -> None:
         """Add the state of all ranks."""
         for metric in (*self._auc, *self._entropy):
             metric.sync()
+        with explained(None, "synchronize a metric"):
+            torch.distributed.all_reduce(self._weights)
 
     def compute(self) -> dict[str, float]:
         """Return `auc`, `ne` and `loss`, by task if there are several."""
@@ -103,9 +127,10 @@ class BinaryMetrics:
             values = (auc.compute(), entropy.compute(), entropy.log_loss())
             for name, value in zip(("auc", "ne", "loss"), values, strict=True):
                 found[f"{name}/{task}" if task else name] = value.item()
-        if self._tasks:
-            found["loss"] = sum(found[f"loss/{task}"] for task in self._tasks)
-        return found
+        whole, *of_tasks = self._weights.tolist()
+        losses = [found[f"loss/{task}" if task else "loss"] for task in self._tasks or [""]]
+        parts = [n / whole * loss for n, loss in zip(of_tasks, losses, strict=True) if n]
+        return found | {"loss": sum(parts) / len(losses) if whole else math.nan}
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
+from recsys.distributed.ranks.comm import gather_objects
+from recsys.distributed.ranks.env import ShardingEnv
 from recsys.kernels.arguments import finite, wrong_type
 from recsys.optim import (
     CombinedOptimizer,
@@ -12,6 +14,7 @@ from recsys.optim import (
     GradientClippingOptimizer,
     KeyedOptimizer,
     KeyedOptimizerWrapper,
+    in_backward_optimizer_filter,
 )
 
 
@@ -70,3 +73,56 @@ def _joined(model: nn.Module, optimizer: Optimizer) -> KeyedOptimizer:
             f"{both[:3]}. Use in_backward_optimizer_filter(model.named_parameters())."
         )
     return CombinedOptimizer([fused, dense])
+
+
+def check_all_are_updated(model: nn.Module, optimizer: KeyedOptimizer, env: ShardingEnv) -> None:
+    """Check that each trainable parameter is updated by the optimizer or in backward.
+
+    Every rank calls it; a rank knows the parameters of its own shards.
+
+    Args:
+        model: The model, sharded or not.
+        optimizer: All optimizers of the model.
+        env: The ranks.
+
+    Raises:
+        ValueError: On every rank, if nothing updates a parameter of any rank.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = whole_optimizer(model, torch.optim.SGD([model.bias], lr=0.1))
+        >>> check_all_are_updated(model, optimizer, ShardingEnv.default())
+        Traceback (most recent call last):
+        ...
+        ValueError: Trainer.optimizer must update ... received 1 that nothing updates, ['weight']...
+        >>> model.weight.requires_grad_(False)  # doctest: +ELLIPSIS
+        Parameter containing:...
+        >>> check_all_are_updated(model, optimizer, ShardingEnv.default())
+    """
+    stepped = set(map(id, optimizer.params.values()))
+    own = {
+        name
+        for name, parameter in in_backward_optimizer_filter(model.named_parameters())
+        if parameter.requires_grad and id(parameter) not in stepped
+    }
+    fused = getattr(model, "fused_optimizer", None)
+    if isinstance(fused, KeyedOptimizer):  # deferred tables are updated by its step
+        deferred = {
+            id(table)
+            for group in fused.param_groups
+            if group.get("update_mode") == "deferred"
+            for table in group["params"]
+        }
+        waiting = deferred - stepped
+        own |= {name for name, table in fused.params.items() if id(table) in waiting}
+    found = gather_objects(env.process_group, "check the optimizer", sorted(own))
+    if forgotten := sorted(set().union(*found)):
+        raise ValueError(
+            "Trainer.optimizer must update all trainable parameters; received "
+            f"{len(forgotten)} that nothing updates, {forgotten[:3]}"
+            f"{'...' if forgotten[3:] else ''}. Attach an optimizer to tables by "
+            "apply_optimizer_in_backward before sharding; pass other parameters, and "
+            "model.fused_optimizer, to Trainer.optimizer; or call requires_grad_(False) to keep "
+            "the values."
+        )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from recsys.kernels.checked import checked
 from recsys.training.evaluation import BinaryMetrics, Metrics
 
 __all__ = ["ProgressiveValidation"]
+
+_Kept: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Logits, labels, sample weights and label mask of a batch."""
 
 
 @final
@@ -30,7 +33,7 @@ class ProgressiveValidation:
     Args:
         window: Steps of a window.
         metrics: Function that creates the metrics of a window on a device. They read the loss of
-            the last batch, the logits and the labels of all, and sample weights.
+            the last batch, the logits and the labels of all, sample weights and label masks.
 
     Attributes:
         curve: Metrics of each complete window, equal on all ranks.
@@ -56,46 +59,50 @@ class ProgressiveValidation:
         self._window, self._metrics = whole("ProgressiveValidation.window", window), metrics
         self.curve: list[dict[str, float]] = []
         self._count = 0  # batches of the window
-        self._kept: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._kept: list[_Kept] = []
 
     def update(self, output: tuple[Tensor, Tensor, Tensor], batch: Any) -> dict[str, float] | None:
         """Add a batch, before or after the optimizer's step; every rank adds one in each step.
 
         Args:
             output: The output of the training forward: loss, logits and labels.
-            batch: The batch, with or without `sample_weights`.
+            batch: The batch, with or without `sample_weights` and `label_mask`.
 
         Returns:
             The metrics of the window if this batch completes it, else None.
         """
         loss, logits, labels = output
-        self._kept.append((logits, labels, getattr(batch, "sample_weights", None)))
+        weights, mask = (getattr(batch, name, None) for name in ("sample_weights", "label_mask"))
+        self._kept.append((logits, labels, weights, mask))
         self._count += 1
         if self._count < self._window:
             return None
         metrics = self._metrics(loss.device)
-        all_logits, all_labels, weights = self._joined(loss.device)
-        metrics.update((loss, all_logits, all_labels), SimpleNamespace(sample_weights=weights))
+        all_logits, all_labels, weights, mask = self._joined(loss.device)
+        joined = SimpleNamespace(sample_weights=weights, label_mask=mask)
+        metrics.update((loss, all_logits, all_labels), joined)
         if dist.is_initialized() and dist.get_world_size() > 1:
             metrics.sync()
         self.curve.append(metrics.compute())
         self._kept, self._count = [], 0
         return self.curve[-1]
 
-    def _joined(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _joined(self, device: torch.device) -> _Kept:
         """Return the outputs of the window on a device; a loaded state is on the CPU."""
-        logits, labels, weights = zip(*self._kept, strict=True)
+        logits, labels, weights, masks = zip(*self._kept, strict=True)
 
-        def joined(parts: Iterable[Tensor]) -> Tensor:
-            return torch.cat([part.to(device) for part in parts])
+        def joined(parts: Sequence[Tensor | None], ones: Callable[[Tensor], Tensor]) -> Any:
+            if all(part is None for part in parts):
+                return None
+            pairs = zip(parts, labels, strict=True)
+            return torch.cat([(ones(y) if x is None else x).to(device) for x, y in pairs])
 
-        if all(part is None for part in weights):
-            return joined(logits), joined(labels), None
-        of_samples = (
-            torch.ones(len(of_batch)) if part is None else part
-            for of_batch, part in zip(logits, weights, strict=True)
+        return (
+            joined(logits, torch.ones_like),
+            joined(labels, torch.ones_like),
+            joined(weights, lambda of_batch: torch.ones(len(of_batch))),
+            joined(masks, lambda of_batch: torch.ones_like(of_batch, dtype=torch.bool)),
         )
-        return joined(logits), joined(labels), joined(of_samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curve and the outputs of the window, on the CPU."""

@@ -23,6 +23,7 @@ from recsys.distributed.checkpoint import (
     save_checkpoint,
     save_checkpoint_async,
 )
+from recsys.distributed.checkpoint.versions import remove_versions
 from recsys.distributed.monitoring.loss_guard import LossGuard
 from recsys.distributed.monitoring.watchdog import Watchdog
 from recsys.distributed.train_pipeline import EvenBatches, TrainPipelineSparseDist, UnevenPolicy
@@ -30,12 +31,15 @@ from recsys.distributed.types import ShardingEnv
 from recsys.kernels.arguments import choice, whole, writable_folder
 from recsys.kernels.checked import checked_but
 from recsys.loaders import epoch_length
+from recsys.modules.modes import evaluation_mode, training_mode
 from recsys.step_stages import long_section
 from recsys.training.batches import Pausing, ResumableBatches, outputs
 from recsys.training.best import Best, FitResult
+from recsys.training.buffers import OwnBuffers
 from recsys.training.evaluation import BinaryMetrics, Metrics, device_of
+from recsys.training.folder import clear_folder, load_newest
 from recsys.training.loggers import JsonLines, Lines, Logger, check_loggers
-from recsys.training.optimizer import whole_optimizer
+from recsys.training.optimizer import check_all_are_updated, whole_optimizer
 from recsys.training.progress import MeanLoss, Progress, total_steps
 from recsys.training.progressive import ProgressiveValidation
 
@@ -63,7 +67,8 @@ class Trainer:
             training is always evaluated.
         metrics: Function that creates the metrics of an evaluation on a device.
         monitor: Name of the metric that selects the best checkpoint.
-        maximize: Whether a larger value of it is better, as of an AUC.
+        maximize: Whether a larger value of it is better. None: the direction of its name; names
+            of `recsys.metrics` have one, such as "auc/click", "ne" and "ndcg@10".
         patience: Number of evaluations without a better value after which training ends; None for
             no early stopping.
         load_best: Whether the model has the weights of the best evaluation after training, not the
@@ -71,6 +76,8 @@ class Trainer:
         save_every: Steps between two saves of `last`, in the background. None saves only at the end
             of each epoch and of training.
         resume: Whether to continue from `last`, if it exists.
+        overwrite: Whether `fit` removes `best`, `last` and `log.jsonl` of an older job in the
+            folder, and prints a line about it. Otherwise, and without `resume`, it raises an error.
         schedule: Scheduler of torch for the optimizer, stepped after each step;
             `ReduceLROnPlateau` after each evaluation, by the monitored metric.
         clip_norm: Largest norm of all gradients together; None for no clipping. Tables must have
@@ -91,7 +98,8 @@ class Trainer:
     Raises:
         TypeError: An argument has another type.
         ValueError: Not exactly one of `epochs` and `steps` is given; a number is not positive;
-            `optimizer` and `model` do not fit together; or clipped tables are fused.
+            `optimizer` and `model` do not fit together; clipped tables are fused; or the direction
+            of the monitored metric is unknown, or not the one of `ReduceLROnPlateau`.
         OSError: The folder is not writable.
 
     Example:
@@ -126,11 +134,12 @@ class Trainer:
         evaluate_every: int | None = None,
         metrics: Callable[[torch.device], Metrics] = BinaryMetrics,
         monitor: str = "loss",
-        maximize: bool = False,
+        maximize: bool | None = None,
         patience: int | None = None,
         load_best: bool = True,
         save_every: int | None = None,
         resume: bool = False,
+        overwrite: bool = False,
         schedule: LRScheduler | None = None,
         clip_norm: float | None = None,
         pipeline: bool = True,
@@ -147,6 +156,11 @@ class Trainer:
                 "Trainer needs either epochs or steps, the length of the training; received "
                 f"epochs={epochs} and steps={steps}."
             )
+        if resume and overwrite:
+            raise ValueError(
+                "Trainer.overwrite must be False with resume=True, which continues the job in the "
+                "folder; received True. Pass one of them."
+            )
         lengths = {"epochs": epochs, "steps": steps, "patience": patience, "log_every": log_every}
         intervals = {"evaluate_every": evaluate_every, "save_every": save_every}
         for name, value in (lengths | intervals).items():
@@ -159,7 +173,9 @@ class Trainer:
         self._save_every, self._evaluate_every = save_every, evaluate_every
         self._metrics, self._monitor, self._patience = metrics, monitor, patience
         self._make_best = partial(Best, monitor, maximize, patience)
-        self._loads_best, self._resumes, self._schedule = load_best, resume, schedule
+        _check_mode(schedule, self._make_best().maximize)
+        self._loads_best, self._schedule = load_best, schedule
+        self._resumes, self._overwrites = resume, overwrite
         self._overlaps, self._shows_bar = pipeline, shows_bar
         self._uneven = None if uneven is None else choice("Trainer.uneven", uneven, UnevenPolicy)
         if self._uneven is UnevenPolicy.PAD and (save_every or progressive):
@@ -174,11 +190,15 @@ class Trainer:
         self._guard = LossGuard(self.folder / "bad_batches") if loss_guard is None else loss_guard
         self._guard.around(model)  # raises if it skips
         self._progressive = progressive
+        self._own_buffers = OwnBuffers(model, self._env)
 
     # -- training ---------------------------------------------------------------------------------
 
     def fit(self, train: Iterable[Any], validation: Iterable[Any] | None = None) -> FitResult:
         """Train, evaluate and save until the end; every rank calls it.
+
+        Parts of the model in evaluation mode, such as a frozen batch norm, stay in it. Only a model
+        none of whose trainable parts is in training mode is put into it as a whole.
 
         Args:
             train: Batches of this rank, iterated once per epoch. Its `set_epoch` is called before
@@ -188,13 +208,16 @@ class Trainer:
                 checkpoint.
 
         Raises:
-            ValueError: An epoch has no batches, or the monitored metric is missing or NaN.
+            FileExistsError: The folder has a job, and neither `resume` nor `overwrite` is set.
+            ValueError: Nothing updates a trainable parameter, an epoch has no batches, or the
+                monitored metric is missing or NaN.
             BadLossError: A loss is NaN or infinite.
             CheckpointError: A checkpoint cannot be saved or loaded.
             LostContactError: Contact with another rank is lost.
         """
         if validation is None and (self._patience or isinstance(self._schedule, ReduceLROnPlateau)):
             raise ValueError("patience and ReduceLROnPlateau need validation; received None.")
+        check_all_are_updated(self.model, self.optimizer, self._env)
         with ExitStack() as parts:
             if contact.ask_watchdog is None:
                 parts.enter_context(self._watchdog)
@@ -202,7 +225,7 @@ class Trainer:
                 parts.callback(logger.close)
             self._start(train)
             parts.callback(self._progress.close)
-            self.model.train()
+            parts.enter_context(training_mode(self.model))
             pipeline = self._new_pipeline()
             while not self._is_done():
                 self._train_epoch(pipeline, validation)
@@ -225,18 +248,18 @@ class Trainer:
             "loss": self._loss,
             "best": self._best,
             "random": RandomState(),
+            "buffers": self._own_buffers,
         }
         if self._progressive is not None:
             self._state["progressive"] = self._progressive
         self._saved: tuple[int, int] | None = None
         self._pending: PendingSave | None = None
-        if self._resumes and newest_version(self.last) is not None:
+        if not self._resumes:
+            clear_folder(self.folder, self._env, overwrites=self._overwrites)
+        elif newest_version(self.last) is not None:
             self._load()
         elif self._env.rank == 0:
-            (self.folder / "log.jsonl").unlink(missing_ok=True)
-        if self._saved is None and newest_version(self.last) is not None:
-            self._save()  # a resume must not find the state of an older job
-            self._finish_save()
+            (self.folder / "log.jsonl").unlink(missing_ok=True)  # of a job that did not save
         total = total_steps(train, self._epochs) if self._epochs else self._num_steps
         has_bar = self._shows_bar and self._env.rank == 0
         self._progress = Progress(total, self._batches.step, has_bar=has_bar)
@@ -319,18 +342,14 @@ class Trainer:
         Returns:
             The metrics by name, the same on all ranks.
         """
-        metrics, was_training = self._metrics(self._device), self.model.training
-        self.model.eval()
-        try:
-            with long_section("evaluation"):
-                if self._uneven is not None:
-                    batches = EvenBatches(batches, self.model, UnevenPolicy.JOIN)
-                for output, batch in outputs(self._new_pipeline(), Pausing(batches)):
-                    metrics.update(output, batch)
-                if self._env.world_size > 1:
-                    metrics.sync()
-        finally:
-            self.model.train(was_training)
+        metrics = self._metrics(self._device)
+        with evaluation_mode(self.model), long_section("evaluation"):
+            if self._uneven is not None:
+                batches = EvenBatches(batches, self.model, UnevenPolicy.JOIN)
+            for output, batch in outputs(self._new_pipeline(), Pausing(batches)):
+                metrics.update(output, batch)
+            if self._env.world_size > 1:
+                metrics.sync()
         return metrics.compute()
 
     def _evaluate(self, validation: Iterable[Any]) -> None:
@@ -343,7 +362,9 @@ class Trainer:
             self._schedule.step(scores[self._monitor])
         if is_better:
             about = {"step": step, "epoch": epoch, "scores": scores}
-            save_checkpoint(self.best, self.model, self.optimizer, about, keep=1)
+            if self._env.rank == 0:
+                remove_versions(self.best, least=step)  # a job that resumes repeats steps
+            save_checkpoint(self.best, self.model, self.optimizer, about, step=step, keep=1)
         self._saved = None  # the state of the evaluation has changed
         self._progress.restart()
 
@@ -375,6 +396,7 @@ class Trainer:
         """Save `last` in the background, unless it is saved already."""
         at = self._batches.step, self._batches.epoch
         if at != self._saved:
+            self._own_buffers.compare()
             extra = {"schedule": None if self._schedule is None else self._schedule.state_dict()}
             self._pending = save_checkpoint_async(
                 self.last, self.model, self.optimizer, extra, progress=self._state
@@ -387,10 +409,21 @@ class Trainer:
 
     def _load(self) -> None:
         """Continue from `last`."""
-        extra = load_checkpoint(self.last, self.model, self.optimizer, progress=self._state)
+        extra = load_newest(self.last, self.model, self.optimizer, self._state)
         if self._schedule is not None and extra["schedule"] is not None:
             self._schedule.load_state_dict(extra["schedule"])
         at = self._batches
         self._saved = at.step, at.epoch
         if self._env.rank == 0:
             print(f"Resumed from {self.last}: epoch {at.epoch + 1}, step {at.batch}", flush=True)
+
+
+def _check_mode(schedule: LRScheduler | None, maximize: bool) -> None:
+    """Check that a schedule that reads the monitored metric has the direction of the metric."""
+    mode = "max" if maximize else "min"
+    if isinstance(schedule, ReduceLROnPlateau) and schedule.mode != mode:
+        raise ValueError(
+            f"Trainer.schedule must have the direction of the monitored metric, mode={mode!r}; "
+            f"received a ReduceLROnPlateau with mode={schedule.mode!r}. Create it with "
+            f"mode={mode!r}, or pass maximize."
+        )

@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from recsys.datasets import readers
+from recsys.datasets.table_reader import TableReader
 from recsys.features import FeatureSpec, Ids
 from recsys.features.splits import Split
 from tests.datasets.clicks import SPEC, clicks, is_equal, plain_samples, samples_of, write_clicks
@@ -317,6 +318,31 @@ def test_batches_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     alone = readers.parquet(tmp_path, SPEC, 12, divide="batches", window_rows=10, shuffle=True)
     alone.load_state_dicts([state.state_dict()] * 2)
     assert [samples_of(batch) for batch in alone] == steps[1][1:]
+
+
+def test_another_number_of_ranks_is_named(tmp_path: Path) -> None:
+    write_clicks(tmp_path)
+
+    def reader(batch_size: int, world_size: int, divide: Any = "batches") -> TableReader:
+        settings = {"rank": world_size - 1, "world_size": world_size, "divide": divide}
+        return readers.parquet(tmp_path, SPEC, batch_size, **settings)
+
+    states = [reader(6, 2).state_dict()] * 2
+    text = (
+        r"keep its 12 rows of all ranks together; received 2 ranks then, 1 now, with batch_size=6"
+    )
+    with pytest.raises(ValueError, match=rf"{text}\. Pass batch_size=12\."):
+        reader(6, 1).load_state_dicts(states)
+    with pytest.raises(ValueError, match=r"2 ranks then, 5 now, .*=6\. Resume on 2\."):
+        reader(6, 5).load_state_dicts(states)
+    with pytest.raises(ValueError, match=r"1 rank then, 3 now, with batch_size=12\. Pass .*=4\."):
+        reader(12, 3).load_state_dicts([reader(12, 1).state_dict()])
+    reader(4, 3).load_state_dicts(states)
+    whole = [reader(6, 2, "row_groups").state_dict()] * 2
+    with pytest.raises(
+        ValueError, match=r"divide='row_groups' must continue .* 2 ranks then, 1 now"
+    ):
+        reader(6, 1, "row_groups").load_state_dicts(whole)
 
 
 def test_uneven_ranks(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,18 @@ import pyarrow as pa
 import pytest
 import torch
 
-from recsys.datasets.utils import Batch
+from recsys import datasets
+from recsys.compat.datasets import criteo_terabyte as rows_of_torchrec
+from recsys.datasets.balance import BalancedBatches, BalancedSampler
+from recsys.datasets.criteo import CriteoDataset
+from recsys.datasets.rows import criteo_terabyte, movielens_20m
+from recsys.datasets.utils import Batch, rank_in_job
 from recsys.distributed.train_pipeline.batches import to_device
+from recsys.features import FeatureSpec, Ids, Label
 from recsys.sparse import finish_value_checks
 from recsys.sparse.value_checks import check_dense_values, check_labels
 from tests.pretended_cuda import CUDA, PretendedCuda
+from tests.ranks import RankPool
 from tests.saved import through_torch_save
 
 TABLE: dict[str, Any] = {
@@ -220,3 +228,68 @@ def test_parts_have_their_types() -> None:
     again = pickle.loads(pickle.dumps(old))
     assert (again.sample_weights, again.groups) == (None, None)
     assert again.to(torch.device("cpu")).groups is None
+
+
+def _read(folder: str, **share: int) -> dict[str, list[Any]]:
+    """Return the rows that this rank reads by each reader; all have 7 rows."""
+    path, spec = Path(folder, "rows.tsv"), FeatureSpec([Ids("film", rows=9), Label("ok")])
+    data = {"film": [*range(7)], "ok": [1] * 7}
+    sampler = BalancedSampler([1] * 7, 1, **share)
+    found: dict[str, Any] = {
+        "table": datasets.table(data, spec, 1, divide="batches", **share),
+        "criteo": CriteoDataset([path], 1, 9, **share),
+        "rows": criteo_terabyte([path], **share),
+        "films": movielens_20m(folder, **share),
+        "sampler": [position for step in sampler for position in step],
+        "torchrec": rows_of_torchrec([path], **share),
+        "balanced": BalancedBatches(
+            datasets.table(data, spec, 7, rank=0, world_size=1), "film", **share
+        ),
+    }
+    return {
+        name: [
+            row
+            for part in parts
+            for row in (part.labels.tolist() if isinstance(part, Batch) else [part])
+        ]
+        for name, parts in found.items()
+    }
+
+
+def _read_all(folder: str) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    return _read(folder), _read(folder, rank=0, world_size=1)
+
+
+def test_readers_take_their_rank_from_the_process_group(ranks: RankPool, tmp_path: Path) -> None:
+    line = "\t".join(["1", *["7"] * 13, *["0a"] * 26])
+    (tmp_path / "rows.tsv").write_text(f"{line}\n" * 7)
+    (tmp_path / "ratings.csv").write_text("".join(f"1,{i},3.5,4\n" for i in range(7)))
+    alone = _read(str(tmp_path))
+    assert {name: len(rows) for name, rows in alone.items()} == dict.fromkeys(alone, 7)
+    for world_size in (2, 3):
+        found = ranks(world_size, _read_all, str(tmp_path))
+        for name in alone:
+            counts = [len(own[name]) for own, _ in found]
+            if name == "torchrec":  # its functions know no ranks
+                assert counts == [7] * world_size
+            else:
+                assert sum(counts) == 7, name
+                assert max(counts) < 5, name
+        assert [everything for _, everything in found] == [alone] * world_size  # as passed
+
+
+def test_a_rank_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank_in_job(None, None) == (0, 1)
+    assert rank_in_job(None, 4) == (0, 4)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert rank_in_job(1, 2) == (1, 2)
+    with pytest.raises(ValueError, match=r"in one of 2 processes \(WORLD_SIZE=2\) without a"):
+        datasets.table({"film": [1]}, FeatureSpec([Ids("film", rows=9)]), 1, labels=False)
+
+
+def test_balanced_batches_need_the_samples_of_all_ranks() -> None:
+    spec = FeatureSpec([Ids("film", rows=9), Label("ok")])
+    data = {"film": [1, 2], "ok": [1, 0]}
+    reader = datasets.table(data, spec, 2, rank=1, world_size=2, divide="batches")
+    with pytest.raises(ValueError, match=r"received a reader of a rank of 2\. Pass rank=0"):
+        BalancedBatches(reader, "film", 1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ def _batch(num_rows: int, num_features: int, seed: int, *, plain: bool, weighted
         labels = torch.stack([labels, -labels], 1)
     groups = torch.arange(num_rows) if plain else None
     weights = torch.rand(num_rows) if weighted else None
-    return Batch(dense, ids, labels, ("a", "b", "c"), "y", weights, groups)
+    mask = torch.rand(labels.shape) < 0.7 if weighted else None
+    return Batch(dense, ids, labels, ("a", "b", "c"), "y", weights, groups, mask)
 
 
 def _samples(batch: Batch) -> list[Any]:
@@ -43,6 +45,7 @@ def _samples(batch: Batch) -> list[Any]:
         for jagged in batch.sparse_features.to_dict().values()
     ]
     parts = [batch.dense_features, batch.labels, batch.sample_weights, batch.groups]
+    parts.append(batch.label_mask)
     rows = [part.tolist() for part in parts if part is not None]
     columns = [column for column in (*lists, *weights, *rows) if column]
     return list(zip(*columns, strict=True))
@@ -85,3 +88,14 @@ def test_batches_have_memory_of_their_own() -> None:
     first[1].dense_features.zero_()
     assert _samples(first[0]) == before[0]
     assert first[0].labels.untyped_storage().nbytes() == first[0].labels.nbytes
+
+
+def test_batches_with_and_without_missing_labels_are_joined() -> None:
+    batch = _batch(5, 2, 0, plain=False, weighted=True)
+    whole = replace(batch, label_mask=None)
+    found = join_rows([whole, batch, whole])
+    ones = torch.ones(5, 2, dtype=torch.bool)
+    assert batch.label_mask is not None
+    assert found.label_mask is not None
+    assert torch.equal(found.label_mask, torch.cat([ones, batch.label_mask, ones]))
+    assert join_rows([whole, whole]).label_mask is None

@@ -48,11 +48,13 @@ def _criteo_line(rng: random.Random) -> str:
 
 
 def test_random_data_on_one_process(tmp_path: Path) -> None:
-    output = _run(
-        [],
+    arguments = (
         *("--dataset", "random", "--num-embeddings", "100", "--batch-size", "16"),
         *("--embedding-dim", "8", "--bits", "4", "--out", str(tmp_path)),
     )
+    assert "Overwrites" not in _run([], *arguments)
+    output = _run([], *arguments)
+    assert f"Overwrites the job in {tmp_path}: last/step-" in output
     assert (tmp_path / "best").is_dir()
     assert (tmp_path / "model.pt").is_file()
     test, scores = (torch.load(tmp_path / name) for name in ("test.pt", "scores.pt"))

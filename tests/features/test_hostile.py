@@ -27,7 +27,8 @@ TEXTS, NUMBERS = ["city", "name"], ["born"]
 KEYS = ["user", "item", "session"]
 IDS = ["genre"]
 DENSE = ["age", "price", "size"]
-SAMPLES = ["click", "rating", "weight"]
+LABELS = ["click", "rating"]
+SAMPLES = [*LABELS, "weight"]
 TIMES = ["seen"]
 SINGLE = [*TEXTS, *NUMBERS, *KEYS, *IDS, *DENSE, *SAMPLES, *TIMES]
 LISTS = ["tags", "words", "films"]
@@ -103,8 +104,8 @@ TYPES: dict[str, tuple[Callable[[random.Random], Any], dict[str, str | None]]] =
     "decimals": (
         spread([decimal.Decimal("0.5"), None]),
         {k: v for k, v in other_type("decimal").items() if k not in DENSE + SAMPLES}
-        | each(DENSE, None)
-        | each(SAMPLES, "must have no missing value; received None in row"),
+        | each([*DENSE, *LABELS], None)
+        | {"weight": "must have no missing value; received None in row"},
     ),
     "wide decimals": (
         spread([decimal.Decimal("1e30"), None], pa.decimal256(60, 2)),
@@ -140,8 +141,8 @@ TYPES: dict[str, tuple[Callable[[random.Random], Any], dict[str, str | None]]] =
     ),
     "nulls": (
         lambda _: pa.nulls(SIZE),
-        each([*TEXTS, *NUMBERS, *IDS, *DENSE, *TIMES], None)
-        | each(SAMPLES, "must have no missing value; received None in row 0. Remove")
+        each([*TEXTS, *NUMBERS, *IDS, *DENSE, *LABELS, *TIMES], None)
+        | {"weight": "must have no missing value; received None in row 0. Remove"}
         | {"session": "must have no missing key; received None in row 0. Remove"},
     ),
     "typed nulls": (

@@ -124,6 +124,14 @@ def test_several_labels() -> None:
     table = pa.table({"film": [0, 1], "a": [0, 1], "b": [4, 5]})
     found = prepared_spec(spec).transform(prepared_table(spec, table))
     assert found.labels.tolist() == [[0, 4], [1, 5]]
+    table = pa.table({"film": [0, 1], "a": [0, None], "b": pa.nulls(2)})
+    ready = prepared_table(spec, table)
+    assert ready.select(["a", "b"]).to_pydict() == {"a": [0, None], "b": [None, None]}
+    found, expected = prepared_spec(spec).transform(ready), spec.transform(table)
+    assert found.labels.tolist() == expected.labels.tolist() == [[0, 0], [0, 0]]
+    assert found.label_mask is not None
+    assert expected.label_mask is not None
+    assert found.label_mask.tolist() == expected.label_mask.tolist() == [[1, 0], [0, 0]]
 
 
 def test_names_are_distinct() -> None:

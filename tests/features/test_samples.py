@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 import pytest
+import torch
 
 from recsys.features import FeatureSpec, Group, Ids, Label, SampleWeight
 from tests.features import plain
@@ -99,3 +102,21 @@ def test_missing_ids_need_no_weight() -> None:
     ids = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int8()), pa.array([None, 3]))
     batch = ONE.transform({"film": ids, "w": [None, 2.0]})
     assert batch.sparse_features.values().tolist() == [3]
+
+
+@pytest.mark.parametrize("kind", [dict, pd.DataFrame, pa.table])
+def test_one_of_several_labels_may_be_missing(kind: Any) -> None:
+    spec = FeatureSpec([Label("click"), Label("rating", low=1, high=5), SampleWeight("w")])
+    rows = {"click": [1, 0, None], "rating": [4.0, None, None], "w": [1.0, 2.0, 3.0]}
+    batch = spec.transform(kind(rows))
+    assert batch.labels.tolist() == [[1, 4], [0, 0], [0, 0]]
+    assert batch.label_mask is not None
+    assert batch.label_mask.tolist() == [[True, True], [True, False], [False, False]]
+    first = {name: column[:1] for name, column in rows.items()}
+    assert spec.transform(kind(first)).label_mask is None
+    with pytest.raises(ValueError, match=r"'rating' must have labels from 1 to 5; received 9"):
+        spec.transform(rows | {"rating": [None, 9, None]})
+    with pytest.raises(ValueError, match=r"'rating' must have finite .* received nan in row 2"):
+        spec.transform(rows | {"rating": [None, 2.0, math.nan]})
+    moved = pickle.loads(pickle.dumps(batch)).to(torch.device("cpu"))
+    assert torch.equal(moved.label_mask, batch.label_mask)

@@ -214,6 +214,26 @@ def test_models_of_all_kinds(ranks: RankPool, kind: str) -> None:
     ranks(2, _mixed, kind)
 
 
+def _with_a_norm(dst: int | None) -> bool:
+    """Quantize a model whose running statistics differ from rank to rank, as after training."""
+    tables = EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(40, 12, "t", feature_names=["f"])], device=CPU
+    )
+    norm = nn.BatchNorm1d(12)
+    model = DistributedModelParallel(nn.ModuleList([tables, norm]), device=CPU)
+    rank = dist.get_rank()
+    for value in norm.buffers():
+        value.fill_(rank + 5)
+    found = quantize_embeddings(model, dst=dst)
+    assert [value.min().item() for value in norm.buffers()] == [rank + 5] * 3  # training goes on
+    return all(bool((value == 5).all()) for value in found[1].buffers())
+
+
+@pytest.mark.parametrize("dst", [None, 1])
+def test_buffers_are_those_of_rank_0(ranks: RankPool, dst: int | None) -> None:
+    assert ranks(2, _with_a_norm, dst) == [True, True]
+
+
 def _one_collection() -> None:
     tables = [EmbeddingBagConfig(40, 12, "t", feature_names=["f"])]
     torch.manual_seed(0)

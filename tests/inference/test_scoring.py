@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import recsys.__main__
+from recsys.distributed.checkpoint import save_checkpoint
 from recsys.features import FeatureSpec, Label, Numeric, Timestamp
 from recsys.inference import Predictor, inspect, package, quantize_embeddings, score
 from recsys.inference.packages.columns import raw_request
@@ -54,6 +56,22 @@ def test_a_package_scores_raw_columns(packaged: tuple[Path, nn.Module, FeatureSp
         bad = raw_table(3, 1).drop_columns(["ok"]).set_column(7, "row", pa.array([1, 25, 3]))
         with pytest.raises(ValueError, match=r"'row' must have row numbers from 0 to 19.*row 1"):
             predictor(bad)
+
+
+def test_parents_of_versions_and_jobs_are_named(
+    packaged: tuple[Path, nn.Module, FeatureSpec], tmp_path: Path
+) -> None:
+    version, *_ = packaged
+    for number in (9, 10):
+        shutil.copytree(version, tmp_path / "m" / str(number))
+    (tmp_path / "m" / "11").mkdir()
+    with pytest.raises(FileNotFoundError, match=rf"Pass its newest version, {tmp_path}/m/10\."):
+        Predictor(tmp_path / "m")
+    save_checkpoint(tmp_path / "job" / "best", nn.Linear(1, 1))
+    with pytest.raises(FileNotFoundError, match=rf"load its checkpoint {tmp_path}/job/best into"):
+        inspect(tmp_path / "job")
+    with pytest.raises(FileNotFoundError, match=r"it has no manifest\.json\.$"):
+        Predictor(tmp_path / "nothing")
 
 
 def test_a_package_describes_its_columns(packaged: tuple[Path, nn.Module, FeatureSpec]) -> None:
@@ -101,8 +119,10 @@ def test_a_model_stays_in_its_mode_and_a_terminal_needs_no_tqdm(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for is_training in (True, False):
         model.train(is_training)
+        model.over_arch.train(not is_training)
         score(model, tmp_path / "a.parquet", tmp_path / f"{is_training}", spec=spec)
-        assert model.training == is_training
+        assert model.training == model.dense_arch.training == is_training
+        assert model.over_arch.training == (not is_training)
 
 
 @pytest.mark.parametrize("is_package", [True, False])

@@ -96,6 +96,17 @@ def test_a_dead_rank(tmp_path: Path) -> None:
     assert "rank 1 is gone, its process has ended" in line
 
 
+def test_a_damaged_save(tmp_path: Path) -> None:
+    assert _end(_start(tmp_path, "--epochs", "1"))[0] == 0
+    for file in tmp_path.glob("last/*/*.distcp"):
+        file.write_bytes(b"")
+    code, (line,) = _end(_start(tmp_path, "--epochs", "2"))
+    version = newest_version(tmp_path / "last")
+    assert code == 1
+    assert f"{version} cannot be loaded" in line
+    assert line.endswith(f"{version} is the last save: move it away, or train in another folder.")
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_full_disk(tmp_path: Path, ranks: int) -> None:
     def limit() -> None:

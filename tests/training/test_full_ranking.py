@@ -65,7 +65,7 @@ def train(folder: str) -> tuple[dict[str, float], dict[str, float]]:
     trainer = Trainer(
         model, torch.optim.Adam(dense, lr=0.01), folder, epochs=12, log_every=None, loggers=(),
         metrics=lambda device: FullRanking(model, rows, device, [1, 3]),
-        monitor="hit_rate@1", maximize=True,
+        monitor="hit_rate@1",
     )  # fmt: skip
     trainer.fit(*loaders)
     by_trainer = trainer.evaluate(loaders[1])

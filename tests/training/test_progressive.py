@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recsys.metrics import auc, log_loss
-from recsys.training.progressive import ProgressiveValidation
+from recsys.training import BinaryMetrics, ProgressiveValidation
 from tests.ranks import RankPool
 from tests.training.job import Shuffled, trainer_of
 
@@ -177,3 +178,23 @@ def test_errors(tmp_path):
         ProgressiveValidation(0)
     with pytest.raises(ValueError, match="excludes save_every and progressive"):
         trainer_of(tmp_path, epochs=1, uneven="pad", progressive=ProgressiveValidation(5))
+
+
+def test_missing_labels_count_in_no_window():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(6, SIZE, 2), torch.randint(0, 2, (6, SIZE, 2)).float()
+    masks = torch.rand(6, SIZE, 2) < 0.5
+    metrics = partial(BinaryMetrics, tasks=["a", "b"])
+    progressive, expected = ProgressiveValidation(6, metrics), metrics(torch.device("cpu"))
+    for step in range(6):
+        mask = masks[step] if step % 2 else None
+        output, batch = (torch.tensor(0.5), logits[step], labels[step]), SimpleNamespace()
+        expected.update(output, SimpleNamespace(label_mask=mask))
+        if mask is not None:
+            batch.label_mask = mask
+        if step == 4:
+            state = progressive.state_dict()
+            progressive = ProgressiveValidation(6, metrics)
+            progressive.load_state_dict(state)
+        found = progressive.update(output, batch)
+    assert found == pytest.approx(expected.compute(), rel=1e-6)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 import math
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +28,16 @@ from recsys import (
     contact,
 )
 from recsys.datasets.utils import Batch
-from recsys.distributed.checkpoint import load_checkpoint, read_checkpoint
+from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, read_checkpoint
+from recsys.distributed.checkpoint.versions import complete_versions
 from recsys.distributed.monitoring.loss_guard import BadLossError, LossGuard
 from recsys.distributed.monitoring.watchdog import Watchdog
 from recsys.distributed.types import ShardingEnv
-from recsys.modules.dlrm import DLRM, DLRMTrain
+from recsys.modules.dlrm import DLRM, DLRMTrain, mean_loss
 from recsys.modules.hashed_ids import HashedIds
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
-from recsys.training import Trainer
+from recsys.training import BinaryMetrics, Trainer
+from tests.distributed import job
 from tests.ranks import RankPool
 from tests.training.job import (
     LOADERS,
@@ -180,6 +185,16 @@ def test_a_loader_without_batches_is_an_error(tmp_path: Path) -> None:
         plain(tmp_path, epochs=2).fit(iter(rows(2)))
 
 
+def test_a_forgotten_parameter_is_an_error(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD([model.layer.bias], lr=0.1)
+    trainer = plain(tmp_path, epochs=1, model=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"1 that nothing updates, \['layer.weight'\]"):
+        trainer.fit(rows(3))
+    model.layer.weight.requires_grad_(False)
+    assert trainer.fit(rows(3)).steps == 3
+
+
 def test_a_schedule_equals_torchs(tmp_path: Path) -> None:
     def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=12)
@@ -206,7 +221,10 @@ def test_a_plateau_lowers_the_rate(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     settings = {"model": model, "optimizer": optimizer, "schedule": schedule, "monitor": "auc"}
-    plain(tmp_path, **settings, epochs=3, metrics=scores_of(0.5, 0.5, 0.5)).fit(rows(2), rows(1))
+    settings["metrics"] = scores_of(0.5, 0.5, 0.5)
+    with pytest.raises(ValueError, match=r"monitored metric, mode='max'; .* mode='min'"):
+        plain(tmp_path, **settings, epochs=3)
+    plain(tmp_path, **settings, epochs=3, maximize=False).fit(rows(2), rows(1))
     assert optimizer.param_groups[0]["lr"] == 0.1  # of the best evaluation, the first one
     assert schedule.get_last_lr() == [0.025]
 
@@ -254,7 +272,7 @@ def test_an_empty_batch_changes_nothing(tmp_path: Path) -> None:
     for chosen in (batches, [*batches[:2], batches[0][:0], *batches[2:]]):
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        plain(tmp_path, model=model, optimizer=optimizer, epochs=2).fit(chosen)
+        plain(tmp_path / str(len(chosen)), model=model, optimizer=optimizer, epochs=2).fit(chosen)
         weights.append(model.state_dict())
     assert_equal(*weights)
 
@@ -286,6 +304,34 @@ def test_evaluation_changes_nothing(tmp_path: Path) -> None:
     assert not trainer.model.training
 
 
+def _frozen(folder: str) -> list[dict[str, Tensor]]:
+    """Statistics of two norms after training; the first is frozen, in evaluation mode."""
+    model = job.model_of()
+    frozen, trained = nn.BatchNorm1d(16).requires_grad_(False).eval(), nn.BatchNorm1d(16)
+    model.model.over_arch.model.insert(1, nn.Sequential(trained, frozen))
+    model = DistributedModelParallel(model, device=torch.device("cpu"))
+    before = [module.training for module in model.modules()]
+    trainer = trainer_of(folder, model=model, epochs=2)
+    trainer.evaluate(validation())
+    assert [module.training for module in model.modules()] == before
+    trainer.fit(Shuffled(), validation())
+    assert [module.training for module in model.modules()] == before
+    model.eval()
+    again = trainer_of(folder, model=model, epochs=1, overwrite=True)
+    again.fit(Shuffled())  # as a whole in training mode
+    assert not any(module.training for module in model.modules())
+    return [{k: v.clone() for k, v in norm.named_buffers()} for norm in (frozen, trained)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_part_in_evaluation_mode_stays_in_it(
+    ranks: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    for frozen, trained in ranks(world_size, _frozen, str(tmp_path)):
+        assert frozen["num_batches_tracked"] == NUM_BATCHES  # of the last training
+        assert trained["num_batches_tracked"] == 3 * NUM_BATCHES
+
+
 class Scores:
     """Metrics that return the next of the scores of a test."""
 
@@ -305,7 +351,7 @@ def scores_of(*scores: float) -> Callable[[torch.device], Any]:
 
 
 def test_early_stopping_keeps_the_best(tmp_path: Path) -> None:
-    settings = {"epochs": 50, "monitor": "auc", "maximize": True, "patience": 2}
+    settings = {"epochs": 50, "monitor": "auc", "patience": 2}
     scores = scores_of(0.5, 0.7, 0.6, 0.8, 0.8, 0.7, 0.9)
     trainer = plain(tmp_path, **settings, metrics=scores, evaluate_every=3)
     after: list[dict[str, Tensor]] = []
@@ -333,13 +379,13 @@ def test_early_stopping_keeps_the_best(tmp_path: Path) -> None:
 
 
 def test_the_end_is_evaluated_and_belongs_to_the_last_epoch(tmp_path: Path) -> None:
-    settings = {"metrics": scores_of(3, 2, 1, 0), "monitor": "auc"}
+    settings = {"metrics": scores_of(0, 1, 2, 3), "monitor": "auc"}
     result = plain(tmp_path, **settings, epochs=2, evaluate_every=3).fit(rows(4), rows(1))
-    assert (result.best_scores, result.best_step, result.best_epoch) == ({"auc": 1}, 8, 2)
+    assert (result.best_scores, result.best_step, result.best_epoch) == ({"auc": 2}, 8, 2)
 
 
 def test_the_last_weights_stay_on_request(tmp_path: Path) -> None:
-    trainer = plain(tmp_path, epochs=3, metrics=scores_of(1, 2, 3), monitor="auc", load_best=False)
+    trainer = plain(tmp_path, epochs=3, metrics=scores_of(3, 2, 1), monitor="auc", load_best=False)
     assert trainer.fit(rows(4), rows(1)).best_step == 4
     values = values_in(tmp_path)
     assert torch.equal(trainer.model.state_dict()["layer.weight"], values["layer.weight"])
@@ -385,6 +431,53 @@ def test_records(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == [
         {"step": step, **values} for step, values in recorder.records
     ]
+
+
+class TwoTasks(nn.Module):
+    """Two tasks on batches of two features; the loss of `DLRMTrain`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, batch: Batch) -> Any:
+        logits = self.layer(batch.dense_features)
+        loss = mean_loss(logits, batch.labels, batch.sample_weights, batch.label_mask)
+        return loss, (loss.detach(), logits.detach(), batch.labels)
+
+
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_losses_of_tasks_have_one_meaning(tmp_path: Path, has_weights: bool) -> None:
+    torch.manual_seed(0)
+    batches = []
+    for number in range(6):
+        features, labels = torch.randn(50, 2), torch.randint(2, (50, 2)).float()
+        mask = torch.rand(50, 2) < torch.tensor([1.0, 0.4]) if number % 3 else None
+        weights = torch.rand(50) + 0.5 if has_weights else None
+        if weights is not None:
+            weights *= 50 / weights.sum()
+        empty = KeyedJaggedTensor([], torch.empty(0).long(), lengths=torch.empty(0).long())
+        batches.append(Batch(features, empty, labels, sample_weights=weights, label_mask=mask))
+    model, recorder = TwoTasks(), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
+    metrics = partial(BinaryMetrics, tasks=["click", "buy"])
+    settings = {"model": model, "optimizer": optimizer, "metrics": metrics}
+    plain(tmp_path, **settings, epochs=1, loggers=[recorder]).fit(batches, batches)
+    ((_, found),) = recorder.records
+    assert found["loss"] == pytest.approx(found["validation/loss"], rel=1e-6)
+    if not has_weights:
+        masks = [
+            torch.ones(50, 2).bool() if b.label_mask is None else b.label_mask for b in batches
+        ]
+        terms = nn.functional.binary_cross_entropy_with_logits(
+            model.layer(torch.cat([b.dense_features for b in batches])),
+            torch.cat([b.labels for b in batches]),
+            reduction="none",
+        )
+        for column, task in enumerate(["click", "buy"]):
+            of_task = terms[torch.cat(masks)[:, column], column].mean().item()
+            assert found[f"validation/loss/{task}"] == pytest.approx(of_task, rel=1e-5)
 
 
 def _logged(folder: str) -> list[float]:
@@ -438,6 +531,48 @@ def test_a_resumed_job_equals_an_unbroken_one(
         assert num_reads == [3] * world_size
 
 
+class Counting(nn.Module):
+    """A model whose output depends on buffers that are updated by the rank's batches."""
+
+    def __init__(self, has_norm: bool) -> None:
+        super().__init__()
+        self.inner = job.model_of()
+        self.norm = nn.BatchNorm1d(3) if has_norm else nn.Identity()
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("constant", torch.ones(3))
+
+    def forward(self, batch: Batch) -> Any:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * batch.dense_features.mean(0)
+        dense = self.norm(batch.dense_features - self.mean)
+        return self.inner(dataclasses.replace(batch, dense_features=dense))
+
+
+def _train_counting(folder: str, has_norm: bool, stops: list[int]) -> dict[str, Tensor]:
+    for stop in stops:
+        model = DistributedModelParallel(Counting(has_norm), device=torch.device("cpu"))
+        trainer = trainer_of(
+            folder, model=model, steps=stop, save_every=4, evaluate_every=9, resume=True
+        )
+        trainer.fit(Shuffled(), validation())
+        load_checkpoint(trainer.last, model, progress={"buffers": trainer._own_buffers})
+        assert "constant" not in trainer._own_buffers.state_dict()
+    return _weights(model)
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_buffers_of_each_rank_resume_exactly(
+    ranks: RankPool, tmp_path: Path, has_norm: bool
+) -> None:
+    broken = ranks(2, _train_counting, str(tmp_path / "broken"), has_norm, [7, 9, 17, 30])
+    unbroken = ranks(2, _train_counting, str(tmp_path / "unbroken"), has_norm, [30])
+    for found, expected in zip(broken, unbroken, strict=True):
+        assert_equal(found, expected)
+    assert_equal(values_in(tmp_path / "broken"), values_in(tmp_path / "unbroken"))
+    assert torch.equal(unbroken[0]["mean "], unbroken[1]["mean "]) == has_norm  # by evaluation
+
+
 def _train_hashed(folder: str, stops: list[int]) -> None:
     for stop in stops:
         torch.manual_seed(0)
@@ -474,26 +609,119 @@ def test_a_job_resumes_on_another_number_of_ranks(ranks: RankPool, tmp_path: Pat
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_a_new_job_does_not_resume(tmp_path: Path) -> None:
-    first = plain(tmp_path, epochs=1, log_every=1).fit(rows(3))
-    second = plain(tmp_path, epochs=1, log_every=1).fit(rows(3))
-    assert first == second
-    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
+def _content(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_a_restarted_job_does_not_resume_an_older_one(tmp_path: Path) -> None:
+def test_a_new_job_refuses_the_folder_of_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job"
+    first = plain(job, epochs=2, log_every=1).fit(rows(3), rows(1))
+    before = _content(job)
+    rule = (
+        r"must have no other job; received .*job, which has last/step-\d+, best/step-6, "
+        r"log.jsonl\. Pass resume=True to continue this job, another folder, or overwrite=True"
+    )
+    with pytest.raises(FileExistsError, match=rule):
+        plain(job, epochs=1).fit(rows(3))
+    plain(job, epochs=1).evaluate(rows(1))
+    with pytest.raises(ValueError, match=r"overwrite must be False with resume=True"):
+        plain(job, epochs=1, resume=True, overwrite=True)
+    assert _content(job) == before
+    (job / "notes.txt").write_text("of the user")
+    second = plain(job, epochs=1, log_every=1, overwrite=True).fit(rows(3), rows(1))
+    assert f"Overwrites the job in {job}: last/step-" in capsys.readouterr().out
+    assert (first.steps, second.steps, second.best_step) == (6, 3, 3)
+    assert [path.name for path in (job / "best").iterdir()] == ["step-3"]
+    assert len((job / "log.jsonl").read_text().splitlines()) == 4
+    assert (job / "notes.txt").exists()
+    undisturbed = plain(tmp_path / "undisturbed", epochs=1)
+    undisturbed.fit(rows(3), rows(1))
+    assert_equal(values_in(job), values_in(tmp_path / "undisturbed"))
+    failed = tmp_path / "failed"
+    failed.mkdir()
+    for number in (1, 2):
+        (failed / "log.jsonl").write_text(f'{{"step": {number}}}\n')
+        with pytest.raises(KeyboardInterrupt):  # before its first save
+            plain(failed, epochs=1).fit(itertools.chain(rows(1), _interrupt()))
+        assert json.loads((failed / f"log-{number}.jsonl").read_text()) == {"step": number}
+
+
+def _refused(folder: str) -> str:
+    trainer_of(folder, epochs=1).fit(Shuffled())
+    try:
+        trainer_of(folder, epochs=1).fit(Shuffled())
+    except FileExistsError as error:
+        trainer_of(folder, epochs=1, overwrite=True).fit(Shuffled())
+        return str(error)
+    return ""
+
+
+def test_all_ranks_refuse_the_folder_of_another_job(ranks: RankPool, tmp_path: Path) -> None:
+    for text in ranks(2, _refused, str(tmp_path)):
+        assert text.startswith("On rank 0: Trainer.folder must have no other job; received")
+
+
+def test_a_job_that_overwrites_another_does_not_resume_it(tmp_path: Path) -> None:
     """The new job ends before its first save."""
-    plain(tmp_path / "job", epochs=3).fit(rows(4))
+    plain(tmp_path / "job", epochs=3).fit(rows(4), rows(1))
     torch.manual_seed(7)
     start = Model()
-    ended = plain(tmp_path / "job", steps=9, model=copy.deepcopy(start))
+    ended = plain(tmp_path / "job", steps=9, model=copy.deepcopy(start), overwrite=True)
     with pytest.raises(KeyboardInterrupt):
         ended.fit(itertools.chain(rows(2), _interrupt()))
     expected = plain(tmp_path / "undisturbed", steps=9, model=copy.deepcopy(start))
     expected.fit(rows(4))
-    resumed = plain(tmp_path / "job", steps=9, resume=True)
+    resumed = plain(tmp_path / "job", steps=9, model=copy.deepcopy(start), resume=True)
     assert resumed.fit(rows(4)).steps == 9
     assert_equal(resumed.model.state_dict(), expected.model.state_dict())
+
+
+def test_the_best_checkpoint_has_the_number_of_its_step(tmp_path: Path) -> None:
+    settings = {"monitor": "auc", "evaluate_every": 4, "load_best": False}
+    scores = scores_of(0.5, 0.6, 0.7, 0.6)
+    result = plain(tmp_path, **settings, epochs=4, metrics=scores).fit(rows(4), rows(1))
+    assert [path.name for path in (tmp_path / "best").iterdir()] == [f"step-{result.best_step}"]
+    assert result.best_step == 12
+    # killed after the best checkpoint of step 12, and before the save of it
+    shutil.rmtree(tmp_path / "last")
+    shutil.rmtree(tmp_path / "best")
+    plain(tmp_path, **settings, epochs=2, metrics=scores_of(0.5, 0.6), overwrite=True).fit(
+        rows(4), rows(1)
+    )
+    shutil.copytree(tmp_path / "best" / "step-8", tmp_path / "best" / "step-12")
+    again = plain(tmp_path, **settings, epochs=4, metrics=scores_of(0.7, 0.6), resume=True)
+    assert again.fit(rows(4), rows(1)) == result
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["step-12"]
+    assert load_checkpoint(tmp_path / "best", Model())["step"] == 12
+
+
+@pytest.mark.parametrize("damage", ["file", "manifest"])
+def test_a_damaged_save_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    settings = {"save_every": 4, "steps": 16}
+    plain(tmp_path / "unbroken", **settings).fit(rows(20))
+    plain(tmp_path / "job", save_every=4, steps=12).fit(rows(20))
+    older, newest = complete_versions(tmp_path / "job" / "last")[::-1]
+    pattern = "manifest.json" if damage == "manifest" else "*.distcp"
+    (file,) = newest.glob(pattern)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+    resumed = plain(tmp_path / "job", **settings, resume=True)
+    assert resumed.fit(rows(20)).steps == 16
+    assert f"Training resumes from the version before it, {older}." in caplog.text
+    assert f"It is now {newest.parent}/damaged-{newest.name}." in caplog.text
+    assert_equal(values_in(tmp_path / "job"), values_in(tmp_path / "unbroken"))
+    for version in complete_versions(tmp_path / "job" / "last"):
+        for file in version.glob("*.distcp"):
+            file.write_bytes(b"")
+    newest = complete_versions(tmp_path / "job" / "last")[0]
+    with pytest.raises(CheckpointError, match=f"{newest} cannot be loaded"):
+        plain(tmp_path / "job", steps=20, resume=True).fit(rows(20))
 
 
 def _interrupt() -> Iterator[Tensor]:
@@ -503,7 +731,7 @@ def _interrupt() -> Iterator[Tensor]:
 
 def test_a_job_that_resumes_after_an_epoch_does_not_evaluate_it_again(tmp_path: Path) -> None:
     settings = {"monitor": "auc", "patience": 2}
-    scores = (0.5, 0.6, 0.4, 0.3)
+    scores = (0.5, 0.4, 0.6, 0.7)
     unbroken = plain(tmp_path / "unbroken", **settings, steps=16, metrics=scores_of(*scores))
     expected = unbroken.fit(rows(4), rows(1))
     for number, score in enumerate(scores, start=1):
@@ -574,6 +802,8 @@ def test_wrong_settings_are_errors(tmp_path: Path) -> None:
         plain(tmp_path, epochs=1, uneven="wait")
     with pytest.raises(ValueError, match="uneven='pad' repeats batches: it excludes save_every"):
         plain(tmp_path, epochs=1, uneven="pad", save_every=2)
+    with pytest.raises(ValueError, match=r"direction is unknown; received monitor='lift'"):
+        plain(tmp_path, epochs=1, monitor="lift")
     with pytest.raises(ValueError, match=r"Trainer\.save_every must be"):
         plain(tmp_path, epochs=1, save_every=0)
     with pytest.raises(NotADirectoryError, match=r"Trainer\.folder"):
@@ -604,7 +834,7 @@ def _is_watched(folder: str) -> list[bool]:
 
     trainer_of(folder, epochs=1).fit(Watched())
     with Watchdog():
-        trainer_of(folder, epochs=1).fit(Watched())  # in one that is open
+        trainer_of(folder, epochs=1, overwrite=True).fit(Watched())  # in one that is open
     found.append(contact.ask_watchdog is not None)
     return found
 

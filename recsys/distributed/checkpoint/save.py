@@ -39,6 +39,7 @@ from recsys.distributed.checkpoint.safe_pickle import check_plain, encode
 from recsys.distributed.checkpoint.settings import Settings, merge, settings_of
 from recsys.distributed.checkpoint.state import (
     checked_path,
+    drop_own_values,
     env_of,
     flat,
     in_blocks,
@@ -292,6 +293,8 @@ class _Save:
                 if isinstance(module, DMPCollection):
                     module.check_averaged()
             state.update(state_of(model, optimizer))
+            if rank != 0:
+                drop_own_values(model, state)
             if rank == 0 and (tables := tables_without(model, optimizer)):
                 warnings.warn(
                     f"The checkpoint in {self._path} lacks the optimizer state of {len(tables)} "

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor
 
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.shard import names_excluded_from_ddp, sharded_names
 from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.distributed.stages.lookup import LocalShard
 from recsys.distributed.state.sharded_table import ShardedTable
@@ -77,6 +79,40 @@ def state_of(model: nn.Module, optimizer: KeyedOptimizer | None) -> dict[str, An
     if optimizer is not None:
         state["optimizer"] = {**optimizer.state_dict(), "state": _join_parts(model, optimizer)}
     return state
+
+
+def own_values(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return the names of values that may differ from rank to rank though they are not sharded.
+
+    These are buffers, such as the statistics of a batch norm, extra state of modules, and
+    parameters that DistributedDataParallel ignores.
+
+    Args:
+        model: The model.
+        names: Names in its state dict.
+    """
+    unwrapped = get_unwrapped_module(model)
+    ignored = names_excluded_from_ddp(unwrapped) - sharded_names(unwrapped)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name for name in names if name in ignored or name not in parameters}
+
+
+def drop_own_values(model: nn.Module, state: dict[str, Any]) -> None:
+    """Remove the values of a state that only rank 0 saves, whose buffers training continues with.
+
+    Args:
+        model: The model.
+        state: Result of `state_of`, on another rank than rank 0.
+    """
+    values = state["model"]
+    whole = (
+        name for name, value in values.items() if not isinstance(value, ShardedTable | DTensor)
+    )
+    dropped = own_values(model, whole)
+    state["model"] = {name: value for name, value in values.items() if name not in dropped}
+    if "optimizer" in state:
+        states = state["optimizer"]["state"]
+        state["optimizer"]["state"] = {n: of for n, of in states.items() if n not in dropped}
 
 
 def tables_without(model: nn.Module, optimizer: KeyedOptimizer | None) -> list[str]:

@@ -50,6 +50,24 @@ def newest_version(path: str | Path) -> Path | None:
     return _folder(Path(path), complete[-1]) if complete else None
 
 
+def complete_versions(path: Path) -> list[Path]:
+    """Return the complete versions in a folder, the newest first."""
+    return [_folder(path, number) for number in reversed(_complete(path))]
+
+
+def remove_versions(path: Path, least: int = 0) -> None:
+    """Remove versions, complete or not, the oldest first. Links are kept.
+
+    Args:
+        path: The checkpoint's folder; it need not exist.
+        least: Number of the first version to remove.
+    """
+    for number in _steps(path):
+        folder = _folder(path, number)
+        if number >= least and not folder.is_symlink():
+            _remove(folder)
+
+
 def find_version(path: Path) -> Path:
     """Return the folder to load: the newest complete version, or the path itself.
 
@@ -73,6 +91,12 @@ def find_version(path: Path) -> Path:
         raise CheckpointError(
             f"{path} holds no complete checkpoint: {', '.join(unfinished)} was never finished. "
             "Load another one."
+        )
+    parts = [path / name for name in ("best", "last") if _complete(path / name)]
+    if parts:
+        raise CheckpointError(
+            f"{path} is not a checkpoint but the folder of a job. Pass "
+            f"{' or '.join(map(str, parts))}, which the job has saved."
         )
     raise CheckpointError(
         f"{path} is not a readable checkpoint: "

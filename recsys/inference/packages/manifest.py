@@ -44,6 +44,7 @@ def read_manifest(version: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(
             f"{version} must be a version of a package, such as movies/1; it has no manifest.json."
+            f"{_remedy_for(version)}"
         )
     try:
         found = json.loads(path.read_bytes())
@@ -65,6 +66,23 @@ def read_manifest(version: Path) -> dict[str, Any]:
         raise ValueError(f"{path} must be a manifest; {error}.") from error
     manifest: dict[str, Any] = found
     return manifest
+
+
+def _remedy_for(folder: Path) -> str:
+    """Return what to pass instead of the parent of versions, or of the folder of a job."""
+    inside = [*folder.iterdir()] if folder.is_dir() else []
+    versions = [one for one in inside if one.name.isdecimal() and (one / "manifest.json").is_file()]
+    if versions:
+        return f" Pass its newest version, {max(versions, key=lambda one: int(one.name))}."
+    from recsys.distributed.checkpoint import newest_version
+
+    for name in ("best", "last"):
+        if newest_version(folder / name) is not None:
+            return (
+                f" It is the folder of a training job: load its checkpoint {folder / name} into "
+                "the model, and write a package of it."
+            )
+    return ""
 
 
 def verify_files(version: Path, manifest: Mapping[str, Any], tables: bool) -> None:

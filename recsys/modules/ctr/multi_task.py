@@ -165,7 +165,8 @@ class PLE(nn.Module):
 class MultiTask(nn.Module):
     """Look up all features and apply a model of several tasks.
 
-    `DLRMTrain` trains it on labels `[B, T]` by the mean binary cross entropy of all tasks.
+    `DLRMTrain` trains it on labels `[B, T]` by the mean binary cross entropy over samples and
+    tasks; `label_mask` of a batch leaves out missing labels.
 
     Args:
         embedding_bag_collection: Tables of any dims. Sharding replaces this submodule.

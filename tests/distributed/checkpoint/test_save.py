@@ -27,9 +27,11 @@ from recsys.distributed.checkpoint import (
     CheckpointError,
     blocks,
     load_checkpoint,
+    read_checkpoint,
     save_checkpoint,
     save_checkpoint_async,
 )
+from recsys.distributed.data_parallel import DefaultDataParallelWrapper
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -291,3 +293,73 @@ def _save_extra_by_rank(path: str) -> dict[str, Any]:
 
 def test_the_extra_of_rank_0_is_kept(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks(2, _save_extra_by_rank, str(tmp_path), timeout=20.0) == [{"rank": 0}] * 2
+
+
+class _Counting(nn.Module):
+    """A layer with values that differ from rank to rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.out = nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.ignored = nn.Parameter(torch.zeros(5))
+        self.steps: torch.Tensor
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("passing", torch.zeros(3), persistent=False)
+        self.note = 0.0
+
+    def get_extra_state(self) -> float:
+        return self.note
+
+    def set_extra_state(self, state: float) -> None:
+        self.note = state
+
+
+def _save_own_values(path: str, form: str) -> None:
+    rank = dist.get_rank()
+    model: Any = _Counting()
+    if form == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    elif form == "sharded":
+        tables = [EmbeddingBagConfig(9, 4, "t", feature_names=["t"])]
+        both = nn.ModuleList([model, EmbeddingBagCollection(tables=tables)])
+        model = DistributedModelParallel(
+            both,
+            device=torch.device("cpu"),
+            data_parallel_wrapper=DefaultDataParallelWrapper(params_to_ignore=["0.ignored"]),
+        )
+    inner = next(module for module in model.modules() if isinstance(module, _Counting))
+    with torch.no_grad():
+        inner.note = float(rank)
+        inner.ignored.fill_(rank if form == "sharded" else 0.0)
+        for buffer in inner.buffers():
+            buffer.fill_(rank)
+    optimizer = KeyedOptimizerWrapper(
+        {name: p for name, p in model.named_parameters() if "weight" not in name},
+        lambda params: torch.optim.Adam(params, lr=0.1),
+    )
+    optimizer.init_state()
+    if form == "sharded":
+        for name, parameter in optimizer.params.items():
+            if "ignored" in name:
+                optimizer.state[parameter]["exp_avg"].fill_(rank)
+    for _ in range(2):
+        save_checkpoint(path, model, optimizer)
+    save_checkpoint_async(path, model, optimizer).wait()
+    inner.note = -1.0
+    load_checkpoint(path, model, optimizer)
+    assert inner.note == 0.0
+    assert [int(b.sum()) for b in inner.buffers()] == [0, 3 * rank, 0, 0, 0]
+
+
+@pytest.mark.parametrize("form", ["plain", "ddp", "sharded"])
+def test_values_that_differ_between_ranks_are_those_of_rank_0(
+    ranks: RankPool, tmp_path: Path, form: str
+) -> None:
+    for world_size in (2, 3):
+        path = tmp_path / str(world_size)
+        ranks(world_size, _save_own_values, str(path), form)
+        for version in path.iterdir():
+            for name, value in read_checkpoint(version, optimizer=True).items():
+                if any(word in name for word in ("running", "tracked", "steps", "ignored")):
+                    assert value.count_nonzero() == 0, (version, name)

@@ -11,10 +11,12 @@ import pytest
 from recsys.distributed.checkpoint import CheckpointError, versions
 from recsys.distributed.checkpoint.versions import (
     MANIFEST,
+    complete_versions,
     find_version,
     keep_newest,
     new_version,
     read_manifest,
+    remove_versions,
     write_manifest,
 )
 
@@ -252,3 +254,34 @@ def test_the_manifest_comes_after_everything_is_on_the_disk(
         "-> manifest.json",
         "step-1",
     ]
+
+
+def test_the_folder_of_a_job_leads_to_its_checkpoints(tmp_path: Path) -> None:
+    job = tmp_path / "job"
+    for name in ("last", "best"):
+        _save(job / name)
+    text = rf"{job} is not a checkpoint but the folder of a job\. Pass {job}/best or {job}/last,"
+    with pytest.raises(CheckpointError, match=text):
+        find_version(job)
+    assert find_version(job / "best") == job / "best" / "step-1"
+
+
+def test_versions_are_listed_and_removed(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    assert complete_versions(path) == []
+    remove_versions(path)
+    for step in (2, 9, 10):
+        _save(path, step=step)
+    _die_while_saving(path, step=12)
+    (path / "step-11").symlink_to(path / "step-2")
+    (path / "notes").mkdir()
+    assert [one.name for one in complete_versions(path)] == [
+        "step-11",
+        "step-10",
+        "step-9",
+        "step-2",
+    ]
+    remove_versions(path, least=10)
+    assert _names(path) == ["notes", "step-11", "step-2", "step-9"]
+    remove_versions(path)
+    assert _names(path) == ["notes", "step-11"]

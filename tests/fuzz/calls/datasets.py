@@ -79,7 +79,8 @@ CALLS = [
     }),
     Call("CriteoDataset", lambda **given: next(iter(CriteoDataset(**given))), {
         "paths": many(lambda: [_criteo()], path(_criteo)), "batch_size": whole(2),
-        "num_embeddings_per_feature": either(whole(10), wholes([10] * 26, 1, 26)), **RANKS,
+        "num_embeddings_per_feature": either(whole(10), wholes([10] * 26, 1, 26)),
+        **{name: maybe(kind) for name, kind in RANKS.items()},
     }),
     Call("criteo_kaggle", lambda **given: next(iter(criteo_kaggle(**given))), {
         "path": path(_criteo), **MAPPER,

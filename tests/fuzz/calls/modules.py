@@ -336,7 +336,9 @@ CALLS = [
     Call("dlrm.SparseArch", dlrm.SparseArch, {"embedding_bag_collection": BAGS}),
     Call("mean_loss", dlrm.mean_loss, {
         "logits": tensor(lambda: torch.ones(2)), "labels": tensor(lambda: torch.ones(2)),
-    }),
+        "weights": maybe(tensor(lambda: torch.ones(2))),
+        "mask": maybe(tensor(lambda: torch.ones(2, dtype=torch.bool))),
+    }, words={"weights": ("sample_weights",), "mask": ("label_mask",)}),
     Call("DLRM_DCN", dlrm_variants.DLRM_DCN, DLRM | {
         "dcn_num_layers": whole(1), "dcn_low_rank_dim": whole(2),
     }, words={"dcn_num_layers": ("num_layers",), "dcn_low_rank_dim": ("low_rank",)}),

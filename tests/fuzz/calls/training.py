@@ -203,11 +203,11 @@ CALLS = [
     }),
     Call("Trainer", _trainer, {
         "folder": path(lambda: "run"), "epochs": whole(2), "evaluate_every": maybe(whole(2)),
-        "metrics": function(BinaryMetrics), "monitor": text("loss"), "maximize": flag(False),
+        "metrics": function(BinaryMetrics), "monitor": text("loss"), "maximize": maybe(flag(False)),
         "patience": maybe(whole(2)), "load_best": flag(True), "save_every": maybe(whole(2)),
-        "resume": flag(False), "clip_norm": maybe(number(1.0, 0)), "pipeline": flag(True),
-        "uneven": maybe(member(UnevenPolicy.DROP)), "log_every": maybe(whole(2)),
-        "shows_bar": flag(True),
+        "resume": flag(False), "overwrite": flag(False), "clip_norm": maybe(number(1.0, 0)),
+        "pipeline": flag(True), "uneven": maybe(member(UnevenPolicy.DROP)),
+        "log_every": maybe(whole(2)), "shows_bar": flag(True),
     }),
     Call("BinaryMetrics", BinaryMetrics, {
         "device": DEVICE, "tasks": many(lambda: ["click"], text("click")),
