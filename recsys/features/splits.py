@@ -180,7 +180,7 @@ class TimeSplit:
         if key_kind(kind) == "text":
             raise TypeError(
                 f"Column {self.column!r} must have times, dates or numbers to divide by; received "
-                f"{kind}, whose order is that of letters. Cast it."
+                f"{kind}. Cast it."
             )
         try:
             first, second = pa.scalar(self.validation), pa.scalar(self.test)

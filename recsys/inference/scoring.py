@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
-from recsys.datasets.tables import File, Paths, files_of, unify_types
+from recsys.datasets.files import File
+from recsys.datasets.tables import Paths, files_of, unify_types
 from recsys.features.spec import FeatureSpec
 from recsys.inference.packages.columns import arguments_of, names_of
 from recsys.inference.packages.predictor import Predictor
