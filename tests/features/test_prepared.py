@@ -146,7 +146,9 @@ def test_a_column_has_several_roles() -> None:
             Group("user"),
         ]
     )
-    table = pa.table({"user": [3, 4, 4], "user_group": [1, 2, 3], "age": [1, 2, 3], "ok": [0, 1, 0]})
+    table = pa.table(
+        {"user": [3, 4, 4], "user_group": [1, 2, 3], "age": [1, 2, 3], "ok": [0, 1, 0]}
+    )
     prepared = prepared_table(spec.fit(table), table)
     assert {*prepared.column_names} == {
         *("user", "user_group", "age", "ok", "age_weight", "user_group_group")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +158,73 @@ def test_a_stopped_job_continues(
     assert recsys.__main__.main(arguments) == 0
     assert len(list((tmp_path / "out").iterdir())) == 3
     assert written.stat().st_mtime_ns == first
+
+
+def test_processes_of_the_command(
+    packaged: tuple[Path, nn.Module, FeatureSpec], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    data, out = tmp_path / "data", tmp_path / "out"
+    data.mkdir()
+    arguments = ["score", str(packaged[0]), "--input", str(data), "--output", str(out)]
+    arguments += ["--processes", "2"]
+    for number in range(3):
+        pq.write_table(raw_table(10, number), data / f"{number}.parquet")
+    bad = raw_table(10, 1).set_column(7, "row", pa.array([*range(9), 20]))
+    pq.write_table(bad, data / "1.parquet")
+    assert recsys.__main__.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert f"{data / '1.parquet'}, from row 0: Column 'row' must have row numbers" in error
+    pq.write_table(raw_table(10, 1), data / "1.parquet")
+    assert recsys.__main__.main(arguments) == 0
+    found = sorted(path.name[0] for path in out.iterdir())
+    assert found == ["0", "1", "2"]
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("is_scoring", [True, False])
+def test_a_killed_process_ends_the_command(
+    packaged: tuple[Path, nn.Module, FeatureSpec], tmp_path: Path, is_scoring: bool
+) -> None:
+    """Its file is named, and no unfinished result stays."""
+    data, out = tmp_path / "data", tmp_path / "out"
+    data.mkdir()
+    pq.write_table(raw_table(20, 0), data / "0.parquet")
+    for name in ("1", "2"):
+        pq.write_table(pa.concat_tables([raw_table(100, 1)] * 2000), data / f"{name}.parquet")
+    command = [sys.executable, "-m", "recsys", "score", str(packaged[0]), "--input", str(data)]
+    command += ["--output", str(out), "--processes", "2", "--batch-size"]
+    job = subprocess.Popen([*command, "1"], stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + 60
+        while True:
+            assert job.poll() is None
+            assert time.monotonic() < end
+            unfinished = [*out.glob(".*")] if out.exists() else []
+            children = [
+                child
+                for child in _children(job.pid)
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+            ]
+            if is_scoring and len(unfinished) == 2 and [*out.glob("0-*")]:
+                break
+            if not is_scoring and len(children) == 2:
+                break
+            time.sleep(0.01)
+        os.kill(children[0], signal.SIGKILL)
+        _, error = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == 1
+    assert f"recsys score: --processes: a process ended by signal {signal.SIGKILL:d} " in error
+    if is_scoring:
+        assert f"while it scored {data}" in error
+        assert [path.name[:2] for path in out.iterdir()] == ["0-"]
+    else:
+        assert "before its first file" in error
+    assert not [*out.glob(".*")]
 
 
 def test_raw_requests_are_checked_as_training_data(
