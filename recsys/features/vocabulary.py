@@ -49,12 +49,14 @@ class Vocabulary:
     def __init__(self, values: Any) -> None:
         self.values = values
         self.kind = "number" if values.type == pa.int64() else "text"
-        try:
-            self._index = HashIndex(self._hashes())
-        except ValueError as error:
+        hashes = self._hashes()
+        if len(later := _later_equals(hashes)):
+            first = values[int((hashes == hashes[later[0]]).argmax())].as_py()
             raise ValueError(
-                "The values of a vocabulary must be distinct, as must be their hashes."
-            ) from error
+                "The values of a vocabulary must be distinct, as must be their hashes; received "
+                f"{shown(first)} and {shown(values[int(later[0])].as_py())}. Remove one of them."
+            )
+        self._index = HashIndex(hashes)
 
     @property
     def num_rows(self) -> int:
@@ -168,12 +170,17 @@ class Counts:
         empty = pa.schema([("value", kind), ("count", pa.int64())]).empty_table()
         return pa.concat_tables([empty, *self._partitions()])
 
-    def vocabulary(self, min_count: int, max_size: int | None) -> Vocabulary:
+    def vocabulary(
+        self, min_count: int, max_size: int | None, name: str = "values"
+    ) -> Vocabulary:
         """Return the values, ordered by falling count, then by value.
 
         Args:
             min_count: least count of a value.
             max_size: largest number of values; None: no limit.
+
+        A text with the hash of a text before it is left out, with a warning: it becomes an unknown
+        value. Whoever chooses texts can choose such ones.
         """
         kept = pa.schema([("value", _TYPES[self._kind or "number"]), ("count", pa.int64())])
         best = kept.empty_table()
@@ -183,7 +190,21 @@ class Counts:
             if max_size is not None and len(best) > 2 * max_size:
                 best = _ordered(best).slice(0, max_size)
         best = _ordered(best).slice(0, max_size)
-        return Vocabulary(best["value"].combine_chunks())
+        values = best["value"].combine_chunks()
+        if self._kind != "text":
+            return Vocabulary(values)
+        hashes = hash_texts(values)
+        later = _later_equals(hashes)
+        for place in later[:_NAMED]:
+            first = values[int((hashes == hashes[place]).argmax())].as_py()
+            warnings.warn(
+                f"Table {name!r}: {shown(values[int(place)].as_py())} has the 64-bit hash of "
+                f"{shown(first)} and is left out of the vocabulary, 1 of {len(later)} such texts. "
+                "Give it another spelling if it is a real value.",
+                UserWarning,
+                stacklevel=5,
+            )
+        return Vocabulary(values.take(pa.array(np.delete(np.arange(len(values)), later))))
 
     def _append(self, name: str, kind: str, part: Any) -> None:
         if self._kind not in (None, kind):

@@ -16,6 +16,7 @@ import itertools
 import os
 import random
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,7 +62,10 @@ def _write(path: Path, kind: str, table: pa.Table) -> None:
         pq.write_table(table, path, row_group_size=_GROUP, compression="none")
         return
     note = '"a\nb"' if kind == "csv with newlines" else "ab"
-    lines = [f"{row:06},{version},{note}\n" for row, version, _ in zip(*table.to_pydict().values())]
+    lines = [
+        f"{row:06},{version},{note}\n"
+        for row, version, _ in zip(*table.to_pydict().values(), strict=True)
+    ]
     data = "".join(["row,version,note\n", *lines]).encode()
     path.write_bytes(gzip.compress(data) if kind == "csv.gz" else data)
 
@@ -80,12 +84,14 @@ class _Files:
         self.changed = self._draw.choice(self.paths)
         self.change_at: int | None = None
         self.num_moments = 0
+        self._lock = threading.Lock()
 
     def moment(self) -> None:
         """Change a file if its moment has come."""
-        if self.num_moments == self.change_at:
-            self._apply(self.changed)
-        self.num_moments += 1
+        with self._lock:
+            if self.num_moments == self.change_at:
+                self._apply(self.changed)
+            self.num_moments += 1
 
     def _apply(self, path: Path) -> None:
         number = self.paths.index(path)
@@ -181,21 +187,26 @@ def run(seed: int) -> Case:
                 found.change_at = draw.randrange(moments)
             wanted = [(row, 0) for row in range(len(found.paths) * _ROWS)]
             rows.clear()
-            outcome = "rows"
+            failed: Exception | None = None
             try:
                 with _moments(found.moment):
                     for row in _read(reader, found, kind, attempt):
-                        rows.append(row)  # noqa: PERF402  # also those before an error
+                        rows.append(row)
             except (ValueError, FileNotFoundError) as error:
-                assert change != "none", f"seed {seed}: {error!r}"
-                assert moments, f"seed {seed}: {error!r}"
-                assert str(found.changed) in str(error), f"seed {seed}: {error!r} names no file"
-                left = [*(attempt / "out").iterdir()] if (attempt / "out").exists() else []
-                assert not left, f"seed {seed}: files of a failed conversion"
-                outcome = "error: " + ("changed" if "must not change" in str(error) else "damaged")
+                failed = error
+            subject = f"seed {seed}, {failed!r}"
+            assert {*rows} <= {*wanted}, f"{subject}: rows of two versions"
+            if failed is None:
+                assert len(rows) == len(wanted), f"{subject}: not the rows of one version"
+                outcome = "rows"
             else:
-                assert len(rows) == len(wanted), f"seed {seed}: not the rows of one version"
-            assert {*rows} <= {*wanted}, f"seed {seed}: rows of two versions"
+                assert moments, f"{subject}: nothing has changed"
+                assert change != "none", f"{subject}: nothing has changed"
+                assert str(found.changed) in str(failed), f"{subject}: no file is named"
+                left = [*(attempt / "out").iterdir()] if (attempt / "out").exists() else []
+                assert not left, f"{subject}: files of a failed conversion"
+                assert "must not change" in str(failed), f"{subject}: the cause is not named"
+                outcome = "error"
             moments = found.num_moments
     return Case(kind, change, reader, f"{len(found.paths)} files", outcome)
 

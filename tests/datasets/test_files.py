@@ -65,9 +65,10 @@ def test_a_changed_file_is_an_error(
             assert len(list(batches)) == 19
             batches = iter(reader)
         change(path)
+        rows: list[int] = []
         with pytest.raises(ValueError, match=rf"a\.{suffix} must not change while it is read"):
-            for batch in batches:
-                assert max(batch.sparse_features.values().tolist()) < 100
+            rows.extend(row for b in batches for row in b.sparse_features.values().tolist())
+        assert max(rows, default=0) < 100
 
 
 def test_a_file_of_another_system(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_a_file_of_another_system(tmp_path: Path) -> None:
 def test_files_that_change_at_random_moments() -> None:
     """`python -m tests.datasets.changes` runs more of them."""
     cases = [changes.run(seed) for seed in range(40)]
-    assert {case.outcome for case in cases} == {"rows", "error: changed"}
+    assert {case.outcome for case in cases} == {"rows", "error"}
     assert {case.reader for case in cases} == {*changes.READERS}
     assert {case.change for case in cases} == {*changes.CHANGES}
 
