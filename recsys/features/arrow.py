@@ -63,9 +63,8 @@ class Values(NamedTuple):
         """
         if bad.any():
             place = int(bad.argmax())
-            value = self.array[place].as_py()
             raise error(
-                f"Column {self.name!r} {rule}; received {shown(value)} in row "
+                f"Column {self.name!r} {rule}; received {_shown(self.array, place)} in row "
                 f"{self.row_of(place)}. {hint}"
             )
 
@@ -108,6 +107,14 @@ class Keys(NamedTuple):
         if self.texts is None:
             return self.numbers
         return hash_texts(self.texts)[self.numbers] if len(self.texts) else self.numbers
+
+
+def _shown(array: Any, place: int) -> str:
+    """Return the text of a value, also of a time for which Python has no type."""
+    try:
+        return shown(array[place].as_py())
+    except (OverflowError, ValueError):
+        return shown(decoded(array.slice(place, 1)).cast(pa.string())[0].as_py())
 
 
 def column_of(table: Any, name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any, Final, TypeAlias, final
@@ -16,6 +17,7 @@ from recsys.features.arrow import Keys
 from recsys.features.columns import MISSING, UNKNOWN
 from recsys.features.hash_index import HashIndex
 from recsys.features.text_hash import hash_texts
+from recsys.kernels.arguments import shown
 
 __all__ = ["Counts", "Vocabulary"]
 
@@ -49,14 +51,14 @@ class Vocabulary:
     def __init__(self, values: Any) -> None:
         self.values = values
         self.kind = "number" if values.type == pa.int64() else "text"
-        hashes = self._hashes()
-        if len(later := _later_equals(hashes)):
-            first = values[int((hashes == hashes[later[0]]).argmax())].as_py()
+        try:
+            self._index = HashIndex(self._hashes())
+        except ValueError as error:
+            first, later = _equal_hashes(self._hashes())
             raise ValueError(
                 "The values of a vocabulary must be distinct, as must be their hashes; received "
-                f"{shown(first)} and {shown(values[int(later[0])].as_py())}. Remove one of them."
-            )
-        self._index = HashIndex(hashes)
+                f"{_shown(values, first)} and {_shown(values, later[0])}. Remove one of them."
+            ) from error
 
     @property
     def num_rows(self) -> int:
@@ -170,17 +172,15 @@ class Counts:
         empty = pa.schema([("value", kind), ("count", pa.int64())]).empty_table()
         return pa.concat_tables([empty, *self._partitions()])
 
-    def vocabulary(
-        self, min_count: int, max_size: int | None, name: str = "values"
-    ) -> Vocabulary:
+    def vocabulary(self, min_count: int, max_size: int | None) -> Vocabulary:
         """Return the values, ordered by falling count, then by value.
+
+        A text with the hash of a text before it is left out, with a warning: it is an unknown
+        value. Strangers can choose such texts, and must not end a fit by them.
 
         Args:
             min_count: least count of a value.
             max_size: largest number of values; None: no limit.
-
-        A text with the hash of a text before it is left out, with a warning: it becomes an unknown
-        value. Whoever chooses texts can choose such ones.
         """
         kept = pa.schema([("value", _TYPES[self._kind or "number"]), ("count", pa.int64())])
         best = kept.empty_table()
@@ -191,18 +191,16 @@ class Counts:
                 best = _ordered(best).slice(0, max_size)
         best = _ordered(best).slice(0, max_size)
         values = best["value"].combine_chunks()
-        if self._kind != "text":
+        try:
             return Vocabulary(values)
-        hashes = hash_texts(values)
-        later = _later_equals(hashes)
-        for place in later[:_NAMED]:
-            first = values[int((hashes == hashes[place]).argmax())].as_py()
+        except ValueError:
+            first, later = _equal_hashes(hash_texts(values))
             warnings.warn(
-                f"Table {name!r}: {shown(values[int(place)].as_py())} has the 64-bit hash of "
-                f"{shown(first)} and is left out of the vocabulary, 1 of {len(later)} such texts. "
-                "Give it another spelling if it is a real value.",
+                f"{_shown(values, later[0])} is left out of a vocabulary: it has the 64-bit hash "
+                f"of {_shown(values, first)}; so are {len(later) - 1} other texts. Spell a real "
+                "value in another way.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
         return Vocabulary(values.take(pa.array(np.delete(np.arange(len(values)), later))))
 
@@ -257,6 +255,17 @@ class Counts:
                 with pa.OSFile(str(path)) as file:
                     tables.append(pa.ipc.open_file(file).read_all())
             yield _merged(tables)
+
+
+def _equal_hashes(hashes: _Array) -> tuple[int, _Array]:
+    """Return the first value with a hash that a later one has, and all such later ones."""
+    order = np.argsort(hashes, kind="stable")
+    later = np.sort(order[1:][hashes[order[1:]] == hashes[order[:-1]]])
+    return int((hashes == hashes[later[0]]).argmax()), later
+
+
+def _shown(values: Any, place: int) -> str:
+    return shown(values[int(place)].as_py())
 
 
 def _merged(parts: list[Any]) -> Any:

@@ -250,6 +250,40 @@ def test_raw_requests_are_checked_as_training_data(
             raw_request(columns, pa.table(bad))
 
 
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"city": [["Oslo"]]}, "received list<item: string>. Send one value for each row, not a"),
+        ({"age": ["old"]}, "'age' must have numbers; received string. Send values of this type"),
+        ({"row": ["a"]}, "'row' must have .* numbers; received .* Send "),
+        ({"time": [10**18]}, "years 1 to 9999; received 1000000000000000000 in row 0. Send times"),
+        ({"city": ["a", 3]}, "'city' must have values of one type; .* Send values of one type"),
+        (
+            {"tags": ["a"], "weight": [[1.0]]},
+            "'tags' must have lists; received string. Send a list for each row",
+        ),
+    ],
+)
+def test_errors_of_requests_have_remedies_of_senders(
+    packaged: tuple[Path, nn.Module, FeatureSpec], request_: Any, message: str
+) -> None:
+    with Predictor(packaged[0]) as predictor:
+        columns = predictor.manifest["columns"]
+        for call in (predictor, lambda data: raw_request(columns, data)):
+            with pytest.raises((TypeError, ValueError), match=message):
+                call(request_)
+
+
+def test_missing_values_of_pandas_in_requests(
+    packaged: tuple[Path, nn.Module, FeatureSpec],
+) -> None:
+    pd = pytest.importorskip("pandas")
+    request = {"tags": [["a", pd.NA], pd.NA], "weight": [[1.0, 2.0], None], "city": ["x", pd.NA]}
+    plain = {"tags": [["a", None], None], "weight": [[1.0, 2.0], None], "city": ["x", None]}
+    with Predictor(packaged[0]) as predictor:
+        assert predictor(request)["output"].tolist() == predictor(plain)["output"].tolist()
+
+
 def test_a_raw_column_has_one_use(tmp_path: Path) -> None:
     spec = FeatureSpec([Timestamp("when"), Numeric("when"), Label("ok")])
     table = pa.table({"when": [1, 2], "ok": [0, 1]})
