@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 
 def well_formed(lines: list[bytes], source: object) -> list[Event]:
-    """Return the events of lines, and print the lines that are left out because they are none.
+    """Return the events of lines, and print the other lines, which are left out.
 
     An error would end the job, and the next job would read the same line again.
     """
@@ -111,8 +111,8 @@ class KafkaEvents:
         self.is_assigned = False
 
     def _assign(self) -> None:
-        """Assign the offsets: at the first read, as the client may return after a second assignment
-        what it asked for after the first."""
+        # Not before the first read: after a second assignment the client may return messages that
+        # it requested for the first one.
         self.consumer.assign([self.partition(self.topic, n, o) for n, o in self.offsets.items()])
         self.is_assigned = True
 
@@ -126,7 +126,7 @@ class KafkaEvents:
         for message in messages:
             if message.error() is not None:
                 raise OSError(f"Reading {self.topic!r} failed: {message.error().str()}")
-            found.append(message.value())
+            found.append(message.value() or b"")
             self.offsets[message.partition()] = message.offset() + 1
         return well_formed(found, self.topic)
 

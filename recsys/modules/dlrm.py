@@ -438,11 +438,12 @@ class DLRMTrain(nn.Module):
             ValueError: Labels and logits differ in number, or a label is NaN or not in [0, 1]; and
                 errors of the model.
         """
-        if isinstance(batch, KeyedJaggedTensor | torch.Tensor):
+        given: object = batch
+        if isinstance(given, KeyedJaggedTensor | torch.Tensor):
             wrong_type(
                 f"{type(self).__name__}.batch",
                 "a recsys.datasets.utils.Batch with dense_features, sparse_features and labels",
-                batch,
+                given,
             )
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
         loss = mean_loss(logits, batch.labels, getattr(batch, "sample_weights", None))
