@@ -7,8 +7,10 @@ numbers and scaled numbers. Both hold some row groups in memory, beside the voca
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import runpy
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,14 +23,17 @@ import pyarrow.parquet as pq
 from pyarrow import csv
 
 from recsys.datasets.ahead import map_ahead
-from recsys.datasets.tables import File, Paths, files_of, located, unify_types
+from recsys.datasets.files import File
+from recsys.datasets.tables import Paths, files_of, located, unify_types
 from recsys.features import FeatureSpec
-from recsys.features.prepared import prepared_spec, prepared_table
+from recsys.features.prepared import check_prepared_names, prepared_spec, prepared_table
 from recsys.kernels.arguments import whole
 
 __all__ = ["add_arguments", "main", "prepare"]
 
 _DONE, _WRONG_INPUT = 0, 2
+_PART = ".unfinished"
+"""Folder in the output; its files get their names when all are complete."""
 _EPILOG = """\
 output: part-00000.parquet and so on; features/, the fitted spec for raw columns, as in serving; and
 prepared/, the spec of the files for recsys.datasets.parquet.
@@ -132,7 +137,9 @@ def prepare(
     group, most = whole("row_group_rows", row_group_rows), whole("file_rows", file_rows)
     folder = Path(output)
     if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"output must be a new or empty folder; {folder} has files.")
+        stopped = f" of a stopped job in {_PART}. Delete it" if (folder / _PART).exists() else ""
+        raise FileExistsError(f"output must be a new or empty folder; {folder} has files{stopped}.")
+    check_prepared_names(spec.columns)
     names = spec.column_names(labels)
     kinds = {name: kind for name, kind in spec.column_kinds().items() if name in names}
     files = unify_types(files_of(paths, format, **csv_options), names, kinds)
@@ -142,7 +149,6 @@ def prepare(
         pieces = _pieces(files, spec.fit_column_names(), progress, 0)
         tables = (piece.table for piece in pieces)
         spec.fit(chain((one.empty_table() for one in types), tables), limit=limit)
-    folder.mkdir(parents=True, exist_ok=True)
     progress = _Progress("write", len(files))
 
     def converted(piece: _Piece) -> Any:
@@ -154,10 +160,12 @@ def prepare(
     pieces = _pieces(files, names, progress, group)
     num_rows = num_files = num_written = 0
     writer: Any = None
+    part = folder / _PART
+    part.mkdir(parents=True)
     try:
         for table in _regrouped(map_ahead(converted, pieces, num_workers), group):
             if writer is None:
-                path = folder / f"part-{num_files:05}.parquet"
+                path = part / f"part-{num_files:05}.parquet"
                 num_files, num_written = num_files + 1, 0
                 writer = pq.ParquetWriter(path, table.schema, compression=compression)
             writer.write_table(table, row_group_size=group)
@@ -166,11 +174,19 @@ def prepare(
             if num_written >= most:
                 writer.close()
                 writer = None
-    finally:
         if writer is not None:
             writer.close()
-    spec.save(folder / "features")
-    prepared_spec(spec).save(folder / "prepared")
+        spec.save(part / "features")
+        prepared_spec(spec).save(part / "prepared")
+    except BaseException:
+        if writer is not None:
+            with contextlib.suppress(Exception):
+                writer.close()
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    for path in sorted(part.iterdir()):  # the spec of the files comes last
+        os.rename(path, folder / path.name)
+    part.rmdir()
     return num_rows
 
 

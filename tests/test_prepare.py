@@ -13,7 +13,7 @@ import pytest
 
 from recsys import datasets
 from recsys.__main__ import main
-from recsys.features import FeatureSpec, Label, Numeric
+from recsys.features import FeatureSpec, Group, Hashed, Ids, Label, Numeric
 from recsys.prepare import prepare
 from tests.datasets.test_windows import _samples
 from tests.features.test_prepared import raw_spec, raw_table
@@ -174,3 +174,70 @@ def test_specs_without_fit(tmp_path: Path) -> None:
     pq.write_table(pa.table(data), tmp_path / "a.parquet")
     assert prepare(spec, tmp_path / "a.parquet", tmp_path / "ready") == 2
     assert spec.fitted.means == {"x": 1.0}
+
+
+@pytest.mark.parametrize("bad_row", [0, 150])
+def test_a_failed_job_leaves_no_file(tmp_path: Path, bad_row: int) -> None:
+    ok = [2 if row == bad_row else 0 for row in range(200)]
+    pq.write_table(pa.table({"x": [1.0] * 200, "ok": ok}), tmp_path / "a.parquet")
+    spec = FeatureSpec([Numeric("x"), Label("ok")])
+    options: dict[str, Any] = {"row_group_rows": 10, "file_rows": 20}
+    with pytest.raises(ValueError, match="'ok' must have labels from 0 to 1; received 2 in row"):
+        prepare(spec, tmp_path / "a.parquet", tmp_path / "ready", **options)
+    assert [*(tmp_path / "ready").iterdir()] == []
+    ok[bad_row] = 1
+    pq.write_table(pa.table({"x": [1.0] * 200, "ok": ok}), tmp_path / "a.parquet")
+    assert prepare(spec, tmp_path / "a.parquet", tmp_path / "ready", **options) == 200
+
+
+_KILLED = """
+import os, signal, sys
+from recsys import prepare
+from recsys.features import FeatureSpec, Ids
+count, convert = 0, prepare.prepared_table
+def killed(*arguments, **options):
+    global count
+    count += 1
+    if count == 15:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return convert(*arguments, **options)
+prepare.prepared_table = killed
+spec = FeatureSpec([Ids("x", rows=1000)])
+prepare.prepare(spec, sys.argv[1], sys.argv[2], row_group_rows=10, file_rows=20, num_workers=0)
+"""
+
+
+def test_a_killed_job_leaves_no_data(tmp_path: Path) -> None:
+    """Readers of the folder find nothing, and the next job names what is left."""
+    pq.write_table(pa.table({"x": range(200)}), tmp_path / "a.parquet")
+    command = [sys.executable, "-c", _KILLED, str(tmp_path / "a.parquet"), str(tmp_path / "ready")]
+    done = subprocess.run(command, capture_output=True, check=False, cwd=Path.cwd())
+    assert done.returncode == -9, done.stderr
+    ready = tmp_path / "ready"
+    assert len([*ready.rglob("*.parquet")]) >= 6
+    for paths in (ready, ready / "*.parquet"):
+        with pytest.raises(FileNotFoundError):
+            datasets.parquet(paths, FeatureSpec([Ids("x", rows=1000)]), 8)
+    with pytest.raises(FileExistsError, match=r"a stopped job in \.unfinished\. Delete it"):
+        prepare(FeatureSpec([Ids("x", rows=1000)]), tmp_path / "a.parquet", ready)
+
+
+def test_names_are_checked_before_the_data_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.table({"stars": [3.0, 9.0]}), tmp_path / "a.parquet")
+    monkeypatch.setattr(FeatureSpec, "fit", lambda *_, **__: pytest.fail("fitted"))
+    spec = FeatureSpec([Numeric("stars"), Label("stars", high=9)])
+    with pytest.raises(ValueError, match=r"must have distinct names; received .*stars.* twice"):
+        prepare(spec, tmp_path / "a.parquet", tmp_path / "ready")
+
+
+def test_a_column_in_two_roles(tmp_path: Path) -> None:
+    data = {"user": ["ann", "bob", "ann"], "ok": [0, 1, 1]}
+    pq.write_table(pa.table(data), tmp_path / "a.parquet")
+    spec = FeatureSpec([Hashed("user", rows=50), Label("ok"), Group("user")])
+    prepare(spec, tmp_path / "a.parquet", tmp_path / "ready")
+    ready = FeatureSpec.load(tmp_path / "ready/prepared")
+    (batch,) = datasets.parquet(tmp_path / "ready", ready, 8)
+    (raw,) = datasets.parquet(tmp_path / "a.parquet", spec, 8)
+    assert _samples(batch) == _samples(raw)

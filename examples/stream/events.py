@@ -1,18 +1,43 @@
 """Clicks as they arrive: from a file that grows, or from a topic of Kafka.
 
 An event is a line or a message of JSON: `{"time": seconds, "user": id, "item": id, "clicked": 0}`;
-ids are any integers of 64 bits. A source has a state with the positions up to which events were
-read, which is saved with the model, so that a job that starts again reads each event once.
+ids are any integers of 64 bits. Other lines are left out. A source has a state with the positions
+up to which events were read, which is saved with the model, so that a job that starts again reads
+each event once.
 """
 
 from __future__ import annotations
 
 import json
+import operator
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
+
+
+def well_formed(lines: list[bytes], source: object) -> list[Event]:
+    """Return the events of lines, and print the other lines, which are left out.
+
+    An error would end the job, and the next job would read the same line again.
+    """
+    found = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+            ids = [operator.index(event[name]) for name in ("user", "item")]
+            if not all(-(2**63) <= number < 2**63 for number in ids):
+                raise ValueError("ids must have 64 bits")
+            if event["clicked"] not in (0, 1):
+                raise ValueError("clicked must be 0 or 1")
+            found.append(event)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            print(
+                f"{source}: left out {line.strip()[:80]!r}: {error!r}", file=sys.stderr, flush=True
+            )
+    return found
 
 
 class FileEvents:
@@ -33,7 +58,7 @@ class FileEvents:
         deadline = time.monotonic() + seconds
         while not (found := self._new_lines(limit)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        return [json.loads(line) for line in found]
+        return well_formed(found, self.path)
 
     def _new_lines(self, limit: int) -> list[bytes]:
         found: list[bytes] = []
@@ -83,22 +108,27 @@ class KafkaEvents:
         partitions = self.consumer.list_topics(topic, timeout=30).topics[topic].partitions
         own = [number for number in sorted(partitions) if number % num_ranks == rank]
         self.offsets = dict.fromkeys(own, OFFSET_BEGINNING)
-        self._assign()
+        self.is_assigned = False
 
     def _assign(self) -> None:
+        # Not before the first read: after a second assignment the client may return messages that
+        # it requested for the first one.
         self.consumer.assign([self.partition(self.topic, n, o) for n, o in self.offsets.items()])
+        self.is_assigned = True
 
     def read(self, limit: int, seconds: float) -> list[Event]:
         """Return up to `limit` new events; wait for one at most so long."""
+        if not self.is_assigned:
+            self._assign()
         found = []
         messages = self.consumer.consume(1, timeout=seconds) if self.offsets else []
         messages += self.consumer.consume(limit - 1, timeout=0.01) if messages else []
         for message in messages:
             if message.error() is not None:
                 raise OSError(f"Reading {self.topic!r} failed: {message.error().str()}")
-            found.append(json.loads(message.value()))
+            found.append(message.value() or b"")
             self.offsets[message.partition()] = message.offset() + 1
-        return found
+        return well_formed(found, self.topic)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions."""
@@ -112,4 +142,4 @@ class KafkaEvents:
         """Continue at the offsets of any number of ranks."""
         saved = dict(item for state in states for item in state["offsets"])
         self.offsets |= {number: saved[number] for number in self.offsets if number in saved}
-        self._assign()
+        self.is_assigned = False

@@ -68,6 +68,22 @@ def _from_columns(columns: Mapping[str, Any]) -> Any:
     return pa.table(dict(columns))
 
 
+def _arrow_of(column: Any) -> Any:
+    try:
+        return pa.array(column)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        if not isinstance(column, list | tuple):
+            raise
+        return pa.array(_without_na(column))
+
+
+def _without_na(values: Any) -> Any:
+    """Return lists with None for `pandas.NA`, which Arrow knows in columns of pandas only."""
+    if type(values).__name__ == "NAType":
+        return None
+    return [*map(_without_na, values)] if isinstance(values, list | tuple) else values
+
+
 def _array_of(name: object, column: Any) -> Any:
     if hasattr(column, "to_arrow") or isinstance(column, pa.Array | pa.ChunkedArray):
         return column.to_arrow() if hasattr(column, "to_arrow") else column
@@ -79,7 +95,7 @@ def _array_of(name: object, column: Any) -> Any:
         if isinstance(column, np.ndarray) and column.ndim == 2:
             column = list(column)
         try:
-            return pa.array(column)
+            return _arrow_of(column)
         except OverflowError:  # Python's numbers from 2^63 on
             return pa.array(column, pa.uint64())
     except OverflowError as error:

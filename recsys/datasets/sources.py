@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import csv, fs
 
+from recsys.datasets.files import File, conversion_of, is_text
 from recsys.datasets.memory import table_of
-from recsys.datasets.tables import File, conversion_of, is_text, is_utf8
+from recsys.datasets.tables import is_utf8
 
 __all__ = ["ParquetSource", "Source", "TableSource", "TextSource", "Unit", "source_of"]
 
@@ -93,19 +94,19 @@ class ParquetSource:
 
     def read(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
         """Yield an Arrow table for each row group."""
+        yield from self._file.checked(self._row_groups(numbers, columns))
+
+    def _row_groups(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
         system = self._file.fragment.filesystem
         is_remote = not isinstance(system, fs.LocalFileSystem)
         texts = [name for name in columns if _is_plain_text(self.schema.field(name).type)]
-        try:
-            with system.open_input_file(self._file.fragment.path) as opened:
-                file = pq.ParquetFile(
-                    opened, metadata=self._metadata, read_dictionary=texts, pre_buffer=is_remote
-                )
-                for number in numbers:
-                    table = file.read_row_group(number, columns=list(columns), use_threads=False)
-                    yield table.select(columns)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
-            raise ValueError(f"{self.path} cannot be read: {error}") from error
+        with system.open_input_file(self._file.fragment.path) as opened:
+            file = pq.ParquetFile(
+                opened, metadata=self._metadata, read_dictionary=texts, pre_buffer=is_remote
+            )
+            for number in numbers:
+                table = file.read_row_group(number, columns=list(columns), use_threads=False)
+                yield table.select(columns)
 
     def first_row(self, number: int) -> int:
         """Return the number of rows before a row group."""
@@ -149,19 +150,20 @@ class TextSource:
     def read(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
         """Yield an Arrow table for each block."""
         number = 0
-        try:
+
+        def blocks() -> Iterator[Any]:
+            nonlocal number
             for number in numbers:
                 yield self._parse(number, columns)
-        except (pa.ArrowInvalid, pa.ArrowKeyError, OSError) as error:
+
+        def text_of(error: Exception) -> str:
             text = str(error)
             if (found := re.search(r"Row #(\d+)", text)) is not None:
                 line = self._lines_before(number) + int(found[1])
                 text = f"{text[: found.start()]}line {line}{text[found.end() :]}"
-            raise ValueError(
-                f"{self.path} cannot be read: {text}. Types are inferred from the beginning, the "
-                "middle and the end of each file; pass "
-                "convert_options=pyarrow.csv.ConvertOptions(column_types=...) to choose them."
-            ) from error
+            return text
+
+        yield from self._file.checked(blocks(), text_of)
 
     def first_row(self, number: int) -> int:
         """Return the number of rows before a block."""

@@ -309,7 +309,10 @@ class TableReader(IterableDataset[Batch]):
         chosen = self.selection
         marks = [source.mark() for source in chosen.sources]
         parts = [len(self._units), *marks, *chosen.columns]
-        part = [str(chosen.split), str(chosen.part), str(chosen.filter), self.divide]
+        # the text of a filter is abbreviated
+        filter = None if chosen.filter is None else chosen.filter.__reduce__()
+        kept = None if filter is None else bytes(filter[1][0])
+        part = [str(chosen.split), str(chosen.part), str(kept), self.divide]
         return {
             "version": 1,
             "files": zlib.crc32(repr(parts).encode()),

@@ -14,27 +14,24 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from pathlib import PurePath
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, TypeAlias
 
 import fsspec
 import pyarrow as pa
 import pyarrow.dataset as ds
-import pyarrow.parquet as pq
 from pyarrow import csv, fs
 
+from recsys.datasets.files import File, described, is_text, version_of
 from recsys.datasets.memory import table_of
 from recsys.kernels.arguments import wrong_type
 
 __all__ = [
-    "File",
     "Paths",
-    "conversion_of",
     "files_of",
     "is_path",
-    "is_text",
     "is_utf8",
     "kind_of",
     "located",
@@ -47,109 +44,6 @@ Paths: TypeAlias = str | PurePath | Sequence[str | PurePath]
 _SUFFIXES = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".tsv": "tsv", ".txt": "tsv"}
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 _SAMPLE_BYTES: Final = 1 << 20
-
-
-@final
-@dataclass(frozen=True)
-class File:
-    """A file of a table."""
-
-    path: str
-    """The path or URL, for messages."""
-    fragment: Any
-    """The fragment of `pyarrow.dataset`."""
-    schema: Any
-    """Its columns, as an Arrow schema."""
-    encoding: str
-    """Encoding of a text file, which the fragment does not keep."""
-
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
-        """Yield Arrow tables of at most some 64 thousand rows; text files, of a mebibyte of text.
-
-        Args:
-            columns: the columns to read; None: all.
-
-        Raises:
-            KeyError: the file does not have a column.
-            ValueError: the file is damaged or truncated, or a value does not have the type of its
-                column.
-        """
-        self.check_columns(columns or ())
-        names = self.schema.names if columns is None else columns
-        read = self._text_batches if is_text(self) else self._parquet_batches
-        try:
-            for batch in read(names):
-                yield pa.Table.from_batches([batch])
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as error:
-            raise ValueError(f"{self.path} cannot be read: {error}") from error
-
-    # `Fragment.to_batches` reads ahead without a limit, up to the whole file.
-
-    def _parquet_batches(self, names: Sequence[str]) -> Iterator[Any]:
-        system, path = self.fragment.filesystem, self.fragment.path
-        is_remote = not isinstance(system, fs.LocalFileSystem)
-        with system.open_input_file(path) as opened:
-            file = pq.ParquetFile(opened, metadata=self.fragment.metadata, pre_buffer=is_remote)
-            for number in range(file.num_row_groups):
-                for batch in file.iter_batches(1 << 16, [number], list(names), use_threads=False):
-                    yield batch.select(names)
-
-    def _text_batches(self, names: Sequence[str]) -> Iterator[Any]:
-        kind = self.fragment.format
-        options = kind.default_fragment_scan_options
-        reading = options.read_options
-        reading.encoding = self.encoding
-        conversion = conversion_of(options.convert_options, self.schema, names)
-        system, path = self.fragment.filesystem, self.fragment.path
-        with system.open_input_stream(path, compression="detect") as stream:
-            yield from csv.open_csv(stream, reading, kind.parse_options, conversion)
-
-    def check_columns(self, columns: Iterable[str]) -> None:
-        """Check that the file has columns.
-
-        Raises:
-            KeyError: it does not have one of them.
-            ValueError: it has one of them several times.
-        """
-        columns = list(columns)
-        missing = [name for name in columns if name not in self.schema.names]
-        if missing:
-            raise KeyError(
-                f"{self.path} must have the columns {missing}; it has {self.schema.names}."
-            )
-        twice = [name for name in columns if self.schema.names.count(name) > 1]
-        if twice:
-            raise ValueError(
-                f"{self.path} must have one column of each name; it has several {twice}. Rename "
-                "them."
-            )
-
-
-def conversion_of(given: Any, schema: Any, columns: Sequence[str]) -> Any:
-    """Return options that read some columns of text, with the types of a schema.
-
-    Args:
-        given: the `ConvertOptions` of `pyarrow.csv` that all columns have.
-        schema: the types.
-        columns: the columns to read.
-    """
-    return csv.ConvertOptions(
-        check_utf8=given.check_utf8,
-        column_types={**given.column_types, **{n: schema.field(n).type for n in columns}},
-        null_values=given.null_values,
-        true_values=given.true_values,
-        false_values=given.false_values,
-        decimal_point=given.decimal_point,
-        strings_can_be_null=given.strings_can_be_null,
-        quoted_strings_can_be_null=given.quoted_strings_can_be_null,
-        timestamp_parsers=given.timestamp_parsers,
-        include_columns=list(columns),
-    )
-
-
-def is_text(file: File) -> bool:
-    """Return whether a file is CSV or TSV."""
-    return isinstance(file.fragment.format, ds.CsvFileFormat)
 
 
 def is_utf8(encoding: str) -> bool:
@@ -338,6 +232,7 @@ def _open(
             "format='parquet', 'csv' or 'tsv'."
         )
     encoding = "utf8"
+    version = version_of(system, path)
     try:
         if kind == "parquet":
             made: Any = ds.ParquetFileFormat()
@@ -357,8 +252,9 @@ def _open(
         if kind != "parquet" and is_utf8(encoding):
             schema = _sampled_schema(fragment, given)
     except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{shown} cannot be read as {kind}: {error}") from error
-    return File(shown, fragment, schema, encoding)
+        text = described(str(error))
+        raise ValueError(f"{shown} cannot be read as {kind}: {text}") from error
+    return File(shown, fragment, schema, encoding, version)
 
 
 def _sampled_schema(fragment: Any, options: Mapping[str, Any]) -> Any:

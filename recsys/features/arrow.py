@@ -18,6 +18,7 @@ __all__ = [
     "Keys",
     "Values",
     "column_of",
+    "decoded",
     "key_kind",
     "lengths_of",
     "read_integers",
@@ -62,9 +63,8 @@ class Values(NamedTuple):
         """
         if bad.any():
             place = int(bad.argmax())
-            value = self.array[place].as_py()
             raise error(
-                f"Column {self.name!r} {rule}; received {shown(value)} in row "
+                f"Column {self.name!r} {rule}; received {_shown(self.array, place)} in row "
                 f"{self.row_of(place)}. {hint}"
             )
 
@@ -107,6 +107,14 @@ class Keys(NamedTuple):
         if self.texts is None:
             return self.numbers
         return hash_texts(self.texts)[self.numbers] if len(self.texts) else self.numbers
+
+
+def _shown(array: Any, place: int) -> str:
+    """Return the text of a value, also of a time for which Python has no type."""
+    try:
+        return shown(array[place].as_py())
+    except (OverflowError, ValueError):
+        return shown(decoded(array.slice(place, 1)).cast(pa.string())[0].as_py())
 
 
 def column_of(table: Any, name: str) -> Any:
@@ -166,11 +174,17 @@ def read_values(table: Any, name: str, is_list: bool) -> Values:
 
 
 def _plain(array: Any) -> Any:
-    """Return the storage of Arrow's extension types, and run-end encoded values one by one."""
+    """Return an array whose nulls are its missing values.
+
+    Extension types are replaced by their storage. Run-end encoded values, and values of a
+    dictionary with a missing entry, are copied one by one.
+    """
     if isinstance(array, pa.ExtensionArray) and array.type.extension_name.startswith("arrow."):
         array = array.storage
     if pa.types.is_run_end_encoded(array.type):
         array = pc.run_end_decode(array)
+    if pa.types.is_dictionary(array.type) and array.dictionary.null_count:
+        array = array.dictionary.take(array.indices)
     return array
 
 
@@ -230,7 +244,7 @@ def _read_texts(values: Values) -> Keys:
     """Return the distinct strings of a column, and their positions."""
     encoded = _encoded(values.array)
     if encoded is None:
-        array = _decoded(values.array)
+        array = decoded(values.array)
         bad = np.array([not _is_utf8(value) for value in array.to_pylist()])
         values.reject(ValueError, "must have texts in UTF-8", bad, "Decode the bytes.")
         encoded = _encoded(array)  # only unused entries of the dictionary were bad
@@ -249,7 +263,7 @@ def _encoded(array: Any) -> tuple[Any, Any] | None:
         if not pa.types.is_dictionary(array.type):
             found = array.cast(pa.large_string()).dictionary_encode()
             return found.indices, found.dictionary
-        # a dictionary may have equal or missing entries
+        # a dictionary may have equal entries
         found = array.dictionary.cast(pa.large_string()).dictionary_encode()
         return found.indices.take(array.indices), found.dictionary
     except pa.ArrowInvalid:
@@ -282,7 +296,7 @@ def read_integers(
         TypeError: the values are not whole numbers.
         ValueError: a number does not fit into int64.
     """
-    array = _decoded(values.array)
+    array = decoded(values.array)
     kind = array.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise TypeError(f"Column {values.name!r} must have {rule}; received {kind}. Cast it.")
@@ -310,7 +324,7 @@ def read_numbers(values: Values) -> tuple[_Array, _Array | None]:
         TypeError: the values are not numbers.
         ValueError: a number is NaN or infinite.
     """
-    array = _decoded(values.array)
+    array = decoded(values.array)
     kind = array.type
     if pa.types.is_decimal(kind):
         array = array.cast(pa.float64())
@@ -347,7 +361,7 @@ def to_float32(values: Values, numbers: _Array) -> _Array:
     return found
 
 
-def _decoded(array: Any) -> Any:
+def decoded(array: Any) -> Any:
     """Return the values of a dictionary array; int64 for an array of nothing but nulls."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary.take(array.indices)

@@ -190,7 +190,8 @@ class Numeric:
     buckets: int | None = None
     """Number of buckets."""
     spacing: Literal["quantile", "uniform"] = "quantile"
-    """Buckets with the same number of values, or of the same width. Equal edges are joined."""
+    """Buckets with the same number of values, or of the same width. Equal edges are joined with a
+    warning; a value of many rows has a quantile edge above it, too."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -6,6 +6,8 @@ and prepared tables give equal batches, bit for bit; prepared tables are read fa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -22,13 +24,14 @@ from recsys.features.columns import (
     Label,
     Numeric,
     SampleWeight,
+    SparseColumn,
     Timestamp,
 )
 from recsys.features.fit import Fitted
 from recsys.features.spec import FeatureSpec
 from recsys.kernels.arguments import repeated
 
-__all__ = ["prepared_spec", "prepared_table"]
+__all__ = ["check_prepared_names", "prepared_spec", "prepared_table"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _SMALL: Final = 2**31
@@ -38,14 +41,15 @@ def prepared_spec(spec: FeatureSpec) -> FeatureSpec:
     """Return the fitted spec of the tables that `prepared_table` makes.
 
     Features, tables, dense features and labels have the names, sizes and order of `spec`, so a
-    model of one is a model of the other.
+    model of one is a model of the other. A group or a weight of samples that has the column of a
+    feature or label is another column of the prepared tables, such as `user_group`.
 
     Args:
         spec: a fitted spec.
 
     Raises:
         RuntimeError: `spec` is not fitted.
-        ValueError: two columns of the prepared tables would have one name.
+        ValueError: as for `check_prepared_names`.
 
     Example:
         >>> from recsys.features import Categorical, FeatureSpec, Label
@@ -54,15 +58,13 @@ def prepared_spec(spec: FeatureSpec) -> FeatureSpec:
         Ids(name='city', rows=4, is_list=False, weights=None, table='city', special_rows=2)
     """
     fitted = spec.fitted
+    taken = check_prepared_names(spec.columns)
     columns: list[Column] = []
     for column in spec.columns:
-        columns += _prepared_columns(spec, column)
-    names = [name for column in columns for name in _names_of(column)]
-    if twice := repeated(names):
-        raise ValueError(
-            f"The columns of prepared tables must have distinct names; received {twice} twice. "
-            "Rename columns of the spec."
-        )
+        if isinstance(column, Group | SampleWeight):
+            columns.append(_renamed(column, taken))
+        else:
+            columns += _prepared_columns(spec, column)
     prepared = FeatureSpec(columns)
     dense = prepared.dense_names
     keys = [column.name for column in columns if isinstance(column, Hashed | Group)]
@@ -147,7 +149,7 @@ def _prepared_columns(spec: FeatureSpec, column: Column) -> list[Column]:
         return [
             Ids(name, rows=PART_SIZES[part] + 1, special_rows=MISSING + 1) for name, part in names
         ]
-    if not isinstance(column, Categorical | Hashed | Ids):
+    if not isinstance(column, SparseColumn):
         return [column]
     weights = None if column.weights is None else f"{column.name}_weights"
     if isinstance(column, Hashed) and column.growing:
@@ -178,9 +180,44 @@ def _prepared_columns(spec: FeatureSpec, column: Column) -> list[Column]:
     ]
 
 
-def _names_of(column: Column) -> list[str]:
-    weights = column.weights if isinstance(column, Ids | Hashed) else None
-    return [column.name] if weights is None else [column.name, weights]
+def check_prepared_names(columns: Sequence[Column]) -> list[str]:
+    """Check that a spec can be prepared, fitted or not.
+
+    Args:
+        columns: the columns of the spec.
+
+    Returns:
+        The names of the columns of prepared features and labels.
+
+    Raises:
+        ValueError: a feature and a label, or the weights of ids, would have one name.
+
+    Example:
+        >>> from recsys.features import Hashed, Label
+        >>> check_prepared_names([Hashed("user", rows=9, weights="times"), Label("ok")])
+        ['user', 'user_weights', 'ok']
+    """
+    taken: list[str] = []
+    for column in columns:
+        if isinstance(column, Timestamp):
+            taken += [f"{column.name}_{part}" for part in column.parts]
+        elif not isinstance(column, Group | SampleWeight):
+            taken.append(column.name)
+            if isinstance(column, SparseColumn) and column.weights is not None:
+                taken.append(f"{column.name}_weights")
+    if twice := repeated(taken):
+        raise ValueError(
+            f"The columns of prepared tables must have distinct names; received {twice} twice. "
+            "Rename columns of the spec, or copy the column of the data under another name."
+        )
+    return taken
+
+
+def _renamed(column: Group | SampleWeight, taken: Sequence[str]) -> Column:
+    name = column.name
+    while name in taken:
+        name += "_group" if isinstance(column, Group) else "_weight"
+    return replace(column, name=name)
 
 
 def _bags(values: _Array, lengths: _Array, is_list: bool) -> Any:

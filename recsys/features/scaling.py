@@ -120,17 +120,59 @@ class Quantiles:
         Returns:
             [K] float64; empty if there are no numbers.
         """
+        numbers, reached = self._sorted()
+        if not len(numbers):
+            return numbers
+        places = np.searchsorted(reached, shares * reached[-1], "left")
+        found: _Array = numbers[np.minimum(places, len(numbers) - 1)]
+        return found
+
+    def edges(self, buckets: int) -> _Array:
+        """Return the inner edges of buckets with equal shares of the numbers, as far as possible.
+
+        A number with the share of a bucket or more has an edge below it and one above it, which is
+        the next number, if several quantiles fall on it; else the one whose share is nearer. No
+        edge is at the smallest number, where it would divide nothing.
+
+        Args:
+            buckets: number of buckets, at least 2.
+
+        Returns:
+            [K] float64, rising; K is at most `buckets` - 1.
+
+        Example:
+            >>> sketch = Quantiles()
+            >>> sketch.add(np.array([0.0] * 8 + [1.0, 2.0]))
+            >>> sketch.edges(3).tolist()
+            [1.0]
+        """
+        shares = np.arange(1, buckets) / buckets
+        numbers, reached = self._sorted()
+        quantiles = self.at(shares)
+        found: list[float] = []
+        for value, count in zip(*np.unique(quantiles, return_counts=True), strict=True):
+            first = int(np.searchsorted(numbers, value, "left"))
+            after = int(np.searchsorted(numbers, value, "right"))
+            below = reached[first - 1] / reached[-1] if first else 0.0
+            up_to = reached[after - 1] / reached[-1]
+            own = shares[quantiles == value].mean()
+            is_single = count == 1 and up_to - below >= 1 / buckets
+            is_last = after == len(numbers)
+            is_nearer_above = is_single and not is_last and up_to - own < own - below
+            if first and not is_nearer_above:
+                found.append(float(value))
+            if not is_last and (not first or is_nearer_above or count > 1):
+                found.append(float(numbers[after]))
+        return np.unique(found)
+
+    def _sorted(self) -> tuple[_Array, _Array]:
+        """Return the numbers, rising, and how many numbers each one and those before stand for."""
         blocks = [self.rest, *(block for block in self.levels if block is not None)]
         sizes = [1, *(2**i for i, block in enumerate(self.levels) if block is not None)]
         numbers: _Array = np.concatenate(blocks)
-        if not len(numbers):
-            return numbers
         weights = np.repeat(np.array(sizes, np.int64), [len(block) for block in blocks])
         order = np.argsort(numbers, kind="stable")
-        reached = weights[order].cumsum()
-        places = np.searchsorted(reached, shares * reached[-1], "left")
-        found: _Array = numbers[order][np.minimum(places, len(numbers) - 1)]
-        return found
+        return numbers[order], weights[order].cumsum()
 
 
 def read_scaled(column: Numeric, values: Values) -> tuple[_Array, _Array | None]:

@@ -6,6 +6,7 @@ Legend: `B` rows, `N` values, `F` features.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias, final
@@ -468,13 +469,20 @@ class FeatureSpec:
 
 
 def _edges_of(column: Numeric, part: PartialFit) -> _Array:
-    """Return the inner edges of buckets, [K] float64."""
-    moments = part.moments[column.name]
-    shares = np.arange(1, column.buckets or 0) / (column.buckets or 1)
+    """Return the inner edges of buckets, [K] float64; warn if edges are equal."""
+    moments, buckets = part.moments[column.name], column.buckets or 0
     if not moments.count:
         return np.empty(0)
     if column.spacing == "uniform":
-        edges = np.linspace(moments.low, moments.high, (column.buckets or 0) + 1)[1:-1]
+        edges = np.unique(np.linspace(moments.low, moments.high, buckets + 1)[1:-1])
     else:
-        edges = part.quantiles[column.name].at(shares)
-    return np.unique(edges)
+        edges = part.quantiles[column.name].edges(buckets)
+    if len(edges) < buckets - 1:
+        warnings.warn(
+            f"Numeric {column.name!r} has {len(edges) + 1} buckets instead of {buckets}: many "
+            "values are equal. Pass fewer buckets, or describe a column of few distinct whole "
+            "numbers by Categorical.",
+            UserWarning,
+            stacklevel=4,
+        )
+    return edges

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from recsys.features.arrow import column_of, read_keys, read_values
+from recsys.features.arrow import decoded, key_kind, read_keys, read_values
 from recsys.kernels.arguments import finite, shown, wrong_type
 from recsys.kernels.checked import check_fields
 from recsys.sparse.hashing import mix
@@ -164,19 +164,10 @@ class TimeSplit:
 
     def parts_of(self, table: Any, file: str, rows: _Array) -> _Array:
         """Return the number of each row's part in `PARTS`, as `Split.parts_of`."""
-        times = column_of(table, self.column)
-        if times.null_count:
-            row = int(times.is_null().to_numpy(zero_copy_only=False).argmax())
-            raise ValueError(
-                f"Column {self.column!r} must have no missing time; received None in row {row}. "
-                "Remove the rows."
-            )
-        if pa.types.is_floating(times.type) and (pc.is_nan(times).true_count or 0):
-            row = int(pc.is_nan(times).to_numpy(zero_copy_only=False).argmax())
-            raise ValueError(
-                f"Column {self.column!r} must have no missing time; received nan in row {row}. "
-                "Remove the rows."
-            )
+        values = read_values(table, self.column, False)
+        times = decoded(values.array)
+        is_missing = times.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
+        values.reject(ValueError, "must have no missing time", is_missing, "Remove the rows.")
         low, high = self._limits(times.type)
         after = [
             pc.greater_equal(times, limit).to_numpy(zero_copy_only=False) for limit in (low, high)
@@ -185,6 +176,12 @@ class TimeSplit:
         return parts
 
     def _limits(self, kind: Any) -> tuple[Any, Any]:
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if key_kind(kind) == "text":
+            raise TypeError(
+                f"Column {self.column!r} must have times, dates or numbers to divide by; received "
+                f"{kind}. Cast it."
+            )
         try:
             first, second = pa.scalar(self.validation), pa.scalar(self.test)
             if pa.types.is_temporal(kind):

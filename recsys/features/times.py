@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from recsys.features.arrow import Values, read_integers
+from recsys.features.arrow import Values, decoded, read_integers
 from recsys.features.columns import UNITS, Timestamp
 
 __all__ = ["read_parts", "read_seconds"]
@@ -63,9 +63,7 @@ def read_seconds(values: Values, per_second: int) -> tuple[_Array, _Array | None
         TypeError: the values are neither times nor whole numbers.
         ValueError: a time is outside the years 1 to 9999, as of numbers with another unit.
     """
-    array = values.array
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary.take(array.indices)
+    array = decoded(values.array)
     if pa.types.is_date(array.type):
         array, per_second = array.cast(pa.timestamp("s")).cast(pa.int64()), 1
     elif pa.types.is_timestamp(array.type):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any, Final, TypeAlias, final
@@ -16,6 +17,7 @@ from recsys.features.arrow import Keys
 from recsys.features.columns import MISSING, UNKNOWN
 from recsys.features.hash_index import HashIndex
 from recsys.features.text_hash import hash_texts
+from recsys.kernels.arguments import shown
 
 __all__ = ["Counts", "Vocabulary"]
 
@@ -54,8 +56,10 @@ class Vocabulary:
         try:
             self._index = HashIndex(self._hashes())
         except ValueError as error:
+            first, later = _equal_hashes(self._hashes())
             raise ValueError(
-                "The values of a vocabulary must be distinct, as must be their hashes."
+                "The values of a vocabulary must be distinct, as must be their hashes; received "
+                f"{_shown(values, first)} and {_shown(values, later[0])}. Remove one of them."
             ) from error
 
     @property
@@ -198,6 +202,9 @@ class Counts:
     def vocabulary(self, min_count: int, max_size: int | None) -> Vocabulary:
         """Return the values, ordered by falling count, then by value.
 
+        A text with the hash of a text before it is left out, with a warning: it is an unknown
+        value. Strangers can choose such texts, and must not end a fit by them.
+
         Args:
             min_count: least count of a value.
             max_size: largest number of values; None: no limit.
@@ -210,7 +217,19 @@ class Counts:
             if max_size is not None and len(best) > 2 * max_size:
                 best = _ordered(best).slice(0, max_size)
         best = _ordered(best).slice(0, max_size)
-        return Vocabulary(best["value"].combine_chunks())
+        values = best["value"].combine_chunks()
+        try:
+            return Vocabulary(values)
+        except ValueError:
+            first, later = _equal_hashes(hash_texts(values))
+            warnings.warn(
+                f"{_shown(values, later[0])} is left out of a vocabulary: it has the 64-bit hash "
+                f"of {_shown(values, first)}; so are {len(later) - 1} other texts. Spell a real "
+                "value in another way.",
+                UserWarning,
+                stacklevel=4,
+            )
+        return Vocabulary(values.take(pa.array(np.delete(np.arange(len(values)), later))))
 
     def _append(self, name: str, kind: str, part: Any) -> None:
         if self._kind not in (None, kind):
@@ -263,6 +282,17 @@ class Counts:
                 with pa.OSFile(str(path)) as file:
                     tables.append(pa.ipc.open_file(file).read_all())
             yield _merged(tables)
+
+
+def _equal_hashes(hashes: _Array) -> tuple[int, _Array]:
+    """Return the first value with a hash that a later one has, and all such later ones."""
+    order = np.argsort(hashes, kind="stable")
+    later = np.sort(order[1:][hashes[order[1:]] == hashes[order[:-1]]])
+    return int((hashes == hashes[later[0]]).argmax()), later
+
+
+def _shown(values: Any, place: int) -> str:
+    return shown(values[int(place)].as_py())
 
 
 def _merged(parts: list[Any]) -> Any:

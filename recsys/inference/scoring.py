@@ -11,8 +11,9 @@ import secrets
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,8 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
-from recsys.datasets.tables import File, Paths, files_of, unify_types
+from recsys.datasets.files import File
+from recsys.datasets.tables import Paths, files_of, unify_types
 from recsys.features.spec import FeatureSpec
 from recsys.inference.packages.columns import arguments_of, names_of
 from recsys.inference.packages.predictor import Predictor
@@ -80,36 +82,60 @@ def score(
     whole("score.batch_size", batch_size)
     whole("score.world_size", world_size)
     whole("score.rank", rank, 0, world_size - 1)
+    share = _Share(rank, world_size, progress and rank == 0, lambda file, part: None)
+    return _score_files(model, data, Path(out), spec, keys, batch_size, share)
+
+
+class _Share(NamedTuple):
+    """The files of one process."""
+
+    rank: int
+    world_size: int
+    has_bar: bool
+    begin: Callable[[str, Path], None]
+    """Called with each file, and the unfinished result that is deleted if the process is lost."""
+
+
+def _score_files(
+    model: nn.Module | str | Path,
+    data: Any,
+    folder: Path,
+    spec: FeatureSpec | None,
+    keys: Sequence[str],
+    batch_size: int,
+    share: _Share,
+) -> list[Path]:
     files = files_of(data)
-    folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         predict, names, kinds = _predictor(model, spec, stack)
         mine = [
             (file, folder / f"{Path(file.path).stem}-{zlib.crc32(file.path.encode()):08x}.parquet")
             for number, file in enumerate(unify_types(files, names, kinds))
-            if number % world_size == rank
+            if number % share.world_size == share.rank
         ]
-        bar = stack.enter_context(_bar(progress and rank == 0, len(mine)))
+        bar = stack.enter_context(_bar(share.has_bar, len(mine)))
         for file, target in mine:
             if not target.exists():
                 columns = [*dict.fromkeys([*keys, *names])]
-                _score_file(file, target, predict, keys, columns, batch_size, bar)
+                part = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
+                share.begin(file.path, part)
+                _score_file(file, part, predict, keys, columns, batch_size, bar)
+                os.replace(part, target)
             bar(0, 1)
     return [target for _, target in mine]
 
 
 def _score_file(
     file: File,
-    target: Path,
+    part: Path,
     predict: Callable[[Any], _Outputs],
     keys: Sequence[str],
     columns: Sequence[str],
     batch_size: int,
     bar: Callable[[int, int], None],
 ) -> None:
-    """Write the result of a file; it appears when it is complete."""
-    part = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
+    """Write the result of a file."""
     writer: Any = None
     first = 0
     try:
@@ -130,7 +156,6 @@ def _score_file(
             row = pa.table({name: pa.nulls(1, file.schema.field(name).type) for name in columns})
             writer = pq.ParquetWriter(part, _joined(row, keys, predict(row)).schema)
         writer.close()
-        os.replace(part, target)
     except BaseException:
         if writer is not None:
             writer.close()
@@ -238,15 +263,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Run the command; errors go to stderr."""
-    count = options.processes
-    arguments = [(options, rank, count) for rank in range(count)]
     try:
-        whole("--processes", count)
-        if count == 1:
-            _work(*arguments[0])
+        if whole("--processes", options.processes) == 1:
+            paths: Paths = options.input
+            keys, batch_size = options.keys, options.batch_size
+            score(options.version, paths, options.output, keys=keys, batch_size=batch_size)
         else:
-            with multiprocessing.get_context("spawn").Pool(count) as pool:
-                pool.starmap(_work, arguments)
+            _score_by_processes(options)
     except (OSError, ValueError, TypeError, KeyError) as error:
         text = error.args[0] if isinstance(error, KeyError) else error
         print(f"recsys score: {text}", file=sys.stderr)
@@ -254,16 +277,63 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _work(options: argparse.Namespace, rank: int, world_size: int) -> None:
-    if world_size > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    paths: Paths = options.input
-    score(
-        options.version,
-        paths,
-        options.output,
-        keys=options.keys,
-        batch_size=options.batch_size,
-        rank=rank,
-        world_size=world_size,
+def _score_by_processes(options: argparse.Namespace) -> None:
+    """Run the processes of the command.
+
+    Raises:
+        ChildProcessError: A process was lost. The message names the file that it scored.
+    """
+    context = multiprocessing.get_context("spawn")
+    waiting: dict[Connection, Any] = {}
+    begun: dict[Connection, tuple[str, Path]] = {}
+    try:
+        for rank in range(options.processes):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(options, rank, sender), daemon=True)
+            process.start()
+            sender.close()  # the end of the process is now the end of the messages
+            waiting[receiver] = process
+        while waiting:
+            for receiver in cast(list[Connection], wait([*waiting])):
+                try:
+                    message = receiver.recv()
+                except EOFError:
+                    raise _lost(waiting[receiver], begun.get(receiver)) from None
+                if isinstance(message, tuple):
+                    begun[receiver] = message
+                    continue
+                process = waiting.pop(receiver)
+                begun.pop(receiver, None)
+                if message is not None:
+                    raise message
+                process.join()
+    finally:
+        for process in waiting.values():
+            process.terminate()
+            process.join()
+        for _, part in begun.values():
+            part.unlink(missing_ok=True)
+
+
+def _lost(process: Any, begun: tuple[str, Path] | None) -> ChildProcessError:
+    process.join()
+    code = process.exitcode
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    place = "before its first file" if begun is None else f"while it scored {begun[0]}"
+    return ChildProcessError(
+        f"--processes: a process ended by {how} {place}. The other processes are stopped, and "
+        "complete results stay. Run the command again, with fewer processes if memory ran out."
     )
+
+
+def _work(options: argparse.Namespace, rank: int, messages: Connection) -> None:
+    count = options.processes
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
+    share = _Share(rank, count, rank == 0, lambda file, part: messages.send((file, part)))
+    keys, size = options.keys, options.batch_size
+    try:
+        _score_files(options.version, options.input, options.output, None, keys, size, share)
+    except Exception as error:
+        messages.send(error)
+    else:
+        messages.send(None)

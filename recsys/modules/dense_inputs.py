@@ -43,7 +43,7 @@ def check_dense_features(dense_features: Tensor, dense_arch: nn.Module, size_nam
         The features; on CUDA, values that are not finite are 0.
 
     Raises:
-        TypeError: The features are not a tensor of floats.
+        TypeError: The features are not a tensor of floats, or are float64 and the model is not.
         ValueError: The shape differs, or a value is NaN or infinite, in this batch or (CUDA) in an
             earlier batch.
 
@@ -61,6 +61,14 @@ def check_dense_features(dense_features: Tensor, dense_arch: nn.Module, size_nam
             f"dense_features must be a tensor of floats, [samples, {in_features or 'columns'}]; "
             f"received {received}. Batch.from_columns(..., dense=[...]) builds it from columns."
         )
+    if dense_features.dtype is torch.float64:
+        dtypes = {parameter.dtype for parameter in dense_arch.parameters()}
+        if dtypes and torch.float64 not in dtypes:
+            raise TypeError(
+                "dense_features must have the dtype of the model, "
+                f"{min(map(str, dtypes))}; received torch.float64. Convert them by "
+                "dense_features.float()."
+            )
     shape = tuple(dense_features.shape)
     if len(shape) != 2 or shape[1] != (shape[1] if in_features is None else in_features):
         raise ValueError(

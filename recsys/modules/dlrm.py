@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from recsys.kernels.arguments import check_input
+from recsys.kernels.arguments import check_input, wrong_type
 from recsys.kernels.checked import checked
 from recsys.modules.dense_inputs import check_dense_features, common_dim
 from recsys.modules.dot_interaction import dot_pairs, pair_of_position, pair_positions
@@ -434,9 +434,17 @@ class DLRMTrain(nn.Module):
             backward pass.
 
         Raises:
+            TypeError: `batch` is not a batch.
             ValueError: Labels and logits differ in number, or a label is NaN or not in [0, 1]; and
                 errors of the model.
         """
+        given: object = batch
+        if isinstance(given, KeyedJaggedTensor | torch.Tensor):
+            wrong_type(
+                f"{type(self).__name__}.batch",
+                "a recsys.datasets.utils.Batch with dense_features, sparse_features and labels",
+                given,
+            )
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
         optional = (getattr(batch, name, None) for name in ("sample_weights", "label_mask"))
         loss = mean_loss(logits, batch.labels, *optional)

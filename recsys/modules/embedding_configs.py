@@ -377,7 +377,8 @@ def check_tables(
         if not config.name or "." in config.name:
             raise ValueError(
                 f"{owner}: each table must have a name without dots; received '{config.name}'. The "
-                "name is part of parameter names."
+                "name is part of parameter names. Rename the table; in a FeatureSpec, pass another "
+                "table=... to the column, or rename a column of buckets or times."
             )
         if not config.feature_names:
             raise ValueError(

@@ -255,7 +255,8 @@ def _of_arrow(subject: str, column: Any, as_codes: bool) -> Bags:
             is_there = column.indices.is_valid().to_numpy(zero_copy_only=False)
             codes = column.indices.fill_null(0).to_numpy()  # may be unsigned
             is_null = np.append(names.is_null().to_numpy(zero_copy_only=False), True)
-            return _masked(codes, is_there & ~is_null[codes])
+            is_there = is_there & ~is_null[codes]
+            return _masked(_first_equal(names)[codes] if len(names) else codes, is_there)
         column = column.dictionary_decode()
     if hasattr(column, "value_lengths"):
         inside = _of_arrow(subject, column.flatten(), as_codes)
@@ -274,6 +275,14 @@ def _of_arrow(subject: str, column: Any, as_codes: bool) -> Bags:
         values, is_there = values[is_number], is_there.copy()
         is_there[is_there] = is_number
     return Bags(_plain(values), torch.from_numpy(is_there).long(), False)
+
+
+def _first_equal(names: Any) -> _Array:
+    """Return the code of the first entry with the value of each entry: Arrow permits equal ones."""
+    numbers = names.dictionary_encode().indices.fill_null(0).to_numpy()
+    _, firsts, places = np.unique(numbers, return_index=True, return_inverse=True)
+    codes: _Array = firsts[places]
+    return codes
 
 
 def _of_pandas(subject: str, column: Any, as_codes: bool) -> Bags:

@@ -32,7 +32,7 @@ def from_columns(
 
     Categorical columns (pandas) and dictionary columns (Arrow) yield their categories if these are
     numbers, else the codes of the categories. Codes are positions in the category list of the
-    table. Use the same list for training and serving.
+    table. Use the same list for training and serving. Equal entries have the code of the first.
 
     Args:
         columns: Columns by feature: a dict, a pandas or polars DataFrame or an Arrow Table.

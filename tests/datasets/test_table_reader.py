@@ -441,3 +441,18 @@ def test_pinned_batches_need_a_gpu(tmp_path: Path) -> None:
     else:
         with pytest.raises(ValueError, match="pin_memory needs a GPU"):
             readers.parquet(tmp_path, SPEC, 4, pin_memory=True)
+
+
+def test_a_state_is_of_one_filter(tmp_path: Path) -> None:
+    """The text of an expression leaves out values of a long list."""
+    write_clicks(tmp_path)
+
+    def reader(left_out: int | None) -> Any:
+        kept = [i for i in range(100) if i != left_out]
+        return readers.parquet(tmp_path, SPEC, 4, filter=ds.field("row").isin(kept))
+
+    state = reader(50).state_dict()
+    reader(50).load_state_dict(state)
+    for other in (51, None):
+        with pytest.raises(ValueError, match="the same split, part or filter"):
+            reader(other).load_state_dict(state)

@@ -18,11 +18,10 @@ import pytest
 import torch
 from pyarrow import csv, fs
 
+from recsys.datasets.files import File, is_text
 from recsys.datasets.memory import table_of
 from recsys.datasets.tables import (
-    File,
     files_of,
-    is_text,
     kind_of,
     located,
     tables_of,
@@ -122,7 +121,7 @@ def test_kinds(kind: pa.DataType, words: str | None) -> None:
 
 def _file(name: str, **types: pa.DataType) -> File:
     fragment = ds.CsvFileFormat().make_fragment(name, filesystem=fs.LocalFileSystem())
-    return File(name, fragment, pa.schema(list(types.items())), "utf8")
+    return File(name, fragment, pa.schema(list(types.items())), "utf8", ())
 
 
 def test_types_of_several_files() -> None:
@@ -156,7 +155,7 @@ def test_types_of_text_files_in_any_order(types: Any, found: Any) -> None:
         got = [file.schema.field("x").type for file in unify_types(files, "x", {})]
         assert got == (list(order) if found is None else [found] * len(order))
     fragment = ds.ParquetFileFormat().make_fragment("p", filesystem=fs.LocalFileSystem())
-    other = File("p", fragment, pa.schema([("x", pa.float32())]), "utf8")
+    other = File("p", fragment, pa.schema([("x", pa.float32())]), "utf8", ())
     for order in itertools.permutations(
         [other, _file("t", x=pa.float64()), _file("n", x=pa.null())]
     ):
@@ -182,10 +181,10 @@ def test_keys_are_texts_in_text_files_where_texts_are_known() -> None:
     with pytest.raises(TypeError, match=r"'x' must have one kind .* numbers in a and texts in b"):
         types(files, "number")
     fragment = ds.ParquetFileFormat().make_fragment("c", filesystem=fs.LocalFileSystem())
-    other = File("c", fragment, pa.schema([("y", pa.string())]), "utf8")
+    other = File("c", fragment, pa.schema([("y", pa.string())]), "utf8", ())
     assert types([files[0], other], None)[0] == [pa.int64(), pa.string()]
     schema = pa.schema([("x", pa.int64()), ("y", pa.string())])
-    fixed = File("d", fragment, schema, "utf8")
+    fixed = File("d", fragment, schema, "utf8", ())
     with pytest.raises(TypeError, match=r"'x' must have one kind .* texts in b and numbers in d"):
         types([files[1], fixed], None)
 

@@ -21,13 +21,17 @@ TRITON = Path(os.environ.get("RECSYS_TRITON", ROOT / ".cache/triton"))
 BACKENDS = Path(os.environ.get("RECSYS_BACKENDS", ROOT / "build/predictor/backends"))
 
 
+def event(number: int) -> dict[str, int]:
+    return {"user": number, "item": -number, "clicked": 1}
+
+
 def write(path: Path, numbers: range) -> None:
     with path.open("a") as file:
-        file.writelines(json.dumps({"user": number}) + "\n" for number in numbers)
+        file.writelines(json.dumps(event(number)) + "\n" for number in numbers)
 
 
 def users(events: Any, limit: int = 1000, seconds: float = 0.0) -> list[int]:
-    return [event["user"] for event in events.read(limit, seconds)]
+    return [one["user"] for one in events.read(limit, seconds)]
 
 
 def test_a_file_is_read_as_it_grows(tmp_path: Path) -> None:
@@ -41,11 +45,46 @@ def test_a_file_is_read_as_it_grows(tmp_path: Path) -> None:
     state = events.state_dict()
     assert users(events) == [3, 4]
     with path.open("a") as file:
-        file.write(" 5}\n")
+        file.write(' 5, "item": 3, "clicked": 0}\n')
     assert users(events) == [5]
     again = FileEvents(path)
     again.load_state_dict(state)
     assert users(again) == [3, 4, 5]
+
+
+BAD = [
+    b"{",
+    b"\xff",
+    b"",
+    b"7",
+    b"null",
+    b"[]",
+    b"[" * 100_000,
+    b'{"user": 1, "item": 2}',
+    b'{"user": "ann", "item": 2, "clicked": 0}',
+    b'{"user": 1.5, "item": 2, "clicked": 0}',
+    b'{"user": 9223372036854775808, "item": 2, "clicked": 0}',
+    b'{"user": 1, "item": 2, "clicked": NaN}',
+    b'{"user": 1, "item": 2, "clicked": 2}',
+    b'{"user": 1, "item": 2, "clicked": null}',
+]
+
+
+@pytest.mark.parametrize("line", BAD, ids=range(len(BAD)))
+def test_a_line_that_is_no_event_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes
+) -> None:
+    path = tmp_path / "clicks"
+    write(path, range(2))
+    with path.open("ab") as file:
+        file.write(line + b"\n")
+    write(path, range(2, 4))
+    events = FileEvents(path)
+    assert users(events) == [0, 1, 2, 3]
+    assert capsys.readouterr().err.startswith(f"{path}: left out {line[:80]!r}")
+    again = FileEvents(path)
+    again.load_state_dict(events.state_dict())
+    assert users(again) == []
 
 
 def test_ranks_share_a_file(tmp_path: Path) -> None:
@@ -66,7 +105,7 @@ def test_a_topic_is_read_from_the_saved_offsets() -> None:
 
     def send(numbers: range) -> None:
         for number in numbers:
-            producer.produce("clicks", json.dumps({"user": number}), partition=number % 4)
+            producer.produce("clicks", json.dumps(event(number)), partition=number % 4)
         assert producer.flush(10) == 0
 
     def read(events: KafkaEvents, count: int) -> set[int]:
@@ -78,6 +117,7 @@ def test_a_topic_is_read_from_the_saved_offsets() -> None:
         return set(found)
 
     send(range(100))
+    producer.produce("clicks", b"no event", partition=1)
     servers = f"{broker.host}:{broker.port}"
     ranks = [KafkaEvents(servers, "clicks", rank, 2) for rank in range(2)]
     assert read(ranks[0], 50) | read(ranks[1], 50) == {*range(100)}
@@ -103,6 +143,8 @@ def test_a_job_goes_on_at_its_position(tmp_path: Path) -> None:
     with path.open("w") as file:
         file.writelines(json.dumps(click) + "\n" for click in clicks(10_000.0, 1.0))
     num_clicks = len(path.read_text().splitlines())
+    with path.open("a") as file:
+        file.write('{"user": 1}\n')
     command = [sys.executable, str(EXAMPLE / "train.py"), "--events", str(path), "--out"]
     command += [str(tmp_path / "out"), "--seconds", "1", "--publish", "0.1", "--save", "10"]
     counts = []
@@ -117,7 +159,7 @@ def test_a_job_goes_on_at_its_position(tmp_path: Path) -> None:
             assert float(re.findall(r"loss ([\d.]+)", done.stdout)[-1]) < 0.66
             with path.open("a") as file:
                 file.writelines(json.dumps(click) + "\n" for click in clicks(10_000.0, 0.1))
-    assert counts == [num_clicks, len(path.read_text().splitlines()) - num_clicks]
+    assert counts == [num_clicks, len(path.read_text().splitlines()) - num_clicks - 1]
 
 
 @pytest.mark.skipif(

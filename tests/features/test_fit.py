@@ -60,3 +60,12 @@ def test_other_settings_do_not_merge() -> None:
     part, other = PartialFit([Categorical("a")]), PartialFit([Categorical("a", max_size=3)])
     with pytest.raises(ValueError, match="Parts must be of one spec"):
         part.merge(other)
+
+
+def test_missing_entries_of_a_dictionary_are_missing_values() -> None:
+    """A column of nothing but such entries has no kind."""
+    missing = pa.DictionaryArray.from_arrays(pa.array([0, 0]), pa.array([None, "a"]))
+    spec = FeatureSpec([Hashed("user", rows=9)]).fit({"user": missing})
+    assert spec.fitted.kinds == {}
+    assert spec.transform({"user": missing}).sparse_features.lengths().tolist() == [0, 0]
+    assert spec.transform({"user": [1, 2]}).sparse_features.lengths().tolist() == [1, 1]

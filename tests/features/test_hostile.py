@@ -307,6 +307,7 @@ def test_lists_of_other_types(kind: str, fitted: FeatureSpec) -> None:
         check(lambda table=table: fitted.transform(table), name, message)
 
 
+@pytest.mark.filterwarnings("ignore:Numeric 'size' has")
 @pytest.mark.parametrize("kind", [*TYPES, *LIST_TYPES])
 def test_fit_refuses_what_transform_refuses(kind: str) -> None:
     make, messages = (TYPES | LIST_TYPES)[kind]

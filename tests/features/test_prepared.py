@@ -142,6 +142,29 @@ def test_names_are_distinct() -> None:
         prepared_spec(FeatureSpec([Categorical("city")]))
 
 
+def test_a_column_has_several_roles() -> None:
+    """The group and the weight have columns of their own in prepared tables."""
+    spec = FeatureSpec(
+        [
+            Hashed("user", rows=50),
+            Ids("user_group", rows=50),
+            Numeric("age", standardize=True),
+            Label("ok"),
+            SampleWeight("age"),
+            Group("user"),
+        ]
+    )
+    table = pa.table(
+        {"user": [3, 4, 4], "user_group": [1, 2, 3], "age": [1, 2, 3], "ok": [0, 1, 0]}
+    )
+    prepared = prepared_table(spec.fit(table), table)
+    assert {*prepared.column_names} == {
+        *("user", "user_group", "age", "ok", "age_weight", "user_group_group")
+    }
+    assert prepared["user_group_group"].to_pylist() == [3, 4, 4]
+    assert _bytes(prepared_spec(spec).transform(prepared)) == _bytes(spec.transform(table))
+
+
 def test_a_table_without_rows() -> None:
     """As a block of an engine may be."""
     columns = [Categorical("city"), Numeric("age"), Label("ok"), Label("stars", high=5)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -121,12 +122,54 @@ def test_buckets_of_quantiles_have_as_many_values() -> None:
 
 def test_equal_edges_are_joined_and_missing_numbers_have_row_0() -> None:
     column = Numeric("x", buckets=4)
-    spec = FeatureSpec([column]).fit({"x": [1.0, 1, 1, 1, 1, 1, 1, 5, None]})
+    spec = FeatureSpec([column])
+    with pytest.warns(UserWarning, match="'x' has 2 buckets instead of 4: many values are equal"):
+        spec.fit({"x": [1.0, 1, 1, 1, 1, 1, 1, 5, None]})
     rows = spec.transform({"x": [0.0, 1.0, 4.0, 5.0, 9.0, None]}).sparse_features["x"].values()
-    assert rows.tolist() == [1, 2, 2, 2, 2, 0]
+    assert rows.tolist() == [1, 1, 1, 2, 2, 0]
     assert [feature.rows for feature in spec.features()] == [3]
     empty = FeatureSpec([column]).fit({"x": [None, None]})
     assert empty.transform({"x": [3.0, None]}).sparse_features["x"].values().tolist() == [1, 0]
+
+
+@pytest.mark.filterwarnings("ignore:Numeric 'x' has")
+@pytest.mark.parametrize("seed", range(300))
+def test_values_of_many_rows_have_buckets_of_their_own(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    size, buckets = int(draw.integers(1, 200)), int(draw.integers(2, 12))
+    kind = seed % 3  # of few distinct values, of many, and zeros among many
+    numbers = draw.normal(size=size)
+    if kind == 0:
+        numbers = draw.choice(numbers[: draw.integers(1, 8)], size)
+    elif kind == 1:
+        numbers[draw.random(size) < draw.random()] = 0.0
+    spec = FeatureSpec([Numeric("x", buckets=buckets)]).fit({"x": numbers})
+    rows = spec.transform({"x": numbers}).sparse_features["x"].values().numpy()
+    num_edges = len(spec.fitted.edges["x"])
+    assert num_edges < buckets
+    assert {*rows.tolist()} == {*range(1, num_edges + 2)}  # no bucket is empty
+    distinct, counts = np.unique(numbers, return_counts=True)
+    assert len(distinct) == 1 or num_edges > 0
+    for value in distinct[counts * buckets >= 2 * size]:
+        assert {*numbers[np.isin(rows, rows[numbers == value])].tolist()} == {value}
+
+
+@pytest.mark.parametrize("spacing", ["quantile", "uniform"])
+def test_fewer_buckets_are_a_warning(spacing: Literal["quantile", "uniform"]) -> None:
+    spec = FeatureSpec([Numeric("x", buckets=5, spacing=spacing)])
+    with pytest.warns(UserWarning, match="'x' has . buckets instead of 5: many values are equal"):
+        spec.fit({"x": [3.0] * 100})
+    spec.fit({"x": np.arange(100.0)})  # without a warning
+
+
+def test_rare_values_among_millions_of_zeros() -> None:
+    numbers = np.zeros(1_000_000)
+    numbers[:100_000] = np.random.default_rng(0).integers(1, 9, 100_000)
+    spec = FeatureSpec([Numeric("x", buckets=8)])
+    with pytest.warns(UserWarning, match="'x' has 2 buckets instead of 8"):
+        spec.fit({"x": np.random.default_rng(1).permutation(numbers)})
+    rows = spec.transform({"x": [0.0, 1.0, 8.0]}).sparse_features["x"].values()
+    assert rows.tolist() == [1, 2, 2]
 
 
 def test_the_order_of_steps() -> None:

@@ -117,7 +117,14 @@ def test_times(values: pa.Array, limits: Any) -> None:
                 pa.table({"t": ["a"]}), "", np.arange(1)
             ),
             TypeError,
-            "the limits must have the type of column 't', string",
+            "'t' must have times, dates or numbers to divide by; received string",
+        ),
+        (
+            lambda: TimeSplit("t", validation="2020", test="2021").filter_of(
+                "test", pa.schema([("t", pa.dictionary(pa.int8(), pa.string()))])
+            ),
+            TypeError,
+            "'t' must have times, dates or numbers to divide by; received string",
         ),
         (
             lambda: TimeSplit("t", validation=1, test=2).parts_of(
@@ -156,3 +163,21 @@ def test_times_that_are_nan_are_refused() -> None:
     table = pa.table({"t": [0.5, float("nan"), 3.0]})
     with pytest.raises(ValueError, match="'t' must have no missing time; received nan in row 1"):
         TimeSplit("t", validation=1.0, test=2.0).parts_of(table, "x.parquet", np.arange(3))
+
+
+def test_dictionaries_are_read_as_their_values() -> None:
+    days = [datetime(2024, 1, d) for d in (1, 5, 1, 9)]
+    kind = pa.timestamp("us")
+    codes = pa.array([3, 1, 0, 2], pa.int8())
+    entries = pa.array([days[0], days[1], days[3], days[0]], kind)
+    split = TimeSplit("t", validation="2024-01-05", test="2024-01-09")
+    table = pa.table({"t": pa.DictionaryArray.from_arrays(codes, entries)})
+    assert split.parts_of(table, "", np.arange(4)).tolist() == [0, 1, 0, 2]
+    import pyarrow.dataset as ds
+
+    kept = ds.dataset(table).to_table(filter=split.filter_of("train", table.schema))
+    assert kept.num_rows == 2
+    entries = pa.array([days[0], None, days[3], days[0]], kind)
+    table = pa.table({"t": pa.DictionaryArray.from_arrays(codes, entries)})
+    with pytest.raises(ValueError, match="'t' must have no missing time; received None in row 1"):
+        split.parts_of(table, "", np.arange(4))

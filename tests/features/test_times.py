@@ -86,3 +86,18 @@ def test_dates() -> None:
 def test_other_values_are_named(data: list[object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         parts_of(COLUMN, data)
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        pa.array([0, 10**15]).cast(pa.timestamp("s")),
+        pa.array([0, 10**15]).cast(pa.timestamp("s")).dictionary_encode(),
+        pa.array([0, -(10**15)]).cast(pa.timestamp("ms", "UTC")),
+        pa.array([0, 10**8], pa.int32()).cast(pa.date32()),
+    ],
+)
+def test_times_that_python_does_not_have_are_named(times: pa.Array) -> None:
+    rule = r"'t' must have times of the years 1 to 9999; received '.+' in row 1\. Set unit\."
+    with pytest.raises(ValueError, match=rule):
+        parts_of(COLUMN, times)

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from recsys.features import Categorical, FeatureSpec
 from recsys.features.arrow import Keys, Values, read_keys
 from recsys.features.vocabulary import Counts, Vocabulary
 from tests.features import plain
@@ -133,5 +134,21 @@ def test_texts_with_the_hash_of_a_known_text_are_unknown(monkeypatch: pytest.Mon
     monkeypatch.setattr("recsys.features.vocabulary.hash_texts", lengths)
     vocabulary = Vocabulary(pa.array(["a", "bb"], pa.large_string()))
     assert vocabulary.rows_of(keys_of(["a", "c", "bb", "cc"], "text")).tolist() == [2, 1, 3, 1]
-    with pytest.raises(ValueError, match="must be distinct"):
-        Vocabulary(pa.array(["a", "b"], pa.large_string()))
+    with pytest.raises(ValueError, match=r"must be distinct.* received 'cc' and 'bb'\. Remove"):
+        Vocabulary(pa.array(["a", "cc", "ddd", "bb"], pa.large_string()))
+    counts = Counts()
+    counts.add("c", keys_of(["ddd", "ddd", "a", "bb", "bb", "cc", "b"], "text"))
+    with pytest.warns(UserWarning, match="'b' is left out .* hash of 'a'; so are 1 other texts"):
+        found = counts.vocabulary(1, None)
+    assert found.values.to_pylist() == ["bb", "ddd", "a"]
+    assert found.rows_of(keys_of(["bb", "cc", "b", "a"], "text")).tolist() == [2, 1, 1, 4]
+
+
+def test_texts_of_one_hash_do_not_end_a_fit() -> None:
+    """Two known texts of one 64-bit hash: the rarer one is an unknown value."""
+    first, second = "8yn0iYCKYHlIj4-BwPqk", "GReLUrM4wMqfg9yzV3KQ"
+    spec = FeatureSpec([Categorical("city")])
+    with pytest.warns(UserWarning, match=f"'{first}' is left out .* hash of '{second}'"):
+        spec.fit({"city": [first, second, second, "Oslo"]})
+    rows = spec.transform({"city": [first, second, "Oslo"]}).sparse_features.values()
+    assert rows.tolist() == [1, 2, 3]

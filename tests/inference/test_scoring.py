@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +180,73 @@ def test_a_stopped_job_continues(
     assert written.stat().st_mtime_ns == first
 
 
+def test_processes_of_the_command(
+    packaged: tuple[Path, nn.Module, FeatureSpec], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    data, out = tmp_path / "data", tmp_path / "out"
+    data.mkdir()
+    arguments = ["score", str(packaged[0]), "--input", str(data), "--output", str(out)]
+    arguments += ["--processes", "2"]
+    for number in range(3):
+        pq.write_table(raw_table(10, number), data / f"{number}.parquet")
+    bad = raw_table(10, 1).set_column(7, "row", pa.array([*range(9), 20]))
+    pq.write_table(bad, data / "1.parquet")
+    assert recsys.__main__.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert f"{data / '1.parquet'}, from row 0: Column 'row' must have row numbers" in error
+    pq.write_table(raw_table(10, 1), data / "1.parquet")
+    assert recsys.__main__.main(arguments) == 0
+    found = sorted(path.name[0] for path in out.iterdir())
+    assert found == ["0", "1", "2"]
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("is_scoring", [True, False])
+def test_a_killed_process_ends_the_command(
+    packaged: tuple[Path, nn.Module, FeatureSpec], tmp_path: Path, is_scoring: bool
+) -> None:
+    """Its file is named, and no unfinished result stays."""
+    data, out = tmp_path / "data", tmp_path / "out"
+    data.mkdir()
+    pq.write_table(raw_table(20, 0), data / "0.parquet")
+    for name in ("1", "2"):
+        pq.write_table(pa.concat_tables([raw_table(100, 1)] * 2000), data / f"{name}.parquet")
+    command = [sys.executable, "-m", "recsys", "score", str(packaged[0]), "--input", str(data)]
+    command += ["--output", str(out), "--processes", "2", "--batch-size"]
+    job = subprocess.Popen([*command, "1"], stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + 60
+        while True:
+            assert job.poll() is None
+            assert time.monotonic() < end
+            unfinished = [*out.glob(".*")] if out.exists() else []
+            children = [
+                child
+                for child in _children(job.pid)
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+            ]
+            if is_scoring and len(unfinished) == 2 and [*out.glob("0-*")]:
+                break
+            if not is_scoring and len(children) == 2:
+                break
+            time.sleep(0.01)
+        os.kill(children[0], signal.SIGKILL)
+        _, error = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == 1
+    assert f"recsys score: --processes: a process ended by signal {signal.SIGKILL:d} " in error
+    if is_scoring:
+        assert f"while it scored {data}" in error
+        assert [path.name[:2] for path in out.iterdir()] == ["0-"]
+    else:
+        assert "before its first file" in error
+    assert not [*out.glob(".*")]
+
+
 def test_raw_requests_are_checked_as_training_data(
     packaged: tuple[Path, nn.Module, FeatureSpec],
 ) -> None:
@@ -197,6 +268,40 @@ def test_raw_requests_are_checked_as_training_data(
     ):
         with pytest.raises(error, match=message):
             raw_request(columns, pa.table(bad))
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"city": [["Oslo"]]}, "received list<item: string>. Send one value for each row, not a"),
+        ({"age": ["old"]}, "'age' must have numbers; received string. Send values of this type"),
+        ({"row": ["a"]}, "'row' must have .* numbers; received .* Send "),
+        ({"time": [10**18]}, "years 1 to 9999; received 1000000000000000000 in row 0. Send times"),
+        ({"city": ["a", 3]}, "'city' must have values of one type; .* Send values of one type"),
+        (
+            {"tags": ["a"], "weight": [[1.0]]},
+            "'tags' must have lists; received string. Send a list for each row",
+        ),
+    ],
+)
+def test_errors_of_requests_have_remedies_of_senders(
+    packaged: tuple[Path, nn.Module, FeatureSpec], request_: Any, message: str
+) -> None:
+    with Predictor(packaged[0]) as predictor:
+        columns = predictor.manifest["columns"]
+        for call in (predictor, lambda data: raw_request(columns, data)):
+            with pytest.raises((TypeError, ValueError), match=message):
+                call(request_)
+
+
+def test_missing_values_of_pandas_in_requests(
+    packaged: tuple[Path, nn.Module, FeatureSpec],
+) -> None:
+    pd = pytest.importorskip("pandas")
+    request = {"tags": [["a", pd.NA], pd.NA], "weight": [[1.0, 2.0], None], "city": ["x", pd.NA]}
+    plain = {"tags": [["a", None], None], "weight": [[1.0, 2.0], None], "city": ["x", None]}
+    with Predictor(packaged[0]) as predictor:
+        assert predictor(request)["output"].tolist() == predictor(plain)["output"].tolist()
 
 
 def test_a_raw_column_has_one_use(tmp_path: Path) -> None:

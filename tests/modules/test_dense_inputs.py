@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from recsys.datasets.utils import Batch
 from recsys.fx import symbolic_trace
+from recsys.modules.ctr.dcn_v2 import DCNV2
 from recsys.modules.deepfm_model import SimpleDeepFMNN
 from recsys.modules.dense_inputs import check_dense_features
 from recsys.modules.dlrm import DLRM, DenseArch, DLRMTrain, mean_loss
@@ -125,6 +126,22 @@ def test_what_are_no_dense_features_is_named(build: Callable[..., nn.Module], de
         TypeError, match=r"^dense_features must be a tensor of floats, \[samples, 3"
     ):
         build(tables())(dense, a_batch().sparse_features)
+
+
+def test_float64_and_other_batches_are_named() -> None:
+    tables = [EmbeddingBagConfig(9, 4, "t", feature_names=["f"])]
+    model = DLRM(EmbeddingBagCollection(tables=tables), 2, [4], [1])
+    ids = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    dense = torch.ones(2, 2, dtype=torch.float64)
+    rule = "dense_features must have the dtype of the model, torch.float32; received torch.float64"
+    with pytest.raises(TypeError, match=rule):
+        model(dense, ids)
+    with pytest.raises(TypeError, match=rule):
+        DCNV2(EmbeddingBagCollection(tables=tables), 2, 1, [4])(dense, ids)
+    assert check_dense_features(dense, nn.Linear(2, 1).double(), "x").dtype is torch.float64
+    for batch in (ids, dense):
+        with pytest.raises(TypeError, match=r"DLRMTrain.batch must be a .*Batch with dense_feat"):
+            DLRMTrain(model)(batch)  # type: ignore[arg-type]
 
 
 def test_forgotten_columns_are_named() -> None:

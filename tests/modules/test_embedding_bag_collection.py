@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from recsys.features import FeatureSpec, Hashed
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from recsys.modules.embedding_modules import (
@@ -294,6 +295,10 @@ def test_bounds_check_modes() -> None:
         ([TABLES[0], TABLES[0]], r"different names; received \['users'\] more than once"),
         ([EmbeddingBagConfig(3, 4, "t")], "table 't' needs feature_names"),
         ([EmbeddingBagConfig(3, 4, "", feature_names=["f"])], "must have a name without dots"),
+        (
+            FeatureSpec([Hashed("b.c", rows=9)]).tables(4),
+            r"received 'b\.c'.*Rename the table; in a FeatureSpec, pass another table=\.\.\.",
+        ),
         (
             [EmbeddingBagConfig(3, 4, "t", DataType.INT8, ["f"])],
             r"data_type that can be trained, one of \['FP32', 'FP16', 'BF16'\]; received INT8",

@@ -219,6 +219,10 @@ CHUNKS = [pa.array(names).dictionary_encode() for names in (["b", "a"], ["c", "a
             ),
             [[0], [], []],
         ),
+        (
+            pa.DictionaryArray.from_arrays(pa.array([3, 2, 1, 0]), pa.array(["x", "x", "y", "x"])),
+            [[0], [2], [0], [0]],
+        ),
         (pa.array([["a", "b"], None, ["b"]], pa.list_(DICTIONARY)), [[0, 1], [], [1]]),
         # categories that are numbers are ids themselves
         (pd.Categorical([20, 10, None]), [[20], [10], []]),

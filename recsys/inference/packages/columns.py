@@ -7,9 +7,10 @@ Legend: `B` rows, `N` values, `V` values of a vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 import pyarrow as pa
@@ -55,6 +56,17 @@ __all__ = [
 ]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
+_REMEDIES: Final = {
+    "Set is_list=False.": "Send a list for each row.",
+    "Set is_list=True.": "Send one value for each row, not a list.",
+    "Set rows to the size of the table.": "Send row numbers of the table.",
+    "Describe it by Categorical or Hashed.": "Send whole numbers.",
+    "Set unit.": "Send times in the unit of the package.",
+    "Choose another unit of the Timestamp.": "Send a time nearer to 1970.",
+    "Convert the column.": "Send values of one type.",
+    "Cast it.": "Send values of this type.",
+}
+"""Remedies of a request, by the remedies for data of training in the same errors."""
 FOLDER = "spec"
 """Folder of the spec in a version."""
 
@@ -240,6 +252,13 @@ def model_request(
         TypeError: A column has values of another type.
         ValueError: A value is out of its range.
     """
+    with _remedies():
+        return _model_request(spec, inputs, data)
+
+
+def _model_request(
+    spec: FeatureSpec, inputs: Sequence[Mapping[str, Any]], data: Any
+) -> dict[str, Tensor]:
     table, names = table_of(data), spec.column_names(labels=False)
     _check_names(table, names, [vars(c) for c in spec.columns if isinstance(c, SparseColumn)])
     for name in names:
@@ -271,6 +290,24 @@ def raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, Te
         TypeError: A column has values of another type.
         ValueError: A number is not finite.
     """
+    with _remedies():
+        return _raw_request(columns, data)
+
+
+@contextlib.contextmanager
+def _remedies() -> Iterator[None]:
+    """Replace the remedies of errors by remedies that the sender of a request has."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        for of_training, of_request in _REMEDIES.items():
+            if text.endswith(of_training):
+                raise type(error)(text.removesuffix(of_training) + of_request) from error
+        raise
+
+
+def _raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, Tensor | Texts]:
     table = table_of(data)
     _check_names(table, names_of(columns), columns)
     found: dict[str, Tensor | Texts] = {}

@@ -1,0 +1,181 @@
+"""A file of a table: its rows, and whether it has changed since it was found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+from pyarrow import csv, fs
+
+__all__ = ["File", "conversion_of", "described", "is_text", "version_of"]
+
+
+@final
+@dataclass(frozen=True)
+class File:
+    """A file of a table."""
+
+    path: str
+    """The path or URL, for messages."""
+    fragment: Any
+    """The fragment of `pyarrow.dataset`."""
+    schema: Any
+    """Its columns, as an Arrow schema."""
+    encoding: str
+    """Encoding of a text file, which the fragment does not keep."""
+    version: tuple[int, ...]
+    """Size, time and inode of the file as it was found, as `version_of` returns them."""
+
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
+        """Yield Arrow tables of at most some 64 thousand rows; text files, of a mebibyte of text.
+
+        Args:
+            columns: the columns to read; None: all.
+
+        Raises:
+            KeyError: the file does not have a column.
+            ValueError: the file is damaged or truncated, has changed since it was found, or a value
+                does not have the type of its column.
+        """
+        self.check_columns(columns or ())
+        names = self.schema.names if columns is None else columns
+        read = self._text_batches if is_text(self) else self._parquet_batches
+        yield from self.checked(pa.Table.from_batches([batch]) for batch in read(names))
+
+    def checked(
+        self, tables: Iterable[Any], text_of: Callable[[Exception], str] = str
+    ) -> Iterator[Any]:
+        """Yield the tables that are read of the file, if it is still the one that was found.
+
+        Args:
+            tables: an iterable that reads.
+            text_of: function that describes an error of Arrow.
+
+        Raises:
+            ValueError: the file has changed or is damaged, or a value does not have the type of its
+                column.
+        """
+        self._check_version()
+        try:
+            for table in tables:
+                self._check_version()  # after it was read
+                yield table
+        except (pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowTypeError, OSError) as error:
+            self._check_version()
+            raise ValueError(f"{self.path} cannot be read: {described(text_of(error))}") from error
+        except pa.ArrowNotImplementedError as error:
+            raise ValueError(f"{self.path} cannot be read: {error}") from error
+        self._check_version()  # a shorter file ends early
+
+    def _check_version(self) -> None:
+        if version_of(self.fragment.filesystem, self.fragment.path) != self.version:
+            raise ValueError(
+                f"{self.path} must not change while it is read; received another size, time or "
+                "inode than at the start. Begin again, and write new data to new files."
+            )
+
+    # `Fragment.to_batches` reads ahead without a limit, up to the whole file.
+
+    def _parquet_batches(self, names: Sequence[str]) -> Iterator[Any]:
+        system, path = self.fragment.filesystem, self.fragment.path
+        is_remote = not isinstance(system, fs.LocalFileSystem)
+        with system.open_input_file(path) as opened:
+            file = pq.ParquetFile(opened, metadata=self.fragment.metadata, pre_buffer=is_remote)
+            for number in range(file.num_row_groups):
+                for batch in file.iter_batches(1 << 16, [number], list(names), use_threads=False):
+                    yield batch.select(names)
+
+    def _text_batches(self, names: Sequence[str]) -> Iterator[Any]:
+        kind = self.fragment.format
+        options = kind.default_fragment_scan_options
+        reading = options.read_options
+        reading.encoding = self.encoding
+        conversion = conversion_of(options.convert_options, self.schema, names)
+        system, path = self.fragment.filesystem, self.fragment.path
+        with system.open_input_stream(path, compression="detect") as stream:
+            yield from csv.open_csv(stream, reading, kind.parse_options, conversion)
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Check that the file has columns.
+
+        Raises:
+            KeyError: it does not have one of them.
+            ValueError: it has one of them several times.
+        """
+        columns = list(columns)
+        missing = [name for name in columns if name not in self.schema.names]
+        if missing:
+            raise KeyError(
+                f"{self.path} must have the columns {missing}; it has {self.schema.names}."
+            )
+        twice = [name for name in columns if self.schema.names.count(name) > 1]
+        if twice:
+            raise ValueError(
+                f"{self.path} must have one column of each name; it has several {twice}. Rename "
+                "them."
+            )
+
+
+def version_of(system: Any, path: str) -> tuple[int, ...]:
+    """Return size, time in nanoseconds and inode of a file, which another version changes.
+
+    Args:
+        system: a file system of pyarrow; other systems than the local one have no inodes.
+        path: the path in it.
+    """
+    if isinstance(system, fs.LocalFileSystem):
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            return ()
+        return found.st_size, found.st_mtime_ns, found.st_ino
+    info = system.get_file_info(path)
+    return info.size or 0, info.mtime_ns or 0
+
+
+def described(text: str) -> str:
+    """Return the text of an error of Arrow with a remedy, if it is about a text file."""
+    if "CSV conversion error" in text:
+        return (
+            f"{text}. Types are inferred from the beginning, the middle and the end of each file; "
+            "pass convert_options=pyarrow.csv.ConvertOptions(column_types=...) to choose them."
+        )
+    if any(words in text for words in ("columns, got", "straddling object", "out of sync")):
+        return (
+            f"{text}. If quoted values contain newlines, pass "
+            "parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True); else each line must "
+            "have one value for each column."
+        )
+    return text
+
+
+def conversion_of(given: Any, schema: Any, columns: Sequence[str]) -> Any:
+    """Return options that read some columns of text, with the types of a schema.
+
+    Args:
+        given: the `ConvertOptions` of `pyarrow.csv` that all columns have.
+        schema: the types.
+        columns: the columns to read.
+    """
+    return csv.ConvertOptions(
+        check_utf8=given.check_utf8,
+        column_types={**given.column_types, **{n: schema.field(n).type for n in columns}},
+        null_values=given.null_values,
+        true_values=given.true_values,
+        false_values=given.false_values,
+        decimal_point=given.decimal_point,
+        strings_can_be_null=given.strings_can_be_null,
+        quoted_strings_can_be_null=given.quoted_strings_can_be_null,
+        timestamp_parsers=given.timestamp_parsers,
+        include_columns=list(columns),
+    )
+
+
+def is_text(file: File) -> bool:
+    """Return whether a file is CSV or TSV."""
+    return isinstance(file.fragment.format, ds.CsvFileFormat)
