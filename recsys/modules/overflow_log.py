@@ -9,7 +9,6 @@ import functools
 import os
 import re
 import shutil
-import socket
 import uuid
 import weakref
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from recsys.kernels.hashed import build, native
 from recsys.kernels.hashed.id_numbers import IdNumbers
+from recsys.machine import machine_name
 
 __all__ = [
     "SEGMENT_BYTES",
@@ -423,7 +423,7 @@ def _sync(path: Path) -> None:
 def _new_folder(parent: Path, name: str) -> tuple[Path, int]:
     """Create the folder of a log, delete folders of dead processes; return it and its lock."""
     parent.mkdir(parents=True, exist_ok=True)
-    host = re.sub(r"[^\w-]", "_", socket.gethostname())
+    host = re.sub(r"[^\w-]", "_", machine_name())
     _remove_leftovers(parent, host)
     table = re.sub(r"[^\w.-]", "_", name)[:80]
     while True:
