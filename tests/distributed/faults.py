@@ -90,7 +90,12 @@ FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
     "disk": ("save", _limit_disk, r"raised CheckpointError: (?s:.*), in save_checkpoint"),
 }
 CHAINED = {"disk": 3}  # an error, what caused it, and what was told of another rank's
-STACKS = {"hang", "hang in C", "stop", "stop in pause"}  # faults after which each rank shows what it does
+STACKS = {
+    "hang",
+    "hang in C",
+    "stop",
+    "stop in pause",
+}  # faults after which each rank shows what it does
 
 
 class Model(nn.Module):
