@@ -199,11 +199,9 @@ def test_a_bit_that_flips_is_named_with_its_id(tmp_path: Path, use: str) -> None
     data[size * 3 + 9] ^= 16  # in the weight of id 3
     first.write_bytes(data)
     log.read(torch.tensor([2, 4]))  # other records are not affected
+    ids = torch.arange(10, 40) if use == "compact" else torch.tensor([2, 3])
     with pytest.raises(OSError, match="cannot read it: the record of id 3 was changed on the disk"):
-        if use == "compact":  # less than half of the file is valid
-            log.take(torch.arange(10, 40))
-        else:
-            getattr(log, use)(torch.tensor([2, 3]))
+        (log.read if use == "read" else log.take)(ids)  # compacts a file if less than half is valid
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

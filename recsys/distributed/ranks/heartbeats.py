@@ -23,7 +23,7 @@ from pathlib import Path
 from time import monotonic
 from typing import final
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from recsys.distributed.ranks import pulse
 from recsys.distributed.ranks.position import Position
