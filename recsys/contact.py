@@ -37,8 +37,9 @@ def explained(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
         raise_explained(error, group, what)
 
 
-ask_watchdog: Callable[[], str] | None = None
-"""Function that returns the reason of a lost connection; None without an open watchdog."""
+ask_watchdog: Callable[[], str | None] | None = None
+"""Function that returns the reason of a lost connection, or None if it is unknown; None without an
+open watchdog."""
 ask_last_save: Callable[[], str] | None = None
 """Function that returns a sentence about the last save, for the message of a watchdog that ends
 this process; None for no sentence."""
@@ -63,7 +64,8 @@ def explain(error: RuntimeError, group: dist.ProcessGroup | None, what: str) -> 
     if not is_lost_contact(error):
         return error  # such as out of memory
     own = dist.get_rank()
-    who = ask_watchdog() if ask_watchdog is not None else _ask_ranks(group, own)
+    reason = ask_watchdog() if ask_watchdog is not None else None
+    who = reason or _ask_ranks(group, own)
     return LostContactError(
         f"Rank {own} of {dist.get_world_size()} lost contact with the others when the ranks were "
         f"to {what}. {who}: look for the first error in the logs of the ranks; a process may have "

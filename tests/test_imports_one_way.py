@@ -47,6 +47,7 @@ TOOLS = {
     "lazy": [],
     "loaders": [],
     "logs": [],
+    "machine": [],
     "step_stages": [],
     "streamable": [],
     "tracing": [],

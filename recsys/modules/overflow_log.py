@@ -9,7 +9,6 @@ import functools
 import os
 import re
 import shutil
-import socket
 import uuid
 import weakref
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from recsys.kernels.hashed import build, native
 from recsys.kernels.hashed.id_numbers import IdNumbers
+from recsys.machine import machine_name
 
 __all__ = [
     "SEGMENT_BYTES",
@@ -77,6 +77,7 @@ class _Segment:
 
     path: Path
     is_live: NDArray[np.bool_]
+    crcs: NDArray[np.uint32]
     records: int
     live: int
     crc: int
@@ -90,7 +91,7 @@ class OverflowLog:
     The newest record of an id is valid, until it is taken. The valid records of a full file are
     copied to the end, and the file is deleted, when they are less than half of it. So the files
     have at most twice the bytes of the valid records, and two files more. Memory: `IdNumbers`, and
-    a byte per record.
+    five bytes per record: a flag and a CRC, by which a changed record is an error.
 
     The files are in a folder of their own under `parent`, of another name for each log. The folder
     is deleted with the log, and at the end of the process. A process that is killed leaves it, and
@@ -177,7 +178,7 @@ class OverflowLog:
             OSError: The disk cannot be read, or a file was changed.
         """
         self._check()
-        return self._read(ids, self._numbers.find(ids).numpy())
+        return self._read(self._numbers.find(ids).numpy())
 
     def take(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the records of ids, and remove them.
@@ -196,7 +197,7 @@ class OverflowLog:
         numbers = self._numbers.take(ids)
         is_known = numbers >= 0
         numbers = numbers[is_known]
-        records = self._read(ids[is_known], numbers.numpy())
+        records = self._read(numbers.numpy())
         self._invalidate(numbers.numpy())
         return is_known, records
 
@@ -242,21 +243,31 @@ class OverflowLog:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def _read(self, ids: Tensor, numbers: NDArray[np.int64]) -> Tensor:
-        """Return the records of ids, given their numbers."""
+    def _read(self, numbers: NDArray[np.int64]) -> Tensor:
+        """Return the records of these numbers."""
         order = np.argsort(numbers)
         found = np.empty((len(numbers), self._size), dtype=np.uint8)
+        crcs = np.empty(len(numbers), dtype=np.uint32)
+        segments, rows = np.divmod(numbers, self._per_segment)
+        for number in np.unique(segments).tolist():
+            is_here = segments == number
+            crcs[is_here] = self._segments[number].crcs[rows[is_here]]
         try:
             self._read_sorted(numbers[order], found.reshape(-1))
         except OSError as error:
             self._fail("read it", error)
-        records = torch.from_numpy(found)
-        positions = torch.from_numpy(order)
-        if not torch.equal(_ids_of(records), ids[positions]):
-            self._fail("read it", OSError(errno.EIO, "its files were changed"))
-        in_order = torch.empty_like(records)
-        in_order[positions] = records
+        self._check_records(found, crcs[order])
+        in_order = torch.empty(found.shape, dtype=torch.uint8)
+        in_order[torch.from_numpy(order)] = torch.from_numpy(found)
         return in_order[:, _ID_BYTES:]
+
+    def _check_records(self, records: NDArray[np.uint8], crcs: NDArray[np.uint32]) -> None:
+        """Raise an error if a record is not as it was written."""
+        is_changed = _crcs_of(records) != crcs
+        if is_changed.any():
+            damaged = torch.from_numpy(records[is_changed])
+            reason = f"the record of id {int(_ids_of(damaged)[0])} was changed on the disk"
+            self._fail("read it", OSError(errno.EIO, reason))
 
     def _invalidate(self, numbers: NDArray[np.int64]) -> None:
         """Mark records as invalid, and compact files in which less than half are valid."""
@@ -281,6 +292,7 @@ class OverflowLog:
                 self._fail("write a row to it", error)
             start, segment.records = segment.records, segment.records + len(part)
             segment.is_live[start : segment.records] = True
+            segment.crcs[start : segment.records] = _crcs_of(part)
             segment.live += len(part)
             segment.crc = crc32(part.data, segment.crc)
             at = number * self._per_segment + start
@@ -297,8 +309,9 @@ class OverflowLog:
         if segment is None or segment.records == self._per_segment:
             number, self._next = self._next, self._next + 1
             is_live = np.zeros(self._per_segment, dtype=np.bool_)
+            crcs = np.zeros(self._per_segment, dtype=np.uint32)
             path = self.folder / f"{number}.rows"
-            segment = self._segments[number] = _Segment(path, is_live, 0, 0, 0, False)
+            segment = self._segments[number] = _Segment(path, is_live, crcs, 0, 0, 0, False)
         return number, segment
 
     def _compact(self, number: int) -> None:
@@ -310,6 +323,7 @@ class OverflowLog:
                 records = found.reshape(self._per_segment, self._size)[segment.is_live]
             except (OSError, ValueError) as error:
                 self._fail("read it", OSError(errno.EIO, str(error)))
+            self._check_records(records, segment.crcs[segment.is_live])
             self._write(_ids_of(torch.from_numpy(records)), records, is_copy=True)
         segment.path.unlink(missing_ok=True)
 
@@ -376,6 +390,10 @@ def split_records(records: Tensor, fields: Sequence[RecordField]) -> dict[str, T
     }
 
 
+def _crcs_of(records: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    return np.fromiter(map(crc32, records), np.uint32, len(records))
+
+
 def _ids_of(records: Tensor) -> Tensor:
     own = records[:, :_ID_BYTES].clone(memory_format=torch.contiguous_format)
     return own.view(torch.int64)[:, 0]
@@ -423,7 +441,7 @@ def _sync(path: Path) -> None:
 def _new_folder(parent: Path, name: str) -> tuple[Path, int]:
     """Create the folder of a log, delete folders of dead processes; return it and its lock."""
     parent.mkdir(parents=True, exist_ok=True)
-    host = re.sub(r"[^\w-]", "_", socket.gethostname())
+    host = re.sub(r"[^\w-]", "_", machine_name())
     _remove_leftovers(parent, host)
     table = re.sub(r"[^\w.-]", "_", name)[:80]
     while True:

@@ -4,7 +4,7 @@
 
 A job under torchrun trains a sharded model inside a `Watchdog(abort_after=8)`. After some steps
 rank 1 raises, hangs, exits, is stopped or killed, gets a bad batch, or runs out of disk in a save.
-The other ranks must have ended 10 s later, with a message that names rank 1 and the stage it was
+The other ranks must have ended 12 s later, with a message that names rank 1 and the stage it was
 in, and no process may be left when torchrun has ended. With `--off` there is no watchdog: then
 every fault must be found to lack something.
 """
@@ -76,6 +76,11 @@ FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
         lambda: os.kill(os.getpid(), signal.SIGSTOP),
         "has sent no heartbeat for .* s, last seen in .*",
     ),
+    "stop in pause": (
+        "pause",
+        lambda: (time.sleep(2), os.kill(os.getpid(), signal.SIGSTOP)),  # after a heartbeat
+        "has sent no heartbeat for .* s, last seen in evaluation",
+    ),
     "kill": (
         "backward",
         lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -85,7 +90,12 @@ FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
     "disk": ("save", _limit_disk, r"raised CheckpointError: (?s:.*), in save_checkpoint"),
 }
 CHAINED = {"disk": 3}  # an error, what caused it, and what was told of another rank's
-STACKS = {"hang", "hang in C", "stop"}  # faults after which each rank shows what it does
+STACKS = {
+    "hang",
+    "hang in C",
+    "stop",
+    "stop in pause",
+}  # faults after which each rank shows what it does
 
 
 class Model(nn.Module):
@@ -123,8 +133,8 @@ def train(fault: str, out: Path, *, watched: bool) -> None:
     model = DistributedModelParallel(Model(at), device=torch.device("cpu"))
     dense = [p for name, p in model.named_parameters() if "over" in name]
     optimizer = torch.optim.SGD(dense, lr=0.1)
-    guard = Watchdog(warn_after=4, abort_after=LIMIT_S) if watched else contextlib.nullcontext()
-    with guard:
+    watchdog = Watchdog(warn_after=4, abort_after=LIMIT_S)
+    with watchdog if watched else contextlib.nullcontext():
         for step in range(100_000):
             at("data")
             ids = torch.randint(ROWS, (3 * 8,))
@@ -134,6 +144,9 @@ def train(fault: str, out: Path, *, watched: bool) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            if step == STEP and where == "pause":
+                with watchdog.pause("evaluation"):
+                    at("pause")
             if step == STEP and where == "save":
                 at("save")
                 save_checkpoint(out / "saved", model)
@@ -180,7 +193,7 @@ def play(fault: str, ranks: int, out: Path, *, watched: bool = True) -> dict[str
         while any(map(lives, others)) and time.time() < began + 20:
             time.sleep(0.02)
         ended = time.time() - began
-        lacks = [] if ended < 10 else ["the others end within 10 s"]
+        lacks = [] if ended < 12 else ["the others end within 12 s"]
         job.wait(timeout=90)
         if any(map(lives, workers.values())):
             lacks.append("no process is left")

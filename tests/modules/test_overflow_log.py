@@ -189,6 +189,21 @@ def test_files_that_others_change_are_named(tmp_path: Path, change: str) -> None
     assert str(tmp_path) in str(info.value)
 
 
+@pytest.mark.parametrize("use", ["read", "take", "compact"])
+def test_a_bit_that_flips_is_named_with_its_id(tmp_path: Path, use: str) -> None:
+    log = log_in(tmp_path)
+    log.append(torch.arange(50), records_of(random.Random(0), 50))
+    [first, _] = files_of(log)
+    data = bytearray(first.read_bytes())
+    size = len(data) // 40  # a full file has 40 records
+    data[size * 3 + 9] ^= 16  # in the weight of id 3
+    first.write_bytes(data)
+    log.read(torch.tensor([2, 4]))  # other records are not affected
+    ids = torch.arange(10, 40) if use == "compact" else torch.tensor([2, 3])
+    with pytest.raises(OSError, match="cannot read it: the record of id 3 was changed on the disk"):
+        (log.read if use == "read" else log.take)(ids)  # compacts a file if less than half is valid
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"Table 't/é' .*/file'.* cannot create its folder"):

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     PrefixStore,
-    Store,
     _get_default_group,
     default_pg_timeout,
 )
@@ -89,10 +88,14 @@ class Watchdog:
     - If a rank raises, exits or is killed, the other ranks end within seconds and print its number
       and stage. Its traceback is printed once, by that rank.
 
-    A rank that cannot run its threads (stopped, or in a call that holds the GIL) sends no
-    heartbeats; the other ranks end. That rank is ended by torchrun, or by a timer in C after
-    `abort_after`. On SIGTERM, which torchrun sends, a process first prints why the job ends, unless
-    the script handles the signal. Without other ranks the watchdog does nothing.
+    - If a machine vanishes or a process is stopped, the other ranks end after a minute, or after
+      `abort_after` if that is less, also in a save or in `pause`.
+
+    A rank in a call that holds the GIL sends no heartbeats, but its process shows that it lives.
+    Only `abort_after` limits such a call: the other ranks end, and this rank is ended by torchrun
+    or by a timer in C. In a save and in `pause` the call has no limit. On SIGTERM, which torchrun
+    sends, a process first prints why the job ends, unless the script handles the signal. Without
+    other ranks the watchdog does nothing.
 
     Args:
         warn_after: Time in one stage before a warning, in seconds.
@@ -132,8 +135,15 @@ class Watchdog:
         self._next_warning = self._warn_after
         self._ends = self._stopped = False
         self._position = Position()
+        self._silence = min(_SILENCE, self._abort_after)
+        prefix, store = _prefix(), dist.distributed_c10d._get_default_store()
         self._beats = Heartbeats(
-            _store(), self._rank, dist.get_world_size(), self._interval, self._position
+            PrefixStore(prefix, store),
+            self._rank,
+            dist.get_world_size(),
+            self._interval,
+            self._position,
+            f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{prefix}/pulse",
         )
         self._closing.enter_context(observe(self._position))
         contact.ask_watchdog = self._ask
@@ -200,11 +210,12 @@ class Watchdog:
         _print_no_more_of(error)
         beats.announce(End(text=text, error=said))
 
-    def _ask(self) -> str:
+    def _ask(self) -> str | None:
         """Return the reason of a lost connection, unless the watching thread ends the process."""
         assert self._beats is not None
+        self._beats.look = True
         end = self._beats.wait_for_end(_PATIENCE)
-        return "The failed rank could not be identified" if end is None else end.text
+        return None if end is None else end.text
 
     def _print_reason(self, end: End) -> None:
         with self._printing:
@@ -220,10 +231,16 @@ class Watchdog:
     # -- the watching thread ----------------------------------------------------------------------
 
     def _watch(self) -> None:
+        assert self._beats is not None
         while True:
+            began = monotonic()
             ready, _, _ = select.select([self._signals], [], [], self._interval)
             if self._stopped:
                 return
+            late = monotonic() - began - self._interval
+            if late > self._interval:  # stopped, or another thread held Python's lock
+                self._beats.rest(late)
+                continue
             if ready and signal.SIGTERM in self._signals.recv(64) and not self._ends:
                 self._end_by_sigterm()
             if not self._ends:
@@ -236,6 +253,13 @@ class Watchdog:
             self._end(beats.end)
         stays = monotonic() - self._position.place[2]
         beats.look = stays > 3 * self._interval
+        known, silent = {**beats.beats, self._rank: Beat.of(self._position, 0)}, beats.silent()
+        if beats.look and (lost := beats.lost(self._silence)):
+            self._end(beats.announce(End(text=in_words(known, silent, list(lost)), stacks=True)))
+        unheard = monotonic() - beats.answered
+        no_answer = f"the store of the job has not answered for {unheard:.0f} s"
+        if unheard > self._silence:
+            self._end(beats.announce(End(text=no_answer, stacks=True)))
         if self._position.long_section:
             faulthandler.cancel_dump_traceback_later()
         else:  # for a call that holds the GIL: then this thread does not run
@@ -244,15 +268,12 @@ class Watchdog:
             self._next_warning = self._warn_after
         if stays < min(self._next_warning, self._abort_after):
             return
-        known, silent = dict(beats.beats), beats.silent()
-        known[self._rank] = Beat.of(self._position, 0)
         if any(beat is not None and beat.long_section for beat in known.values()):
             return
         late = late_ranks(known, silent)
         text = in_words(known, silent, late)
-        unheard = monotonic() - beats.answered
         if unheard > MISSED * self._interval:
-            text = f"the store of the job has not answered for {unheard:.0f} s; {text}"
+            text = f"{no_answer}; {text}"
         elif not late:
             return
         if stays >= self._abort_after:
@@ -298,6 +319,8 @@ class Watchdog:
 _PATIENCE = 4.0
 """Seconds to wait for the announcement of a failed rank."""
 _MARGIN = 2.0
+_SILENCE = 60.0
+"""Seconds without a sign of life after which a rank, or the store of the job, counts as lost."""
 
 
 def _leave_it_to_the_thread(*_: object) -> None:
@@ -315,11 +338,10 @@ def _restore_sigterm() -> None:
 os.register_at_fork(after_in_child=_restore_sigterm)
 
 
-def _store() -> Store:
-    """Return the store of the job, with a prefix for each attempt and each watchdog."""
+def _prefix() -> str:
+    """Return a prefix of keys for each attempt of the job and each watchdog."""
     tries = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.distributed_c10d._get_default_store()
-    return PrefixStore(f"recsys/watchdog/{tries}/{next(_numbers)}", store)
+    return f"recsys/watchdog/{tries}/{next(_numbers)}"
 
 
 _numbers = itertools.count(1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import final
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.agreement import agree, is_raised_on_all, raise_together
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.machine import machine_name
 
 _STAGE = "build the model"
 
@@ -178,7 +178,7 @@ def gpu_of(env: ShardingEnv, device: torch.device) -> str | None:
     if "cuda:nccl" not in str(dist.get_backend_config(env.process_group)):
         return None
     properties = torch.cuda.get_device_properties(device)
-    return f"{getattr(properties, 'uuid', device)} of {socket.gethostname()}"
+    return f"{getattr(properties, 'uuid', device)} of {machine_name()}"
 
 
 def _check_gpus(gpus: list[str | None]) -> None:

@@ -3,13 +3,18 @@
 A thread writes this rank's `Beat` over its own connection, because the connection of the process
 group is blocked while the rank waits. The beats of other ranks are read only while this rank stays
 in one stage: then it waits for another rank, or others wait for it.
+
+A rank that holds Python's lock is silent and alive. Ranks of the same machine look at its process;
+ranks of other machines read its `pulse`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,9 +23,11 @@ from pathlib import Path
 from time import monotonic
 from typing import final
 
-from torch.distributed.distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from recsys.distributed.ranks import pulse
 from recsys.distributed.ranks.position import Position
+from recsys.machine import machine_name
 
 MISSED = 5
 """Missed beats after which a rank counts as silent."""
@@ -42,7 +49,7 @@ class Beat:
         long_section: Name of its long section, or "".
         left: Whether it has left the training loop.
         process: Process id.
-        machine: Name of the machine and the process namespace.
+        machine: Name of the machine and its namespace of process ids.
     """
 
     number: int
@@ -70,7 +77,7 @@ class Beat:
             long_section=position.long_section,
             left=left,
             process=os.getpid(),
-            machine=_machine(),
+            machine=_process_space(),
         )
 
     @property
@@ -95,11 +102,12 @@ class End:
     stacks: bool = False
 
 
-def _machine() -> str:
-    """Return a name for the namespace of process ids."""
+@functools.cache
+def _process_space() -> str:
+    """Return a name for the namespace of process ids, whose number alone is equal on machines."""
     with suppress(OSError):
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    return socket.gethostname()
+        return f"{machine_name()} {os.readlink('/proc/self/ns/pid')}"
+    return machine_name()
 
 
 def lives(process: int) -> bool:
@@ -108,16 +116,23 @@ def lives(process: int) -> bool:
     Args:
         process: Process id.
     """
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return False
+    if Path("/proc/self/stat").exists():
+        return pulse.state_of(process) not in "ZX"
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
     return True
+
+
+def _base_of(store: Store) -> TCPStore | None:
+    """Return a connection to the TCP store below all prefixes; None for other stores."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        clone: TCPStore = store.clone()  # type: ignore[attr-defined]
+        return clone
+    return None
 
 
 @final
@@ -126,6 +141,8 @@ class Heartbeats:
 
     Args:
         store: Store of the job; the thread opens its own connection to it.
+        pulse_key: Prefix of the keys of pulses, without the prefixes of `store`; the same on all
+            ranks.
         rank: This rank.
         world_size: Number of ranks.
         interval: Time between two beats, in seconds.
@@ -139,7 +156,13 @@ class Heartbeats:
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, interval: float, position: Position
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        interval: float,
+        position: Position,
+        pulse_key: str = "recsys/pulse",
     ) -> None:
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._rank, self._interval, self._position = rank, interval, position
@@ -147,6 +170,9 @@ class Heartbeats:
         self.beats: dict[int, Beat | None] = dict.fromkeys(range(world_size))
         self._moved = dict.fromkeys(range(world_size), monotonic())  # time of the last new beat
         self._near: dict[int, int] = {}  # processes of other ranks on this machine
+        self._pulses: dict[int, tuple[str, float]] = {}  # of ranks elsewhere, and time of change
+        self._pulse_key, self._base = pulse_key, _base_of(store)
+        self._pulse: subprocess.Popen[bytes] | None = None
         self.end: End | None = None
         self.answered = monotonic()
         self._number = 0
@@ -166,6 +192,9 @@ class Heartbeats:
         self._stopped = True
         self._wake.set()
         self._thread.join(timeout=2)
+        if self._pulse is not None:
+            self._pulse.kill()
+            self._pulse.wait()
         if left:
             with suppress(*_ERRORS):
                 self._write(left=True)
@@ -179,6 +208,30 @@ class Heartbeats:
             for rank, seconds in found.items()
             if seconds > MISSED * self._interval and self.beats[rank] is not None
         }
+
+    def lost(self, limit: float) -> dict[int, float]:
+        """Return silent ranks whose process shows no life -> seconds since their last beat.
+
+        Args:
+            limit: Least time without a beat, and without a pulse, in seconds.
+        """
+        silent = self.silent().items()
+        return {rank: age for rank, age in silent if age > limit and not self._is_alive(rank)}
+
+    def _is_alive(self, rank: int) -> bool:
+        """Return whether a silent rank's process runs, or nothing is known about it."""
+        if (process := self._near.get(rank)) is not None:
+            return lives(process) and pulse.state_of(process) != "T"
+        if rank not in self._pulses:
+            return True
+        text, at = self._pulses[rank]
+        return text[-1] not in "TZX" and monotonic() - at <= MISSED * max(self._interval, 1.0)
+
+    def rest(self, seconds: float) -> None:
+        """Exclude a time in which no thread of this process ran from the silence of others."""
+        self._moved = {rank: at + seconds for rank, at in self._moved.items()}
+        self._pulses = {rank: (text, at + seconds) for rank, (text, at) in self._pulses.items()}
+        self.answered += seconds
 
     def claim(self) -> bool:
         """Return whether this rank is the first to claim an error."""
@@ -212,6 +265,7 @@ class Heartbeats:
 
     def _exchange(self) -> None:
         dead = [rank for rank, process in self._near.items() if not lives(process)]
+        dead += [rank for rank, (text, _) in self._pulses.items() if text[-1] in "ZX"]
         try:
             self._write(left=False)
             with self._lock:
@@ -247,6 +301,29 @@ class Heartbeats:
             there = [rank for rank in ranks if self._store.check([f"beat/{rank}"])]
             texts = self._store.multi_get([f"beat/{rank}" for rank in there]) if there else []
         self._record({r: Beat(**json.loads(text)) for r, text in zip(there, texts, strict=True)})
+        self._read_pulses([rank for rank in there if rank not in (self._rank, *self._near)])
+
+    def _read_pulses(self, ranks: list[int]) -> None:
+        """Read the pulses of ranks on other machines; start this rank's if there are any."""
+        base = self._base
+        if base is None or not ranks:
+            return
+        if self._pulse is None:
+            arguments = [base.host, base.port, f"{self._pulse_key}/{self._rank}"]
+            arguments += [max(self._interval, 0.1), os.getpid()]
+            self._pulse = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(pulse.__file__), *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the rank
+            )
+        with self._lock:
+            keys = {rank: f"{self._pulse_key}/{rank}" for rank in ranks}
+            there = [rank for rank in ranks if base.check([keys[rank]])]
+            texts = base.multi_get([keys[rank] for rank in there]) if there else []
+        for rank, text in zip(there, texts, strict=True):
+            if self._pulses.get(rank, ("", 0.0))[0] != text.decode():
+                self._pulses[rank] = text.decode(), monotonic()
 
     def _record(self, found: Mapping[int, Beat]) -> None:
         for rank, beat in found.items():
@@ -254,7 +331,7 @@ class Heartbeats:
             if before is None or before.number != beat.number:
                 self._moved[rank] = monotonic()
             self.beats[rank] = beat
-            if rank != self._rank and beat.machine == _machine():
+            if rank != self._rank and beat.machine == _process_space():
                 self._near[rank] = beat.process
 
 

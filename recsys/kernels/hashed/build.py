@@ -14,6 +14,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -89,8 +90,11 @@ def load() -> Loaded:
     """Load the library from the cache folder, and build it there if necessary.
 
     Processes that build at the same time do not disturb each other. If the cache folder cannot be
-    used, the library is built in a temporary folder that only this process uses. If it cannot be
-    built, the wheel's library is loaded.
+    used, or other users can write to it, the library is built in a temporary folder that only this
+    process uses. If it cannot be built, the wheel's library is loaded.
+
+    Warns:
+        RuntimeWarning: Other users can replace the library in the cache folder.
 
     Raises:
         OSError: There is no compiler, or no folder to build in; and no library in the wheel.
@@ -98,6 +102,14 @@ def load() -> Loaded:
             is no library in the wheel.
     """
     cached = cache_path()
+    if cached is not None and (reason := _danger(cached)):
+        warnings.warn(
+            f"The compiled library {cached} is not used: {reason}. Set RECSYS_CACHE to a folder "
+            "that only you can write to.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        cached = None
     if cached is not None:
         try:
             return Loaded(ctypes.CDLL(str(cached)), str(cached))
@@ -149,6 +161,29 @@ def cache_path() -> Path | None:
     return Path(folder, f"{NAME}-{digest[:32]}.so")
 
 
+def _danger(path: Path) -> str:
+    """Return why another user could replace a file, or "".
+
+    As for a private key, the file and its folders must belong to this user or root, and only their
+    owner may write to them. Folders such as /tmp, where users cannot replace the files of others,
+    are allowed.
+    """
+    if not hasattr(os, "geteuid"):  # Windows
+        return ""
+    path = path.resolve()
+    for place in (path, *path.parents):
+        try:
+            status = place.stat()
+        except OSError:  # not built yet
+            continue
+        if status.st_uid not in (0, os.geteuid()):
+            return f"{place} belongs to another user"
+        is_shared = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_shared:
+            return f"other users can write to {place} (mode {stat.filemode(status.st_mode)})"
+    return ""
+
+
 def _cpu_features() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -189,7 +224,8 @@ def compile_library(path: Path, cpu_flags: Sequence[Sequence[str]]) -> None:
 
 def _move(source: Path, target: Path) -> None:
     """Move a file into the cache folder, under its name only once it is complete."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(target.parents):
+        folder.mkdir(mode=0o755, exist_ok=True)  # without the umask only the owner may write
     handle, temporary = tempfile.mkstemp(prefix=target.name, dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -123,6 +123,41 @@ def test_a_cache_folder_that_cannot_be_used(
 
 
 @needs_compiler
+@pytest.mark.parametrize("place", ["file", "folder", "parent"])
+@pytest.mark.parametrize("change", ["group", "others", "owner"])
+def test_a_library_that_others_can_replace_is_not_loaded(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, place: str, change: str
+) -> None:
+    cached = Path(build.load().text)
+    path = {"file": cached, "folder": cached.parent, "parent": cached.parents[1]}[place]
+    if change == "owner":
+        if os.geteuid():
+            pytest.skip("only root can give a file to another user")
+        os.chown(path, 65534, 65534)
+    else:
+        path.chmod(path.stat().st_mode | (0o020 if change == "group" else 0o002))
+    loaded = []
+    monkeypatch.setattr(build.ctypes, "CDLL", lambda name: loaded.append(name))
+    message = rf"is not used: .*{re.escape(str(path))}.* Set RECSYS_CACHE to a folder that only you"
+    with pytest.warns(RuntimeWarning, match=message):
+        assert build.load().text.startswith("in memory")
+    assert str(cached) not in loaded
+    assert len(loaded) == 1
+
+
+@needs_compiler
+def test_folders_such_as_tmp_may_be_shared(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh.parent.chmod(0o1777)
+    monkeypatch.setenv("RECSYS_CACHE", str(fresh / "new"))
+    before = os.umask(0)
+    try:
+        assert build.load().text == str(build.cache_path())
+    finally:
+        os.umask(before)
+    assert build._danger(fresh / "new") == ""
+
+
+@needs_compiler
 def test_a_damaged_library_is_replaced(fresh: Path) -> None:
     path = build.cache_path()
     assert path is not None
