@@ -140,7 +140,6 @@ TESTED_THROUGH = {
     "metrics/option_sums.py": "metrics/test_sum_metrics.py",
     "metrics/sums.py": "metrics/test_sync.py",
     "modules/activation.py": "modules/test_mlp.py",
-    "modules/aliased_storage.py": "modules/test_embedding_tables.py",
     "modules/embedding_inputs.py": "modules/test_embedding_bag_collection.py",
     "modules/embedding_interfaces.py": "modules/test_embedding_collection.py",
     "modules/embedding_table.py": "modules/test_embedding_tables.py",
