@@ -23,6 +23,7 @@ NAMES = [
     "distributed.planner.EmbeddingShardingPlanner",
     "distributed.embeddingbag.EmbeddingBagCollectionSharder",
     "modules.embedding_configs.EmbeddingBagConfig",
+    "modules.ctr.DCNV2",
     "modules.dlrm.DLRM",
     "sparse.KeyedJaggedTensor",
     "optim.keyed.KeyedOptimizerWrapper",

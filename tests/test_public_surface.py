@@ -56,6 +56,7 @@ SURFACE = {
         normalized_entropy
     """,
     "recsys.modules": "",
+    "recsys.modules.ctr": "AutoInt DCNV2 DIN FinalMLP MMoE MultiTask PLE",
     "recsys.optim": """
         Adagrad Adam AdamL2 AdamW CombinedOptimizer GradScaler GradientClipping
         GradientClippingOptimizer KeyedOptimizer KeyedOptimizerWrapper LAMB LarsSGD
@@ -88,7 +89,9 @@ def test_all_packages_are_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", [recsys, recsys.distributed], ids=lambda package: package.__name__
+    "package",
+    [recsys, recsys.distributed, recsys.modules.ctr],
+    ids=lambda package: package.__name__,
 )
 def test_lazy_names_are_what_type_checkers_see(package: Any) -> None:
     source = Path(package.__file__).read_text()

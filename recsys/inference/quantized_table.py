@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from recsys.distributed.placement.layout import Rect
 from recsys.inference.quantized_tables import rows_left
 from recsys.kernels.quantized import join_columns, row_bytes, take_columns
+from recsys.modules.aliased_storage import detach_storage
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig, DataType
 
 __all__ = [
@@ -131,6 +132,8 @@ class QuantizedTable(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            detach_storage(destination, f"{prefix}weight")
         for name in self._buffers:
             if name != "weight":  # torch.save rejects a storage with two dtypes
                 destination[prefix + name] = destination[prefix + name].clone()

@@ -1,13 +1,14 @@
-"""Detection of replaced tensors in modules whose tensors are views of a shared storage."""
+"""Tensors of modules that are views of one storage: detection of replaced ones, state dicts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from operator import is_
 
+import torch
 from torch import Tensor
 
-__all__ = ["AliasedStorage"]
+__all__ = ["AliasedStorage", "detach_storage"]
 
 
 class AliasedStorage:
@@ -49,3 +50,34 @@ class AliasedStorage:
 
     def _read(self) -> list[Tensor]:
         return [tensors[name] for tensors, name in self._slots]  # type: ignore[misc]
+
+
+def detach_storage(state_dict: MutableMapping[str, Tensor], name: str) -> None:
+    """Replace a view in a state dict by a tensor of the same memory with a storage of its own.
+
+    Tools that save state dicts, such as safetensors, accelerate and `torch.save`, take the storage
+    for the tensor: they refuse or drop views of one storage, or write all of it.
+
+    Args:
+        state_dict: State dict, without gradients.
+        name: Name of the tensor. A storage in shared memory stays, so that other processes that
+            receive the tensor see its changes.
+
+    Example:
+        >>> both = torch.zeros(4)
+        >>> state_dict = {"second": both[2:]}
+        >>> detach_storage(state_dict, "second")
+        >>> state_dict["second"].untyped_storage().nbytes(), both.untyped_storage().nbytes()
+        (8, 16)
+        >>> state_dict["second"].fill_(1.0)
+        tensor([1., 1.])
+        >>> both
+        tensor([0., 0., 1., 1.])
+    """
+    tensor = state_dict[name]
+    if type(tensor) is not Tensor or tensor.is_meta or tensor.requires_grad:
+        return
+    storage = tensor.untyped_storage()
+    is_view = storage.nbytes() != tensor.numel() * tensor.itemsize
+    if is_view and not (tensor.is_cpu and storage.is_shared()):
+        state_dict[name] = torch.from_dlpack(tensor)

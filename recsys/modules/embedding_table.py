@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
 
+from recsys.modules.aliased_storage import detach_storage
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 from recsys.modules.table_index import TableIndex
 from recsys.optim.apply_optimizer_in_backward import is_marked
@@ -100,6 +101,11 @@ class EmbeddingTable(nn.Module):
                 "A table with an optimizer in backward is trained by its collection; received a "
                 "lookup of one table with gradients. Call the collection, or use torch.no_grad()."
             )
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            detach_storage(destination, f"{prefix}weight")
 
     def _get_name(self) -> str:
         return "EmbeddingBag" if self._mode else "Embedding"  # for print

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from recsys.contact import explained
 from recsys.kernels.checked import checked
-from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper, TableGradients
+from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper
+from recsys.optim.table_gradients import TableGradients
 
 _PART = "_is_part_of_table"
 
@@ -107,12 +108,24 @@ class GradientClippingOptimizer(OptimizerWrapper):
         """Clip, then step.
 
         Args:
-            closure: function that computes the gradients, called before clipping.
+            closure: function that computes the gradients. They are clipped after each evaluation.
 
         Returns:
             The result of the closure.
         """
-        loss = closure() if closure is not None else None
+        if closure is None:
+            self._clip()
+            return self._optimizer.step()
+
+        def clipped() -> Any:
+            loss = closure()
+            self._clip()
+            return loss
+
+        return self._optimizer.step(clipped)
+
+    @torch.no_grad()
+    def _clip(self) -> None:
         if self._is_global and not self._has_agreed:
             self._agree()
             self._has_agreed = True
@@ -125,8 +138,6 @@ class GradientClippingOptimizer(OptimizerWrapper):
                 tables.clamp_(self._max_gradient)
             for _, values in self._gradients():
                 values.clamp_(-self._max_gradient, self._max_gradient)
-        self._optimizer.step()
-        return loss
 
     def _agree(self) -> None:
         """Raise ValueError on all ranks if clipping settings differ between ranks."""

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from recsys.kernels.arguments import finite, whole
 from recsys.kernels.checked import checked
 from recsys.kernels.scaled_loss import check_scaled_loss
-from recsys.optim.keyed import KeyedOptimizer, TableGradients
+from recsys.optim.keyed import KeyedOptimizer
+from recsys.optim.table_gradients import TableGradients
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,33 +16,11 @@ from recsys.optim.nested_state import (
     check_state,
     copy_into,
     live_state,
+    loaded_state,
     reset_steps,
 )
-from recsys.optim.specs import optimizer_kind
-
-
-class TableGradients(Protocol):
-    """Gradients of embedding tables outside of `.grad`: see `UpdateMode.DEFERRED`."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the gradients."""
-
-    @property
-    def process_group(self) -> torch.distributed.ProcessGroup | None:
-        """Ranks with the other shards; None for one rank."""
-
-    def power_sum(self, norm_type: float) -> Tensor:
-        """Return the sum of `|g| ** norm_type` on this rank, or the maximum of `|g|` for inf."""
-
-    def scale_(self, factor: Tensor) -> None:
-        """Multiply the gradients by a scalar, in place."""
-
-    def clamp_(self, limit: float) -> None:
-        """Clamp the gradients to `[-limit, limit]`, in place."""
-
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
+from recsys.optim.specs import may_evaluate_again, optimizer_kind
+from recsys.optim.table_gradients import TableGradients
 
 
 class KeyedOptimizer(Optimizer):
@@ -123,7 +101,7 @@ class KeyedOptimizer(Optimizer):
             group[key] = 0.0
         with torch.no_grad():
             values_before = {name: param.clone() for name, param in fresh.items()}
-            self.step(closure=None)
+            self.step(closure=lambda: torch.zeros(()))
             for name, value in values_before.items():
                 fresh[name].copy_(value)
         for group, key, value in stilled:
@@ -168,7 +146,7 @@ class KeyedOptimizer(Optimizer):
             ValueError: if a shape differs, or the parameter groups do not match.
             TypeError: if `state_dict` is not a state dict, or a value is not a tensor.
         """
-        loaded, own = _loaded_state(state_dict), self.state_dict()["state"]
+        loaded, own = loaded_state(state_dict), self.state_dict()["state"]
         check_same_keys("parameters", own, loaded)
         for name, values in own.items():
             check_state(name, values, loaded[name])
@@ -210,6 +188,9 @@ class KeyedOptimizer(Optimizer):
         """
         return dict.fromkeys(self.params, type(self).__qualname__)
 
+    def _needs_closure(self) -> bool:
+        return may_evaluate_again(self)
+
     def table_gradients(self) -> list[TableGradients]:
         """Return the gradients outside of `.grad`, for clipping.
 
@@ -231,19 +212,6 @@ class KeyedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
-
-
-def _loaded_state(state_dict: object) -> Mapping[str, Any]:
-    state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
-    if not isinstance(state, Mapping):
-        received = type(state_dict).__qualname__
-        if isinstance(state_dict, Mapping):
-            received = f"one with the keys {sorted(map(str, state_dict))}"
-        raise TypeError(
-            "load_state_dict of an optimizer takes a dict with the key 'state', as state_dict() "
-            f"returns it; received {received}."
-        )
-    return state
 
 
 @checked
@@ -336,11 +304,28 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @checked_late
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all optimizers."""
-        loss = closure() if closure is not None else None
+        """Step all optimizers, in their order.
+
+        Args:
+            closure: function that computes the gradients and returns the loss. Consecutive
+                optimizers share one evaluation. An optimizer that evaluates the closure again, such
+                as LBFGS, starts with an evaluation of its own. Each evaluation updates the tables
+                whose optimizer updates them in backward.
+
+        Returns:
+            The loss of the first evaluation.
+        """
+        losses, is_shared = [], False
         for _, optim in self._optims:
-            optim.step()
-        return loss
+            if closure is None or (is_shared and not optim._needs_closure()):
+                optim.step()
+            else:
+                losses.append(optim.step(closure))
+                is_shared = not optim._needs_closure()
+        return losses[0] if losses else None
+
+    def _needs_closure(self) -> bool:
+        return any(optim._needs_closure() for _, optim in self._optims)
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Create the state of each optimizer."""
@@ -467,6 +452,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer."""
         return self._optimizer.step(closure)
+
+    def _needs_closure(self) -> bool:
+        return may_evaluate_again(self._optimizer)
 
     def optimizer_kinds(self) -> dict[str, str]:
         """Return the kind of the wrapped optimizer for each parameter."""

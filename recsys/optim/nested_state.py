@@ -15,7 +15,14 @@ from torch import Tensor
 
 from recsys.kernels.arguments import wrong_type
 
-__all__ = ["check_same_keys", "check_state", "copy_into", "live_state", "reset_steps"]
+__all__ = [
+    "check_same_keys",
+    "check_state",
+    "copy_into",
+    "live_state",
+    "loaded_state",
+    "reset_steps",
+]
 
 _Path: TypeAlias = tuple[object, ...]
 
@@ -34,6 +41,24 @@ def live_state(state: Any) -> Any:
     if isinstance(state, list | tuple):
         return _sequence_like(state, map(live_state, state))
     return live_state(state.state_dict()) if _has_state(state) else state
+
+
+def loaded_state(state_dict: object) -> Mapping[str, Any]:
+    """Return the states in a state dict of an optimizer.
+
+    Raises:
+        TypeError: if `state_dict` is not a state dict.
+    """
+    state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    if not isinstance(state, Mapping):
+        received = type(state_dict).__qualname__
+        if isinstance(state_dict, Mapping):
+            received = f"one with the keys {sorted(map(str, state_dict))}"
+        raise TypeError(
+            "load_state_dict of an optimizer takes a dict with the key 'state', as state_dict() "
+            f"returns it; received {received}."
+        )
+    return state
 
 
 def check_same_keys(what: str, own: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:

@@ -119,6 +119,14 @@ def supported_optimizer_classes() -> tuple[type[Optimizer], ...]:
     return tuple(_CLASSES)
 
 
+def may_evaluate_again(optimizer: Optimizer) -> bool:
+    """Return whether `step` may evaluate its closure more than once, as LBFGS does."""
+    step = type(optimizer).step
+    is_known = step.__module__.startswith(("torch.optim.", "recsys."))
+    closure = inspect.signature(step).parameters.get("closure")
+    return not is_known or (closure is not None and closure.default is inspect.Parameter.empty)
+
+
 @checked
 def optimizer_kind(optimizer_class: type[Optimizer]) -> str:
     """Return the name of an optimizer's state in checkpoints.

@@ -17,8 +17,8 @@ from recsys.distributed.state.row_updates import DeferredUpdates
 from recsys.distributed.state.table_shards import TableShards
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.optim.fused import FusedOptimizer, TablesGroup
-from recsys.optim.keyed import TableGradients
 from recsys.optim.specs import TableOptimizer
+from recsys.optim.table_gradients import TableGradients
 
 __all__ = ["FusedTablesOptimizer", "optimizer_from_fused_params", "optimizer_of_table"]
 
