@@ -127,11 +127,14 @@ class QuantizedLookup(nn.Module):
         settings = self.settings
         return (
             f"tables={len(settings.bits)}, features={len(settings.feature_table_map)}, "
-            f"dims={sorted({*settings.dims})}, rows={sum(self._num_rows)}, "
+            f"dims={sorted({*settings.dims})}, rows={self._total_rows()}, "
             f"bits={sorted({*settings.bits})}, pooling={settings.pooling.name}, "
             f"output={settings.output_dtype}, device={settings.device}, "
             f"backend={self.backend}: {self.backend_reason}"
         )
+
+    def _total_rows(self) -> int:
+        return sum(self._num_rows)
 
     def _describe(self) -> None:
         """Register the index tensors of FBGEMM's kernel."""
