@@ -69,7 +69,8 @@ def explain(error: RuntimeError, group: dist.ProcessGroup | None, what: str) -> 
     return LostContactError(
         f"Rank {own} of {dist.get_world_size()} lost contact with the others when the ranks were "
         f"to {what}. {who}: look for the first error in the logs of the ranks; a process may have "
-        f"been killed, or be out of memory. Error of the exchange: {error}"
+        "been killed, or be out of memory, or have ended without this call, which every rank must "
+        f"make. Error of the exchange: {error}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Serve packages by Triton on loopback, until Ctrl-C or SIGTERM.
+"""Serve packages by Triton on loopback behind a proxy, until Ctrl-C or SIGTERM.
 
 python examples/serving/serve.py --models runs/serving/models
 """
@@ -7,6 +7,7 @@ import argparse
 import signal
 from pathlib import Path
 
+from proxy import proxy
 from triton_server import find_server, triton_server
 
 
@@ -20,13 +21,16 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     program = find_server(options.triton)
-    ports = options.http_port, options.grpc_port
+    ports = 0, options.grpc_port
     try:
-        with triton_server(program, options.models, options.backends, ports=ports) as server:
+        with (
+            triton_server(program, options.models, options.backends, ports=ports) as server,
+            proxy(options.http_port, server.http_port) as http_port,
+        ):
             client = f"python {Path(__file__).with_name('client.py')} --user 405"
             print(
-                f"\nReady: HTTP at port {server.http_port}, gRPC at {server.grpc_port}. Score the "
-                f"films of a user:\n  {client} --port {server.http_port}\n"
+                f"\nReady: HTTP at port {http_port}, gRPC at {server.grpc_port}. Score the "
+                f"films of a user:\n  {client} --port {http_port}\n"
                 f"  {client} --port {server.grpc_port} --grpc\nStop the server by Ctrl-C.",
                 flush=True,
             )

@@ -325,6 +325,25 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         )
         super().__init__(zch_size, device, ids, name, input_hash_size, None, total_num_buckets)
 
+    def reset_inference_mode(self) -> None:
+        """Set evaluation mode: ids without a row do not get one.
+
+        Raises:
+            ValueError: The module reads the ids of a collection in training mode, which gives rows
+                to ids.
+        """
+        if self._tables and self._tables[0].training:
+            raise ValueError(
+                "HashZchManagedCollisionModule.reset_inference_mode() needs a collection of tables "
+                "in evaluation mode, as the collection gives rows to ids; received one in training "
+                "mode. Call eval() on the collection."
+            )
+        self.eval()
+
+    def reset_training_mode(self) -> None:
+        """Undo `reset_inference_mode`."""
+        self.train()
+
 
 class ManagedCollisionCollection(nn.Module):
     """Managed collision modules of the tables of a collection.

@@ -25,6 +25,7 @@ from typing import final
 from recsys.compat.table import HOMES, PEER_VERSION, home_of, reason_of
 from recsys.distributed.placement import fused_params
 from recsys.kernels.types import EmbOptimType
+from recsys.sparse import rearrange
 
 __all__ = ["install", "is_installed", "uninstall"]
 
@@ -82,6 +83,7 @@ def install() -> None:
 
     Afterwards `fused_params` without an optimizer select SGD, with a warning. Tables with the
     kernel `dense`, which includes all data-parallel tables, are updated by the script's optimizer.
+    Batches on `meta` without `length_per_key` have about the same number of values per feature.
 
     Repeated calls have no effect. Processes started by `spawn` import the main module again:
     call `install` at its top level.
@@ -108,6 +110,7 @@ def install() -> None:
     sys.meta_path.insert(0, _FINDER)
     fused_params.unnamed_optimizer = EmbOptimType.EXACT_SGD
     fused_params.dense_tables_are_plain = True
+    rearrange.divides_evenly_on_meta = True
 
 
 def uninstall() -> None:
@@ -117,6 +120,7 @@ def uninstall() -> None:
     sys.meta_path.remove(_FINDER)
     fused_params.unnamed_optimizer = None
     fused_params.dense_tables_are_plain = False
+    rearrange.divides_evenly_on_meta = False
     for path in HOMES:
         sys.modules.pop(path, None)
 

@@ -367,7 +367,7 @@ def _unsharded(
     if env.process_group is not None and env.world_size > 1:
         facts = {"dst": str(dst), "dtypes": stable(list(qconfigs.values()))}
         result = prepared if isinstance(prepared, Exception) else facts
-        agree(env.process_group, "quantize the model", result, None)
+        agree(env.process_group, "quantize the model (quantize_embeddings)", result, None)
     if isinstance(prepared, Exception):
         raise prepared
     found, quantized = prepared

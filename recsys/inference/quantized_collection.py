@@ -26,6 +26,7 @@ from recsys.inference.quantized_table import (
     QuantizedTable,
     ShardedQuantizedTable,
     Table,
+    check_rows,
     copy_shard,
     split_header,
     to_data_type,
@@ -346,7 +347,7 @@ class QuantizedCollection(nn.Module):
             rows, header = given[config.name]
             if header is not None:
                 rows = torch.cat([header.view(torch.uint8), rows.view(torch.uint8)], dim=1)
-            _check_rows(f"table_name_to_quantized_weights[{config.name!r}]", rows, size)
+            check_rows(f"table_name_to_quantized_weights[{config.name!r}]", rows, size)
             found.append(rows.to(device))
         return found
 
@@ -401,7 +402,7 @@ class QuantizedCollection(nn.Module):
             rows = [table.shards() for table in self._tables()]
             for table, of_table in zip(self._tables(), rows, strict=True):
                 for found, size in zip(of_table, table.shard_sizes(), strict=True):
-                    _check_rows(f"{self._tables_name}[{table.config.name!r}]", found, size)
+                    check_rows(f"{self._tables_name}[{table.config.name!r}]", found, size)
             self._alias(self._new_lookups(rows, self._shards))
         assert self._aliased is not None
         return self._aliased.lookups
@@ -427,6 +428,13 @@ class QuantizedCollection(nn.Module):
     def _tables(self) -> list[Table]:
         return list(getattr(self, self._tables_name).values())
 
+    def _get_name(self) -> str:
+        return f"{'Sharded' if self.is_placed else ''}{type(self).__name__}"
+
+    def extra_repr(self) -> str:
+        """Return the lookups of a sharded collection."""
+        return "\n".join(map(repr, self.lookups().lookups)) if self.is_placed else ""
+
     # -- operations that break aliasing -------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -448,14 +456,6 @@ class QuantizedCollection(nn.Module):
         lookups = state.pop("_aliased")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._alias(lookups)
-
-
-def _check_rows(subject: str, rows: Tensor, size: tuple[int, int]) -> None:
-    if rows.dtype is not torch.uint8 or rows.shape != size:
-        raise ValueError(
-            f"{subject} must be uint8 of shape {size} with scales and biases; received "
-            f"{rows.dtype} of {tuple(rows.shape)}."
-        )
 
 
 def quantized_configs(

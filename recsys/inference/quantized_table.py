@@ -19,6 +19,7 @@ __all__ = [
     "QuantizedTable",
     "ShardedQuantizedTable",
     "Table",
+    "check_rows",
     "shard_of",
     "split_header",
     "to_data_type",
@@ -61,6 +62,19 @@ def split_header(rows: Tensor, data_type: DataType) -> tuple[Tensor, Tensor | No
     if DATA_TYPE_NUM_BITS[data_type] >= 16:
         return rows, None
     return rows[:, 4:], rows[:, :4]
+
+
+def check_rows(subject: str, rows: Tensor, size: tuple[int, int]) -> None:
+    """Check the rows of a shard.
+
+    Raises:
+        ValueError: They are not uint8, or of another shape.
+    """
+    if rows.dtype is not torch.uint8 or rows.shape != size:
+        raise ValueError(
+            f"{subject} must be uint8 of shape {size} with scales and biases; received "
+            f"{rows.dtype} of {tuple(rows.shape)}."
+        )
 
 
 def whole_table(config: BaseEmbeddingConfig) -> Rect:

@@ -122,6 +122,20 @@ class QuantizedLookup(nn.Module):
             self.table_rows(table).copy_(rows)
         self._describe()
 
+    def extra_repr(self) -> str:
+        """Return the tables, their types, the device and the backend."""
+        settings = self.settings
+        return (
+            f"tables={len(settings.bits)}, features={len(settings.feature_table_map)}, "
+            f"dims={sorted({*settings.dims})}, rows={self._total_rows()}, "
+            f"bits={sorted({*settings.bits})}, pooling={settings.pooling.name}, "
+            f"output={settings.output_dtype}, device={settings.device}, "
+            f"backend={self.backend}: {self.backend_reason}"
+        )
+
+    def _total_rows(self) -> int:
+        return sum(self._num_rows)
+
     def _describe(self) -> None:
         """Register the index tensors of FBGEMM's kernel."""
         device = cast(Tensor, self.weights).device

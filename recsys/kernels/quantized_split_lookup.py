@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import final
+from typing import cast, final
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,9 @@ class QuantizedSplitLookup(QuantizedLookup):
             for rows in blocks
         )
         self._first_rows = list(accumulate((len(rows) for rows in blocks[:-1]), initial=0))
+
+    def _total_rows(self) -> int:
+        return sum(cast(QuantizedLookup, block)._total_rows() for block in self.blocks)
 
     def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Look up bags, as `QuantizedLookup` does; arguments are on the first block's device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, MutableMapping
 from operator import is_
 
-import torch
+import torch.utils.dlpack
 from torch import Tensor
 
 __all__ = ["AliasedStorage", "detach_storage"]
@@ -80,4 +80,4 @@ def detach_storage(state_dict: MutableMapping[str, Tensor], name: str) -> None:
     storage = tensor.untyped_storage()
     is_view = storage.nbytes() != tensor.numel() * tensor.itemsize
     if is_view and not (tensor.is_cpu and storage.is_shared()):
-        state_dict[name] = torch.from_dlpack(tensor)
+        state_dict[name] = torch.utils.dlpack.from_dlpack(tensor)

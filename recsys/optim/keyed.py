@@ -101,7 +101,7 @@ class KeyedOptimizer(Optimizer):
             group[key] = 0.0
         with torch.no_grad():
             values_before = {name: param.clone() for name, param in fresh.items()}
-            self.step(closure=lambda: torch.zeros(()))
+            self.step(closure=lambda: 0.0)
             for name, value in values_before.items():
                 fresh[name].copy_(value)
         for group, key, value in stilled:

@@ -121,6 +121,11 @@ def features(kjt: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
     return JaggedTensor.from_views(kjt._keys, views)
 
 
+divides_evenly_on_meta = False
+"""Features of batches on `meta` have the same number of values, and the first the remainder, as in
+TorchRec. `recsys.compat` sets it."""
+
+
 def total_on_meta(kjt: KeyedBags, places: Sequence[int]) -> int:
     """Return the number of values of some features, derived from the shapes.
 
@@ -133,6 +138,9 @@ def total_on_meta(kjt: KeyedBags, places: Sequence[int]) -> int:
     Raises:
         ValueError: if the shapes do not determine the number.
     """
+    if divides_evenly_on_meta and places:
+        share, rest = divmod(kjt._values.shape[0], len(kjt._keys))
+        return sum(share + rest * (place == 0) for place in places)
     counts = Counter(places)
     times = {counts[place] for place in range(len(kjt._keys))}
     if len(times) > 1:

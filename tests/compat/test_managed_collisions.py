@@ -162,6 +162,33 @@ def test_a_module_by_itself() -> None:
         module.remap(features, write_weights=torch.ones(4))  # type: ignore[arg-type]
 
 
+def test_inference_mode_gives_no_rows() -> None:
+    module = zch()
+    ids = {"t": JaggedTensor(torch.tensor([5, 7]), lengths=torch.tensor([2]))}
+    rows = module(ids)["t"].values()
+    module.reset_inference_mode()
+    used = module.open_slots()
+    new = {"t": JaggedTensor(torch.tensor([5, 7, 8]), lengths=torch.tensor([3]))}
+    assert module(new)["t"].values()[:2].tolist() == rows.tolist()
+    assert torch.equal(module.open_slots(), used)
+    module.reset_training_mode()
+    module(new)
+    assert torch.equal(module.open_slots(), used - 1)
+
+
+def test_inference_mode_of_a_module_in_a_collection() -> None:
+    module = zch()
+    tables = EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(128, 4, "t", feature_names=["f"], ids=HashedIds(eviction=None))]
+    )
+    module.bind(tables.table("t"))
+    with pytest.raises(ValueError, match=r"received one in training mode. Call eval\(\)"):
+        module.reset_inference_mode()
+    tables.eval()
+    module.reset_inference_mode()
+    assert not module.training
+
+
 REFUSED: tuple[tuple[Any, str], ...] = (
     (lambda: mch(0), "zch_size must be positive; received 0"),
     (lambda: mch(output_global_offset=5), "output_global_offset must be 0; received 5. A table is"),

@@ -243,6 +243,11 @@ def test_what_becomes_of_a_sharded_collection(make: Any, kind: ShardingType) -> 
         for name, (values, header) in get_table_to_weights_from_tbe(each).items():
             assert torch.equal(values, rows[name][0])
             assert torch.equal(header, rows[name][1])
+    shown = repr(sharded).splitlines()
+    assert shown[0].strip("(") == f"Sharded{type(whole).__name__}"
+    assert sum("QuantizedLookup(tables=" in line for line in shown) >= 2
+    assert repr(whole).startswith(type(whole).__name__)
+    assert "QuantizedLookup" not in repr(whole)
     assert sharded.device == CPU
     assert table_bytes(sharded) == table_bytes(whole)
     assert whole.stored_row_bytes("a", 8, "cpu") == whole.stored_row_bytes("a", 8, "cuda") == 16

@@ -28,6 +28,7 @@ _STAGES = {
     "load": (1, "load a state dict"),
     "metrics": (2, "add up metrics"),
     "ne": (0, "synchronize a metric"),
+    "quantize": (1, r"quantize the model \(quantize_embeddings\)"),
     "save": (0, "meet in the stage 'Saving [^']+'"),
 }
 """By what the ranks do: the rank that is lost, and what the others say of the stage."""
@@ -40,6 +41,7 @@ from recsys import contact, metrics
 from recsys.distributed.ranks import comm
 from recsys.distributed.checkpoint import save_checkpoint
 from recsys.distributed.types import ShardingEnv
+from recsys.inference import quantize_embeddings
 from recsys.optim import GradientClipping, GradientClippingOptimizer, KeyedOptimizerWrapper
 
 folder, port, cases = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
@@ -82,7 +84,7 @@ def run(what, rank, lost):
     store = dist.PrefixStore(what, dist.TCPStore("127.0.0.1", port, is_master=False))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    if what in ("load", "save"):
+    if what in ("load", "save", "quantize"):
         model = build()
         state = model.state_dict()
     comm.all_reduce(env, "warm up", torch.ones(3)).wait()
@@ -110,6 +112,8 @@ def run(what, rank, lost):
             model.load_state_dict(state)
         elif what == "save":
             save_checkpoint(folder, model)
+        elif what == "quantize":
+            quantize_embeddings(model)
     except Exception as error:
         return f"{type(error).__name__} {error}"
 
@@ -154,6 +158,7 @@ def test_a_lost_rank_is_named_with_the_stage(said: Path, what: str) -> None:
             found = re.match(rf"{start} {stage}\. Nothing is heard of ranks? ([0-9, ]+): ", text)
             assert found, text
             assert str(lost) in found[1].split(", ")
+            assert "or have ended without this call, which every rank must make. Error of" in text
             assert str(rank) not in found[1].split(", ")
 
 
