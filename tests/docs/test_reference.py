@@ -16,8 +16,9 @@ from tests.test_public_surface import SURFACE
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 
-import build  # noqa: E402
 import reference_pages  # noqa: E402
+
+import build  # noqa: E402
 
 PROMISED = [
     line.replace(" ", ".")

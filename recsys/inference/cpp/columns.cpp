@@ -154,6 +154,7 @@ void Columns::read_column(const Json& json) {
   Column column;
   column.name = json.at("name").text();
   column.kind = kind_named(json.at("kind").text());
+  json.at("dtype").text();
   if (column.kind == Column::Kind::kTime) {
     column.per_second = json.at("per_second").integer();
     require(column.per_second > 0, column.name, "a positive unit");

@@ -247,11 +247,17 @@ def model_request(
             table = table.append_column(name, pa.nulls(table.num_rows))
     batch = spec.transform(table, labels=False)
     found: dict[str, Tensor] = {}
+    known = batch.sparse_features.keys()
     for entry in inputs:
         if entry["kind"] == "dense":
             found[entry["name"]] = batch.dense_features
             continue
         for feature in entry["features"]:
+            if feature["name"] not in known:
+                raise ValueError(
+                    f"The features of the package must be those of its spec, {known}; received "
+                    f"{feature['name']!r} in its manifest. Copy the package again."
+                )
             bags, tensor = batch.sparse_features[feature["name"]], feature["tensor"]
             found[tensor], found[f"{tensor}.lengths"] = bags.values(), bags.lengths()
             if entry["weighted"]:

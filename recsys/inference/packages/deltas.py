@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -28,8 +27,10 @@ from typing import Any, BinaryIO, NamedTuple, final
 import torch
 from torch import Tensor
 
+from recsys.distributed.placement.file_checks import list_of, object_of, parse_json
 from recsys.inference.packages.delta_files import Header, Rows, Update, header_of, parse
 from recsys.inference.packages.indexes import empty_index
+from recsys.inference.packages.manifest_rules import read_table
 from recsys.inference.saved_tables import SavedTables
 from recsys.kernels.checked import checked
 from recsys.kernels.hashed.twin import LINE, locate
@@ -81,7 +82,7 @@ def write_delta(version: str | Path, tables: Mapping[str, tuple[Tensor, ...]]) -
             id its row, or the folder of deltas has a gap.
 
     Example:
-        >>> import tempfile
+        >>> import json, tempfile
         >>> films = {
         ...     "name": "films", "rows": 9, "dim": 4, "dtype": "int8", "row_bytes": 8, "index": None
         ... }
@@ -276,13 +277,15 @@ class _Manifest(NamedTuple):
             )
         text = file.read_bytes()
         try:
+            keys = tuple(field.name for field in fields(_Table))
+            entries = object_of("the manifest", parse_json(text.decode(), "the manifest"))
             tables = [
-                _Table(*(entry[field.name] for field in fields(_Table)))
-                for entry in json.loads(text)["tables"]
+                _Table(**read_table(f"tables[{i}]", entry, keys))
+                for i, entry in enumerate(list_of("tables", entries.get("tables")))
             ]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(
-                f"{file} must describe tables; it is damaged ({error!r}). Copy the package again."
+                f"{file} must describe tables; {error} Copy the package again."
             ) from error
         base = hashlib.sha256(text).hexdigest()
         return _Manifest(folder, base, {table.name: table for table in tables})
