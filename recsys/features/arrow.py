@@ -109,6 +109,19 @@ class Keys(NamedTuple):
         return hash_texts(self.texts)[self.numbers] if len(self.texts) else self.numbers
 
 
+class MissingColumnError(KeyError):
+    """A KeyError whose text is its message, without Python's quotes; ranks exchange a KeyError."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[type[KeyError], tuple[Any, ...]]:
+        return KeyError, self.args
+
+
+MissingColumnError.__name__ = "KeyError"
+
+
 def column_of(table: Any, name: str) -> Any:
     """Return a column of an Arrow table as one array.
 
@@ -118,7 +131,9 @@ def column_of(table: Any, name: str) -> Any:
     """
     count = table.column_names.count(name)
     if count == 0:
-        raise KeyError(f"The table must have a column {name!r}; it has {table.column_names}.")
+        raise MissingColumnError(
+            f"The table must have a column {name!r}; it has {table.column_names}."
+        )
     if count > 1:
         raise ValueError(f"The table must have one column {name!r}; it has {count}. Rename them.")
     column = table.column(name)

@@ -250,7 +250,7 @@ def _scorer(
     names = names_of(columns)
     kinds = {one["name"]: one["type"] for one in columns if "type" in one and not one["is_list"]}
     tasks, origin = load_spec(Path(model)).label_names, package_of(Path(model), predictor)
-    return _Scorer(lambda table: dict(predictor(table.select(names))), names, kinds, tasks, origin)
+    return _Scorer(lambda table: dict(predictor(table)), names, kinds, tasks, origin)
 
 
 @torch.no_grad()

@@ -54,14 +54,20 @@ def test_a_package_scores_raw_columns(packaged: tuple[Path, nn.Module, FeatureSp
             table = raw_table(40 + seed, seed + 10)
             found = predictor(table.drop_columns(["ok"]))["output"][:, 0]
             np.testing.assert_allclose(found, wanted(model, spec, table), rtol=1e-5, atol=1e-6)
-        with pytest.raises(KeyError, match=r"must have columns of the package.*received \['ok'\]"):
-            predictor(raw_table(3, 1))
-        part = raw_table(3, 1).select(["city", "age"])  # others are missing
-        empty = {name: pa.nulls(3) for name in spec.column_names(labels=False)}
-        whole = pa.table({**empty, "city": part["city"], "age": part["age"], "ok": [0, 0, 0]})
+        whole = raw_table(3, 1)  # the label is a further column
         np.testing.assert_allclose(
-            predictor(part)["output"][:, 0], wanted(model, spec, whole), 1e-5
+            predictor(whole)["output"][:, 0], wanted(model, spec, whole), 1e-5
         )
+        stated = whole.drop_columns(["level"])  # Numeric("level", missing=3.5)
+        filled = whole.set_column(10, "level", pa.array([3.5] * 3))
+        assert np.array_equal(predictor(stated)["output"], predictor(filled)["output"])
+        for name in spec.column_names(labels=False):
+            if name != "level":
+                with pytest.raises(KeyError, match=f"must have a column '{name}'"):
+                    predictor(whole.drop_columns([name]))
+                with pytest.raises(KeyError, match=f"must have a column '{name}'"):
+                    raw_request(predictor.manifest["columns"], whole.drop_columns([name]))
+        assert "level" not in raw_request(predictor.manifest["columns"], stated)
         bad = raw_table(3, 1).drop_columns(["ok"]).set_column(7, "row", pa.array([1, 25, 3]))
         with pytest.raises(ValueError, match=r"'row' must have row numbers from 0 to 19.*row 1"):
             predictor(bad)
@@ -273,12 +279,14 @@ def test_raw_requests_are_checked_as_training_data(
             "1 weights and 2",
         ),
         ({"tags": tags, "weight": pa.array([[0.5, None], [1]], floats)}, ValueError, "for each id"),
-        ({"tags": tags}, KeyError, "both or none of 'tags' and its weights 'weight'"),
+        ({"tags": tags}, KeyError, "must have a column 'weight'"),
         ({"city": pa.array([True, False])}, TypeError, "'city' must have texts; received bool"),
-        ({"time": pa.array([10**18])}, ValueError, "times of the years 1 to 9999"),
+        ({"time": pa.array([10**18, 0])}, ValueError, "times of the years 1 to 9999"),
     ):
+        whole = raw_table(2, 0).drop_columns(["weight"] if "tags" in bad else [])
+        table = {**{name: whole[name] for name in whole.column_names}, **bad}
         with pytest.raises(error, match=message):
-            raw_request(columns, pa.table(bad))
+            raw_request(columns, pa.table(table))
 
 
 def test_a_raw_column_has_one_use(tmp_path: Path) -> None:

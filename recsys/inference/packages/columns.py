@@ -175,7 +175,8 @@ class Columns:
         return found
 
     def _is_single(self, name: str) -> bool:
-        return bool(self._table.schema.field(name).type == pa.float32())
+        names = self._table.column_names
+        return name in names and bool(self._table.schema.field(name).type == pa.float32())
 
 
 def _type_of(table: Any, name: str, is_list: bool) -> str:
@@ -232,20 +233,14 @@ def model_request(
     Args:
         spec: The spec of the package.
         inputs: The manifest's entries of the model's inputs.
-        data: A table of raw columns, as for `FeatureSpec.transform`. Columns that it does not have
-            are missing values.
+        data: A table of raw columns, as for `FeatureSpec.transform`.
 
     Raises:
-        KeyError: The table has other columns.
+        KeyError: The table does not have a column.
         TypeError: A column has values of another type.
         ValueError: A value is out of its range.
     """
-    table, names = table_of(data), spec.column_names(labels=False)
-    _check_names(table, names, [vars(c) for c in spec.columns if isinstance(c, SparseColumn)])
-    for name in names:
-        if name not in table.column_names:
-            table = table.append_column(name, pa.nulls(table.num_rows))
-    batch = spec.transform(table, labels=False)
+    batch = spec.transform(table_of(data), labels=False)
     found: dict[str, Tensor] = {}
     known = batch.sparse_features.keys()
     for entry in inputs:
@@ -270,19 +265,19 @@ def raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, Te
 
     Args:
         columns: The manifest's entries of the columns.
-        data: A table. Columns that it does not have are missing values.
+        data: A table. Further columns are ignored; a column that states the value of missing
+            numbers may be absent.
 
     Raises:
-        KeyError: The table has other columns.
+        KeyError: The table does not have a column.
         TypeError: A column has values of another type.
         ValueError: A number is not finite.
     """
     table = table_of(data)
-    _check_names(table, names_of(columns), columns)
     found: dict[str, Tensor | Texts] = {}
     for column in columns:
         name, is_list = column["name"], bool(column.get("is_list"))
-        if name not in table.column_names:
+        if name not in table.column_names and column.get("missing") is not None:
             continue
         values = read_values(table, name, is_list)
         if values.lengths is not None:
@@ -319,23 +314,6 @@ def names_of(columns: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     found = [column["name"] for column in columns]
     return found + [column["weights"] for column in columns if column.get("weights")]
-
-
-def _check_names(table: Any, names: Sequence[str], columns: Sequence[Mapping[str, Any]]) -> None:
-    unknown = [name for name in table.column_names if name not in names]
-    if unknown:
-        raise KeyError(
-            f"A request must have columns of the package, {list(names)}; received {unknown}. "
-            "Select the columns."
-        )
-    for column in columns:
-        if column.get("weights"):
-            given = [name in table.column_names for name in (column["name"], column["weights"])]
-            if any(given) and not all(given):
-                raise KeyError(
-                    f"A request must have both or none of {column['name']!r} and its weights "
-                    f"{column['weights']!r}; received {table.column_names}."
-                )
 
 
 def _texts_of(values: Values) -> Texts:

@@ -40,7 +40,7 @@ from recsys.kernels.quantized import row_bytes
 __all__ = ["Delta", "read_delta", "read_deltas", "write_delta", "write_delta_between"]
 
 _BITS = {"int8": 8, "int4": 4, "int2": 2, "float16": 16, "float32": 32}
-_NAME = re.compile(r"(\d{12})\.delta")
+DELTA_NAME = re.compile(r"(\d{12})\.delta")
 _PART = ".part-"
 
 
@@ -158,7 +158,7 @@ def read_delta_named(file: Path, name: str) -> Delta:
     """Read and verify a delta that will be renamed to `name`, as `read_delta`."""
     manifest = _Manifest.read(file.parent.parent)
     header, tensors = parse(file)
-    match = _NAME.fullmatch(name)
+    match = DELTA_NAME.fullmatch(name)
     if match is None or int(match[1]) != header.sequence:
         raise ValueError(
             f"{file} must be named after its sequence number, {header.sequence:012}.delta. It was "
@@ -422,7 +422,7 @@ def _sequences(folder: Path) -> range:
         ValueError: A number is missing.
     """
     names = os.listdir(folder) if folder.is_dir() else []
-    numbers = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+    numbers = sorted(int(match[1]) for name in names if (match := DELTA_NAME.fullmatch(name)))
     for wanted, number in enumerate(numbers, 1):
         if number != wanted:
             raise ValueError(

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from recsys.inference.packages.manifest import read_manifest, sha256_of, verify_files
 from tests.damage import damaged
 from tests.inference.cpp import fake_package
+from tests.inference.cpp.test_columns import whole_request
 from tests.inference.cpp.test_core import opened, pytestmark  # noqa: F401
 
 NUMBERS: list[Any] = [
@@ -73,7 +74,7 @@ def test_random_manifests_have_one_meaning(library: Path, tmp_path: Path) -> Non
         verify_files(version, found, True)
         core = opened(library, version)
         value = draw.choice([float(low), float(high), 1.0, draw.uniform(-1e3, 1e3)])
-        request = {"age": torch.tensor([value], dtype=torch.float64)}
+        request = {**whole_request(1), "age": torch.tensor([value], dtype=torch.float64)}
         [response] = core.run([request])
         core.close()
         clipped = one = min(max(value, float(low)), float(high))
@@ -90,7 +91,7 @@ def test_random_manifests_have_one_meaning(library: Path, tmp_path: Path) -> Non
             continue
         kinds["answered"] += 1
         assert isinstance(response, dict), (case, response)
-        np.testing.assert_equal(response[manifest["outputs"][0]["name"]].item(), float(score))
+        assert response[manifest["outputs"][0]["name"]].item() == float(score), case
     assert min(kinds[kind] for kind in ("denormal", "64 bits", "refused", "answered")) > 50, kinds
 
 
