@@ -116,7 +116,7 @@ def read_members(
     }
 
 
-def members(**readers: Reader) -> Reader:
+def members(**readers: Reader) -> Callable[[str, object], dict[str, Any]]:
     """Return a reader of an object that must have some members, and may have others.
 
     Args:

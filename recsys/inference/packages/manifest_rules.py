@@ -6,6 +6,7 @@ The C++ core has the same rules (`json.cpp`, `manifest.cpp` and `columns.cpp` in
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ from recsys.distributed.placement.file_checks import (
 from recsys.inference.packages.mapping import ALIGNMENT
 from recsys.kernels.hashed.index import LINE
 
-__all__ = ["FORMAT", "parse_manifest", "read_table"]
+__all__ = ["FORMAT", "manifest_text", "parse_manifest", "read_table"]
 
 FORMAT: Final = 1
 _MOST_LEVELS: Final = 64
@@ -61,9 +62,25 @@ def parse_manifest(text: str) -> dict[str, Any]:
     return dict(found)
 
 
+def manifest_text(manifest: Mapping[str, Any]) -> str:
+    """Return the text of a manifest that is written.
+
+    Raises:
+        ValueError: It has a value that servers do not read.
+    """
+    text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
+    try:
+        parse_manifest(text)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"The package's manifest must have values that servers read; {error}"
+        ) from None
+    return text
+
+
 def read_table(subject: str, value: object, keys: tuple[str, ...]) -> dict[str, Any]:
     """Return some members of a table's entry; errors as of `parse_manifest`."""
-    found: dict[str, Any] = members(**{key: _TABLE[key] for key in keys})(subject, value)  # type: ignore[assignment]
+    found = members(**{key: _TABLE[key] for key in keys})(subject, value)
     _check_regions(found)
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import os
 import platform
 import secrets
@@ -30,7 +29,7 @@ from recsys.inference.packages.describe import (
 from recsys.inference.packages.indexes import open_index
 from recsys.inference.packages.load import OpenProgram, open_program, set_buffer, set_constants
 from recsys.inference.packages.manifest import fbgemm_release, read_manifest, sha256_of
-from recsys.inference.packages.manifest_rules import FORMAT, parse_manifest
+from recsys.inference.packages.manifest_rules import FORMAT, manifest_text
 from recsys.inference.packages.mapping import ALIGNMENT, MappedFile, map_files
 from recsys.inference.packages.requests import check_request, merge, split
 from recsys.inference.packages.safetensors import write_tensors
@@ -219,14 +218,7 @@ def _write_version(
         for path in sorted(part.rglob("*"))
         if path.is_file()
     }
-    text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
-    try:
-        parse_manifest(text)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"The package's manifest must have values that servers read; {error}"
-        ) from None
-    (part / "manifest.json").write_text(text)
+    (part / "manifest.json").write_text(manifest_text(manifest))
     return manifest
 
 
