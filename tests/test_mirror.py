@@ -13,6 +13,7 @@ TESTS = Path(__file__).parent
 # Test files about more than one source file, or about the tests' own tools.
 BROAD = {
     "datasets/test_workers.py",
+    "inference/cpp/test_manifests.py",
     "inference/packages/test_models.py",
     "inference/packages/test_recommenders.py",
     "modules/ctr/test_sharded.py",
@@ -63,6 +64,7 @@ TESTED_THROUGH = {
     "features/arrow.py": "features/test_containers.py",
     "features/transform.py": "features/test_spec.py",
     "inference/served_indexes.py": "inference/packages/test_indexes.py",
+    "distributed/checkpoint/manifest_rules.py": "inference/packages/test_manifest_rules.py",
     "inference/packages/check.py": "inference/packages/test_writer.py",
     "inference/packages/describe.py": "inference/packages/test_writer.py",
     "inference/packages/load.py": "inference/packages/test_writer.py",

@@ -117,6 +117,19 @@ def _shown(array: Any, place: int) -> str:
         return shown(decoded(array.slice(place, 1)).cast(pa.string())[0].as_py())
 
 
+class MissingColumnError(KeyError):
+    """A KeyError whose text is its message, without Python's quotes; ranks exchange a KeyError."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[type[KeyError], tuple[Any, ...]]:
+        return KeyError, self.args
+
+
+MissingColumnError.__name__ = "KeyError"
+
+
 def column_of(table: Any, name: str) -> Any:
     """Return a column of an Arrow table as one array.
 
@@ -126,7 +139,9 @@ def column_of(table: Any, name: str) -> Any:
     """
     count = table.column_names.count(name)
     if count == 0:
-        raise KeyError(f"The table must have a column {name!r}; it has {table.column_names}.")
+        raise MissingColumnError(
+            f"The table must have a column {name!r}; it has {table.column_names}."
+        )
     if count > 1:
         raise ValueError(f"The table must have one column {name!r}; it has {count}. Rename them.")
     column = table.column(name)

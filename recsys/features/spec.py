@@ -413,7 +413,8 @@ class FeatureSpec:
 
         Args:
             data: a table of Arrow, pandas, polars or Hugging Face, or a dict of columns. Further
-                columns are ignored.
+                columns are ignored. A column that states the value of missing numbers, such as
+                `Numeric("age", missing=0.0)`, may be absent; all its values are missing then.
             labels: False for a table without labels, sample weights and groups; labels are then 0.
 
         Returns:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
+import pyarrow as pa
 import torch
 
-from recsys.features.arrow import read_keys, read_values, to_float32
+from recsys.features.arrow import Values, read_keys, read_values, to_float32
 from recsys.features.columns import (
     Categorical,
     Column,
@@ -84,13 +85,20 @@ def read_bags(table: Any, column: Column, fitted: Fitted) -> list[Bags]:
     if isinstance(column, SparseColumn):
         return [_read_ids(table, column, fitted)]
     if isinstance(column, Numeric) and column.buckets is not None:
-        numbers, is_missing = read_scaled(column, read_values(table, column.name, False))
+        numbers, is_missing = read_scaled(column, _read_numbers(table, column))
         rows = bucket_rows(fitted.edges[column.name], numbers, is_missing)
         return [Bags(rows, None, None)]
     if isinstance(column, Timestamp):
         parts = read_parts(column, read_values(table, column.name, False))
         return [Bags(rows, None, None) for rows in parts]
     return []
+
+
+def _read_numbers(table: Any, column: Numeric) -> Values:
+    """Read a column of numbers; all are missing in an absent column that states their value."""
+    if column.missing is not None and column.name not in table.column_names:
+        return Values(column.name, pa.nulls(table.num_rows), None)
+    return read_values(table, column.name, False)
 
 
 def _read_ids(table: Any, column: SparseColumn, fitted: Fitted) -> Bags:
@@ -128,7 +136,7 @@ def read_dense(table: Any, column: Numeric, fitted: Fitted) -> _Array:
         column: the description.
         fitted: the state of the spec.
     """
-    values = read_values(table, column.name, False)
+    values = _read_numbers(table, column)
     numbers, is_missing = read_scaled(column, values)
     mean = fitted.means[column.name]
     if is_missing is not None:

@@ -43,11 +43,10 @@ from recsys.inference.input_features import (
 from recsys.inference.programs import AOTIProgram, describe
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.served import position_processor
+from recsys.inference.served_part import served_part
 from recsys.inference.tracer import Tracer
 from recsys.kernels.checked import checked
-from recsys.kernels.ops import HAS_FBGEMM
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
-from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from recsys.sparse.script_modules import without_torchscript_warnings
 
@@ -156,6 +155,7 @@ def export_aoti(model: nn.Module, path: str | Path, inputs: Sequence[object]) ->
     """
     if not str(path).endswith(".pt2"):
         raise ValueError(f"A package's path must end in '.pt2'; received {str(path)!r}.")
+    model = served_part(model)
     plain = PlainModel(model, inputs)
     exported = exported_program(plain)
     about = {
@@ -213,7 +213,7 @@ class PlainModel(nn.Module):
 
     def __init__(self, model: nn.Module, inputs: Sequence[object]) -> None:
         super().__init__()
-        _check_model(model)
+        model = served_part(model)
         with torch.no_grad():
             self.expected = model(*inputs)
         self.output_names = list(_plain(self.expected, self.expected))
@@ -473,23 +473,6 @@ def _plain(output: Any, like: object, name: str = "") -> dict[str, Any]:
     for key in keys:
         found |= _plain(output[key], like[key], f"{name}.{key}".lstrip("."))  # type: ignore[index]
     return found
-
-
-def _check_model(model: nn.Module) -> None:
-    if not HAS_FBGEMM:
-        raise ImportError(
-            "Exported programs call FBGEMM's kernels, but fbgemm_gpu is not installed. `python -m "
-            "recsys doctor` shows the matching release."
-        )
-    if model.training:
-        raise ValueError("The model must be in evaluation mode; call model.eval() first.")
-    for path, child in model.named_modules():
-        if isinstance(child, EmbeddingBagCollection | EmbeddingCollection):
-            raise ValueError(
-                f"An exported model must have quantized tables only; received the "
-                f"{type(child).__name__} {path!r}. Call quantize_embeddings first; "
-                "torch.float32 keeps all values."
-            )
 
 
 def _check_one_device(model: nn.Module) -> None:

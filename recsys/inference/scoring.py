@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import multiprocessing
 import os
 import secrets
@@ -13,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast, final
 
 import numpy as np
 import pyarrow as pa
@@ -24,10 +25,20 @@ from torch import Tensor, nn
 from recsys.datasets.files import File
 from recsys.datasets.tables import Paths, files_of, unify_types
 from recsys.features.spec import FeatureSpec
-from recsys.inference.packages.columns import arguments_of, names_of
+from recsys.inference.packages.columns import arguments_of, load_spec, names_of
 from recsys.inference.packages.predictor import Predictor
+from recsys.inference.score_results import (
+    METADATA,
+    Origin,
+    difference,
+    input_of,
+    model_of,
+    named_outputs,
+    package_of,
+)
 from recsys.kernels.arguments import shown, whole
 from recsys.kernels.checked import checked
+from recsys.logs import logger
 from recsys.modules.modes import evaluation_mode
 
 __all__ = ["add_arguments", "main", "score"]
@@ -47,6 +58,7 @@ def score(
     rank: int = 0,
     world_size: int = 1,
     progress: bool = True,
+    probabilities: bool = False,
 ) -> list[Path]:
     """Score files and write a Parquet file of keys and predictions for each.
 
@@ -56,24 +68,31 @@ def score(
             features, if the spec has any, and the features with ids.
         data: Paths, globs, folders or URLs of Parquet, CSV or TSV files.
         out: A folder for the results, `NAME-CHECKSUM.parquet` for each file of `data`, with the
-            CRC-32 of its path. A result appears when it is complete; results that exist are left
-            out, so a stopped job continues, and new files are added.
+            CRC-32 of its path. A result appears when it is complete, so a stopped job continues,
+            and new files are added. A result that exists is kept if it is of this model, these
+            settings, and a file of the same size and time; others are computed again, and a line of
+            the logger `recsys` counts them.
         spec: The fitted `FeatureSpec` of a module.
         keys: Columns of the data to copy into the results.
         batch_size: Rows per call of the model.
         rank: This process, from 0. Process i of n scores the files i, i + n, i + 2n, ...
         world_size: Number of processes.
         progress: Whether to show a progress bar, on a terminal where tqdm is installed.
+        probabilities: Whether to add the probability of each logit: `probability` beside `output`,
+            and `NAME_probability` beside the output `NAME`.
 
     Returns:
-        The results of this process.
+        The results of this process. Their columns are the keys and the outputs of the model: by
+        their names in a dict; by the names of the labels if a model of several labels returns a
+        tensor with a column for each; otherwise `output`.
 
     Raises:
         FileNotFoundError: There is no file, or no package.
         KeyError: A file does not have a column.
         TypeError: A column has another type.
         ValueError: A file is damaged or a value is out of its range; `spec` is missing; or an
-            output of the model does not have one row per sample.
+            output of the model does not have one row per sample, has the name of a key, or is not
+            a logit although `probabilities` is set.
 
     Example:
         >>> score("models/movies/1", "events/*.parquet", "scores", keys=["user"])  # doctest: +SKIP
@@ -83,7 +102,7 @@ def score(
     whole("score.world_size", world_size)
     whole("score.rank", rank, 0, world_size - 1)
     share = _Share(rank, world_size, progress and rank == 0, lambda file, part: None)
-    return _score_files(model, data, Path(out), spec, keys, batch_size, share)
+    return _score_files(model, data, Path(out), spec, keys, batch_size, probabilities, share)
 
 
 class _Share(NamedTuple):
@@ -103,27 +122,56 @@ def _score_files(
     spec: FeatureSpec | None,
     keys: Sequence[str],
     batch_size: int,
+    probabilities: bool,
     share: _Share,
 ) -> list[Path]:
     files = files_of(data)
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        predict, names, kinds = _predictor(model, spec, stack)
+        scorer = _scorer(model, spec, stack)
+        predict, names, kinds = scorer.predict, scorer.names, scorer.kinds
         mine = [
             (file, folder / f"{Path(file.path).stem}-{zlib.crc32(file.path.encode()):08x}.parquet")
             for number, file in enumerate(unify_types(files, names, kinds))
             if number % share.world_size == share.rank
         ]
         bar = stack.enter_context(_bar(share.has_bar, len(mine)))
-        for file, target in mine:
-            if not target.exists():
-                columns = [*dict.fromkeys([*keys, *names])]
+        columns = [*dict.fromkeys([*keys, *names])]
+        for file, _ in mine:
+            file.check_columns(columns)
+        settings = {"keys": list(keys), "probabilities": probabilities}
+        origins = [
+            {"model": scorer.origin, "settings": settings, "input": input_of(file, columns)}
+            for file, _ in mine
+        ]
+        changes = _changes([target for _, target in mine], origins, folder)
+
+        def named(table: Any) -> _Outputs:
+            return named_outputs(predict(table), scorer.tasks, probabilities)
+
+        for (file, target), origin, is_kept in zip(mine, origins, changes, strict=True):
+            if not is_kept:
                 part = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
                 share.begin(file.path, part)
-                _score_file(file, part, predict, keys, columns, batch_size, bar)
+                _score_file(file, part, named, keys, columns, batch_size, bar, origin)
                 os.replace(part, target)
             bar(0, 1)
     return [target for _, target in mine]
+
+
+def _changes(results: Sequence[Path], origins: Sequence[Origin], folder: Path) -> list[bool]:
+    """Return whether each result can be kept, and report results of another origin in one line."""
+    found = [
+        difference(result, origin) if result.exists() else None
+        for result, origin in zip(results, origins, strict=True)
+    ]
+    changed = [one for one in found if one is not None]
+    if changed:
+        logger.warning(
+            "score computes %s of %s results in %s again: they are of %s.",
+            len(changed), len(results), folder, ", or ".join(dict.fromkeys(changed)),
+        )  # fmt: skip
+    return [result.exists() and one is None for result, one in zip(results, found, strict=True)]
 
 
 def _score_file(
@@ -134,6 +182,7 @@ def _score_file(
     columns: Sequence[str],
     batch_size: int,
     bar: Callable[[int, int], None],
+    origin: Origin,
 ) -> None:
     """Write the result of a file."""
     writer: Any = None
@@ -147,14 +196,14 @@ def _score_file(
                 except (KeyError, TypeError, ValueError) as error:
                     text = f"{file.path}, from row {first + start}: {error}"
                     raise type(error)(text) from error
-                found = _joined(rows, keys, outputs)
+                found = _joined(rows, keys, outputs, origin)
                 writer = writer or pq.ParquetWriter(part, found.schema)
                 writer.write_table(found)
                 bar(rows.num_rows, 0)
             first += table.num_rows
         if writer is None:  # an empty file: a row of missing values has the same columns
             row = pa.table({name: pa.nulls(1, file.schema.field(name).type) for name in columns})
-            writer = pq.ParquetWriter(part, _joined(row, keys, predict(row)).schema)
+            writer = pq.ParquetWriter(part, _joined(row, keys, predict(row), origin).schema)
         writer.close()
     except BaseException:
         if writer is not None:
@@ -163,12 +212,16 @@ def _score_file(
         raise
 
 
-def _joined(rows: Any, keys: Sequence[str], outputs: _Outputs) -> Any:
-    """Return a table of the keys and the outputs of rows."""
+def _joined(rows: Any, keys: Sequence[str], outputs: _Outputs, origin: Origin) -> Any:
+    """Return a table of the keys and the outputs of rows, with their origin."""
     if taken := sorted(set(keys) & set(outputs)):
-        raise ValueError(f"keys must not be outputs of the model; received {taken}.")
+        raise ValueError(
+            f"keys must not be outputs of the model; received {taken}. Leave them out, or rename "
+            "these columns of the data."
+        )
     columns = {name: rows.column(name) for name in keys}
-    return pa.table({**columns, **{name: _column(values) for name, values in outputs.items()}})
+    table = pa.table({**columns, **{name: _column(values) for name, values in outputs.items()}})
+    return table.replace_schema_metadata({METADATA: json.dumps(origin)})
 
 
 def _column(values: np.ndarray[Any, Any]) -> Any:
@@ -185,10 +238,24 @@ def _column(values: np.ndarray[Any, Any]) -> Any:
     return pa.FixedSizeListArray.from_arrays(flat, int(np.prod(values.shape[1:])))
 
 
-def _predictor(
+@final
+class _Scorer(NamedTuple):
+    """A model, open for scoring."""
+
+    predict: Callable[[Any], _Outputs]
+    """Scores a table."""
+    names: list[str]
+    """The columns that it reads."""
+    kinds: dict[str, str | None]
+    """Kinds of keys."""
+    tasks: list[str]
+    """The labels of its spec."""
+    origin: Origin
+
+
+def _scorer(
     model: nn.Module | str | Path, spec: FeatureSpec | None, stack: contextlib.ExitStack
-) -> tuple[Callable[[Any], _Outputs], list[str], dict[str, str | None]]:
-    """Return a function that scores a table, the columns that it reads, and kinds of keys."""
+) -> _Scorer:
     if isinstance(model, nn.Module):
         if not isinstance(spec, FeatureSpec):
             raise ValueError("score needs a fitted FeatureSpec with a model; received none.")
@@ -196,7 +263,10 @@ def _predictor(
         fitted = spec
         names = fitted.column_names(labels=False)
         kinds = {name: kind for name, kind in fitted.column_kinds().items() if name in names}
-        return lambda table: _run(model, fitted, table), names, kinds
+        origin = model_of(model, fitted)
+        return _Scorer(
+            lambda table: _run(model, fitted, table), names, kinds, fitted.label_names, origin
+        )
     predictor = stack.enter_context(Predictor(model))
     columns = predictor.manifest["columns"]
     if not columns:
@@ -205,7 +275,8 @@ def _predictor(
         )
     names = names_of(columns)
     kinds = {one["name"]: one["type"] for one in columns if "type" in one and not one["is_list"]}
-    return lambda table: dict(predictor(table.select(names))), names, kinds
+    tasks, origin = load_spec(Path(model)).label_names, package_of(Path(model), predictor)
+    return _Scorer(lambda table: dict(predictor(table)), names, kinds, tasks, origin)
 
 
 @torch.no_grad()
@@ -258,6 +329,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
     parser.add_argument("--keys", nargs="*", default=[], help="columns to copy")
     parser.add_argument("--batch-size", type=int, default=4096, help="rows per call")
+    parser.add_argument(
+        "--probabilities", action="store_true", help="add the probability of each logit"
+    )
     parser.add_argument("--processes", type=int, default=1, help="processes on this machine")
 
 
@@ -266,8 +340,14 @@ def main(options: argparse.Namespace) -> int:
     try:
         if whole("--processes", options.processes) == 1:
             paths: Paths = options.input
-            keys, batch_size = options.keys, options.batch_size
-            score(options.version, paths, options.output, keys=keys, batch_size=batch_size)
+            score(
+                options.version,
+                paths,
+                options.output,
+                keys=options.keys,
+                batch_size=options.batch_size,
+                probabilities=options.probabilities,
+            )
         else:
             _score_by_processes(options)
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -330,9 +410,9 @@ def _work(options: argparse.Namespace, rank: int, messages: Connection) -> None:
     count = options.processes
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     share = _Share(rank, count, rank == 0, lambda file, part: messages.send((file, part)))
-    keys, size = options.keys, options.batch_size
+    files = options.version, options.input, options.output
     try:
-        _score_files(options.version, options.input, options.output, None, keys, size, share)
+        _score_files(*files, None, options.keys, options.batch_size, options.probabilities, share)
     except Exception as error:
         messages.send(error)
     else:

@@ -250,3 +250,17 @@ def test_a_batch_has_its_own_memory() -> None:
     batch.labels.add_(1)
     batch.sparse_features.values().add_(1)
     assert (ids.tolist(), labels.tolist()) == ([0, 1, 2, 3], [0.0] * 4)
+
+
+@pytest.mark.parametrize("buckets", [None, 3])
+def test_a_column_that_states_its_missing_value_may_be_absent(buckets: int | None) -> None:
+    rows = {"x": [1.0, 2.0, 3.0, 4.0], "y": [1.0, 2.0, 3.0, 5.0]}
+    spec = FeatureSpec([Numeric("x", missing=2.0, buckets=buckets), Numeric("y")]).fit(rows)
+    absent = spec.transform({"y": rows["y"], "further": ["a"] * 4})
+    stated = spec.transform({**rows, "x": [2.0] * 4})
+    assert torch.equal(absent.dense_features, stated.dense_features)
+    assert torch.equal(absent.sparse_features.values(), stated.sparse_features.values())
+    with pytest.raises(KeyError) as raised:
+        spec.transform({"x": rows["x"]})
+    assert str(raised.value) == "The table must have a column 'y'; it has ['x']."
+    assert type(pickle.loads(pickle.dumps(raised.value))) is KeyError

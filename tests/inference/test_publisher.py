@@ -22,6 +22,7 @@ from recsys.distributed.types import ShardingPlan, ShardingType
 from recsys.inference import Predictor, Publisher, package, quantize_embeddings
 from recsys.inference import publisher as publisher_module
 from recsys.inference.packages.deltas import read_deltas
+from recsys.inference.packages.manifest import sha256_of
 from recsys.kernels.hashed.index import geometry
 from recsys.kernels.quantize import quantize_rows
 from recsys.kernels.quantized import row_bytes
@@ -34,19 +35,30 @@ DIM, ROWS = 8, {"users": 512, "films": 40}
 
 
 def version_of(folder: Path) -> Path:
-    """A version with a manifest only, of the tables of `Model`."""
-    folder.mkdir(parents=True)
-    index = {"ids": "i", "digests": "d", "regions": geometry(512)[1], "seed": 0, "unknown": "zero"}
-    tables = [
-        {"name": name, "rows": rows, "dim": DIM, "dtype": "int8", "row_bytes": row_bytes(DIM, 8),
-         "index": index if name == "users" else None, "file": f"tables/{name}.rows"}
-        for name, rows in ROWS.items()
-    ]  # fmt: skip
-    empty: dict[str, Any] = dict.fromkeys(
+    """A version without a program, of the tables of `Model`; all rows are 0."""
+    (folder / "tables").mkdir(parents=True)
+    index = {
+        "ids": "tables/i", "digests": "tables/d", "regions": geometry(512)[1], "seed": 0,
+        "unknown": "zero",
+    }  # fmt: skip
+    sizes = {"tables/i": 8 * ROWS["users"], "tables/d": ROWS["users"]}
+    tables = []
+    for number, (name, rows) in enumerate(ROWS.items()):
+        table = {"name": name, "rows": rows, "dim": DIM, "dtype": "int8", "features": []}
+        table |= {"row_bytes": row_bytes(DIM, 8), "index": index if name == "users" else None}
+        table |= {"file": f"tables/{name}.rows", "buffer": "b", "offset": number << 16}
+        sizes[f"tables/{name}.rows"] = rows * row_bytes(DIM, 8)
+        tables.append(table)
+    files = {}
+    for name, size in sizes.items():
+        (folder / name).write_bytes(bytes(size))
+        files[name] = {"bytes": size, "sha256": sha256_of(folder / name)}
+    manifest: dict[str, Any] = dict.fromkeys(
         ("recsys", "torch", "fbgemm", "machine", "instruction_set"), ""
     )
-    empty |= {key: [] for key in ("programs", "inputs", "outputs", "buffers", "columns")}
-    manifest = {**empty, "format": 1, "limits": {}, "files": {}, "tables": tables}
+    manifest |= {key: [] for key in ("programs", "inputs", "outputs", "columns")}
+    manifest |= {"format": 1, "limits": {"max_rows": 1}, "files": files, "tables": tables}
+    manifest["buffers"] = [{"name": "b", "bytes": 2 << 16}]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
@@ -231,6 +243,7 @@ from pathlib import Path
 import torch
 from recsys.inference import Publisher
 from recsys.inference.packages.deltas import read_deltas
+from recsys.inference.packages.manifest import sha256_of
 from tests.inference.test_publisher import applied, rows_of, version_of, new_model, batch_of
 torch.set_num_threads(1)
 rng, counts = random.Random(0), []

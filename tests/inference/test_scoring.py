@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pyarrow as pa
@@ -21,9 +23,17 @@ from torch import nn
 
 import recsys.__main__
 from recsys.distributed.checkpoint import save_checkpoint
-from recsys.features import FeatureSpec, Label, Numeric, Timestamp
-from recsys.inference import Predictor, inspect, package, quantize_embeddings, score
+from recsys.features import Categorical, FeatureSpec, Label, Numeric, Timestamp
+from recsys.inference import (
+    Predictor,
+    inspect,
+    package,
+    quantize_embeddings,
+    score,
+    write_delta,
+)
 from recsys.inference.packages.columns import raw_request
+from recsys.modules.ctr.multi_task import MMoE, MultiTask
 from recsys.modules.dlrm import DLRM
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from tests.inference.raw_package import raw_spec, raw_table, write_raw_version
@@ -49,14 +59,20 @@ def test_a_package_scores_raw_columns(packaged: tuple[Path, nn.Module, FeatureSp
             table = raw_table(40 + seed, seed + 10)
             found = predictor(table.drop_columns(["ok"]))["output"][:, 0]
             np.testing.assert_allclose(found, wanted(model, spec, table), rtol=1e-5, atol=1e-6)
-        with pytest.raises(KeyError, match=r"must have columns of the package.*received \['ok'\]"):
-            predictor(raw_table(3, 1))
-        part = raw_table(3, 1).select(["city", "age"])  # others are missing
-        empty = {name: pa.nulls(3) for name in spec.column_names(labels=False)}
-        whole = pa.table({**empty, "city": part["city"], "age": part["age"], "ok": [0, 0, 0]})
+        whole = raw_table(3, 1)  # the label is a further column
         np.testing.assert_allclose(
-            predictor(part)["output"][:, 0], wanted(model, spec, whole), 1e-5
+            predictor(whole)["output"][:, 0], wanted(model, spec, whole), 1e-5
         )
+        stated = whole.drop_columns(["level"])  # Numeric("level", missing=3.5)
+        filled = whole.set_column(10, "level", pa.array([3.5] * 3))
+        assert np.array_equal(predictor(stated)["output"], predictor(filled)["output"])
+        for name in spec.column_names(labels=False):
+            if name != "level":
+                with pytest.raises(KeyError, match=f"must have a column '{name}'"):
+                    predictor(whole.drop_columns([name]))
+                with pytest.raises(KeyError, match=f"must have a column '{name}'"):
+                    raw_request(predictor.manifest["columns"], whole.drop_columns([name]))
+        assert "level" not in raw_request(predictor.manifest["columns"], stated)
         bad = raw_table(3, 1).drop_columns(["ok"]).set_column(7, "row", pa.array([1, 25, 3]))
         with pytest.raises(ValueError, match=r"'row' must have row numbers from 0 to 19.*row 1"):
             predictor(bad)
@@ -169,6 +185,7 @@ def test_a_stopped_job_continues(
     assert written.name.startswith("a-")
     first = written.stat().st_mtime_ns
     pq.write_table(raw_table(10, 1), data / "b.parquet")
+    arguments += ["--keys", "user"]
     assert recsys.__main__.main(arguments) == 0
     assert written.stat().st_mtime_ns == first
     [second] = (tmp_path / "out").glob("b-*.parquet")
@@ -247,6 +264,96 @@ def test_a_killed_process_ends_the_command(
     assert not [*out.glob(".*")]
 
 
+def test_results_of_another_origin_are_computed_again(
+    packaged: tuple[Path, nn.Module, FeatureSpec],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of another file, package, delta, module or setting; said in one line, others stay."""
+    version, _, spec = packaged
+    data, out = tmp_path / "data", tmp_path / "out"
+    data.mkdir()
+    for name in ("a", "b"):
+        pq.write_table(raw_table(20, 0), data / f"{name}.parquet")
+
+    def scores(model: Any, word: str, **options: Any) -> np.ndarray:
+        before = {path: path.stat().st_mtime_ns for path in out.glob("*")}
+        caplog.clear()
+        found = score(model, data, out, **options)
+        lines = [record.getMessage() for record in caplog.records if record.name == "recsys"]
+        assert [word in line for line in lines] == [True] * bool(word), (word, lines)
+        if not word:
+            assert {path: path.stat().st_mtime_ns for path in out.glob("*")} == (before or ANY)
+        return pq.read_table(found[0])["output"].to_numpy()
+
+    own = version.parent / "9"
+    shutil.copytree(version, own)
+    first = scores(own, "")
+    assert np.array_equal(scores(own, ""), first)
+    pq.write_table(raw_table(20, 5), data / "a.parquet")
+    changed = scores(own, "1 of 2 results in ")
+    assert not np.array_equal(changed, first)
+    np.testing.assert_allclose(changed, wanted(packaged[1], spec, raw_table(20, 5)), 1e-5, 1e-6)
+    write_delta(own, {"city": (torch.arange(3), torch.ones(3, 8))})
+    after = scores(own, "2 of 2 results")
+    assert not np.array_equal(after, changed)
+    with Predictor(own) as predictor:
+        table = raw_table(20, 5).drop_columns(["ok"])
+        np.testing.assert_allclose(after, predictor(table)["output"][:, 0], 1e-5)
+    scores(own, "another version of the settings", keys=["user"])
+    scores(own, "", keys=["user"])
+    torch.manual_seed(1)
+    model = DLRM(
+        EmbeddingBagCollection(tables=spec.tables(8), is_weighted=True), 3, [8, 8], [8, 1]
+    ).eval()
+    scores(model, "another version of the model", spec=spec, keys=["user"])
+    scores(model, "", spec=spec, keys=["user"])
+    before = scores(copy.deepcopy(model), "", spec=spec, keys=["user"])
+    with torch.no_grad():
+        next(model.over_arch.parameters()).mul_(2)
+    assert not np.array_equal(scores(model, "the model", spec=spec, keys=["user"]), before)
+    for path in out.glob("*"):
+        pq.write_table(pq.read_table(path).replace_schema_metadata(None), path)
+    scores(model, "2 of 2 results", spec=spec, keys=["user"])
+    next(out.glob("a-*")).write_bytes(b"")
+    scores(model, "1 of 2 results", spec=spec, keys=["user"])
+
+
+@pytest.mark.parametrize("is_package", [True, False])
+def test_outputs_of_tasks_have_their_names(tmp_path: Path, is_package: bool) -> None:
+    names = ["cart", "buy", "return"]
+    random = np.random.default_rng(0)
+    labels = {name: random.integers(0, 2, 50).tolist() for name in names}
+    rows = {
+        "city": random.choice(["a", "b", "c"], 50).tolist(),
+        "price": random.random(50).tolist(),
+    }
+    spec = FeatureSpec([Categorical("city"), Numeric("price"), *map(Label, names)])
+    pq.write_table(pa.table({**rows, **labels}), tmp_path / "a.parquet")
+    spec.fit(tmp_path / "a.parquet")
+    tables = EmbeddingBagCollection(tables=spec.tables(8))
+    model = quantize_embeddings(MultiTask(tables, 1, MMoE(9, num_tasks=3)).eval())
+    options: dict[str, Any] = {"probabilities": True}
+    scored: Any = model
+    if is_package:
+        example = {name: values[:2] for name, values in rows.items()}
+        scored = package(model, tmp_path / "m", example, spec=spec, programs=["torchscript"])
+    else:
+        options["spec"] = spec
+    [path] = score(scored, tmp_path / "a.parquet", tmp_path / "out", keys=["city"], **options)
+    found = pq.read_table(path)
+    assert found.column_names == ["city"] + [
+        f"{n}{end}" for n in names for end in ("", "_probability")
+    ]
+    with torch.no_grad():
+        batch = spec.transform(rows, labels=False)
+        logits = model(batch.dense_features, batch.sparse_features)
+    for name, column in zip(names, logits.T, strict=True):
+        np.testing.assert_allclose(found[name], column, 1e-5, 1e-6)
+        wanted = torch.sigmoid(column.double())
+        np.testing.assert_allclose(found[f"{name}_probability"], wanted, 1e-5)
+
+
 def test_raw_requests_are_checked_as_training_data(
     packaged: tuple[Path, nn.Module, FeatureSpec],
 ) -> None:
@@ -262,12 +369,14 @@ def test_raw_requests_are_checked_as_training_data(
             "1 weights and 2",
         ),
         ({"tags": tags, "weight": pa.array([[0.5, None], [1]], floats)}, ValueError, "for each id"),
-        ({"tags": tags}, KeyError, "both or none of 'tags' and its weights 'weight'"),
+        ({"tags": tags}, KeyError, "must have a column 'weight'"),
         ({"city": pa.array([True, False])}, TypeError, "'city' must have texts; received bool"),
-        ({"time": pa.array([10**18])}, ValueError, "times of the years 1 to 9999"),
+        ({"time": pa.array([10**18, 0])}, ValueError, "times of the years 1 to 9999"),
     ):
+        whole = raw_table(2, 0).drop_columns(["weight"] if "tags" in bad else [])
+        table = {**{name: whole[name] for name in whole.column_names}, **bad}
         with pytest.raises(error, match=message):
-            raw_request(columns, pa.table(bad))
+            raw_request(columns, pa.table(table))
 
 
 @pytest.mark.parametrize(

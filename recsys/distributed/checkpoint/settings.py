@@ -144,6 +144,13 @@ def check_settings(
                     "part of the tables' update, which cannot be changed. Attach the optimizer "
                     "with the saved one, or pass keep_settings=True to train on with this one."
                 )
+        for key in found.keys() & group.keys() - _OWN:
+            own = group[key]
+            if isinstance(own, int | float | Tensor) and not isinstance(found[key], int | float):
+                raise CheckpointError(
+                    f"{source} must have a number for {key} of {names[:3]}, as here; received "
+                    f"{found[key]!r}. Load an earlier version, or pass keep_settings=True."
+                )
         updates.append((group, found))
     return updates
 

@@ -20,6 +20,7 @@ from typing import Any
 from zlib import crc32
 
 from recsys.distributed.checkpoint.errors import CheckpointError
+from recsys.distributed.checkpoint.manifest_rules import check_manifest
 from recsys.kernels.checked import checked
 
 MANIFEST = "manifest.json"
@@ -303,17 +304,24 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     data = file.read_bytes()
     try:
         content = json.loads(data)["content"]
-        is_whole = _encode(content) == data
-        found: int = content["format"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        is_whole = isinstance(content, dict) and _encode(content) == data
+        found = content["format"]
+        kind = content.get("kind", "full")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_whole = False
     if not is_whole:
         raise CheckpointError(f"{file} is damaged: its CRC does not match its text.")
-    if found != _FORMATS.get(content.get("kind", "full")):
+    if isinstance(kind, str) and found != _FORMATS.get(kind, found):
         raise CheckpointError(
             f"{file} is of format {found}; this version of recsys reads formats up to "
             f"{max(_FORMATS.values())}. Load it with the version that wrote it, or a later one."
         )
+    try:
+        check_manifest(content)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} is damaged: {error} Load an earlier version, or copy this one again."
+        ) from error
     return dict(content)
 
 

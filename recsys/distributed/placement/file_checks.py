@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias, TypeGuard
@@ -113,6 +114,29 @@ def read_members(
         for key, read in readers.items()
         if key in members
     }
+
+
+def members(**readers: Reader) -> Callable[[str, object], dict[str, Any]]:
+    """Return a reader of an object that must have some members, and may have others.
+
+    Args:
+        readers: Reader of each required member.
+
+    Example:
+        >>> members(rows=whole_of)("table 't'", {"rows": 5, "color": "red"})
+        {'rows': 5}
+    """
+
+    def read(subject: str, value: object) -> dict[str, Any]:
+        found = object_of(subject, value)
+        return read_members(subject, {k: v for k, v in found.items() if k in readers}, readers)
+
+    return read
+
+
+def each(read: Reader) -> Reader:
+    """Return a reader of a list whose members have one reader."""
+    return partial(list_of, each=read)
 
 
 def check_format(subject: str, value: object, known: int) -> int:

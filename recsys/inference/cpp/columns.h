@@ -95,7 +95,6 @@ class Columns {
 
   std::vector<Column> columns_;
   std::unordered_map<std::string, Vocabulary> vocabularies_;  // by table
-  std::string names_;         // of the columns, for messages
   std::string dense_;         // the dense input of the model; "": none
   std::int64_t num_dense_ = 0;
   std::set<std::string> weighted_;  // tensors of the model whose ids have weights

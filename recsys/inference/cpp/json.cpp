@@ -1,11 +1,58 @@
 #include "json.h"
 
+#include <clocale>
+#include <cmath>
 #include <cstdlib>
+#include <set>
 #include <stdexcept>
+#include <string_view>
+
+#include <locale.h>
 
 #include "error.h"
 
 namespace recsys {
+namespace {
+
+std::size_t num_digits(std::string_view text, std::size_t at) {
+  std::size_t end = at;
+  while (end < text.size() && text[end] >= '0' && text[end] <= '9') {
+    ++end;
+  }
+  return end - at;
+}
+
+// Returns the number of characters of a number at the start of a text; 0 if there is none.
+std::size_t size_of_number(std::string_view text, bool& is_integer) {
+  std::size_t at = !text.empty() && text[0] == '-';
+  const std::size_t whole = num_digits(text, at);
+  if (whole == 0 || (whole > 1 && text[at] == '0')) {
+    return 0;
+  }
+  at += whole;
+  is_integer = true;
+  if (at < text.size() && text[at] == '.' && num_digits(text, at + 1) > 0) {
+    at += 1 + num_digits(text, at + 1);
+    is_integer = false;
+  }
+  if (at < text.size() && (text[at] == 'e' || text[at] == 'E')) {
+    const bool has_sign = at + 1 < text.size() && (text[at + 1] == '+' || text[at + 1] == '-');
+    const std::size_t first = at + 1 + has_sign;
+    if (num_digits(text, first) > 0) {
+      at = first + num_digits(text, first);
+      is_integer = false;
+    }
+  }
+  return at;
+}
+
+// The same in all locales of the process; a number below the range of double is 0 or denormal.
+double to_double(const std::string& digits) {
+  static const locale_t plain = newlocale(LC_ALL_MASK, "C", static_cast<locale_t>(nullptr));
+  return strtod_l(digits.c_str(), nullptr, plain);
+}
+
+}  // namespace
 
 class JsonParser {
  public:
@@ -78,6 +125,7 @@ class JsonParser {
 
   Json::Object parse_object(int depth) {
     Json::Object found;
+    std::set<std::string> keys;
     take('{');
     if (take('}')) {
       return found;
@@ -88,6 +136,9 @@ class JsonParser {
         refuse("a key");
       }
       std::string key = parse_text();
+      if (!keys.insert(key).second) {
+        refuse("each key once");
+      }
       if (!take(':')) {
         refuse("a colon");
       }
@@ -115,32 +166,24 @@ class JsonParser {
   }
 
   void parse_number(Json& found) {
-    const size_t start = at_;
     bool is_integer = true;
-    while (at_ < text_.size()) {
-      const char c = text_[at_];
-      if (c == '.' || c == 'e' || c == 'E') {
-        is_integer = false;
-      } else if (c != '-' && c != '+' && (c < '0' || c > '9')) {
-        break;
-      }
-      ++at_;
-    }
-    const std::string digits = text_.substr(start, at_ - start);
-    size_t used = 0;
-    try {
-      if (is_integer) {
-        found.value_ = static_cast<std::int64_t>(std::stoll(digits, &used));
-      } else {
-        found.value_ = std::stod(digits, &used);
-      }
-    } catch (const std::exception&) {
-      used = 0;
-    }
-    if (used == 0 || used != digits.size()) {
-      at_ = start;
+    const std::size_t size = size_of_number(std::string_view(text_).substr(at_), is_integer);
+    if (size == 0) {
       refuse("a value");
     }
+    const std::string digits = text_.substr(at_, size);
+    const double number = to_double(digits);
+    if (!std::isfinite(number)) {
+      refuse("a finite number");
+    }
+    found.value_ = number;
+    if (is_integer) {
+      try {
+        found.value_ = static_cast<std::int64_t>(std::stoll(digits));
+      } catch (const std::out_of_range&) {  // it stays a number that is no integer of 64 bits
+      }
+    }
+    at_ += size;
   }
 
   std::string parse_text() {
@@ -149,6 +192,9 @@ class JsonParser {
     while (peek() != '"') {
       if (at_ >= text_.size()) {
         refuse("the end of a string");
+      }
+      if (static_cast<unsigned char>(peek()) < 0x20) {
+        refuse("an escape in place of a control character");
       }
       if (peek() == '\\') {
         ++at_;
@@ -193,13 +239,17 @@ class JsonParser {
 
   unsigned parse_code_point() {
     const unsigned first = parse_code_unit();
-    if (first < 0xD800 || first > 0xDBFF) {
+    if (first < 0xD800 || first > 0xDFFF) {
       return first;
     }
-    if (!take_word("\\u")) {
-      refuse("the second half of a surrogate pair");
+    if (first > 0xDBFF || !take_word("\\u")) {
+      refuse("both halves of a surrogate pair");
     }
-    return 0x10000 + ((first - 0xD800) << 10) + (parse_code_unit() & 0x3FF);
+    const unsigned second = parse_code_unit();
+    if (second < 0xDC00 || second > 0xDFFF) {
+      refuse("both halves of a surrogate pair");
+    }
+    return 0x10000 + ((first - 0xD800) << 10) + (second & 0x3FF);
   }
 
   static void append_utf8(std::string& text, unsigned code) {

@@ -88,7 +88,13 @@ Output output_of(const Json& json) {
   output.is_jagged = is_jagged(json, "rows");
   output.dtype = dtype_named(json.at("dtype").text());
   output.shape = shape_of(json.at("shape"));
-  output.is_weighted = output.is_jagged && !json.at("weights_dtype").is_null();
+  if (output.is_jagged) {
+    dtype_named(json.at("lengths_dtype").text());
+    output.is_weighted = !json.at("weights_dtype").is_null();
+    if (output.is_weighted) {
+      dtype_named(json.at("weights_dtype").text());
+    }
+  }
   return output;
 }
 
@@ -101,6 +107,16 @@ Table table_of(const Json& json) {
     const Json& index = json.at("index");
     table.index = IndexFiles{index.at("ids").text(), index.at("digests").text(),
                              index.at("regions").integer(), index.at("seed").integer()};
+    index.at("unknown").text();
+  }
+  json.at("dim").integer();
+  const std::string& dtype = json.at("dtype").text();
+  const std::set<std::string> dtypes = {"int8", "int4", "int2", "float16", "float32"};
+  if (dtypes.count(dtype) == 0) {
+    refuse(text_of("table '", table.name, "' must not have the dtype '", dtype, "'"));
+  }
+  for (const Json& feature : json.at("features").array()) {
+    feature.text();
   }
   if (table.rows < 0 || table.row_bytes <= 0 || table.offset < 0 ||
       table.offset % kTableAlignment != 0) {
@@ -118,6 +134,9 @@ File file_of(const std::string& path, const Json& json) {
     if (part == ".." || part.empty()) {
       refuse(text_of("'", path, "' must be a path inside the version"));
     }
+  }
+  if (json.at("bytes").integer() < 0) {
+    refuse(text_of("'", path, "' must not have a negative size"));
   }
   return {path, json.at("bytes").integer(), json.at("sha256").text()};
 }
@@ -186,7 +205,7 @@ void check_features(const Manifest& manifest) {
 void check_tables(const Manifest& manifest) {
   std::set<std::string> names;
   for (const Table& table : manifest.tables) {
-    const Buffer* buffer = nullptr;
+    const Buffer* buffer = nullptr;  // of equal names the last one, as in Python
     for (const Buffer& candidate : manifest.buffers) {
       buffer = candidate.name == table.buffer ? &candidate : buffer;
     }
@@ -214,6 +233,23 @@ void check_tables(const Manifest& manifest) {
   }
 }
 
+// Programs must have files; TorchScript, which has no rows, gets all buffers.
+void check_programs(const Manifest& manifest) {
+  std::multiset<std::string> buffers;
+  for (const Buffer& buffer : manifest.buffers) {
+    buffers.insert(buffer.name);
+  }
+  for (const ProgramFile& program : manifest.programs) {
+    if (file_named(manifest, program.file) == nullptr) {
+      refuse(text_of("files must have the program '", program.file, "'"));
+    }
+    const std::multiset<std::string> constants(program.constants.begin(), program.constants.end());
+    if (program.kind == "torchscript" && constants != buffers) {
+      refuse("constants of the program torchscript must be the buffers");
+    }
+  }
+}
+
 Manifest parse(const std::string& text) {
   const Json json = Json::parse(text);
   const std::int64_t format = json.at("format").integer();
@@ -224,6 +260,7 @@ Manifest parse(const std::string& text) {
   Manifest manifest;
   manifest.text = text;
   manifest.id = sha256(text.data(), text.size());
+  json.at("recsys").text();
   manifest.torch = json.at("torch").text();
   manifest.fbgemm = json.at("fbgemm").text();
   manifest.machine = json.at("machine").text();
@@ -244,6 +281,9 @@ Manifest parse(const std::string& text) {
   }
   for (const Json& buffer : json.at("buffers").array()) {
     manifest.buffers.push_back({buffer.at("name").text(), buffer.at("bytes").integer()});
+    if (manifest.buffers.back().bytes < 0) {
+      refuse("a buffer must not have a negative size");
+    }
   }
   for (const auto& [path, file] : json.at("files").object()) {
     manifest.files.push_back(file_of(path, file));
@@ -251,6 +291,7 @@ Manifest parse(const std::string& text) {
   manifest.columns = json.at("columns").array();
   check_tables(manifest);
   check_features(manifest);
+  check_programs(manifest);
   return manifest;
 }
 
@@ -348,15 +389,6 @@ void Manifest::verify_files(const std::string& version, bool tables) const {
     if ((tables || !is_table) && sha256_of_file(path.string()) != file.sha256) {
       fail(RECSYS_BAD_PACKAGE, "'", path.string(),
            "' is damaged: it does not match its checksum in manifest.json. Copy the package again.");
-    }
-  }
-  for (const ProgramFile& program : programs) {
-    bool is_listed = false;
-    for (const File& file : files) {
-      is_listed = is_listed || file.path == program.file;
-    }
-    if (!is_listed) {
-      fail(RECSYS_BAD_PACKAGE, "manifest.json must list '", program.file, "' under 'files'.");
     }
   }
 }

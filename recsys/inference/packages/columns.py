@@ -187,7 +187,8 @@ class Columns:
         return found
 
     def _is_single(self, name: str) -> bool:
-        return bool(self._table.schema.field(name).type == pa.float32())
+        names = self._table.column_names
+        return name in names and bool(self._table.schema.field(name).type == pa.float32())
 
 
 def _type_of(table: Any, name: str, is_list: bool) -> str:
@@ -244,11 +245,10 @@ def model_request(
     Args:
         spec: The spec of the package.
         inputs: The manifest's entries of the model's inputs.
-        data: A table of raw columns, as for `FeatureSpec.transform`. Columns that it does not have
-            are missing values.
+        data: A table of raw columns, as for `FeatureSpec.transform`.
 
     Raises:
-        KeyError: The table has other columns.
+        KeyError: The table does not have a column.
         TypeError: A column has values of another type.
         ValueError: A value is out of its range.
     """
@@ -259,18 +259,19 @@ def model_request(
 def _model_request(
     spec: FeatureSpec, inputs: Sequence[Mapping[str, Any]], data: Any
 ) -> dict[str, Tensor]:
-    table, names = table_of(data), spec.column_names(labels=False)
-    _check_names(table, names, [vars(c) for c in spec.columns if isinstance(c, SparseColumn)])
-    for name in names:
-        if name not in table.column_names:
-            table = table.append_column(name, pa.nulls(table.num_rows))
-    batch = spec.transform(table, labels=False)
+    batch = spec.transform(table_of(data), labels=False)
     found: dict[str, Tensor] = {}
+    known = batch.sparse_features.keys()
     for entry in inputs:
         if entry["kind"] == "dense":
             found[entry["name"]] = batch.dense_features
             continue
         for feature in entry["features"]:
+            if feature["name"] not in known:
+                raise ValueError(
+                    f"The features of the package must be those of its spec, {known}; received "
+                    f"{feature['name']!r} in its manifest. Copy the package again."
+                )
             bags, tensor = batch.sparse_features[feature["name"]], feature["tensor"]
             found[tensor], found[f"{tensor}.lengths"] = bags.values(), bags.lengths()
             if entry["weighted"]:
@@ -283,10 +284,11 @@ def raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, Te
 
     Args:
         columns: The manifest's entries of the columns.
-        data: A table. Columns that it does not have are missing values.
+        data: A table. Further columns are ignored; a column that states the value of missing
+            numbers may be absent.
 
     Raises:
-        KeyError: The table has other columns.
+        KeyError: The table does not have a column.
         TypeError: A column has values of another type.
         ValueError: A number is not finite.
     """
@@ -309,11 +311,10 @@ def _remedies() -> Iterator[None]:
 
 def _raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, Tensor | Texts]:
     table = table_of(data)
-    _check_names(table, names_of(columns), columns)
     found: dict[str, Tensor | Texts] = {}
     for column in columns:
         name, is_list = column["name"], bool(column.get("is_list"))
-        if name not in table.column_names:
+        if name not in table.column_names and column.get("missing") is not None:
             continue
         values = read_values(table, name, is_list)
         if values.lengths is not None:
@@ -350,23 +351,6 @@ def names_of(columns: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     found = [column["name"] for column in columns]
     return found + [column["weights"] for column in columns if column.get("weights")]
-
-
-def _check_names(table: Any, names: Sequence[str], columns: Sequence[Mapping[str, Any]]) -> None:
-    unknown = [name for name in table.column_names if name not in names]
-    if unknown:
-        raise KeyError(
-            f"A request must have columns of the package, {list(names)}; received {unknown}. "
-            "Select the columns."
-        )
-    for column in columns:
-        if column.get("weights"):
-            given = [name in table.column_names for name in (column["name"], column["weights"])]
-            if any(given) and not all(given):
-                raise KeyError(
-                    f"A request must have both or none of {column['name']!r} and its weights "
-                    f"{column['weights']!r}; received {table.column_names}."
-                )
 
 
 def _texts_of(values: Values) -> Texts:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -28,8 +27,10 @@ from typing import Any, BinaryIO, NamedTuple, final
 import torch
 from torch import Tensor
 
+from recsys.distributed.placement.file_checks import list_of, object_of, parse_json
 from recsys.inference.packages.delta_files import Header, Rows, Update, header_of, parse
 from recsys.inference.packages.indexes import empty_index
+from recsys.inference.packages.manifest_rules import read_table
 from recsys.inference.saved_tables import SavedTables
 from recsys.kernels.checked import checked
 from recsys.kernels.hashed.twin import LINE, locate
@@ -39,7 +40,7 @@ from recsys.kernels.quantized import row_bytes
 __all__ = ["Delta", "read_delta", "read_deltas", "write_delta", "write_delta_between"]
 
 _BITS = {"int8": 8, "int4": 4, "int2": 2, "float16": 16, "float32": 32}
-_NAME = re.compile(r"(\d{12})\.delta")
+DELTA_NAME = re.compile(r"(\d{12})\.delta")
 _PART = ".part-"
 
 
@@ -81,7 +82,7 @@ def write_delta(version: str | Path, tables: Mapping[str, tuple[Tensor, ...]]) -
             id its row, or the folder of deltas has a gap.
 
     Example:
-        >>> import tempfile
+        >>> import json, tempfile
         >>> films = {
         ...     "name": "films", "rows": 9, "dim": 4, "dtype": "int8", "row_bytes": 8, "index": None
         ... }
@@ -157,7 +158,7 @@ def read_delta_named(file: Path, name: str) -> Delta:
     """Read and verify a delta that will be renamed to `name`, as `read_delta`."""
     manifest = _Manifest.read(file.parent.parent)
     header, tensors = parse(file)
-    match = _NAME.fullmatch(name)
+    match = DELTA_NAME.fullmatch(name)
     if match is None or int(match[1]) != header.sequence:
         raise ValueError(
             f"{file} must be named after its sequence number, {header.sequence:012}.delta. It was "
@@ -276,13 +277,15 @@ class _Manifest(NamedTuple):
             )
         text = file.read_bytes()
         try:
+            keys = tuple(field.name for field in fields(_Table))
+            entries = object_of("the manifest", parse_json(text.decode(), "the manifest"))
             tables = [
-                _Table(*(entry[field.name] for field in fields(_Table)))
-                for entry in json.loads(text)["tables"]
+                _Table(**read_table(f"tables[{i}]", entry, keys))
+                for i, entry in enumerate(list_of("tables", entries.get("tables")))
             ]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(
-                f"{file} must describe tables; it is damaged ({error!r}). Copy the package again."
+                f"{file} must describe tables; {error} Copy the package again."
             ) from error
         base = hashlib.sha256(text).hexdigest()
         return _Manifest(folder, base, {table.name: table for table in tables})
@@ -419,7 +422,7 @@ def _sequences(folder: Path) -> range:
         ValueError: A number is missing.
     """
     names = os.listdir(folder) if folder.is_dir() else []
-    numbers = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+    numbers = sorted(int(match[1]) for name in names if (match := DELTA_NAME.fullmatch(name)))
     for wanted, number in enumerate(numbers, 1):
         if number != wanted:
             raise ValueError(

@@ -13,8 +13,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
-from recsys.inference.packages.deltas import read_delta_named
+from recsys.inference.packages.deltas import DELTA_NAME, read_delta_named
 from recsys.inference.packages.manifest import read_manifest, verify_files
 from recsys.kernels.checked import checked
 
@@ -69,7 +70,8 @@ def follow(
 ) -> int:
     """Copy a version and its deltas from an address into a folder, which servers follow.
 
-    A file appears in the folder whole or not at all. Files are verified before.
+    A file appears in the folder whole or not at all. Files are verified before. Other files than
+    those of the manifest and deltas are left out, and links must stay inside the address.
 
     Args:
         url: The address of a version, such as "s3://models/movies/1"; see `Publisher`.
@@ -132,9 +134,21 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _download(files: Any, root: str, name: str, target: Path) -> None:
+    """Copy a file of an address; a link there must stay inside the address."""
+    path = f"{root}/{name}"
+    if isinstance(files, LocalFileSystem) and not Path(path).resolve().is_relative_to(
+        Path(root).resolve()
+    ):
+        raise ValueError(
+            f"{path} must be in the version; it is a link to {Path(path).resolve()}. Copy the file "
+            "to the address."
+        )
+    files.get_file(path, str(target))
+
+
 def _download_version(files: Any, root: str, version: Path) -> None:
-    names = _names(files, root)
-    if "manifest.json" not in names:
+    if "manifest.json" not in _names(files, root):
         raise FileNotFoundError(
             f"{root} must be a version of a package, such as movies/1; it has no manifest.json."
         )
@@ -143,13 +157,11 @@ def _download_version(files: Any, root: str, version: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)
     (part / "deltas").mkdir(parents=True)
     try:
-        for name in names:
-            if not name.startswith("deltas/"):
-                target = part / name
-                if not target.resolve().is_relative_to(part.resolve()):
-                    raise ValueError(f"{name!r} must be a path inside the version.")
-                target.parent.mkdir(parents=True, exist_ok=True)
-                files.get_file(f"{root}/{name}", str(target))
+        _download(files, root, "manifest.json", part / "manifest.json")
+        for name in read_manifest(part)["files"]:  # whose paths are inside the version
+            target = part / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _download(files, root, name, target)
         verify_files(part, read_manifest(part), tables=True)
         for path in [*part.rglob("*"), part]:
             _sync(path)
@@ -166,7 +178,7 @@ def _download_deltas(files: Any, root: str, version: Path) -> int:
         part.unlink()
     known = {path.name for path in folder.iterdir()}
     names = [PurePosixPath(name).name for name in _names(files, f"{root}/deltas")]
-    new = sorted(name for name in names if name.endswith(".delta") and name not in known)
+    new = sorted(name for name in names if DELTA_NAME.fullmatch(name) and name not in known)
     for name in new:
         sequence = int(name.removesuffix(".delta"))
         if sequence > 1 and not (folder / f"{sequence - 1:012}.delta").exists():
@@ -175,7 +187,7 @@ def _download_deltas(files: Any, root: str, version: Path) -> int:
             )
         part = folder / f"{_PART}{secrets.token_hex(8)}"
         try:
-            files.get_file(f"{root}/deltas/{name}", str(part))
+            _download(files, root, f"deltas/{name}", part)
             read_delta_named(part, name)
             _sync(part)
             part.rename(folder / name)

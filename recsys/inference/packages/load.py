@@ -66,8 +66,8 @@ def open_program(version: Path, manifest: Mapping[str, Any], kind: str = "") -> 
     found = program_of(manifest, kind)
     check_machine(manifest, found["kind"])
     path = version / found["file"]
-    device = torch.device(found["device"])
     try:
+        device = torch.device(found["device"])
         buffers = {name: rows.to(device) for name, rows in map_buffers(version, manifest).items()}
         hashed = [table for table in manifest["tables"] if table["index"] is not None]
         indexes = {table["name"]: open_index(version, table) for table in hashed}
@@ -82,7 +82,7 @@ def open_program(version: Path, manifest: Mapping[str, Any], kind: str = "") -> 
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         constants = {name: (dense | buffers)[name].to(device) for name in found["constants"]}
         set_constants(loader, constants)
-    except (RuntimeError, KeyError, zipfile.BadZipFile) as error:
+    except (RuntimeError, KeyError, AttributeError, TypeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} must be a program; {error}.") from error
     return OpenProgram(_Kept(loader, constants), device, buffers, indexes)
 

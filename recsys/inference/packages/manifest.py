@@ -7,17 +7,17 @@ and outputs of the program, and the tables.
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from recsys.inference.packages.manifest_rules import parse_manifest
+
 __all__ = [
-    "FORMAT",
     "check_machine",
     "fbgemm_release",
     "read_manifest",
@@ -25,12 +25,7 @@ __all__ = [
     "verify_files",
 ]
 
-FORMAT = 1
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-genai")
-_KEYS = (
-    "recsys", "torch", "fbgemm", "machine", "instruction_set", "programs", "inputs", "outputs",
-    "tables", "buffers", "files", "limits", "columns",
-)  # fmt: skip
 
 
 def read_manifest(version: Path) -> dict[str, Any]:
@@ -47,25 +42,9 @@ def read_manifest(version: Path) -> dict[str, Any]:
             f"{_remedy_for(version)}"
         )
     try:
-        found = json.loads(path.read_bytes())
-        if found["format"] != FORMAT:
-            raise ValueError(
-                f"its format is {found['format']}; this release reads format {FORMAT}. Write the "
-                "package again with this release, or use a later one"
-            )
-        missing = [key for key in _KEYS if key not in found]
-        if missing:
-            raise ValueError(f"the key {missing[0]!r} is missing")
-        for name, file in found["files"].items():
-            parts = PurePosixPath(name).parts
-            if not parts or name.startswith("/") or ".." in parts:
-                raise ValueError(f"{name!r} must be a path inside the version")
-            if not isinstance(file["bytes"], int) or not isinstance(file["sha256"], str):
-                raise ValueError(f"{name!r} must have bytes and a checksum")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} must be a manifest; {error}.") from error
-    manifest: dict[str, Any] = found
-    return manifest
+        return parse_manifest(path.read_bytes().decode())
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} must be a manifest; {error} Copy the package again.") from error
 
 
 def _remedy_for(folder: Path) -> str:

@@ -42,7 +42,17 @@ def map_files(num_bytes: int, files: Sequence[MappedFile]) -> Tensor:
 
     Raises:
         OSError: A file cannot be read, or memory is not available.
+        ValueError: The place of a file is not in the buffer, or the file is shorter than its place.
     """
+    for file in files:
+        size = file.path.stat().st_size
+        is_inside = 0 <= file.offset <= num_bytes - file.size and file.offset % ALIGNMENT == 0
+        if not is_inside or not 0 <= file.size <= size:
+            raise ValueError(
+                f"{file.path} must fill a place in a buffer of {num_bytes} bytes, from a multiple "
+                f"of {ALIGNMENT}; received {file.size} bytes from byte {file.offset} for a file of "
+                f"{size}. Copy the package again."
+            )
     if num_bytes == 0:
         return torch.zeros(0, dtype=torch.uint8)
     if not sys.platform.startswith("linux"):

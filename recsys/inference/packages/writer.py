@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import os
 import platform
 import secrets
@@ -29,17 +28,14 @@ from recsys.inference.packages.describe import (
 )
 from recsys.inference.packages.indexes import open_index
 from recsys.inference.packages.load import OpenProgram, open_program, set_buffer, set_constants
-from recsys.inference.packages.manifest import (
-    FORMAT,
-    fbgemm_release,
-    read_manifest,
-    sha256_of,
-)
+from recsys.inference.packages.manifest import fbgemm_release, read_manifest, sha256_of
+from recsys.inference.packages.manifest_rules import FORMAT, manifest_text
 from recsys.inference.packages.mapping import ALIGNMENT, MappedFile, map_files
 from recsys.inference.packages.requests import check_request, merge, split
 from recsys.inference.packages.safetensors import write_tensors
 from recsys.inference.packages.server_configs import config_pbtxt
 from recsys.inference.quantized_collection import QuantizedCollection
+from recsys.inference.served_part import served_part
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 from recsys.kernels.hashed.index import HashIndex
@@ -84,14 +80,16 @@ def package(
 
     Args:
         model: A quantized model in evaluation mode, on the device for which programs are compiled.
+            Of a `DLRMTrain`, the model inside.
         folder: The package. Its last part is the name of the model.
         inputs: Example arguments of the model, as for `export_aoti`, with two samples or more. All
             inputs have one row per sample. With `spec` a table of raw columns, as for
             `FeatureSpec.transform`.
         version: Number of the version.
         programs: "aoti" for AOTInductor, "torchscript", or both; servers take the first by default.
-            TorchScript is for models that branch on values, and for tables on several devices,
-            which are stored in the program. It is deprecated by PyTorch.
+            TorchScript is for modules of your own that branch on values and that it can compile,
+            and for tables on several devices, which are stored in the program. It is deprecated by
+            PyTorch.
         max_rows: Maximum number of rows of a request, and of a merged batch.
         defaults: Values of dense inputs that a request may leave out, by name.
         spec: A fitted `FeatureSpec`. The package contains it, and requests have its raw columns:
@@ -119,7 +117,7 @@ def package(
         >>> package(model, "models/movies", [batch])  # doctest: +SKIP
         PosixPath('models/movies/1')
     """
-    folder, kinds = Path(folder), list(dict.fromkeys(programs))
+    model, folder, kinds = served_part(model), Path(folder), list(dict.fromkeys(programs))
     whole("package.version", version, least=1)
     whole("package.max_rows", max_rows, least=1)
     if not kinds or any(kind not in _FILES for kind in kinds):
@@ -220,7 +218,7 @@ def _write_version(
         for path in sorted(part.rglob("*"))
         if path.is_file()
     }
-    (part / "manifest.json").write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    (part / "manifest.json").write_text(manifest_text(manifest))
     return manifest
 
 
@@ -430,7 +428,14 @@ def _constants(exported: ExportedProgram) -> dict[str, Tensor]:
 
 def _write_script(part: Path, plain: PlainModel, buffers: Mapping[str, QuantizedLookup]) -> None:
     """Write a program of TorchScript without the rows of tables."""
-    program = scripted(plain)
+    try:
+        program = scripted(plain)
+    except Exception as error:
+        notes = " ".join(getattr(error, "__notes__", ()))
+        raise ValueError(
+            f"programs must be ['aoti'] for this model, as TorchScript cannot compile it: "
+            f"{str(error).partition(chr(10))[0]}. {notes}"
+        ) from error
     kept = {name: lookup.weights for name, lookup in buffers.items()}
     for name in buffers:
         set_buffer(program, name, torch.zeros(0, dtype=torch.uint8))

@@ -24,7 +24,7 @@ from recsys.distributed.checkpoint.versions import (
 def _save(path: Path, step: int | None = None, keep: int | None = None) -> Path:
     with new_version(path, step) as folder:
         (folder / "data").write_text("whole")
-        write_manifest(folder, {"files": {}})
+        write_manifest(folder, {"files": {}, "optimizer": []})
     if keep is not None:
         keep_newest(path, keep, folder)
     return folder
@@ -143,7 +143,7 @@ def test_a_version_that_someone_is_saving_stays(tmp_path: Path) -> None:
         assert mine != theirs
         with pytest.raises(CheckpointError, match="someone else is saving there"):
             _save(tmp_path, step=99) and _save_inside(tmp_path)
-        write_manifest(mine, {"files": {}})
+        write_manifest(mine, {"files": {}, "optimizer": []})
     assert find_version(tmp_path) == tmp_path / "step-99"
 
 

@@ -19,7 +19,10 @@ TABLE = np.repeat(np.arange(ROWS, dtype=np.uint8)[:, None], ROW_BYTES, axis=1)
 HASHED_ROWS = 64
 HASHED = {10: 7, 11: -1, 12: -(2**63), 60: 2**63 - 1}
 """Hashed ids by row of table `h`."""
-_INDEX = {"ids": "tables/h.ids", "digests": "tables/h.digests", "regions": 1, "seed": 3}
+_INDEX = {
+    "ids": "tables/h.ids", "digests": "tables/h.digests", "regions": 1, "seed": 3,
+    "unknown": "zero",
+}  # fmt: skip
 
 SAMPLE = {
     "request.dense": np.array([[1.0, 2.0], [3.0, 4.0]], np.float32),

@@ -131,16 +131,16 @@ std::unique_ptr<RandomTensor> tensor_of(const std::string& name, std::int32_t dt
   return tensor;
 }
 
-// A good request of raw columns, without some of them.
+// A good request of raw columns.
 std::vector<std::unique_ptr<RandomTensor>> good_raw_request() {
   std::vector<std::unique_ptr<RandomTensor>> found;
   const std::int64_t rows = below(4);
   const std::vector<double> ages(static_cast<std::size_t>(rows), 1.5);
   found.push_back(tensor_of("age", RECSYS_FLOAT64, {rows}, ages.data(), ages.size() * 8));
-  if (below(2) == 0) {
-    const std::vector<std::int64_t> codes(static_cast<std::size_t>(rows), below(100) - 50);
-    found.push_back(tensor_of("code", RECSYS_INT64, {rows}, codes.data(), codes.size() * 8));
-  }
+  const std::vector<std::int64_t> codes(static_cast<std::size_t>(rows), below(100) - 50);
+  found.push_back(tensor_of("code", RECSYS_INT64, {rows}, codes.data(), codes.size() * 8));
+  const std::vector<std::int64_t> none(static_cast<std::size_t>(rows), 0);
+  found.push_back(tensor_of("who.lengths", RECSYS_INT64, {rows}, none.data(), none.size() * 8));
   for (const std::string name : {"city", "any"}) {
     std::vector<std::int64_t> lengths;
     std::int64_t count = 0;

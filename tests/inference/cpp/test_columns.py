@@ -116,7 +116,6 @@ def _mixed(number: int) -> int:
         ({"pay": torch.tensor([0.0, -1])}, "pay must have numbers above -1; received -1 in row 1"),
         ({"code": torch.ones(1)}, "code must be int64 or int32; received float32"),
         ({"age": torch.ones(2), "code": ONE}, "code must have 2 rows, as age has; received 1"),
-        ({"a": ONE}, "columns of the package (age, pay, city, code, any, who); received 'a'"),
         ({"who": ONE}, "share must have one weight per value of who; it is missing"),
         ({"who": 100 * ONE, "share": torch.ones(1)}, "w has the id 100 at position 0"),
         ({"who": ONE, "share": torch.ones(2)}, "share must have one entry per value of who, 1"),
@@ -128,17 +127,45 @@ def _mixed(number: int) -> int:
             {"age": torch.ones(2), "age.missing": torch.tensor([True])},
             "age.missing must have one entry per value of age, 2; received 1",
         ),
-        ({}, "A request must have a column that states its rows"),
     ],
 )
 def test_bad_raw_columns_are_named(
     library: Path, tmp_path: Path, request_: dict[str, torch.Tensor], message: str
 ) -> None:
     core = opened(library, fake_package.write_raw(tmp_path / "1"))
-    good = {"age": torch.ones(1)}
-    bad, fine = core.run([request_, good])
+    good, others = (
+        whole_request(1),
+        whole_request(max(len(request_.get(n, ONE)) for n in ("age", "pay"))),
+    )
+    for name in request_:
+        others.pop(f"{name}.lengths", None)
+    bad, fine = core.run([{**others, **request_}, good])
     assert message in str(bad)
     assert isinstance(fine, dict)
+    core.close()
+
+
+def whole_request(num_rows: int) -> dict[str, torch.Tensor]:
+    """A request with all columns but `pay`, which states the value of missing numbers."""
+    none = torch.zeros(num_rows, dtype=torch.int64)
+    lists = dict.fromkeys(("city.lengths", "any.lengths", "who.lengths"), none)
+    return {"age": torch.ones(num_rows), "code": none, **lists}
+
+
+def test_further_columns_are_ignored_and_missing_ones_refused_by_name(
+    library: Path, tmp_path: Path
+) -> None:
+    core = opened(library, fake_package.write_raw(tmp_path / "1"))
+    whole = whole_request(2)
+    further = {**whole, "order": torch.ones(3, 4)[:, 0].contiguous(), "pay": torch.full((2,), 7.0)}
+    first, second = core.run([whole, further])
+    assert isinstance(first, dict)
+    assert isinstance(second, dict)
+    assert torch.equal(first["score"], second["score"])
+    for name in whole:
+        [error] = core.run([{key: value for key, value in whole.items() if key != name}])
+        column = name.removesuffix(".lengths")
+        assert str(error) == f"A request must have a column '{column}'; it is missing."
     core.close()
 
 
@@ -188,7 +215,7 @@ def test_numbers_outside_float32_are_refused(library: Path, tmp_path: Path) -> N
     manifest["columns"][1] |= {"log1p": False, "standardize": True, "deviation": 1e30}
     (version / "manifest.json").write_text(json.dumps(manifest))
     core = opened(library, version)
-    [found] = core.run([{"pay": torch.tensor([1e40], dtype=torch.float64)}])
+    [found] = core.run([{**whole_request(1), "pay": torch.tensor([1e40], dtype=torch.float64)}])
     assert "pay must have numbers in the range of float32; received 1e+40 in row 0" in str(found)
     core.close()
 

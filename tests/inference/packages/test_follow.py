@@ -82,6 +82,44 @@ def test_files_that_do_not_fit_are_named_and_not_copied(tmp_path: Path, url: str
     assert follow(url, tmp_path / "served/1") == 2
 
 
+def test_stray_and_unlisted_files_are_left_out(tmp_path: Path, url: str) -> None:
+    files, root = fsspec.url_to_fs(url)
+    model = new_model()
+    publisher = Publisher(model, version_of(tmp_path / "own"), url=url)
+    files.makedirs(f"{root}/deltas", exist_ok=True)
+    for name in (
+        "notes.txt",
+        "deltas/abc.delta",
+        "deltas/1.delta",
+        "deltas/000000000001.delta.old",
+    ):
+        files.pipe_file(f"{root}/{name}", b"not of the package")
+    served = tmp_path / "served/1"
+    assert follow(url, served) == 0
+    trained(model, range(3))
+    publisher.publish()
+    publisher.close()
+    assert follow(url, served) == 1
+    assert [path.name for path in (served / "deltas").iterdir()] == ["000000000001.delta"]
+    assert not (served / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("name", ["tables/i", "manifest.json", "deltas/000000000001.delta"])
+def test_links_out_of_an_address_are_refused(tmp_path: Path, name: str) -> None:
+    model = new_model()
+    remote = tmp_path / "remote"
+    publisher = Publisher(model, version_of(tmp_path / "own"), url=str(remote))
+    trained(model, range(3))
+    publisher.publish()
+    publisher.close()
+    (remote / name).rename(tmp_path / "outside")
+    (remote / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(
+        ValueError, match=rf"{name} must be in the version; it is a link to .*outside"
+    ):
+        follow(str(remote), tmp_path / "served/1")
+
+
 def test_an_address_with_another_version_is_refused(tmp_path: Path, url: str) -> None:
     model = new_model()
     own = version_of(tmp_path / "own")

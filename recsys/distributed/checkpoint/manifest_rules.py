@@ -1,0 +1,98 @@
+"""Rules of a version's manifest, checked when it is read; its CRC is checked before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from recsys.distributed.placement.file_checks import (
+    MOST_ROWS,
+    Reader,
+    choice_of,
+    each,
+    list_of,
+    members,
+    object_of,
+    text_of,
+    whole_of,
+    wrong_type,
+)
+
+__all__ = ["check_manifest"]
+
+_count: Reader = partial(whole_of, least=0, most=MOST_ROWS)
+_CRC = partial(whole_of, least=0, most=2**32 - 1)
+
+
+def check_manifest(content: Mapping[str, Any]) -> None:
+    """Check the members of a manifest.
+
+    Raises:
+        TypeError: A member has another type.
+        ValueError: A member is missing, or has another value.
+    """
+    members(files=_by_name(each(_tuple(_count, _CRC))), optimizer=each(_SETTINGS))(
+        "the manifest", content
+    )
+    kind = content.get("kind", "full")
+    choice_of("kind", kind, ("full", "delta"))
+    if kind == "delta":
+        _DELTA("the manifest", content)
+    for prefix, logs in object_of("overflow", content.get("overflow", {})).items():
+        for i, log in enumerate(list_of(f"overflow.{prefix}", logs, _LOG)):
+            for name in (log["live"], *(name for name, _ in log["segments"])):
+                if len(content["files"].get(name, ())) != 1:
+                    raise ValueError(
+                        f"overflow.{prefix}[{i}] must have files of one block; received {name!r}."
+                    )
+
+
+def _by_name(read: Reader) -> Reader:
+    """Return a reader of an object whose members have one kind."""
+
+    def read_all(subject: str, value: object) -> dict[str, Any]:
+        found = object_of(subject, value)
+        return {name: read(f"{subject}.{name}", one) for name, one in found.items()}
+
+    return read_all
+
+
+def _tuple(*readers: Reader) -> Reader:
+    """Return a reader of a list whose members have a kind each."""
+
+    def read(subject: str, value: object) -> tuple[Any, ...]:
+        found = list_of(subject, value)
+        if len(found) != len(readers):
+            wrong_type(subject, f"a list of {len(readers)} values", value)
+        return tuple(
+            own(f"{subject}[{i}]", one)
+            for i, (own, one) in enumerate(zip(readers, found, strict=True))
+        )
+
+    return read
+
+
+def _dtype(subject: str, value: object) -> torch.dtype:
+    found = getattr(torch, text_of(subject, value), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{subject} must be a dtype; received {value!r}.")
+    return found
+
+
+_VERSION = members(step=_count, sha256=text_of)
+_DELTA = members(
+    step=_count,
+    previous=_VERSION,
+    base=_VERSION,
+    rows=_by_name(members(count=_count, values=each(text_of))),
+)
+_SETTINGS = members(params=each(text_of), optimizer=text_of, settings=object_of)
+_LOG = members(
+    fields=each(_tuple(text_of, _dtype, _count)),
+    rows=_tuple(_count, _count),
+    live=text_of,
+    segments=each(_tuple(text_of, _count)),
+)
