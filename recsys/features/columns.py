@@ -357,16 +357,23 @@ def check_columns(columns: Sequence[Column]) -> None:
         if not isinstance(column, SparseColumn):
             continue
         first = by_table.setdefault(str(column.table), column)
-        if _settings(first) != _settings(column):
+        one, other = _settings(first), _settings(column)
+        differing = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+        if differing:
+            texts = [
+                ", ".join(f"{name}={own[name]!r}" for name in differing if name in own)
+                for own in (one, other)
+            ]
             raise ValueError(
-                f"Columns of one table must have the same settings; received {_settings(first)} "
-                f"for {first.name!r} and {_settings(column)} for {column.name!r}."
+                f"Columns of one table must have the same settings; received {texts[0]} for "
+                f"{first.name!r} and {texts[1]} for {column.name!r}."
             )
 
 
-def _settings(column: SparseColumn) -> tuple[object, ...]:
+def _settings(column: SparseColumn) -> dict[str, object]:
+    """Return the settings of a column's table, and its kind, by name."""
     if isinstance(column, Categorical):
-        return "Categorical", column.min_count, column.max_size
+        return {"kind": "Categorical", "min_count": column.min_count, "max_size": column.max_size}
     if isinstance(column, Hashed):
-        return "Hashed", column.rows, column.growing
-    return "Ids", column.rows, column.special_rows
+        return {"kind": "Hashed", "rows": column.rows, "growing": column.growing}
+    return {"kind": "Ids", "rows": column.rows, "special_rows": column.special_rows}

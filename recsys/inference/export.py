@@ -94,6 +94,7 @@ def export_torchscript(
         >>> from recsys.inference import quantize_embeddings
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
         >>> tables = [EmbeddingBagConfig(9, 4, "films", feature_names=["film"])]
+        >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
         >>> model = quantize_embeddings(EmbeddingBagCollection(tables=tables))
         >>> batch = KeyedJaggedTensor(["film"], torch.tensor([3]), lengths=torch.tensor([1, 0]))
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -147,6 +148,7 @@ def export_aoti(model: nn.Module, path: str | Path, inputs: Sequence[object]) ->
         >>> from recsys.inference import quantize_embeddings
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
         >>> tables = [EmbeddingBagConfig(9, 4, "films", feature_names=["film"])]
+        >>> from recsys.modules.embedding_modules import EmbeddingBagCollection
         >>> model = quantize_embeddings(EmbeddingBagCollection(tables=tables))
         >>> batch = KeyedJaggedTensor(["film"], torch.tensor([3]), lengths=torch.tensor([1, 0]))
         >>> program = export_aoti(model, "model.pt2", [batch])  # doctest: +SKIP

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
-from recsys.datasets.tables import File
+from recsys.datasets.files import File
 from recsys.features.spec import FeatureSpec
 from recsys.inference.packages.manifest import sha256_of
 from recsys.inference.packages.predictor import Predictor

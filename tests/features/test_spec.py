@@ -264,3 +264,9 @@ def test_a_column_that_states_its_missing_value_may_be_absent(buckets: int | Non
         spec.transform({"x": rows["x"]})
     assert str(raised.value) == "The table must have a column 'y'; it has ['x']."
     assert type(pickle.loads(pickle.dumps(raised.value))) is KeyError
+
+
+def test_unequal_settings_of_a_table_are_named() -> None:
+    wanted = "settings; received min_count=2 for 'a' and min_count=1 for 'b'."
+    with pytest.raises(ValueError, match=wanted):
+        FeatureSpec([Categorical("a", table="t", min_count=2), Categorical("b", table="t")])

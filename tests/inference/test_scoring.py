@@ -396,11 +396,13 @@ def test_raw_requests_are_checked_as_training_data(
 def test_errors_of_requests_have_remedies_of_senders(
     packaged: tuple[Path, nn.Module, FeatureSpec], request_: Any, message: str
 ) -> None:
+    size = max(len(values) for values in request_.values())
+    whole = raw_table(size, 0).to_pydict()
     with Predictor(packaged[0]) as predictor:
         columns = predictor.manifest["columns"]
         for call in (predictor, lambda data: raw_request(columns, data)):
             with pytest.raises((TypeError, ValueError), match=message):
-                call(request_)
+                call({**whole, **request_})
 
 
 def test_missing_values_of_pandas_in_requests(
@@ -409,8 +411,10 @@ def test_missing_values_of_pandas_in_requests(
     pd = pytest.importorskip("pandas")
     request = {"tags": [["a", pd.NA], pd.NA], "weight": [[1.0, 2.0], None], "city": ["x", pd.NA]}
     plain = {"tags": [["a", None], None], "weight": [[1.0, 2.0], None], "city": ["x", None]}
+    whole = raw_table(2, 0).to_pydict()
     with Predictor(packaged[0]) as predictor:
-        assert predictor(request)["output"].tolist() == predictor(plain)["output"].tolist()
+        found = predictor({**whole, **request})["output"].tolist()
+        assert found == predictor({**whole, **plain})["output"].tolist()
 
 
 def test_a_raw_column_has_one_use(tmp_path: Path) -> None:

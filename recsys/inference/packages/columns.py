@@ -269,7 +269,7 @@ def _model_request(
         for feature in entry["features"]:
             if feature["name"] not in known:
                 raise ValueError(
-                    f"The features of the package must be those of its spec, {known}; received "
+                    f"The features of the package must be in its spec, {known}; received "
                     f"{feature['name']!r} in its manifest. Copy the package again."
                 )
             bags, tensor = batch.sparse_features[feature["name"]], feature["tensor"]

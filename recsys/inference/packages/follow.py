@@ -70,8 +70,8 @@ def follow(
 ) -> int:
     """Copy a version and its deltas from an address into a folder, which servers follow.
 
-    A file appears in the folder whole or not at all. Files are verified before. Other files than
-    those of the manifest and deltas are left out, and links must stay inside the address.
+    A file appears in the folder whole or not at all. Files are verified before. Only deltas and
+    files that the manifest lists are copied, and links must stay inside the address.
 
     Args:
         url: The address of a version, such as "s3://models/movies/1"; see `Publisher`.
