@@ -288,8 +288,7 @@ def main(options: argparse.Namespace) -> int:
             **{**file_options, **text_options},
         )
     except (OSError, KeyError, TypeError, ValueError) as error:
-        message = error.args[0] if isinstance(error, KeyError) else error
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return _WRONG_INPUT
     print(f"{rows:,} rows in {options.output}")
     return _DONE

@@ -12,6 +12,8 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import csv, fs
 
+from recsys.kernels.arguments import MissingKeyError
+
 __all__ = ["File", "conversion_of", "described", "is_text", "version_of"]
 
 
@@ -110,7 +112,7 @@ class File:
         columns = list(columns)
         missing = [name for name in columns if name not in self.schema.names]
         if missing:
-            raise KeyError(
+            raise MissingKeyError(
                 f"{self.path} must have the columns {missing}; it has {self.schema.names}."
             )
         twice = [name for name in columns if self.schema.names.count(name) > 1]

@@ -16,7 +16,7 @@ from recsys.datasets.sources import Source, TextSource, Unit
 from recsys.datasets.tables import located
 from recsys.datasets.utils import Batch
 from recsys.datasets.windows import join_rows
-from recsys.kernels.arguments import shown, wrong_type
+from recsys.kernels.arguments import MissingKeyError, shown, wrong_type
 
 __all__ = ["PARTS", "RowSplit", "Rows", "Selection", "Spec", "check_settings", "filter_columns"]
 
@@ -97,7 +97,7 @@ class Selection:
                 )
         for source in self.sources:
             if missing := [name for name in self.columns if name not in source.schema.names]:
-                raise KeyError(
+                raise MissingKeyError(
                     f"{source.path} must have the columns {missing}; it has {source.schema.names}."
                 )
 

@@ -21,7 +21,7 @@ from recsys.datasets.selection import RowSplit, Selection, Spec
 from recsys.datasets.sources import Source, TextSource, Unit
 from recsys.datasets.utils import Batch, check_rank, rank_in_job, rank_slice
 from recsys.datasets.windows import join_rows, split_rows
-from recsys.kernels.arguments import flag, shown, whole
+from recsys.kernels.arguments import MissingKeyError, flag, shown, whole
 
 __all__ = ["TableReader"]
 
@@ -244,7 +244,9 @@ class TableReader(IterableDataset[Batch]):
         settings = self._settings()
         keys = {*settings, *_Position._fields}
         if {*state} != keys:
-            raise KeyError(f"state must have the keys {sorted(keys)}; it has {sorted(state)}.")
+            raise MissingKeyError(
+                f"state must have the keys {sorted(keys)}; it has {sorted(state)}."
+            )
         for name, value in settings.items():
             if state[name] != value:
                 raise ValueError(

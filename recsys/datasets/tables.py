@@ -26,7 +26,7 @@ from pyarrow import csv, fs
 
 from recsys.datasets.files import File, described, is_text, version_of
 from recsys.datasets.memory import table_of
-from recsys.kernels.arguments import wrong_type
+from recsys.kernels.arguments import MissingKeyError, wrong_type
 
 __all__ = [
     "Paths",
@@ -76,7 +76,8 @@ def located(error: Exception, place_of: Callable[[int], tuple[str, int]]) -> Exc
         error: an error whose message may have the words "in row N".
         place_of: function from N to the path, and to the row in the file.
     """
-    kind = next((k for k in (KeyError, TypeError) if isinstance(error, k)), ValueError)
+    kinds = {KeyError: MissingKeyError, TypeError: TypeError, Exception: ValueError}
+    kind = next(kinds[k] for k in kinds if isinstance(error, k))
     text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
     # the last one: the received value may have these words, too
     found = re.search(r"in row (\d+)(?!.*in row \d)", text, re.DOTALL)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from recsys.kernels import ops
-from recsys.kernels.arguments import instance, names, setting
+from recsys.kernels.arguments import MissingKeyError, instance, names, setting
 from recsys.kernels.checked import checked_late
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.column import read_numbers
@@ -132,7 +132,7 @@ class Batch:
         named = {f: (f"Column {name!r}", columns[name]) for f, name in weights.items()}
         unknown = sorted(named.keys() - set(sparse))
         if unknown:
-            raise KeyError(
+            raise MissingKeyError(
                 f"weights must name features of sparse, {list(sparse)}; received {unknown}."
             )
         ids = jagged_of({name: columns[name] for name in sparse}, named, padding)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.features.text_hash import hash_texts
-from recsys.kernels.arguments import shown
+from recsys.kernels.arguments import MissingKeyError, shown
 
 __all__ = [
     "Keys",
@@ -117,19 +117,6 @@ def _shown(array: Any, place: int) -> str:
         return shown(decoded(array.slice(place, 1)).cast(pa.string())[0].as_py())
 
 
-class MissingColumnError(KeyError):
-    """A KeyError whose text is its message, without Python's quotes; ranks exchange a KeyError."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-    def __reduce__(self) -> tuple[type[KeyError], tuple[Any, ...]]:
-        return KeyError, self.args
-
-
-MissingColumnError.__name__ = "KeyError"
-
-
 def column_of(table: Any, name: str) -> Any:
     """Return a column of an Arrow table as one array.
 
@@ -139,7 +126,7 @@ def column_of(table: Any, name: str) -> Any:
     """
     count = table.column_names.count(name)
     if count == 0:
-        raise MissingColumnError(
+        raise MissingKeyError(
             f"The table must have a column {name!r}; it has {table.column_names}."
         )
     if count > 1:

@@ -37,7 +37,7 @@ from recsys.features.columns import (
 from recsys.features.fit import Fitted, PartialFit
 from recsys.features.samples import read_group, read_label, read_weight
 from recsys.features.transform import jagged_of, read_bags, read_dense
-from recsys.kernels.arguments import shown, whole, wrong_type
+from recsys.kernels.arguments import MissingKeyError, shown, whole, wrong_type
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.hashed_ids import HashedIds
 
@@ -210,7 +210,9 @@ class FeatureSpec:
         configs = []
         for name, features in by_table.items():
             if isinstance(dim, Mapping) and name not in dim:
-                raise KeyError(f"dim must have all tables, {list(by_table)}; it has {list(dim)}.")
+                raise MissingKeyError(
+                    f"dim must have all tables, {list(by_table)}; it has {list(dim)}."
+                )
             configs.append(
                 EmbeddingBagConfig(
                     name=name,
@@ -249,7 +251,7 @@ class FeatureSpec:
         """
         vocabularies = self.fitted.vocabularies
         if not isinstance(table, str) or table not in vocabularies:
-            raise KeyError(
+            raise MissingKeyError(
                 f"table must be one of a Categorical column, {list(vocabularies)}; received "
                 f"{shown(table)}. Other tables do not store values."
             )

@@ -351,8 +351,7 @@ def main(options: argparse.Namespace) -> int:
         else:
             _score_by_processes(options)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        text = error.args[0] if isinstance(error, KeyError) else error
-        print(f"recsys score: {text}", file=sys.stderr)
+        print(f"recsys score: {error}", file=sys.stderr)
         return 1
     return 0
 

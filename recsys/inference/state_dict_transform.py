@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recsys.distributed.ranks.comm import gather_objects
 from recsys.distributed.state.sharded_table import ShardedTable
+from recsys.kernels.arguments import MissingKeyError
 from recsys.kernels.checked import checked
 
 
@@ -39,7 +40,7 @@ def state_dict_gather(src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> N
     """
     missing = sorted(dst.keys() - src.keys())
     if missing:
-        raise KeyError(f"src must have all values of dst; it lacks {missing}.")
+        raise MissingKeyError(f"src must have all values of dst; it lacks {missing}.")
     shapes = {name: (tuple(src[name].shape), tuple(dst[name].shape)) for name in dst}
     odd = {name: both for name, both in shapes.items() if both[0] != both[1]}
     if odd:

@@ -364,6 +364,18 @@ def repeated(values: Iterable[str]) -> list[str]:
     return sorted(value for value, times in Counter(values).items() if times > 1)
 
 
+class MissingKeyError(KeyError):
+    """A KeyError with a message. Python prints a KeyError as the repr of its key, with quotes.
+
+    Example:
+        >>> print(MissingKeyError("The batch lacks the feature film."))
+        The batch lacks the feature film.
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 def wrong_type(subject: str, rule: str, value: object) -> NoReturn:
     """Raise the TypeError of a value of another type."""
     raise TypeError(f"{subject} must be {rule}; received {shown(value)}.")

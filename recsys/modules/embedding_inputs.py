@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels import ops
+from recsys.kernels.arguments import MissingKeyError
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import Parts
 from recsys.sparse.validate import preview
@@ -132,7 +133,7 @@ def positions_of(
     missing = [feature for feature in features if feature not in place]
     if missing:
         where = [table for table, name in zip(tables, features, strict=False) if name in missing]
-        raise KeyError(
+        raise MissingKeyError(
             f"The batch lacks the features {missing}, which {owner} looks up"
             f"{f' in the tables {where}' if where else ''}; received the keys {preview(keys)}. Add "
             "them (bags may be empty), or remove them from the tables' feature_names."

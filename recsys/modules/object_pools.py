@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import check_input, whole
+from recsys.kernels.arguments import MissingKeyError, check_input, whole
 from recsys.kernels.checked import checked
 from recsys.modules.row_pool import RowPool
 from recsys.sparse import KeyedJaggedTensor
@@ -233,7 +233,7 @@ class KeyedJaggedTensorPool(RowPool[KeyedJaggedTensor]):
         keys, maxima = list(self._feature_max_lengths), list(self._feature_max_lengths.values())
         missing = [key for key in keys if key not in values.keys()]  # noqa: SIM118
         if missing:
-            raise KeyError(
+            raise MissingKeyError(
                 f"KeyedJaggedTensorPool.update.values must have the features {keys}; {missing} are "
                 f"missing in {values.keys()}."
             )

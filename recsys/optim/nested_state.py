@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import wrong_type
+from recsys.kernels.arguments import MissingKeyError, wrong_type
 
 __all__ = [
     "check_same_keys",
@@ -77,7 +77,7 @@ def check_same_keys(what: str, own: Mapping[Any, Any], loaded: Mapping[Any, Any]
         for names in (own.keys() - loaded.keys(), loaded.keys() - own.keys())
     )
     if missing or unexpected:
-        raise KeyError(
+        raise MissingKeyError(
             f"The loaded optimizer state must have the same {what} as the optimizer; "
             f"missing: {missing}, unexpected: {unexpected}."
         )

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import choice, finite, whole
+from recsys.kernels.arguments import MissingKeyError, choice, finite, whole
 from recsys.kernels.checked import checked
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
@@ -233,7 +233,7 @@ class WarmupOptimizer(OptimizerWrapper):
         """
         state = dict(state_dict["state"])
         if self._param_name not in state:
-            raise KeyError(
+            raise MissingKeyError(
                 f"The loaded state must hold the warm-up's progress as {self._param_name!r}; "
                 f"received the names {sorted(state)[:10]}. To restart the warm-up, load the state "
                 "into the wrapped optimizer."

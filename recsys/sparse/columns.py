@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import whole, wrong_type
+from recsys.kernels.arguments import MissingKeyError, whole, wrong_type
 from recsys.kernels.checked import checked_late
 from recsys.sparse.column import read_bags, read_ids, read_weights
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
@@ -71,7 +71,7 @@ def from_columns(
     weights = {} if weights is None else weights
     unknown = sorted(weights.keys() - set(names))
     if unknown:
-        raise KeyError(f"weights must name columns, {names}; received {unknown}.")
+        raise MissingKeyError(f"weights must name columns, {names}; received {unknown}.")
     named = {name: (f"Weights of {name!r}", column) for name, column in weights.items()}
     return jagged_of({name: columns[name] for name in names}, named, padding)
 

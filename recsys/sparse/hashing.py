@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import MissingKeyError, whole
 from recsys.kernels.checked import checked_late
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 
@@ -52,7 +52,9 @@ def hash_ids(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int]) -> 
     keys = features.keys()
     for key, rows in num_embeddings.items():
         if key not in keys:
-            raise KeyError(f"num_embeddings must name features; received {key!r}, not in {keys}.")
+            raise MissingKeyError(
+                f"num_embeddings must name features; received {key!r}, not in {keys}."
+            )
         whole(f"num_embeddings[{key!r}]", rows)
     ids = features.values()
     if ids.is_floating_point() or ids.is_complex() or ids.dtype in (torch.bool, torch.uint64):

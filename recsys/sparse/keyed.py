@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels import ops
-from recsys.kernels.arguments import wrong_type
+from recsys.kernels.arguments import MissingKeyError, wrong_type
 from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import validate
 from recsys.sparse.bags import check_can_move
@@ -190,7 +190,7 @@ class KeyedTensor:
             self._index_per_key = {name: i for i, name in enumerate(self._keys)}
         index = self._index_per_key.get(key)
         if index is None:
-            raise KeyError(f"KeyedTensor has no key {key!r}; received keys {self._keys}.")
+            raise MissingKeyError(f"KeyedTensor has no key {key!r}; received keys {self._keys}.")
         start = self.offset_per_key()[index]
         return self._values.narrow(self._key_dim, start, self._length_per_key[index])
 
@@ -363,7 +363,7 @@ def _plan_regroup(
     wanted = set(itertools.chain.from_iterable(groups))
     missing, ambiguous = sorted(wanted.difference(where)), sorted(wanted & repeated)
     if missing:
-        raise KeyError(
+        raise MissingKeyError(
             f"KeyedTensor.regroup: no source has the keys {missing}; received sources with the "
             f"keys {sorted(where)}."
         )

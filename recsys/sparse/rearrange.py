@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels import ops
+from recsys.kernels.arguments import MissingKeyError
 from recsys.sparse import validate
 from recsys.sparse.features import FeatureViews
 from recsys.sparse.jagged import JaggedTensor
@@ -98,7 +99,7 @@ def feature(kjt: KeyedJaggedTensor, key: str) -> JaggedTensor:
     """
     index = kjt.index_per_key().get(key)
     if index is None:
-        raise KeyError(
+        raise MissingKeyError(
             f"KeyedJaggedTensor has no key {key!r}; received keys {validate.preview(kjt.keys())}."
         )
     start, length = kjt.offset_per_key()[index], kjt.length_per_key()[index]

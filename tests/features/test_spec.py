@@ -263,7 +263,7 @@ def test_a_column_that_states_its_missing_value_may_be_absent(buckets: int | Non
     with pytest.raises(KeyError) as raised:
         spec.transform({"x": rows["x"]})
     assert str(raised.value) == "The table must have a column 'y'; it has ['x']."
-    assert type(pickle.loads(pickle.dumps(raised.value))) is KeyError
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
 def test_unequal_settings_of_a_table_are_named() -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import ast
 import enum
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+import recsys
 from recsys.kernels.arguments import (
+    MissingKeyError,
     choice,
     finite,
     names,
@@ -122,3 +126,23 @@ def test_folders_that_can_be_written_to(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may all
     with pytest.raises(PermissionError, match=f"folder must be .*{tmp_path} is read-only"):
         writable_folder("folder", deep)
+
+
+# TorchScript knows Python's own errors only
+SCRIPTED = {"sparse/script.py", "sparse/script_forms.py", "inference/batch_checks.py"}
+
+
+def test_messages_of_missing_keys_have_no_quotes() -> None:
+    error = MissingKeyError("There is no 'a'.")
+    assert str(error) == str(pickle.loads(pickle.dumps(error))) == "There is no 'a'."
+    assert isinstance(error, KeyError)
+    root = Path(recsys.__file__).parent
+    quoted = set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                call = node.exc
+                is_text = bool(call.args) and isinstance(call.args[0], ast.JoinedStr | ast.Constant)
+                if isinstance(call.func, ast.Name) and call.func.id == "KeyError" and is_text:
+                    quoted.add(path.relative_to(root).as_posix())
+    assert quoted == SCRIPTED

@@ -33,7 +33,7 @@ from recsys.distributed.planner.measured import (
 )
 from recsys.distributed.planner.presets import DATASHEETS, PRESETS, check_preset
 from recsys.distributed.ranks.node import get_local_size
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import MissingKeyError, whole
 from recsys.kernels.checked import checked
 
 _CUDA_DEFAULT_BYTES = 32 << 30  # used on hosts without a GPU
@@ -87,7 +87,7 @@ class CustomTopologyData:
             KeyError: The field was not given.
         """
         if key not in self._data:
-            raise KeyError(
+            raise MissingKeyError(
                 f"key must be one of the given fields {list(self._data)}; received {key!r}."
             )
         return list(self._data[key])

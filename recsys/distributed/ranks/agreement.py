@@ -17,6 +17,7 @@ import torch.distributed as dist
 from recsys.contact import LostContactError
 from recsys.distributed.ranks.comm import broadcast_object, gather_objects, set_context
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.kernels.arguments import MissingKeyError
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -240,8 +241,9 @@ def raise_failure(rank: int, failure: Failure, cause: Exception | None) -> NoRet
     """
     name, text = failure
     text = f"On rank {rank}: {text}"
+    kind = _kind_of(name)
     try:
-        error = _kind_of(name)(text)
+        error = (MissingKeyError if kind is KeyError else kind)(text)
     except TypeError:  # a type with further arguments
         error = RuntimeError(text)
     error._of_rank = rank  # type: ignore[attr-defined]  # a watchdog shows the traceback of this rank

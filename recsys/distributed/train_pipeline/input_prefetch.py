@@ -34,6 +34,7 @@ from recsys.distributed.sharded.collection import (
 from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.header import EndOfData, FeaturesAbsentError
 from recsys.distributed.stages.input_dist import start_together
+from recsys.kernels.arguments import MissingKeyError
 from recsys.sparse import KeyedJaggedTensor
 from recsys.step_stages import Stage
 
@@ -66,7 +67,7 @@ class InputPrefetcher:
         }
         unknown = functions.keys() - self.collections.keys()
         if unknown:
-            raise KeyError(
+            raise MissingKeyError(
                 f"features must name sharded modules of the model, {sorted(self.collections)}; "
                 f"received {sorted(unknown)}."
             )

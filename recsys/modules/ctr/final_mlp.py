@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import MissingKeyError, whole
 from recsys.kernels.checked import checked
 from recsys.modules.ctr.inputs import FlatInput
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -182,7 +182,9 @@ class FinalMLP(nn.Module):
             )
         unknown = [name for names in contexts for name in names if name not in places]
         if unknown:
-            raise KeyError(f"contexts must name features of {[*places]}; received {unknown}.")
+            raise MissingKeyError(
+                f"contexts must name features of {[*places]}; received {unknown}."
+            )
         self.gates, self.streams = nn.ModuleList(), nn.ModuleList()
         self.contexts: list[list[int]] = []
         for names, sizes in zip(contexts, both, strict=True):
