@@ -25,6 +25,7 @@ from recsys.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
+from recsys.kernels.arguments import MissingKeyError
 from recsys.modules.dlrm import DLRM
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -138,13 +139,13 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     ),
     "unknown feature": (
         _looked_up(_unsharded, [1, 2], [1, 1], ["user", "movie"]),
-        KeyError,
+        MissingKeyError,
         "The batch lacks the features ['film'], which EmbeddingBagCollection looks up in the "
         "tables ['films']; received the keys ['user', 'movie']. Add them (bags may be empty), ...",
     ),
     "unknown feature, sharded": (
         _looked_up(_sharded, [1, 2], [1, 1], ["user", "movie"]),
-        KeyError,
+        MissingKeyError,
         "On rank 0: The batch lacks the features ['film'], which this module looks up; received "
         "the keys ['user', 'movie']. Add them (bags may be empty), or ...",
     ),

@@ -136,7 +136,7 @@ FAULTS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a missing feature": (
         lambda: KeyedJaggedTensor(["f"], ONES, lengths=ONES),
-        "KeyError: The batch lacks the features ['g']",
+        "MissingKeyError: The batch lacks the features ['g']",
     ),
     "a negative length": (
         lambda: _ids(lengths=[2, -1, 2, 0]),
@@ -263,7 +263,7 @@ def test_a_batch_that_does_not_fit_raises_unsharded(kind: str, fault: str) -> No
     bad, text = BY_KIND[kind][fault]
     message = _error_of(lambda: collection(bad()))
     if fault == "a missing feature":
-        assert message.startswith("KeyError"), message
+        assert message.startswith("MissingKeyError"), message
     else:
         assert message.startswith(text.format(type(collection).__name__)), message
 
