@@ -6,6 +6,7 @@
 // weights. Jagged output `rows`: the bytes of the rows of `t` for `a`. It raises an error for the
 // dense value 666.
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 
 #include "program.h"
@@ -24,6 +25,7 @@ class FakeProgram : public Program {
     const auto whole = [&](int i) {
       return static_cast<const std::int64_t*>(inputs[i].data.get());
     };
+    check(inputs);  // a damaged manifest may pass other inputs
     const std::int64_t rows = inputs[0].shape[0];
     const auto* table = static_cast<const std::uint8_t*>(tables_.buffers().at("t.rows").get());
     Tensor score = allocate(RECSYS_FLOAT32, {rows, 1});
@@ -71,6 +73,36 @@ class FakeProgram : public Program {
   }
 
  private:
+  static std::int64_t size(const Tensor& tensor) {
+    std::int64_t found = 1;
+    for (const std::int64_t length : tensor.shape) {
+      found *= length;
+    }
+    return found;
+  }
+
+  static std::int64_t sum(const Tensor& lengths) {
+    const auto* values = static_cast<const std::int64_t*>(lengths.data.get());
+    return std::accumulate(values, values + size(lengths), std::int64_t{0});
+  }
+
+  static void check(const std::vector<Tensor>& inputs) {
+    const std::vector<int> dtypes = {RECSYS_FLOAT32, RECSYS_INT64, RECSYS_INT64,
+                                     RECSYS_INT64,   RECSYS_INT64, RECSYS_FLOAT32};
+    bool fits = inputs.size() == dtypes.size();
+    for (std::size_t i = 0; fits && i < dtypes.size(); ++i) {
+      fits = inputs[i].dtype == dtypes[i];
+    }
+    fits = fits && inputs[0].shape.size() == 2 && inputs[0].shape[1] == 2;
+    const std::int64_t rows = fits ? inputs[0].shape[0] : 0;
+    fits = fits && size(inputs[2]) == 3 * rows && size(inputs[4]) == rows &&
+           size(inputs[1]) == sum(inputs[2]) && size(inputs[3]) == sum(inputs[4]) &&
+           size(inputs[5]) == size(inputs[3]);
+    if (!fits) {
+      throw std::runtime_error("The inputs do not fit the program.");
+    }
+  }
+
   Tables& tables_;
 };
 
