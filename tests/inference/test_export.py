@@ -480,6 +480,6 @@ def test_programs_call_fbgemm_whatever_looks_up_here(
     assert [lookup.backend for lookup in tables.lookups().lookups] == ["torch", "torch"]
     for program in _programs(model, inputs_of(3), tmp_path / "model.pt"):
         torch.testing.assert_close(program(*plain_tensors(*inputs_of(3))), expected)
-    monkeypatch.setattr("recsys.inference.export.HAS_FBGEMM", False)
+    monkeypatch.setattr("recsys.inference.served_part.HAS_FBGEMM", False)
     with pytest.raises(ImportError, match="fbgemm_gpu is not installed"):
         export_torchscript(model, tmp_path / "model.pt", inputs_of(3))
