@@ -69,7 +69,7 @@ def _data(
         train=readers["train"](spec, size, shuffle=True, seed=arguments.seed, **place),
         validation=readers["validation"](spec, size, **place),
         test=readers["test"](spec, size, **place),
-        whole_test=readers["test"](spec, size),
+        whole_test=readers["test"](spec, size, rank=0, world_size=1),
         baselines=baselines,
     )
 
