@@ -252,7 +252,10 @@ class Watchdog:
         if beats.end is not None:
             self._end(beats.end)
         stays = monotonic() - self._position.place[2]
-        beats.look = stays > 3 * self._interval
+        looks = stays > 3 * self._interval
+        if looks and not beats.look:
+            beats.forget_silence()
+        beats.look = looks
         known, silent = {**beats.beats, self._rank: Beat.of(self._position, 0)}, beats.silent()
         if beats.look and (lost := beats.lost(self._silence)):
             self._end(beats.announce(End(text=in_words(known, silent, list(lost)), stacks=True)))

@@ -227,6 +227,12 @@ class Heartbeats:
         text, at = self._pulses[rank]
         return text[-1] not in "TZX" and monotonic() - at <= MISSED * max(self._interval, 1.0)
 
+    def forget_silence(self) -> None:
+        """Count silence from now: beats and pulses that nobody has read are not missing."""
+        now = monotonic()
+        self._moved = dict.fromkeys(self._moved, now)
+        self._pulses = {rank: (text, now) for rank, (text, _) in self._pulses.items()}
+
     def rest(self, seconds: float) -> None:
         """Exclude a time in which no thread of this process ran from the silence of others."""
         self._moved = {rank: at + seconds for rank, at in self._moved.items()}

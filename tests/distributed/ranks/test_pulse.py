@@ -88,6 +88,9 @@ def test_a_silent_rank_of_another_machine_is_lost_only_without_a_pulse(
     assert second._pulse is not None
     second._pulse.kill()  # as if its machine had vanished
     _wait_until(lambda: list(first.lost(0.4)) == [1])
+    first.forget_silence()  # as if it had not looked until now
+    assert first.lost(0.4) == {}
+    _wait_until(lambda: list(first.lost(0.4)) == [1])
     first.rest(60)
     assert first.lost(0.4) == {}
 
