@@ -228,7 +228,7 @@ class Heartbeats:
         return text[-1] not in "TZX" and monotonic() - at <= MISSED * max(self._interval, 1.0)
 
     def forget_silence(self) -> None:
-        """Count silence from now: beats and pulses that nobody has read are not missing."""
+        """Count silence from now: beats and pulses that no process has read yet are not missing."""
         now = monotonic()
         self._moved = dict.fromkeys(self._moved, now)
         self._pulses = {rank: (text, now) for rank, (text, _) in self._pulses.items()}
