@@ -12,6 +12,7 @@
 
 namespace recsys {
 
+class RowValues;
 using TensorView = recsys_tensor;
 using Request = recsys_request;
 
@@ -50,6 +51,7 @@ struct Response {
   std::string message;
   std::vector<std::string> names;
   std::vector<Tensor> outputs;
+  std::shared_ptr<const RowValues> row_values;  // of an output; null: of none
 };
 
 // Checks and merges requests by a schema.

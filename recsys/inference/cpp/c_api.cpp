@@ -1,10 +1,12 @@
 // The C API over recsys::Predictor: no exception leaves it.
+#include <map>
 #include <new>
 #include <string>
 #include <vector>
 
 #include "error.h"
 #include "predictor.h"
+#include "row_values.h"
 
 struct recsys_predictor {
   recsys_predictor(const char* version, const recsys::Options& options)
@@ -14,8 +16,14 @@ struct recsys_predictor {
 };
 
 struct recsys_responses {
+  struct Values {
+    std::vector<recsys::Tensor> tensors;
+    std::vector<recsys_tensor> views;
+  };
+
   std::vector<recsys::Response> responses;
   std::vector<std::vector<recsys_tensor>> views;
+  std::map<std::int32_t, Values> values;  // of the responses whose values were read
 };
 
 namespace {
@@ -77,6 +85,11 @@ recsys::Options options_of(const recsys_options* given) {
   return options;
 }
 
+recsys_tensor view_of(const char* name, const recsys::Tensor& tensor) {
+  return {name, tensor.dtype, static_cast<std::int32_t>(tensor.shape.size()), tensor.shape.data(),
+          nullptr, tensor.data.get()};
+}
+
 bool has(const recsys_responses* responses, std::int32_t request) {
   return responses != nullptr && request >= 0 &&
          static_cast<std::size_t>(request) < responses->responses.size();
@@ -130,10 +143,7 @@ recsys_code recsys_run(recsys_predictor* predictor, const recsys_request* reques
     for (const recsys::Response& response : found->responses) {
       std::vector<recsys_tensor>& views = found->views.emplace_back();
       for (std::size_t i = 0; i < response.outputs.size(); ++i) {
-        const recsys::Tensor& output = response.outputs[i];
-        views.push_back({response.names[i].c_str(), output.dtype,
-                         static_cast<std::int32_t>(output.shape.size()), output.shape.data(),
-                         nullptr, output.data.get()});
+        views.push_back(view_of(response.names[i].c_str(), response.outputs[i]));
       }
     }
     *responses = found.release();
@@ -156,6 +166,30 @@ int32_t recsys_response_outputs(const recsys_responses* responses, int32_t reque
     *outputs = is_known ? responses->views[request].data() : nullptr;
   }
   return is_known ? static_cast<int32_t>(responses->views[request].size()) : 0;
+}
+
+recsys_code recsys_response_values(recsys_responses* responses, int32_t request,
+                                   const recsys_tensor** values, int32_t* num_values) {
+  return guarded([&] {
+    require(values != nullptr && num_values != nullptr,
+            "recsys_response_values must have all arguments.");
+    *values = nullptr;
+    *num_values = 0;
+    require(has(responses, request), "There is no such response.");
+    const recsys::Response& response = responses->responses[request];
+    if (response.row_values == nullptr) {
+      return;
+    }
+    if (responses->values.count(request) == 0) {
+      recsys_responses::Values found{response.row_values->of(response.outputs), {}};
+      found.views = {view_of("values", found.tensors[0]),
+                     view_of("values.missing", found.tensors[1])};
+      responses->values[request] = std::move(found);
+    }
+    const std::vector<recsys_tensor>& views = responses->values[request].views;
+    *values = views.data();
+    *num_values = static_cast<int32_t>(views.size());
+  });
 }
 
 void recsys_responses_free(recsys_responses* responses) { delete responses; }

@@ -10,6 +10,7 @@
 #include "column_view.h"
 #include "error.h"
 #include "files.h"
+#include "row_values.h"
 
 namespace fs = std::filesystem;
 
@@ -113,6 +114,7 @@ Columns::Columns(const Manifest& manifest, const std::string& version) {
     for (const Json& json : manifest.columns) {
       read_column(json);
     }
+    read_row_values(manifest.schema.outputs);
   } catch (const std::invalid_argument& error) {
     fail(RECSYS_BAD_PACKAGE, "'", version, "' must have a description of its columns; ",
          error.what(), ".");
@@ -199,6 +201,20 @@ void Columns::read_column(const Json& json) {
     }
   }
   columns_.push_back(std::move(column));
+}
+
+void Columns::read_row_values(const std::vector<Output>& outputs) {
+  std::size_t position = 0;
+  for (const Output& output : outputs) {
+    if (output.vocabulary.has_value()) {  // of a categorical column, by the manifest's rules
+      const Vocabulary& found = vocabularies_.at(*output.vocabulary);
+      const auto column = std::find_if(columns_.begin(), columns_.end(), [&](const Column& one) {
+        return one.vocabulary == &found;
+      });
+      row_values_ = std::make_shared<RowValues>(found, column->is_text, position);
+    }
+    position += output.tensors().size();
+  }
 }
 
 namespace {

@@ -16,6 +16,7 @@
 
 namespace recsys {
 
+class RowValues;
 struct ColumnView;
 using TensorsByName = std::unordered_map<std::string, const recsys_tensor*>;
 
@@ -81,9 +82,13 @@ class Columns {
   // Converts a request. Throws Error(RECSYS_BAD_REQUEST) that names the column.
   std::shared_ptr<const Converted> convert(const recsys_request& request) const;
 
+  // The values of the output whose rows are of a vocabulary; null: there is none.
+  std::shared_ptr<const RowValues> row_values() const { return row_values_; }
+
  private:
   void read_vocabularies(const std::string& version);
   void read_column(const Json& json);
+  void read_row_values(const std::vector<Output>& outputs);
   void add_numbers(const ColumnView& view, std::int64_t num_rows, float* out) const;
   void add_buckets(const ColumnView& view, std::int64_t num_rows, Converted& out) const;
   void add_parts(const ColumnView& view, std::int64_t num_rows, Converted& out) const;
@@ -95,6 +100,7 @@ class Columns {
 
   std::vector<Column> columns_;
   std::unordered_map<std::string, Vocabulary> vocabularies_;  // by table
+  std::shared_ptr<const RowValues> row_values_;
   std::string dense_;         // the dense input of the model; "": none
   std::int64_t num_dense_ = 0;
   std::set<std::string> weighted_;  // tensors of the model whose ids have weights

@@ -42,6 +42,9 @@ Feature feature_of(const Json& json) {
   Feature feature{json.at("name").text(), json.at("tensor").text(), std::nullopt, ""};
   if (!json.at("index").is_null()) {
     feature.index = json.at("index").text();
+    if (feature.index.empty()) {
+      refuse(text_of("feature '", feature.name, "' must name a table with an index"));
+    }
   }
   if (!json.at("rows").is_null()) {
     feature.rows = json.at("rows").integer();
@@ -94,6 +97,10 @@ Output output_of(const Json& json) {
     if (output.is_weighted) {
       dtype_named(json.at("weights_dtype").text());
     }
+  }
+  const Json* vocabulary = json.find("vocabulary");
+  if (vocabulary != nullptr && !vocabulary->is_null()) {
+    output.vocabulary = vocabulary->text();
   }
   return output;
 }
@@ -250,6 +257,29 @@ void check_programs(const Manifest& manifest) {
   }
 }
 
+// One output at most may be rows of a vocabulary, whose values a response has.
+void check_vocabularies(const Manifest& manifest) {
+  std::set<std::string> known;
+  for (const Json& column : manifest.columns) {
+    if (column.at("kind").text() == "categorical") {
+      known.insert(column.at("table").text());
+    }
+  }
+  bool is_found = false;
+  for (const Output& output : manifest.schema.outputs) {
+    if (!output.vocabulary.has_value()) {
+      continue;
+    }
+    const bool has_rows =
+        !output.is_jagged && (output.dtype == RECSYS_INT32 || output.dtype == RECSYS_INT64);
+    if (is_found || !has_rows || known.count(*output.vocabulary) == 0) {
+      refuse(text_of("output '", output.name,
+                     "' must have rows of a vocabulary, int64 or int32, as the only output"));
+    }
+    is_found = true;
+  }
+}
+
 Manifest parse(const std::string& text) {
   const Json json = Json::parse(text);
   const std::int64_t format = json.at("format").integer();
@@ -291,6 +321,7 @@ Manifest parse(const std::string& text) {
   manifest.columns = json.at("columns").array();
   check_tables(manifest);
   check_features(manifest);
+  check_vocabularies(manifest);
   check_programs(manifest);
   return manifest;
 }

@@ -37,6 +37,7 @@ struct Output {
   recsys_dtype dtype = RECSYS_FLOAT32;
   std::vector<std::int64_t> shape;  // of the values; the first is -1
   bool is_weighted = false;
+  std::optional<std::string> vocabulary;  // the table whose rows it has
 
   // The names of its tensors, in the order in which the program returns them.
   std::vector<std::string> tensors() const;

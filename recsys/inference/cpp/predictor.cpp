@@ -61,6 +61,7 @@ class Version {
       for (std::size_t i = 0; i < responses.size(); ++i) {
         responses[i]->names = batcher_.output_names();
         responses[i]->outputs = std::move(outputs[i]);
+        responses[i]->row_values = columns_.row_values();
       }
     } catch (const std::exception& error) {
       for (Response* response : responses) {

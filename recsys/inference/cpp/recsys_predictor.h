@@ -32,7 +32,7 @@ typedef enum {
   RECSYS_BFLOAT16 = 5,
   RECSYS_FLOAT32 = 6,
   RECSYS_FLOAT64 = 7,
-  RECSYS_TEXT = 8 /* of raw columns: an array of recsys_text */
+  RECSYS_TEXT = 8 /* of raw columns and their values: an array of recsys_text */
 } recsys_dtype;
 
 /* UTF-8, without a 0 at its end; data NULL: the value is missing. */
@@ -93,6 +93,13 @@ RECSYS_API const char *recsys_response_message(const recsys_responses *responses
 /* The outputs of a request in the order of the manifest; valid until the responses are freed. */
 RECSYS_API int32_t recsys_response_outputs(const recsys_responses *responses, int32_t request,
                                            const recsys_tensor **outputs);
+/* The values of the data that recommended rows stand for: "values", int64 or texts, and
+ * "values.missing", bool, both in the shape of the rows. A row that is not an item has the number 0
+ * or a text without data. Valid until the responses are freed; for one thread at a time. Without
+ * a vocabulary of the rows in the package there are no tensors. RECSYS_FAILED: a row is outside its
+ * table. */
+RECSYS_API recsys_code recsys_response_values(recsys_responses *responses, int32_t request,
+                                              const recsys_tensor **values, int32_t *num_values);
 RECSYS_API void recsys_responses_free(recsys_responses *responses);
 
 /* Opens another version and replaces the current one, which answers until then. Calls in flight

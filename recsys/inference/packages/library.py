@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:  # needs pyarrow
@@ -40,6 +42,10 @@ class _Tensor(ctypes.Structure):
     )
 
 
+class _Text(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("size", ctypes.c_int64))
+
+
 class _Request(ctypes.Structure):
     _fields_ = (("tensors", ctypes.POINTER(_Tensor)), ("num_tensors", ctypes.c_int32))
 
@@ -63,11 +69,16 @@ class Library:
 
     Raises:
         OSError: The library cannot be loaded.
-        ValueError: The version cannot be opened.
+        ValueError: The version cannot be opened, or the library is of an earlier release.
     """
 
     def __init__(self, path: Path, version: Path, options: Mapping[str, Any]) -> None:
         self._library = ctypes.CDLL(str(path))
+        if not hasattr(self._library, "recsys_response_values"):
+            raise ValueError(
+                f"library must be of this release; received {path} without recsys_response_values. "
+                "Build it again by `make predictor`."
+            )
         for name in ("last_error", "response_message", "manifest", "delta_error"):
             getattr(self._library, f"recsys_{name}").restype = ctypes.c_char_p
         self._library.recsys_sequence.restype = ctypes.c_int64
@@ -80,8 +91,12 @@ class Library:
 
     def run(
         self, requests: Sequence[Mapping[str, Tensor | Texts]]
-    ) -> list[dict[str, Tensor] | Exception]:
-        """Run requests in one batch; the entry of a bad request is its error."""
+    ) -> list[dict[str, Any] | Exception]:
+        """Run requests in one batch; the entry of a bad request is its error.
+
+        The outputs are tensors. The package of a recommender with raw columns has the further
+        output `values`, an array of objects, as of `Predictor`.
+        """
         views = [_views(request) for request in requests]
         given = (_Request * len(views))(*(_Request(view, len(view)) for view in views))
         responses = ctypes.c_void_p()
@@ -130,13 +145,19 @@ class Library:
         if code:
             raise _error(code, self._library.recsys_last_error().decode())
 
-    def _response(self, responses: ctypes.c_void_p, i: int) -> dict[str, Tensor] | Exception:
+    def _response(self, responses: ctypes.c_void_p, i: int) -> dict[str, Any] | Exception:
         code = self._library.recsys_response_code(responses, i)
         if code:
             return _error(code, self._library.recsys_response_message(responses, i).decode())
         outputs = ctypes.POINTER(_Tensor)()
         count = self._library.recsys_response_outputs(responses, i, _by(outputs))
-        return {outputs[j].name.decode(): _copy(outputs[j]) for j in range(count)}
+        found: dict[str, Any] = {outputs[j].name.decode(): _copy(outputs[j]) for j in range(count)}
+        views, num_views = ctypes.POINTER(_Tensor)(), ctypes.c_int32()
+        try:
+            self._call("response_values", responses, i, _by(views), _by(num_views))
+        except RuntimeError as error:  # of the rows of this request
+            return error
+        return found | ({"values": _objects(*views[: num_views.value])} if num_views.value else {})
 
 
 def _by(value: Any) -> Any:
@@ -163,6 +184,22 @@ def _views(request: Mapping[str, Tensor | Texts]) -> Any:
         view.shape = (ctypes.c_int64 * tensor.dim())(*tensor.shape)
         view.data = tensor.data_ptr() or None
     return views
+
+
+def _objects(values: _Tensor, missing: _Tensor) -> NDArray[Any]:
+    """Return values as objects; None where they are missing."""
+    is_missing = _copy(missing).numpy()
+    found = np.empty(is_missing.shape, object)
+    if values.dtype != _TEXT:
+        found[:] = _copy(values).numpy()
+    elif found.size:
+        texts = ctypes.cast(values.data, ctypes.POINTER(_Text))
+        found.reshape(-1)[:] = [
+            ctypes.string_at(texts[i].data or b"", texts[i].size).decode()
+            for i in range(found.size)
+        ]
+    found[is_missing] = None
+    return found
 
 
 def _copy(view: _Tensor) -> Tensor:

@@ -339,11 +339,14 @@ def _check_programs(manifest: Mapping[str, Any]) -> None:
 
 
 def _check_vocabularies(manifest: Mapping[str, Any]) -> None:
+    """Check that one output at most has rows of a vocabulary, which a column has."""
     known = [one["table"] for one in manifest["columns"] if one["kind"] == "categorical"]
-    for output in manifest["outputs"]:
-        vocabulary = output["vocabulary"]
-        if vocabulary is not None and (vocabulary not in known or output["dtype"] not in _IDS):
+    found = [output for output in manifest["outputs"] if output["vocabulary"] is not None]
+    for output in found:
+        has_rows = output["kind"] == "rows" and output["dtype"] in _IDS
+        if output["vocabulary"] not in known or not has_rows or len(found) > 1:
             raise ValueError(
-                f"output {output['name']!r} must have rows of a vocabulary of {known}; received "
-                f"{output['dtype']} of {vocabulary!r}."
+                f"output {output['name']!r} must have rows of a vocabulary of {known}, as the only "
+                f"output; received {output['dtype']} of {output['vocabulary']!r} in {len(found)} "
+                "outputs."
             )

@@ -138,12 +138,15 @@ class Predictor:
             for one in found
         ]
 
-    def _with_values(self, response: Response) -> Response:
-        """Add the values of recommended rows."""
+    def _with_values(self, response: Response) -> Response | Exception:
+        """Add the values of recommended rows, if the engine does not; or return their error."""
         for output in self._manifest["outputs"]:
-            if output.get("vocabulary") is not None:
+            if output.get("vocabulary") is not None and "values" not in response:
                 rows = response[output["name"]]
-                response["values"] = self._loaded_spec().values_of(output["vocabulary"], rows)
+                try:
+                    response["values"] = self._loaded_spec().values_of(output["vocabulary"], rows)
+                except ValueError as error:
+                    return RuntimeError(str(error))
         return response
 
     def _loaded_spec(self) -> Any:
@@ -254,7 +257,7 @@ class _TorchEngine:
     def sequence(self) -> int:
         return self._sequence
 
-    def run(self, requests: Sequence[Request]) -> list[dict[str, Tensor] | Exception]:
+    def run(self, requests: Sequence[Request]) -> list[dict[str, Any] | Exception]:
         return [self._run_one(request) for request in requests]
 
     def _run_one(self, request: Request) -> dict[str, Tensor] | Exception:
@@ -346,5 +349,7 @@ def _tensors(request: Request) -> dict[str, Tensor] | Exception:
     return found
 
 
-def _array(tensor: Tensor) -> NDArray[Any]:
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+def _array(output: Tensor | NDArray[Any]) -> NDArray[Any]:
+    if not isinstance(output, Tensor):
+        return output
+    return (output.float() if output.dtype is torch.bfloat16 else output).numpy()

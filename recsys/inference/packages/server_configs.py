@@ -36,7 +36,7 @@ def config_pbtxt(manifest: Mapping[str, Any], name: str) -> str:
 
     Requests have the tensors of the manifest, without a batch dim in front: `max_batch_size` is 0,
     and the backend merges requests up to `max_rows` of the manifest. Absent features, dense inputs
-    with a default and raw columns are optional.
+    with a default and raw columns are optional. The values of recommended rows are outputs, too.
 
     Args:
         manifest: The content of `manifest.json`.
@@ -77,6 +77,7 @@ def config_pbtxt(manifest: Mapping[str, Any], name: str) -> str:
         "max_batch_size: 0",
         *_request_lines(manifest),
         *(line for one in manifest["outputs"] for line in _output_lines(one)),
+        *_value_lines(manifest),
         f"instance_group {{ kind: {kind} count: 1 }}",
         *(
             f"parameters {{ key: {_quoted(key)} value {{ string_value: {_quoted(value)} }} }}"
@@ -205,3 +206,15 @@ def _output_lines(one: Mapping[str, Any]) -> Iterator[str]:
     yield _tensor_line("output", f"{prefix}lengths", one["lengths_dtype"], [-1])
     if one["weights_dtype"] is not None:
         yield _tensor_line("output", f"{prefix}weights", one["weights_dtype"], [-1])
+
+
+def _value_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of the values of recommended rows."""
+    for output in manifest["outputs"]:
+        if output.get("vocabulary") is not None:
+            dtype = next(
+                one["dtype"] for one in manifest["columns"]
+                if one["kind"] == "categorical" and one["table"] == output["vocabulary"]
+            )  # fmt: skip
+            yield _tensor_line("output", "values", dtype, output["shape"])
+            yield _tensor_line("output", "values.missing", "bool", output["shape"])

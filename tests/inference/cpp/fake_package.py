@@ -35,6 +35,7 @@ SAMPLE = {
     "response.score": np.array([[3 + 3 + 15.0], [7 + 4 + 18 + 3.5]], np.float32),
     "response.rows.values": TABLE[[1, 2, 4]],
     "response.rows.lengths": np.array([2, 1], np.int64),
+    "response.items": np.array([[-1, -1, -1, -1], [7, -1, -1, -1]], np.int64),
 }
 
 
@@ -148,17 +149,43 @@ COLUMNS = [
 def write_raw(version: Path, **changed: np.ndarray) -> Path:
     """Write a version of the package whose requests have raw columns, with changed vocabularies."""
     version.mkdir(parents=True)
-    found = {text_hash(text): i for i, text in enumerate(CITIES)}
-    texts = [CITIES[found[one]].encode() for one in sorted(found)]
-    offsets = np.cumsum([0, *map(len, texts)])
+    save_file({**_vocabulary(CITIES), **changed}, version / "columns.safetensors")
+    return write(version, columns=COLUMNS)
+
+
+def write_recommender(version: Path, values: list[Any], **changed: np.ndarray) -> Path:
+    """Write a version with raw columns that recommends rows of a vocabulary of values.
+
+    Its further output `items` `[B, 4]` has the ids of the column `who`, then -1.
+
+    Args:
+        version: The folder.
+        values: Texts or whole numbers, from row 2.
+        changed: Changed tensors of the vocabulary.
+    """
+    version.mkdir(parents=True)
+    save_file({**_vocabulary(values), **changed}, version / "columns.safetensors")
+    kind = ("text", "text") if isinstance(values[0], str) else ("number", "int64")
+    types = dict(zip(("type", "dtype"), kind, strict=True))
+    items = {
+        "name": "items", "kind": "rows", "dtype": "int64", "shape": [-1, 4], "vocabulary": "cities",
+    }  # fmt: skip
+    columns = [{**one, **(types if one["name"] == "city" else {})} for one in COLUMNS]
+    return write(version, columns=columns, outputs=[*manifest()["outputs"], items])
+
+
+def _vocabulary(values: list[Any]) -> dict[str, np.ndarray]:
+    is_text = isinstance(values[0], str)
+    found = {text_hash(one) if is_text else one: i for i, one in enumerate(values)}
     vocabulary = {
         "cities.hashes": np.array(sorted(found), np.int64),
         "cities.rows": np.array([found[one] + 2 for one in sorted(found)], np.int64),
-        "cities.offsets": offsets.astype(np.int64),
-        "cities.bytes": np.frombuffer(b"".join(texts), np.uint8),
     }
-    save_file({**vocabulary, **changed}, version / "columns.safetensors")
-    return write(version, columns=COLUMNS)
+    if is_text:
+        texts = [values[found[one]].encode() for one in sorted(found)]
+        vocabulary["cities.offsets"] = np.cumsum([0, *map(len, texts)]).astype(np.int64)
+        vocabulary["cities.bytes"] = np.frombuffer(b"".join(texts), np.uint8)
+    return vocabulary
 
 
 def text_hash(text: str) -> int:

@@ -4,7 +4,8 @@
 // `score` [rows, 1]: the row's dense values, plus the first bytes of the rows of table `t` for `a`,
 // plus 3 x the ids of `b`, plus 5 x the rows of the hashed ids of `h`, plus the ids of `w` times their
 // weights. Jagged output `rows`: the bytes of the rows of `t` for `a`. It raises an error for the
-// dense value 666.
+// dense value 666. A third output of the manifest, `items` [rows, 4], has the ids of `w`, then -1.
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <stdexcept>
@@ -15,10 +16,11 @@ namespace recsys {
 namespace {
 
 constexpr std::int64_t kRowBytes = 8;
+constexpr std::int64_t kItems = 4;
 
 class FakeProgram : public Program {
  public:
-  explicit FakeProgram(Tables& tables) : tables_(tables) {}
+  FakeProgram(Tables& tables, bool has_items) : tables_(tables), has_items_(has_items) {}
 
   std::vector<Tensor> run(const std::vector<Tensor>& inputs) override {
     const auto floats = [&](int i) { return static_cast<const float*>(inputs[i].data.get()); };
@@ -69,10 +71,24 @@ class FakeProgram : public Program {
     }
     Tensor found = allocate(RECSYS_INT64, {rows});
     std::memcpy(found.data.get(), lengths, static_cast<std::size_t>(rows) * sizeof *lengths);
-    return {score, values, found};
+    if (!has_items_) {
+      return {score, values, found};
+    }
+    return {score, values, found, items_of(whole(3), w_lengths, rows)};
   }
 
  private:
+  static Tensor items_of(const std::int64_t* ids, const std::int64_t* lengths, std::int64_t rows) {
+    Tensor found = allocate(RECSYS_INT64, {rows, kItems});
+    auto* items = static_cast<std::int64_t*>(found.data.get());
+    std::fill_n(items, rows * kItems, -1);
+    for (std::int64_t row = 0; row < rows; ++row) {
+      std::copy_n(ids, std::min(lengths[row], kItems), items + row * kItems);
+      ids += lengths[row];
+    }
+    return found;
+  }
+
   static std::int64_t size(const Tensor& tensor) {
     std::int64_t found = 1;
     for (const std::int64_t length : tensor.shape) {
@@ -104,6 +120,7 @@ class FakeProgram : public Program {
   }
 
   Tables& tables_;
+  const bool has_items_;
 };
 
 }  // namespace
@@ -111,7 +128,7 @@ class FakeProgram : public Program {
 std::unique_ptr<Program> load_program(const Manifest& manifest, const std::string&, Tables& tables,
                                       const Options& options) {
   manifest.check_machine(manifest.program(options.program), "2.13.0", "1.8.0");
-  return std::make_unique<FakeProgram>(tables);
+  return std::make_unique<FakeProgram>(tables, manifest.schema.outputs.size() == 3);
 }
 
 std::string text_of_program_error(const std::exception& error) { return error.what(); }

@@ -37,6 +37,7 @@ struct RandomTensor {
 };
 
 bool is_raw = false;  // requests have raw columns
+long num_texts = 0;   // values of responses
 
 // Replaces the bytes of a tensor by texts: known, unknown, missing and some of a bad size.
 void write_texts(RandomTensor& tensor, std::int64_t count) {
@@ -139,8 +140,11 @@ std::vector<std::unique_ptr<RandomTensor>> good_raw_request() {
   found.push_back(tensor_of("age", RECSYS_FLOAT64, {rows}, ages.data(), ages.size() * 8));
   const std::vector<std::int64_t> codes(static_cast<std::size_t>(rows), below(100) - 50);
   found.push_back(tensor_of("code", RECSYS_INT64, {rows}, codes.data(), codes.size() * 8));
-  const std::vector<std::int64_t> none(static_cast<std::size_t>(rows), 0);
-  found.push_back(tensor_of("who.lengths", RECSYS_INT64, {rows}, none.data(), none.size() * 8));
+  const std::vector<std::int64_t> one(static_cast<std::size_t>(rows), 1);
+  const std::vector<std::int64_t> ids(static_cast<std::size_t>(rows), below(6));
+  found.push_back(tensor_of("who", RECSYS_INT64, {rows}, ids.data(), ids.size() * 8));
+  found.push_back(tensor_of("who.lengths", RECSYS_INT64, {rows}, one.data(), one.size() * 8));
+  found.push_back(tensor_of("share", RECSYS_FLOAT64, {rows}, ages.data(), ages.size() * 8));
   for (const std::string name : {"city", "any"}) {
     std::vector<std::int64_t> lengths;
     std::int64_t count = 0;
@@ -200,6 +204,29 @@ void read_outputs(const recsys_responses* responses, std::int32_t request) {
     for (std::size_t byte = 0; byte < bytes; ++byte) {
       sum = static_cast<char>(sum + static_cast<const char*>(outputs[i].data)[byte]);
     }
+  }
+}
+
+// Reads all bytes of the values of a response.
+void read_values(recsys_responses* responses, std::int32_t request) {
+  const recsys_tensor* values = nullptr;
+  std::int32_t count = 0;
+  if (below(2) == 0 ||
+      recsys_response_values(responses, request, &values, &count) != RECSYS_OK || count == 0) {
+    return;
+  }
+  volatile char sum = 0;
+  for (std::int64_t i = 0; i < values[0].shape[0] * values[0].shape[1]; ++i) {
+    const bool is_missing = static_cast<const bool*>(values[1].data)[i];
+    const recsys_text text = static_cast<const recsys_text*>(values[0].data)[i];
+    if (is_missing != (text.data == nullptr)) {
+      std::fprintf(stderr, "fuzz: a missing text must have no data\n");
+      std::abort();
+    }
+    for (std::int64_t byte = 0; byte < text.size; ++byte) {
+      sum = static_cast<char>(sum + text.data[byte]);
+    }
+    num_texts += text.size > 0;
   }
 }
 
@@ -269,6 +296,7 @@ int main(int argc, char** argv) {
       }
       (is_answer ? answers : refusals) += 1;
       read_outputs(responses, i);
+      read_values(responses, i);
     }
     recsys_responses_free(responses);
     random_update(predictor);
@@ -281,6 +309,6 @@ int main(int argc, char** argv) {
   }
   recsys_close(predictor);
   recsys_close(nullptr);
-  std::printf("%ld answers, %ld refusals\n", answers, refusals);
+  std::printf("%ld answers, %ld refusals, %ld texts\n", answers, refusals, num_texts);
   return 0;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 from collections.abc import Callable
@@ -15,7 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recsys.features.vocabulary import Vocabulary
 from recsys.inference.packages.columns import Texts, raw_request
+from recsys.inference.packages.manifest import sha256_of
 from tests.inference.cpp import fake_package
 from tests.inference.cpp.test_core import opened, pytestmark, row_of
 
@@ -23,6 +26,7 @@ __all__ = ["pytestmark"]
 
 TEXTS = pa.list_(pa.string())
 ONE = torch.tensor([1])
+CITIES = fake_package.CITIES
 
 
 @given(
@@ -220,13 +224,125 @@ def test_numbers_outside_float32_are_refused(library: Path, tmp_path: Path) -> N
     core.close()
 
 
+TEXTS_OF_ITEMS = ["Oslo", "", "Zürich 北 \U0001f600", "x" * 1024, "a\0b"]
+NUMBERS_OF_ITEMS = [5, -(2**63), 2**63 - 1, 0, -1]
+
+
+def recommended(items: list[list[int]]) -> dict[str, torch.Tensor]:
+    """A request to which the program returns these rows."""
+    lengths = torch.tensor([len(rows) for rows in items], dtype=torch.int64)
+    rows = torch.tensor([row for one in items for row in one], dtype=torch.int64)
+    return {
+        **whole_request(len(items)), "who": rows, "who.lengths": lengths,
+        "share": torch.ones(len(rows)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("values", [TEXTS_OF_ITEMS, NUMBERS_OF_ITEMS], ids=["texts", "numbers"])
+def test_recommended_rows_have_values(library: Path, tmp_path: Path, values: list[Any]) -> None:
+    """As in Python, one by one and merged, with special rows and fewer items than wanted."""
+    kind = pa.large_string() if isinstance(values[0], str) else pa.int64()
+    vocabulary = Vocabulary(pa.array(values, kind))
+    core = opened(library, fake_package.write_recommender(tmp_path / "1", values))
+    cases = [[[2, 3, 4, 5], [6]], [], [[0, 1, 5, 0], [], [4, 4]], [[3, 2, 1, 6]]]
+    requests = [recommended(case) for case in cases]
+    merged = core.run(requests)
+    for case, request, found in zip(cases, requests, merged, strict=True):
+        wanted = [[values[row - 2] if row > 1 else None for row in rows] for rows in case]
+        [alone] = core.run([request])
+        for one in (found, alone):
+            assert isinstance(one, dict), one
+            assert list(one) == ["score", "rows.values", "rows.lengths", "items", "values"]
+            assert one["values"].dtype == object
+            assert one["values"].shape == (len(case), 4)
+            answer = one["values"].tolist()
+            assert answer == [[*rows, *[None] * (4 - len(rows))] for rows in wanted]
+            assert answer == vocabulary.values_of(one["items"].numpy()).tolist()
+            assert {type(value) for rows in answer for value in rows} <= {
+                type(values[0]),
+                type(None),
+            }
+    core.close()
+
+
+def test_a_row_outside_its_table_is_an_error_of_its_request(library: Path, tmp_path: Path) -> None:
+    core = opened(library, fake_package.write_recommender(tmp_path / "1", NUMBERS_OF_ITEMS))
+    good, bad = recommended([[2]]), recommended([[3, 99], [7]])
+    before, error, after = core.run([good, bad, good])
+    for found in (before, after):
+        assert isinstance(found, dict)
+        assert found["values"].tolist() == [[5, None, None, None]]
+    vocabulary = Vocabulary(pa.array(NUMBERS_OF_ITEMS))
+    with pytest.raises(ValueError, match="received -1 to 99") as raised:
+        vocabulary.values_of(np.array([[3, 99, -1, -1], [7, -1, -1, -1]]))
+    assert isinstance(error, RuntimeError)
+    assert str(error) == str(raised.value)
+    core.close()
+
+
+def test_callers_without_values_get_the_same_outputs(library: Path, tmp_path: Path) -> None:
+    """Values are a function of their own in C, also for rows without values."""
+    for version, num_outputs, num_values in (
+        (fake_package.write_raw(tmp_path / "raw"), 3, 0),
+        (fake_package.write_recommender(tmp_path / "items", CITIES), 4, 2),
+    ):
+        core = opened(library, version)
+        codes = []
+
+        def read(responses: Any, i: int, core: Any = core, codes: list[Any] = codes) -> None:
+            outputs, values, count = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int32(7)
+            call = core._library.recsys_response_values
+            pointers = ctypes.byref(values), ctypes.byref(count)
+            codes.append(core._library.recsys_response_outputs(responses, i, ctypes.byref(outputs)))
+            codes.append((call(responses, i, *pointers), count.value))
+            codes.append((call(responses, i, *pointers), count.value))  # is kept
+            codes.append((call(responses, 1, *pointers), count.value))
+            codes.append((call(None, 0, *pointers), count.value))
+            codes.append(call(responses, i, None, None))
+
+        core._response = read  # type: ignore[method-assign, assignment]
+        core.run([recommended([[2]])])
+        values = (0, num_values)
+        assert codes == [num_outputs, values, values, (1, 0), (1, 0), 1]
+        core.close()
+
+
+@pytest.mark.parametrize("rows", [[2, 2, 4], [1, 2, 3], [3, 4, 5], [-1, 2, 3], [2, 3, 2**62]])
+def test_rows_of_a_damaged_vocabulary_are_refused(
+    library: Path, tmp_path: Path, rows: list[int]
+) -> None:
+    version = fake_package.write_recommender(
+        tmp_path / "1", CITIES, **{"cities.rows": np.array(rows, np.int64)}
+    )
+    with pytest.raises(ValueError, match="must have one value for each row from 2 to 4; received"):
+        opened(library, version)
+
+
+def test_every_cut_of_the_vocabularies_is_refused(library: Path, tmp_path: Path) -> None:
+    version = fake_package.write_recommender(tmp_path / "1", CITIES)
+    path, about = version / "columns.safetensors", version / "manifest.json"
+    whole, manifest = path.read_bytes(), json.loads(about.read_text())
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"columns\.safetensors' is damaged"):
+            opened(library, version)
+        entry = {"bytes": size, "sha256": sha256_of(path)}
+        files = {**manifest["files"], path.name: entry}
+        about.write_text(json.dumps({**manifest, "files": files}))
+        with pytest.raises(ValueError, match="must have a description of its columns"):
+            opened(library, version)
+        about.write_text(json.dumps(manifest))
+    path.write_bytes(whole)
+    opened(library, version).close()
+
+
 @pytest.mark.slow
 def test_random_raw_columns_under_address_sanitizer(
     build: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    raw = fake_package.write_raw(tmp_path / "1")
+    raw = fake_package.write_recommender(tmp_path / "1", fake_package.CITIES)
     command = [build("fuzz"), raw, "10000", "0", "raw"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    answers, _, refusals = done.stdout.split()[:3]
-    assert min(int(answers), int(refusals)) > 1000, done.stdout
+    answers, _, refusals, _, texts, _ = done.stdout.split()
+    assert min(int(answers), int(refusals), int(texts)) > 1000, done.stdout

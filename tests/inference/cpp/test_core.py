@@ -200,6 +200,11 @@ def test_both_languages_refuse_requests_alike(library: Path, version: Path, bad:
     assert str(raised.value) == str(error)
 
 
+def test_libraries_without_values_are_refused(version: Path) -> None:
+    with pytest.raises(ValueError, match=r"of this release; received libc\.so\.6 without"):
+        opened(Path("libc.so.6"), version)
+
+
 def score_of(core: Library) -> float:
     [found] = core.run([tensors(a=[0, 1])])
     assert isinstance(found, dict)

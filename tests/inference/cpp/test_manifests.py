@@ -97,7 +97,7 @@ def test_random_manifests_have_one_meaning(library: Path, tmp_path: Path) -> Non
 
 def test_damaged_manifests_have_one_verdict(library: Path, tmp_path: Path) -> None:
     """Refused by both or by none, before the program and the vocabularies are opened."""
-    version = fake_package.write_raw(tmp_path / "1")
+    version = fake_package.write_recommender(tmp_path / "1", fake_package.CITIES)
     path = version / "manifest.json"
     value = json.loads(path.read_text())
     verdicts: Counter[str] = Counter()

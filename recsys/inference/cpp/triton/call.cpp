@@ -118,6 +118,47 @@ std::vector<recsys_text> texts_of(const recsys_tensor& tensor, std::uint64_t byt
   return texts;
 }
 
+// The data of a BYTES tensor; a missing text is empty.
+std::string bytes_of_texts(const recsys_tensor& tensor) {
+  std::string found;
+  const auto* texts = static_cast<const recsys_text*>(tensor.data);
+  const std::uint64_t count = bytes_of(tensor) / sizeof(recsys_text);
+  for (std::uint64_t i = 0; i < count; ++i) {
+    const auto size = static_cast<std::uint32_t>(texts[i].size);
+    found.append(reinterpret_cast<const char*>(&size), sizeof size);
+    if (size > 0) {
+      found.append(texts[i].data, size);
+    }
+  }
+  return found;
+}
+
+// An output of a response, or its values, which are made only for a client that wants them.
+const recsys_tensor* find_output(recsys_responses* responses, std::int32_t index,
+                                 const char* name) {
+  const auto find = [&](const recsys_tensor* tensors, std::int32_t count) -> const recsys_tensor* {
+    const auto* end = tensors + count;
+    const auto* found = std::find_if(tensors, end, [&](const recsys_tensor& tensor) {
+      return std::strcmp(tensor.name, name) == 0;
+    });
+    return found == end ? nullptr : found;
+  };
+  const recsys_tensor* tensors = nullptr;
+  std::int32_t count = recsys_response_outputs(responses, index, &tensors);
+  const recsys_tensor* found = find(tensors, count);
+  if (found == nullptr) {
+    if (recsys_response_values(responses, index, &tensors, &count) != RECSYS_OK) {
+      throw ApiError(recsys_last_error());
+    }
+    found = find(tensors, count);
+  }
+  if (found == nullptr) {
+    throw ApiError(text_of("The program has no output '", name,
+                           "'. Write config.pbtxt anew from the manifest."));
+  }
+  return found;
+}
+
 }  // namespace
 
 void check(TRITONSERVER_Error* error) {
@@ -173,48 +214,44 @@ void Call::read() {
   }
 }
 
-void Call::send_outputs(TRITONBACKEND_Response* response, const recsys_tensor* outputs,
-                        std::int32_t num_outputs) const {
+void Call::send_outputs(TRITONBACKEND_Response* response, recsys_responses* responses,
+                        std::int32_t index) const {
   std::uint32_t num_wanted = 0;
   check(TRITONBACKEND_RequestOutputCount(request_, &num_wanted));
   for (std::uint32_t i = 0; i < num_wanted; ++i) {
     const char* name = nullptr;
     check(TRITONBACKEND_RequestOutputName(request_, i, &name));
-    const recsys_tensor* found =
-        std::find_if(outputs, outputs + num_outputs, [&](const recsys_tensor& output) {
-          return std::strcmp(output.name, name) == 0;
-        });
-    if (found == outputs + num_outputs) {
-      throw ApiError(text_of("The program has no output '", name,
-                             "'. Write config.pbtxt anew from the manifest."));
-    }
+    const recsys_tensor* found = find_output(responses, index, name);
     TRITONBACKEND_Output* output = nullptr;
     check(TRITONBACKEND_ResponseOutput(response, &output, name, pair_of_ours(found->dtype).theirs,
                                        found->shape, static_cast<std::uint32_t>(found->num_dims)));
     void* data = nullptr;
     triton_enum memory = TRITON_MEMORY_CPU;
     std::int64_t device = 0;
-    const std::uint64_t bytes = bytes_of(*found);
+    const bool is_text = found->dtype == RECSYS_TEXT;
+    const std::string texts = is_text ? bytes_of_texts(*found) : "";
+    const void* source = is_text ? texts.data() : found->data;
+    const std::uint64_t bytes = is_text ? texts.size() : bytes_of(*found);
     check(TRITONBACKEND_OutputBuffer(output, &data, bytes, &memory, &device));
     if (memory == TRITON_MEMORY_GPU) {
       throw ApiError(text_of(name, " is written to host memory; received a buffer on GPU ", device,
                              ". Register a region of system shared memory."));
     }
     if (bytes > 0) {
-      std::memcpy(data, found->data, bytes);
+      std::memcpy(data, source, bytes);
     }
   }
 }
 
-void Call::answer(TRITONBACKEND_ModelInstance* instance, const recsys_tensor* outputs,
-                  std::int32_t num_outputs, const Times& times) {
+void Call::answer(TRITONBACKEND_ModelInstance* instance, recsys_responses* responses,
+                  std::int32_t index, const Times& times) {
   TRITONSERVER_Error* error = nullptr;
   bool success = false;
   try {
     TRITONBACKEND_Response* response = nullptr;
     check(TRITONBACKEND_ResponseNew(&response, request_));
     try {
-      send_outputs(response, outputs, num_outputs);
+      send_outputs(response, responses, index);
       success = true;
     } catch (const std::exception& failure) {
       error = TRITONSERVER_ErrorNew(TRITON_ERROR_INTERNAL, failure.what());

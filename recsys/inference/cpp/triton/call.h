@@ -49,9 +49,9 @@ class Call {
     return {tensors_.data(), static_cast<std::int32_t>(tensors_.size())};
   }
 
-  // Sends the outputs that the client wants.
-  void answer(TRITONBACKEND_ModelInstance* instance, const recsys_tensor* outputs,
-              std::int32_t num_outputs, const Times& times);
+  // Sends the outputs that the client wants, of one of the responses.
+  void answer(TRITONBACKEND_ModelInstance* instance, recsys_responses* responses,
+              std::int32_t index, const Times& times);
 
   // Sends an error: HTTP 400 for RECSYS_BAD_REQUEST, else 500.
   void refuse(TRITONBACKEND_ModelInstance* instance, recsys_code code, const std::string& message,
@@ -60,8 +60,8 @@ class Call {
   std::int64_t num_rows = 0;
 
  private:
-  void send_outputs(TRITONBACKEND_Response* response, const recsys_tensor* outputs,
-                    std::int32_t num_outputs) const;
+  void send_outputs(TRITONBACKEND_Response* response, recsys_responses* responses,
+                    std::int32_t index) const;
   void release(TRITONBACKEND_ModelInstance* instance, bool success, const Times& times);
 
   TRITONBACKEND_Request* request_;

@@ -100,9 +100,7 @@ void Queue::run_batch(TRITONBACKEND_ModelInstance* instance, const Calls& calls)
     const recsys_code code =
         failure == RECSYS_OK ? recsys_response_code(responses, index) : failure;
     if (code == RECSYS_OK) {
-      const recsys_tensor* outputs = nullptr;
-      const std::int32_t num_outputs = recsys_response_outputs(responses, index, &outputs);
-      calls[i]->answer(instance, outputs, num_outputs, times);
+      calls[i]->answer(instance, responses, index, times);
     } else {
       calls[i]->refuse(instance, code,
                        failure == RECSYS_OK ? recsys_response_message(responses, index) : message,
