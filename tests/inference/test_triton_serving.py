@@ -19,8 +19,10 @@ import pytest
 import torch
 from serving.triton_server import Server, find_server, triton_server
 
-from recsys.inference import Predictor, package
+from recsys.inference import Predictor, package, quantize_embeddings
 from tests.inference.packages.model_cases import arguments_of, build, request_of
+from tests.inference.packages.test_recommenders import NUMBERS, TEXTS, histories_of
+from tests.inference.packages.test_recommenders import build as recommender
 from tests.inference.raw_package import raw_spec, raw_table, write_raw_version
 from tests.inference.small_package import Request, random_request, score, write_version
 
@@ -330,6 +332,47 @@ def test_requests_have_raw_columns(tmp_path: Path) -> None:
                 client.client.infer("movies", [bad])
             error: Any = caught.value
             assert str(error.status()) in BAD_STATUS
+
+
+@pytest.mark.parametrize("items", [TEXTS, NUMBERS], ids=["texts", "numbers"])
+def test_recommenders_answer_with_the_values_of_python(tmp_path: Path, items: Any) -> None:
+    """Value by value; also a configuration without values, and a client that wants some outputs."""
+    recommend, spec = recommender(items)
+    table = histories_of(items)
+    quantized = quantize_embeddings(recommend)
+    version = package(quantized, tmp_path / "models/movies", table, spec=spec)
+    shutil.copytree(version.parent, old := tmp_path / "models/old")
+    config = (old / "config.pbtxt").read_text().replace('"movies"', '"old"')
+    lines = config.splitlines()
+    kept = [line for line in lines if not line.startswith('output { name: "values')]
+    assert len(kept) == len(lines) - 2
+    (old / "config.pbtxt").write_text("\n".join(kept))
+    with start(tmp_path / "models") as server, Predictor(version) as plain:
+        wanted = plain(table)["values"]
+        for protocol in PROTOCOLS:
+            client = Client(server, protocol)
+            inputs = raw_inputs(client.module, table)
+            found = client.client.infer("movies", inputs)
+            rows = client.client.infer("old", inputs)
+            assert rows.as_numpy("values") is None
+            assert rows.as_numpy("1").tolist() == found.as_numpy("1").tolist()
+            one = [client.module.InferRequestedOutput("values")]
+            for answer in (found, client.client.infer("movies", inputs, outputs=one)):
+                values = answer.as_numpy("values")
+                texts = (
+                    values
+                    if isinstance(items[0], int)
+                    else np.vectorize(decoded, otypes=[object])(values)
+                )
+                none = "" if isinstance(items[0], str) else 0
+                assert texts.tolist() == [[none if v is None else v for v in r] for r in wanted]
+            is_missing = found.as_numpy("values.missing").tolist()
+            assert is_missing == [[v is None for v in row] for row in wanted]
+
+
+def decoded(value: Any) -> str:
+    """The text of a `BYTES` tensor."""
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def test_a_broken_version_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor
 from tests.inference.cpp.test_core import MISSING
 from tests.inference.packages.model_cases import TOGETHER, arguments_of, request_of, together
+from tests.inference.packages.test_recommenders import NUMBERS, TEXTS, build, histories_of
 from tests.inference.raw_package import raw_spec, raw_table, write_raw_version
 
 SOURCE = Path(__file__).parents[3] / "recsys/inference/cpp"
@@ -63,6 +65,29 @@ def test_raw_columns_score_as_in_python(library: Path, tmp_path: Path, is_weight
         whole = raw_table(9, 0)  # with a further column
         for part in (whole, whole.drop_columns(["level"])):  # which states its missing value
             assert np.array_equal(core(part)["output"], plain(part)["output"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("items", [TEXTS, NUMBERS], ids=["texts", "numbers"])
+def test_recommenders_answer_with_the_values_of_python(
+    library: Path, tmp_path: Path, items: Sequence[Any]
+) -> None:
+    """Value by value, merged, with histories that leave fewer items than are wanted."""
+    recommend, spec = build(items)
+    whole = histories_of(items)
+    version = package(quantize_embeddings(recommend), tmp_path / "m", whole, spec=spec)
+    tables = [whole, whole.slice(1, 2), whole.slice(0, 0)]
+    with Predictor(version) as plain, Predictor(version, library=library, num_threads=1) as core:
+        for table, merged in zip(tables, core.run(tables), strict=True):
+            wanted = plain(table)
+            assert isinstance(merged, dict)
+            assert merged.keys() == wanted.keys()
+            assert merged["values"].dtype == wanted["values"].dtype
+            assert merged["values"].tolist() == wanted["values"].tolist()
+            assert merged["values"].tolist() == spec.values_of("items", wanted["1"]).tolist()
+        for left, row in zip([3, 4, 5, 4, 0], core(whole)["values"].tolist(), strict=True):
+            assert {*row[:left]} <= {*items}
+            assert row[left:] == [None] * (5 - left)
 
 
 @pytest.mark.slow

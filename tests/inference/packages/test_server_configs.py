@@ -61,6 +61,20 @@ def test_requests_have_the_tensors_of_the_manifest() -> None:
     assert "weights" not in config_pbtxt(manifest_of([jagged(False)], [OUTPUT], "cpu"), "movies")
 
 
+@pytest.mark.parametrize(("dtype", "kind"), [("text", "TYPE_STRING"), ("int64", "TYPE_INT64")])
+def test_values_of_recommended_rows_are_outputs(dtype: str, kind: str) -> None:
+    output = OUTPUT | {"name": "1", "dtype": "int64", "shape": [-1, 5], "vocabulary": "items"}
+    manifest = manifest_of([], [output], "cpu")
+    other = {"name": "age", "dtype": "float64", "kind": "numeric"}
+    items = {"name": "seen", "dtype": dtype, "kind": "categorical", "table": "items"}
+    manifest["columns"] = [other, items | {"table": "others", "dtype": "bool"}, items]
+    assert tensor_lines(config_pbtxt(manifest, "movies"))[-3:] == [
+        'output { name: "1" data_type: TYPE_INT64 dims: [-1, 5] }',
+        f'output {{ name: "values" data_type: {kind} dims: [-1, 5] }}',
+        'output { name: "values.missing" data_type: TYPE_BOOL dims: [-1, 5] }',
+    ]
+
+
 @pytest.mark.parametrize(("name", "prefix"), [("film", "film."), ("", "")])
 def test_jagged_outputs_are_several_tensors(name: str, prefix: str) -> None:
     output = {
