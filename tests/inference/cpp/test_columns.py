@@ -240,7 +240,7 @@ def recommended(items: list[list[int]]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("values", [TEXTS_OF_ITEMS, NUMBERS_OF_ITEMS], ids=["texts", "numbers"])
 def test_recommended_rows_have_values(library: Path, tmp_path: Path, values: list[Any]) -> None:
-    """As in Python, one by one and merged, with special rows and fewer items than wanted."""
+    """Values of Python, one by one and merged, with special rows and fewer items than wanted."""
     kind = pa.large_string() if isinstance(values[0], str) else pa.int64()
     vocabulary = Vocabulary(pa.array(values, kind))
     core = opened(library, fake_package.write_recommender(tmp_path / "1", values))
