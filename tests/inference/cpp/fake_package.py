@@ -120,7 +120,7 @@ CITIES = ["Oslo", "Zürich", ""]
 """The vocabulary of the raw column `city`; the first has row 2."""
 _IDS = {"weights": None, "rows": None, "is_list": True, "table": ""}
 _NUMBER = {"low": None, "high": None, "log1p": False, "standardize": False, "dtype": "float64"}
-COLUMNS = [
+COLUMNS: list[dict[str, Any]] = [
     {
         **_NUMBER, "name": "age", "kind": "numeric", "missing": None, "low": -3.0, "high": 4.0,
         "standardize": True, "mean": 1.5, "deviation": 2.0,
