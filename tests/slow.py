@@ -28,6 +28,9 @@ DELTAS = "tests/distributed/checkpoint/test_delta.py::test_base_and_deltas_are_t
 ATTENTION = "tests/kernels/test_attention_triton.py"
 OVERFLOW = "tests/distributed/checkpoint/test_overflow.py"
 CORE_MODELS = "tests/inference/cpp/test_library.py::test_models_score_as_in_python"
+CORE_RECOMMENDERS = (
+    "tests/inference/cpp/test_library.py::test_recommenders_answer_with_the_values_of_python"
+)
 
 RECOMMENDERS = "tests/inference/packages/test_recommenders.py"
 
@@ -91,6 +94,12 @@ QUICK_CASE_OF: dict[str, str] = {
     "tests/inference/cpp/test_library.py::test_raw_columns_score_as_in_python[weighted]": (
         "tests/inference/cpp/test_columns.py::test_raw_columns_are_converted"
     ),
+    **{
+        f"{CORE_RECOMMENDERS}[{kind}]": (
+            f"tests/inference/cpp/test_columns.py::test_recommended_rows_have_values[{kind}]"
+        )
+        for kind in ("texts", "numbers")
+    },
     **{
         f"{CORE_MODELS}[{kind}]": (
             f"tests/inference/packages/test_models.py::test_a_program_equals_the_model[{quick}]"
