@@ -333,7 +333,7 @@ def gather_rows(arrays: Sequence[NDArray[Any]], rows: NDArray[np.int64]) -> NDAr
 @contextlib.contextmanager
 def _new_arrays(
     *arrays: tuple[str | Path, DTypeLike, tuple[int, ...]],
-) -> Iterator[list[NDArray[Any]]]:
+) -> Iterator[list[np.memmap[Any, Any]]]:
     """Create files of arrays. They have their names when all are complete.
 
     Args:
