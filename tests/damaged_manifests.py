@@ -1,12 +1,15 @@
 """`python -m tests.damaged_manifests`: packages and checkpoints with one damaged member each.
 
-A damaged manifest opens, or ends in a named error; a KeyError or a TypeError names nothing.
+A damaged manifest opens, or ends in a named error; a KeyError or a TypeError names nothing. Rows
+that were on the disk must be the saved ones after a load. The command prints how many cases had
+each property and each pair of properties.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import tempfile
 import time
@@ -34,9 +37,16 @@ from recsys.modules.hashed_ids import HashedIds
 from recsys.optim import SGD, apply_optimizer_in_backward
 from recsys.optim.keyed import KeyedOptimizerWrapper
 from recsys.sparse import KeyedJaggedTensor
+from tests import properties
 from tests.damage import damaged
+from tests.modules.test_overflow_rows import batch_of, collection, read, train
 
 Open = Callable[[], object]
+FILES = ("raw", "hashed", "full", "delta", "overflow")
+PROPERTIES = (
+    *FILES, "removed", "repeated", "another member", "null", "true or false", "number", "text",
+    "list", "object", "of the top level", "of the logs", "opens", "refused",
+)  # fmt: skip
 
 
 def package_cases(folder: Path) -> Iterator[tuple[Path, Any, Open]]:
@@ -100,6 +110,32 @@ def checkpoint_cases(folder: Path) -> Iterator[tuple[Path, Any, Open]]:
         yield file, None, opened
 
 
+def overflow_case(folder: Path) -> Iterator[tuple[Path, Any, Open]]:
+    """Yield the manifest of a checkpoint with rows of hashed ids on the disk."""
+    rows, path, draw = folder / "rows", folder / "overflow", random.Random(0)
+    module = collection(rows)
+    for _ in range(60):
+        train(module, batch_of(draw, 900))
+    save_checkpoint(path, module)
+    batches = [batch_of(draw, 900) for _ in range(3)]
+    wanted = _read(module, batches)
+    other = collection(rows)
+
+    def opened() -> None:
+        load_checkpoint(path, other)
+        assert all(map(torch.equal, _read(other, batches), wanted)), "other values"
+        read_checkpoint(path)
+
+    [file] = path.glob(f"step-*/{MANIFEST}")
+    yield file, None, opened
+
+
+@torch.no_grad()
+def _read(module: Any, batches: list[KeyedJaggedTensor]) -> list[torch.Tensor]:
+    module.eval()
+    return [read(module, batch) for batch in batches]
+
+
 class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -108,33 +144,61 @@ class _Model(nn.Module):
         self.over = nn.Linear(4, 1)
 
 
-def complaints(count: int, seed: int) -> tuple[list[str], Counter[str]]:
-    """Open damaged manifests; return what is wrong, and the number of cases by outcome."""
+def complaints(count: int, seed: int) -> tuple[list[str], Counter[str], properties.Counts]:
+    """Open damaged manifests; return the failures, and the number of cases by outcome.
+
+    The third result has the numbers of cases with each property and each pair of properties.
+    """
     wrong: list[str] = []
-    outcomes: Counter[str] = Counter()
+    outcomes, counts = Counter[str](), properties.Counts()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        kinds = [*package_cases(folder), *checkpoint_cases(folder)]
+        kinds = [*package_cases(folder), *checkpoint_cases(folder), *overflow_case(folder)]
         for number, (file, _, opened) in enumerate(kinds):
             text = file.read_bytes()
             opened()
             is_checkpoint = "crc32" in json.loads(text)
+            named = (CheckpointError,) if is_checkpoint else (ValueError, OSError)
             value = json.loads(text)["content"] if is_checkpoint else json.loads(text)
             for path, damage, found in damaged(value, count // len(kinds), seed + number):
                 file.write_bytes(_encode(found) if is_checkpoint else _text(found))
+                has = {
+                    file.relative_to(folder).parts[0],
+                    *_describe(path, damage, found),
+                    "refused",
+                }
                 try:
                     opened()
                     outcomes["opens"] += 1
-                except (ValueError, OSError, CheckpointError) as error:
+                    has = {*has, "opens"} - {"refused"}
+                except named as error:
                     outcomes[type(error).__name__] += 1
                     if not str(error).strip():
                         wrong.append(f"{file.parent.name} {path} {damage}: empty {error!r}")
                 except Exception as error:
                     outcomes[type(error).__name__] += 1
                     wrong.append(f"{file} seed {seed + number} {path} {damage}: {error!r:.200}")
+                properties.count(counts, PROPERTIES, has)
             file.write_bytes(text)
             opened()
-    return wrong, outcomes
+    return wrong, outcomes, counts
+
+
+def _describe(path: tuple[str | int, ...], damage: str, found: Any) -> Iterator[str]:
+    """Yield the properties of a damage."""
+    if len(path) == 1:
+        yield "of the top level"
+    if path[0] == "overflow" or (path[0] == "files" and "overflow" in str(path[1:2])):
+        yield "of the logs"
+    if damage in ("remove", "repeat"):
+        yield "removed" if damage == "remove" else "repeated"
+    elif damage.startswith("value of"):
+        yield "another member"
+    else:
+        for key in path:
+            found = found[key]
+        kinds = {type(None): "null", bool: "true or false", str: "text", list: "list"}
+        yield kinds.get(type(found), "object" if isinstance(found, dict) else "number")
 
 
 def _text(found: Any) -> bytes:
@@ -148,10 +212,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     start = time.monotonic()
-    wrong, outcomes = complaints(options.cases, options.seed)
+    wrong, outcomes, counts = complaints(options.cases, options.seed)
     print("\n".join(wrong))
     took = time.monotonic() - start
     print(f"{outcomes.total()} cases in {took:.0f} s: {dict(outcomes)}; {len(wrong)} wrong")
+    print("Cases with each property and pair:")
+    print("\n".join(properties.lines(counts, PROPERTIES)))
     return 1 if wrong else 0
 
 

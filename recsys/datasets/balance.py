@@ -7,14 +7,15 @@ each value. Legend: `B` samples of all ranks, `W` ranks.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, TypeAlias, final
+from typing import Any, Final, Literal, TypeAlias, cast, final
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
+from recsys.datasets.table_reader import TableReader
 from recsys.datasets.utils import Batch, check_rank, rank_in_job
 from recsys.datasets.windows import take_rows
 from recsys.kernels.arguments import finite, flag, shown, whole
@@ -149,6 +150,8 @@ class BalancedBatches(IterableDataset[Batch]):
         for name in _STATE_METHODS:
             if hasattr(batches, name):  # a trainer skips batches that have none
                 setattr(self, name, getattr(batches, name))
+        if isinstance(batches, TableReader):
+            self.load_state_dicts = self._load_state_dicts
 
     @property
     def num_batches(self) -> int | None:
@@ -162,6 +165,12 @@ class BalancedBatches(IterableDataset[Batch]):
             epoch: its number, from 0.
         """
         begin_epoch(self.batches, whole("epoch", epoch, 0))
+
+    def _load_state_dicts(self, states: Sequence[Mapping[str, int]]) -> None:
+        reader = cast(TableReader, self.batches)  # a reader of one process
+        if len(states) != self.world_size:
+            reader._check_other_ranks(len(states), self.world_size, states[0])
+        reader.load_state_dict(states[0])
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.batches:

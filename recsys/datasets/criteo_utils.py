@@ -6,14 +6,15 @@ Arrays are read and written through memory maps, in blocks of rows.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 from numpy.lib.format import open_memmap
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from recsys.datasets.criteo import (
     CAT_FEATURE_COUNT,
@@ -70,17 +71,17 @@ class BinaryCriteoUtils:
             )
         path = Path(in_file)
         num_rows = sum(len(block.lines) for block in read_blocks(path, _ROWS))
-        dense = open_memmap(out_dense_file, "w+", np.float32, (num_rows, INT_FEATURE_COUNT))
-        sparse = open_memmap(out_sparse_file, "w+", np.int64, (num_rows, CAT_FEATURE_COUNT))
-        labels = open_memmap(out_labels_file, "w+", np.int32, (num_rows, 1))
-        for block in read_blocks(path, _ROWS):
-            rows, start = block.parse(), block.first_line - 1
-            here = slice(start, start + len(rows.label_B))
-            dense[here] = log_counts(rows.counts_BK)
-            sparse[here] = np.maximum(rows.categories_BK, 0)
-            labels[here, 0] = rows.label_B
-        for array in (dense, sparse, labels):
-            array.flush()
+        with _new_arrays(
+            (out_dense_file, np.float32, (num_rows, INT_FEATURE_COUNT)),
+            (out_sparse_file, np.int64, (num_rows, CAT_FEATURE_COUNT)),
+            (out_labels_file, np.int32, (num_rows, 1)),
+        ) as (dense, sparse, labels):
+            for block in read_blocks(path, _ROWS):
+                rows, start = block.parse(), block.first_line - 1
+                here = slice(start, start + len(rows.label_B))
+                dense[here] = log_counts(rows.counts_BK)
+                sparse[here] = np.maximum(rows.categories_BK, 0)
+                labels[here, 0] = rows.label_B
 
     @staticmethod
     @checked
@@ -203,29 +204,25 @@ class BinaryCriteoUtils:
         """
         check_path_manager_key(path_manager_key)
         read = [_with_columns(path, columns) for path in in_files]
-        written = [
-            open_memmap(
-                Path(output_dir) / (Path(path).name.removesuffix(".npy") + output_file_suffix),
-                "w+",
-                np.int32,
-                array.shape,
-            )
-            for path, array in zip(in_files, read, strict=True)
-        ]
+        names = [Path(path).name.removesuffix(".npy") + output_file_suffix for path in in_files]
         ends = np.cumsum([len(array) for array in read])
-        for column in range(columns):
-            categories = np.concatenate([array[:, column] for array in read])
-            _, first, place, count = np.unique(
-                categories, return_index=True, return_inverse=True, return_counts=True
+        with _new_arrays(
+            *(
+                (Path(output_dir) / name, np.int32, array.shape)
+                for name, array in zip(names, read, strict=True)
             )
-            ids = np.full(len(first), _RARE, np.int32)
-            frequent = np.flatnonzero(count >= frequency_threshold)
-            by_occurrence = frequent[np.argsort(first[frequent])]
-            ids[by_occurrence] = np.arange(len(frequent), dtype=np.int32) + _FIRST_OWN
-            for array, part in zip(written, np.split(ids[place], ends[:-1]), strict=True):
-                array[:, column] = part
-        for array in written:
-            array.flush()
+        ) as written:
+            for column in range(columns):
+                categories = np.concatenate([array[:, column] for array in read])
+                _, first, place, count = np.unique(
+                    categories, return_index=True, return_inverse=True, return_counts=True
+                )
+                ids = np.full(len(first), _RARE, np.int32)
+                frequent = np.flatnonzero(count >= frequency_threshold)
+                by_occurrence = frequent[np.argsort(first[frequent])]
+                ids[by_occurrence] = np.arange(len(frequent), dtype=np.int32) + _FIRST_OWN
+                for array, part in zip(written, np.split(ids[place], ends[:-1]), strict=True):
+                    array[:, column] = part
 
     @staticmethod
     @checked
@@ -299,14 +296,15 @@ class BinaryCriteoUtils:
                 )
             start = 0
             for name, size in zip(names[:-1], sizes, strict=True):
-                written = open_memmap(output / name, "w+", read[0].dtype, (size, columns))
-                for first in range(0, size, _ROWS):
-                    here = slice(first, min(first + _ROWS, size))
-                    rows = order[start + here.start : start + here.stop]
-                    written[here] = gather_rows(read[:-1], rows)
-                written.flush()
+                with _new_arrays((output / name, read[0].dtype, (size, columns))) as (written,):
+                    for first in range(0, size, _ROWS):
+                        here = slice(first, min(first + _ROWS, size))
+                        rows = order[start + here.start : start + here.stop]
+                        written[here] = gather_rows(read[:-1], rows)
                 start += size
-            shutil.copyfile(Path(folder) / names[-1], output / names[-1])
+            last = read[-1]
+            with _new_arrays((output / names[-1], last.dtype, last.shape)) as (written,):
+                written[:] = last
 
 
 def gather_rows(arrays: Sequence[NDArray[Any]], rows: NDArray[np.int64]) -> NDArray[Any]:
@@ -330,6 +328,32 @@ def gather_rows(arrays: Sequence[NDArray[Any]], rows: NDArray[np.int64]) -> NDAr
         chosen = of_array == number
         result[chosen] = arrays[number][rows[chosen] - starts[number]]
     return result
+
+
+@contextlib.contextmanager
+def _new_arrays(
+    *arrays: tuple[str | Path, DTypeLike, tuple[int, ...]],
+) -> Iterator[list[np.memmap[Any, Any]]]:
+    """Create files of arrays. They have their names when all are complete.
+
+    Args:
+        arrays: path, dtype and shape of each.
+    """
+    paths = [path for path, *_ in arrays]
+    parts = [Path(f"{path}.part") for path in paths]
+    try:
+        written = [
+            open_memmap(part, "w+", dtype, shape)
+            for part, (_, dtype, shape) in zip(parts, arrays, strict=True)
+        ]
+        yield written
+        for array, part, path in zip(written, parts, paths, strict=True):
+            array.flush()
+            os.replace(part, path)
+    except BaseException:
+        for part in parts:
+            part.unlink(missing_ok=True)
+        raise
 
 
 def _with_columns(path: str | Path, columns: int) -> NDArray[Any]:

@@ -269,25 +269,26 @@ class TableReader(IterableDataset[Batch]):
         """
         state = states[self.rank % len(states)]
         if len(states) != self.world_size:
-            self._check_other_ranks(len(states), state)
+            self._check_other_ranks(len(states), self.world_size, state)
         self.load_state_dict(state)
 
-    def _check_other_ranks(self, before: int, state: Mapping[str, int]) -> None:
+    def _check_other_ranks(self, before: int, now: int, state: Mapping[str, int]) -> None:
         """Check that a run can continue on another number of ranks.
 
         Args:
             before: number of ranks of the run.
-            state: state of one of them.
+            now: number of ranks of this job.
+            state: state of a rank of the run.
         """
         rows, world_size = state.get("batch_size", 0), state.get("world_size")
-        ranks = f"{before} rank{'s' * (before > 1)} then, {self.world_size} now"
+        ranks = f"{before} rank{'s' * (before > 1)} then, {now} now"
         if self.divide == "row_groups" and world_size != self._share()[1]:
             raise ValueError(
                 "A reader with divide='row_groups' must continue on the same number of ranks; "
                 f"received {ranks}. Resume on {before}, or begin an epoch with set_epoch. With "
                 "divide='batches' the number may change."
             )
-        if self.divide == "batches" and rows != self._step_rows():
+        if (self.divide == "batches" or self.world_size == 1) and rows != self._step_rows():
             own, rest = divmod(rows, self.world_size)
             remedy = f"Resume on {before}" if rest else f"Pass batch_size={own}"
             raise ValueError(

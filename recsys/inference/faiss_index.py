@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from recsys.checksums import new_file, verify_if_present
 from recsys.kernels.arguments import whole
 from recsys.kernels.checked import checked
 from recsys.modules.item_index import check_item_ids, check_seen, select_items
@@ -115,22 +116,35 @@ class FaissIndex:
         return best.masked_fill(~is_finite, float("nan")), ids.gather(1, order)
 
     def save(self, folder: str | Path) -> None:
-        """Write the index and the ids to a folder.
+        """Write the index and the ids to a folder, each with its checksum.
 
         Args:
-            folder: Created if missing.
+            folder: Created if missing. The files of an earlier save are replaced.
         """
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        _faiss().write_index(self._index, str(Path(folder, "items.faiss")))
-        torch.save(self._ids, Path(folder, "ids.pt"))
+        Path(folder, "ids.pt").unlink(missing_ok=True)  # never beside the items of another save
+        with new_file(Path(folder, "items.faiss")) as path:
+            _faiss().write_index(self._index, str(path))
+        with new_file(Path(folder, "ids.pt")) as path:
+            torch.save(self._ids, path)
 
     @staticmethod
     def load(folder: str | Path) -> FaissIndex:
-        """Read an index.
+        """Read an index. Files without checksums are read with a warning.
 
         Args:
             folder: Folder of `save`.
+
+        Raises:
+            FileNotFoundError: A file is missing, such as after a save that was interrupted.
+            ValueError: A file is damaged.
         """
+        for name in ("items.faiss", "ids.pt"):
+            if not Path(folder, name).is_file():
+                raise FileNotFoundError(
+                    f"folder must have the files of FaissIndex.save; {folder} has no {name}. Save "
+                    "the index again."
+                )
+            verify_if_present(Path(folder, name))
         index = FaissIndex.__new__(FaissIndex)
         index._index = _faiss().read_index(str(Path(folder, "items.faiss")))
         index._ids = torch.load(Path(folder, "ids.pt"), weights_only=True)

@@ -438,12 +438,11 @@ class DLRMTrain(nn.Module):
             ValueError: Labels and logits differ in number, or a label is NaN or not in [0, 1]; and
                 errors of the model.
         """
-        given: object = batch
-        if isinstance(given, KeyedJaggedTensor | torch.Tensor):
+        if not hasattr(batch, "dense_features"):
             wrong_type(
                 f"{type(self).__name__}.batch",
                 "a recsys.datasets.utils.Batch with dense_features, sparse_features and labels",
-                given,
+                batch,
             )
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
         optional = (getattr(batch, name, None) for name in ("sample_weights", "label_mask"))

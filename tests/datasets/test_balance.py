@@ -146,6 +146,23 @@ def test_a_reader_resumes_below():
     assert next(iter(elsewhere)).labels.tolist() == whole[2].tolist()
 
 
+@pytest.mark.parametrize("divide", ["row_groups", "batches"])
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (3, 2)])
+def test_another_number_of_ranks_keeps_the_rows_of_a_step(divide: str, before: int, now: int):
+    data = {"seen": [[1]] * 40, "ok": [0, 1] * 20}
+    spec = FeatureSpec([Ids("seen", rows=5, is_list=True), Label("ok")]).fit(data)
+
+    def build(size: int, ranks: int):
+        reader = datasets.table(data, spec, batch_size=size, rank=0, world_size=1, divide=divide)
+        return BalancedBatches(reader, "seen", 0, ranks)
+
+    states = [build(before * 4, before).state_dict()] * before
+    ranks = f"{before} rank{'s' * (before > 1)} then, {now} now"
+    with pytest.raises(ValueError, match=rf"{ranks}, with .*\. Pass batch_size={before * 4}\.$"):
+        build(now * 4, now).load_state_dicts(states)
+    build(before * 4, now).load_state_dicts(states)
+
+
 def test_batches_without_a_state_are_read_again():
     """A trainer skips batches if their loader has no state."""
     assert not isinstance(BalancedBatches([], "seen"), Stateful)

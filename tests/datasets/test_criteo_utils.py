@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from recsys.datasets import criteo_utils
 from recsys.datasets.criteo import CriteoDataset
 from recsys.datasets.criteo_utils import BinaryCriteoUtils, gather_rows
 
@@ -173,6 +174,39 @@ def test_shuffle_keeps_every_row_once_and_together(tmp_path):
         BinaryCriteoUtils.shuffle(str(out), str(source), str(out), arguments[-1], **settings)
     with pytest.raises(ValueError, match=r"rows_per_day \[4, 30\]; received \[40, 30\]"):
         BinaryCriteoUtils.shuffle(*arguments[:3], {0: 4, 1: 30, 2: 5}, **settings)
+
+
+@pytest.mark.parametrize("step", ["tsv_to_npys", "sparse_to_contiguous", "shuffle"])
+def test_incomplete_files_do_not_have_their_names(tmp_path, monkeypatch, step):
+    """A process that is killed leaves no file with rows of zeros."""
+    out, seen = tmp_path / "out", []
+    out.mkdir()
+    write_days(tmp_path, [4, 3])
+    sparse = [str(tmp_path / f"day_{day}_sparse.npy") for day in range(2)]
+    outputs = [str(out / f"{kind}.npy") for kind in ("dense", "sparse", "labels")]
+    run, owner, name = {
+        "tsv_to_npys": (lambda text: (text, *outputs), criteo_utils, "log_counts"),
+        "sparse_to_contiguous": (lambda _: (sparse, str(out), 3, 3), np, "unique"),
+        "shuffle": (
+            lambda _: (str(tmp_path), str(tmp_path), str(out), {0: 4}, None, 2, 2, 3),
+            criteo_utils,
+            "gather_rows",
+        ),
+    }[step]
+    arguments = run(write_tsv(tmp_path / "day_0"))
+
+    def look(*args, **kwargs):
+        seen.append([path.name for path in out.iterdir() if path.suffix == ".npy"])
+        raise OSError("stopped")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, look)
+        with pytest.raises(OSError, match="stopped"):
+            getattr(BinaryCriteoUtils, step)(*arguments)
+    assert seen == [[]]
+    assert not list(out.iterdir())
+    getattr(BinaryCriteoUtils, step)(*arguments)
+    assert {path.suffix for path in out.iterdir()} == {".npy"}
 
 
 def test_gather_rows_of_several_arrays():

@@ -130,10 +130,10 @@ def play(case: str, out: Path) -> str:
             return "right: the job ends well" if done and code == 0 else f"wrong: {log[-2000:]}"
         took = time.time() - float((out / "fault").read_text())
         report, limit = FAULTS[case]
-        found = re.search(f"Watchdog: .*{report}.*|RuntimeError.*{report}.*", log)
-        if found is None or took > limit:
+        found = re.findall(f"Watchdog: .*{report}.*|RuntimeError.*{report}.*", log)
+        if not found or took > limit:
             return f"wrong: ended after {took:.0f} s: {log[-3000:]}"
-        return f"right: ended after {took:.1f} s: {found[0][:200]}"
+        return f"right: ended after {took:.1f} s: {found[-1][:200]}"  # warnings come first
 
 
 def _wait_for(path: Path, seconds: float) -> None:

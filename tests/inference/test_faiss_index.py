@@ -58,6 +58,25 @@ def test_parameters_of_the_search(kind, parameters, tmp_path):
         FaissIndex(items, kind=kind, parameters="cells=4")
 
 
+def test_an_interrupted_save_leaves_no_mixed_index(tmp_path, monkeypatch):
+    FaissIndex(torch.eye(3), torch.tensor([7, 8, 9]), "Flat").save(tmp_path)
+    other = FaissIndex(torch.eye(3).flip(0), torch.tensor([4, 5, 6]), "Flat")
+    complete = {"items.faiss", "items.faiss.sha256", "ids.pt", "ids.pt.sha256"}
+    assert {path.name for path in tmp_path.iterdir()} == complete
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError("disk is full")))
+        with pytest.raises(OSError, match="disk is full"):
+            other.save(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"has no ids\.pt\. Save the index again"):
+        FaissIndex.load(tmp_path)
+    other.save(tmp_path)
+    assert FaissIndex.load(tmp_path)(torch.eye(3)[:1], 1)[1].tolist() == [[6]]
+    file = tmp_path / "items.faiss"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="is damaged"):
+        FaissIndex.load(tmp_path)
+
+
 def test_fewer_items_than_asked_for():
     scores, found = FaissIndex(torch.eye(2), kind="Flat")(torch.ones(1, 2), 4)
     assert found.sort().values.tolist() == [[-1, -1, 0, 1]]

@@ -139,7 +139,7 @@ def test_float64_and_other_batches_are_named() -> None:
     with pytest.raises(TypeError, match=rule):
         DCNV2(EmbeddingBagCollection(tables=tables), 2, 1, [4])(dense, ids)
     assert check_dense_features(dense, nn.Linear(2, 1).double(), "x").dtype is torch.float64
-    for batch in (ids, dense):
+    for batch in (ids, dense, ids["f"], None, (dense, ids)):
         with pytest.raises(TypeError, match=r"DLRMTrain.batch must be a .*Batch with dense_feat"):
             DLRMTrain(model)(batch)  # type: ignore[arg-type]
 

@@ -12,7 +12,6 @@ import argparse
 import itertools
 import math
 import random
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +27,7 @@ from recsys.modules.item_index import ItemIndex, Recommend
 from recsys.modules.sequences.next_item import NextItem
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 from recsys.training.full_ranking import FullRanking
+from tests import properties
 
 CPU = torch.device("cpu")
 NAMES = ("recall", "hit_rate", "ndcg", "mrr")
@@ -336,17 +336,15 @@ def _of_known(case: Case, user: int, k: int, scores: Tensor, found: Tensor) -> l
 # -- command ---------------------------------------------------------------------------------------
 
 
-def search(seeds: Sequence[int]) -> tuple[dict[int, list[str]], Counter[tuple[str, ...]]]:
+def search(seeds: Sequence[int]) -> tuple[dict[int, list[str]], properties.Counts]:
     """Check cases; return the failures by seed, and the numbers of cases with each property."""
-    failures, counts = dict[int, list[str]](), Counter[tuple[str, ...]]()
+    failures, counts = dict[int, list[str]](), properties.Counts()
     for seed in seeds:
         case = draw(seed)
         found = check(case)
         if found:
             failures[seed] = found
-        names = [name for name in PROPERTIES if name in case.has]
-        counts.update((name,) for name in names)
-        counts.update(itertools.combinations(names, 2))
+        properties.count(counts, PROPERTIES, case.has)
         counts.update([TRIPLE] if case.has.issuperset(TRIPLE) else [])
     return failures, counts
 
@@ -360,13 +358,7 @@ def main() -> None:
     for seed, found in failures.items():
         print(f"seed {seed}: {' | '.join(found)}")
     print(f"{options.cases} cases, {len(failures)} wrong. Cases with each property and pair:")
-    for name in PROPERTIES:
-        pairs = [
-            f"{other} {counts[tuple(sorted((name, other), key=PROPERTIES.index))]}"
-            for other in PROPERTIES
-            if other != name
-        ]
-        print(f"  {name}: {counts[(name,)]}; with {', '.join(pairs)}")
+    print("\n".join(properties.lines(counts, PROPERTIES)))
     print(f"  {', '.join(TRIPLE)} together: {counts[TRIPLE]}")
     raise SystemExit(1 if failures else 0)
 

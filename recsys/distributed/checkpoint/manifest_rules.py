@@ -20,9 +20,12 @@ from recsys.distributed.placement.file_checks import (
     whole_of,
     wrong_type,
 )
+from recsys.modules.overflow_log import RecordField, record_bytes
 
-__all__ = ["check_manifest"]
+__all__ = ["LOG_FILE", "check_manifest"]
 
+LOG_FILE = "-overflow-"
+"""Part of the names of the files of logs."""
 _count: Reader = partial(whole_of, least=0, most=MOST_ROWS)
 _CRC = partial(whole_of, least=0, most=2**32 - 1)
 
@@ -41,13 +44,29 @@ def check_manifest(content: Mapping[str, Any]) -> None:
     choice_of("kind", kind, ("full", "delta"))
     if kind == "delta":
         _DELTA("the manifest", content)
+    named = set[str]()
     for prefix, logs in object_of("overflow", content.get("overflow", {})).items():
         for i, log in enumerate(list_of(f"overflow.{prefix}", logs, _LOG)):
-            for name in (log["live"], *(name for name, _ in log["segments"])):
-                if len(content["files"].get(name, ())) != 1:
+            first, last = log["rows"]
+            if first >= last:
+                raise ValueError(
+                    f"overflow.{prefix}[{i}].rows must be a range of rows; received {log['rows']}."
+                )
+            size = 8 + record_bytes([RecordField(*field) for field in log["fields"]])
+            sizes = [(name, size * records) for name, records in log["segments"]]
+            sizes.append((log["live"], sum(-(-records // 8) for _, records in log["segments"])))
+            for name, num_bytes in sizes:
+                blocks = [block[0] for block in content["files"].get(name, ())]
+                if blocks != [num_bytes]:
                     raise ValueError(
-                        f"overflow.{prefix}[{i}] must have files of one block; received {name!r}."
+                        f"overflow.{prefix}[{i}] must have a file {name!r} with a block of "
+                        f"{num_bytes} bytes; received blocks of {blocks} bytes."
                     )
+                if name in named:
+                    raise ValueError(f"overflow must have each file once; received {name!r} twice.")
+                named.add(name)
+    if lost := sorted(name for name in content["files"] if LOG_FILE in name and name not in named):
+        raise ValueError(f"overflow must have all files of logs; it lacks {lost}.")
 
 
 def _by_name(read: Reader) -> Reader:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from recsys.distributed.checkpoint import versions
 from recsys.distributed.checkpoint.errors import CheckpointError
+from recsys.distributed.checkpoint.manifest_rules import LOG_FILE
 from recsys.distributed.checkpoint.table_ids import HashedPart, hashed_parts
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.state.table_shards import TableShards
@@ -67,7 +68,7 @@ def save_logs(model: nn.Module, folder: Path) -> SavedLogs:
             if log is None or not len(log):
                 continue
             number += 1
-            name = f"{save}-overflow-{number}"
+            name = f"{save}{LOG_FILE}{number}"
             segments = log.save(folder, name)
             bits = b"".join(np.packbits(segment.is_live).tobytes() for segment in segments)
             with (folder / f"{name}.live").open("xb") as file:

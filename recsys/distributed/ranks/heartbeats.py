@@ -126,13 +126,10 @@ def lives(process: int) -> bool:
 
 
 def _base_of(store: Store) -> TCPStore | None:
-    """Return a connection to the TCP store below all prefixes; None for other stores."""
+    """Return the TCP store below all prefixes, over the same connection; None for other stores."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if isinstance(store, TCPStore):
-        clone: TCPStore = store.clone()  # type: ignore[attr-defined]
-        return clone
-    return None
+    return store if isinstance(store, TCPStore) else None
 
 
 @final
@@ -171,7 +168,7 @@ class Heartbeats:
         self._moved = dict.fromkeys(range(world_size), monotonic())  # time of the last new beat
         self._near: dict[int, int] = {}  # processes of other ranks on this machine
         self._pulses: dict[int, tuple[str, float]] = {}  # of ranks elsewhere, and time of change
-        self._pulse_key, self._base = pulse_key, _base_of(store)
+        self._pulse_key, self._base = pulse_key, _base_of(self._store)
         self._pulse: subprocess.Popen[bytes] | None = None
         self.end: End | None = None
         self.answered = monotonic()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import check_input, whole
 from recsys.kernels.checked import checked
 from recsys.modules.sequences.positions import check_dropout
 from recsys.sparse import JaggedTensor, ops
@@ -79,7 +79,11 @@ class GRU4Rec(nn.Module):
         Args:
             x: `[N, D]` embeddings, the earliest first.
             times: Not read.
+
+        Raises:
+            TypeError: `x` is not a `JaggedTensor`.
         """
+        check_input("GRU4Rec.x", x, JaggedTensor)
         x = x.trim()
         rows = self.dropout(x.values())
         if torch.compiler.is_compiling():

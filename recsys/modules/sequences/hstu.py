@@ -13,7 +13,7 @@ from typing import Final, final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import check_input, whole
 from recsys.kernels.checked import checked
 from recsys.modules.sequences.positions import PositionEmbedding, check_dropout
 from recsys.sparse import JaggedTensor, ops
@@ -163,8 +163,10 @@ class HSTU(nn.Module):
                 history and itself. None for none.
 
         Raises:
+            TypeError: `x` is not a `JaggedTensor`.
             ValueError: `has_time` is True and times are missing, or are floats.
         """
+        check_input("HSTU.x", x, JaggedTensor)
         if self.has_time and times is None:
             raise ValueError("HSTU with has_time=True needs times; received None.")
         x = self.positions(x, num_targets)

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import check_input, whole
 from recsys.kernels.checked import checked
 from recsys.modules.sequences.bert4rec import BERT4Rec
 from recsys.modules.sequences.next_item import special_rows
@@ -81,8 +81,10 @@ class MaskedItem(nn.Module):
 
         Raises:
             KeyError: A feature is missing.
+            TypeError: `batch` is neither a `KeyedJaggedTensor` nor a batch with one.
         """
         features: KeyedJaggedTensor = getattr(batch, "sparse_features", batch)
+        check_input("MaskedItem.batch", features, KeyedJaggedTensor)
         history, targets = features[self.history], features[self.target]
         last = ops.slice(targets, -1)
         if self.training:

@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import whole
+from recsys.kernels.arguments import check_input, whole
 from recsys.kernels.checked import checked
 from recsys.modules.sequences.positions import PositionEmbedding, check_dropout
 from recsys.sparse import JaggedTensor, ops
@@ -132,6 +132,10 @@ class SASRec(nn.Module):
         Args:
             x: `[N, D]` embeddings, the earliest first.
             times: Not read.
+
+        Raises:
+            TypeError: `x` is not a `JaggedTensor`.
         """
+        check_input("SASRec.x", x, JaggedTensor)
         x = self.blocks(self.positions(x))
         return ops.with_values(x, self.norm(x.values()))

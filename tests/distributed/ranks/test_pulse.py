@@ -58,13 +58,31 @@ def test_states_of_a_process_that_holds_the_lock_stops_and_ends() -> None:
     assert pulse.state_of(os.getpid()) == "R"
 
 
+def _num_sockets() -> int:
+    links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(link).startswith("socket:") for link in links if os.path.islink(link))
+
+
+def test_beats_and_pulses_share_one_connection() -> None:
+    store = _store()
+    before = _num_sockets()
+    beats = Heartbeats(dist.PrefixStore("job", store), 0, 2, 0.05, Position())
+    try:
+        assert beats._base is not None
+        time.sleep(0.2)
+        assert _num_sockets() == before + 2  # both ends are in this process
+    finally:
+        beats.stop(left=False)
+
+
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dist.TCPStore, Heartbeats, Heartbeats]]:
     """Two ranks on machines of their own that look at each other, and their store."""
     names = iter(range(1_000_000))
     monkeypatch.setattr(heartbeats, "_process_space", lambda: f"machine {next(names)}")
     store = _store()
-    first, second = (Heartbeats(store, rank, 2, 0.05, Position()) for rank in (0, 1))
+    job = dist.PrefixStore("job", dist.PrefixStore("watchdog", store))
+    first, second = (Heartbeats(job, rank, 2, 0.05, Position()) for rank in (0, 1))
     first.look = second.look = True
     try:
         _wait_until(lambda: 1 in first._pulses and 0 in second._pulses)

@@ -9,15 +9,17 @@ import torch
 
 from recsys.inference import package
 from recsys.inference.packages.mapping import MappedFile, map_files
-from tests.damaged_manifests import complaints
+from tests.damaged_manifests import FILES, complaints
 from tests.inference.small_package import arguments_of, random_request, small_model
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_members_of_packages_and_checkpoints_are_named() -> None:
     """The short form of `python -m tests.damaged_manifests`."""
-    wrong, outcomes = complaints(120, seed=3)
+    wrong, outcomes, counts = complaints(150, seed=3)
     assert wrong == []
+    assert counts[("overflow", "of the logs")] > 10
+    assert all(counts[(name,)] == 30 for name in FILES)
     assert min(outcomes["ValueError"], outcomes["CheckpointError"], outcomes["opens"]) > 10
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
-from recsys.sparse import JaggedTensor
+from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 
 LENGTHS = (3, 0, 1, 4)
 NUM = sum(LENGTHS)
@@ -46,6 +47,15 @@ def assert_exports(encoder: nn.Module, dim: int = DIM) -> None:
         program = torch.export.export(module, given, dynamic_shapes=shapes).module()
         other = torch.randn(9, dim), torch.tensor([1, 4, 0, 2, 2])
         torch.testing.assert_close(program(*other), module(*other))
+
+
+def assert_names_other_inputs(encoder: nn.Module) -> None:
+    """Check that the error for inputs of other classes names the argument."""
+    name = type(encoder).__name__
+    ids = KeyedJaggedTensor(["a"], torch.tensor([1]), lengths=torch.tensor([1]))
+    for given in (ids, torch.ones(2, DIM), None, {"a": 1}):
+        with pytest.raises(TypeError, match=rf"^{name}\.x must be a JaggedTensor; received "):
+            encoder(given)
 
 
 def assert_causal(encoder: nn.Module, dim: int = DIM) -> None:

@@ -11,6 +11,7 @@ from tests.modules.sequences.cases import (
     OnRows,
     assert_causal,
     assert_exports,
+    assert_names_other_inputs,
 )
 
 
@@ -38,6 +39,10 @@ def test_batch_without_values():
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes")  # torch, about any nn.GRU
+def test_other_inputs_are_named():
+    assert_names_other_inputs(GRU4Rec(DIM, 6, hidden=5))
+
+
 def test_export():
     assert_exports(GRU4Rec(DIM, 6, hidden=5))
 

@@ -12,6 +12,7 @@ from tests.modules.sequences.cases import (
     OnRows,
     assert_causal,
     assert_exports,
+    assert_names_other_inputs,
     layer_norm,
     linear,
 )
@@ -89,6 +90,10 @@ def test_candidates_do_not_change_each_other():
         return encoder(x, times[order], torch.tensor([3])).values()
 
     torch.testing.assert_close(encode(swapped), encode([*range(7)])[swapped])
+
+
+def test_other_inputs_are_named():
+    assert_names_other_inputs(HSTU(DIM, MOST, num_heads=HEADS))
 
 
 def test_export():

@@ -87,3 +87,9 @@ def test_errors():
         MaskedItem(BERT4Rec(10, 5, 8, nhead=2, num_layers=1), mask_id=10)
     with pytest.raises(ValueError, match="above 0 and at most 1"):
         MaskedItem(BERT4Rec(10, 5, 8, 2, 1), 0, 0.0)
+
+
+@pytest.mark.parametrize("given", [None, {"history": 1}, torch.ones(2, 3)])
+def test_other_inputs_are_named(given: object):
+    with pytest.raises(TypeError, match=r"^MaskedItem\.batch must be a KeyedJaggedTensor; recei"):
+        build()(given)

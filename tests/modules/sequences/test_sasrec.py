@@ -13,6 +13,7 @@ from tests.modules.sequences.cases import (
     OnRows,
     assert_causal,
     assert_exports,
+    assert_names_other_inputs,
     by_bag,
     layer_norm,
     linear,
@@ -46,6 +47,10 @@ def test_against_the_formula():
 
 def test_later_values_and_other_bags_change_nothing():
     assert_causal(SASRec(DIM, 6, num_heads=2))
+
+
+def test_other_inputs_are_named():
+    assert_names_other_inputs(SASRec(DIM, 6, num_heads=2))
 
 
 def test_export():
