@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -243,8 +243,9 @@ class Trainer:
         """Create the state of a job, or load it."""
         self._batches = ResumableBatches(train, self._may_save_at)
         metrics = self._metrics(self._device)
-        tasks = metrics.tasks if isinstance(metrics, BinaryMetrics) else []
-        self._task_metrics = metrics if tasks else None
+        has_tasks = isinstance(metrics, BinaryMetrics) and metrics.tasks
+        self._task_metrics = cast(BinaryMetrics, metrics) if has_tasks else None
+        tasks = [] if self._task_metrics is None else self._task_metrics.tasks
         self._loss, self._best = MeanLoss(self._device, tasks), self._make_best()
         self._state: dict[str, Stateful] = {
             "batches": self._batches,

@@ -32,6 +32,7 @@ from pyarrow import csv
 
 from recsys import datasets
 from recsys.datasets import files, sources
+from recsys.datasets.utils import Batch
 from recsys.features import FeatureSpec, Ids
 from recsys.prepare import prepare
 
@@ -196,7 +197,7 @@ def _read(reader: str, found: _Files, kind: str, folder: Path) -> Iterator[tuple
         found.moment()
 
 
-def _rows(batch: datasets.Batch) -> Iterator[tuple[int, int]]:
+def _rows(batch: Batch) -> Iterator[tuple[int, int]]:
     ids = batch.sparse_features
     yield from zip(ids["row"].values().tolist(), ids["version"].values().tolist(), strict=True)
 
