@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -15,6 +16,8 @@ from pyarrow import csv, fs
 from recsys.kernels.arguments import MissingKeyError
 
 __all__ = ["File", "conversion_of", "described", "is_text", "version_of"]
+
+_END_BYTES: Final = 1 << 16
 
 
 @final
@@ -80,6 +83,25 @@ class File:
                 f"{self.path} must not change while it is read; received another size, time or "
                 "inode than at the start. Begin again, and write new data to new files."
             )
+
+    def checksum(self) -> int:
+        """Return a checksum of the size, the first 64 KiB and the last 64 KiB or Parquet footer.
+
+        A copy of the file has the same checksum.
+
+        Raises:
+            ValueError: the file has changed since it was found.
+        """
+        (ends,) = self.checked(self._ends())
+        return zlib.crc32(ends)
+
+    def _ends(self) -> Iterator[bytes]:
+        footer = 0 if is_text(self) else self.fragment.metadata.serialized_size + 8
+        with self.fragment.filesystem.open_input_file(self.fragment.path) as opened:
+            size = opened.size()
+            first = opened.read(_END_BYTES)
+            opened.seek(max(0, size - max(_END_BYTES, footer)))
+            yield b"%d " % size + first + opened.read()
 
     # `Fragment.to_batches` reads ahead without a limit, up to the whole file.
 

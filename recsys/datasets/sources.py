@@ -57,6 +57,9 @@ class Source(Protocol):
     def mark(self) -> int:
         """Return a checksum of name and size, which does not depend on the folder."""
 
+    def checksum(self) -> int:
+        """Return `File.checksum` of a file; 0 of a table in memory."""
+
 
 def source_of(file: File, rows: Any = None) -> Source:
     """Return the source of a file.
@@ -115,6 +118,10 @@ class ParquetSource:
     def mark(self) -> int:
         """Return a checksum of name and size."""
         return _mark(self.path, self._starts)
+
+    def checksum(self) -> int:
+        """Return the checksum of the file."""
+        return self._file.checksum()
 
 
 @final
@@ -175,6 +182,10 @@ class TextSource:
     def mark(self) -> int:
         """Return a checksum of name and size."""
         return _mark(self.path, [self._size])
+
+    def checksum(self) -> int:
+        """Return the checksum of the file."""
+        return self._file.checksum()
 
     def _lines_before(self, number: int) -> int:
         system, path = self._file.fragment.filesystem, self._file.fragment.path
@@ -250,6 +261,10 @@ class TableSource:
     def mark(self) -> int:
         """Return a checksum of columns and size."""
         return _mark(",".join(self.schema.names), [self._num_rows])
+
+    def checksum(self) -> int:
+        """Return 0: the values of a table in memory are not compared."""
+        return 0
 
 
 @final

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
@@ -72,9 +72,9 @@ class TableReader(IterableDataset[Batch]):
     order with `shuffle`. An iterator that is left early does not change the epoch: the next
     iterator begins it again.
 
-    `state_dict()` contains the position, as integers; a reader that loads it continues with the
-    next batch. The window at this position is read again, and no other. Readers work with
-    `progress=` of `recsys.distributed.checkpoint.save_checkpoint`, with a
+    `state_dict()` contains the position, and a checksum of each file; a reader that loads it
+    continues with the next batch. The window at this position is read again, and no other. Readers
+    work with `progress=` of `recsys.distributed.checkpoint.save_checkpoint`, with a
     `torch.utils.data.DataLoader(reader, batch_size=None)`, and with torchdata's
     `StatefulDataLoader`. Each worker of a DataLoader reads row groups of its own, and yields a last
     batch of its own.
@@ -178,6 +178,8 @@ class TableReader(IterableDataset[Batch]):
                 f"row groups and {self.world_size} ranks. Pass divide='batches', or write smaller "
                 "row groups with `python -m recsys prepare --row-group-rows`."
             )
+        with ThreadPoolExecutor(16) as pool:
+            self._checksums = [*pool.map(lambda source: source.checksum(), self.selection.sources)]
         self._trail: deque[_Position] = deque(maxlen=_MOST_PENDING + 1)
         self._resumes = False
         self._move(_Position(0, 0, 0))
@@ -210,13 +212,16 @@ class TableReader(IterableDataset[Batch]):
         self._move(_Position(self.epoch, 0, 0))
         self._resumes = False
 
-    def state_dict(self, pending: int = 0) -> dict[str, int]:
-        """Return the position after the last batch, and the settings that it depends on.
+    def state_dict(self, pending: int = 0) -> dict[str, Any]:
+        """Return the position after the last batch, and settings and files that it depends on.
 
         Args:
             pending: number of batches that were read and not trained yet, such as the batches in a
                 pipeline. A reader that loads the state yields them again. At most 64, and no more
                 than were yielded in this epoch since its start or the last load.
+
+        Returns:
+            Integers, and `checksums`, a list with an integer for each file.
 
         Raises:
             ValueError: `pending` is out of its range.
@@ -228,9 +233,9 @@ class TableReader(IterableDataset[Batch]):
                 f"reader knows; received {pending}."
             )
         position = self._trail[-1 - pending]
-        return {**position._asdict(), **self._settings()}
+        return {**position._asdict(), **self._settings(), "checksums": [*self._checksums]}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state with the next iterator.
 
         Args:
@@ -238,15 +243,17 @@ class TableReader(IterableDataset[Batch]):
                 settings.
 
         Raises:
-            ValueError: files or settings differ. The message names the first one.
+            ValueError: files or settings differ. The message names the files that have changed, or
+                the first setting.
             KeyError: the state has other keys.
         """
         settings = self._settings()
-        keys = {*settings, *_Position._fields}
-        if {*state} != keys:
+        keys = {*settings, *_Position._fields, "checksums"}
+        if {*state} | {"checksums"} != keys:  # older states have no checksums
             raise MissingKeyError(
                 f"state must have the keys {sorted(keys)}; it has {sorted(state)}."
             )
+        self._check_contents(state.get("checksums", ()))
         for name, value in settings.items():
             if state[name] != value:
                 raise ValueError(
@@ -257,7 +264,25 @@ class TableReader(IterableDataset[Batch]):
         self._move(_Position(*(int(state[name]) for name in _Position._fields)))
         self._resumes = True
 
-    def load_state_dicts(self, states: Sequence[Mapping[str, int]]) -> None:
+    def _check_contents(self, checksums: Sequence[int]) -> None:
+        """Check that files have the content that they had when a state was saved.
+
+        Args:
+            checksums: of the state. Other numbers of files are an error of the settings.
+        """
+        if len(checksums) != len(self._checksums):
+            return
+        pairs = zip(self.selection.sources, checksums, self._checksums, strict=True)
+        changed = [source.path for source, saved, now in pairs if saved != now]
+        if changed:
+            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+            raise ValueError(
+                "The state must be of a reader with the same files; received files that have "
+                f"changed since the state was saved: {', '.join(changed[:5])}{more}. Restore their "
+                "content, or begin an epoch with set_epoch."
+            )
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue from the states of all ranks of a run, with `divide="batches"` on any number.
 
         Args:
@@ -272,7 +297,7 @@ class TableReader(IterableDataset[Batch]):
             self._check_other_ranks(len(states), self.world_size, state)
         self.load_state_dict(state)
 
-    def _check_other_ranks(self, before: int, now: int, state: Mapping[str, int]) -> None:
+    def _check_other_ranks(self, before: int, now: int, state: Mapping[str, Any]) -> None:
         """Check that a run can continue on another number of ranks.
 
         Args:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from recsys.datasets.files import File
 from recsys.datasets.tables import Paths, files_of, unify_types
+from recsys.features.columns import Numeric
 from recsys.features.spec import FeatureSpec
 from recsys.inference.packages.columns import arguments_of, load_spec, names_of
 from recsys.inference.packages.predictor import Predictor
@@ -36,6 +37,7 @@ from recsys.inference.score_results import (
     named_outputs,
     package_of,
 )
+from recsys.inference.served_part import model_inside
 from recsys.kernels.arguments import shown, whole
 from recsys.kernels.checked import checked
 from recsys.logs import logger
@@ -64,16 +66,20 @@ def score(
 
     Args:
         model: A version of a serving package that was written with a spec, such as
-            "models/movies/1", or a model with `spec`. The arguments of the model are the dense
-            features, if the spec has any, and the features with ids.
-        data: Paths, globs, folders or URLs of Parquet, CSV or TSV files.
+            "models/movies/1", or a model with `spec`; of a `DLRMTrain`, the model inside. The
+            arguments of the model are the dense features, if the spec has any, and the features
+            with ids.
+        data: Paths, globs, folders or URLs of Parquet, CSV or TSV files. Further columns are
+            ignored. A column that states the value of missing numbers, such as
+            `Numeric("age", missing=0.0)`, may be absent.
         out: A folder for the results, `NAME-CHECKSUM.parquet` for each file of `data`, with the
             CRC-32 of its path. A result appears when it is complete, so a stopped job continues,
             and new files are added. A result that exists is kept if it is of this model, these
             settings, and a file of the same size and time; others are computed again, and a line of
             the logger `recsys` counts them.
         spec: The fitted `FeatureSpec` of a module.
-        keys: Columns of the data to copy into the results.
+        keys: Columns of the data to copy into the results. If a label is among them, the output of
+            its task is named `NAME_output`.
         batch_size: Rows per call of the model.
         rank: This process, from 0. Process i of n scores the files i, i + n, i + 2n, ...
         world_size: Number of processes.
@@ -129,27 +135,36 @@ def _score_files(
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         scorer = _scorer(model, spec, stack)
-        predict, names, kinds = scorer.predict, scorer.names, scorer.kinds
+        required = [name for name in scorer.names if name not in scorer.optional]
+        # types of text files are unified, also of columns that files may lack
+        kinds = {**scorer.kinds, **dict.fromkeys(scorer.optional, "number")}
         mine = [
             (file, folder / f"{Path(file.path).stem}-{zlib.crc32(file.path.encode()):08x}.parquet")
-            for number, file in enumerate(unify_types(files, names, kinds))
+            for number, file in enumerate(unify_types(files, required, kinds))
             if number % share.world_size == share.rank
         ]
         bar = stack.enter_context(_bar(share.has_bar, len(mine)))
-        columns = [*dict.fromkeys([*keys, *names])]
+        columns_of: list[list[str]] = []
         for file, _ in mine:
+            present = [name for name in scorer.optional if name in file.schema.names]
+            columns = [*dict.fromkeys([*keys, *required, *present])]
             file.check_columns(columns)
+            columns_of.append(columns or file.schema.names[:1])  # for the number of rows
         settings = {"keys": list(keys), "probabilities": probabilities}
         origins = [
             {"model": scorer.origin, "settings": settings, "input": input_of(file, columns)}
-            for file, _ in mine
+            for (file, _), columns in zip(mine, columns_of, strict=True)
         ]
-        changes = _changes([target for _, target in mine], origins, folder)
+        are_current = _are_current([target for _, target in mine], origins, folder)
 
         def named(table: Any) -> _Outputs:
-            return named_outputs(predict(table), scorer.tasks, probabilities)
+            outputs = named_outputs(scorer.predict(table), scorer.tasks, probabilities)
+            copied = {*keys} & {*scorer.tasks}
+            return {f"{n}_output" if n in copied else n: one for n, one in outputs.items()}
 
-        for (file, target), origin, is_kept in zip(mine, origins, changes, strict=True):
+        for (file, target), columns, origin, is_kept in zip(
+            mine, columns_of, origins, are_current, strict=True
+        ):
             if not is_kept:
                 part = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
                 share.begin(file.path, part)
@@ -159,8 +174,14 @@ def _score_files(
     return [target for _, target in mine]
 
 
-def _changes(results: Sequence[Path], origins: Sequence[Origin], folder: Path) -> list[bool]:
-    """Return whether each result can be kept, and report results of another origin in one line."""
+def _are_current(results: Sequence[Path], origins: Sequence[Origin], folder: Path) -> list[bool]:
+    """Return True for each result that can be kept, and log the number of outdated results.
+
+    Args:
+        results: Files of results, which may not exist.
+        origins: The origin of each result of this call.
+        folder: The folder of the results, for the message.
+    """
     found = [
         difference(result, origin) if result.exists() else None
         for result, origin in zip(results, origins, strict=True)
@@ -246,6 +267,8 @@ class _Scorer(NamedTuple):
     """Scores a table."""
     names: list[str]
     """The columns that it reads."""
+    optional: list[str]
+    """Columns that files may lack, as they state the value of missing numbers."""
     kinds: dict[str, str | None]
     """Kinds of keys."""
     tasks: list[str]
@@ -259,13 +282,15 @@ def _scorer(
     if isinstance(model, nn.Module):
         if not isinstance(spec, FeatureSpec):
             raise ValueError("score needs a fitted FeatureSpec with a model; received none.")
+        model, fitted = model_inside(model), spec
         stack.enter_context(evaluation_mode(model))
-        fitted = spec
         names = fitted.column_names(labels=False)
         kinds = {name: kind for name, kind in fitted.column_kinds().items() if name in names}
-        origin = model_of(model, fitted)
+        numbers = [column for column in fitted.columns if isinstance(column, Numeric)]
+        optional = [column.name for column in numbers if column.missing is not None]
+        origin, tasks = model_of(model, fitted), fitted.label_names
         return _Scorer(
-            lambda table: _run(model, fitted, table), names, kinds, fitted.label_names, origin
+            lambda table: _run(model, fitted, table), names, optional, kinds, tasks, origin
         )
     predictor = stack.enter_context(Predictor(model))
     columns = predictor.manifest["columns"]
@@ -275,8 +300,9 @@ def _scorer(
         )
     names = names_of(columns)
     kinds = {one["name"]: one["type"] for one in columns if "type" in one and not one["is_list"]}
+    optional = [one["name"] for one in columns if one.get("missing") is not None]
     tasks, origin = load_spec(Path(model)).label_names, package_of(Path(model), predictor)
-    return _Scorer(lambda table: dict(predictor(table)), names, kinds, tasks, origin)
+    return _Scorer(lambda table: dict(predictor(table)), names, optional, kinds, tasks, origin)
 
 
 @torch.no_grad()

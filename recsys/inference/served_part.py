@@ -1,4 +1,4 @@
-"""The part of a trained model that is packaged and exported."""
+"""The part of a trained model that is scored, packaged and exported."""
 
 from __future__ import annotations
 
@@ -9,8 +9,26 @@ from recsys.distributed.sharded.sharder import is_sharded
 from recsys.kernels.ops import HAS_FBGEMM
 from recsys.modules.dlrm import DLRMTrain
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.modules.sequences.masked_item import MaskedItem
+from recsys.modules.sequences.next_item import NextItem
 
-__all__ = ["served_part"]
+__all__ = ["model_inside", "served_part"]
+
+
+def model_inside(model: nn.Module) -> nn.Module:
+    """Return the model inside a `DLRMTrain`, which may be wrapped; another model as it is.
+
+    Raises:
+        ValueError: The model returns the loss of sequences.
+    """
+    found = get_unwrapped_module(model)
+    if isinstance(found, MaskedItem | NextItem):
+        raise ValueError(
+            f"The model must return scores; received {type(found).__name__}, which returns the "
+            "loss of training. Package Recommend(model, ItemIndex(model.items(num_items, device)), "
+            "k=10), and score the package."
+        )
+    return found.model if isinstance(found, DLRMTrain) else model
 
 
 def served_part(model: nn.Module) -> nn.Module:
@@ -18,16 +36,15 @@ def served_part(model: nn.Module) -> nn.Module:
 
     Raises:
         ImportError: fbgemm_gpu is not installed.
-        ValueError: The model is in training mode, or has tables that are sharded or not quantized.
+        ValueError: The model is in training mode, has tables that are sharded or not quantized, or
+            returns the loss of sequences.
     """
     if not HAS_FBGEMM:
         raise ImportError(
             "Exported programs call FBGEMM's kernels, but fbgemm_gpu is not installed. `python -m "
             "recsys doctor` shows the matching release."
         )
-    model = get_unwrapped_module(model)
-    if isinstance(model, DLRMTrain):
-        model = model.model
+    model = get_unwrapped_module(model_inside(model))
     if model.training:
         raise ValueError("The model must be in evaluation mode; call model.eval() first.")
     for path, child in model.named_modules():

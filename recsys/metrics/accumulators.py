@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, Self, final
 import torch
 
 from recsys.contact import explained
-from recsys.metrics.batch import Inputs, MetricBatch, TaskBatch, build_batch, pick_columns
+from recsys.metrics.batch import (
+    Inputs,
+    MetricBatch,
+    TaskBatch,
+    build_batch,
+    pick_columns,
+    select_labeled,
+)
 from recsys.metrics.metrics_namespace import (
     MetricPrefix,
     compose_customized_metric_key,
@@ -36,11 +43,16 @@ cache for large ones."""
 
 
 class _TaskGroup:
-    """Sums and rows of metrics of the same tasks."""
+    """Sums and rows of metrics of the same tasks.
 
-    def __init__(self, metrics: Sequence[RecMetric]) -> None:
-        self.metrics = metrics
-        self.tasks = metrics[0].tasks
+    Args:
+        metrics: Metrics of the same tasks.
+        tasks: The tasks to add: all with the same label mask, or all without one.
+    """
+
+    def __init__(self, metrics: Sequence[RecMetric], tasks: Sequence[RecTaskInfo]) -> None:
+        self.metrics, self.tasks, self.mask_name = metrics, tasks, tasks[0].mask_name
+        self.all_tasks = metrics[0].tasks
         self.num_classes = metrics[0].num_classes
         kinds = ("prediction_name", "label_name", "weight_name")
         self.columns_from = itemgetter(*(getattr(t, kind) for kind in kinds for t in self.tasks))
@@ -66,6 +78,8 @@ class _TaskGroup:
 
     def add(self, columns: Sequence[torch.Tensor], inputs: Inputs) -> None:
         """Add a batch: predictions of all tasks, then labels, then weights."""
+        if self.mask_name is not None:
+            columns, inputs = select_labeled(self.mask_name, len(self.tasks), columns, inputs)
         batch = build_batch(self.tasks, columns, inputs, self.num_classes)
         num_samples = batch.rows.size(2)
         if num_samples == 0 or (self.validates and not batch.rows[2].any()):
@@ -229,8 +243,13 @@ class Accumulators(torch.nn.Module):
         super().__init__()
         together: dict[Any, list[RecMetric]] = {}
         for metric in metrics:
-            together.setdefault((metric.tasks, metric.num_classes), []).append(metric)
-        self.groups = [_TaskGroup(metrics) for metrics in together.values()]
+            for mask_name in dict.fromkeys(task.mask_name for task in metric.tasks):
+                key = (metric.tasks, metric.num_classes, mask_name)
+                together.setdefault(key, []).append(metric)
+        self.groups = [
+            _TaskGroup(metrics, [task for task in tasks if task.mask_name == mask_name])
+            for (tasks, _, mask_name), metrics in together.items()
+        ]
         self._metrics = tuple(metrics)
         self._own: list[tuple[Any, ...]] | None = None
 
@@ -249,7 +268,7 @@ class Accumulators(torch.nn.Module):
         if self._own is not None:
             raise RuntimeError(SYNCED)
         for group in self.groups:
-            group.add(pick_columns(group.tasks, given), inputs)
+            group.add(pick_columns(group.all_tasks, given, group.tasks), inputs)
 
     def update_from(self, model_out: Inputs, inputs: Inputs) -> None:
         """Add a batch of tensors by the keys of the tasks.

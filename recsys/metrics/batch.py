@@ -202,15 +202,18 @@ class Quantity:
         return summed
 
 
-def pick_columns(tasks: Sequence[RecTaskInfo], given: TaskBatch) -> list[torch.Tensor]:
+def pick_columns(
+    tasks: Sequence[RecTaskInfo], given: TaskBatch, of: Sequence[RecTaskInfo]
+) -> list[torch.Tensor]:
     """Collect the tensors of tasks.
 
     Args:
         tasks: `T` tasks.
-        given: Predictions, labels and weights.
+        given: Predictions, labels and weights of these.
+        of: The tasks to collect, in the order of `tasks`.
 
     Returns:
-        Predictions of all tasks, then labels, then weights, if there are weights.
+        Predictions of the collected tasks, then labels, then weights, if there are weights.
 
     Raises:
         TypeError: An element of `given` is neither a tensor nor a mapping.
@@ -219,8 +222,62 @@ def pick_columns(tasks: Sequence[RecTaskInfo], given: TaskBatch) -> list[torch.T
     return [
         _pick(kind, tensors, index, tasks)
         for kind, tensors in zip(_KINDS, given[:2] if given[2] is None else given, strict=False)
-        for index in range(len(tasks))
+        for index, task in enumerate(tasks)
+        if task in of
     ]
+
+
+def select_labeled(
+    mask_name: str, num_tasks: int, columns: Sequence[torch.Tensor], inputs: Inputs
+) -> tuple[Sequence[torch.Tensor], Inputs]:
+    """Select the samples that have a label.
+
+    Args:
+        mask_name: Key of the mask in the inputs: bool `[N]`, False for samples to leave out, or
+            `None` for all samples.
+        num_tasks: Number of tasks.
+        columns: Predictions of all tasks, then labels, then weights.
+        inputs: Other outputs of the model. Those with a value per sample are selected; the sizes
+            `num_candidates` of consecutive sessions count the selected samples.
+
+    Returns:
+        Columns and inputs.
+
+    Raises:
+        TypeError: The mask is not a bool tensor.
+        ValueError: The mask is missing, or its size differs from the labels.
+    """
+    if mask_name not in inputs:
+        raise ValueError(
+            f"model_out must have the label mask '{mask_name}'; received {sorted(inputs)}. Pass "
+            "None for a batch with all labels."
+        )
+    mask: object = inputs[mask_name]
+    if mask is None:
+        return columns, inputs
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        wrong_type(f"the label mask '{mask_name}'", "a bool tensor", mask)
+    size = mask.numel()
+    if columns[num_tasks].numel() != size:
+        raise ValueError(
+            f"the label mask '{mask_name}' must have one value per label, "
+            f"{columns[num_tasks].numel()}; received shape {list(mask.shape)}."
+        )
+    if size == 0:
+        return columns, inputs
+    kept = mask.reshape(-1).nonzero().squeeze(1)
+    found = {}
+    for name, values in inputs.items():
+        if name == "num_candidates" and int(values.sum()) == size:
+            ends = values.long().cumsum(0)
+            counts = torch.searchsorted(kept, torch.stack([ends - values, ends]))
+            values = counts[1] - counts[0]
+        elif isinstance(values, torch.Tensor) and values.numel() == size:
+            values = values.reshape(-1)[kept]
+        found[name] = values
+    # columns of other sizes are reported with the batch
+    selected = [c if c.numel() % size else c.reshape(size, -1)[kept].squeeze(1) for c in columns]
+    return selected, found
 
 
 def build_batch(

@@ -105,6 +105,10 @@ class RecTaskInfo:
     """Key of the tensor that `TENSOR_WEIGHTED_AVG` averages."""
     weighted: bool = True
     """True if the average of `tensor_name` is weighted."""
+    mask_name: str | None = None
+    """Key of the label mask, bool `[N]`, such as a column of `batch.label_mask`; `None` for none. A
+    sample whose mask is False is in no metric of the task. A mask of `None` in the model output
+    leaves out no sample. On a GPU each update then waits for the device."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -358,9 +358,11 @@ class RecMetricList(_Measured):
         """List the model outputs that the metrics need besides labels, predictions and weights.
 
         Returns:
-            Sorted keys; `None` for none.
+            Sorted keys, also of label masks; `None` for none.
         """
         names = {name for metric in self.rec_metrics for name in metric.get_required_inputs()}
+        tasks = (task for metric in self.rec_metrics for task in metric.tasks)
+        names |= {task.mask_name for task in tasks if task.mask_name is not None}
         return sorted(names) or None
 
     def _members(self) -> Sequence[RecMetric]:

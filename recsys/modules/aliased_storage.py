@@ -1,4 +1,8 @@
-"""Tensors of modules that are views of one storage: detection of replaced ones, state dicts."""
+"""Parameters and buffers that are views of one storage.
+
+`AliasedStorage` detects views that were replaced. `detach_storage` gives a view in a state dict a
+storage object of its own.
+"""
 
 from __future__ import annotations
 

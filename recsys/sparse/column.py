@@ -278,7 +278,10 @@ def _of_arrow(subject: str, column: Any, as_codes: bool) -> Bags:
 
 
 def _first_equal(names: Any) -> _Array:
-    """Return the code of the first entry with the value of each entry: Arrow permits equal ones."""
+    """Return, for each entry of a dictionary, the position of the first entry with the same value.
+
+    Arrow permits equal entries.
+    """
     numbers = names.dictionary_encode().indices.fill_null(0).to_numpy()
     _, firsts, places = np.unique(numbers, return_index=True, return_inverse=True)
     codes: _Array = firsts[places]

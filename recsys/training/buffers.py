@@ -1,4 +1,4 @@
-"""Buffers that each rank has its own values of."""
+"""Buffers whose values differ between ranks, such as running means: comparison, save and load."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ class BinaryMetrics:
     The output of the model is `(loss, logits, labels)`, as of `DLRMTrain`, with logits and labels
     `[B]`, or `[B, T]` for T tasks. Samples have the weights of the batch, if its `sample_weights`
     are not None, and labels that its `label_mask` leaves out count in no metric of their task. AUC
-    keeps all predictions of the evaluation in memory, 24 bytes each.
+    keeps all predictions of the evaluation in memory, 24 bytes each. `Trainer` also records the
+    loss of each task on the training batches.
 
     Args:
         device: Device of the model's output.
@@ -71,8 +72,8 @@ class BinaryMetrics:
             raise ValueError(
                 f"BinaryMetrics.tasks must be distinct names; received {twice} more than once."
             )
-        self._tasks = list(tasks)
-        self._auc = [AUC() for _ in self._tasks or [""]]
+        self.tasks = list(tasks)
+        self._auc = [AUC() for _ in self.tasks or [""]]
         self._entropy = [NormalizedEntropy(device) for _ in self._auc]
         # sums of weights of all samples, and of the samples that have the label of a task
         self._weights = torch.zeros(1 + len(self._auc), dtype=torch.float64, device=device)
@@ -84,7 +85,7 @@ class BinaryMetrics:
         if num_columns != num_tasks:
             raise ValueError(
                 "BinaryMetrics.tasks must name each column of the logits; received "
-                f"{self._tasks or 'no names'} and logits of shape {list(logits.shape)}."
+                f"{self.tasks or 'no names'} and logits of shape {list(logits.shape)}."
             )
         weights = getattr(batch, "sample_weights", None)
         columns = zip(
@@ -98,6 +99,24 @@ class BinaryMetrics:
         for predictions, truth, of_task, auc, entropy in columns:
             auc.update(predictions, truth, of_task)
             entropy.update(predictions, truth, of_task)
+
+    def task_sums(self, output: tuple[Tensor, Tensor, Tensor], batch: Any) -> Tensor:
+        """Return the sums of losses and of weights of each task, [2, T] float64, of one batch.
+
+        Args:
+            output: Loss, logits `[B, T]` and labels `[B, T]`.
+            batch: The batch.
+        """
+        _, logits, labels = output
+        losses = nn.functional.binary_cross_entropy_with_logits(
+            logits.double(), labels.double(), reduction="none"
+        )
+        weights = torch.ones_like(losses)
+        if getattr(batch, "sample_weights", None) is not None:
+            weights = weights * batch.sample_weights.unsqueeze(1)
+        if getattr(batch, "label_mask", None) is not None:
+            weights = weights * batch.label_mask
+        return torch.stack([(losses * weights).sum(0), weights.sum(0)])
 
     def _weights_of_tasks(
         self, weights: Tensor | None, mask: Tensor | None, size: int
@@ -123,12 +142,12 @@ class BinaryMetrics:
     def compute(self) -> dict[str, float]:
         """Return `auc`, `ne` and `loss`, by task if there are several."""
         found = {}
-        for task, auc, entropy in zip(self._tasks or [""], self._auc, self._entropy, strict=True):
+        for task, auc, entropy in zip(self.tasks or [""], self._auc, self._entropy, strict=True):
             values = (auc.compute(), entropy.compute(), entropy.log_loss())
             for name, value in zip(("auc", "ne", "loss"), values, strict=True):
                 found[f"{name}/{task}" if task else name] = value.item()
         whole, *of_tasks = self._weights.tolist()
-        losses = [found[f"loss/{task}" if task else "loss"] for task in self._tasks or [""]]
+        losses = [found[f"loss/{task}" if task else "loss"] for task in self.tasks or [""]]
         parts = [n / whole * loss for n, loss in zip(of_tasks, losses, strict=True) if n]
         return found | {"loss": sum(parts) / len(losses) if whole else math.nan}
 

@@ -1,4 +1,7 @@
-"""Folder of a job: refused or cleared at the start of a new job, and loaded by one that resumes."""
+"""The folder of a training job.
+
+A new job refuses or clears a folder that has another job. A resumed job loads it.
+"""
 
 from __future__ import annotations
 

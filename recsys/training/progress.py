@@ -29,39 +29,53 @@ def total_steps(train: Iterable[Any], epochs: int) -> int | None:
 
 @final
 class MeanLoss:
-    """Mean loss per sample over steps and ranks, since the last report.
+    """Mean loss per sample, and of each task, over steps and ranks, since the last report.
 
     It is part of a checkpoint, so that a job that resumes reports the same numbers. The sums stay
     on the device until they are read.
 
     Args:
         device: Device of the losses.
+        tasks: Names of T tasks; empty for one task.
 
     Example:
         >>> mean = MeanLoss(torch.device("cpu"))
         >>> mean.add(torch.tensor(0.5), num_samples=3)
         >>> mean.add(torch.tensor(0.9), num_samples=1)
-        >>> round(mean.take(), 4)
-        0.6
+        >>> {name: round(value, 4) for name, value in mean.take().items()}
+        {'loss': 0.6}
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
+    def __init__(self, device: torch.device, tasks: Sequence[str] = ()) -> None:
+        self._names = ["loss", *(f"loss/{task}" for task in tasks)]
+        # losses; and samples, or weights of a task
+        self._sums = torch.zeros(2, len(self._names), dtype=torch.float64, device=device)
 
-    def add(self, loss: Tensor, num_samples: int) -> None:
-        """Add the mean loss of a batch; an empty batch adds nothing."""
+    def add(self, loss: Tensor, num_samples: int, task_sums: Tensor | None = None) -> None:
+        """Add the mean loss of a batch; an empty batch adds nothing.
+
+        Args:
+            loss: The mean over samples.
+            num_samples: Number of samples.
+            task_sums: `[2, T]`, the sums of losses and of weights of each task.
+        """
         if num_samples > 0:
-            self._sums[0] += loss.sum() * num_samples
-            self._sums[1] += num_samples
+            self._sums[0, 0] += loss.sum() * num_samples
+            self._sums[1, 0] += num_samples
+            if task_sums is not None:
+                self._sums[:, 1:] += task_sums
 
-    def take(self) -> float | None:
-        """Return the mean of all ranks, and restart; None without samples. Every rank calls it."""
+    def take(self) -> dict[str, float]:
+        """Return the means of all ranks by name, and restart. Every rank calls it.
+
+        Means without samples are left out.
+        """
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         if dist.is_initialized():
             with explained(None, "add up the loss"):
                 dist.all_reduce(sums)
-        loss, num_samples = sums.tolist()
-        return loss / num_samples if num_samples else None
+        columns = zip(self._names, *sums.tolist(), strict=True)
+        return {name: loss / weight for name, loss, weight in columns if weight}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of this rank."""
@@ -69,12 +83,19 @@ class MeanLoss:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the sums of this rank."""
-        self._sums.copy_(state_dict["sums"])
+        self._load(state_dict["sums"])
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         """Continue from the sums of another number of ranks: rank 0 takes them all."""
         if not dist.is_initialized() or dist.get_rank() == 0:
-            self._sums.copy_(torch.stack([state["sums"] for state in states]).sum(0))
+            self._load(torch.stack([state["sums"] for state in states]).sum(0))
+
+    def _load(self, sums: Tensor) -> None:
+        sums = sums.view(2, -1)  # [2] in older states
+        if sums.shape == self._sums.shape:
+            self._sums.copy_(sums)
+        else:  # saved with other tasks
+            self._sums[:, 0].copy_(sums[:, 0])
 
 
 @final

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -242,7 +242,11 @@ class Trainer:
     def _start(self, train: Iterable[Any]) -> None:
         """Create the state of a job, or load it."""
         self._batches = ResumableBatches(train, self._may_save_at)
-        self._loss, self._best = MeanLoss(self._device), self._make_best()
+        metrics = self._metrics(self._device)
+        has_tasks = isinstance(metrics, BinaryMetrics) and metrics.tasks
+        self._task_metrics = cast(BinaryMetrics, metrics) if has_tasks else None
+        tasks = [] if self._task_metrics is None else self._task_metrics.tasks
+        self._loss, self._best = MeanLoss(self._device, tasks), self._make_best()
         self._state: dict[str, Stateful] = {
             "batches": self._batches,
             "loss": self._loss,
@@ -313,7 +317,10 @@ class Trainer:
         """Count a step, and set the learning rate of the next one."""
         loss, num_samples = output[0], len(output[1])
         self._batches.trained()
-        self._loss.add(loss, num_samples)
+        task_sums = None
+        if self._task_metrics is not None and num_samples:
+            task_sums = self._task_metrics.task_sums(output, batch)
+        self._loss.add(loss, num_samples, task_sums)
         self._progress.step(num_samples)
         if self._schedule is not None and not isinstance(self._schedule, ReduceLROnPlateau):
             self._schedule.step()
@@ -374,9 +381,9 @@ class Trainer:
         """Return the numbers of training since the last record."""
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
         numbers = {"epoch": self._batches.last_epoch, "learning_rate": rate}
-        loss = self._loss.take()
-        if loss is not None:
-            numbers |= {"loss": loss, **self._progress.rate(self._env.world_size)}
+        losses = self._loss.take()
+        if losses:
+            numbers |= losses | self._progress.rate(self._env.world_size)
         return numbers
 
     def _log(self, numbers: dict[str, float]) -> None:

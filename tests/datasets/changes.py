@@ -1,10 +1,11 @@
 """Files that change at random moments while they are read.
 
-Whoever reads them gets the rows of one version, or an error that names the file; never rows of two.
+A reader yields the rows of one version, or raises an error that names the file; never rows of two.
 
     python -m tests.datasets.changes --cases 200 --seed 0
 
-prints how many cases had each property and each pair of properties, and how each outcome was.
+prints how many cases had each property and each pair of properties, and how each outcome was. The
+resumed reader continues from a saved state, with files that change before, between or after.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import contextlib
 import gzip
 import itertools
+import json
 import os
 import random
 import tempfile
@@ -30,12 +32,16 @@ from pyarrow import csv
 
 from recsys import datasets
 from recsys.datasets import files, sources
+from recsys.datasets.utils import Batch
 from recsys.features import FeatureSpec, Ids
 from recsys.prepare import prepare
 
 FORMATS = ["parquet", "csv", "csv.gz", "csv with newlines"]
 CHANGES = ["replaced", "rewritten", "rewritten longer", "appended", "truncated", "removed", "none"]
-READERS = ["reader", "shuffled reader", "reader of threads", "filtered reader", "tables", "prepare"]
+READERS = [
+    "reader", "shuffled reader", "reader of threads", "filtered reader", "resumed reader", "tables",
+    "prepare",
+]  # fmt: skip
 _ROWS, _GROUP, _BLOCK = 400, 50, 700
 SPEC = FeatureSpec([Ids("row", rows=1 << 20), Ids("version", rows=9)])
 
@@ -47,6 +53,8 @@ class Case(NamedTuple):
     change: str
     reader: str
     files: str
+    moment: str
+    """Moment of the change."""
     outcome: str
     """The rows of one version, or a named error."""
 
@@ -71,7 +79,7 @@ def _write(path: Path, kind: str, table: pa.Table) -> None:
 
 
 class _Files:
-    """Files of one version, of which one changes at a moment."""
+    """Files of one version. One of them changes at a moment."""
 
     def __init__(self, seed: int, folder: Path, kind: str, change: str) -> None:
         self._kind, self._change, self._draw = kind, change, random.Random(seed)
@@ -84,6 +92,9 @@ class _Files:
         self.changed = self._draw.choice(self.paths)
         self.change_at: int | None = None
         self.num_moments = 0
+        self.between = range(0)
+        """Moments between the save of a state and the start of a new reader."""
+        self.is_resuming = False
         self._lock = threading.Lock()
 
     def moment(self) -> None:
@@ -167,10 +178,28 @@ def _read(reader: str, found: _Files, kind: str, folder: Path) -> Iterator[tuple
     read = datasets.parquet if kind == "parquet" else datasets.csv
     batches = read(paths, SPEC, 16, **options)
     found.moment()
-    for batch in batches:
-        ids = batch.sparse_features
-        yield from zip(ids["row"].values().tolist(), ids["version"].values().tolist(), strict=True)
+    num_before = 10 if reader == "resumed reader" else None
+    for batch in itertools.islice(batches, num_before):
+        yield from _rows(batch)
         found.moment()
+    if num_before is None:
+        return
+    state = json.dumps(batches.state_dict())
+    first, found.is_resuming = found.num_moments, True
+    for _ in range(100):  # likelier than all other moments together
+        found.moment()
+    found.between = range(first, found.num_moments)
+    batches = read(paths, SPEC, 16, **options)
+    batches.load_state_dict(json.loads(state))
+    found.is_resuming = False
+    for batch in batches:
+        yield from _rows(batch)
+        found.moment()
+
+
+def _rows(batch: Batch) -> Iterator[tuple[int, int]]:
+    ids = batch.sparse_features
+    yield from zip(ids["row"].values().tolist(), ids["version"].values().tolist(), strict=True)
 
 
 def run(seed: int) -> Case:
@@ -178,6 +207,7 @@ def run(seed: int) -> Case:
     draw = random.Random(seed)
     kind, change, reader = draw.choice(FORMATS), draw.choice(CHANGES), draw.choice(READERS)
     rows: list[tuple[int, int]] = []
+    moment = "changed at another moment"
     with tempfile.TemporaryDirectory() as name:
         moments = 0
         for attempt in (Path(name, "count"), Path(name, "change")):
@@ -205,10 +235,17 @@ def run(seed: int) -> Case:
                 assert str(found.changed) in str(failed), f"{subject}: no file is named"
                 left = [*(attempt / "out").iterdir()] if (attempt / "out").exists() else []
                 assert not left, f"{subject}: files of a failed conversion"
-                assert "must not change" in str(failed), f"{subject}: the cause is not named"
+                causes = ["must not change"]
+                if found.is_resuming:
+                    causes += ["changed since the state", "cannot be read", "must be a file"]
+                assert any(cause in str(failed) for cause in causes), (
+                    f"{subject}: the cause is not named"
+                )
                 outcome = "error"
             moments = found.num_moments
-    return Case(kind, change, reader, f"{len(found.paths)} files", outcome)
+            if found.change_at in found.between:
+                moment = "changed between save and resume"
+    return Case(kind, change, reader, f"{len(found.paths)} files", moment, outcome)
 
 
 def counts(cases: list[Case]) -> str:

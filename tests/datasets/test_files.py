@@ -1,7 +1,8 @@
-"""Files of tables: changes while they are read, and remedies in errors of text files."""
+"""Files of tables: changes while they are read and before a resume, and remedies in errors."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,40 @@ def test_a_changed_file_is_an_error(
         assert max(rows, default=0) < 100
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+@pytest.mark.parametrize("num_changed", [0, 1, 7])
+def test_files_that_changed_since_a_save_are_named(
+    tmp_path: Path, suffix: str, num_changed: int
+) -> None:
+    read = datasets.parquet if suffix == "parquet" else datasets.csv
+
+    def write(folder: Path, first: int, count: int) -> None:
+        folder.mkdir(exist_ok=True)
+        for number in range(count):
+            _write(folder / f"{number}.{suffix}", first)
+
+    write(tmp_path / "a", 200, 8)
+    saved = read(tmp_path / "a", SPEC, 8, labels=False)
+    next(iter(saved))
+    write(tmp_path / "b", 200, 8)  # a copy, with other times and inodes
+    write(tmp_path / "b", 500, num_changed)
+    sizes = [{f.name: f.stat().st_size for f in (tmp_path / n).iterdir()} for n in "ab"]
+    assert sizes[0] == sizes[1] or suffix == "parquet"
+    state = json.loads(json.dumps(saved.state_dict()))
+    resumed = read(tmp_path / "b", SPEC, 8, labels=False)
+    if num_changed == 0:
+        resumed.load_state_dict(state)
+        assert next(iter(resumed)).sparse_features.values().tolist() == [*range(208, 216)]
+        return
+    names = ", ".join(f"{tmp_path}/b/{n}.{suffix}" for n in range(min(5, num_changed)))
+    more = " and 2 more" if num_changed == 7 else ""
+    with pytest.raises(ValueError, match="changed since the state was saved") as error:
+        resumed.load_state_dict(state)
+    assert f"saved: {names}{more}. Restore their content" in str(error.value)
+    resumed.set_epoch(0)  # the remedy
+    assert next(iter(resumed)).sparse_features.values().tolist() == [*range(500, 508)]
+
+
 def test_a_file_of_another_system(tmp_path: Path) -> None:
     system = fsspec.filesystem("memory")
     try:
@@ -80,6 +115,7 @@ def test_a_file_of_another_system(tmp_path: Path) -> None:
             if rows == 100:
                 (file,) = files_of("memory://changes/a.parquet")
                 assert sum(table.num_rows for table in file.batches()) == 100
+                assert file.checksum() == files_of(tmp_path / "a.parquet")[0].checksum()
         with pytest.raises(ValueError, match=r"memory:/+changes/a\.parquet must not change"):
             list(file.batches())
     finally:
@@ -88,10 +124,11 @@ def test_a_file_of_another_system(tmp_path: Path) -> None:
 
 def test_files_that_change_at_random_moments() -> None:
     """`python -m tests.datasets.changes` runs more of them."""
-    cases = [changes.run(seed) for seed in range(40)]
+    cases = [changes.run(seed) for seed in [*range(40), 61, 121]]
     assert {case.outcome for case in cases} == {"rows", "error"}
     assert {case.reader for case in cases} == {*changes.READERS}
     assert {case.change for case in cases} == {*changes.CHANGES}
+    assert "changed between save and resume" in {case.moment for case in cases}
 
 
 @pytest.mark.parametrize("rows", [3, 9000])

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from pyarrow import csv
 from torch import nn
 
 import recsys.__main__
@@ -33,7 +34,6 @@ from recsys.inference import (
     write_delta,
 )
 from recsys.inference.packages.columns import raw_request
-from recsys.modules.ctr.multi_task import MMoE, MultiTask
 from recsys.modules.dlrm import DLRM
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from tests.inference.raw_package import raw_spec, raw_table, write_raw_version
@@ -319,41 +319,6 @@ def test_results_of_another_origin_are_computed_again(
     scores(model, "1 of 2 results", spec=spec, keys=["user"])
 
 
-@pytest.mark.parametrize("is_package", [True, False])
-def test_outputs_of_tasks_have_their_names(tmp_path: Path, is_package: bool) -> None:
-    names = ["cart", "buy", "return"]
-    random = np.random.default_rng(0)
-    labels = {name: random.integers(0, 2, 50).tolist() for name in names}
-    rows = {
-        "city": random.choice(["a", "b", "c"], 50).tolist(),
-        "price": random.random(50).tolist(),
-    }
-    spec = FeatureSpec([Categorical("city"), Numeric("price"), *map(Label, names)])
-    pq.write_table(pa.table({**rows, **labels}), tmp_path / "a.parquet")
-    spec.fit(tmp_path / "a.parquet")
-    tables = EmbeddingBagCollection(tables=spec.tables(8))
-    model = quantize_embeddings(MultiTask(tables, 1, MMoE(9, num_tasks=3)).eval())
-    options: dict[str, Any] = {"probabilities": True}
-    scored: Any = model
-    if is_package:
-        example = {name: values[:2] for name, values in rows.items()}
-        scored = package(model, tmp_path / "m", example, spec=spec, programs=["torchscript"])
-    else:
-        options["spec"] = spec
-    [path] = score(scored, tmp_path / "a.parquet", tmp_path / "out", keys=["city"], **options)
-    found = pq.read_table(path)
-    assert found.column_names == ["city"] + [
-        f"{n}{end}" for n in names for end in ("", "_probability")
-    ]
-    with torch.no_grad():
-        batch = spec.transform(rows, labels=False)
-        logits = model(batch.dense_features, batch.sparse_features)
-    for name, column in zip(names, logits.T, strict=True):
-        np.testing.assert_allclose(found[name], column, 1e-5, 1e-6)
-        wanted = torch.sigmoid(column.double())
-        np.testing.assert_allclose(found[f"{name}_probability"], wanted, 1e-5)
-
-
 def test_raw_requests_are_checked_as_training_data(
     packaged: tuple[Path, nn.Module, FeatureSpec],
 ) -> None:
@@ -442,6 +407,48 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
         score(nn.Linear(1, 1), tmp_path / "a.parquet", tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="must be a file, or a folder or glob"):
         score(nn.Linear(1, 1), tmp_path / "none.parquet", tmp_path / "out")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+@pytest.mark.parametrize("is_package", [True, False])
+def test_a_column_that_states_its_value_may_be_absent(
+    tmp_path: Path, is_package: bool, suffix: str
+) -> None:
+    """As in `transform`; files that have the column may be among the others."""
+    rows = {"city": ["a", "b", "a"], "price": [1.0, 2.0, 4.0], "ok": [0, 1, 0]}
+    spec = FeatureSpec([Categorical("city"), Numeric("price", missing=0.5), Label("ok")]).fit(rows)
+    tables = EmbeddingBagCollection(tables=spec.tables(4))
+    model = quantize_embeddings(DLRM(tables, 1, [4, 4], [4, 1]).eval())
+    tables = {"with": rows, "without": {"city": ["b", "c"]}, "no": {"price": [1.0]}}
+    for name, columns in tables.items():
+        if suffix == "csv":
+            csv.write_csv(pa.table(columns), tmp_path / f"{name}.csv")
+        else:
+            pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    scored: Any = model
+    if is_package:
+        scored = package(model, tmp_path / "m", rows, spec=spec, programs=["torchscript"])
+    given = {} if is_package else {"spec": spec}
+    paths = [tmp_path / f"{name}.{suffix}" for name in ("with", "without")]
+    results = score(scored, paths, tmp_path / "out", **given)
+    for result, name in zip(results, ("with", "without"), strict=True):
+        columns = {"price": [None] * len(tables[name]["city"]), **tables[name]}
+        with torch.no_grad():
+            batch = spec.transform(columns, labels=False)
+            found = model(batch.dense_features, batch.sparse_features)[:, 0]
+        np.testing.assert_allclose(pq.read_table(result)["output"], found, 1e-5, 1e-6)
+    with pytest.raises(KeyError, match=rf"no\.{suffix} must have the columns \['city'\]"):
+        score(scored, tmp_path / f"no.{suffix}", tmp_path / "out", **given)
+    with pytest.raises(KeyError, match=rf"without\.{suffix} must have the columns \['price'\]"):
+        score(scored, tmp_path / f"without.{suffix}", tmp_path / "out", keys=["price"], **given)
+
+
+def test_files_without_a_column_of_the_spec_have_their_rows(tmp_path: Path) -> None:
+    spec = FeatureSpec([Numeric("x", missing=2.0)]).fit({"x": [1.0]})
+    pq.write_table(pa.table({"y": [1, 2, 3]}), tmp_path / "a.parquet")
+    model = _WithIds(lambda dense: dense)
+    [path] = score(model, tmp_path / "a.parquet", tmp_path / "out", spec=spec)
+    assert pq.read_table(path)["output"].to_pylist() == [2.0] * 3
 
 
 class _WithIds(nn.Module):

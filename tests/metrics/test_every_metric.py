@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,13 +78,48 @@ def batches_of_rank(seed: int, rank: int) -> list[Batch]:
     return batches
 
 
-def compute_on_rank(seed: int) -> dict[str, Any]:
+def with_masks(batches: list[Batch], seed: int) -> list[Batch]:
+    """Batches with more samples, which a mask leaves out; their values would change all results."""
+    found = []
+    for place, batch in enumerate(batches):
+        generator = torch.Generator().manual_seed(seed + place)
+        size = len(batch["tensor"])
+        more = 1 + place % 3 if size else 0
+        order = torch.randperm(size + more, generator=generator)
+        mask = (order < size) if place % 4 else None
+        if mask is None:  # all labels
+            found.append({**batch, "mask": None})
+            continue
+        taken = torch.zeros(size + more).long().masked_scatter(mask, torch.arange(size))
+        wide = {"mask": mask}
+        for name, values in batch.items():
+            if name == "seconds":
+                wide[name] = values
+            elif name == "num_candidates":
+                ends = torch.where(mask.cumsum(0) >= values[0], 1, 0)
+                first = int((ends == 0).sum()) + int(bool(size))
+                wide[name] = torch.tensor([first, size + more - first])
+            else:
+                wide[name] = values[taken]
+                fill = 1 if name in ("session_id", "grouping_keys") else 7.0
+                wide[name][~mask] = torch.tensor(fill).to(values.dtype)
+        for name in ("click_label", "class_label", "click_weight"):
+            wide[name] = wide[name].double().masked_fill(~mask, math.nan)
+        found.append(wide)
+    return found
+
+
+def compute_on_rank(seed: int, is_masked: bool = False) -> dict[str, Any]:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    masked = {
+        task: replace(task, mask_name="mask") if is_masked else task
+        for task in (CLICK, CLASS, BITS)
+    }
     config = MetricsConfig(
-        rec_tasks=[CLICK, CLASS, BITS],
+        rec_tasks=[*masked.values()],
         rec_metrics={
             metric: RecMetricDef(
-                rec_tasks=[TASKS.get(metric, CLICK)],
+                rec_tasks=[masked[TASKS.get(metric, CLICK)]],
                 window_size=WINDOW * num_ranks,
                 arguments=ARGUMENTS.get(metric),
             )
@@ -98,7 +134,8 @@ def compute_on_rank(seed: int) -> dict[str, Any]:
     now_s = 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TowerQPSMetric, "clock", lambda self: now_s)
-        for batch in batches_of_rank(seed, rank):
+        batches = batches_of_rank(seed, rank)
+        for batch in with_masks(batches, seed) if is_masked else batches:
             now_s += batch["seconds"].item() if len(batch["tensor"]) else 0.0
             module.update(batch)
     return {
@@ -209,8 +246,11 @@ def expected_of_rows(parts: list[list[Batch]]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_equals_the_formula(num_ranks: int, seed: int, ranks: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "is_masked"), [(1, False), (1, True), (2, True), (3, False), (4, False)]
+)
+def test_equals_the_formula(num_ranks: int, is_masked: bool, seed: int, ranks: RankPool) -> None:
+    """With masks, of the samples whose mask is True."""
     parts = [batches_of_rank(seed, rank) for rank in range(num_ranks)]
     everything = [batch for part in parts for batch in part]
     in_windows = [in_window(part, WINDOW) for part in parts]
@@ -231,7 +271,7 @@ def test_equals_the_formula(num_ranks: int, seed: int, ranks: RankPool) -> None:
         (weights,) = rows_of(everything, "click_weight")
         expected[f"{metric}-click|total_examples"] = np.count_nonzero(weights)
     expected["qps-click|total_examples"] = len(weights)
-    for found in ranks(num_ranks, compute_on_rank, seed):
+    for found in ranks(num_ranks, compute_on_rank, seed, is_masked):
         assert sorted(set(found) - set(expected)) == []  # metrics without a formula here
         assert sorted(set(expected) - set(found)) == []
         for key, value in expected.items():

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -235,3 +236,70 @@ def test_no_weight_at_all_may_be_allowed():
                     assert value.item() > 0.1
                 else:
                     assert value.item() == 1e-12 if allowed else value.isnan()
+
+
+MASKED = (
+    RecTaskInfo("a", "a_label", "a_prediction", "a_weight", mask_name="a_mask"),
+    RecTaskInfo("b", "b_label", "b_prediction", "b_weight"),
+    RecTaskInfo("c", "c_label", "c_prediction", "c_weight", mask_name="c_mask"),
+)
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_tasks_have_masks_of_their_own(is_alone):
+    """Float64 sums of the labeled samples; other samples have NaN labels."""
+    torch.manual_seed(0)
+    options = {"world_size": 1, "my_rank": 0, "batch_size": 9, "window_size": 99, "tasks": MASKED}
+    metrics = [CTRMetric(**options), NEMetric(**options), AUCMetric(**options)]
+    together = RecMetricList([CTRMetric(**options), NEMetric(**options), AUCMetric(**options)])
+    rows = {task.name: [] for task in MASKED}
+    for size in (9, 0, 5, 8):
+        labels, predictions, weights = torch.rand(3, 3, size).double()
+        labels = (labels < 0.5).double()
+        inputs = {"a_mask": torch.rand(size) < 0.6, "c_mask": torch.rand(size, 1) < 0.3}
+        if size == 8:
+            inputs["a_mask"] = None  # all labels
+        for index, task in enumerate(MASKED):
+            mask = inputs.get(task.mask_name)
+            mask = torch.ones(size).bool() if mask is None else mask.view(-1)
+            rows[task.name].append((predictions[index], labels[index], weights[index], mask))
+        kept = {name: torch.stack([parts[-1][3]]) for name, parts in rows.items()}
+        labels = labels.masked_fill(~torch.cat([*kept.values()]), math.nan)
+        for metric in metrics if is_alone else [together]:
+            given = {"predictions": predictions, "labels": labels, "weights": weights}
+            metric.update(**given, required_inputs=inputs)
+    found = {
+        k: v.item() for m in (metrics if is_alone else [together]) for k, v in m.compute().items()
+    }
+    for name, parts in rows.items():
+        columns = (torch.cat(column).numpy() for column in zip(*parts, strict=True))
+        p, y, w, mask = columns
+        p, y, w = p[mask], y[mask], w[mask]
+        rate = np.average(y, weights=w)
+        loss = -np.average(np.where(y == 1, np.log(p), np.log(1 - p)), weights=w)
+        entropy = -rate * np.log(rate) - (1 - rate) * np.log(1 - rate)
+        pairs = (w * (y == 1))[:, None] * (w * (y == 0))
+        auc = (pairs * (p[:, None] > p)).sum() / pairs.sum()
+        assert found[f"ctr-{name}|window_ctr"] == pytest.approx(rate)
+        assert found[f"ne-{name}|lifetime_ne"] == pytest.approx(loss / entropy)
+        assert found[f"auc-{name}|window_auc"] == pytest.approx(auc)
+    if is_alone:
+        again = NEMetric(**options)
+        again.load_state_dict(metrics[1].state_dict())
+        assert again.compute()["ne-c|lifetime_ne"] == found["ne-c|lifetime_ne"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({}, ValueError, r"must have the label mask 'a_mask'.* Pass None for a batch with all"),
+        ({"a_mask": torch.ones(2)}, TypeError, r"label mask 'a_mask' must be a bool tensor"),
+        ({"a_mask": torch.ones(3).bool()}, ValueError, r"one value per label, 2; received shape"),
+    ],
+)
+def test_wrong_masks(inputs, error, message):
+    options = {"world_size": 1, "my_rank": 0, "batch_size": 2, "window_size": 9}
+    metric = CTRMetric(**options, tasks=MASKED[:1])
+    ones = torch.ones(1, 2)
+    with pytest.raises(error, match=message):
+        metric.update(predictions=ones, labels=ones, weights=ones, required_inputs=inputs)

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 def test_the_mean_counts_samples() -> None:
     mean = MeanLoss(CPU)
-    assert mean.take() is None
+    assert mean.take() == {}
     losses, sizes = torch.rand(20), torch.randint(0, 9, (20,)).tolist()
     losses[3], sizes[3] = math.nan, 0  # an empty batch
     for number, (loss, size) in enumerate(zip(losses, sizes, strict=True)):
@@ -25,11 +25,32 @@ def test_the_mean_counts_samples() -> None:
             mean.load_state_dict(state)
         mean.add(loss, size)
     expected = sum(float(x) * n for x, n in zip(losses, sizes, strict=True) if n) / sum(sizes)
-    assert mean.take() == pytest.approx(expected)
-    assert mean.take() is None
+    assert mean.take() == {"loss": pytest.approx(expected)}
+    assert mean.take() == {}
     states = [{"sums": torch.tensor([2.0, 4.0])}, {"sums": torch.tensor([4.0, 8.0])}]
     mean.load_state_dicts(states)
-    assert mean.take() == 0.5
+    assert mean.take() == {"loss": 0.5}
+
+
+def test_means_of_tasks_go_on_after_a_resume() -> None:
+    torch.manual_seed(0)
+    tasks, sums = ["click", "buy"], torch.rand(6, 2, 2).double()
+    sums[:, :, 1] = 0  # no label of this task
+    mean = MeanLoss(CPU, tasks)
+    for one in sums[:3]:
+        mean.add(torch.tensor(0.5), 4, one)
+    state, mean = mean.state_dict(), MeanLoss(CPU, tasks)
+    mean.load_state_dict(state)
+    for one in sums[3:]:
+        mean.add(torch.tensor(0.5), 4, one)
+    whole = sums.sum(0)
+    click = pytest.approx((whole[0, 0] / whole[1, 0]).item())
+    assert mean.take() == {"loss": pytest.approx(0.5), "loss/click": click}
+    mean.load_state_dicts([state, state])
+    assert mean.take().keys() == {"loss", "loss/click"}
+    other = MeanLoss(CPU)  # the tasks are new
+    other.load_state_dict(state)
+    assert other.take() == {"loss": pytest.approx(0.5)}
 
 
 def test_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:

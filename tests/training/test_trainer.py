@@ -465,7 +465,8 @@ def test_losses_of_tasks_have_one_meaning(tmp_path: Path, has_weights: bool) -> 
     settings = {"model": model, "optimizer": optimizer, "metrics": metrics}
     plain(tmp_path, **settings, epochs=1, loggers=[recorder]).fit(batches, batches)
     ((_, found),) = recorder.records
-    assert found["loss"] == pytest.approx(found["validation/loss"], rel=1e-6)
+    for name in ("loss", "loss/click", "loss/buy"):
+        assert found[name] == pytest.approx(found[f"validation/{name}"], rel=1e-6)
     if not has_weights:
         masks = [
             torch.ones(50, 2).bool() if b.label_mask is None else b.label_mask for b in batches

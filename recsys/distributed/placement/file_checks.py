@@ -117,7 +117,7 @@ def read_members(
 
 
 def members(**readers: Reader) -> Callable[[str, object], dict[str, Any]]:
-    """Return a reader of an object that must have some members, and may have others.
+    """Return a function that reads the required members of an object and ignores other members.
 
     Args:
         readers: Reader of each required member.

@@ -162,7 +162,7 @@ def cache_path() -> Path | None:
 
 
 def _danger(path: Path) -> str:
-    """Return why another user could replace a file, or "".
+    """Return the reason why a file is unsafe, or "" if no other user can replace it.
 
     As for a private key, the file and its folders must belong to this user or root, and only their
     owner may write to them. Folders such as /tmp, where users cannot replace the files of others,
