@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
+from recsys.base.arguments import finite, whole, wrong_type
 from recsys.compat.eviction_policies import (
     DistanceLFU_EvictionPolicy,
     EvictionPolicy,
@@ -21,7 +22,6 @@ from recsys.compat.eviction_policies import (
     LRU_EvictionPolicy,
 )
 from recsys.compat.features_as_rows import features_in_order, with_ids
-from recsys.kernels.arguments import finite, whole, wrong_type
 from recsys.kernels.hashed.index import geometry, map_ids
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.embedding_table import EmbeddingTable, TableDict

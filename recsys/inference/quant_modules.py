@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import torch
 
+from recsys.base.arguments import instance
+from recsys.base.checked import checked
 from recsys.inference.quantized_collection import QuantizedCollection, Weights
 from recsys.inference.quantized_table import SERVED
 from recsys.inference.quantized_tables import (
@@ -20,8 +22,6 @@ from recsys.inference.quantized_tables import (
     Served,
 )
 from recsys.inference.served import ProcessedBags, position_processor
-from recsys.kernels.arguments import instance
-from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,

@@ -18,6 +18,8 @@ from typing import Any, Self, cast, final
 import torch
 from torch import Tensor, nn
 
+from recsys.base.arguments import wrong_type
+from recsys.base.checked import checked_but
 from recsys.distributed.placement.layout import Rect
 from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.inference.quant_prep import PREPARED, PRUNED
@@ -40,9 +42,7 @@ from recsys.inference.quantized_tables import (
 )
 from recsys.inference.saved_tables import SavedTables
 from recsys.inference.served_indexes import INDEX_STATES, ServedIndexes, index_states
-from recsys.kernels.arguments import wrong_type
 from recsys.kernels.backend import OUTPUT_CODES
-from recsys.kernels.checked import checked_but
 from recsys.kernels.quantized import row_bytes
 from recsys.kernels.quantized_lookup import row_alignment_on
 from recsys.kernels.types import PoolingType

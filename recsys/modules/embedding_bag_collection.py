@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from recsys.kernels.checked import checked
+from recsys.base.checked import checked
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_configs import EmbeddingBagConfig, check_tables
 from recsys.modules.embedding_inputs import expand_bags, is_on_meta

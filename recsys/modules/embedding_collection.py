@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from recsys.kernels.checked import checked
+from recsys.base.checked import checked
 from recsys.kernels.types import BoundsCheckMode, PoolingType
 from recsys.modules.embedding_configs import EmbeddingConfig, check_tables
 from recsys.modules.embedding_inputs import is_on_meta

@@ -13,8 +13,8 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from recsys.base.arguments import MissingKeyError
 from recsys.kernels import ops
-from recsys.kernels.arguments import MissingKeyError
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import Parts
 from recsys.sparse.validate import preview

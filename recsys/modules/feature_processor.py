@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import check_input
-from recsys.kernels.checked import checked, checked_late
+from recsys.base.arguments import check_input
+from recsys.base.checked import checked, checked_late
 from recsys.modules.position_weights import (
     PositionGather,
     PositionWeights,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from recsys.kernels.checked import checked
+from recsys.base.checked import checked
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
 from recsys.modules.embedding_bag_collection import EmbeddingBagCollection
 from recsys.modules.embedding_collection import EmbeddingCollection

@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recsys.base.machine import machine_name
 from recsys.kernels.hashed import build, native
 from recsys.kernels.hashed.id_numbers import IdNumbers
-from recsys.machine import machine_name
 
 __all__ = [
     "SEGMENT_BYTES",

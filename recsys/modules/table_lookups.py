@@ -14,7 +14,8 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from recsys import step_stages
+from recsys.base import step_stages
+from recsys.base.step_stages import Stage
 from recsys.kernels.bounds import NO_LIMIT, AsyncChecks
 from recsys.kernels.huge_pages import new_array
 from recsys.kernels.support import shared_optimizer
@@ -40,7 +41,6 @@ from recsys.optim.apply_optimizer_in_backward import (
 )
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import check_features
-from recsys.step_stages import Stage
 
 __all__ = ["LookupGroup", "TableLookups", "TableSlot", "new_weights"]
 

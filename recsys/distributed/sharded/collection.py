@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from recsys import step_stages
+from recsys.base import step_stages
+from recsys.base.step_stages import Stage
 from recsys.distributed.placement.fused_params import with_table_settings
 from recsys.distributed.placement.layout import Layout
 from recsys.distributed.placement.plan import (
@@ -54,7 +55,6 @@ from recsys.modules.embedding_table import TableDict
 from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection
 from recsys.optim.keyed import CombinedOptimizer
 from recsys.sparse import KeyedJaggedTensor
-from recsys.step_stages import Stage
 
 prefetched_output: ContextVar[Callable[[ShardedCollection, KeyedJaggedTensor], Any] | None] = (
     ContextVar("prefetched_output", default=None)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from recsys.kernels.checked import check_fields, checked, checked_late
+from recsys.base.checked import check_fields, checked, checked_late
 
 if TYPE_CHECKING:
     from nowhere import Unknown  # type: ignore[import-not-found]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import recsys
-from recsys.kernels.arguments import (
+from recsys.base.arguments import (
     MissingKeyError,
     choice,
     finite,

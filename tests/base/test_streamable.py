@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from recsys.base.streamable import Multistreamable, Pipelineable
 from recsys.datasets.random import RandomRecDataset
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from recsys.streamable import Multistreamable, Pipelineable
 
 
 def test_our_batches_are_pipelineable() -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import fx, nn
 
-from recsys.kernels.arguments import (
+from recsys.base.arguments import (
     choice,
     device_of,
     flag,

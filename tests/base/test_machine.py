@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from recsys.base.machine import machine_name
 from recsys.distributed.ranks import heartbeats
 from recsys.distributed.ranks.heartbeats import Beat
 from recsys.distributed.ranks.position import Position
-from recsys.machine import machine_name
 
 
 def _forget() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import logging, sys, torch.distributed as dist
-from recsys.logs import logger
+from recsys.base.logs import logger
 logger.warning("alone")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 logger.warning("a batch is %s", "late")
@@ -32,7 +32,7 @@ def test_messages_begin_with_the_rank() -> None:
 
 
 def test_they_reach_handlers_of_the_root_logger(caplog: pytest.LogCaptureFixture) -> None:
-    from recsys.logs import logger
+    from recsys.base.logs import logger
 
     logger.warning("heard")
     assert caplog.messages == ["heard"]

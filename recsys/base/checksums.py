@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from recsys.kernels.checked import checked
+from recsys.base.checked import checked
 
 __all__ = ["checksum_file", "new_file", "verify_checksum", "verify_if_present"]
 

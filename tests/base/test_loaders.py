@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
-from recsys.loaders import begin_epoch, epoch_length
+from recsys.base.loaders import begin_epoch, epoch_length
 from recsys.training.progress import total_steps
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from recsys.checksums import checksum_file, new_file, verify_if_present
+from recsys.base.checksums import checksum_file, new_file, verify_if_present
 from recsys.distributed.checkpoint import export_safetensors, save_checkpoint
 from recsys.inference import export_torchscript, verify_checksum
 from tests.inference.test_export import dlrm, inputs_of
 
 WRITES = """
 import sys, time
-from recsys.checksums import new_file
+from recsys.base.checksums import new_file
 with new_file(sys.argv[1]) as temporary:
     temporary.write_text("half")
     print("half", flush=True)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from recsys import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, step_stages
-from recsys.step_stages import Stage, long_section, observe, waiting
+from recsys import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from recsys.base import step_stages
+from recsys.base.step_stages import Stage, long_section, observe, waiting
 
 
 class Recorder:
