@@ -142,11 +142,11 @@ TESTED_THROUGH = {
     "metrics/option_sums.py": "metrics/test_sum_metrics.py",
     "metrics/sums.py": "metrics/test_sync.py",
     "modules/activation.py": "modules/test_mlp.py",
-    "modules/embedding_inputs.py": "modules/test_embedding_bag_collection.py",
+    "modules/tables/embedding_inputs.py": "modules/test_embedding_bag_collection.py",
     "modules/embedding_interfaces.py": "modules/test_embedding_collection.py",
-    "modules/embedding_table.py": "modules/test_embedding_tables.py",
+    "modules/tables/embedding_table.py": "modules/tables/test_embedding_tables.py",
     "modules/row_pool.py": "modules/test_object_pools.py",
-    "modules/table_lookups.py": "modules/test_embedding_tables.py",
+    "modules/tables/table_lookups.py": "modules/tables/test_embedding_tables.py",
     "sparse/keyed_bags.py": "sparse/test_keyed_jagged.py",
 }
 

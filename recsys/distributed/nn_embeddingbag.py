@@ -18,10 +18,10 @@ from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharded.sharder import CollectionSharder
 from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.state.table_shards import TableShards
-from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType, dtype_to_data_type
 from recsys.modules.embedding_modules import EmbeddingBagCollection
-from recsys.modules.embedding_table import TableDict
+from recsys.modules.tables.eager import run_eagerly
+from recsys.modules.tables.embedding_table import TableDict
 from recsys.sparse import KeyedJaggedTensor
 
 _TABLE = "weight"

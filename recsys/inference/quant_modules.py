@@ -28,7 +28,6 @@ from recsys.modules.embedding_configs import (
     PoolingType,
     check_tables,
 )
-from recsys.modules.embedding_inputs import expand_bags
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
@@ -38,6 +37,7 @@ from recsys.modules.embedding_modules import (
 )
 from recsys.modules.feature_processor import FeatureProcessorsCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recsys.modules.tables.embedding_inputs import expand_bags
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [

@@ -13,7 +13,7 @@ from torch import nn
 from recsys.base.arguments import whole
 from recsys.base.checked import checked
 from recsys.distributed.sharded.collection import ShardedCollection
-from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection
+from recsys.modules.tables.embedding_tables import QUANTIZATION_NOTES, TableCollection
 
 __all__ = [
     "PREPARED",

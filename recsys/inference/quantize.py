@@ -42,8 +42,8 @@ from recsys.modules.embedding_modules import (
     EmbeddingCollection,
     EmbeddingCollectionInterface,
 )
-from recsys.modules.embedding_tables import TableCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recsys.modules.tables.embedding_tables import TableCollection
 
 __all__ = ["quantize_embeddings", "quantize_inference_model", "quantize_state_dict"]
 

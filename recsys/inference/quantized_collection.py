@@ -46,17 +46,17 @@ from recsys.kernels.backend import OUTPUT_CODES
 from recsys.kernels.quantized import row_bytes
 from recsys.kernels.quantized_lookup import row_alignment_on
 from recsys.kernels.types import PoolingType
-from recsys.modules.aliased_storage import AliasedStorage
-from recsys.modules.batch_checker import with_one_batch_size
 from recsys.modules.embedding_configs import (
     DATA_TYPE_NUM_BITS,
     BaseEmbeddingConfig,
     QuantConfig,
 )
-from recsys.modules.embedding_inputs import positions_of
-from recsys.modules.embedding_table import TableDict
-from recsys.modules.embedding_tables import TableCollection
 from recsys.modules.hashed_ids import HashedIds
+from recsys.modules.tables.aliased_storage import AliasedStorage
+from recsys.modules.tables.batch_checker import with_one_batch_size
+from recsys.modules.tables.embedding_inputs import positions_of
+from recsys.modules.tables.embedding_table import TableDict
+from recsys.modules.tables.embedding_tables import TableCollection
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import check_features
 

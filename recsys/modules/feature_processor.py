@@ -19,7 +19,7 @@ from recsys.modules.position_weights import (
     ScriptedPositions,
     weigh,
 )
-from recsys.modules.traced import is_proxy, record
+from recsys.modules.tables.traced import is_proxy, record
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [

@@ -25,7 +25,7 @@ from recsys.modules.position_weights import (
     trimmed,
     with_weights,
 )
-from recsys.modules.traced import is_exporting, is_proxy
+from recsys.modules.tables.traced import is_exporting, is_proxy
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["FeatureProcessedEmbeddingBagCollection", "FeatureProcessorDictWrapper"]

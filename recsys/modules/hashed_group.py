@@ -17,9 +17,9 @@ from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import DimGroup
 from recsys.kernels.types import UpdateMode
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
-from recsys.modules.embedding_init import init_new_rows
 from recsys.modules.overflow_rows import OverflowRows
 from recsys.modules.table_index import TableIndex
+from recsys.modules.tables.embedding_init import init_new_rows
 
 __all__ = ["PINNED_BATCHES", "HashedGroup", "refuse_training"]
 

@@ -18,7 +18,7 @@ from recsys.distributed.ranks.node import get_local_size
 from recsys.kernels.hashed.index import geometry
 from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
-from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.tables.embedding_tables import TableCollection
 
 
 @checked

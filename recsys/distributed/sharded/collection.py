@@ -50,9 +50,9 @@ from recsys.distributed.stages.input_dist import InputDist, start_together
 from recsys.distributed.stages.lookup import Lookup, rows_found
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer
 from recsys.distributed.state.table_shards import load_tables
-from recsys.modules.eager import run_eagerly
-from recsys.modules.embedding_table import TableDict
-from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection
+from recsys.modules.tables.eager import run_eagerly
+from recsys.modules.tables.embedding_table import TableDict
+from recsys.modules.tables.embedding_tables import QUANTIZATION_NOTES, TableCollection
 from recsys.optim.keyed import CombinedOptimizer
 from recsys.sparse import KeyedJaggedTensor
 

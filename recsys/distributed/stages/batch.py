@@ -26,7 +26,7 @@ from recsys.distributed.stages.header import (
     Header,
 )
 from recsys.distributed.stages.routes import Routes
-from recsys.modules.batch_checker import CheckedBatch
+from recsys.modules.tables.batch_checker import CheckedBatch
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import Parts
 

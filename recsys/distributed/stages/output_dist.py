@@ -52,7 +52,7 @@ from recsys.distributed.stages.node_hop import (
 )
 from recsys.distributed.stages.ragged_gather import RaggedGather, RaggedRows
 from recsys.kernels.scaled_loss import TABLE_UPDATES
-from recsys.modules.embedding_inputs import expand_bags
+from recsys.modules.tables.embedding_inputs import expand_bags
 from recsys.sparse import KeyedTensor
 
 T = TypeVar("T")

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from recsys.kernels.lookup_batch import Batch
 from recsys.kernels.types import BoundsCheckMode, PoolingType
-from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
-from recsys.modules.embedding_init import draw_seed, init_rows, seed_of_ids
 from recsys.modules.embedding_interfaces import get_embedding_names_by_table
-from recsys.modules.embedding_table import EmbeddingTable, TableDict
-from recsys.modules.table_lookups import LookupGroup, TableLookups, TableSlot, new_weights
-from recsys.modules.traced import add_collection, is_exporting, is_proxy, record
+from recsys.modules.tables.eager import run_eagerly
+from recsys.modules.tables.embedding_init import draw_seed, init_rows, seed_of_ids
+from recsys.modules.tables.embedding_table import EmbeddingTable, TableDict
+from recsys.modules.tables.table_lookups import LookupGroup, TableLookups, TableSlot, new_weights
+from recsys.modules.tables.traced import add_collection, is_exporting, is_proxy, record
 from recsys.optim.apply_optimizer_in_backward import (
     AttachedOptimizer,
     attached_optimizer,

@@ -7,9 +7,9 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 
-from recsys.modules.aliased_storage import detach_storage
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 from recsys.modules.table_index import TableIndex
+from recsys.modules.tables.aliased_storage import detach_storage
 from recsys.optim.apply_optimizer_in_backward import is_marked
 
 __all__ = ["EmbeddingTable", "TableDict"]

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, load_model, save_model
 from torch import Tensor, nn
 
 from recsys.inference import quantize_embeddings
-from recsys.modules.aliased_storage import detach_storage
 from recsys.modules.dlrm import DLRM
 from recsys.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from recsys.modules.hashed_ids import HashedIds
+from recsys.modules.tables.aliased_storage import detach_storage
 from recsys.optim import RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
 

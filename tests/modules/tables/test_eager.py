@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.distributed.types import ShardingType
-from recsys.modules.eager import REASON
+from recsys.modules.tables.eager import REASON
 from recsys.optim import RowWiseAdagrad
 from tests.distributed.cases import Case, shard
 from tests.ranks import RankPool

@@ -16,7 +16,6 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from recsys.fx import symbolic_trace
-from recsys.modules import traced
 from recsys.modules.dlrm import DLRM
 from recsys.modules.embedding_configs import (
     DataType,
@@ -32,6 +31,7 @@ from recsys.modules.feature_processor import (
     PositionWeightedModuleCollection,
 )
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recsys.modules.tables import traced
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 

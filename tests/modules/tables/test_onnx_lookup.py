@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from recsys.modules.dlrm import DLRM
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recsys.modules.onnx_lookup import look_up_plainly
+from recsys.modules.tables.onnx_lookup import look_up_plainly
 from recsys.sparse import KeyedJaggedTensor
 
 KEYS = ["c", "a", "unread", "b"]

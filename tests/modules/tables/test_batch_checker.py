@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from recsys.kernels.types import BoundsCheckMode
-from recsys.modules.batch_checker import BatchChecker, CheckedBatch
+from recsys.modules.tables.batch_checker import BatchChecker, CheckedBatch
 from recsys.sparse import KeyedJaggedTensor
 
 CPU = torch.device("cpu")

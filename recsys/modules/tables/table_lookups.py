@@ -22,18 +22,18 @@ from recsys.kernels.support import shared_optimizer
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.types import BoundsCheckMode, PoolingType, TableSpec, UpdateMode
-from recsys.modules.aliased_storage import AliasedStorage
-from recsys.modules.batch_checker import (
+from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
+from recsys.modules.hashed_group import HashedGroup
+from recsys.modules.table_index import TableIndex
+from recsys.modules.tables.aliased_storage import AliasedStorage
+from recsys.modules.tables.batch_checker import (
     NO_COUNTS,
     NO_FAULTS,
     BatchChecker,
     CheckedBatch,
     RowLimits,
 )
-from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
-from recsys.modules.embedding_inputs import FeatureSelector, SelectedBags
-from recsys.modules.hashed_group import HashedGroup
-from recsys.modules.table_index import TableIndex
+from recsys.modules.tables.embedding_inputs import FeatureSelector, SelectedBags
 from recsys.optim.apply_optimizer_in_backward import (
     AttachedOptimizer,
     attachment_count,

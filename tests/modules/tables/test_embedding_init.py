@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recsys.modules import embedding_init
 from recsys.modules.embedding_configs import DataType, EmbeddingBagConfig
-from recsys.modules.embedding_init import BLOCK_ROWS, init_rows
+from recsys.modules.tables import embedding_init
+from recsys.modules.tables.embedding_init import BLOCK_ROWS, init_rows
 from tests.pretended_cuda import CUDA, PretendedCuda
 
 ROWS = 2 * BLOCK_ROWS + 7

@@ -6,7 +6,7 @@ ragged batches need no new compilation. The eager forward pass does not use the 
 
 If the tables belong to a collection of the process, the operation runs that collection's lookup,
 with its checks and kernels. A program that is loaded without the model looks up table by table with
-PyTorch's operations. `torch.onnx.export` records the operations of `recsys.modules.onnx_lookup`.
+PyTorch's operations. `torch.onnx.export` records the operations of `onnx_lookup.py`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.nn import functional
 
 from recsys.kernels.lookup_batch import sum_bags
 from recsys.kernels.types import PoolingType
-from recsys.modules.onnx_lookup import look_up_plainly
+from recsys.modules.tables.onnx_lookup import look_up_plainly
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from recsys.sparse.validate import is_proxy
 
 if TYPE_CHECKING:
-    from recsys.modules.embedding_tables import TableCollection
+    from recsys.modules.tables.embedding_tables import TableCollection
 
 __all__ = [
     "add_collection",
