@@ -52,8 +52,9 @@ QUICK_CASE_OF: dict[str, str] = {
     f"{OVERFLOW}::test_killed_saves_leave_the_last_version": (
         f"{OVERFLOW}::test_a_full_disk_keeps_the_last_version"
     ),
-    "tests/modules/test_overflow_log.py::test_folders_go_with_their_process_or_with_the_next_log": (
-        "tests/modules/test_overflow_rows.py::test_logs_go_with_the_model"
+    "tests/modules/ids/test_overflow_log.py::"
+    "test_folders_go_with_their_process_or_with_the_next_log": (
+        "tests/modules/ids/test_overflow_rows.py::test_logs_go_with_the_model"
     ),
     **{
         f"tests/distributed/test_overflow.py::test_programs_equal_a_large_table[{name}-2]": (

@@ -76,7 +76,7 @@ TESTED_THROUGH = {
     "inference/packages/library.py": "inference/cpp/test_core.py",
     "inference/packages/requests.py": "inference/cpp/test_core.py",
     "inference/packages/command.py": "test_main.py",
-    "modules/table_index.py": "modules/test_hashed_group.py",
+    "modules/ids/table_index.py": "modules/ids/test_hashed_group.py",
     "compat/__main__.py": "compat/test_torchrec.py",
     "compat/criteo_scripts.py": "compat/test_answers.py",
     "compat/datasets.py": "compat/test_answers.py",

@@ -24,9 +24,9 @@ from recsys.compat.eviction_policies import (
 from recsys.compat.features_as_rows import features_in_order, with_ids
 from recsys.kernels.hashed.index import geometry, map_ids
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
-from recsys.modules.hashed_group import PINNED_BATCHES
 from recsys.modules.hashed_ids import LRU, HashedIds, Probability
-from recsys.modules.table_index import TableIndex
+from recsys.modules.ids.hashed_group import PINNED_BATCHES
+from recsys.modules.ids.table_index import TableIndex
 from recsys.modules.tables.embedding_table import EmbeddingTable, TableDict
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 

@@ -21,7 +21,7 @@ from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.distributed.stages.lookup import LocalShard
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.distributed.state.table_shards import TableShards
-from recsys.modules.table_index import logs_are_saved
+from recsys.modules.ids.table_index import logs_are_saved
 from recsys.modules.tables.embedding_tables import TableCollection
 from recsys.optim.keyed import KeyedOptimizer
 

@@ -25,7 +25,7 @@ from recsys.kernels.support import choose_backend
 from recsys.kernels.types import EmbeddingLocation, LookupSettings, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollectionInterface
 from recsys.modules.hashed_ids import HashedIds
-from recsys.modules.table_index import index_row_bytes
+from recsys.modules.ids.table_index import index_row_bytes
 from recsys.optim.specs import TableOptimizer
 
 _OF_FEATURES = ("pooling_factors", "num_poolings", "batch_sizes")

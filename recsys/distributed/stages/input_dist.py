@@ -67,7 +67,7 @@ from recsys.distributed.stages.weight_gradients import with_weight_gradients
 from recsys.kernels import ops
 from recsys.kernels.bounds import NO_LIMIT, AsyncChecks
 from recsys.kernels.types import BoundsCheckMode
-from recsys.modules.hashed_group import HashedGroup, refuse_training
+from recsys.modules.ids.hashed_group import HashedGroup, refuse_training
 from recsys.modules.tables.batch_checker import (
     NO_COUNTS,
     NO_FAULTS,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
-from recsys.modules.table_index import TableIndex
+from recsys.modules.ids.table_index import TableIndex
 from recsys.modules.tables.aliased_storage import detach_storage
 from recsys.optim.apply_optimizer_in_backward import is_marked
 

@@ -23,8 +23,8 @@ from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import StorageLayout
 from recsys.kernels.types import BoundsCheckMode, PoolingType, TableSpec, UpdateMode
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
-from recsys.modules.hashed_group import HashedGroup
-from recsys.modules.table_index import TableIndex
+from recsys.modules.ids.hashed_group import HashedGroup
+from recsys.modules.ids.table_index import TableIndex
 from recsys.modules.tables.aliased_storage import AliasedStorage
 from recsys.modules.tables.batch_checker import (
     NO_COUNTS,

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recsys.modules.overflow_log import OverflowLog, RecordField
+from recsys.modules.ids.overflow_log import OverflowLog, RecordField
 
 BYTES, SEGMENT = 12, 40 * 20  # 40 records of a file
 
@@ -221,7 +221,7 @@ def test_it_is_not_copied(tmp_path: Path) -> None:
 
 JOB = """
 import os, signal, sys, torch
-from recsys.modules.overflow_log import OverflowLog, RecordField
+from recsys.modules.ids.overflow_log import OverflowLog, RecordField
 log = OverflowLog(sys.argv[1], "t", [RecordField("weight", torch.float32, 1)])
 log.append(torch.arange(3), torch.zeros(3, 4, dtype=torch.uint8))
 if os.fork() == 0:

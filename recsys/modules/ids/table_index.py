@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from recsys.kernels.hashed.index import COUNTS, HashIndex, geometry
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds
-from recsys.modules.overflow_log import OverflowLog
+from recsys.modules.ids.overflow_log import OverflowLog
 
 __all__ = ["HashedIdStats", "TableIndex", "index_row_bytes", "logs_are_saved", "row_states_of"]
 

@@ -18,7 +18,7 @@ from recsys.distributed.types import ShardingEnv
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds, Probability
-from recsys.modules.table_index import index_row_bytes
+from recsys.modules.ids.table_index import index_row_bytes
 from recsys.modules.tables.embedding_init import init_ids
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor

@@ -17,8 +17,8 @@ from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import DimGroup
 from recsys.kernels.types import UpdateMode
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
-from recsys.modules.overflow_rows import OverflowRows
-from recsys.modules.table_index import TableIndex
+from recsys.modules.ids.overflow_rows import OverflowRows
+from recsys.modules.ids.table_index import TableIndex
 from recsys.modules.tables.embedding_init import init_new_rows
 
 __all__ = ["PINNED_BATCHES", "HashedGroup", "refuse_training"]

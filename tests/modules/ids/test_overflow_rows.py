@@ -18,11 +18,11 @@ from recsys.inference import quantize_embeddings
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.modules.hashed_ids import LFU, LRU, AtLeast, HashedIds
-from recsys.modules.overflow_log import OverflowLog, RecordField
-from recsys.modules.overflow_rows import OverflowRows, open_log
+from recsys.modules.ids.overflow_log import OverflowLog, RecordField
+from recsys.modules.ids.overflow_rows import OverflowRows, open_log
 from recsys.optim import Adagrad, Adam, RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
-from tests.modules.test_overflow_log import limit_of_files
+from tests.modules.ids.test_overflow_log import limit_of_files
 
 NAMES = ["a", "b"]
 

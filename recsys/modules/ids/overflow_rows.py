@@ -11,8 +11,8 @@ from torch import Tensor
 
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
-from recsys.modules.overflow_log import OverflowLog, RecordField, split_records
-from recsys.modules.table_index import TableIndex
+from recsys.modules.ids.overflow_log import OverflowLog, RecordField, split_records
+from recsys.modules.ids.table_index import TableIndex
 
 __all__ = ["OverflowRows", "fields_of", "open_log"]
 
