@@ -6,7 +6,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 
-from recsys.kernels.arguments import writable_folder
+from recsys.base.arguments import writable_folder
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:

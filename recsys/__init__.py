@@ -2,8 +2,9 @@
 
 The packages, in the order in which a batch passes through them. Each imports only earlier ones:
 
-`kernels` (fused lookups on plain tensors) -> `sparse` (jagged data) -> `optim` -> `modules`
-(authored on one device) -> `distributed` (placed on many) -> `inference` (quantized, exported).
+`base` (argument checks, logs) -> `kernels` (fused lookups on plain tensors) -> `sparse` (jagged
+data) -> `optim` -> `modules` (authored on one device) -> `distributed` (placed on many) ->
+`inference` (quantized, exported).
 
 Common names are also available here, such as `recsys.KeyedJaggedTensor`. Names, packages and
 modules are imported at their first use, so `import recsys` is fast, and
@@ -14,9 +15,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recsys.lazy import lazy_names
+from recsys.base.lazy import lazy_names
 
 if TYPE_CHECKING:  # _HOMES for editors and type checkers
+    from recsys.base.streamable import Multistreamable, Pipelineable
     from recsys.distributed.model_parallel import DistributedModelParallel
     from recsys.modules.embedding_configs import (
         DataType,
@@ -31,7 +33,6 @@ if TYPE_CHECKING:  # _HOMES for editors and type checkers
         EmbeddingCollectionInterface,
     )
     from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-    from recsys.streamable import Multistreamable, Pipelineable
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ __all__ = [
 ]
 
 _ROOMS = (
+    "base",
     "compat",
     "datasets",
     "distributed",

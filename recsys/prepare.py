@@ -22,12 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import csv
 
+from recsys.base.arguments import whole
 from recsys.datasets.ahead import map_ahead
 from recsys.datasets.files import File
 from recsys.datasets.tables import Paths, files_of, located, unify_types
 from recsys.features import FeatureSpec
 from recsys.features.prepared import check_prepared_names, prepared_spec, prepared_table
-from recsys.kernels.arguments import whole
 
 __all__ = ["add_arguments", "main", "prepare"]
 

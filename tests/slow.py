@@ -11,7 +11,9 @@ LAYOUT_PLOT = "tests/distributed/placement/test_layout_plot.py"
 NARROW_WIRES = (
     "tests/distributed/ranks/test_wire.py::test_tables_of_few_columns_travel_in_any_format"
 )
-TRACED = "tests/modules/test_traced.py::test_traced_and_compiled_models_train_like_the_eager_one"
+TRACED = (
+    "tests/modules/tables/test_traced.py::test_traced_and_compiled_models_train_like_the_eager_one"
+)
 
 CURVE = "tests/distributed/test_job.py::test_tables_that_move_on_the_way_continue_the_curve"
 
@@ -53,8 +55,9 @@ QUICK_CASE_OF: dict[str, str] = {
     f"{OVERFLOW}::test_killed_saves_leave_the_last_version": (
         f"{OVERFLOW}::test_a_full_disk_keeps_the_last_version"
     ),
-    "tests/modules/test_overflow_log.py::test_folders_go_with_their_process_or_with_the_next_log": (
-        "tests/modules/test_overflow_rows.py::test_logs_go_with_the_model"
+    "tests/modules/ids/test_overflow_log.py::"
+    "test_folders_go_with_their_process_or_with_the_next_log": (
+        "tests/modules/ids/test_overflow_rows.py::test_logs_go_with_the_model"
     ),
     **{
         f"tests/distributed/test_overflow.py::test_programs_equal_a_large_table[{name}-2]": (
@@ -280,17 +283,18 @@ QUICK_CASE_OF: dict[str, str] = {
     "tests/metrics/test_sync.py::test_synced_equals_whole": (
         "tests/metrics/test_metric_module.py::test_sync_has_the_sums_of_all_ranks"
     ),
-    "tests/modules/test_eager.py::test_a_compiled_model_trains_like_the_plain_one"
+    "tests/modules/tables/test_eager.py::test_a_compiled_model_trains_like_the_plain_one"
     "[DistributedModelParallel-pooled]": (
-        "tests/modules/test_eager.py::test_a_compiled_model_trains_like_the_plain_one"
+        "tests/modules/tables/test_eager.py::test_a_compiled_model_trains_like_the_plain_one"
         "[DistributedModelParallel-sequence]"
     ),
-    "tests/modules/test_onnx_lookup.py::test_onnx_programs_give_equal_values": (
-        "tests/modules/test_onnx_lookup.py::test_they_find_what_the_operation_finds"
+    "tests/modules/tables/test_onnx_lookup.py::test_onnx_programs_give_equal_values": (
+        "tests/modules/tables/test_onnx_lookup.py::test_they_find_what_the_operation_finds"
     ),
     f"{TRACED}[inductor-position weights]": f"{TRACED}[compile-position weights]",
-    "tests/modules/test_embedding_tables.py::test_shared_memory_is_shared_with_another_process": (
-        "tests/modules/test_embedding_tables.py::test_pickle_carries_each_table_once"
+    "tests/modules/tables/test_embedding_tables.py::"
+    "test_shared_memory_is_shared_with_another_process": (
+        "tests/modules/tables/test_embedding_tables.py::test_pickle_carries_each_table_once"
     ),
     "tests/test_ranks.py::test_a_rank_that_hangs_is_named_with_its_stack": (
         "tests/test_ranks.py::test_a_rank_that_fails_is_named_with_its_traceback"

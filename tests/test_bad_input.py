@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from recsys.base.arguments import MissingKeyError
 from recsys.datasets.criteo import CriteoDataset
 from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -25,7 +26,6 @@ from recsys.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
-from recsys.kernels.arguments import MissingKeyError
 from recsys.modules.dlrm import DLRM
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection

@@ -12,7 +12,7 @@ from tests.offenders import check_each
 ROOT = Path(recsys.__file__).parent
 
 # In the order in which a batch walks through them; each may import those before it.
-ROAD = ["kernels", "sparse", "optim", "modules", "distributed", "inference"]
+ROAD = ["base", "kernels", "sparse", "optim", "modules", "distributed", "inference"]
 # The rooms of `distributed`: what each may import of it. Other files there, which users name, may
 # import them all; a folder that is not here stands above those files.
 INSIDE = {
@@ -34,38 +34,30 @@ ABOVE = {
 BESIDE = {
     "compat": [*ROAD, "metrics", "datasets"],
     # parts for the planner, imported where a script asks for one
-    "compat/planner": ["compat", "kernels", "modules", "distributed"],
-    "datasets": ["kernels", "sparse"],
-    "features": ["kernels", "sparse", "modules", "datasets"],
-    "metrics": ["kernels"],
-    "training": ["kernels", "optim", "distributed", "metrics", "sparse", "modules"],
+    "compat/planner": ["compat", "base", "kernels", "modules", "distributed"],
+    "datasets": ["base", "kernels", "sparse"],
+    "features": ["base", "kernels", "sparse", "modules", "datasets"],
+    "metrics": ["base"],
+    "training": ["base", "optim", "distributed", "metrics", "sparse", "modules"],
 }
-# Files at the top that every room may import.
-TOOLS = {
-    "checksums": ["kernels"],
-    "contact": [],
-    "lazy": [],
-    "loaders": [],
-    "logs": [],
-    "machine": [],
-    "step_stages": [],
-    "streamable": [],
-    "tracing": [],
-}
+# Public paths of modules of `base`.
+PATHS = ["lazy", "step_stages", "streamable"]
 # Files at the top that look into rooms. The package itself imports nothing when imported.
 TOP = {
-    "__init__": [],
+    "__init__": ["base"],
     "__main__": [],
     "calibrate": ROAD[:-1],
-    "doctor": ["kernels"],
+    "doctor": ["base", "kernels"],
     "fx": ["inference"],
     "plan": ["distributed"],
-    "prepare": ["kernels", "datasets", "features"],
+    "prepare": ["base", "datasets", "features"],
+    "tracing": [],
 }
 
 ALLOWED = {room: ROAD[: i + 1] for i, room in enumerate(ROAD)}
 ALLOWED["inference"] += ["datasets", "features"]  # raw columns, imported by packages that have them
-ALLOWED |= {room: [*others, room] for room, others in BESIDE.items()} | TOP | TOOLS
+ALLOWED |= {room: [*others, room] for room, others in BESIDE.items()} | TOP
+ALLOWED |= {path: ["base"] for path in PATHS}
 
 # What is scripted calls FBGEMM's ops by name: TorchScript must not depend on this package.
 CALLS_FBGEMM_OPS = {"kernels", "inference"}
@@ -103,7 +95,7 @@ def test_rooms_import_only_rooms_before_them() -> None:
     wrong = {}
     for path in FILES:
         rooms = {name.split(".")[1] for name in imports_of(path) if name.startswith("recsys.")}
-        if rooms := rooms - {*ALLOWED[room_of(path)], *TOOLS}:
+        if rooms := rooms - set(ALLOWED[room_of(path)]):
             wrong[str(path)] = rooms
     assert wrong == {}
 
@@ -125,7 +117,7 @@ def test_rooms_of_distributed_import_only_rooms_before_them() -> None:
 
 def test_no_stage_and_no_state_reads_the_environment() -> None:
     """What a job's variables say is in the layout and the ranks' environment."""
-    readers = {"os", "recsys.kernels.arguments.setting", "recsys.distributed.ranks.node"}
+    readers = {"os", "recsys.base.arguments.setting", "recsys.distributed.ranks.node"}
     found = {
         str(path): names
         for room in ("stages", "state", "train_pipeline")

@@ -20,6 +20,7 @@ SURFACE = {
         EmbeddingBagConfig EmbeddingCollection EmbeddingCollectionInterface EmbeddingConfig
         JaggedTensor KeyedJaggedTensor KeyedTensor Multistreamable Pipelineable PoolingType
     """,
+    "recsys.base": "",
     "recsys.compat": "",
     "recsys.datasets": "Split TableReader TimeSplit csv parquet table",
     "recsys.distributed": """

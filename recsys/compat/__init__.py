@@ -4,6 +4,6 @@
 without changing it, use `python -m recsys.compat script.py`.
 """
 
-from recsys.lazy import lazy_names
+from recsys.base.lazy import lazy_names
 
 __getattr__ = lazy_names(__name__, {})

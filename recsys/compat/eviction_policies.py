@@ -11,7 +11,7 @@ from math import floor
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import finite
+from recsys.base.arguments import finite
 from recsys.modules.hashed_ids import LFU, LRU, AtLeast, DistanceLFU, Probability
 
 Admission = AtLeast | Probability | None

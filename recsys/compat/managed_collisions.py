@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
+from recsys.base.arguments import finite, whole, wrong_type
 from recsys.compat.eviction_policies import (
     DistanceLFU_EvictionPolicy,
     EvictionPolicy,
@@ -21,13 +22,12 @@ from recsys.compat.eviction_policies import (
     LRU_EvictionPolicy,
 )
 from recsys.compat.features_as_rows import features_in_order, with_ids
-from recsys.kernels.arguments import finite, whole, wrong_type
 from recsys.kernels.hashed.index import geometry, map_ids
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
-from recsys.modules.embedding_table import EmbeddingTable, TableDict
-from recsys.modules.hashed_group import PINNED_BATCHES
 from recsys.modules.hashed_ids import LRU, HashedIds, Probability
-from recsys.modules.table_index import TableIndex
+from recsys.modules.ids.hashed_group import PINNED_BATCHES
+from recsys.modules.ids.table_index import TableIndex
+from recsys.modules.tables.embedding_table import EmbeddingTable, TableDict
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 
 

@@ -24,11 +24,11 @@ from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.distributed.sharded.sharder import ModuleSharder, ShardedModule
 from recsys.distributed.stages.batch import BatchContext
-from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recsys.modules.embedding_tables import TableCollection
-from recsys.modules.table_index import TableIndex
-from recsys.modules.table_lookups import new_weights
+from recsys.modules.ids.table_index import TableIndex
+from recsys.modules.tables.eager import run_eagerly
+from recsys.modules.tables.embedding_tables import TableCollection
+from recsys.modules.tables.table_lookups import new_weights
 from recsys.optim.keyed import CombinedOptimizer
 from recsys.sparse import KeyedJaggedTensor
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from recsys.distributed.changed_rows import ChangedRows
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.sharded.collection import ShardedCollection
-from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.tables.embedding_tables import TableCollection
 
 
 class UpdateMode(enum.Enum):

@@ -10,7 +10,7 @@ process group, if there is one, or as arguments.
 
 from typing import TYPE_CHECKING
 
-from recsys.lazy import lazy_names
+from recsys.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from recsys.datasets.readers import csv, parquet, table

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
+from recsys.base.arguments import finite, flag, shown, whole
+from recsys.base.loaders import begin_epoch, epoch_length
 from recsys.datasets.table_reader import TableReader
 from recsys.datasets.utils import Batch, check_rank, rank_in_job
 from recsys.datasets.windows import take_rows
-from recsys.kernels.arguments import finite, flag, shown, whole
-from recsys.loaders import begin_epoch, epoch_length
 
 __all__ = ["BalancedBatches", "BalancedSampler", "balanced_order", "imbalance"]
 

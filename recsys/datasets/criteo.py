@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
+from recsys.base.checked import checked
 from recsys.datasets.utils import Batch, check_rank, of_worker, rank_in_job, rank_slice
-from recsys.kernels.checked import checked
 from recsys.sparse import KeyedJaggedTensor
 
 INT_FEATURE_COUNT = 13

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
+from recsys.base.checked import checked
 from recsys.datasets.criteo import CAT_FEATURE_COUNT, DEFAULT_CAT_NAMES, criteo_batch
 from recsys.datasets.criteo_utils import gather_rows
 from recsys.datasets.utils import (
@@ -22,7 +23,6 @@ from recsys.datasets.utils import (
     check_rank,
     of_worker,
 )
-from recsys.kernels.checked import checked
 
 _STAGES = ("train", "val", "test")
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import DTypeLike, NDArray
 
+from recsys.base.checked import checked
 from recsys.datasets.criteo import (
     CAT_FEATURE_COUNT,
     DAYS,
@@ -24,7 +25,6 @@ from recsys.datasets.criteo import (
     read_blocks,
 )
 from recsys.datasets.utils import PATH_MANAGER_KEY, check_path_manager_key
-from recsys.kernels.checked import checked
 
 FREQUENCY_THRESHOLD = 3
 """Occurrences from which a category gets its own id."""

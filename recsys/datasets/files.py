@@ -13,7 +13,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import csv, fs
 
-from recsys.kernels.arguments import MissingKeyError
+from recsys.base.arguments import MissingKeyError
 
 __all__ = ["File", "conversion_of", "described", "is_text", "version_of"]
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from recsys.lazy import lazy_names
+from recsys.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from recsys.features.histories import leave_one_out

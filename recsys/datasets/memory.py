@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from recsys.kernels.arguments import wrong_type
+from recsys.base.arguments import wrong_type
 
 __all__ = ["table_of"]
 

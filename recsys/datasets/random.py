@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from recsys.base.checked import checked
 from recsys.datasets.utils import Batch, of_worker
-from recsys.kernels.checked import checked
 from recsys.sparse import KeyedJaggedTensor
 
 

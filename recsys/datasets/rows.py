@@ -17,14 +17,14 @@ from typing import Any, final
 
 from torch.utils.data import IterableDataset
 
+from recsys.base.arguments import path_of
+from recsys.base.checked import checked
 from recsys.datasets.criteo import (
     DEFAULT_CAT_NAMES,
     DEFAULT_COLUMN_NAMES,
     DEFAULT_LABEL_NAME,
 )
 from recsys.datasets.utils import check_rank, of_worker, rank_in_job
-from recsys.kernels.arguments import path_of
-from recsys.kernels.checked import checked
 
 RowMapper = Callable[[list[str]], Any]
 """Function that converts the fields of a line to a row."""

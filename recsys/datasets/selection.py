@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from recsys.base.arguments import MissingKeyError, shown, wrong_type
 from recsys.datasets.sources import Source, TextSource, Unit
 from recsys.datasets.tables import located
 from recsys.datasets.utils import Batch
 from recsys.datasets.windows import join_rows
-from recsys.kernels.arguments import MissingKeyError, shown, wrong_type
 
 __all__ = ["PARTS", "RowSplit", "Rows", "Selection", "Spec", "check_settings", "filter_columns"]
 

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import numpy as np
 import pyarrow as pa
 
-from recsys.kernels.arguments import finite, whole
-from recsys.kernels.checked import check_fields
+from recsys.base.arguments import finite, whole
+from recsys.base.checked import check_fields
 
 __all__ = ["Bayes", "ClickModel", "Clicks", "bayes"]
 

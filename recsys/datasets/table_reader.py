@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from recsys.base.arguments import MissingKeyError, flag, shown, whole
 from recsys.datasets.ahead import map_ahead
 from recsys.datasets.selection import RowSplit, Selection, Spec
 from recsys.datasets.sources import Source, TextSource, Unit
 from recsys.datasets.utils import Batch, check_rank, rank_in_job, rank_slice
 from recsys.datasets.windows import join_rows, split_rows
-from recsys.kernels.arguments import MissingKeyError, flag, shown, whole
 
 __all__ = ["TableReader"]
 

@@ -24,9 +24,9 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 from pyarrow import csv, fs
 
+from recsys.base.arguments import MissingKeyError, wrong_type
 from recsys.datasets.files import File, described, is_text, version_of
 from recsys.datasets.memory import table_of
-from recsys.kernels.arguments import MissingKeyError, wrong_type
 
 __all__ = [
     "Paths",

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
+from recsys.base.arguments import MissingKeyError, instance, names, setting
+from recsys.base.checked import checked_late
+from recsys.base.streamable import Pipelineable
 from recsys.kernels import ops
-from recsys.kernels.arguments import MissingKeyError, instance, names, setting
-from recsys.kernels.checked import checked_late
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.column import read_numbers
 from recsys.sparse.columns import check_table, jagged_of
 from recsys.sparse.tree import register
 from recsys.sparse.value_checks import name_columns
-from recsys.streamable import Pipelineable
 
 _T = TypeVar("_T")
 PATH_MANAGER_KEY = "torchrec"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recsys.lazy import lazy_names
+from recsys.base.lazy import lazy_names
 
 if TYPE_CHECKING:  # what editors and type checkers see of _HOMES
     from recsys.distributed.model_parallel import DistributedModelParallel

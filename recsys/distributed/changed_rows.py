@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.state.table_shards import TableShards
 from recsys.kernels.row_marks import RowMarks
-from recsys.modules.embedding_tables import TableCollection
 from recsys.modules.hashed_ids import refuse_overflow
+from recsys.modules.tables.embedding_tables import TableCollection
 
 __all__ = ["ChangedRows"]
 

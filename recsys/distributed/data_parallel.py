@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recsys.base.arguments import whole
+from recsys.base.checked import check_fields
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.shard import exclude_sharded_from_ddp, names_excluded_from_ddp
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import check_fields
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 
 if TYPE_CHECKING:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from recsys.base.arguments import instance
+from recsys.base.checked import checked
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
@@ -15,8 +17,6 @@ from recsys.distributed.fused_embedding import (
     FusedEmbeddingCollectionSharder,
 )
 from recsys.distributed.sharded.sharder import ModuleSharder
-from recsys.kernels.arguments import instance
-from recsys.kernels.checked import checked
 
 _added: list[Callable[[], ModuleSharder[Any]]] = []
 

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from recsys.base.arguments import setting, wrong_type
+from recsys.base.checked import checked
 from recsys.distributed.data_parallel import DataParallelWrapper
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.placement.plan_json import ShardingPlan
@@ -31,8 +33,6 @@ from recsys.distributed.sharded.module_tree import outermost
 from recsys.distributed.sharded.reshard import check_made_for
 from recsys.distributed.sharded.sharder import ModuleSharder, has_tables
 from recsys.distributed.state.replica_average import average_over_ranks
-from recsys.kernels.arguments import setting, wrong_type
-from recsys.kernels.checked import checked
 from recsys.modules.hashed_ids import refuse_overflow
 
 __all__ = ["DMPCollection", "DMPCollectionConfig"]

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
+from recsys.base.checked import checked
 from recsys.distributed.placement.plan import ParameterSharding
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.ranks.env import ShardingEnv
@@ -16,7 +17,6 @@ from recsys.distributed.ranks.wire import SEQUENCE_OPS, QuantizedCommCodecs
 from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.distributed.sharded.sharder import CollectionSharder
 from recsys.distributed.stages.sequence_dist import SequenceDist
-from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingCollection
 from recsys.sparse import JaggedTensor

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
+from recsys.base.checked import checked
 from recsys.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
@@ -22,7 +23,6 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharded.sharder import ModuleSharder, ShardedModule
 from recsys.distributed.stages.batch import BatchContext
-from recsys.kernels.checked import checked
 from recsys.modules.feature_processor import FeatureProcessorsCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.optim.keyed import CombinedOptimizer

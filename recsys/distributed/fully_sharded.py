@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from recsys.base.checked import check_fields
 from recsys.distributed.model_parallel import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
@@ -25,7 +26,6 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.shard import sharded_modules, sharded_names
 from recsys.distributed.sharded.module_tree import outermost
-from recsys.kernels.checked import check_fields
 
 __all__ = ["FullyShardWrapper"]
 

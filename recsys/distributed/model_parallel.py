@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from recsys.base.arguments import flag, wrong_type
+from recsys.base.checked import checked
 from recsys.distributed.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.placement.plan_json import ShardingPlan
@@ -39,8 +41,6 @@ from recsys.distributed.sharded.sharder import (
     refuse_to_pickle,
 )
 from recsys.distributed.train_pipeline.input_prefetch import InputPrefetcher
-from recsys.kernels.arguments import flag, wrong_type
-from recsys.kernels.checked import checked
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 __all__ = [

@@ -11,17 +11,17 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
+from recsys.base.checked import checked
 from recsys.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from recsys.distributed.ranks.comm import Awaitable, LazyAwaitable
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharded.sharder import CollectionSharder
 from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.state.table_shards import TableShards
-from recsys.kernels.checked import checked
-from recsys.modules.eager import run_eagerly
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType, dtype_to_data_type
 from recsys.modules.embedding_modules import EmbeddingBagCollection
-from recsys.modules.embedding_table import TableDict
+from recsys.modules.tables.eager import run_eagerly
+from recsys.modules.tables.embedding_table import TableDict
 from recsys.sparse import KeyedJaggedTensor
 
 _TABLE = "weight"

@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from recsys.base.arguments import instance
+from recsys.base.checked import checked
 from recsys.distributed.placement.layout import Rect
 from recsys.distributed.placement.plan import ObjectPoolShardingPlan, ObjectPoolShardingType
 from recsys.distributed.ranks.comm import LazyAwaitable
@@ -24,8 +26,6 @@ from recsys.distributed.sharded.devices import canonical_device, default_device
 from recsys.distributed.sharded.sharder import ModuleSharder, OwnShardsModule
 from recsys.distributed.stages.pool_rows import send_ids, start_rows
 from recsys.distributed.state.sharded_table import ShardedTable
-from recsys.kernels.arguments import instance
-from recsys.kernels.checked import checked
 from recsys.modules.object_pools import KeyedJaggedTensorPool, TensorPool
 from recsys.modules.row_pool import META, ObjectPool, RowPool, check_ids
 from recsys.optim.keyed import CombinedOptimizer

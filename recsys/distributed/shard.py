@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from recsys.base.arguments import shown, wrong_type
+from recsys.base.checked import checked
 from recsys.distributed.default_sharders import get_default_sharders, sharder_of
 from recsys.distributed.placement.plan import EmbeddingModuleShardingPlan, ParameterSharding
 from recsys.distributed.placement.plan_json import ShardingPlan
@@ -38,8 +40,6 @@ from recsys.distributed.sharding_plan import (
     apply_to_all,
     construct_module_sharding_plan,
 )
-from recsys.kernels.arguments import shown, wrong_type
-from recsys.kernels.checked import checked
 
 Placements = (
     Mapping[str, ParameterSharding | ParameterShardingGenerator] | ParameterShardingGenerator

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from recsys.base.arguments import choice, whole, whole_list
+from recsys.base.checked import checked
 from recsys.distributed.default_sharders import sharder_of
 from recsys.distributed.placement.layout import Rect
 from recsys.distributed.placement.plan import (
@@ -37,8 +39,6 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.sharded.devices import default_device
 from recsys.distributed.sharded.sharder import ModuleSharder
-from recsys.kernels.arguments import choice, whole, whole_list
-from recsys.kernels.checked import checked
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 
 __all__ = [

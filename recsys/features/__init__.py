@@ -7,7 +7,7 @@ them. The package needs pyarrow (extra `data`).
 
 from typing import TYPE_CHECKING
 
-from recsys.lazy import lazy_names
+from recsys.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from recsys.features.columns import (

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recsys.base.arguments import MissingKeyError, shown
 from recsys.features.text_hash import hash_texts
-from recsys.kernels.arguments import MissingKeyError, shown
 
 __all__ = [
     "Keys",

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypeAlias, final
 
-from recsys.kernels.arguments import finite, names, repeated, shown, whole
-from recsys.kernels.checked import check_fields
+from recsys.base.arguments import finite, names, repeated, shown, whole
+from recsys.base.checked import check_fields
 
 __all__ = [
     "MISSING",

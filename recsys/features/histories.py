@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
 from recsys.datasets.memory import table_of
 from recsys.features.arrow import Keys, Values, decoded, read_integers, read_keys, read_values
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
 
 __all__ = ["leave_one_out"]
 

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import pyarrow as pa
 
+from recsys.base.arguments import repeated
 from recsys.features.columns import (
     MISSING,
     PART_SIZES,
@@ -29,7 +30,6 @@ from recsys.features.columns import (
 )
 from recsys.features.fit import Fitted
 from recsys.features.spec import FeatureSpec
-from recsys.kernels.arguments import repeated
 
 __all__ = ["check_prepared_names", "prepared_spec", "prepared_table"]
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recsys.base.arguments import MissingKeyError, shown, whole, wrong_type
 from recsys.datasets.memory import table_of
 from recsys.datasets.tables import tables_of
 from recsys.datasets.utils import Batch
@@ -37,7 +38,6 @@ from recsys.features.columns import (
 from recsys.features.fit import Fitted, PartialFit
 from recsys.features.samples import read_group, read_label, read_weight
 from recsys.features.transform import jagged_of, read_bags, read_dense
-from recsys.kernels.arguments import MissingKeyError, shown, whole, wrong_type
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.hashed_ids import HashedIds
 

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from recsys.base.arguments import finite, shown, wrong_type
+from recsys.base.checked import check_fields
 from recsys.features.arrow import decoded, key_kind, read_keys, read_values
-from recsys.kernels.arguments import finite, shown, wrong_type
-from recsys.kernels.checked import check_fields
 from recsys.sparse.hashing import mix
 
 __all__ = ["PARTS", "Split", "TimeSplit"]

@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recsys.base.arguments import shown
 from recsys.features.arrow import Keys
 from recsys.features.columns import MISSING, UNKNOWN
 from recsys.features.hash_index import HashIndex
 from recsys.features.text_hash import hash_texts
-from recsys.kernels.arguments import shown
 
 __all__ = ["Counts", "Vocabulary"]
 

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from recsys.checksums import verify_checksum
+from recsys.base.checksums import verify_checksum
+from recsys.base.lazy import lazy_names
 from recsys.inference.export import export_aoti, export_torchscript
 from recsys.inference.packages.check import inspect, verify
 from recsys.inference.packages.deltas import read_delta, write_delta, write_delta_between
@@ -24,7 +25,6 @@ from recsys.inference.report import (
     quantization_report,
 )
 from recsys.inference.shard import shard_quant_model
-from recsys.lazy import lazy_names
 
 if TYPE_CHECKING:  # needs pyarrow
     from recsys.inference.scoring import score

@@ -32,7 +32,8 @@ from torch.fx.experimental import _config as shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-from recsys.checksums import new_file
+from recsys.base.checked import checked
+from recsys.base.checksums import new_file
 from recsys.inference.batch_sizes import batch_sizes, check_any_size, samples_of
 from recsys.inference.input_features import (
     arguments_by_name,
@@ -45,7 +46,6 @@ from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.served import position_processor
 from recsys.inference.served_part import served_part
 from recsys.inference.tracer import Tracer
-from recsys.kernels.checked import checked
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from recsys.sparse.script_modules import without_torchscript_warnings

@@ -11,9 +11,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from recsys.checksums import new_file, verify_if_present
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
+from recsys.base.checksums import new_file, verify_if_present
 from recsys.modules.item_index import check_item_ids, check_seen, select_items
 from recsys.sparse import JaggedTensor, ops
 

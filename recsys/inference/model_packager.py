@@ -17,7 +17,7 @@ from torch.package.importer import Importer, sys_importer
 from torch.package.package_exporter import PackageExporter
 from torch.package.package_importer import PackageImporter
 
-from recsys.checksums import new_file
+from recsys.base.checksums import new_file
 from recsys.inference.modules import PredictFactory
 
 __all__ = ["PredictFactoryPackager", "load_config_text", "load_pickle_config"]

@@ -15,9 +15,9 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
+from recsys.base.arguments import device_of
+from recsys.base.checked import check_fields, checked
 from recsys.inference.quantized_collection import QuantizedCollection, Weights
-from recsys.kernels.arguments import device_of
-from recsys.kernels.checked import check_fields, checked
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, final
 import torch
 from torch import Tensor
 
-from recsys.checksums import verify_if_present
+from recsys.base.checked import checked
+from recsys.base.checksums import verify_if_present
 from recsys.inference.batch_checks import are_outside, by_key, read_sizes
 from recsys.inference.input_features import InputFeature
-from recsys.kernels.checked import checked
 from recsys.sparse.script_modules import without_torchscript_warnings
 
 if TYPE_CHECKING:

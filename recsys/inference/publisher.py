@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recsys.contact import explained
+from recsys.base.checked import checked_but
+from recsys.base.contact import explained
+from recsys.base.step_stages import waiting
 from recsys.distributed.changed_rows import ChangedRows
 from recsys.distributed.checkpoint.state import env_of
 from recsys.distributed.dmp_collection import DMPCollection
@@ -32,9 +34,7 @@ from recsys.inference.packages.deltas import write_delta
 from recsys.inference.packages.follow import upload
 from recsys.inference.packages.manifest import read_manifest
 from recsys.inference.saved_tables import SavedTables
-from recsys.kernels.checked import checked_but
 from recsys.modules.hashed_ids import refuse_overflow
-from recsys.step_stages import waiting
 
 __all__ = ["Publisher"]
 

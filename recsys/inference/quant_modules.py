@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import torch
 
+from recsys.base.arguments import instance
+from recsys.base.checked import checked
 from recsys.inference.quantized_collection import QuantizedCollection, Weights
 from recsys.inference.quantized_table import SERVED
 from recsys.inference.quantized_tables import (
@@ -20,15 +22,12 @@ from recsys.inference.quantized_tables import (
     Served,
 )
 from recsys.inference.served import ProcessedBags, position_processor
-from recsys.kernels.arguments import instance
-from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
     PoolingType,
     check_tables,
 )
-from recsys.modules.embedding_inputs import expand_bags
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
@@ -38,6 +37,7 @@ from recsys.modules.embedding_modules import (
 )
 from recsys.modules.feature_processor import FeatureProcessorsCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recsys.modules.tables.embedding_inputs import expand_bags
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [

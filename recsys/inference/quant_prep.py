@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
 from recsys.distributed.sharded.collection import ShardedCollection
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
-from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection
+from recsys.modules.tables.embedding_tables import QUANTIZATION_NOTES, TableCollection
 
 __all__ = [
     "PREPARED",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recsys.base.checked import checked
 from recsys.distributed.default_sharders import add_default_sharder
 from recsys.distributed.placement.layout import PlacedTable, Rect
 from recsys.distributed.placement.plan import (
@@ -31,7 +32,6 @@ from recsys.inference.quant_modules import (
 )
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.quantized_tables import rows_left
-from recsys.kernels.checked import checked
 from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
 

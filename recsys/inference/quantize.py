@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.ao.quantization import PlaceholderObserver
 from torch.distributed.tensor import DTensor
 
+from recsys.base.arguments import wrong_type
+from recsys.base.checked import checked
 from recsys.distributed.dmp_collection import DMPCollection
 from recsys.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from recsys.distributed.model_parallel import get_unwrapped_module
@@ -33,8 +35,6 @@ from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.quantized_shards import rows_of_table
 from recsys.inference.quantized_table import split_header, to_data_type
 from recsys.inference.saved_tables import SavedTables, with_saved_values
-from recsys.kernels.arguments import wrong_type
-from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import DataType, QuantConfig
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -42,8 +42,8 @@ from recsys.modules.embedding_modules import (
     EmbeddingCollection,
     EmbeddingCollectionInterface,
 )
-from recsys.modules.embedding_tables import TableCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recsys.modules.tables.embedding_tables import TableCollection
 
 __all__ = ["quantize_embeddings", "quantize_inference_model", "quantize_state_dict"]
 

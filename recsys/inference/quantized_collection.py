@@ -18,6 +18,8 @@ from typing import Any, Self, cast, final
 import torch
 from torch import Tensor, nn
 
+from recsys.base.arguments import wrong_type
+from recsys.base.checked import checked_but
 from recsys.distributed.placement.layout import Rect
 from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.inference.quant_prep import PREPARED, PRUNED
@@ -40,23 +42,21 @@ from recsys.inference.quantized_tables import (
 )
 from recsys.inference.saved_tables import SavedTables
 from recsys.inference.served_indexes import INDEX_STATES, ServedIndexes, index_states
-from recsys.kernels.arguments import wrong_type
 from recsys.kernels.backend import OUTPUT_CODES
-from recsys.kernels.checked import checked_but
 from recsys.kernels.quantized import row_bytes
 from recsys.kernels.quantized_lookup import row_alignment_on
 from recsys.kernels.types import PoolingType
-from recsys.modules.aliased_storage import AliasedStorage
-from recsys.modules.batch_checker import with_one_batch_size
 from recsys.modules.embedding_configs import (
     DATA_TYPE_NUM_BITS,
     BaseEmbeddingConfig,
     QuantConfig,
 )
-from recsys.modules.embedding_inputs import positions_of
-from recsys.modules.embedding_table import TableDict
-from recsys.modules.embedding_tables import TableCollection
 from recsys.modules.hashed_ids import HashedIds
+from recsys.modules.tables.aliased_storage import AliasedStorage
+from recsys.modules.tables.batch_checker import with_one_batch_size
+from recsys.modules.tables.embedding_inputs import positions_of
+from recsys.modules.tables.embedding_table import TableDict
+from recsys.modules.tables.embedding_tables import TableCollection
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import check_features
 

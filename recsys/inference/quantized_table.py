@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from recsys.distributed.placement.layout import Rect
 from recsys.inference.quantized_tables import rows_left
 from recsys.kernels.quantized import join_columns, row_bytes, take_columns
-from recsys.modules.aliased_storage import detach_storage
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig, DataType
+from recsys.modules.tables.aliased_storage import detach_storage
 
 __all__ = [
     "SERVED",

@@ -17,6 +17,7 @@ from typing import NamedTuple, cast, final
 import torch
 from torch import Tensor, nn
 
+from recsys.base.arguments import whole
 from recsys.distributed.placement.layout import Rect
 from recsys.inference.batch_checks import (
     are_outside,
@@ -27,7 +28,6 @@ from recsys.inference.batch_checks import (
     to_device,
 )
 from recsys.kernels import ops
-from recsys.kernels.arguments import whole
 from recsys.kernels.backend import OUTPUT_CODES
 from recsys.kernels.quantized_lookup import QuantizedLookup
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup

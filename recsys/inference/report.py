@@ -10,15 +10,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from recsys.base.checked import checked_but
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.quantized_tables import rows_left
 from recsys.inference.saved_tables import SavedTables
-from recsys.kernels.checked import checked_but
 from recsys.kernels.quantize import BLOCK_VALUES
 from recsys.kernels.quantized import dequantize_rows, row_bytes
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
-from recsys.modules.embedding_tables import TableCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recsys.modules.tables.embedding_tables import TableCollection
 
 __all__ = ["QuantizationReport", "QuantizedTableReport", "quantization_report"]
 

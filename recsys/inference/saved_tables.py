@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from recsys.distributed.checkpoint import CheckpointError
 from recsys.distributed.checkpoint.read import SavedValues
-from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.tables.embedding_tables import TableCollection
 
 __all__ = ["SavedTables", "with_saved_values"]
 

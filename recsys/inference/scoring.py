@@ -22,6 +22,9 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
+from recsys.base.arguments import shown, whole
+from recsys.base.checked import checked
+from recsys.base.logs import logger
 from recsys.datasets.files import File
 from recsys.datasets.tables import Paths, files_of, unify_types
 from recsys.features.columns import Numeric
@@ -38,9 +41,6 @@ from recsys.inference.score_results import (
     package_of,
 )
 from recsys.inference.served_part import model_inside
-from recsys.kernels.arguments import shown, whole
-from recsys.kernels.checked import checked
-from recsys.logs import logger
 from recsys.modules.modes import evaluation_mode
 
 __all__ = ["add_arguments", "main", "score"]

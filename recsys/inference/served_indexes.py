@@ -17,9 +17,9 @@ from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.kernels.hashed.index import map_ids
 from recsys.kernels.quantize import quantize_rows
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
-from recsys.modules.embedding_tables import TableCollection
 from recsys.modules.hashed_ids import LRU, HashedIds
-from recsys.modules.table_index import TableIndex
+from recsys.modules.ids.table_index import TableIndex
+from recsys.modules.tables.embedding_tables import TableCollection
 from recsys.sparse import KeyedJaggedTensor
 
 __all__ = ["INDEX_STATES", "ServedIndexes", "index_states", "used_rows"]

@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from recsys.base.checked import checked_but
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.placement.strategies import check_plan_paths
 from recsys.distributed.planner import (
@@ -26,7 +27,6 @@ from recsys.distributed.sharded.module_tree import outermost
 from recsys.distributed.sharded.sharder import ModuleSharder
 from recsys.inference.quant_sharders import QuantizedSharder, devices_of
 from recsys.inference.quantized_collection import QuantizedCollection
-from recsys.kernels.checked import checked_but
 
 _Found = Mapping[str, tuple[nn.Module, ModuleSharder[Any]]]
 """The modules to shard, each with its sharder, by path."""

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recsys.base.arguments import MissingKeyError
+from recsys.base.checked import checked
 from recsys.distributed.ranks.comm import gather_objects
 from recsys.distributed.state.sharded_table import ShardedTable
-from recsys.kernels.arguments import MissingKeyError
-from recsys.kernels.checked import checked
 
 
 @checked

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recsys.kernels.arguments import finite
+from recsys.base.arguments import finite
 
 
 class EmbOptimType(enum.Enum):

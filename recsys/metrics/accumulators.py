@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
 
-from recsys.contact import explained
+from recsys.base.contact import explained
 from recsys.metrics.batch import (
     Inputs,
     MetricBatch,

@@ -7,8 +7,8 @@ from typing import final
 
 import torch
 
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
 from recsys.metrics.checks import check_predictions
 from recsys.metrics.ranking import Ranked, areas_under_roc, one_group
 from recsys.metrics.sums import Accumulator, Sums

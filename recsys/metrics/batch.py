@@ -7,7 +7,7 @@ from typing import Self, final
 
 import torch
 
-from recsys.kernels.arguments import instance, wrong_type
+from recsys.base.arguments import instance, wrong_type
 from recsys.metrics.checks import check_columns
 from recsys.metrics.entropy import cross_entropy
 from recsys.metrics.metrics_config import RecTaskInfo

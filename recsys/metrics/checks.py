@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from recsys.kernels.arguments import finite, instance, whole, wrong_type
+from recsys.base.arguments import finite, instance, whole, wrong_type
 
 _Value = TypeVar("_Value")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from recsys.kernels.checked import checked
+from recsys.base.checked import checked
 
 __all__ = ["is_larger_better"]
 

@@ -10,8 +10,8 @@ from typing import final
 
 import torch
 
-from recsys.kernels.arguments import instance
-from recsys.kernels.checked import checked
+from recsys.base.arguments import instance
+from recsys.base.checked import checked
 from recsys.metrics.sums import Sums
 
 EPSILON = 1e-12

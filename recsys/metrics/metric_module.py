@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from recsys.contact import explained
-from recsys.kernels.arguments import whole, wrong_type
-from recsys.kernels.checked import checked_but
+from recsys.base.arguments import whole, wrong_type
+from recsys.base.checked import checked_but
+from recsys.base.contact import explained
 from recsys.metrics import rank_metrics, session_metrics  # noqa: F401  # add their classes to METRICS
 from recsys.metrics.checks import check_intervals, check_ranks, mapping
 from recsys.metrics.errors import raises_metric_errors

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recsys.kernels.arguments import finite, whole, whole_list
-from recsys.kernels.checked import check_fields, checked
+from recsys.base.arguments import finite, whole, whole_list
+from recsys.base.checked import check_fields, checked
 from recsys.metrics.checks import check_intervals
 from recsys.metrics.metrics_namespace import StrValueMixin
 

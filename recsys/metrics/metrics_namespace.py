@@ -3,7 +3,7 @@
 import enum
 import re
 
-from recsys.kernels.arguments import wrong_type
+from recsys.base.arguments import wrong_type
 
 
 class StrValueMixin:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import instance
+from recsys.base.arguments import instance
 from recsys.metrics.metrics_config import RecTaskInfo
 
 ByTask = dict[str, Tensor]

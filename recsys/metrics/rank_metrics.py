@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from recsys.kernels.arguments import finite, whole
+from recsys.base.arguments import finite, whole
 from recsys.metrics.auc import area_under_bins, find_bins
 from recsys.metrics.batch import MetricBatch, Quantity
 from recsys.metrics.metrics_config import RecMetricEnum

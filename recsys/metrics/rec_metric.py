@@ -8,8 +8,8 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from recsys.kernels.arguments import finite, flag, instance, whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import finite, flag, instance, whole
+from recsys.base.checked import checked
 from recsys.metrics.accumulators import Accumulators
 from recsys.metrics.batch import MetricBatch, Quantity, TaskTensors
 from recsys.metrics.checks import check_ranks, mapping

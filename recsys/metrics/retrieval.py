@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked, checked_late
+from recsys.base.arguments import whole
+from recsys.base.checked import checked, checked_late
 from recsys.metrics.ranking import chances_of_top, discount_sums, expected_discounts
 
 __all__ = ["RetrievalMetrics"]

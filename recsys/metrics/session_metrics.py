@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from recsys.kernels.arguments import whole
+from recsys.base.arguments import whole
 from recsys.metrics.batch import MetricBatch, Quantity
 from recsys.metrics.metrics_config import RecMetricEnum, RecTaskInfo, SessionMetricDef
 from recsys.metrics.metrics_namespace import MetricName

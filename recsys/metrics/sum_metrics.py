@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from recsys.kernels.arguments import instance, names, whole
+from recsys.base.arguments import instance, names, whole
 from recsys.metrics import option_sums as by_option
 from recsys.metrics.batch import Quantity
 from recsys.metrics.entropy import (

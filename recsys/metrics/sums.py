@@ -5,9 +5,9 @@ from typing import Self
 
 import torch
 
-from recsys.contact import explained
-from recsys.kernels.arguments import instance
-from recsys.kernels.checked import checked
+from recsys.base.arguments import instance
+from recsys.base.checked import checked
+from recsys.base.contact import explained
 from recsys.metrics.checks import check_predictions
 
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from recsys.kernels.arguments import finite, whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import finite, whole
+from recsys.base.checked import checked
 from recsys.metrics.batch import MetricBatch, Quantity
 from recsys.metrics.metrics_config import (
     BatchSizeStage,

@@ -10,7 +10,7 @@ from typing import final
 
 import torch
 
-from recsys.kernels.arguments import whole
+from recsys.base.arguments import whole
 
 MAX_PARTS = 1000
 """Maximum number of parts of a window of sums. A part is a batch, or a thousandth of the window if

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
 
 
 class SwishLayerNorm(nn.Module):

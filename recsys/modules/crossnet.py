@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from recsys.kernels.arguments import check_input
-from recsys.kernels.checked import checked
+from recsys.base.arguments import check_input
+from recsys.base.checked import checked
 
 
 def _xavier(num: int, *shape: int) -> nn.ParameterList:

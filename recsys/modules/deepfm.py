@@ -12,8 +12,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from recsys.kernels.arguments import check_input, wrong_type
-from recsys.kernels.checked import checked
+from recsys.base.arguments import check_input, wrong_type
+from recsys.base.checked import checked
 from recsys.sparse.recorded import recorded
 
 

@@ -9,8 +9,8 @@ Shapes: `B` samples, `F` sparse features, `D` embedding dim.
 import torch
 from torch import nn
 
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
 from recsys.modules.deepfm import DeepFM, FactorizationMachine
 from recsys.modules.dense_inputs import check_dense_features, common_dim
 from recsys.modules.embedding_modules import EmbeddingBagCollection

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.modules.embedding_modules import EmbeddingBagCollection
-from recsys.modules.traced import is_traced
+from recsys.modules.tables.traced import is_traced
 from recsys.sparse.value_checks import check_dense_values
 
 __all__ = ["check_dense_features", "common_dim"]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from recsys.kernels.arguments import check_input, wrong_type
-from recsys.kernels.checked import checked
+from recsys.base.arguments import check_input, wrong_type
+from recsys.base.checked import checked
 from recsys.modules.dense_inputs import check_dense_features, common_dim
 from recsys.modules.dot_interaction import dot_pairs, pair_of_position, pair_positions
 from recsys.modules.embedding_modules import EmbeddingBagCollection

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recsys.kernels.checked import checked
+from recsys.base.checked import checked
 from recsys.modules.crossnet import LowRankCrossNet
 from recsys.modules.dlrm import DLRM, DenseArch, FeatureInteraction
 from recsys.modules.embedding_modules import EmbeddingBagCollection

@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from recsys.kernels.checked import checked
+from recsys.base.checked import checked
 from recsys.kernels.types import BoundsCheckMode, PoolingType
 from recsys.modules.embedding_configs import EmbeddingConfig, check_tables
-from recsys.modules.embedding_inputs import is_on_meta
 from recsys.modules.embedding_interfaces import EmbeddingCollectionInterface
-from recsys.modules.embedding_table import EmbeddingTable
-from recsys.modules.embedding_tables import TableCollection
-from recsys.modules.table_lookups import LookupGroup
-from recsys.modules.traced import is_traced, look_up_sequences
+from recsys.modules.tables.embedding_inputs import is_on_meta
+from recsys.modules.tables.embedding_table import EmbeddingTable
+from recsys.modules.tables.embedding_tables import TableCollection
+from recsys.modules.tables.table_lookups import LookupGroup
+from recsys.modules.tables.traced import is_traced, look_up_sequences
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 from recsys.sparse.features import FeatureViews
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import choice, finite, flag, names, repeated, whole, wrong_type
-from recsys.kernels.checked import checked
+from recsys.base.arguments import choice, finite, flag, names, repeated, whole, wrong_type
+from recsys.base.checked import checked
 from recsys.kernels.hashed.index import geometry
 from recsys.kernels.types import PoolingType
 from recsys.modules.hashed_ids import HashedIds

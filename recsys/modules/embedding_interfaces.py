@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from recsys.kernels.checked import checked
+from recsys.base.checked import checked
 from recsys.modules.embedding_configs import (
     BaseEmbeddingConfig,
     EmbeddingBagConfig,

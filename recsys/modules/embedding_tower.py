@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recsys.kernels.checked import checked
+from recsys.base.checked import checked
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.modules.scripted_towers import ScriptedTowers, scripted_tower
 from recsys.sparse import KeyedJaggedTensor

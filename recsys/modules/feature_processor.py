@@ -11,15 +11,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import check_input
-from recsys.kernels.checked import checked, checked_late
+from recsys.base.arguments import check_input
+from recsys.base.checked import checked, checked_late
 from recsys.modules.position_weights import (
     PositionGather,
     PositionWeights,
     ScriptedPositions,
     weigh,
 )
-from recsys.modules.traced import is_proxy, record
+from recsys.modules.tables.traced import is_proxy, record
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [

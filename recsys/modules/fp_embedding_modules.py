@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import wrong_type
-from recsys.kernels.checked import checked
+from recsys.base.arguments import wrong_type
+from recsys.base.checked import checked
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.feature_processor import (
     FeatureProcessor,
@@ -25,7 +25,7 @@ from recsys.modules.position_weights import (
     trimmed,
     with_weights,
 )
-from recsys.modules.traced import is_exporting, is_proxy
+from recsys.modules.tables.traced import is_exporting, is_proxy
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["FeatureProcessedEmbeddingBagCollection", "FeatureProcessorDictWrapper"]

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from recsys.kernels.checked import checked
+from recsys.base.checked import checked
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
 from recsys.modules.embedding_bag_collection import EmbeddingBagCollection
 from recsys.modules.embedding_collection import EmbeddingCollection
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.tables.embedding_tables import TableCollection
 from recsys.optim.apply_optimizer_in_backward import (
     AttachedOptimizer,
     apply_optimizer_in_backward,

@@ -11,8 +11,8 @@ from typing import Literal, final
 
 from torch import nn
 
-from recsys.kernels.arguments import finite, whole
-from recsys.kernels.checked import check_fields
+from recsys.base.arguments import finite, whole
+from recsys.base.checked import check_fields
 from recsys.kernels.hashed.index import MAX_REGIONS, IndexSettings
 
 __all__ = ["LFU", "LRU", "AtLeast", "DistanceLFU", "HashedIds", "Probability", "refuse_overflow"]

@@ -10,8 +10,8 @@ from typing import Final, final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked, checked_late
+from recsys.base.arguments import whole
+from recsys.base.checked import checked, checked_late
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops
 
 __all__ = ["ItemIndex", "Recommend"]

@@ -8,8 +8,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
 from recsys.modules.activation import SwishLayerNorm
 
 Activation = Callable[[torch.Tensor], torch.Tensor]

@@ -15,8 +15,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import MissingKeyError, check_input, whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import MissingKeyError, check_input, whole
+from recsys.base.checked import checked
 from recsys.modules.row_pool import RowPool
 from recsys.sparse import KeyedJaggedTensor
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recsys.base.checked import checked
 from recsys.kernels.bounds import NO_LIMIT, AsyncChecks
-from recsys.kernels.checked import checked
-from recsys.modules.traced import is_proxy, record
+from recsys.modules.tables.traced import is_proxy, record
 from recsys.sparse import KeyedJaggedTensor
 
 __all__ = ["PositionGather", "PositionWeights", "ScriptedPositions", "with_weights"]

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import wrong_type
-from recsys.kernels.checked import checked
+from recsys.base.arguments import wrong_type
+from recsys.base.checked import checked
 from recsys.modules.embedding_configs import DataType, data_type_to_dtype
 from recsys.sparse import KeyedTensor
 from recsys.sparse.recorded import recorded

@@ -12,7 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import check_input, whole
+from recsys.base.arguments import check_input, whole
 
 __all__ = ["ObjectPool", "RowPool", "check_ids"]
 

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from recsys.kernels.arguments import instance, wrong_type
-from recsys.kernels.checked import checked
+from recsys.base.arguments import instance, wrong_type
+from recsys.base.checked import checked
 from recsys.kernels.types import OptimizerSpec, RowState, UpdateMode
 from recsys.optim.optimizers import warn_of_decay
 from recsys.optim.specs import TableOptimizer, optimizer_spec, to_row_state, to_update_mode

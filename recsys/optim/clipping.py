@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recsys.contact import explained
-from recsys.kernels.checked import checked
+from recsys.base.checked import checked
+from recsys.base.contact import explained
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper
 from recsys.optim.table_gradients import TableGradients
 

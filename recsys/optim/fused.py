@@ -8,7 +8,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from recsys.kernels.arguments import finite
+from recsys.base.arguments import finite
 from recsys.optim.keyed import KeyedOptimizer
 
 

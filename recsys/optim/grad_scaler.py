@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recsys.kernels.arguments import finite, whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import finite, whole
+from recsys.base.checked import checked
 from recsys.kernels.scaled_loss import check_scaled_loss
 from recsys.optim.keyed import KeyedOptimizer
 from recsys.optim.table_gradients import TableGradients

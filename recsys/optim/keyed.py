@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recsys.kernels.arguments import finite, flag
-from recsys.kernels.checked import checked, checked_late
+from recsys.base.arguments import finite, flag
+from recsys.base.checked import checked, checked_late
 from recsys.optim.nested_state import (
     check_same_keys,
     check_state,

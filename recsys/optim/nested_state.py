@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import MissingKeyError, wrong_type
+from recsys.base.arguments import MissingKeyError, wrong_type
 
 __all__ = [
     "check_same_keys",

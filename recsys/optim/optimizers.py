@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recsys.kernels.arguments import finite, wrong_type
-from recsys.kernels.checked import checked
+from recsys.base.arguments import finite, wrong_type
+from recsys.base.checked import checked
 from recsys.kernels.row_update import init_state, update_rows
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, WeightDecayMode
 from recsys.kernels.update_rules import UPDATE_RULES

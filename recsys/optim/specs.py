@@ -10,8 +10,8 @@ from typing import Any, TypeAlias, final
 
 from torch.optim import Optimizer
 
-from recsys.kernels.arguments import choice
-from recsys.kernels.checked import checked
+from recsys.base.arguments import choice
+from recsys.base.checked import checked
 from recsys.kernels.types import (
     EmbOptimType,
     OptimizerSpec,

@@ -11,8 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import MissingKeyError, choice, finite, whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import MissingKeyError, choice, finite, whole
+from recsys.base.checked import checked
 from recsys.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 

@@ -6,6 +6,7 @@ Constructors make O(1) checks and never wait for a GPU. `validate()` checks all 
 `set_debug(True)` or `RECSYS_DEBUG=1` calls it at every construction.
 """
 
+from recsys.base.streamable import Pipelineable
 from recsys.sparse import tree  # noqa: F401  (registers the classes with torch's pytrees)
 from recsys.sparse.columns import from_columns
 from recsys.sparse.equality import jt_is_equal, kjt_is_equal
@@ -17,7 +18,6 @@ from recsys.sparse.script import add_forms
 from recsys.sparse.script_modules import watch_script
 from recsys.sparse.validate import is_debug, set_debug
 from recsys.sparse.value_checks import finish_value_checks, has_value_checks, set_value_checks
-from recsys.streamable import Pipelineable
 
 __all__ = [
     "JaggedTensor",

@@ -10,8 +10,8 @@ from typing import Self, cast
 import torch
 from torch import Tensor
 
+from recsys.base.arguments import wrong_type
 from recsys.kernels import ops
-from recsys.kernels.arguments import wrong_type
 from recsys.sparse import validate
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import MissingKeyError, whole, wrong_type
-from recsys.kernels.checked import checked_late
+from recsys.base.arguments import MissingKeyError, whole, wrong_type
+from recsys.base.checked import checked_late
 from recsys.sparse.column import read_bags, read_ids, read_weights
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from recsys.kernels.arguments import check_input
-from recsys.kernels.checked import checked_late
+from recsys.base.arguments import check_input
+from recsys.base.checked import checked_late
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import MissingKeyError, whole
-from recsys.kernels.checked import checked_late
+from recsys.base.arguments import MissingKeyError, whole
+from recsys.base.checked import checked_late
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 
 STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))

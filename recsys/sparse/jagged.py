@@ -9,9 +9,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from recsys.base.arguments import number, whole
+from recsys.base.checked import checked, checked_late
 from recsys.kernels import ops
-from recsys.kernels.arguments import number, whole
-from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import validate
 from recsys.sparse.bags import Bags, check_can_move, empty_parts
 from recsys.sparse.features import FeatureViews

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Protocol
 
-from recsys.kernels.checked import checked
+from recsys.base.checked import checked
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 from recsys.sparse.validate import check_parts, check_total, check_unique
 

@@ -11,9 +11,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from recsys.base.arguments import MissingKeyError, wrong_type
+from recsys.base.checked import checked, checked_late
 from recsys.kernels import ops
-from recsys.kernels.arguments import MissingKeyError, wrong_type
-from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import validate
 from recsys.sparse.bags import check_can_move
 from recsys.sparse.per_key_checks import check_derived, check_index_per_key

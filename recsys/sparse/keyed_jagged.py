@@ -13,9 +13,9 @@ from typing import Self, cast
 import torch
 from torch import Tensor
 
+from recsys.base.arguments import instance, wrong_type
+from recsys.base.checked import checked, checked_late
 from recsys.kernels import ops
-from recsys.kernels.arguments import instance, wrong_type
-from recsys.kernels.checked import checked, checked_late
 from recsys.sparse import exchange, per_key_checks, rearrange, validate
 from recsys.sparse.bags import check_can_move, empty_parts
 from recsys.sparse.jagged import JaggedTensor

@@ -7,10 +7,10 @@ from typing import cast, final
 
 import torch
 
-from recsys.kernels.arguments import wrong_type
-from recsys.kernels.checked import checked_late
+from recsys.base.arguments import wrong_type
+from recsys.base.checked import checked_late
+from recsys.base.streamable import Pipelineable
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
-from recsys.streamable import Pipelineable
 
 __all__ = ["KJTList"]
 

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from recsys.kernels.arguments import shown, wrong_type
+from recsys.base.arguments import shown, wrong_type
 from recsys.sparse.validate import check_total, is_proxy, preview
 
 

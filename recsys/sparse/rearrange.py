@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from recsys.base.arguments import MissingKeyError
 from recsys.kernels import ops
-from recsys.kernels.arguments import MissingKeyError
 from recsys.sparse import validate
 from recsys.sparse.features import FeatureViews
 from recsys.sparse.jagged import JaggedTensor

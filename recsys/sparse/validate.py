@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 import torch
 from torch import Tensor, fx
 
-from recsys.kernels.arguments import flag, wrong_type
+from recsys.base.arguments import flag, wrong_type
 
 if TYPE_CHECKING:
     from recsys.sparse.bags import Bags

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from recsys.kernels.arguments import flag
+from recsys.base.arguments import flag
 from recsys.kernels.bounds import AsyncChecks
 
 __all__ = [

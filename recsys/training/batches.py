@@ -7,10 +7,10 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, final
 
+from recsys.base.loaders import begin_epoch
+from recsys.base.logs import logger
+from recsys.base.step_stages import long_section
 from recsys.distributed.checkpoint import RandomState, Stateful
-from recsys.loaders import begin_epoch
-from recsys.logs import logger
-from recsys.step_stages import long_section
 
 
 @final

@@ -12,11 +12,11 @@ from typing import NoReturn, final
 
 import torch.distributed as dist
 
-from recsys import contact
-from recsys.contact import is_lost_contact
+from recsys.base import contact
+from recsys.base.arguments import path_of
+from recsys.base.contact import is_lost_contact
 from recsys.distributed.checkpoint import CheckpointError, newest_version
 from recsys.distributed.monitoring.loss_guard import BadLossError
-from recsys.kernels.arguments import path_of
 
 _INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 and the number of SIGINT, as shells report it."""

@@ -10,10 +10,10 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
-from recsys.contact import explained
+from recsys.base.arguments import repeated
+from recsys.base.checked import checked
+from recsys.base.contact import explained
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.kernels.arguments import repeated
-from recsys.kernels.checked import checked
 from recsys.metrics import AUC, NormalizedEntropy
 
 

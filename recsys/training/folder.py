@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
+from recsys.base.logs import logger
 from recsys.distributed.checkpoint import CheckpointError, Stateful, load_checkpoint, newest_version
 from recsys.distributed.checkpoint.versions import complete_versions, remove_versions
 from recsys.distributed.ranks.agreement import run_on_all_ranks
 from recsys.distributed.ranks.comm import gather_objects
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.logs import logger
 from recsys.optim import KeyedOptimizer
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import shown, whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import shown, whole
+from recsys.base.checked import checked
 from recsys.metrics.retrieval import RetrievalMetrics
 from recsys.modules.item_index import ItemIndex
 from recsys.sparse import ops

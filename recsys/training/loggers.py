@@ -9,8 +9,8 @@ from io import TextIOBase
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from recsys.kernels.arguments import path_of, wrong_type
-from recsys.kernels.checked import checked
+from recsys.base.arguments import path_of, wrong_type
+from recsys.base.checked import checked
 
 
 class Logger(Protocol):

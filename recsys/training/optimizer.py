@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
+from recsys.base.arguments import finite, wrong_type
 from recsys.distributed.ranks.comm import gather_objects
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.kernels.arguments import finite, wrong_type
 from recsys.optim import (
     CombinedOptimizer,
     GradientClipping,

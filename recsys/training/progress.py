@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recsys.contact import explained
-from recsys.loaders import epoch_length
+from recsys.base.contact import explained
+from recsys.base.loaders import epoch_length
 
 
 def total_steps(train: Iterable[Any], epochs: int) -> int | None:

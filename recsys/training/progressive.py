@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
 from recsys.training.evaluation import BinaryMetrics, Metrics
 
 __all__ = ["ProgressiveValidation"]

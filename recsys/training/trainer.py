@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from recsys import contact
+from recsys.base import contact
+from recsys.base.arguments import choice, whole, writable_folder
+from recsys.base.checked import checked_but
+from recsys.base.loaders import epoch_length
+from recsys.base.step_stages import long_section
 from recsys.distributed.checkpoint import (
     PendingSave,
     RandomState,
@@ -28,11 +32,7 @@ from recsys.distributed.monitoring.loss_guard import LossGuard
 from recsys.distributed.monitoring.watchdog import Watchdog
 from recsys.distributed.train_pipeline import EvenBatches, TrainPipelineSparseDist, UnevenPolicy
 from recsys.distributed.types import ShardingEnv
-from recsys.kernels.arguments import choice, whole, writable_folder
-from recsys.kernels.checked import checked_but
-from recsys.loaders import epoch_length
 from recsys.modules.modes import evaluation_mode, training_mode
-from recsys.step_stages import long_section
 from recsys.training.batches import Pausing, ResumableBatches, outputs
 from recsys.training.best import Best, FitResult
 from recsys.training.buffers import OwnBuffers

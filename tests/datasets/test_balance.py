@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from recsys import datasets
+from recsys.base.loaders import epoch_length
 from recsys.datasets.balance import (
     BalancedBatches,
     BalancedSampler,
@@ -24,7 +25,6 @@ from recsys.distributed.checkpoint import Stateful
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.types import ShardingEnv
 from recsys.features import FeatureSpec, Ids, Label
-from recsys.loaders import epoch_length
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingCollection
 from recsys.modules.sequences.hstu import HSTU

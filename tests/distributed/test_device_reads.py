@@ -45,9 +45,9 @@ from recsys.distributed.types import (
 )
 from recsys.kernels import ops
 from recsys.kernels.types import BoundsCheckMode, EmbOptimType, UpdateMode
-from recsys.modules import batch_checker
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.modules.tables import batch_checker
 from recsys.optim import RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor

@@ -35,7 +35,7 @@ from recsys.distributed.types import ShardingType
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.hashed_ids import LFU, LRU, DistanceLFU, HashedIds
-from recsys.modules.overflow_log import split_records
+from recsys.modules.ids.overflow_log import split_records
 from recsys.optim import Adagrad, Adam, RowWiseAdagrad
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import shard

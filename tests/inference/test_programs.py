@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recsys.checksums import checksum_file
+from recsys.base.checksums import checksum_file
 from recsys.inference import export_aoti, export_torchscript, load_aoti, load_torchscript
 from recsys.inference.programs import AOTIProgram
 from recsys.sparse import KeyedJaggedTensor

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from recsys.base.streamable import Multistreamable
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 from recsys.sparse.kjt_list import KJTList
-from recsys.streamable import Multistreamable
 from tests.pretended_cuda import PretendedCuda
 
 

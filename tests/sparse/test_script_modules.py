@@ -328,7 +328,7 @@ def test_programs_run_in_a_fresh_process(tmp_path: Path, kind: str) -> None:
     expected = model(features.values(), features.lengths()).detach()
     torch.save((features.values(), features.lengths(), expected), tmp_path / "batch.pt")
     is_trained = kind == "own"
-    imports = "import recsys.modules.traced" if is_trained else "import fbgemm_gpu"
+    imports = "import recsys.modules.tables.traced" if is_trained else "import fbgemm_gpu"
     code = FRESH.format(imports=imports, needs_recsys=is_trained)
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, tmp_path / "model.pt", tmp_path / "batch.pt"],

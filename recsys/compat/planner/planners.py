@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch import nn
 
+from recsys.base.arguments import instance
 from recsys.compat.planner.enumerators import EmbeddingEnumerator, get_partition_by_type
 from recsys.compat.planner.partitioners import GreedyPerfPartitioner
 from recsys.compat.planner.perf_models import NoopPerfModel
@@ -58,7 +59,6 @@ from recsys.distributed.types import (
     ShardingType,
     ShardMetadata,
 )
-from recsys.kernels.arguments import instance
 
 _Callback = Callable[[list[ShardingOption]], list[ShardingOption]]
 _T = TypeVar("_T")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from recsys.base.logs import logger
 from recsys.distributed.state.sharded_table import ShardedTable
-from recsys.logs import logger
 
 _pending: WeakKeyDictionary[nn.Module, PendingSave] = WeakKeyDictionary()
 _buffers: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()

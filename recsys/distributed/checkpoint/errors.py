@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from recsys.contact import explain
+from recsys.base.contact import explain
 from recsys.distributed.ranks.agreement import caller_handles_errors, text_of
 from recsys.distributed.ranks.comm import gather_objects
 from recsys.distributed.ranks.env import ShardingEnv

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from recsys.checksums import new_file
+from recsys.base.checked import checked
+from recsys.base.checksums import new_file
 from recsys.distributed.checkpoint import versions
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.checkpoint.read import SavedValues
-from recsys.kernels.checked import checked
 
 _NAMES = {
     torch.float64: "F64",

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from recsys.base.checked import checked_but
+from recsys.base.step_stages import long_section
 from recsys.distributed.checkpoint.background import end_pending
 from recsys.distributed.checkpoint.blocks import BlockReader
 from recsys.distributed.checkpoint.chain import reader_of
@@ -43,9 +45,7 @@ from recsys.distributed.checkpoint.torchrec_names import own_names
 from recsys.distributed.checkpoint.versions import Manifest, open_version
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.distributed.state.table_shards import TableShards
-from recsys.kernels.checked import checked_but
 from recsys.optim.keyed import KeyedOptimizer
-from recsys.step_stages import long_section
 
 
 @long_section("load_checkpoint")

@@ -26,9 +26,9 @@ from recsys.distributed.checkpoint.table_ids import HashedPart, hashed_parts
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.state.table_shards import TableShards
 from recsys.kernels.hashed.twin import locate
-from recsys.modules.embedding_table import EmbeddingTable
-from recsys.modules.overflow_log import RecordField, record_bytes, split_records
-from recsys.modules.overflow_rows import fields_of, open_log
+from recsys.modules.ids.overflow_log import RecordField, record_bytes, split_records
+from recsys.modules.ids.overflow_rows import fields_of, open_log
+from recsys.modules.tables.embedding_table import EmbeddingTable
 
 Files = dict[str, list[list[int]]]
 """Bytes and CRC of the blocks of each file; see `blocks.Files`."""

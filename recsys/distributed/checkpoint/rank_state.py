@@ -9,11 +9,11 @@ from typing import Any, Protocol, final, runtime_checkable
 import numpy as np
 import torch
 
+from recsys.base.arguments import wrong_type
+from recsys.base.checked import checked
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.checkpoint.safe_pickle import check_plain
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.kernels.arguments import wrong_type
-from recsys.kernels.checked import checked
 
 
 @runtime_checkable

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from recsys.base.arguments import path_of
+from recsys.base.checked import checked
 from recsys.distributed.checkpoint.chain import reader_of
 from recsys.distributed.checkpoint.errors import CheckpointError, failures_named
 from recsys.distributed.checkpoint.overflow import read_records
@@ -28,8 +30,6 @@ from recsys.distributed.checkpoint.safe_pickle import decode
 from recsys.distributed.checkpoint.versions import Manifest, open_version
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.state.sharded_table import ShardedTable
-from recsys.kernels.arguments import path_of
-from recsys.kernels.checked import checked
 
 _STATE = "optimizer.state."
 _SECTIONS = ("model", "optimizer", "extra", "progress")

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from recsys.base.arguments import whole
+from recsys.base.checked import checked_but
+from recsys.base.step_stages import long_section
 from recsys.distributed.changed_rows import ChangedRows
 from recsys.distributed.checkpoint.background import PendingSave, copy_to_host, end_pending
 from recsys.distributed.checkpoint.blocks import BlockWriter, Files
@@ -51,11 +54,8 @@ from recsys.distributed.checkpoint.versions import keep_newest, new_version
 from recsys.distributed.dmp_collection import DMPCollection
 from recsys.distributed.ranks.agreement import in_words_by_name, raise_if_facts_differ
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked_but
 from recsys.modules.hashed_ids import refuse_overflow
 from recsys.optim.keyed import KeyedOptimizer
-from recsys.step_stages import long_section
 
 
 @long_section("save_checkpoint")

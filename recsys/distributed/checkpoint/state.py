@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
+from recsys.base.arguments import path_of, wrong_type
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.ranks.env import ShardingEnv
@@ -20,9 +21,8 @@ from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.distributed.stages.lookup import LocalShard
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.distributed.state.table_shards import TableShards
-from recsys.kernels.arguments import path_of, wrong_type
-from recsys.modules.embedding_tables import TableCollection
-from recsys.modules.table_index import logs_are_saved
+from recsys.modules.ids.table_index import logs_are_saved
+from recsys.modules.tables.embedding_tables import TableCollection
 from recsys.optim.keyed import KeyedOptimizer
 
 _BLOCK_BYTES = 64 << 20

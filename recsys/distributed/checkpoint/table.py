@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recsys.base.arguments import wrong_type
+from recsys.base.checked import checked_but
 from recsys.distributed.checkpoint.errors import on_every_rank
 from recsys.distributed.checkpoint.read import is_named
 from recsys.distributed.checkpoint.state import env_of
@@ -19,8 +21,6 @@ from recsys.distributed.checkpoint.table_ids import check_ids, hashed_parts, loa
 from recsys.distributed.checkpoint.versions import regular_file
 from recsys.distributed.stages.lookup import LocalShard
 from recsys.distributed.state.table_shards import TableShards
-from recsys.kernels.arguments import wrong_type
-from recsys.kernels.checked import checked_but
 
 _BLOCK_BYTES = 64 << 20
 

@@ -13,8 +13,8 @@ from recsys.distributed.state.table_shards import TableShards
 from recsys.kernels.hashed.placement import choose_rows
 from recsys.kernels.hashed.twin import FRACTION, locate, scores_of
 from recsys.kernels.tbe import TableBatchedEmbedding
-from recsys.modules.embedding_tables import TableCollection
-from recsys.modules.table_index import TableIndex
+from recsys.modules.ids.table_index import TableIndex
+from recsys.modules.tables.embedding_tables import TableCollection
 
 _BLOCK_ROWS = 1 << 16
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from recsys.base.checked import checked
 from recsys.distributed.checkpoint.errors import CheckpointError
 from recsys.distributed.checkpoint.manifest_rules import check_manifest
-from recsys.kernels.checked import checked
 
 MANIFEST = "manifest.json"
 _LOCK = "saving.lock"

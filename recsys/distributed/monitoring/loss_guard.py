@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import finite, whole, writable_folder
-from recsys.kernels.checked import checked, checked_late
-from recsys.logs import logger
+from recsys.base.arguments import finite, whole, writable_folder
+from recsys.base.checked import checked, checked_late
+from recsys.base.logs import logger
 
 __all__ = ["BadLossError", "LossGuard"]
 

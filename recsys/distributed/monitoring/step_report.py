@@ -21,11 +21,11 @@ from typing import Any, Protocol, Self, TypeVar, final
 
 import torch
 
-from recsys import step_stages
+from recsys.base import step_stages
+from recsys.base.arguments import whole, wrong_type
+from recsys.base.checked import checked
+from recsys.base.step_stages import Stage, observe
 from recsys.distributed.ranks.comm import Pending
-from recsys.kernels.arguments import whole, wrong_type
-from recsys.kernels.checked import checked
-from recsys.step_stages import Stage, observe
 
 B = TypeVar("B")
 STAGES = ("data", "input dist", "lookup", "output dist", "dense", "optimizer")

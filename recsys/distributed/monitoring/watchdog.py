@@ -26,7 +26,10 @@ from torch.distributed.distributed_c10d import (
     default_pg_timeout,
 )
 
-from recsys import contact
+from recsys.base import contact
+from recsys.base.checked import checked
+from recsys.base.logs import logger
+from recsys.base.step_stages import long_section, observe
 from recsys.distributed.ranks.heartbeats import (
     MISSED,
     Beat,
@@ -36,9 +39,6 @@ from recsys.distributed.ranks.heartbeats import (
     late_ranks,
 )
 from recsys.distributed.ranks.position import Position
-from recsys.kernels.checked import checked
-from recsys.logs import logger
-from recsys.step_stages import long_section, observe
 
 __all__ = ["Watchdog", "end_with_launcher"]
 

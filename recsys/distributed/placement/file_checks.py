@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias, TypeGuard
 
-from recsys.kernels.arguments import repeated, whole
+from recsys.base.arguments import repeated, whole
 
 MOST_RANKS = 1 << 20
 """Most ranks of a job. Files with more are rejected before lists of that size are created."""

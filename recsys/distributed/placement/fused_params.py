@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from recsys.base.checked import checked
 from recsys.distributed.placement.plan import (
     CacheParams,
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     ParameterSharding,
 )
-from recsys.kernels.checked import checked
 from recsys.kernels.support import fbgemm_element_type
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, RowState, UpdateMode
 from recsys.modules.embedding_configs import DataType

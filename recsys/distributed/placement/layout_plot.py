@@ -10,8 +10,8 @@ from collections.abc import Callable
 from math import ceil, log
 from typing import TYPE_CHECKING, Any
 
+from recsys.base.checked import checked
 from recsys.distributed.placement.traffic import Traffic, traffic_of
-from recsys.kernels.checked import checked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

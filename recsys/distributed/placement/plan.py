@@ -16,8 +16,8 @@ from typing import final
 
 import torch
 
-from recsys.kernels.arguments import choice, whole_list
-from recsys.kernels.checked import check_fields, checked
+from recsys.base.arguments import choice, whole_list
+from recsys.base.checked import check_fields, checked
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
 from recsys.modules.embedding_configs import DataType, data_type_to_dtype
 

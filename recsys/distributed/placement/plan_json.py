@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 
+from recsys.base.checked import check_fields, checked
 from recsys.distributed.placement import file_checks as files
 from recsys.distributed.placement.file_checks import MOST_RANKS, MOST_ROWS, Reader, Readers
 from recsys.distributed.placement.plan import (
@@ -27,7 +28,6 @@ from recsys.distributed.placement.plan import (
     ShardMetadata,
 )
 from recsys.distributed.placement.strategies import parameter_sharding, placement
-from recsys.kernels.checked import check_fields, checked
 from recsys.kernels.types import BoundsCheckMode
 
 FORMAT = 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
 from recsys.distributed.placement.layout import IdHash, Layout, PlacedTable, Rect, build_layout
 from recsys.distributed.placement.plan import EmbeddingModuleShardingPlan, ParameterSharding
 from recsys.distributed.placement.strategies import (
@@ -13,12 +15,10 @@ from recsys.distributed.placement.strategies import (
     rects_of_regions,
 )
 from recsys.distributed.ranks.node import get_local_size
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
 from recsys.kernels.hashed.index import geometry
 from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
-from recsys.modules.embedding_tables import TableCollection
+from recsys.modules.tables.embedding_tables import TableCollection
 
 
 @checked

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from recsys.base.arguments import choice, whole, wrong_type
+from recsys.base.checked import checked
 from recsys.distributed.placement.plan import ShardingType
 from recsys.distributed.placement.strategies import MIN_COLUMNS, split_by_sizes, split_evenly
-from recsys.kernels.arguments import choice, whole, wrong_type
-from recsys.kernels.checked import checked
 
 
 @checked

@@ -13,6 +13,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from recsys.base.arguments import whole, whole_list
+from recsys.base.checked import checked
 from recsys.distributed.placement.file_checks import nearest
 from recsys.distributed.placement.layout import ROW_PARTS, IdHash, Rect
 from recsys.distributed.placement.plan import (
@@ -23,8 +25,6 @@ from recsys.distributed.placement.plan import (
     ShardingType,
     ShardMetadata,
 )
-from recsys.kernels.arguments import whole, whole_list
-from recsys.kernels.checked import checked
 from recsys.kernels.types import PoolingType
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import finite, whole, wrong_type
-from recsys.kernels.checked import checked
+from recsys.base.arguments import finite, whole, wrong_type
+from recsys.base.checked import checked
 
 if TYPE_CHECKING:
     from recsys.distributed.placement.layout import Layout

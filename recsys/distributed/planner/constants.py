@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from recsys.kernels.arguments import finite
-from recsys.kernels.checked import checked
+from recsys.base.arguments import finite
+from recsys.base.checked import checked
 
 BATCH_SIZE = 512
 """Samples per rank and step."""

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
 from recsys.distributed.planner.constants import BATCH_SIZE
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.option_lister import OptionLister
@@ -16,8 +18,6 @@ from recsys.distributed.planner.tables import PlannedTable
 from recsys.distributed.planner.topology import Topology
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.sharded.sharder import ModuleSharder
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
 
 
 class EmbeddingEnumerator:

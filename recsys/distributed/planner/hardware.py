@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, cast, final
 
+from recsys.base.arguments import instance, wrong_type
 from recsys.distributed.placement.plan import format_table
 from recsys.distributed.planner.formatting import show_ranks
-from recsys.kernels.arguments import instance, wrong_type
 
 DEVICES = ("cpu", "cuda")
 

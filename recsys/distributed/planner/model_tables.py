@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, final, runtime_checkabl
 import torch
 from torch import nn
 
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
 from recsys.distributed.placement.fused_params import optimizer_of_table
 from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
 from recsys.distributed.placement.plan_json import ShardingPlan
@@ -18,14 +20,12 @@ from recsys.distributed.planner.types import ParameterConstraints, PlannerError,
 from recsys.distributed.ranks.wire import POOLED_OPS, SEQUENCE_OPS, codecs_for
 from recsys.distributed.sharded.module_tree import outermost
 from recsys.distributed.sharded.sharder import ModuleSharder, has_tables
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
 from recsys.kernels.hashed.index import geometry
 from recsys.kernels.support import choose_backend
 from recsys.kernels.types import EmbeddingLocation, LookupSettings, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollectionInterface
 from recsys.modules.hashed_ids import HashedIds
-from recsys.modules.table_index import index_row_bytes
+from recsys.modules.ids.table_index import index_row_bytes
 from recsys.optim.specs import TableOptimizer
 
 _OF_FEATURES = ("pooling_factors", "num_poolings", "batch_sizes")

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from recsys.base.arguments import finite, whole
+from recsys.base.checked import checked, checked_but
 from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.placement.plan import EmbeddingModuleShardingPlan, ShardingType
 from recsys.distributed.placement.plan_json import PlanRanks, ShardingPlan
@@ -57,8 +59,6 @@ from recsys.distributed.planner.types import (
 from recsys.distributed.ranks.agreement import Facts
 from recsys.distributed.ranks.build_transaction import no_collection
 from recsys.distributed.sharded.sharder import ModuleSharder
-from recsys.kernels.arguments import finite, whole
-from recsys.kernels.checked import checked, checked_but
 
 _UNUSED = ("enumerator", "proposer", "partitioner", "performance_model", "stats")
 """Arguments for components that were written for TorchRec, which must be None here."""

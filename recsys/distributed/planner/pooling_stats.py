@@ -26,8 +26,8 @@ from typing import TypeAlias, final
 import numpy as np
 import torch
 
-from recsys.kernels.arguments import wrong_type
-from recsys.kernels.checked import checked_but
+from recsys.base.arguments import wrong_type
+from recsys.base.checked import checked_but
 from recsys.sparse import KeyedJaggedTensor
 
 _Floats: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from recsys import optim
+from recsys.base.checked import checked
 from recsys.distributed.default_sharders import get_default_sharders
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -20,7 +21,6 @@ from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingTy
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.ranks.wire import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recsys.distributed.sharded.sharder import ModuleSharder
-from recsys.kernels.checked import checked
 from recsys.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Self, final
 
 import torch
 
+from recsys.base.arguments import MissingKeyError, whole
+from recsys.base.checked import checked
 from recsys.distributed.placement.file_checks import read_source
 from recsys.distributed.planner import topology_json
 from recsys.distributed.planner.hardware import (
@@ -33,8 +35,6 @@ from recsys.distributed.planner.measured import (
 )
 from recsys.distributed.planner.presets import DATASHEETS, PRESETS, check_preset
 from recsys.distributed.ranks.node import get_local_size
-from recsys.kernels.arguments import MissingKeyError, whole
-from recsys.kernels.checked import checked
 
 _CUDA_DEFAULT_BYTES = 32 << 30  # used on hosts without a GPU
 

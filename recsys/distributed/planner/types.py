@@ -10,14 +10,14 @@ from typing import Protocol, final
 
 import torch
 
+from recsys.base.arguments import finite, names, whole
+from recsys.base.checked import check_fields, checked
 from recsys.distributed.placement.plan import (
     CacheParams,
     EmbeddingComputeKernel,
     ParameterSharding,
     ShardingType,
 )
-from recsys.kernels.arguments import finite, names, whole
-from recsys.kernels.checked import check_fields, checked
 from recsys.kernels.types import BoundsCheckMode
 
 

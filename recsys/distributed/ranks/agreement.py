@@ -14,10 +14,10 @@ from typing import NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from recsys.contact import LostContactError
+from recsys.base.arguments import MissingKeyError
+from recsys.base.contact import LostContactError
 from recsys.distributed.ranks.comm import broadcast_object, gather_objects, set_context
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.kernels.arguments import MissingKeyError
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

@@ -16,10 +16,10 @@ from typing import final
 import torch
 import torch.distributed as dist
 
+from recsys.base.machine import machine_name
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.agreement import agree, is_raised_on_all, raise_together
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.machine import machine_name
 
 _STAGE = "build the model"
 

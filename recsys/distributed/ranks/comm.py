@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recsys import step_stages
-from recsys.contact import explained, raise_explained
+from recsys.base import step_stages
+from recsys.base.arguments import wrong_type
+from recsys.base.contact import explained, raise_explained
+from recsys.base.step_stages import Stage, exchange_finished, exchange_started, waiting
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.ranks.wire import EXACT, WireFormat
-from recsys.kernels.arguments import wrong_type
-from recsys.step_stages import Stage, exchange_finished, exchange_started, waiting
 
 T = TypeVar("T")
 K = TypeVar("K")

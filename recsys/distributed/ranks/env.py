@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from recsys.kernels.arguments import setting
-from recsys.kernels.checked import checked
+from recsys.base.arguments import setting
+from recsys.base.checked import checked
 
 
 @final

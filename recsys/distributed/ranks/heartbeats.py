@@ -25,9 +25,9 @@ from typing import final
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from recsys.base.machine import machine_name
 from recsys.distributed.ranks import pulse
 from recsys.distributed.ranks.position import Position
-from recsys.machine import machine_name
 
 MISSED = 5
 """Missed beats after which a rank counts as silent."""

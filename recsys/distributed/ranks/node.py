@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from recsys.base.arguments import setting, whole
+from recsys.base.checked import checked
 from recsys.distributed.ranks.env import ShardingEnv, node_size_of
-from recsys.kernels.arguments import setting, whole
-from recsys.kernels.checked import checked
 
 
 @checked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import monotonic
 from typing import Any, final
 
-from recsys.step_stages import Stage
+from recsys.base.step_stages import Stage
 
 _AFTER = {
     Stage.DATA: "the pipeline after data",

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recsys.kernels.arguments import number
-from recsys.kernels.checked import check_fields, checked
+from recsys.base.arguments import number
+from recsys.base.checked import check_fields, checked
 
 _MIN_BLOCK = 32  # values that share a scale; fewer would spend too much on scales
 _SCALE_BYTES = 4

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from recsys import step_stages
+from recsys.base import step_stages
+from recsys.base.step_stages import Stage
 from recsys.distributed.placement.fused_params import with_table_settings
 from recsys.distributed.placement.layout import Layout
 from recsys.distributed.placement.plan import (
@@ -49,12 +50,11 @@ from recsys.distributed.stages.input_dist import InputDist, start_together
 from recsys.distributed.stages.lookup import Lookup, rows_found
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer
 from recsys.distributed.state.table_shards import load_tables
-from recsys.modules.eager import run_eagerly
-from recsys.modules.embedding_table import TableDict
-from recsys.modules.embedding_tables import QUANTIZATION_NOTES, TableCollection
+from recsys.modules.tables.eager import run_eagerly
+from recsys.modules.tables.embedding_table import TableDict
+from recsys.modules.tables.embedding_tables import QUANTIZATION_NOTES, TableCollection
 from recsys.optim.keyed import CombinedOptimizer
 from recsys.sparse import KeyedJaggedTensor
-from recsys.step_stages import Stage
 
 prefetched_output: ContextVar[Callable[[ShardedCollection, KeyedJaggedTensor], Any] | None] = (
     ContextVar("prefetched_output", default=None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from recsys.base.arguments import setting
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.kernels.arguments import setting
 
 
 def canonical_device(device: torch.device | str) -> torch.device:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
+from recsys.base.arguments import wrong_type
 from recsys.distributed.placement.plan import EmbeddingModuleShardingPlan, ParameterSharding
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.placement.strategies import check_plan_covers
@@ -19,7 +20,6 @@ from recsys.distributed.sharded.collection_stages import (
 from recsys.distributed.stages.lookup import GroupSettings
 from recsys.distributed.state.moves import move_tables
 from recsys.distributed.state.table_shards import TableShards
-from recsys.kernels.arguments import wrong_type
 
 Moves: TypeAlias = ShardingPlan | Mapping[str, Mapping[str, ParameterSharding]]
 """Plan entries by path of the module and name of the table."""

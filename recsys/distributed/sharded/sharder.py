@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Generic, NoReturn, Self, TypeVar, cast
 import torch
 from torch import nn
 
+from recsys.base.arguments import wrong_type
+from recsys.base.checked import checked
 from recsys.distributed.placement.plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
@@ -22,8 +24,6 @@ from recsys.distributed.ranks.agreement import run_on_all_ranks
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.wire import QuantizedCommCodecs
 from recsys.distributed.sharded.module_tree import outermost, walk
-from recsys.kernels.arguments import wrong_type
-from recsys.kernels.checked import checked
 
 T = TypeVar("T")
 S = TypeVar("S", bound=nn.Module)

@@ -19,7 +19,7 @@ from recsys.distributed.stages.streams import Streams
 from recsys.kernels import ops
 from recsys.kernels.hashed import build, native
 from recsys.kernels.hashed.twin import mix64, signed
-from recsys.modules.batch_checker import NO_FAULTS, CheckedBatch
+from recsys.modules.tables.batch_checker import NO_FAULTS, CheckedBatch
 from recsys.sparse.keyed_bags import Parts
 
 _MAX_KEPT = 0.9  # padding is left out if at most this share of the values would be kept

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recsys.base.streamable import Multistreamable
 from recsys.distributed.ranks import comm
 from recsys.distributed.stages.header import (
     BatchShape,
@@ -25,10 +26,9 @@ from recsys.distributed.stages.header import (
     Header,
 )
 from recsys.distributed.stages.routes import Routes
-from recsys.modules.batch_checker import CheckedBatch
+from recsys.modules.tables.batch_checker import CheckedBatch
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import Parts
-from recsys.streamable import Multistreamable
 
 if TYPE_CHECKING:
     from recsys.distributed.stages.input_dist import InputDist

@@ -24,7 +24,7 @@ from recsys.distributed.stages.bags import in_order
 from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.exchanged_rows import Codecs, PooledStage, Ranges
 from recsys.kernels import ops
-from recsys.modules.batch_checker import NO_COUNTS
+from recsys.modules.tables.batch_checker import NO_COUNTS
 
 if TYPE_CHECKING:
     from recsys.kernels.output_triton import Columns

@@ -9,7 +9,7 @@ import numpy as np
 from recsys.distributed.ranks.agreement import raise_together
 from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.header import Flag, check_same_call
-from recsys.modules.batch_checker import BatchChecker, CheckedBatch, warn_of_bad_ids
+from recsys.modules.tables.batch_checker import BatchChecker, CheckedBatch, warn_of_bad_ids
 
 if TYPE_CHECKING:
     from recsys.distributed.stages.input_dist import InputDist

@@ -67,7 +67,8 @@ from recsys.distributed.stages.weight_gradients import with_weight_gradients
 from recsys.kernels import ops
 from recsys.kernels.bounds import NO_LIMIT, AsyncChecks
 from recsys.kernels.types import BoundsCheckMode
-from recsys.modules.batch_checker import (
+from recsys.modules.ids.hashed_group import HashedGroup, refuse_training
+from recsys.modules.tables.batch_checker import (
     NO_COUNTS,
     NO_FAULTS,
     BatchChecker,
@@ -75,7 +76,6 @@ from recsys.modules.batch_checker import (
     RowLimits,
     warn_of_bad_ids,
 )
-from recsys.modules.hashed_group import HashedGroup, refuse_training
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import Parts, check_features
 

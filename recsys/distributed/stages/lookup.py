@@ -30,8 +30,8 @@ from recsys.kernels.types import (
     UpdateMode,
 )
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
-from recsys.modules.hashed_group import HashedGroup
-from recsys.modules.table_index import TableIndex
+from recsys.modules.ids.hashed_group import HashedGroup
+from recsys.modules.ids.table_index import TableIndex
 
 
 @final

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys import step_stages
+from recsys.base import step_stages
+from recsys.base.step_stages import Stage
 from recsys.distributed.placement.layout import Layout, merge_ranges
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
@@ -51,9 +52,8 @@ from recsys.distributed.stages.node_hop import (
 )
 from recsys.distributed.stages.ragged_gather import RaggedGather, RaggedRows
 from recsys.kernels.scaled_loss import TABLE_UPDATES
-from recsys.modules.embedding_inputs import expand_bags
+from recsys.modules.tables.embedding_inputs import expand_bags
 from recsys.sparse import KeyedTensor
-from recsys.step_stages import Stage
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.column_gather import ColumnGather, MeanSlot
 from recsys.distributed.stages.exchanged_rows import Codecs, Ranges
 from recsys.kernels import ops
-from recsys.modules.batch_checker import NO_COUNTS
+from recsys.modules.tables.batch_checker import NO_COUNTS
 
 if TYPE_CHECKING:
     from recsys.kernels.ragged_triton import Ragged

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.placement.layout import IdHash, Layout, LookupGroup
-from recsys.modules.embedding_inputs import positions_of
+from recsys.modules.tables.embedding_inputs import positions_of
 
 FLAG, BATCH, COUNTS = 0, 1, 2  # positions in the header for one rank
 

@@ -20,7 +20,7 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.stages.lookup import GroupSettings, LocalShard
 from recsys.distributed.state.table_shards import TableShards
-from recsys.modules.table_index import row_states_of
+from recsys.modules.ids.table_index import row_states_of
 
 ROUND_BYTES = 32 << 20  # sent and received by a rank in one round
 _ALIGNED = 16  # one buffer holds values of several dtypes

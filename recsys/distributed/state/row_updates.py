@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recsys import step_stages
+from recsys.base import step_stages
+from recsys.base.step_stages import Stage
 from recsys.distributed.placement.layout import Layout
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.env import ShardingEnv
@@ -38,7 +39,6 @@ from recsys.distributed.stages.lookup import GroupSettings, Lookup
 from recsys.kernels.scaled_loss import TableUpdates
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.optim.clipping import power_sum
-from recsys.step_stages import Stage
 
 
 @final

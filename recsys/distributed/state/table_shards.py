@@ -16,10 +16,10 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.stages.lookup import GroupSettings, LocalShard
 from recsys.distributed.state.sharded_table import ShardedTable
-from recsys.modules.embedding_init import seed_of_ids
-from recsys.modules.embedding_tables import TableCollection
 from recsys.modules.hashed_ids import HashedIds
-from recsys.modules.table_index import TableIndex, row_states_of
+from recsys.modules.ids.table_index import TableIndex, row_states_of
+from recsys.modules.tables.embedding_init import seed_of_ids
+from recsys.modules.tables.embedding_tables import TableCollection
 from recsys.optim.clipping import mark_part
 
 _STATE_DIMS = {"element": 2, "row": 1, "table": 0}  # one value per element, row or table

@@ -15,14 +15,14 @@ from typing import Any, Generic, TypeVar, final
 
 from torch import Tensor, nn
 
+from recsys.base.arguments import choice
+from recsys.base.checked import checked
 from recsys.distributed.ranks.agreement import agree, run_on_all_ranks
 from recsys.distributed.ranks.comm import broadcast_object
 from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.distributed.stages.header import EndOfData
 from recsys.distributed.stages.input_dist import InputDist
 from recsys.distributed.train_pipeline.batches import map_batch
-from recsys.kernels.arguments import choice
-from recsys.kernels.checked import checked
 from recsys.sparse import KeyedJaggedTensor
 
 B = TypeVar("B")

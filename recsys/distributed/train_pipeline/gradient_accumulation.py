@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recsys.base.arguments import flag, whole
+from recsys.base.checked import check_fields, checked
 from recsys.distributed.train_pipeline.pipelines import In, Out, TrainPipelineBase
-from recsys.kernels.arguments import flag, whole
-from recsys.kernels.checked import check_fields, checked
 
 
 @final

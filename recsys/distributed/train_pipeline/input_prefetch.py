@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from recsys import step_stages
+from recsys.base import step_stages
+from recsys.base.arguments import MissingKeyError
+from recsys.base.step_stages import Stage
 from recsys.distributed.ranks.agreement import agree
 from recsys.distributed.ranks.comm import LazyAwaitable, set_context
 from recsys.distributed.sharded.collection import (
@@ -34,9 +36,7 @@ from recsys.distributed.sharded.collection import (
 from recsys.distributed.stages.batch import BatchContext
 from recsys.distributed.stages.header import EndOfData, FeaturesAbsentError
 from recsys.distributed.stages.input_dist import start_together
-from recsys.kernels.arguments import MissingKeyError
 from recsys.sparse import KeyedJaggedTensor
-from recsys.step_stages import Stage
 
 _Path: TypeAlias = tuple[object, ...]
 """Path of one input: indices, keys and attribute names."""

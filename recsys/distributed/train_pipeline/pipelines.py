@@ -25,7 +25,10 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from recsys import step_stages
+from recsys.base import step_stages
+from recsys.base.arguments import shown, whole, wrong_type
+from recsys.base.checked import checked, checked_but
+from recsys.base.step_stages import Stage
 from recsys.distributed.train_pipeline.batches import record_stream, to_device
 from recsys.distributed.train_pipeline.context import (
     TrainPipelineContext,
@@ -33,9 +36,6 @@ from recsys.distributed.train_pipeline.context import (
     record_event,
 )
 from recsys.distributed.train_pipeline.input_prefetch import FeaturesFunction, InputPrefetcher
-from recsys.kernels.arguments import shown, whole, wrong_type
-from recsys.kernels.checked import checked, checked_but
-from recsys.step_stages import Stage
 
 In = TypeVar("In")
 Out = TypeVar("Out")

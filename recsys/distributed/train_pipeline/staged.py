@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar, final
 import torch
 from torch import nn
 
+from recsys.base.checked import check_fields, checked
 from recsys.distributed.train_pipeline.batches import record_stream
 from recsys.distributed.train_pipeline.context import on_stream, record_event
 from recsys.distributed.train_pipeline.input_prefetch import InputPrefetcher, PrefetchedBatch
@@ -18,7 +19,6 @@ from recsys.distributed.train_pipeline.pipelines import (
     bare_model,
     check_iterator,
 )
-from recsys.kernels.checked import check_fields, checked
 
 StageOut = TypeVar("StageOut")
 _NOTHING: Any = object()

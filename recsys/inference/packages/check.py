@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from recsys.base.checked import checked
 from recsys.inference.packages.manifest import read_manifest
 from recsys.inference.packages.predictor import Predictor
-from recsys.kernels.checked import checked
 
 __all__ = ["inspect", "verify"]
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from recsys.base.arguments import repeated
 from recsys.datasets.memory import table_of
 from recsys.datasets.utils import Batch
 from recsys.features.arrow import (
@@ -42,7 +43,6 @@ from recsys.features.text_hash import text_buffers
 from recsys.features.times import read_seconds
 from recsys.features.vocabulary import Vocabulary
 from recsys.inference.packages.safetensors import write_tensors
-from recsys.kernels.arguments import repeated
 
 __all__ = [
     "FOLDER",

@@ -27,12 +27,12 @@ from typing import Any, BinaryIO, NamedTuple, final
 import torch
 from torch import Tensor
 
+from recsys.base.checked import checked
 from recsys.distributed.placement.file_checks import list_of, object_of, parse_json
 from recsys.inference.packages.delta_files import Header, Rows, Update, header_of, parse
 from recsys.inference.packages.indexes import empty_index
 from recsys.inference.packages.manifest_rules import read_table
 from recsys.inference.saved_tables import SavedTables
-from recsys.kernels.checked import checked
 from recsys.kernels.hashed.twin import LINE, locate
 from recsys.kernels.quantize import quantize_rows
 from recsys.kernels.quantized import row_bytes

@@ -15,9 +15,9 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from recsys.base.checked import checked
 from recsys.inference.packages.deltas import DELTA_NAME, read_delta_named
 from recsys.inference.packages.manifest import read_manifest, verify_files
-from recsys.kernels.checked import checked
 
 __all__ = ["follow", "upload"]
 

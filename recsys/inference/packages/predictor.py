@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recsys.base.checked import checked
 from recsys.inference.packages.deltas import Delta, read_delta, read_deltas
 from recsys.inference.packages.indexes import write_ids
 from recsys.inference.packages.library import Library
@@ -19,7 +20,6 @@ from recsys.inference.packages.load import OpenProgram, open_program, program_of
 from recsys.inference.packages.manifest import read_manifest, sha256_of, verify_files
 from recsys.inference.packages.requests import Request, check_request, merge, split
 from recsys.inference.packages.safetensors import read_tensors
-from recsys.kernels.checked import checked
 
 __all__ = ["Predictor"]
 

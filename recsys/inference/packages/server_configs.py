@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from recsys.kernels.checked import checked
+from recsys.base.checked import checked
 
 __all__ = ["config_pbtxt", "kserve"]
 

@@ -19,6 +19,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 import recsys
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
 from recsys.inference.export import PlainModel, compile_exported, exported_program, scripted
 from recsys.inference.packages.describe import (
     describe_inputs,
@@ -36,8 +38,6 @@ from recsys.inference.packages.safetensors import write_tensors
 from recsys.inference.packages.server_configs import config_pbtxt
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.inference.served_part import served_part
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
 from recsys.kernels.hashed.index import HashIndex
 from recsys.kernels.hashed.twin import signed
 from recsys.kernels.quantized_lookup import QuantizedLookup

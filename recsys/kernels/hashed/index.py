@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import whole
+from recsys.base.arguments import whole
 from recsys.kernels.hashed import build, native, twin
 
 LINE = 64

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recsys.lazy import lazy_names
+from recsys.base.lazy import lazy_names
 
 if TYPE_CHECKING:  # _HOMES for editors and type checkers
     from recsys.modules.ctr.autoint import AutoInt

@@ -14,8 +14,8 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import shown, whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import shown, whole
+from recsys.base.checked import checked
 from recsys.modules.crossnet import CrossNet, LowRankCrossNet
 from recsys.modules.ctr.inputs import FlatInput
 from recsys.modules.embedding_modules import EmbeddingBagCollection

@@ -10,8 +10,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
 from recsys.modules.dense_inputs import check_dense_features, common_dim
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor

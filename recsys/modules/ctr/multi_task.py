@@ -15,8 +15,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
 from recsys.modules.ctr.inputs import FlatInput
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.mlp import MLP

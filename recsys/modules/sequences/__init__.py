@@ -5,6 +5,6 @@ each value. `NextItem` and `Ranking` read ids, look them up in an `EmbeddingColl
 `DistributedModelParallel` may shard, and train an encoder.
 """
 
-from recsys.lazy import lazy_names
+from recsys.base.lazy import lazy_names
 
 __getattr__ = lazy_names(__name__, {})

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from recsys.kernels.arguments import check_input, whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import check_input, whole
+from recsys.base.checked import checked
 from recsys.modules.sequences.positions import check_dropout
 from recsys.sparse import JaggedTensor, ops
 

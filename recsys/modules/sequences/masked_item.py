@@ -10,8 +10,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import check_input, whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import check_input, whole
+from recsys.base.checked import checked
 from recsys.modules.sequences.bert4rec import BERT4Rec
 from recsys.modules.sequences.next_item import special_rows
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, ops

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import shown, whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import shown, whole
+from recsys.base.checked import checked
 from recsys.modules.embedding_interfaces import EmbeddingCollectionInterface
 from recsys.modules.sequences.losses import (
     binary_loss,

@@ -7,8 +7,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
 from recsys.sparse import JaggedTensor, ops
 from recsys.sparse.validate import is_readable
 

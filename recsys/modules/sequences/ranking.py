@@ -11,8 +11,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import whole
+from recsys.base.checked import checked
 from recsys.modules.embedding_interfaces import EmbeddingCollectionInterface
 from recsys.modules.mlp import MLP
 from recsys.modules.sequences.hstu import HSTU

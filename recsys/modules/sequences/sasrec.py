@@ -12,8 +12,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.arguments import check_input, whole
-from recsys.kernels.checked import checked
+from recsys.base.arguments import check_input, whole
+from recsys.base.checked import checked
 from recsys.modules.sequences.positions import PositionEmbedding, check_dropout
 from recsys.sparse import JaggedTensor, ops
 

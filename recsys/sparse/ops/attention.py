@@ -10,9 +10,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from recsys.kernels.arguments import finite, shown, whole
+from recsys.base.arguments import finite, shown, whole
+from recsys.base.checked import checked_late
 from recsys.kernels.attention import AttentionRules, Bias, attend
-from recsys.kernels.checked import checked_late
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.ops.bags import check_bags, check_equal_lengths, fail, with_values
 from recsys.sparse.recorded import recorded

@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from recsys.kernels.checked import checked_late
+from recsys.base.checked import checked_late
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.recorded import recorded
 from recsys.sparse.validate import is_readable

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import whole
-from recsys.kernels.checked import checked_late
+from recsys.base.arguments import whole
+from recsys.base.checked import checked_late
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.ops.bags import bags_of, fail
 from recsys.sparse.recorded import recorded

@@ -11,8 +11,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from recsys.kernels.arguments import shown, whole
-from recsys.kernels.checked import checked_late
+from recsys.base.arguments import shown, whole
+from recsys.base.checked import checked_late
 from recsys.kernels.ops import complete_cumsum
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.ops.bags import bags_of, check_bags, positions, with_values

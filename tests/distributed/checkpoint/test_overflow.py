@@ -38,8 +38,8 @@ from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.hashed_ids import HashedIds
 from recsys.optim import Adagrad
-from tests.modules.test_overflow_log import limit_of_files
-from tests.modules.test_overflow_rows import (
+from tests.modules.ids.test_overflow_log import limit_of_files
+from tests.modules.ids.test_overflow_rows import (
     batch_of,
     collection,
     fill,
@@ -241,7 +241,7 @@ JOB = """
 import random, sys
 from pathlib import Path
 from recsys.distributed.checkpoint import save_checkpoint
-from tests.modules.test_overflow_rows import batch_of, collection, train
+from tests.modules.ids.test_overflow_rows import batch_of, collection, train
 work, draw = Path(sys.argv[1]), random.Random(0)
 module = collection(work / "rows")
 for step in range(1, 10**6):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recsys.base.step_stages import exchange_started
 from recsys.distributed.monitoring.step_report import STAGES, StepReport
 from recsys.distributed.ranks.comm import Pending
 from recsys.distributed.ranks.exchanges import ExchangeName
@@ -27,7 +28,6 @@ from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor
-from recsys.step_stages import exchange_started
 from tests.distributed.cases import CPU, whole_state
 from tests.distributed.train_pipeline.test_pipelines import STEPS, build, plain, samples
 from tests.ranks import RankPool

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import recsys
-from recsys import contact, step_stages
+from recsys.base import contact, step_stages
+from recsys.base.step_stages import Stage
 from recsys.distributed.monitoring.watchdog import Watchdog, _is_of_library, end_with_launcher
-from recsys.step_stages import Stage
 from tests.distributed.train_pipeline.test_pipelines import build, plain, samples
 from tests.examples.kills import lives
 from tests.ranks import RankPool

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from recsys import contact
+from recsys.base import contact
 from recsys.distributed.ranks.comm import (
     GetItemLazyAwaitable,
     LazyAwaitable,
@@ -37,7 +37,8 @@ _SCRIPT = """
 import os, sys, time
 import torch, torch.distributed as dist
 from recsys import DistributedModelParallel, EmbeddingBagCollection, EmbeddingBagConfig
-from recsys import contact, metrics
+from recsys import metrics
+from recsys.base import contact
 from recsys.distributed.ranks import comm
 from recsys.distributed.checkpoint import save_checkpoint
 from recsys.distributed.types import ShardingEnv

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from recsys.base.step_stages import Stage
 from recsys.distributed.ranks.heartbeats import (
     Beat,
     End,
@@ -21,7 +22,6 @@ from recsys.distributed.ranks.heartbeats import (
     lives,
 )
 from recsys.distributed.ranks.position import Position
-from recsys.step_stages import Stage
 
 WAITS = Beat(
     number=1,

@@ -8,9 +8,9 @@ from contextlib import suppress
 import pytest
 import torch.distributed as dist
 
-from recsys import step_stages
+from recsys.base import step_stages
+from recsys.base.step_stages import Stage, long_section, observe, waiting
 from recsys.distributed.ranks.position import Position
-from recsys.step_stages import Stage, long_section, observe, waiting
 from tests.distributed.train_pipeline.test_pipelines import build, plain, samples
 from tests.ranks import RankPool
 

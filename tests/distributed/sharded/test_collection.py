@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recsys.base.streamable import Multistreamable
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DistributedModelParallel
@@ -28,7 +29,6 @@ from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.optim import Adam, RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
-from recsys.streamable import Multistreamable
 from tests.distributed.cases import (
     CPU,
     FEATURES,

@@ -20,7 +20,7 @@ from recsys.distributed.stages.batch import (
     known_header,
 )
 from recsys.distributed.stages.header import EndOfData, Flag
-from recsys.modules.batch_checker import NO_FAULTS, CheckedBatch
+from recsys.modules.tables.batch_checker import NO_FAULTS, CheckedBatch
 from recsys.sparse import KeyedJaggedTensor
 
 

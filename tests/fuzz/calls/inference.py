@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recsys.checksums import new_file
+from recsys.base.checksums import new_file
 from recsys.inference import (
     QuantEmbeddingBagCollection,
     QuantEmbeddingCollection,

@@ -1,0 +1,1 @@
+"""Storage and lookup of the tables of embedding collections; no path here is public."""
