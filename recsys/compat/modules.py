@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from recsys.modules.deepfm_model import SimpleDeepFMNN
-from recsys.modules.dlrm import DLRM, mean_loss
+from recsys.modules.dlrm import DLRM
 from recsys.modules.feature_processor import BaseFeatureProcessor
+from recsys.modules.losses import mean_loss
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 
 

@@ -13,7 +13,7 @@ from recsys.datasets.criteo import (
     log_counts,
     parse_criteo,
 )
-from recsys.modules.dlrm import mean_loss
+from recsys.modules.losses import mean_loss
 
 
 def line(label=1, first_count="5", first_category="0000000a", num_categories=CAT_FEATURE_COUNT):

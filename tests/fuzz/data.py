@@ -21,9 +21,10 @@ import torch
 
 from recsys.datasets.utils import Batch
 from recsys.modules.deepfm_model import SimpleDeepFMNN
-from recsys.modules.dlrm import DLRM, DLRMTrain, mean_loss
+from recsys.modules.dlrm import DLRM, DLRMTrain
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.losses import mean_loss
 from recsys.optim import SGD, apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
 from tests.ranks import RankPool

@@ -16,10 +16,11 @@ from recsys.fx import symbolic_trace
 from recsys.modules.ctr.dcn_v2 import DCNV2
 from recsys.modules.deepfm_model import SimpleDeepFMNN
 from recsys.modules.dense_inputs import check_dense_features
-from recsys.modules.dlrm import DLRM, DenseArch, DLRMTrain, mean_loss
+from recsys.modules.dlrm import DLRM, DenseArch, DLRMTrain
 from recsys.modules.dlrm_variants import DLRM_DCN, DLRM_Projection
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
+from recsys.modules.losses import mean_loss
 from recsys.optim import SGD, apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor, finish_value_checks, set_value_checks
 from tests.pretended_cuda import CUDA, PretendedCuda

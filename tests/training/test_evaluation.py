@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from sklearn.metrics import log_loss, roc_auc_score
 
-from recsys.modules.dlrm import mean_loss
+from recsys.modules.losses import mean_loss
 from recsys.training import BinaryMetrics
 from tests.ranks import RankPool
 

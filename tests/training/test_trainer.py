@@ -33,8 +33,9 @@ from recsys.distributed.checkpoint.versions import complete_versions
 from recsys.distributed.monitoring.loss_guard import BadLossError, LossGuard
 from recsys.distributed.monitoring.watchdog import Watchdog
 from recsys.distributed.types import ShardingEnv
-from recsys.modules.dlrm import DLRM, DLRMTrain, mean_loss
+from recsys.modules.dlrm import DLRM, DLRMTrain
 from recsys.modules.hashed_ids import HashedIds
+from recsys.modules.losses import mean_loss
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.training import BinaryMetrics, Trainer
 from tests.distributed import job

@@ -10,7 +10,7 @@ from torch import nn
 
 from recsys.distributed.placement.plan import ShardingType
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
-from recsys.modules import deepfm_model, dlrm, dlrm_variants
+from recsys.modules import deepfm_model, dlrm, dlrm_variants, losses
 from recsys.modules.activation import SwishLayerNorm
 from recsys.modules.crossnet import (
     CrossNet,
@@ -334,7 +334,7 @@ CALLS = [
     _forward(lambda: dlrm.InteractionArch(2), **PARTS),
     Call("dlrm.OverArch", dlrm.OverArch, DENSE),
     Call("dlrm.SparseArch", dlrm.SparseArch, {"embedding_bag_collection": BAGS}),
-    Call("mean_loss", dlrm.mean_loss, {
+    Call("mean_loss", losses.mean_loss, {
         "logits": tensor(lambda: torch.ones(2)), "labels": tensor(lambda: torch.ones(2)),
         "weights": maybe(tensor(lambda: torch.ones(2))),
         "mask": maybe(tensor(lambda: torch.ones(2, dtype=torch.bool))),
