@@ -91,10 +91,10 @@ UNDONE: dict[str, Callable[[], Patches]] = {
     ],
     "features are looked at": lambda: [
         _instead("distributed.stages.input_dist:check_features", _unchecked_parts),
-        _instead("modules.table_lookups:check_features", _nothing),
+        _instead("modules.tables.table_lookups:check_features", _nothing),
     ],
     "ids are checked": lambda: [
-        _instead("modules.batch_checker:BatchChecker._find_bad_ids", _nothing)
+        _instead("modules.tables.batch_checker:BatchChecker._find_bad_ids", _nothing)
     ],
     "ranks agree on what they build": lambda: [
         _instead("distributed.ranks.build_transaction:agree", _do_not_compare)
