@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, final
 
 import numpy as np
 import torch
@@ -17,9 +17,11 @@ from torch.utils.data import IterableDataset, Sampler
 
 from recsys.base.arguments import finite, flag, shown, whole
 from recsys.base.loaders import begin_epoch, epoch_length
-from recsys.datasets.table_reader import TableReader
 from recsys.datasets.utils import Batch, check_rank, rank_in_job
 from recsys.datasets.windows import take_rows
+
+if TYPE_CHECKING:
+    from recsys.datasets.table_reader import TableReader
 
 __all__ = ["BalancedBatches", "BalancedSampler", "balanced_order", "imbalance"]
 
@@ -150,7 +152,7 @@ class BalancedBatches(IterableDataset[Batch]):
         for name in _STATE_METHODS:
             if hasattr(batches, name):  # a trainer skips batches that have none
                 setattr(self, name, getattr(batches, name))
-        if isinstance(batches, TableReader):
+        if hasattr(batches, "_check_other_ranks"):  # a TableReader, which needs pyarrow
             self.load_state_dicts = self._load_state_dicts
 
     @property
@@ -167,7 +169,7 @@ class BalancedBatches(IterableDataset[Batch]):
         begin_epoch(self.batches, whole("epoch", epoch, 0))
 
     def _load_state_dicts(self, states: Sequence[Mapping[str, int]]) -> None:
-        reader = cast(TableReader, self.batches)  # a reader of one process
+        reader = cast("TableReader", self.batches)  # a reader of one process
         if len(states) != self.world_size:
             reader._check_other_ranks(len(states), self.world_size, states[0])
         reader.load_state_dict(states[0])
