@@ -125,8 +125,9 @@ def test_a_missing_package_is_named_with_its_extra(name: str) -> None:
 
 def test_models_packages_and_readers_of_batches_work_without_pyarrow() -> None:
     modules = (
-        "datasets.balance, recsys.datasets.criteo, recsys.datasets.random, recsys.features.hash_index,"
-        "recsys.inference.packages.predictor, recsys.inference.quantize, recsys.training"
+        "datasets.balance, recsys.datasets.criteo, recsys.datasets.random, "
+        "recsys.features.hash_index, recsys.inference.packages.predictor, "
+        "recsys.inference.quantize, recsys.training"
     )
     program = f"import sys; sys.modules['pyarrow'] = None; import recsys.{modules}"
     subprocess.run([sys.executable, "-c", program], check=True)
