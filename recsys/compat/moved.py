@@ -1,0 +1,23 @@
+"""Old paths of the objects that moved to `recsys.compat`.
+
+`recsys.base.lazy.moved_names` reads the table. Old paths work for two minor releases
+(docs/stability.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+_ROWS = (
+    (
+        "recsys.tracing",
+        "recsys.compat.tracing",
+        "assert_fx_safe is_non_strict_exporting is_pt2_compiling is_torchdynamo_compiling",
+    ),
+)
+
+MOVED: Final[Mapping[str, str]] = {
+    f"{old}.{name}": f"{new}.{name}" for old, new, names in _ROWS for name in names.split()
+}
+"""New dotted path by old dotted path."""
