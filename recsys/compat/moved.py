@@ -15,6 +15,13 @@ _ROWS = (
         "recsys.compat.tracing",
         "assert_fx_safe is_non_strict_exporting is_pt2_compiling is_torchdynamo_compiling",
     ),
+    (
+        "recsys.sparse.conversions",
+        "recsys.compat.sparse",
+        "ComputeJTDictToKJT ComputeKJTToJTDict pad_vbe_kjt_lengths "
+        "permute_multi_embedding regroup_kts",
+    ),
+    ("recsys.modules.regroup", "recsys.compat.sparse", "KTRegroupAsDict"),
 )
 
 MOVED: Final[Mapping[str, str]] = {

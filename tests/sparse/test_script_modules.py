@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.jit import _recursive
 
+from recsys.compat.sparse import KTRegroupAsDict
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.inference import quantize_embeddings, shard_quant_model
 from recsys.modules.deepfm_model import SimpleDeepFMNN
@@ -28,7 +29,6 @@ from recsys.modules.feature_processor import (
     PositionWeightedProcessor,
 )
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from recsys.modules.regroup import KTRegroupAsDict
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from recsys.sparse.script_modules import watch_script, with_forms, without_torchscript_warnings

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recsys.compat.sparse import KTRegroupAsDict
 from recsys.distributed.placement.plan import ShardingType
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
 from recsys.modules import deepfm_model, dlrm, dlrm_variants, losses
@@ -56,7 +57,6 @@ from recsys.modules.fused_embedding_modules import (
 )
 from recsys.modules.item_index import ItemIndex
 from recsys.modules.mlp import MLP, Perceptron
-from recsys.modules.regroup import KTRegroupAsDict
 from recsys.sparse import JaggedTensor
 from tests.fuzz.argument_kinds import (
     DEVICE,
