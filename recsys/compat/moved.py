@@ -22,6 +22,11 @@ _ROWS = (
         "permute_multi_embedding regroup_kts",
     ),
     ("recsys.modules.regroup", "recsys.compat.sparse", "KTRegroupAsDict"),
+    (
+        "recsys.distributed.planner.constants",
+        "recsys.compat.planner.constants",
+        "bytes_to_gb bytes_to_mb gb_to_bytes mb_to_bytes sharder_name",
+    ),
 )
 
 MOVED: Final[Mapping[str, str]] = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from recsys.compat.planner import constants
 from recsys.distributed import sharding_plan
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.placement.fused_params import (
@@ -29,7 +30,6 @@ from recsys.distributed.planner import (
     PlannerErrorType,
     PoolingStats,
     Topology,
-    constants,
 )
 from recsys.distributed.planner.measured import CollectivePoint, LookupPoint
 from recsys.distributed.planner.model_tables import tables_of
