@@ -23,7 +23,7 @@ from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.planner.planners import EmbeddingShardingPlanner
 from recsys.distributed.planner.types import PlannerError
 from recsys.distributed.ranks.agreement import failure_of, raise_failure
-from recsys.distributed.ranks.comm import broadcast_object
+from recsys.distributed.ranks.comm import LazyAwaitable, broadcast_object
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.shard import materialize_dense
@@ -38,6 +38,8 @@ from recsys.inference.quant_sharders import (
 )
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 DEFAULT_FUSED_PARAMS: dict[str, Any] = {}
 """Default settings of sharders of quantized collections: none."""
@@ -364,3 +366,39 @@ class DataLoadingThread(threading.Thread, Generic[T]):
         if none_throws:
             raise StopIteration
         return None
+
+
+class GetItemLazyAwaitable(LazyAwaitable[V]):
+    """An entry of a result in progress; it is available with the result.
+
+    Args:
+        parent: The result.
+        key: Key of the entry.
+
+    Example:
+        >>> GetItemLazyAwaitable(LazyAwaitable(lambda: {"a": 3}), "a").wait()
+        3
+    """
+
+    def __init__(self, parent: LazyAwaitable[Any], key: object) -> None:
+        super().__init__(lambda: parent.wait()[key])
+
+
+class LazyGetItemMixin(Generic[K, V]):
+    """Mixin that makes entries of a `LazyAwaitable` awaitable: `pending[key]` does not wait.
+
+    Name it before `LazyAwaitable` among the bases of a class.
+
+    Example:
+        >>> class Pending(LazyGetItemMixin[str, int], LazyAwaitable[dict[str, int]]):
+        ...     def _wait_impl(self):
+        ...         print("waits")
+        ...         return {"a": 3}
+        >>> entry = Pending()["a"]
+        >>> entry + 1
+        waits
+        4
+    """
+
+    def __getitem__(self, key: K) -> GetItemLazyAwaitable[V]:
+        return GetItemLazyAwaitable(self, key)  # type: ignore[arg-type]  # a LazyAwaitable

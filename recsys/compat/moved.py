@@ -27,6 +27,18 @@ _ROWS = (
         "recsys.compat.planner.constants",
         "bytes_to_gb bytes_to_mb gb_to_bytes mb_to_bytes sharder_name",
     ),
+    ("recsys.optim.fused", "recsys.compat.optim", "EmptyFusedOptimizer FusedOptimizerModule"),
+    ("recsys.optim.specs", "recsys.compat.optim", "optimizer_type_to_emb_opt_type"),
+    (
+        "recsys.distributed.ranks.comm",
+        "recsys.compat.distributed",
+        "GetItemLazyAwaitable LazyGetItemMixin",
+    ),
+    (
+        "recsys.distributed.placement.fused_params",
+        "recsys.compat.fused_params",
+        "add_params_from_parameter_sharding convert_to_fbgemm_types merge_fused_params",
+    ),
 )
 
 MOVED: Final[Mapping[str, str]] = {

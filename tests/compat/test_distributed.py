@@ -11,9 +11,16 @@ import torch
 from torch import nn
 
 from recsys.compat import torchrec as compat
-from recsys.compat.distributed import sharded_model_copy
+from recsys.compat.distributed import (
+    GetItemLazyAwaitable,
+    LazyGetItemMixin,
+    sharded_model_copy,
+)
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.placement.fused_params import optimizer_from_fused_params
+from recsys.distributed.ranks.comm import (
+    LazyAwaitable,
+)
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from tests.ranks import RankPool
@@ -60,3 +67,27 @@ def test_under_the_install_it_is_sgd() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer_from_fused_params({"optimizer": "EXACT_SGD", "learning_rate": 0.1})
+
+
+class _Entries(LazyGetItemMixin[str, int], LazyAwaitable[dict[str, int]]):
+    num_waits = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _wait_impl(self) -> dict[str, int]:
+        _Entries.num_waits += 1
+        return {"a": 3, "b": 4}
+
+
+def test_an_entry_waits_when_it_is_used_and_once_for_all() -> None:
+    _Entries.num_waits = 0
+    pending = _Entries()
+    one, other, missing = pending["a"], pending["b"], pending["c"]
+    assert isinstance(one, GetItemLazyAwaitable)
+    assert _Entries.num_waits == 0
+    assert one + other == 7
+    assert copy.deepcopy(one).wait() == 3
+    assert _Entries.num_waits == 1
+    with pytest.raises(KeyError):
+        missing.wait()

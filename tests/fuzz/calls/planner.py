@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from recsys.compat.planner import constants
-from recsys.distributed import sharding_plan
-from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from recsys.distributed.placement.fused_params import (
+from recsys.compat.fused_params import (
     add_params_from_parameter_sharding,
     merge_fused_params,
 )
+from recsys.compat.planner import constants
+from recsys.distributed import sharding_plan
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.placement.layout_plot import plot_layout
 from recsys.distributed.placement.plan_layout import layout_of_plan
 from recsys.distributed.placement.traffic import traffic_of
