@@ -36,7 +36,7 @@ PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "modules": (
         "Embedding modules",
-        "Collections of tables, feature processors, towers and pools.",
+        "Collections of tables, feature processors and pools.",
         ("recsys.modules",),
     ),
     "models": (

@@ -39,6 +39,16 @@ _ROWS = (
         "recsys.compat.fused_params",
         "add_params_from_parameter_sharding convert_to_fbgemm_types merge_fused_params",
     ),
+    (
+        "recsys.modules.embedding_tower",
+        "recsys.compat.towers",
+        "EmbeddingTower EmbeddingTowerCollection tower_input_params",
+    ),
+    (
+        "recsys.distributed.nn_embeddingbag",
+        "recsys.compat.nn_embeddingbag",
+        "EmbeddingBagSharder ShardedEmbeddingBag",
+    ),
 )
 
 MOVED: Final[Mapping[str, str]] = {

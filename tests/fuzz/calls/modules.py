@@ -9,6 +9,11 @@ import torch
 from torch import nn
 
 from recsys.compat.sparse import KTRegroupAsDict
+from recsys.compat.towers import (
+    EmbeddingTower,
+    EmbeddingTowerCollection,
+    tower_input_params,
+)
 from recsys.distributed.placement.plan import ShardingType
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
 from recsys.modules import deepfm_model, dlrm, dlrm_variants, losses
@@ -35,11 +40,6 @@ from recsys.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingCollection,
     get_embedding_names_by_table,
-)
-from recsys.modules.embedding_tower import (
-    EmbeddingTower,
-    EmbeddingTowerCollection,
-    tower_input_params,
 )
 from recsys.modules.feature_processor import (
     PositionWeightedModule,
