@@ -81,6 +81,7 @@ TESTED_THROUGH = {
     "compat/criteo_scripts.py": "compat/test_answers.py",
     "compat/datasets.py": "compat/test_answers.py",
     "compat/decisions.py": "compat/test_answers.py",
+    "compat/dlrm_variants.py": "modules/test_dlrm_variants.py",
     "compat/features_as_rows.py": "compat/test_managed_embeddings.py",
     "compat/metrics.py": "compat/test_answers.py",
     "compat/modules.py": "compat/test_answers.py",

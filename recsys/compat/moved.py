@@ -49,6 +49,11 @@ _ROWS = (
         "recsys.compat.nn_embeddingbag",
         "EmbeddingBagSharder ShardedEmbeddingBag",
     ),
+    (
+        "recsys.modules.dlrm_variants",
+        "recsys.compat.dlrm_variants",
+        "DLRM_Projection DLRM_Transformer InteractionProjectionArch InteractionTransformerArch",
+    ),
 )
 
 MOVED: Final[Mapping[str, str]] = {

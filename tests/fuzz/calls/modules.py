@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recsys.compat.dlrm_variants import DLRM_Projection, InteractionProjectionArch
 from recsys.compat.sparse import KTRegroupAsDict
 from recsys.compat.towers import (
     EmbeddingTower,
@@ -342,14 +343,14 @@ CALLS = [
     Call("DLRM_DCN", dlrm_variants.DLRM_DCN, DLRM | {
         "dcn_num_layers": whole(1), "dcn_low_rank_dim": whole(2),
     }, words={"dcn_num_layers": ("num_layers",), "dcn_low_rank_dim": ("low_rank",)}),
-    Call("DLRM_Projection", dlrm_variants.DLRM_Projection, DLRM | {
+    Call("DLRM_Projection", DLRM_Projection, DLRM | {
         "interaction_branch1_layer_sizes": wholes([4, 8], 1, 1),
         "interaction_branch2_layer_sizes": wholes([4, 8], 1, 1),
     }),
     Call("InteractionDCNArch", dlrm_variants.InteractionDCNArch, {
         "num_sparse_features": whole(2, 0), "crossnet": module(lambda: CrossNet(12, 1)),
     }),
-    Call("InteractionProjectionArch", dlrm_variants.InteractionProjectionArch, {
+    Call("InteractionProjectionArch", InteractionProjectionArch, {
         "num_sparse_features": whole(2, 0), "interaction_branch1": module(lambda: nn.Linear(12, 8)),
         "interaction_branch2": module(lambda: nn.Linear(12, 8)),
     }),
