@@ -54,6 +54,22 @@ _ROWS = (
         "recsys.compat.dlrm_variants",
         "DLRM_Projection DLRM_Transformer InteractionProjectionArch InteractionTransformerArch",
     ),
+    (
+        "recsys.inference.modules",
+        "recsys.compat.inference",
+        "BatchingMetadata PredictFactory PredictModule QualNameMetadata quantize_dense "
+        "quantize_feature trim_torch_package_prefix_from_typename",
+    ),
+    (
+        "recsys.inference.model_packager",
+        "recsys.compat.model_packager",
+        "PredictFactoryPackager load_config_text load_pickle_config",
+    ),
+    (
+        "recsys.inference.state_dict_transform",
+        "recsys.compat.state_dict_transform",
+        "state_dict_all_gather_keys state_dict_gather state_dict_to_device",
+    ),
 )
 
 MOVED: Final[Mapping[str, str]] = {
