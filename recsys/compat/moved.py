@@ -70,6 +70,12 @@ _ROWS = (
         "recsys.compat.state_dict_transform",
         "state_dict_all_gather_keys state_dict_gather state_dict_to_device",
     ),
+    (
+        "recsys.metrics.model_utils",
+        "recsys.compat.model_utils",
+        "is_empty_signals parse_model_outputs parse_required_inputs "
+        "parse_task_model_outputs session_ids_to_tensor",
+    ),
 )
 
 MOVED: Final[Mapping[str, str]] = {
