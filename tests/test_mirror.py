@@ -84,7 +84,6 @@ TESTED_THROUGH = {
     "compat/dlrm_variants.py": "modules/test_dlrm_variants.py",
     "compat/features_as_rows.py": "compat/test_managed_embeddings.py",
     "compat/metrics.py": "compat/test_answers.py",
-    "compat/modules.py": "compat/test_answers.py",
     "compat/planner/annotations.py": "compat/test_answers.py",
     "compat/testing.py": "compat/test_answers.py",
     "distributed/train_pipeline/batches.py": "distributed/train_pipeline/test_even_batches.py",

@@ -76,6 +76,22 @@ _ROWS = (
         "is_empty_signals parse_model_outputs parse_required_inputs "
         "parse_task_model_outputs session_ids_to_tensor",
     ),
+    (
+        "recsys.modules.feature_processor",
+        "recsys.compat.modules",
+        "BaseFeatureProcessor BaseGroupedFeatureProcessor PositionWeightedProcessor",
+    ),
+    (
+        "recsys.modules.embedding_configs",
+        "recsys.compat.modules",
+        "EmbeddingTableConfig pooling_type_to_pooling_mode pooling_type_to_str",
+    ),
+    (
+        "recsys.modules.fused_embedding_modules",
+        "recsys.compat.modules",
+        "fuse_embedding_optimizer",
+    ),
+    ("recsys.distributed.ranks.node", "recsys.compat.distributed", "intra_and_cross_node_pg"),
 )
 
 MOVED: Final[Mapping[str, str]] = {

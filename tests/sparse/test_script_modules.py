@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.jit import _recursive
 
 from recsys.compat.dlrm_variants import DLRM_Projection
+from recsys.compat.modules import PositionWeightedProcessor
 from recsys.compat.sparse import KTRegroupAsDict
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.inference import quantize_embeddings, shard_quant_model
@@ -27,7 +28,6 @@ from recsys.modules.feature_processor import (
     FeatureProcessor,
     PositionWeightedModule,
     PositionWeightedModuleCollection,
-    PositionWeightedProcessor,
 )
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward

@@ -9,6 +9,12 @@ import torch
 from torch import nn
 
 from recsys.compat.dlrm_variants import DLRM_Projection, InteractionProjectionArch
+from recsys.compat.modules import (
+    PositionWeightedProcessor,
+    fuse_embedding_optimizer,
+    pooling_type_to_pooling_mode,
+    pooling_type_to_str,
+)
 from recsys.compat.sparse import KTRegroupAsDict
 from recsys.compat.towers import (
     EmbeddingTower,
@@ -34,8 +40,6 @@ from recsys.modules.embedding_configs import (
     QuantConfig,
     data_type_to_dtype,
     dtype_to_data_type,
-    pooling_type_to_pooling_mode,
-    pooling_type_to_str,
 )
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -45,7 +49,6 @@ from recsys.modules.embedding_modules import (
 from recsys.modules.feature_processor import (
     PositionWeightedModule,
     PositionWeightedModuleCollection,
-    PositionWeightedProcessor,
 )
 from recsys.modules.fp_embedding_modules import (
     FeatureProcessedEmbeddingBagCollection,
@@ -54,7 +57,6 @@ from recsys.modules.fp_embedding_modules import (
 from recsys.modules.fused_embedding_modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
-    fuse_embedding_optimizer,
 )
 from recsys.modules.item_index import ItemIndex
 from recsys.modules.mlp import MLP, Perceptron
