@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recsys.base.arguments import choice
+from recsys.base.checked import checked
 from recsys.compat.planner.types import ShardingOption
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.planner.planners import EmbeddingShardingPlanner
@@ -28,8 +30,18 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.shard import materialize_dense
 from recsys.distributed.sharded.module_tree import outermost
+from recsys.distributed.sharding_plan import (
+    ParameterShardingGenerator,
+    column_wise,
+    data_parallel,
+    grid_shard,
+    row_wise,
+    table_column_wise,
+    table_row_wise,
+    table_wise,
+)
 from recsys.distributed.train_pipeline.pipelines import TrainPipelineBase
-from recsys.distributed.types import ModuleSharder, ShardedModule, ShardingPlan
+from recsys.distributed.types import ModuleSharder, ShardedModule, ShardingPlan, ShardingType
 from recsys.inference import QuantEmbeddingBagCollection, QuantEmbeddingCollection
 from recsys.inference.quant_sharders import (
     QuantEmbeddingBagCollectionSharder,
@@ -437,3 +449,33 @@ def intra_and_cross_node_pg(
         env.group_of(range(first, first + size), backend),
         env.group_of(range(local_rank, env.world_size, size), backend),
     )
+
+
+@checked
+def get_sharding_constructor_from_type(
+    sharding_type: ShardingType,
+) -> Callable[..., ParameterShardingGenerator]:
+    """Return the function that makes generators of a sharding type, such as `row_wise`.
+
+    Args:
+        sharding_type: A `ShardingType` or its value.
+
+    Raises:
+        ValueError: If the type is unknown.
+
+    Example:
+        >>> get_sharding_constructor_from_type(ShardingType.TABLE_WISE)(rank=1) is not None
+        True
+    """
+    return _HELPERS[choice("sharding_type", sharding_type, ShardingType)]
+
+
+_HELPERS: Mapping[ShardingType, Callable[..., ParameterShardingGenerator]] = {
+    ShardingType.DATA_PARALLEL: data_parallel,
+    ShardingType.TABLE_WISE: table_wise,
+    ShardingType.COLUMN_WISE: column_wise,
+    ShardingType.ROW_WISE: row_wise,
+    ShardingType.TABLE_ROW_WISE: table_row_wise,
+    ShardingType.TABLE_COLUMN_WISE: table_column_wise,
+    ShardingType.GRID_SHARD: grid_shard,
+}

@@ -92,6 +92,11 @@ _ROWS = (
         "fuse_embedding_optimizer",
     ),
     ("recsys.distributed.ranks.node", "recsys.compat.distributed", "intra_and_cross_node_pg"),
+    (
+        "recsys.distributed.sharding_plan",
+        "recsys.compat.distributed",
+        "get_sharding_constructor_from_type",
+    ),
 )
 
 MOVED: Final[Mapping[str, str]] = {

@@ -17,6 +17,7 @@ from recsys.compat import torchrec as compat
 from recsys.compat.distributed import (
     GetItemLazyAwaitable,
     LazyGetItemMixin,
+    get_sharding_constructor_from_type,
     intra_and_cross_node_pg,
     sharded_model_copy,
 )
@@ -25,6 +26,7 @@ from recsys.distributed.placement.fused_params import optimizer_from_fused_param
 from recsys.distributed.ranks.comm import (
     LazyAwaitable,
 )
+from recsys.distributed.types import ShardingType
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from tests.ranks import RankPool
@@ -123,3 +125,8 @@ def test_no_groups_without_processes() -> None:
     assert intra_and_cross_node_pg(torch.device("meta")) == (None, None)
     with pytest.raises(ValueError, match="needs the default process group"):
         intra_and_cross_node_pg()
+
+
+def test_constructors_by_sharding_type() -> None:
+    made = {kind: get_sharding_constructor_from_type(kind).__name__ for kind in ShardingType}
+    assert made == {kind: kind.value for kind in ShardingType}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from recsys.compat.distributed import get_sharding_constructor_from_type
 from recsys.compat.fused_params import (
     add_params_from_parameter_sharding,
     merge_fused_params,
@@ -339,7 +340,7 @@ CALLS = [
             lambda: {"t": sharding_plan.row_wise()}, function(sharding_plan.row_wise())),
         "world_size": maybe(whole(1)), "device_type": DEVICE_TYPE,
     }),
-    Call("get_sharding_constructor_from_type", sharding_plan.get_sharding_constructor_from_type, {
+    Call("get_sharding_constructor_from_type", get_sharding_constructor_from_type, {
         "sharding_type": member(ShardingType.ROW_WISE),
     }),
     Call("calculate_shard_sizes_and_offsets", sharding_plan.calculate_shard_sizes_and_offsets, {
