@@ -390,6 +390,7 @@ def fuse_embedding_optimizer(
         ValueError: As `FusedEmbeddingBagCollection`.
 
     Example:
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
         >>> films = EmbeddingBagConfig(100, 4, "films", feature_names=["film"])
         >>> model = nn.Sequential(EmbeddingBagCollection([films]))
         >>> cpu = torch.device("cpu")
