@@ -43,6 +43,7 @@ def add_params_from_parameter_sharding(
         parameter_sharding: Placement of a table. Its fields that are None are omitted.
 
     Example:
+        >>> from recsys.distributed.types import CacheParams
         >>> entry = ParameterSharding(
         ...     "table_wise", "fused_uvm_caching", cache_params=CacheParams(load_factor=0.1)
         ... )
