@@ -1,7 +1,8 @@
 """Write docs/reference/ from the promised names: `python docs/reference_pages.py`.
 
 Each name of `tests/promised_names.txt`, and each name that a package exports, gets one entry, under
-its shortest path. `docs/build.py` builds the site and checks that every entry is on it.
+its shortest path. Moved names are under their new path. `docs/build.py` builds the site and checks
+that every entry is on it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import recsys
+from recsys.compat.moved import MOVED
 
 DOCS = Path(__file__).parent
 PROMISED = DOCS.parent / "tests" / "promised_names.txt"
@@ -34,7 +36,7 @@ PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "modules": (
         "Embedding modules",
-        "Collections of tables, feature processors, towers and pools.",
+        "Collections of tables, feature processors and pools.",
         ("recsys.modules",),
     ),
     "models": (
@@ -146,7 +148,8 @@ class Entry:
 
 
 def public_paths() -> Iterator[str]:
-    """Yield the promised paths and the exported names of packages."""
+    """Yield the promised paths, the new paths of moved names, and the exports of packages."""
+    yield from MOVED.values()
     for line in PROMISED.read_text().splitlines():
         if not line.startswith("#"):
             yield line.strip().replace(" ", ".")
@@ -163,6 +166,7 @@ def resolve(path: str) -> tuple[Any, str]:
     Raises:
         AttributeError: There is no such object.
     """
+    path = MOVED.get(path, path)
     try:
         return importlib.import_module(path), path
     except ImportError:
@@ -179,7 +183,8 @@ def resolve(path: str) -> tuple[Any, str]:
 def entries() -> list[Entry]:
     """Return one entry for each public object, sorted by path."""
     found: dict[str, Entry] = {}
-    for path in sorted(set(public_paths()), key=lambda path: (path.count("."), path)):
+    order = sorted(set(public_paths()), key=lambda path: (path in MOVED, path.count("."), path))
+    for path in order:
         value, definition = resolve(path)
         if definition in found:
             found[definition].aliases.append(path)

@@ -51,7 +51,7 @@ TOP = {
     "fx": ["inference"],
     "plan": ["distributed"],
     "prepare": ["base", "datasets", "features"],
-    "tracing": [],
+    "tracing": ["base"],
 }
 
 ALLOWED = {room: ROAD[: i + 1] for i, room in enumerate(ROAD)}

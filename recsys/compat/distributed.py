@@ -18,18 +18,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recsys.base.arguments import choice
+from recsys.base.checked import checked
 from recsys.compat.planner.types import ShardingOption
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.planner.planners import EmbeddingShardingPlanner
 from recsys.distributed.planner.types import PlannerError
 from recsys.distributed.ranks.agreement import failure_of, raise_failure
-from recsys.distributed.ranks.comm import broadcast_object
+from recsys.distributed.ranks.comm import LazyAwaitable, broadcast_object
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.node import get_local_size
 from recsys.distributed.shard import materialize_dense
 from recsys.distributed.sharded.module_tree import outermost
+from recsys.distributed.sharding_plan import (
+    ParameterShardingGenerator,
+    column_wise,
+    data_parallel,
+    grid_shard,
+    row_wise,
+    table_column_wise,
+    table_row_wise,
+    table_wise,
+)
 from recsys.distributed.train_pipeline.pipelines import TrainPipelineBase
-from recsys.distributed.types import ModuleSharder, ShardedModule, ShardingPlan
+from recsys.distributed.types import ModuleSharder, ShardedModule, ShardingPlan, ShardingType
 from recsys.inference import QuantEmbeddingBagCollection, QuantEmbeddingCollection
 from recsys.inference.quant_sharders import (
     QuantEmbeddingBagCollectionSharder,
@@ -38,6 +50,8 @@ from recsys.inference.quant_sharders import (
 )
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 DEFAULT_FUSED_PARAMS: dict[str, Any] = {}
 """Default settings of sharders of quantized collections: none."""
@@ -364,3 +378,104 @@ class DataLoadingThread(threading.Thread, Generic[T]):
         if none_throws:
             raise StopIteration
         return None
+
+
+class GetItemLazyAwaitable(LazyAwaitable[V]):
+    """An entry of a result in progress; it is available with the result.
+
+    Args:
+        parent: The result.
+        key: Key of the entry.
+
+    Example:
+        >>> GetItemLazyAwaitable(LazyAwaitable(lambda: {"a": 3}), "a").wait()
+        3
+    """
+
+    def __init__(self, parent: LazyAwaitable[Any], key: object) -> None:
+        super().__init__(lambda: parent.wait()[key])
+
+
+class LazyGetItemMixin(Generic[K, V]):
+    """Mixin that makes entries of a `LazyAwaitable` awaitable: `pending[key]` does not wait.
+
+    Name it before `LazyAwaitable` among the bases of a class.
+
+    Example:
+        >>> class Pending(LazyGetItemMixin[str, int], LazyAwaitable[dict[str, int]]):
+        ...     def _wait_impl(self):
+        ...         print("waits")
+        ...         return {"a": 3}
+        >>> entry = Pending()["a"]
+        >>> entry + 1
+        waits
+        4
+    """
+
+    def __getitem__(self, key: K) -> GetItemLazyAwaitable[V]:
+        return GetItemLazyAwaitable(self, key)  # type: ignore[arg-type]  # a LazyAwaitable
+
+
+def intra_and_cross_node_pg(
+    device: torch.device | None = None, backend: str | None = None
+) -> tuple[torch.distributed.ProcessGroup | None, torch.distributed.ProcessGroup | None]:
+    """Return the process group of this rank's node, and of its peers on all nodes.
+
+    Peers have the same local rank. Every rank must call it; groups are made once. Nodes hold
+    consecutive ranks, `get_local_size` each.
+
+    Args:
+        device: On `meta` there are no groups; otherwise ignored.
+        backend: Backend of the groups, such as "gloo"; None for the default group's.
+
+    Returns:
+        The two groups, or None twice on `meta`.
+
+    Raises:
+        ValueError: There is no default process group, or nodes have different sizes.
+    """
+    if device is not None and device.type == "meta":
+        return None, None
+    env = ShardingEnv.default()
+    if env.process_group is None:
+        raise ValueError(
+            "intra_and_cross_node_pg needs the default process group; received a process without "
+            "one. Call torch.distributed.init_process_group first."
+        )
+    size = env.node_size
+    local_rank = env.rank % size
+    first = env.rank - local_rank
+    return (
+        env.group_of(range(first, first + size), backend),
+        env.group_of(range(local_rank, env.world_size, size), backend),
+    )
+
+
+@checked
+def get_sharding_constructor_from_type(
+    sharding_type: ShardingType,
+) -> Callable[..., ParameterShardingGenerator]:
+    """Return the function that makes generators of a sharding type, such as `row_wise`.
+
+    Args:
+        sharding_type: A `ShardingType` or its value.
+
+    Raises:
+        ValueError: If the type is unknown.
+
+    Example:
+        >>> get_sharding_constructor_from_type(ShardingType.TABLE_WISE)(rank=1) is not None
+        True
+    """
+    return _HELPERS[choice("sharding_type", sharding_type, ShardingType)]
+
+
+_HELPERS: Mapping[ShardingType, Callable[..., ParameterShardingGenerator]] = {
+    ShardingType.DATA_PARALLEL: data_parallel,
+    ShardingType.TABLE_WISE: table_wise,
+    ShardingType.COLUMN_WISE: column_wise,
+    ShardingType.ROW_WISE: row_wise,
+    ShardingType.TABLE_ROW_WISE: table_row_wise,
+    ShardingType.TABLE_COLUMN_WISE: table_column_wise,
+    ShardingType.GRID_SHARD: grid_shard,
+}

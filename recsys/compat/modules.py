@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import abc
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.optim import Optimizer
 
+from recsys.base.checked import checked, checked_late
+from recsys.kernels.types import EmbeddingLocation
 from recsys.modules.deepfm_model import SimpleDeepFMNN
 from recsys.modules.dlrm import DLRM
-from recsys.modules.feature_processor import BaseFeatureProcessor
+from recsys.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.modules.feature_processor import PositionWeightedModuleCollection
+from recsys.modules.fused_embedding_modules import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+)
 from recsys.modules.losses import mean_loss
+from recsys.modules.position_weights import ScriptedPositions
+from recsys.modules.tables.embedding_tables import TableCollection
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 
 
@@ -44,6 +57,14 @@ class SimpleDeepFMNNWrapper(SimpleDeepFMNN):
         if not self.training:
             return predictions
         return mean_loss(predictions.squeeze(-1), model_input.label), predictions
+
+
+class BaseFeatureProcessor(nn.Module, abc.ABC):
+    """Base of processors of a dict of features; new code uses `FeatureProcessorsCollection`."""
+
+    @abc.abstractmethod
+    def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        """Return the same ids in the same bags, with weights."""
 
 
 class PositionWeightedModule(BaseFeatureProcessor):
@@ -266,3 +287,137 @@ def maybe_td_to_kjt(features: Any, keys: list[str] | None = None) -> KeyedJagged
         nested = features[key]
         bags[key] = JaggedTensor(nested.values(), lengths=nested.offsets().diff())
     return KeyedJaggedTensor.from_jt_dict(bags)
+
+
+class BaseGroupedFeatureProcessor(nn.Module, abc.ABC):
+    """Base of processors of some features; new code uses `FeatureProcessorsCollection`."""
+
+    @abc.abstractmethod
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return the ids of these features in the same bags, with weights."""
+
+
+class PositionWeightedProcessor(PositionWeightedModuleCollection, BaseGroupedFeatureProcessor):
+    """A `PositionWeightedModuleCollection` that drops other features from the batch.
+
+    Example:
+        >>> batch = KeyedJaggedTensor(
+        ...     ["a", "b"], torch.tensor([7, 8, 9]), lengths=torch.tensor([1, 2])
+        ... )
+        >>> PositionWeightedProcessor({"b": 2})(batch).keys()
+        ['b']
+    """
+
+    @checked_late
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Set the weights of a batch and drop other features; arguments and errors as the base."""
+        keys = features.keys()
+        known = [i for i, key in enumerate(keys) if key in self.max_feature_lengths]
+        return super().forward(features if len(known) == len(keys) else features.permute(known))
+
+    def script_form(self) -> nn.Module:
+        """Return the module that TorchScript compiles in place of this module."""
+        weights, owner = self.position_weights_dict, type(self).__name__
+        return ScriptedPositions(weights, owner, keeps_others=False)
+
+
+@checked
+def pooling_type_to_pooling_mode(
+    pooling_type: PoolingType, sharding_type: object = None
+) -> PoolingType:
+    """Return the pooling itself, which the kernels use too.
+
+    Args:
+        pooling_type: The pooling.
+        sharding_type: Ignored; the result does not depend on the placement of a table.
+    """
+    return pooling_type
+
+
+@checked
+def pooling_type_to_str(pooling_type: PoolingType) -> str:
+    """Return the `mode` of `torch.nn.EmbeddingBag` for a pooling.
+
+    Raises:
+        ValueError: `pooling_type` is NONE.
+
+    Example:
+        >>> pooling_type_to_str(PoolingType.MEAN)
+        'mean'
+    """
+    if pooling_type not in (PoolingType.SUM, PoolingType.MEAN):
+        raise ValueError(
+            f"pooling_type must be PoolingType.SUM or MEAN; received {pooling_type!r}."
+        )
+    return "sum" if pooling_type is PoolingType.SUM else "mean"
+
+
+@dataclass
+class EmbeddingTableConfig(BaseEmbeddingConfig):
+    """A table of a grouped lookup, with or without pooling and weights."""
+
+    pooling: PoolingType = PoolingType.SUM
+    """NONE for a sequence table."""
+    is_weighted: bool = False
+    """Ids have weights."""
+    has_feature_processor: bool = False
+    """A feature processor computes the weights."""
+    embedding_names: list[str] = field(default_factory=list)
+    """Names of the outputs, one per feature."""
+
+
+@checked
+def fuse_embedding_optimizer(
+    model: nn.Module,
+    optimizer_type: type[Optimizer],
+    optimizer_kwargs: Mapping[str, Any],
+    device: torch.device,
+    location: EmbeddingLocation | None = None,
+) -> nn.Module:
+    """Replace every collection of a model in place by a fused collection with the same weights.
+
+    Args:
+        model: The model, or a collection.
+        optimizer_type: Class of the tables' optimizer.
+        optimizer_kwargs: Arguments of the optimizer.
+        device: Device of the new tables.
+        location: As for `FusedEmbeddingBagCollection`.
+
+    Returns:
+        The model, or the fused collection.
+
+    Raises:
+        ValueError: As `FusedEmbeddingBagCollection`.
+
+    Example:
+        >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
+        >>> films = EmbeddingBagConfig(100, 4, "films", feature_names=["film"])
+        >>> model = nn.Sequential(EmbeddingBagCollection([films]))
+        >>> cpu = torch.device("cpu")
+        >>> type(fuse_embedding_optimizer(model, torch.optim.SGD, {"lr": 0.1}, cpu)[0]).__name__
+        'FusedEmbeddingBagCollection'
+    """
+    made: dict[int, nn.Module] = {}
+    settings: dict[str, Any] = {"device": device, "location": location}
+    for module in model.modules():
+        new: TableCollection
+        if type(module) is EmbeddingBagCollection:
+            new = FusedEmbeddingBagCollection(
+                module.embedding_bag_configs(), optimizer_type, optimizer_kwargs,
+                module.is_weighted(), bounds_check_mode=module.bounds_check_mode, **settings,
+            )  # fmt: skip
+        elif type(module) is EmbeddingCollection:
+            new = FusedEmbeddingCollection(
+                module.embedding_configs(), optimizer_type, optimizer_kwargs,
+                need_indices=module.need_indices(), bounds_check_mode=module.bounds_check_mode,
+                **settings,
+            )  # fmt: skip
+        else:
+            continue
+        if "meta" not in (module.device.type, new.device.type):
+            new.load_state_dict(module.state_dict())
+        made[id(module)] = new.train(module.training)
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            parent._modules[name] = made.get(id(child), child)
+    return made.get(id(model), model)

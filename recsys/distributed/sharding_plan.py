@@ -13,6 +13,7 @@ from torch import nn
 
 from recsys.base.arguments import choice, whole, whole_list
 from recsys.base.checked import checked
+from recsys.base.lazy import moved_names
 from recsys.distributed.default_sharders import sharder_of
 from recsys.distributed.placement.layout import Rect
 from recsys.distributed.placement.plan import (
@@ -48,7 +49,6 @@ __all__ = [
     "column_wise",
     "construct_module_sharding_plan",
     "data_parallel",
-    "get_sharding_constructor_from_type",
     "grid_shard",
     "placement",
     "placement_helper",
@@ -339,36 +339,6 @@ def construct_module_sharding_plan(
     return plan
 
 
-@checked
-def get_sharding_constructor_from_type(
-    sharding_type: ShardingType,
-) -> Callable[..., ParameterShardingGenerator]:
-    """Return the function that makes generators of a sharding type, such as `row_wise`.
-
-    Args:
-        sharding_type: A `ShardingType` or its value.
-
-    Raises:
-        ValueError: If the type is unknown.
-
-    Example:
-        >>> get_sharding_constructor_from_type(ShardingType.TABLE_WISE)(rank=1) is not None
-        True
-    """
-    return _HELPERS[choice("sharding_type", sharding_type, ShardingType)]
-
-
-_HELPERS: Mapping[ShardingType, Callable[..., ParameterShardingGenerator]] = {
-    ShardingType.DATA_PARALLEL: data_parallel,
-    ShardingType.TABLE_WISE: table_wise,
-    ShardingType.COLUMN_WISE: column_wise,
-    ShardingType.ROW_WISE: row_wise,
-    ShardingType.TABLE_ROW_WISE: table_row_wise,
-    ShardingType.TABLE_COLUMN_WISE: table_column_wise,
-    ShardingType.GRID_SHARD: grid_shard,
-}
-
-
 def _generator(
     kind: ShardingType,
     split: Callable[[int, int, int, int], list[Rect]],
@@ -441,3 +411,6 @@ def _check_one_each(function: str, **given: Sequence[object] | None) -> None:
             f"{function} needs one entry for each shard in each of {', '.join(lists)}; received "
             f"{', '.join(str(value) for value in lists.values())}."
         )
+
+
+__getattr__ = moved_names(__name__)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from recsys.base.arguments import choice, finite, flag, names, repeated, whole, wrong_type
 from recsys.base.checked import checked
+from recsys.base.lazy import moved_names
 from recsys.kernels.hashed.index import geometry
 from recsys.kernels.types import PoolingType
 from recsys.modules.hashed_ids import HashedIds
@@ -26,14 +27,11 @@ __all__ = [
     "DataType",
     "EmbeddingBagConfig",
     "EmbeddingConfig",
-    "EmbeddingTableConfig",
     "PoolingType",
     "QuantConfig",
     "check_tables",
     "data_type_to_dtype",
     "dtype_to_data_type",
-    "pooling_type_to_pooling_mode",
-    "pooling_type_to_str",
 ]
 
 
@@ -100,37 +98,6 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
             f"received {dtype}."
         )
     return _DATA_TYPES[dtype]
-
-
-@checked
-def pooling_type_to_pooling_mode(
-    pooling_type: PoolingType, sharding_type: object = None
-) -> PoolingType:
-    """Return the pooling itself, which the kernels use too.
-
-    Args:
-        pooling_type: The pooling.
-        sharding_type: Ignored; the result does not depend on the placement of a table.
-    """
-    return pooling_type
-
-
-@checked
-def pooling_type_to_str(pooling_type: PoolingType) -> str:
-    """Return the `mode` of `torch.nn.EmbeddingBag` for a pooling.
-
-    Raises:
-        ValueError: `pooling_type` is NONE.
-
-    Example:
-        >>> pooling_type_to_str(PoolingType.MEAN)
-        'mean'
-    """
-    if pooling_type not in (PoolingType.SUM, PoolingType.MEAN):
-        raise ValueError(
-            f"pooling_type must be PoolingType.SUM or MEAN; received {pooling_type!r}."
-        )
-    return "sum" if pooling_type is PoolingType.SUM else "mean"
 
 
 _OPTIONAL_SIZES = {"num_embeddings_post_pruning": 0, "input_dim": 1, "total_num_buckets": 1}
@@ -277,20 +244,6 @@ class EmbeddingConfig(BaseEmbeddingConfig):
     """
 
 
-@dataclass
-class EmbeddingTableConfig(BaseEmbeddingConfig):
-    """A table of a grouped lookup, with or without pooling and weights."""
-
-    pooling: PoolingType = PoolingType.SUM
-    """NONE for a sequence table."""
-    is_weighted: bool = False
-    """Ids have weights."""
-    has_feature_processor: bool = False
-    """A feature processor computes the weights."""
-    embedding_names: list[str] = field(default_factory=list)
-    """Names of the outputs, one per feature."""
-
-
 class _QuantConfig(NamedTuple):
     activation: Callable[[], Any]
     weight: Callable[[], Any]
@@ -404,3 +357,6 @@ def check_tables(
             "dim."
         )
     return found
+
+
+__getattr__ = moved_names(__name__)

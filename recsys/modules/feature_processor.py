@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from recsys.base.arguments import check_input
 from recsys.base.checked import checked, checked_late
+from recsys.base.lazy import moved_names
 from recsys.modules.position_weights import (
     PositionGather,
     PositionWeights,
@@ -23,13 +24,10 @@ from recsys.modules.tables.traced import is_proxy, record
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [
-    "BaseFeatureProcessor",
-    "BaseGroupedFeatureProcessor",
     "FeatureProcessor",
     "FeatureProcessorsCollection",
     "PositionWeightedModule",
     "PositionWeightedModuleCollection",
-    "PositionWeightedProcessor",
 ]
 
 
@@ -47,22 +45,6 @@ class FeatureProcessorsCollection(nn.Module, abc.ABC):
     @abc.abstractmethod
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the same ids in the same bags, with weights."""
-
-
-class BaseFeatureProcessor(nn.Module, abc.ABC):
-    """Base of processors of a dict of features; new code uses `FeatureProcessorsCollection`."""
-
-    @abc.abstractmethod
-    def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """Return the same ids in the same bags, with weights."""
-
-
-class BaseGroupedFeatureProcessor(nn.Module, abc.ABC):
-    """Base of processors of some features; new code uses `FeatureProcessorsCollection`."""
-
-    @abc.abstractmethod
-    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the ids of these features in the same bags, with weights."""
 
 
 class PositionWeightedModule(FeatureProcessor):
@@ -226,25 +208,4 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         return ScriptedPositions(self.position_weights_dict, type(self).__name__)
 
 
-class PositionWeightedProcessor(PositionWeightedModuleCollection, BaseGroupedFeatureProcessor):
-    """A `PositionWeightedModuleCollection` that drops other features from the batch.
-
-    Example:
-        >>> batch = KeyedJaggedTensor(
-        ...     ["a", "b"], torch.tensor([7, 8, 9]), lengths=torch.tensor([1, 2])
-        ... )
-        >>> PositionWeightedProcessor({"b": 2})(batch).keys()
-        ['b']
-    """
-
-    @checked_late
-    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Set the weights of a batch and drop other features; arguments and errors as the base."""
-        keys = features.keys()
-        known = [i for i, key in enumerate(keys) if key in self.max_feature_lengths]
-        return super().forward(features if len(known) == len(keys) else features.permute(known))
-
-    def script_form(self) -> nn.Module:
-        """Return the module that TorchScript compiles in place of this module."""
-        weights, owner = self.position_weights_dict, type(self).__name__
-        return ScriptedPositions(weights, owner, keeps_others=False)
+__getattr__ = moved_names(__name__)

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, final
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from recsys.base.checked import checked
+from recsys.base.lazy import moved_names
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
 from recsys.modules.embedding_bag_collection import EmbeddingBagCollection
 from recsys.modules.embedding_collection import EmbeddingCollection
@@ -185,57 +185,4 @@ class FusedEmbeddingCollection(EmbeddingCollection, _OwnsOptimizer):
         self._attach(optimizer_type, optimizer_kwargs, location)
 
 
-@checked
-def fuse_embedding_optimizer(
-    model: nn.Module,
-    optimizer_type: type[Optimizer],
-    optimizer_kwargs: Mapping[str, Any],
-    device: torch.device,
-    location: EmbeddingLocation | None = None,
-) -> nn.Module:
-    """Replace every collection of a model in place by a fused collection with the same weights.
-
-    Args:
-        model: The model, or a collection.
-        optimizer_type: Class of the tables' optimizer.
-        optimizer_kwargs: Arguments of the optimizer.
-        device: Device of the new tables.
-        location: As for `FusedEmbeddingBagCollection`.
-
-    Returns:
-        The model, or the fused collection.
-
-    Raises:
-        ValueError: As `FusedEmbeddingBagCollection`.
-
-    Example:
-        >>> films = EmbeddingBagConfig(100, 4, "films", feature_names=["film"])
-        >>> model = nn.Sequential(EmbeddingBagCollection([films]))
-        >>> cpu = torch.device("cpu")
-        >>> type(fuse_embedding_optimizer(model, torch.optim.SGD, {"lr": 0.1}, cpu)[0]).__name__
-        'FusedEmbeddingBagCollection'
-    """
-    made: dict[int, nn.Module] = {}
-    settings: dict[str, Any] = {"device": device, "location": location}
-    for module in model.modules():
-        new: TableCollection
-        if type(module) is EmbeddingBagCollection:
-            new = FusedEmbeddingBagCollection(
-                module.embedding_bag_configs(), optimizer_type, optimizer_kwargs,
-                module.is_weighted(), bounds_check_mode=module.bounds_check_mode, **settings,
-            )  # fmt: skip
-        elif type(module) is EmbeddingCollection:
-            new = FusedEmbeddingCollection(
-                module.embedding_configs(), optimizer_type, optimizer_kwargs,
-                need_indices=module.need_indices(), bounds_check_mode=module.bounds_check_mode,
-                **settings,
-            )  # fmt: skip
-        else:
-            continue
-        if "meta" not in (module.device.type, new.device.type):
-            new.load_state_dict(module.state_dict())
-        made[id(module)] = new.train(module.training)
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            parent._modules[name] = made.get(id(child), child)
-    return made.get(id(model), model)
+__getattr__ = moved_names(__name__)

@@ -9,6 +9,7 @@ from typing import Any, final
 from torch import Tensor
 
 from recsys.base.arguments import finite
+from recsys.base.lazy import moved_names
 from recsys.optim.keyed import KeyedOptimizer
 
 
@@ -88,30 +89,4 @@ class TablesGroup(dict[str, Any]):
         super().__setitem__(key, value)
 
 
-@final
-class EmptyFusedOptimizer(FusedOptimizer):
-    """Optimizer of a module without updates in backward.
-
-    Example:
-        >>> EmptyFusedOptimizer().state_dict()["state"]
-        {}
-    """
-
-    def __init__(self) -> None:
-        super().__init__({}, {}, [])
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Return the result of the closure, if there is one."""
-        return None if closure is None else closure()
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Do nothing."""
-
-
-class FusedOptimizerModule(abc.ABC):
-    """Module with parameters that are updated in backward."""
-
-    @property
-    @abc.abstractmethod
-    def fused_optimizer(self) -> KeyedOptimizer:
-        """Optimizer of these parameters, keyed by their names."""
+__getattr__ = moved_names(__name__)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from recsys.base.arguments import choice
 from recsys.base.checked import checked
+from recsys.base.lazy import moved_names
 from recsys.kernels.types import (
     EmbOptimType,
     OptimizerSpec,
@@ -143,24 +144,6 @@ def optimizer_kind(optimizer_class: type[Optimizer]) -> str:
     return optimizer_class.__qualname__ if meaning is None else meaning[0].value
 
 
-@checked
-def optimizer_type_to_emb_opt_type(optimizer_class: type[Optimizer]) -> EmbOptimType:
-    """Return the kernel algorithm of an optimizer class.
-
-    Args:
-        optimizer_class: A class of torch.optim or recsys.optim.
-
-    Raises:
-        ValueError: Tables do not support the optimizer.
-
-    Example:
-        >>> import torch
-        >>> optimizer_type_to_emb_opt_type(torch.optim.Adagrad).name
-        'EXACT_ADAGRAD'
-    """
-    return _meaning_of(optimizer_class)[0]
-
-
 def _meaning_of(optimizer_class: type[Optimizer]) -> _Meaning:
     meaning = _CLASSES.get(optimizer_class)
     if meaning is None:
@@ -218,3 +201,6 @@ def optimizer_spec(
             f"{ignored} for {optimizer_class.__name__}. Omit these arguments."
         )
     return make_spec(algorithm, decay, values)
+
+
+__getattr__ = moved_names(__name__)

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from recsys.compat import torchrec as compat
-from recsys.compat.distributed import sharded_model_copy
+from recsys.compat.distributed import (
+    GetItemLazyAwaitable,
+    LazyGetItemMixin,
+    get_sharding_constructor_from_type,
+    intra_and_cross_node_pg,
+    sharded_model_copy,
+)
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.distributed.placement.fused_params import optimizer_from_fused_params
+from recsys.distributed.ranks.comm import (
+    LazyAwaitable,
+)
+from recsys.distributed.types import ShardingType
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from tests.ranks import RankPool
@@ -60,3 +73,60 @@ def test_under_the_install_it_is_sgd() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer_from_fused_params({"optimizer": "EXACT_SGD", "learning_rate": 0.1})
+
+
+class _Entries(LazyGetItemMixin[str, int], LazyAwaitable[dict[str, int]]):
+    num_waits = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _wait_impl(self) -> dict[str, int]:
+        _Entries.num_waits += 1
+        return {"a": 3, "b": 4}
+
+
+def test_an_entry_waits_when_it_is_used_and_once_for_all() -> None:
+    _Entries.num_waits = 0
+    pending = _Entries()
+    one, other, missing = pending["a"], pending["b"], pending["c"]
+    assert isinstance(one, GetItemLazyAwaitable)
+    assert _Entries.num_waits == 0
+    assert one + other == 7
+    assert copy.deepcopy(one).wait() == 3
+    assert _Entries.num_waits == 1
+    with pytest.raises(KeyError):
+        missing.wait()
+
+
+def _members() -> list[list[int]]:
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        groups = intra_and_cross_node_pg()
+        again = intra_and_cross_node_pg(torch.device("cpu"), "gloo")
+        assert all(
+            mine is other for mine, other in zip(intra_and_cross_node_pg(), groups, strict=True)
+        )
+        found = []
+        for group in (*groups, *again):
+            assert group is not None
+            total = torch.tensor([1 << dist.get_rank()])
+            dist.all_reduce(total, group=group)  # they talk, and to the right ranks
+            found.append([rank for rank in range(4) if int(total) >> rank & 1])
+    return found
+
+
+def test_groups_of_a_node_and_across_nodes(ranks: RankPool) -> None:
+    found = ranks(4, _members)
+    assert found[0] == [[0, 1], [0, 2]] * 2
+    assert found[3] == [[2, 3], [1, 3]] * 2
+
+
+def test_no_groups_without_processes() -> None:
+    assert intra_and_cross_node_pg(torch.device("meta")) == (None, None)
+    with pytest.raises(ValueError, match="needs the default process group"):
+        intra_and_cross_node_pg()
+
+
+def test_constructors_by_sharding_type() -> None:
+    made = {kind: get_sharding_constructor_from_type(kind).__name__ for kind in ShardingType}
+    assert made == {kind: kind.value for kind in ShardingType}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recsys.compat.nn_embeddingbag import EmbeddingBagSharder
 from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import (
@@ -18,7 +19,6 @@ from recsys.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
 )
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.nn_embeddingbag import EmbeddingBagSharder
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.shard import (
     exclude_sharded_from_ddp,

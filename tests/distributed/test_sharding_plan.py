@@ -16,7 +16,6 @@ from recsys.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
     data_parallel,
-    get_sharding_constructor_from_type,
     grid_shard,
     placement_helper,
     row_wise,
@@ -24,7 +23,7 @@ from recsys.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from recsys.distributed.types import ParameterSharding, ShardingType
+from recsys.distributed.types import ParameterSharding
 from recsys.kernels.types import EmbOptimType
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -296,12 +295,6 @@ def test_parts_that_cannot_be_cut() -> None:
         cut(10, 8, "stripes")
     with pytest.raises(ValueError, match="one per rank; received 2 for 4 ranks"):
         cut(10, 8, "row_wise", device_memory_sizes=[1, 1])
-
-
-def test_helpers_by_type() -> None:
-    placed = place(get_sharding_constructor_from_type(ShardingType.TABLE_WISE)(rank=3))
-    assert placed.ranks == [3]
-    assert {get_sharding_constructor_from_type(kind) for kind in ShardingType} >= {row_wise}
 
 
 def test_placements_by_parts() -> None:

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recsys.compat.modules import PositionWeightedProcessor
+from recsys.compat.towers import EmbeddingTower
 from recsys.inference import quantize_embeddings
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recsys.modules.embedding_tower import EmbeddingTower
 from recsys.modules.feature_processor import (
     PositionWeightedModule,
     PositionWeightedModuleCollection,
-    PositionWeightedProcessor,
 )
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.modules.fused_embedding_modules import FusedEmbeddingBagCollection

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recsys.compat.nn_embeddingbag import EmbeddingBagSharder
 from recsys.distributed.dmp_collection import DMPCollection
 from recsys.distributed.fully_sharded import FullyShardWrapper
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.nn_embeddingbag import EmbeddingBagSharder
 from recsys.distributed.shard import shard, shard_modules
 from recsys.distributed.sharding_plan import column_wise, row_wise
 from recsys.distributed.types import ShardingEnv, ShardingType

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from recsys.compat.dlrm_variants import DLRM_Projection
 from recsys.datasets.utils import Batch
 from recsys.fx import symbolic_trace
 from recsys.modules.ctr.dcn_v2 import DCNV2
 from recsys.modules.deepfm_model import SimpleDeepFMNN
 from recsys.modules.dense_inputs import check_dense_features
 from recsys.modules.dlrm import DLRM, DenseArch, DLRMTrain
-from recsys.modules.dlrm_variants import DLRM_DCN, DLRM_Projection
+from recsys.modules.dlrm_variants import DLRM_DCN
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.losses import mean_loss

@@ -3,15 +3,11 @@ import pytest
 import torch
 from torch import nn
 
+from recsys.compat.dlrm_variants import DLRM_Projection, InteractionProjectionArch
 from recsys.datasets.random import RandomRecDataset
 from recsys.modules.crossnet import LowRankCrossNet
 from recsys.modules.dlrm import DLRM, DLRMTrain, InteractionArch, OverArch
-from recsys.modules.dlrm_variants import (
-    DLRM_DCN,
-    DLRM_Projection,
-    InteractionDCNArch,
-    InteractionProjectionArch,
-)
+from recsys.modules.dlrm_variants import DLRM_DCN, InteractionDCNArch
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from tests.formulas import assert_follows, randomise

@@ -11,12 +11,9 @@ from recsys.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
     EmbeddingConfig,
-    EmbeddingTableConfig,
     PoolingType,
     data_type_to_dtype,
     dtype_to_data_type,
-    pooling_type_to_pooling_mode,
-    pooling_type_to_str,
 )
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.sparse import KeyedJaggedTensor
@@ -35,25 +32,12 @@ def test_default_range_depends_on_the_number_of_rows() -> None:
     assert (config.get_weight_init_min(), config.get_weight_init_max()) == (-0.1, 0.1)
 
 
-def test_configs_can_be_adapted_in_place() -> None:
-    config = EmbeddingTableConfig(num_embeddings=10, embedding_dim=4, is_weighted=True)
-    config.feature_names = ["f"]
-    assert config.num_features() == 1
-
-
 @pytest.mark.parametrize("data_type", list(DataType))
 def test_dtypes_round_trip(data_type: DataType) -> None:
     dtype = data_type_to_dtype(data_type)
     assert dtype_to_data_type(dtype) is data_type
     if data_type not in (DataType.INT4, DataType.INT2):
         assert DATA_TYPE_NUM_BITS[data_type] == 8 * dtype.itemsize
-
-
-def test_every_pooling_has_a_mode() -> None:
-    modes = [pooling_type_to_pooling_mode(p).name for p in PoolingType]
-    assert modes == ["SUM", "MEAN", "NONE"]
-    mode = pooling_type_to_pooling_mode(pooling_type=PoolingType.MEAN, sharding_type="row_wise")
-    assert mode.name == "MEAN"
 
 
 @pytest.mark.parametrize(
@@ -163,12 +147,3 @@ def test_a_dtype_is_no_data_type() -> None:
         EmbeddingConfig(10, 4, "t", torch.float16)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"one of .*; received torch\.complex64"):
         dtype_to_data_type(torch.complex64)
-
-
-def test_poolings_as_text() -> None:
-    assert [pooling_type_to_str(kind) for kind in (PoolingType.SUM, PoolingType.MEAN)] == [
-        "sum",
-        "mean",
-    ]
-    with pytest.raises(ValueError, match=r"must be PoolingType\.SUM or MEAN; received"):
-        pooling_type_to_str(PoolingType.NONE)

@@ -11,7 +11,6 @@ from torch import nn
 from recsys.modules.feature_processor import (
     PositionWeightedModule,
     PositionWeightedModuleCollection,
-    PositionWeightedProcessor,
 )
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 
@@ -23,10 +22,8 @@ def _bags(**lengths: list[int]) -> KeyedJaggedTensor:
     )
 
 
-def _collection(
-    kind: type[PositionWeightedModuleCollection] = PositionWeightedModuleCollection,
-) -> PositionWeightedModuleCollection:
-    collection = kind({"b": 2, "a": 3})  # not in alphabetical order
+def _collection() -> PositionWeightedModuleCollection:
+    collection = PositionWeightedModuleCollection({"b": 2, "a": 3})  # not in alphabetical order
     with torch.no_grad():
         collection.position_weights["a"].copy_(torch.tensor([0.25, 0.5, 0.75]))
         collection.position_weights["b"].copy_(torch.tensor([2.0, 3.0]))
@@ -87,14 +84,6 @@ def test_features_may_be_named_as_what_a_dict_has_itself() -> None:
 def test_no_features() -> None:
     empty = PositionWeightedModuleCollection({})
     assert empty(_bags(a=[2, 1])).weights().tolist() == [1.0, 1.0, 1.0]
-
-
-def test_the_processor_leaves_out_features_that_it_does_not_know() -> None:
-    processor = _collection(PositionWeightedProcessor)
-    weighed = processor(_bags(b=[2, 1], x=[1, 0], a=[0, 3]))
-    assert weighed.keys() == ["b", "a"]
-    assert weighed.values().tolist() == [0, 1, 2, 4, 5, 6]
-    assert weighed.weights().tolist() == [2.0, 3.0, 2.0, 0.25, 0.5, 0.75]
 
 
 def test_half_weights_stay_half() -> None:

@@ -3,15 +3,13 @@ import copy
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from recsys.kernels.types import EmbeddingLocation
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.fused_embedding_modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
-    fuse_embedding_optimizer,
 )
 from recsys.optim import CombinedOptimizer
 from recsys.optim.fused import FusedOptimizer
@@ -108,32 +106,6 @@ def test_state_moves_from_one_to_another(build):
         values_of(collection).sum().backward()
         for name, value in trained.state_dict().items():
             torch.testing.assert_close(collection.state_dict()[name], value)
-
-
-def test_fuses_every_collection_of_a_model_with_its_weights():
-    ebc = EmbeddingBagCollection(configs(EmbeddingBagConfig), is_weighted=True)
-    ec = EmbeddingCollection(configs(EmbeddingConfig), need_indices=True)
-    model = nn.ModuleDict({"ebc": ebc, "again": ebc, "rest": nn.ModuleList([ec, nn.Linear(2, 2)])})
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    fused = fuse_embedding_optimizer(model, torch.optim.SGD, {"lr": 0.1}, CPU)
-    assert fused is model
-    assert type(fused["ebc"]) is FusedEmbeddingBagCollection
-    assert fused["again"] is fused["ebc"]
-    assert fused["ebc"].is_weighted()
-    assert type(fused["rest"][0]) is FusedEmbeddingCollection
-    assert fused["rest"][0].need_indices()
-    assert list(fused.state_dict()) == list(state)
-    for name, value in state.items():
-        assert torch.equal(fused.state_dict()[name], value)
-    lone = fuse_embedding_optimizer(ec, torch.optim.SGD, {"lr": 0.1}, CPU)
-    assert type(lone) is FusedEmbeddingCollection
-
-
-def test_tables_on_meta_are_made_on_the_device():
-    model = EmbeddingBagCollection(configs(EmbeddingBagConfig), device=torch.device("meta"))
-    fused = fuse_embedding_optimizer(model, torch.optim.SGD, {"lr": 0.1}, CPU)
-    assert fused.device == CPU
-    assert values_of(fused).abs().sum() > 0
 
 
 @pytest.mark.parametrize("build", [pooled, sequence])

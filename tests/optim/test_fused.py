@@ -11,8 +11,7 @@ from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
-from recsys.optim.fused import EmptyFusedOptimizer, FusedOptimizer, TablesGroup
-from recsys.optim.keyed import CombinedOptimizer
+from recsys.optim.fused import FusedOptimizer, TablesGroup
 
 
 def test_the_optimizer_of_tables_is_fused() -> None:
@@ -24,19 +23,6 @@ def test_the_optimizer_of_tables_is_fused() -> None:
     assert isinstance(inner, FusedOptimizer)
     with pytest.raises(TypeError, match="step"):
         FusedOptimizer({}, {}, [])  # type: ignore[abstract]
-
-
-def test_an_empty_one_takes_part_and_does_nothing() -> None:
-    weight = torch.nn.Parameter(torch.ones(1))
-    empty = EmptyFusedOptimizer()
-    both = CombinedOptimizer([("empty", empty), ("also", EmptyFusedOptimizer())])
-    weight.sum().backward()
-    both.step()
-    both.zero_grad()
-    assert weight.grad is not None
-    assert empty.step(closure=lambda: 3) == 3
-    assert both.state_dict()["state"] == {}
-    both.load_state_dict(both.state_dict())
 
 
 def test_a_group_tells_its_tables_their_rate() -> None:

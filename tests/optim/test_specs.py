@@ -10,7 +10,6 @@ from recsys.optim import optimizers
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.specs import (
     optimizer_spec,
-    optimizer_type_to_emb_opt_type,
     supported_optimizer_classes,
 )
 from recsys.sparse import KeyedJaggedTensor
@@ -105,10 +104,3 @@ def test_nothing_is_ignored(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         optimizer_spec(optimizer_class, kwargs)
-
-
-def test_the_type_of_a_class_is_that_of_its_tables() -> None:
-    for kind in supported_optimizer_classes():
-        assert optimizer_type_to_emb_opt_type(kind) is optimizer_spec(kind, {"lr": 0.1}).algorithm
-    with pytest.raises(ValueError, match=r"received .*Rprop"):
-        optimizer_type_to_emb_opt_type(torch.optim.Rprop)

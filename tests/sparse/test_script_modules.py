@@ -14,21 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.jit import _recursive
 
+from recsys.compat.dlrm_variants import DLRM_Projection
+from recsys.compat.modules import PositionWeightedProcessor
+from recsys.compat.sparse import KTRegroupAsDict
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.inference import quantize_embeddings, shard_quant_model
 from recsys.modules.deepfm_model import SimpleDeepFMNN
 from recsys.modules.dlrm import DLRM
-from recsys.modules.dlrm_variants import DLRM_DCN, DLRM_Projection
+from recsys.modules.dlrm_variants import DLRM_DCN
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.modules.feature_processor import (
     FeatureProcessor,
     PositionWeightedModule,
     PositionWeightedModuleCollection,
-    PositionWeightedProcessor,
 )
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from recsys.modules.regroup import KTRegroupAsDict
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from recsys.sparse.script_modules import watch_script, with_forms, without_torchscript_warnings

@@ -1,10 +1,13 @@
-"""Numbers for planner components written for TorchRec, as published by TorchRec 1.8.
+"""Numbers for planner components written for TorchRec, as published by TorchRec 1.8, and units.
 
 Memory is in bytes, speeds in bytes per millisecond. The planner itself uses the numbers of its
 `Topology` and measured speeds (docs/topology.md).
 """
 
 from __future__ import annotations
+
+from recsys.base.arguments import finite
+from recsys.base.checked import checked
 
 _GIB, _PER_MS = 2**30, 1 / 1000
 
@@ -49,3 +52,37 @@ DP_ELEMENTWISE_KERNELS_PERF_FACTOR = 9.22
 MAX_PROPOSALS = 10_000
 """Limit of a grid search, which proposes nothing above it."""
 DEFAULT_PERF_ESTIMATOR = "default_estimator"
+
+
+@checked
+def sharder_name(sharder: type) -> str:
+    """Return the module and name of a class, such as `my.module.MySharder`."""
+    return f"{sharder.__module__}.{sharder.__name__}"
+
+
+@checked
+def bytes_to_gb(num_bytes: float) -> float:
+    """Return bytes as GiB."""
+    finite("bytes_to_gb.num_bytes", num_bytes)
+    return num_bytes / 2**30
+
+
+@checked
+def bytes_to_mb(num_bytes: float) -> float:
+    """Return bytes as MiB."""
+    finite("bytes_to_mb.num_bytes", num_bytes)
+    return num_bytes / 2**20
+
+
+@checked
+def gb_to_bytes(gb: float) -> int:
+    """Return GiB as bytes."""
+    finite("gb_to_bytes.gb", gb)
+    return int(gb * 2**30)
+
+
+@checked
+def mb_to_bytes(mb: float) -> int:
+    """Return MiB as bytes."""
+    finite("mb_to_bytes.mb", mb)
+    return int(mb * 2**20)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from recsys.compat.planner.constants import sharder_name
 from recsys.compat.planner.shard_estimators import (
     EmbeddingPerfEstimator,
     EmbeddingStorageEstimator,
@@ -20,7 +21,7 @@ from recsys.compat.planner.types import (
     ShardEstimator,
     ShardingOption,
 )
-from recsys.distributed.planner.constants import BATCH_SIZE, sharder_name
+from recsys.distributed.planner.constants import BATCH_SIZE
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.tables import UVM_KERNELS, PlannedTable
 from recsys.distributed.planner.types import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from recsys.compat.planner.constants import bytes_to_mb
 from recsys.compat.planner.topology import Storage, Topology
 from recsys.compat.planner.types import Enumerator, ShardingOption, Stats, StorageReservation
-from recsys.distributed.planner.constants import bytes_to_mb
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import ModuleSharder, ShardingPlan
 

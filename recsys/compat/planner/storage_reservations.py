@@ -8,10 +8,10 @@ from typing import Any, Self
 
 from torch import nn
 
+from recsys.compat.planner.constants import gb_to_bytes
 from recsys.compat.planner.topology import Topology
 from recsys.compat.planner.types import StorageReservation
 from recsys.distributed.planner import types as ours
-from recsys.distributed.planner.constants import gb_to_bytes
 from recsys.distributed.planner.model_tables import tables_of
 from recsys.distributed.planner.storage import StorageModel
 from recsys.distributed.planner.types import (

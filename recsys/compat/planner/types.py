@@ -18,13 +18,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from recsys.compat.planner.constants import bytes_to_gb, sharder_name
 from recsys.compat.planner.topology import Perf, Storage, Topology
-from recsys.distributed.planner.constants import (
-    BATCH_SIZE,
-    NUM_POOLINGS,
-    bytes_to_gb,
-    sharder_name,
-)
+from recsys.distributed.planner.constants import BATCH_SIZE, NUM_POOLINGS
 from recsys.distributed.planner.types import ParameterConstraints
 from recsys.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 from recsys.kernels.types import BoundsCheckMode

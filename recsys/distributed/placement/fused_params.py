@@ -11,26 +11,22 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from recsys.base.checked import checked
+from recsys.base.lazy import moved_names
 from recsys.distributed.placement.plan import (
     CacheParams,
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     ParameterSharding,
 )
-from recsys.kernels.support import fbgemm_element_type
 from recsys.kernels.types import EmbOptimType, OptimizerSpec, RowState, UpdateMode
-from recsys.modules.embedding_configs import DataType
 from recsys.optim.apply_optimizer_in_backward import attached_optimizer
 from recsys.optim.specs import TableOptimizer, to_row_state, to_update_mode
 
 __all__ = [
-    "add_params_from_parameter_sharding",
-    "convert_to_fbgemm_types",
-    "merge_fused_params",
+    "CACHE_SETTINGS",
+    "TABLE_SETTINGS",
     "optimizer_from_fused_params",
     "optimizer_of_table",
     "optimizer_params",
@@ -58,8 +54,9 @@ _INSTEAD = {
 }
 """Replacements for optimizers that only FBGEMM has."""
 _CLIPPING = ("gradient_clipping", "max_gradient", "max_norm")
-_OF_TABLES = ("enforce_hbm", "bounds_check_mode", "output_dtype")
-_OF_CACHES = {
+TABLE_SETTINGS = ("enforce_hbm", "bounds_check_mode", "output_dtype")
+"""Names of settings of tables, which are fields of ParameterSharding."""
+CACHE_SETTINGS = {
     "cache_algorithm": "algorithm",
     "cache_load_factor": "load_factor",
     "cache_reserved_memory": "reserved_memory",
@@ -68,73 +65,6 @@ _OF_CACHES = {
     "multipass_prefetch_config": "multipass_prefetch_config",
 }
 """Fields of CacheParams by their names in fused_params."""
-
-
-@checked
-def merge_fused_params(
-    fused_params: Mapping[str, Any] | None = None,
-    param_fused_params: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the settings of a sharder merged with the settings of one table, which have priority.
-
-    Args:
-        fused_params: Settings of the sharder; not changed.
-        param_fused_params: Settings of the table.
-
-    Example:
-        >>> merge_fused_params({"learning_rate": 0.1, "eps": 1e-6}, {"learning_rate": 0.2})
-        {'learning_rate': 0.2, 'eps': 1e-06}
-    """
-    return {**(fused_params or {}), **(param_fused_params or {})}
-
-
-@checked
-def add_params_from_parameter_sharding(
-    fused_params: dict[str, Any] | None, parameter_sharding: ParameterSharding
-) -> dict[str, Any]:
-    """Return `fused_params` with the settings of a plan's entry added.
-
-    Args:
-        fused_params: Changed in place; a new dict if None.
-        parameter_sharding: Placement of a table. Its fields that are None are omitted.
-
-    Example:
-        >>> entry = ParameterSharding(
-        ...     "table_wise", "fused_uvm_caching", cache_params=CacheParams(load_factor=0.1)
-        ... )
-        >>> add_params_from_parameter_sharding({"learning_rate": 0.5}, entry)
-        {'learning_rate': 0.5, 'cache_load_factor': 0.1}
-    """
-    params = {} if fused_params is None else fused_params
-    cache = parameter_sharding.cache_params
-    found = {name: getattr(cache, field) for name, field in _OF_CACHES.items()} if cache else {}
-    for name in ("stochastic_rounding", *_OF_TABLES):
-        found[name] = getattr(parameter_sharding, name)
-    params.update((name, value) for name, value in found.items() if value is not None)
-    return params
-
-
-@checked
-def convert_to_fbgemm_types(fused_params: dict[str, Any]) -> dict[str, Any]:
-    """Return `fused_params` in the format of FBGEMM's modules: element types are `SparseType`.
-
-    Args:
-        fused_params: `cache_precision` and `output_dtype` are changed in place, if present.
-
-    Raises:
-        ImportError: FBGEMM is not installed.
-        ValueError: FBGEMM has no such element type.
-
-    Example:
-        >>> convert_to_fbgemm_types({"output_dtype": DataType.FP16, "eps": 1e-8})
-        {'output_dtype': <SparseType.FP16: 'fp16'>, 'eps': 1e-08}
-    """
-    for name in ("cache_precision", "output_dtype"):
-        given = fused_params.get(name)
-        if isinstance(given, DataType | torch.dtype):
-            name_of = given.value if isinstance(given, DataType) else given
-            fused_params[name] = fbgemm_element_type(name_of)
-    return fused_params
 
 
 def optimizer_params(fused_params: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +77,9 @@ def optimizer_params(fused_params: Mapping[str, Any]) -> dict[str, Any]:
         >>> optimizer_params({"optimizer": "ADAM", "output_dtype": torch.float32})
         {'optimizer': 'ADAM'}
     """
-    return {k: v for k, v in fused_params.items() if k not in _OF_TABLES and k not in _OF_CACHES}
+    return {
+        k: v for k, v in fused_params.items() if k not in TABLE_SETTINGS and k not in CACHE_SETTINGS
+    }
 
 
 def with_table_settings(
@@ -164,9 +96,9 @@ def with_table_settings(
         >>> with_table_settings(plan, {"cache_load_factor": 0.1})["t"].cache_params.load_factor
         0.1
     """
-    found = {name: fused_params[name] for name in _OF_TABLES if name in fused_params}
+    found = {name: fused_params[name] for name in TABLE_SETTINGS if name in fused_params}
     cache = {
-        field: fused_params[name] for name, field in _OF_CACHES.items() if name in fused_params
+        field: fused_params[name] for name, field in CACHE_SETTINGS.items() if name in fused_params
     }
     if cache:
         found["cache_params"] = CacheParams(**cache)
@@ -276,3 +208,6 @@ def optimizer_of_table(
     if attached is not None or not optimizer_params(fused_params):
         return None if attached is None else attached.table_optimizer()
     return optimizer_from_fused_params(fused_params)
+
+
+__getattr__ = moved_names(__name__)

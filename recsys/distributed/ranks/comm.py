@@ -22,14 +22,13 @@ from torch import Tensor
 from recsys.base import step_stages
 from recsys.base.arguments import wrong_type
 from recsys.base.contact import explained, raise_explained
+from recsys.base.lazy import moved_names
 from recsys.base.step_stages import Stage, exchange_finished, exchange_started, waiting
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.ranks.wire import EXACT, WireFormat
 
 T = TypeVar("T")
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 @final
@@ -406,37 +405,4 @@ class LazyNoWait(LazyAwaitable[T]):
         self.wait()
 
 
-class GetItemLazyAwaitable(LazyAwaitable[V]):
-    """An entry of a result in progress; it is available with the result.
-
-    Args:
-        parent: The result.
-        key: Key of the entry.
-
-    Example:
-        >>> GetItemLazyAwaitable(LazyAwaitable(lambda: {"a": 3}), "a").wait()
-        3
-    """
-
-    def __init__(self, parent: LazyAwaitable[Any], key: object) -> None:
-        super().__init__(lambda: parent.wait()[key])
-
-
-class LazyGetItemMixin(Generic[K, V]):
-    """Mixin that makes entries of a `LazyAwaitable` awaitable: `pending[key]` does not wait.
-
-    Name it before `LazyAwaitable` among the bases of a class.
-
-    Example:
-        >>> class Pending(LazyGetItemMixin[str, int], LazyAwaitable[dict[str, int]]):
-        ...     def _wait_impl(self):
-        ...         print("waits")
-        ...         return {"a": 3}
-        >>> entry = Pending()["a"]
-        >>> entry + 1
-        waits
-        4
-    """
-
-    def __getitem__(self, key: K) -> GetItemLazyAwaitable[V]:
-        return GetItemLazyAwaitable(self, key)  # type: ignore[arg-type]  # a LazyAwaitable
+__getattr__ = moved_names(__name__)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from recsys.base.arguments import setting, whole
 from recsys.base.checked import checked
+from recsys.base.lazy import moved_names
 from recsys.distributed.ranks.env import ShardingEnv, node_size_of
 
 
@@ -56,36 +55,4 @@ def get_local_rank(world_size: int | None = None, rank: int | None = None) -> in
     return whole("get_local_rank: rank", rank, least=0) % get_local_size(world_size)
 
 
-def intra_and_cross_node_pg(
-    device: torch.device | None = None, backend: str | None = None
-) -> tuple[torch.distributed.ProcessGroup | None, torch.distributed.ProcessGroup | None]:
-    """Return the process group of this rank's node, and of its peers on all nodes.
-
-    Peers have the same local rank. Every rank must call it; groups are made once. Nodes hold
-    consecutive ranks, `get_local_size` each.
-
-    Args:
-        device: On `meta` there are no groups; otherwise ignored.
-        backend: Backend of the groups, such as "gloo"; None for the default group's.
-
-    Returns:
-        The two groups, or None twice on `meta`.
-
-    Raises:
-        ValueError: There is no default process group, or nodes have different sizes.
-    """
-    if device is not None and device.type == "meta":
-        return None, None
-    env = ShardingEnv.default()
-    if env.process_group is None:
-        raise ValueError(
-            "intra_and_cross_node_pg needs the default process group; received a process without "
-            "one. Call torch.distributed.init_process_group first."
-        )
-    size = env.node_size
-    local_rank = env.rank % size
-    first = env.rank - local_rank
-    return (
-        env.group_of(range(first, first + size), backend),
-        env.group_of(range(local_rank, env.world_size, size), backend),
-    )
+__getattr__ = moved_names(__name__)

@@ -1,10 +1,18 @@
-"""Numbers under TorchRec's names are TorchRec's."""
+"""Numbers for planner components, units, and names of sharders."""
 
 from __future__ import annotations
 
 import pytest
 
 from recsys.compat.planner import constants
+from recsys.compat.planner.constants import (
+    bytes_to_gb,
+    bytes_to_mb,
+    gb_to_bytes,
+    mb_to_bytes,
+    sharder_name,
+)
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from tests.compat.planner.scripts import needs_peer, printed
 
 
@@ -30,3 +38,13 @@ def test_speeds_are_bytes_per_millisecond() -> None:
     }
     for name, speed in gib_per_s.items():
         assert getattr(constants, name) * 1000 / 2**30 == pytest.approx(speed)
+
+
+def test_units() -> None:
+    assert (bytes_to_gb(3 * 2**29), bytes_to_mb(2**19)) == (1.5, 0.5)
+    assert (gb_to_bytes(1.5), mb_to_bytes(0.5)) == (3 * 2**29, 2**19)
+
+
+def test_a_sharder_is_named_by_where_it_lives() -> None:
+    name = sharder_name(EmbeddingBagCollectionSharder)
+    assert name == "recsys.distributed.embeddingbag.EmbeddingBagCollectionSharder"

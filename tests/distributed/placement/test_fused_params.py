@@ -11,14 +11,10 @@ import torch
 
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.placement.fused_params import (
-    add_params_from_parameter_sharding,
-    convert_to_fbgemm_types,
-    merge_fused_params,
     optimizer_from_fused_params,
     with_table_settings,
 )
 from recsys.distributed.types import (
-    CacheParams,
     EmbeddingModuleShardingPlan,
     ParameterSharding,
     ShardingEnv,
@@ -36,44 +32,6 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def entry(**settings: Any) -> ParameterSharding:
     return ParameterSharding("table_wise", "fused", ranks=[0], **settings)
-
-
-def test_the_table_wins() -> None:
-    of_sharder = {"learning_rate": 1.0, "eps": 2.0}
-    assert merge_fused_params(of_sharder, {"eps": 3.0}) == {"learning_rate": 1.0, "eps": 3.0}
-    assert merge_fused_params() == {}
-    assert of_sharder["eps"] == 2.0
-
-
-def test_what_a_plan_says_is_added_under_fbgemms_names() -> None:
-    with pytest.warns(UserWarning, match="enforce_hbm"):
-        sharding = entry(
-            cache_params=CacheParams(load_factor=0.1),
-            enforce_hbm=True,
-            stochastic_rounding=False,
-            bounds_check_mode=BoundsCheckMode.IGNORE,
-            output_dtype=torch.float32,
-        )
-    given = {"enforce_hbm": False}
-    assert add_params_from_parameter_sharding(given, sharding) is given
-    assert given == {
-        "cache_load_factor": 0.1,
-        "enforce_hbm": True,
-        "stochastic_rounding": False,
-        "bounds_check_mode": BoundsCheckMode.IGNORE,
-        "output_dtype": torch.float32,
-    }
-    assert add_params_from_parameter_sharding(None, entry()) == {}
-
-
-def test_element_types_become_fbgemms() -> None:
-    sparse_type = pytest.importorskip("fbgemm_gpu.split_embedding_configs").SparseType
-    given = {"cache_precision": DataType.INT8, "output_dtype": torch.float16, "eps": 1}
-    assert convert_to_fbgemm_types(given) == {
-        "cache_precision": sparse_type.INT8,
-        "output_dtype": sparse_type.FP16,
-        "eps": 1,
-    }
 
 
 def test_a_plan_takes_over_what_it_does_not_say() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import subprocess
 import sys
@@ -12,11 +11,6 @@ import pytest
 from torch.distributed import TCPStore
 
 from recsys.base import contact
-from recsys.distributed.ranks.comm import (
-    GetItemLazyAwaitable,
-    LazyAwaitable,
-    LazyGetItemMixin,
-)
 
 _STAGES = {
     "all_reduce": (1, "add up numbers"),
@@ -170,27 +164,3 @@ def test_what_is_no_lost_contact_is_not_told_as_such() -> None:
         raise error
     assert raised.value is error
     assert raised.value.__cause__ is None
-
-
-class _Entries(LazyGetItemMixin[str, int], LazyAwaitable[dict[str, int]]):
-    num_waits = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def _wait_impl(self) -> dict[str, int]:
-        _Entries.num_waits += 1
-        return {"a": 3, "b": 4}
-
-
-def test_an_entry_waits_when_it_is_used_and_once_for_all() -> None:
-    _Entries.num_waits = 0
-    pending = _Entries()
-    one, other, missing = pending["a"], pending["b"], pending["c"]
-    assert isinstance(one, GetItemLazyAwaitable)
-    assert _Entries.num_waits == 0
-    assert one + other == 7
-    assert copy.deepcopy(one).wait() == 3
-    assert _Entries.num_waits == 1
-    with pytest.raises(KeyError):
-        missing.wait()

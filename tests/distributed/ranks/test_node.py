@@ -6,10 +6,9 @@ import os
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from recsys.distributed.ranks.node import get_local_rank, get_local_size, intra_and_cross_node_pg
+from recsys.distributed.ranks.node import get_local_rank, get_local_size
 from tests.ranks import RankPool
 
 
@@ -77,31 +76,3 @@ def _default() -> tuple[int, int, int]:
 
 def test_ranks_are_those_of_the_default_process_group(ranks: RankPool) -> None:
     assert ranks(2, _default) == [(0, 2, 0), (1, 2, 1)]
-
-
-def _members() -> list[list[int]]:
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
-        groups = intra_and_cross_node_pg()
-        again = intra_and_cross_node_pg(torch.device("cpu"), "gloo")
-        assert all(
-            mine is other for mine, other in zip(intra_and_cross_node_pg(), groups, strict=True)
-        )
-        found = []
-        for group in (*groups, *again):
-            assert group is not None
-            total = torch.tensor([1 << dist.get_rank()])
-            dist.all_reduce(total, group=group)  # they talk, and to the right ranks
-            found.append([rank for rank in range(4) if int(total) >> rank & 1])
-    return found
-
-
-def test_groups_of_a_node_and_across_nodes(ranks: RankPool) -> None:
-    found = ranks(4, _members)
-    assert found[0] == [[0, 1], [0, 2]] * 2
-    assert found[3] == [[2, 3], [1, 3]] * 2
-
-
-def test_no_groups_without_processes() -> None:
-    assert intra_and_cross_node_pg(torch.device("meta")) == (None, None)
-    with pytest.raises(ValueError, match="needs the default process group"):
-        intra_and_cross_node_pg()

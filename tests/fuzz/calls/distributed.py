@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from recsys.compat.nn_embeddingbag import EmbeddingBagSharder
 from recsys.distributed import (
     DistributedModelParallel,
     NoWait,
@@ -33,7 +34,6 @@ from recsys.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagColle
 from recsys.distributed.fully_sharded import FullyShardWrapper
 from recsys.distributed.fused_embedding import FusedEmbeddingBagCollectionSharder
 from recsys.distributed.model_parallel import DefaultDataParallelWrapper, get_unwrapped_module
-from recsys.distributed.nn_embeddingbag import EmbeddingBagSharder
 from recsys.distributed.planner import EmbeddingShardingPlanner, Topology
 from recsys.distributed.ranks.wire import (
     CommOp,

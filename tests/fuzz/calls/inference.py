@@ -11,6 +11,14 @@ import torch
 from torch import nn
 
 from recsys.base.checksums import new_file
+from recsys.compat.inference import (
+    BatchingMetadata,
+    PredictModule,
+    QualNameMetadata,
+    quantize_dense,
+    trim_torch_package_prefix_from_typename,
+)
+from recsys.compat.state_dict_transform import state_dict_gather, state_dict_to_device
 from recsys.inference import (
     QuantEmbeddingBagCollection,
     QuantEmbeddingCollection,
@@ -25,15 +33,7 @@ from recsys.inference import (
     verify_checksum,
     write_delta,
 )
-from recsys.inference.modules import (
-    BatchingMetadata,
-    PredictModule,
-    QualNameMetadata,
-    assign_weights_to_tbe,
-    get_table_to_weights_from_tbe,
-    quantize_dense,
-    trim_torch_package_prefix_from_typename,
-)
+from recsys.inference.modules import assign_weights_to_tbe, get_table_to_weights_from_tbe
 from recsys.inference.quant_prep import (
     quant_prep_customize_row_alignment,
     quant_prep_enable_cache_features_order,
@@ -42,7 +42,6 @@ from recsys.inference.quant_prep import (
 )
 from recsys.inference.quant_sharders import QuantEmbeddingBagCollectionSharder
 from recsys.inference.quantize import quantize_state_dict
-from recsys.inference.state_dict_transform import state_dict_gather, state_dict_to_device
 from recsys.modules.embedding_configs import DataType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from tests.fuzz.argument_kinds import (

@@ -8,6 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from recsys.compat.dlrm_variants import DLRM_Projection, InteractionProjectionArch
+from recsys.compat.modules import (
+    PositionWeightedProcessor,
+    fuse_embedding_optimizer,
+    pooling_type_to_pooling_mode,
+    pooling_type_to_str,
+)
+from recsys.compat.sparse import KTRegroupAsDict
+from recsys.compat.towers import (
+    EmbeddingTower,
+    EmbeddingTowerCollection,
+    tower_input_params,
+)
 from recsys.distributed.placement.plan import ShardingType
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
 from recsys.modules import deepfm_model, dlrm, dlrm_variants, losses
@@ -27,23 +40,15 @@ from recsys.modules.embedding_configs import (
     QuantConfig,
     data_type_to_dtype,
     dtype_to_data_type,
-    pooling_type_to_pooling_mode,
-    pooling_type_to_str,
 )
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingCollection,
     get_embedding_names_by_table,
 )
-from recsys.modules.embedding_tower import (
-    EmbeddingTower,
-    EmbeddingTowerCollection,
-    tower_input_params,
-)
 from recsys.modules.feature_processor import (
     PositionWeightedModule,
     PositionWeightedModuleCollection,
-    PositionWeightedProcessor,
 )
 from recsys.modules.fp_embedding_modules import (
     FeatureProcessedEmbeddingBagCollection,
@@ -52,11 +57,9 @@ from recsys.modules.fp_embedding_modules import (
 from recsys.modules.fused_embedding_modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
-    fuse_embedding_optimizer,
 )
 from recsys.modules.item_index import ItemIndex
 from recsys.modules.mlp import MLP, Perceptron
-from recsys.modules.regroup import KTRegroupAsDict
 from recsys.sparse import JaggedTensor
 from tests.fuzz.argument_kinds import (
     DEVICE,
@@ -342,14 +345,14 @@ CALLS = [
     Call("DLRM_DCN", dlrm_variants.DLRM_DCN, DLRM | {
         "dcn_num_layers": whole(1), "dcn_low_rank_dim": whole(2),
     }, words={"dcn_num_layers": ("num_layers",), "dcn_low_rank_dim": ("low_rank",)}),
-    Call("DLRM_Projection", dlrm_variants.DLRM_Projection, DLRM | {
+    Call("DLRM_Projection", DLRM_Projection, DLRM | {
         "interaction_branch1_layer_sizes": wholes([4, 8], 1, 1),
         "interaction_branch2_layer_sizes": wholes([4, 8], 1, 1),
     }),
     Call("InteractionDCNArch", dlrm_variants.InteractionDCNArch, {
         "num_sparse_features": whole(2, 0), "crossnet": module(lambda: CrossNet(12, 1)),
     }),
-    Call("InteractionProjectionArch", dlrm_variants.InteractionProjectionArch, {
+    Call("InteractionProjectionArch", InteractionProjectionArch, {
         "num_sparse_features": whole(2, 0), "interaction_branch1": module(lambda: nn.Linear(12, 8)),
         "interaction_branch2": module(lambda: nn.Linear(12, 8)),
     }),

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from recsys import optim
-from recsys.optim.specs import optimizer_spec, optimizer_type_to_emb_opt_type
+from recsys.compat.optim import optimizer_type_to_emb_opt_type
+from recsys.optim.specs import optimizer_spec
 from tests.fuzz.argument_kinds import (
     Kind,
     either,

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from recsys.distributed import sharding_plan
-from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from recsys.distributed.placement.fused_params import (
+from recsys.compat.distributed import get_sharding_constructor_from_type
+from recsys.compat.fused_params import (
     add_params_from_parameter_sharding,
     merge_fused_params,
 )
+from recsys.compat.planner import constants
+from recsys.distributed import sharding_plan
+from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.placement.layout_plot import plot_layout
 from recsys.distributed.placement.plan_layout import layout_of_plan
 from recsys.distributed.placement.traffic import traffic_of
@@ -29,7 +31,6 @@ from recsys.distributed.planner import (
     PlannerErrorType,
     PoolingStats,
     Topology,
-    constants,
 )
 from recsys.distributed.planner.measured import CollectivePoint, LookupPoint
 from recsys.distributed.planner.model_tables import tables_of
@@ -339,7 +340,7 @@ CALLS = [
             lambda: {"t": sharding_plan.row_wise()}, function(sharding_plan.row_wise())),
         "world_size": maybe(whole(1)), "device_type": DEVICE_TYPE,
     }),
-    Call("get_sharding_constructor_from_type", sharding_plan.get_sharding_constructor_from_type, {
+    Call("get_sharding_constructor_from_type", get_sharding_constructor_from_type, {
         "sharding_type": member(ShardingType.ROW_WISE),
     }),
     Call("calculate_shard_sizes_and_offsets", sharding_plan.calculate_shard_sizes_and_offsets, {

@@ -7,12 +7,18 @@ from typing import Any
 
 import torch
 
+from recsys.compat.sparse import (
+    ComputeJTDictToKJT,
+    ComputeKJTToJTDict,
+    pad_vbe_kjt_lengths,
+    permute_multi_embedding,
+    regroup_kts,
+)
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.sparse import (
     JaggedTensor,
     KeyedJaggedTensor,
     KeyedTensor,
-    conversions,
     from_columns,
     hash_ids,
     jt_is_equal,
@@ -187,13 +193,13 @@ CALLS = [
     _of_kt("to", MOVE),
     _of_kt("__getitem__", {"key": Kind(
         lambda: "a", lambda value: None if isinstance(value, str) else False)}),
-    Call("regroup_kts", conversions.regroup_kts, REGROUP),
-    Call("permute_multi_embedding", conversions.permute_multi_embedding, REGROUP),
-    Call("pad_vbe_kjt_lengths", conversions.pad_vbe_kjt_lengths, {"features": KJT}),
-    Call("ComputeJTDictToKJT", lambda **given: conversions.ComputeJTDictToKJT()(**given), {
+    Call("regroup_kts", regroup_kts, REGROUP),
+    Call("permute_multi_embedding", permute_multi_embedding, REGROUP),
+    Call("pad_vbe_kjt_lengths", pad_vbe_kjt_lengths, {"features": KJT}),
+    Call("ComputeJTDictToKJT", lambda **given: ComputeJTDictToKJT()(**given), {
         "jt_dict": mapping(lambda: {"a": JT.right()}, JT),
     }),
-    Call("ComputeKJTToJTDict", lambda **given: conversions.ComputeKJTToJTDict()(**given), {
+    Call("ComputeKJTToJTDict", lambda **given: ComputeKJTToJTDict()(**given), {
         "keyed_jagged_tensor": KJT,
     }),
     Call("KJTList", KJTList, {"features": many(lambda: [KJT.right()], KJT)}),

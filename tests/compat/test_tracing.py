@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from recsys.tracing import (
+from recsys.compat.tracing import (
     assert_fx_safe,
     is_non_strict_exporting,
     is_pt2_compiling,
@@ -15,7 +15,7 @@ from recsys.tracing import (
 
 
 class Says(nn.Module):
-    """Adds what it is told about the call."""
+    """Adds a number for each kind of trace."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if is_torchdynamo_compiling():

@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.types import ShardedModule
-from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recsys.modules.embedding_tower import (
+from recsys.compat.towers import (
     EmbeddingTower,
     EmbeddingTowerCollection,
     tower_input_params,
 )
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.types import ShardedModule
+from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.optim import apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import CPU, assert_same, whole_state

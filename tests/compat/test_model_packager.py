@@ -14,7 +14,7 @@ import torch
 from torch.package.package_exporter import PackageExporter, PackagingError
 from torch.package.package_importer import PackageImporter
 
-from recsys.inference.model_packager import (
+from recsys.compat.model_packager import (
     PredictFactoryPackager,
     load_config_text,
     load_pickle_config,
@@ -24,8 +24,8 @@ SOURCE = """
 import torch
 from torch import nn
 
-from recsys.inference.model_packager import load_config_text, load_pickle_config
-from recsys.inference.modules import BatchingMetadata, PredictFactory, PredictModule
+from recsys.compat.model_packager import load_config_text, load_pickle_config
+from recsys.compat.inference import BatchingMetadata, PredictFactory, PredictModule
 
 
 class Predict(PredictModule):

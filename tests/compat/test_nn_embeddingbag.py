@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recsys.compat.nn_embeddingbag import EmbeddingBagSharder, ShardedEmbeddingBag
 from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
 from recsys.distributed.checkpoint.state import state_of
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.nn_embeddingbag import EmbeddingBagSharder, ShardedEmbeddingBag
 from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.distributed.types import (

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from recsys.compat.towers import EmbeddingTower, EmbeddingTowerCollection
 from recsys.inference import quantize_embeddings
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
-from recsys.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
 

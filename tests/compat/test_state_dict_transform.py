@@ -5,15 +5,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.placement.strategies import parameter_sharding
-from recsys.distributed.state.sharded_table import ShardedTable
-from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
-from recsys.inference.state_dict_transform import (
+from recsys.compat.state_dict_transform import (
     state_dict_all_gather_keys,
     state_dict_gather,
     state_dict_to_device,
 )
+from recsys.distributed.model_parallel import DistributedModelParallel
+from recsys.distributed.placement.strategies import parameter_sharding
+from recsys.distributed.state.sharded_table import ShardedTable
+from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from tests.distributed.cases import CPU, assert_same

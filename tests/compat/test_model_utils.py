@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recsys.metrics.metrics_config import RecTaskInfo
-from recsys.metrics.model_utils import (
+from recsys.compat.model_utils import (
     is_empty_signals,
     parse_model_outputs,
     parse_required_inputs,
     parse_task_model_outputs,
     session_ids_to_tensor,
 )
+from recsys.metrics.metrics_config import RecTaskInfo
 
 TASKS = [RecTaskInfo(name, f"l_{name}", f"p_{name}", f"w_{name}") for name in ("a", "b")]
 
