@@ -7,7 +7,7 @@ table of known size on known ranks. `construct_module_sharding_plan` calls them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -413,4 +413,5 @@ def _check_one_each(function: str, **given: Sequence[object] | None) -> None:
         )
 
 
-__getattr__ = moved_names(__name__)
+if not TYPE_CHECKING:  # a type checker reports unknown names
+    __getattr__ = moved_names(__name__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from recsys.base.checked import checked
@@ -68,4 +70,5 @@ def _collections(model: nn.Module) -> list[QuantizedCollection]:
     return [module for module in model.modules() if isinstance(module, QuantizedCollection)]
 
 
-__getattr__ = moved_names(__name__)
+if not TYPE_CHECKING:  # a type checker reports unknown names
+    __getattr__ = moved_names(__name__)

@@ -3,7 +3,7 @@
 Shapes: `B` samples, `F` sparse features, `D` embedding dim.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -103,4 +103,5 @@ class DLRM_DCN(DLRM):
         return InteractionDCNArch(num_sparse, crossnet), in_features
 
 
-__getattr__ = moved_names(__name__)
+if not TYPE_CHECKING:  # a type checker reports unknown names
+    __getattr__ = moved_names(__name__)

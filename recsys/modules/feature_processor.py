@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -208,4 +209,5 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         return ScriptedPositions(self.position_weights_dict, type(self).__name__)
 
 
-__getattr__ = moved_names(__name__)
+if not TYPE_CHECKING:  # a type checker reports unknown names
+    __getattr__ = moved_names(__name__)

@@ -7,7 +7,7 @@ and expose the optimizer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch.optim import Optimizer
@@ -185,4 +185,5 @@ class FusedEmbeddingCollection(EmbeddingCollection, _OwnsOptimizer):
         self._attach(optimizer_type, optimizer_kwargs, location)
 
 
-__getattr__ = moved_names(__name__)
+if not TYPE_CHECKING:  # a type checker reports unknown names
+    __getattr__ = moved_names(__name__)

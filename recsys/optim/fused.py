@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
@@ -89,4 +89,5 @@ class TablesGroup(dict[str, Any]):
         super().__setitem__(key, value)
 
 
-__getattr__ = moved_names(__name__)
+if not TYPE_CHECKING:  # a type checker reports unknown names
+    __getattr__ = moved_names(__name__)

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from torch.optim import Optimizer
 
@@ -203,4 +203,5 @@ def optimizer_spec(
     return make_spec(algorithm, decay, values)
 
 
-__getattr__ = moved_names(__name__)
+if not TYPE_CHECKING:  # a type checker reports unknown names
+    __getattr__ = moved_names(__name__)

@@ -104,10 +104,11 @@ class BinaryMetrics:
         """Return the sums of losses and of weights of each task, [2, T] float64, of one batch.
 
         Args:
-            output: Loss, logits `[B, T]` and labels `[B, T]`.
+            output: Loss, logits and labels, `[B, T]` each, or `[B]` of one task.
             batch: The batch.
         """
-        _, logits, labels = output
+        _, *columns = output
+        logits, labels = (column.view(len(column), -1) for column in columns)
         losses = nn.functional.binary_cross_entropy_with_logits(
             logits.double(), labels.double(), reduction="none"
         )
@@ -115,7 +116,7 @@ class BinaryMetrics:
         if getattr(batch, "sample_weights", None) is not None:
             weights = weights * batch.sample_weights.unsqueeze(1)
         if getattr(batch, "label_mask", None) is not None:
-            weights = weights * batch.label_mask
+            weights = weights * batch.label_mask.view_as(weights)
         return torch.stack([(losses * weights).sum(0), weights.sum(0)])
 
     def _weights_of_tasks(

@@ -26,8 +26,8 @@ from recsys.inference import (
 from recsys.kernels.tbe_fbgemm import has_cpu_ops
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
+from tests.base.test_checksums import flip
 from tests.inference.test_export import dlrm, inputs_of, plain_tensors
-from tests.test_checksums import flip
 
 SOURCE = Path(__file__).parents[2] / "examples" / "cpp"
 NAMES = ["user", 'a "film"', "prêt"]

@@ -11,8 +11,8 @@ import torch
 
 from recsys.inference import export_torchscript
 from recsys.kernels.tbe_fbgemm import has_cpu_ops
+from tests.base.test_checksums import flip
 from tests.inference.test_export import dlrm, inputs_of, plain_tensors
-from tests.test_checksums import flip
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "dlrm" / "score.py"
 

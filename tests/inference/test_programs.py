@@ -17,8 +17,8 @@ from recsys.base.checksums import checksum_file
 from recsys.inference import export_aoti, export_torchscript, load_aoti, load_torchscript
 from recsys.inference.programs import AOTIProgram
 from recsys.sparse import KeyedJaggedTensor
+from tests.base.test_checksums import flip
 from tests.inference.test_export import dlrm, inputs_of, plain_tensors
-from tests.test_checksums import flip
 
 NAMES = ["dense", "ids", "lengths", "weights"]
 METADATA = {

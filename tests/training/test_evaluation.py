@@ -132,3 +132,21 @@ def test_wrong_tasks_are_errors() -> None:
         BinaryMetrics(CPU, tasks=["a", "a"])
     with pytest.raises(TypeError, match="tasks"):
         BinaryMetrics(CPU, tasks=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 1), (7, 3)])
+def test_task_sums_equal_the_formula(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels, weights = (
+        torch.rand(size, generator=generator) for size in (shape, shape, shape[:1])
+    )
+    mask = torch.rand(shape, generator=generator) < 0.6
+    tasks = [f"task{i}" for i in range(1 if len(shape) == 1 else shape[1])]
+    metrics = BinaryMetrics(torch.device("cpu"), tasks=tasks)
+    batch = SimpleNamespace(sample_weights=weights, label_mask=mask)
+    found = metrics.task_sums((logits.sum(), logits, labels), batch)
+    x, y = (part.double().numpy().reshape(7, -1) for part in (logits, labels))
+    counted = weights.double().numpy()[:, None] * mask.numpy().reshape(7, -1)
+    losses = np.log1p(np.exp(x)) - x * y
+    expected = np.stack([(losses * counted).sum(0), counted.sum(0)])
+    np.testing.assert_allclose(found.numpy(), expected)

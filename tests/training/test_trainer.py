@@ -25,8 +25,8 @@ from recsys import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     KeyedJaggedTensor,
-    contact,
 )
+from recsys.base import contact
 from recsys.datasets.utils import Batch
 from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, read_checkpoint
 from recsys.distributed.checkpoint.versions import complete_versions

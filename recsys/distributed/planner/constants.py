@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from recsys.base.lazy import moved_names
 
 BATCH_SIZE = 512
@@ -15,4 +17,5 @@ UVM_CACHING_RATIO = 0.2
 BIGINT_DTYPE = 8
 """Bytes of an int64."""
 
-__getattr__ = moved_names(__name__)
+if not TYPE_CHECKING:  # a type checker reports unknown names
+    __getattr__ = moved_names(__name__)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -405,4 +405,5 @@ class LazyNoWait(LazyAwaitable[T]):
         self.wait()
 
 
-__getattr__ = moved_names(__name__)
+if not TYPE_CHECKING:  # a type checker reports unknown names
+    __getattr__ = moved_names(__name__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from recsys.base.arguments import setting, whole
 from recsys.base.checked import checked
 from recsys.base.lazy import moved_names
@@ -55,4 +57,5 @@ def get_local_rank(world_size: int | None = None, rank: int | None = None) -> in
     return whole("get_local_rank: rank", rank, least=0) % get_local_size(world_size)
 
 
-__getattr__ = moved_names(__name__)
+if not TYPE_CHECKING:  # a type checker reports unknown names
+    __getattr__ = moved_names(__name__)

@@ -20,7 +20,7 @@ from recsys.kernels.quantize import quantize_rows
 from recsys.kernels.quantized import row_bytes
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
-from tests.test_checksums import flip
+from tests.base.test_checksums import flip
 
 ROWS, DIM = 50, 8
 DTYPES = {"a": ("int8", 8), "b": ("int4", 4), "c": ("float16", 16)}

@@ -43,6 +43,7 @@ def test_other_inputs_are_named():
     assert_names_other_inputs(GRU4Rec(DIM, 6, hidden=5))
 
 
+@pytest.mark.filterwarnings("ignore:The tensor attributes")
 def test_export():
     assert_exports(GRU4Rec(DIM, 6, hidden=5))
 
