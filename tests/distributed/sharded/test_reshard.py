@@ -35,7 +35,7 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim import LAMB, SGD, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from tests.distributed import test_nn_embeddingbag as bags
+from tests.compat import test_nn_embeddingbag as bags
 from tests.distributed.cases import (
     CPU,
     NEED_WHOLE_ROWS,
