@@ -29,6 +29,7 @@ def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, tuple[Tensor, T
         collections take this as `table_name_to_quantized_weights`.
 
     Example:
+        >>> import torch
         >>> from recsys.inference import quantize_embeddings
         >>> from recsys.modules.embedding_configs import EmbeddingBagConfig
         >>> from recsys.modules.embedding_modules import EmbeddingBagCollection

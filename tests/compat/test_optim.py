@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from recsys.compat.optim import EmptyFusedOptimizer, optimizer_type_to_emb_opt_type
+from recsys.kernels.types import EmbOptimType
 from recsys.optim import LAMB
 from recsys.optim.keyed import CombinedOptimizer
 from recsys.optim.specs import supported_optimizer_classes
@@ -25,8 +26,12 @@ def test_an_empty_one_takes_part_and_does_nothing() -> None:
 
 
 def test_the_kind_of_a_class() -> None:
-    kinds = {torch.optim.SGD: "EXACT_SGD", torch.optim.AdamW: "ADAM", LAMB: "LAMB"}
-    assert {cls: optimizer_type_to_emb_opt_type(cls).name for cls in kinds} == kinds
+    kinds = {
+        torch.optim.SGD: EmbOptimType.EXACT_SGD,
+        torch.optim.AdamW: EmbOptimType.ADAM,
+        LAMB: EmbOptimType.LAMB,
+    }
+    assert {cls: optimizer_type_to_emb_opt_type(cls) for cls in kinds} == kinds
     assert all(map(optimizer_type_to_emb_opt_type, supported_optimizer_classes()))
     with pytest.raises(ValueError, match=r"received .*Rprop"):
         optimizer_type_to_emb_opt_type(torch.optim.Rprop)

@@ -74,6 +74,7 @@ def optimizer_params(fused_params: Mapping[str, Any]) -> dict[str, Any]:
         fused_params: Settings of a sharder.
 
     Example:
+        >>> import torch
         >>> optimizer_params({"optimizer": "ADAM", "output_dtype": torch.float32})
         {'optimizer': 'ADAM'}
     """
