@@ -136,7 +136,7 @@ def _score_files(
     with contextlib.ExitStack() as stack:
         scorer = _scorer(model, spec, stack)
         required = [name for name in scorer.names if name not in scorer.optional]
-        # types of text files are unified, also of columns that files may lack
+        # Text files must give a column one type, even if some of the files lack it.
         kinds = {**scorer.kinds, **dict.fromkeys(scorer.optional, "number")}
         mine = [
             (file, folder / f"{Path(file.path).stem}-{zlib.crc32(file.path.encode()):08x}.parquet")

@@ -1,4 +1,4 @@
-"""Losses of models of clicks."""
+"""Losses for click models."""
 
 import torch
 from torch import nn
