@@ -258,5 +258,7 @@ def delta(
     contents = save(tensors, metadata)
     checksum = hashlib.sha256(contents).hexdigest().encode()
     path = version / "deltas" / f"{sequence:012}.delta"
-    path.write_bytes(contents.replace(b"0" * 64, checksum))
-    return path
+    # as the publisher does: a reader of the folder sees whole files only
+    part = path.with_suffix(".part")
+    part.write_bytes(contents.replace(b"0" * 64, checksum))
+    return part.rename(path)
