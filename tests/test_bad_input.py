@@ -152,24 +152,24 @@ CASES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "id = num_embeddings": (
         _looked_up(_unsharded, [1, 10], [1, 1]),
         IndexError,
-        "Id 10 of feature 'film' is out of range for table 'films' with 10 rows (position 0 ..., "
-        "sample 0; 1 bad id in the batch). Ids must be in [0, 10): hash or remap them, ...",
+        "Id 10 at position 0 of feature 'film' must be from 0 to 9. Table 'films' has 10 rows; the "
+        "batch has 1 bad id, the first in sample 0. Hash or remap ids, ...",
     ),
     "id = num_embeddings, sharded": (
         _looked_up(_sharded, [1, 10], [1, 1]),
         IndexError,
-        "On rank 0: Id 10 of feature 'film' is out of range for table 'films' with 10 rows ...",
+        "On rank 0: Id 10 at position 0 of feature 'film' must be from 0 to 9. Table 'films' ...",
     ),
     "negative id": (
         _looked_up(_unsharded, [3, -1, 2], [2, 1]),
         IndexError,
-        "Id -1 of feature 'user' is out of range for table 'users' with 10 rows (position 1 ..., "
-        "sample 0; 1 bad id in the batch). Ids must be in [0, 10): hash or remap them, ...",
+        "Id -1 at position 1 of feature 'user' must be from 0 to 9. Table 'users' has 10 rows; the "
+        "batch has 1 bad id, the first in sample 0. Hash or remap ids, ...",
     ),
     "negative id, sharded": (
         _looked_up(_sharded, [3, -1, 2], [2, 1]),
         IndexError,
-        "On rank 0: Id -1 of feature 'user' is out of range for table 'users' with 10 rows ...",
+        "On rank 0: Id -1 at position 1 of feature 'user' must be from 0 to 9. Table 'users' ...",
     ),
     "duplicate table names": (
         lambda _: EmbeddingBagCollection(tables=_tables(films="users")),

@@ -22,10 +22,10 @@ from recsys.compat.eviction_policies import (
     LRU_EvictionPolicy,
 )
 from recsys.compat.features_as_rows import features_in_order, with_ids
-from recsys.kernels.hashed.index import geometry, map_ids
+from recsys.kernels.hashed.index import geometry
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.hashed_ids import LRU, HashedIds, Probability
-from recsys.modules.ids.hashed_group import PINNED_BATCHES
+from recsys.modules.ids.rows import rows_of_table
 from recsys.modules.ids.table_index import TableIndex
 from recsys.modules.tables.embedding_table import EmbeddingTable, TableDict
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
@@ -148,15 +148,8 @@ class ManagedCollisionModule(nn.Module):
 
     def rows_of(self, ids: Tensor) -> Tensor:
         """Return the rows of ids, int64 `[N]`; see `remap`."""
-        index = self.index
         is_training = self.training and torch.is_grad_enabled() and self._own is not None
-        step = max(index.step + is_training, 1)
-        pin = step - PINNED_BATCHES + 1
-        mapped = map_ids([index.index], ids.long(), [ids.numel()], step, pin, is_training)
-        if is_training:
-            index.step = step
-            index.counts += mapped.counts[0]
-        return mapped.rows
+        return rows_of_table(self.index, ids, is_training)
 
 
 class MCHManagedCollisionModule(ManagedCollisionModule):

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from recsys.sparse import KeyedJaggedTensor
 
-__all__ = ["are_outside", "by_key", "fails", "positions_in", "read_sizes", "to_device"]
+__all__ = [
+    "are_outside",
+    "by_key",
+    "fails",
+    "first_bad_id",
+    "positions_in",
+    "read_sizes",
+    "to_device",
+]
 
 
 def positions_in(features: KeyedJaggedTensor, names: list[str]) -> list[int]:
@@ -77,6 +85,21 @@ def are_outside(values: Tensor, ids_per_key: Tensor, rows: list[int]) -> Tensor:
         to_device(rows, values.device), ids_per_key, output_size=values.numel()
     )
     return (rows_N >= 0) & ((values < 0) | (values >= rows_N))
+
+
+def first_bad_id(bad_N: Tensor, ids_per_key: Tensor) -> tuple[int, int, int]:
+    """Return the index of the first bad id, its key, and its position among the ids of the key.
+
+    This waits for the device.
+
+    Args:
+        bad_N: `[N]` bool, at least one True; see `are_outside`.
+        ids_per_key: `[K]`, with the sum `N`.
+    """
+    where = int(bad_N.nonzero()[0].item())
+    ends_K = ids_per_key.cumsum(0)
+    key = int(torch.searchsorted(ends_K, where, right=True))
+    return where, key, where - int(ends_K[key] - ids_per_key[key])
 
 
 def read_sizes(values: Tensor, lengths_KB: Tensor, is_needed: bool) -> list[int]:

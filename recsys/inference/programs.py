@@ -16,8 +16,9 @@ from torch import Tensor
 
 from recsys.base.checked import checked
 from recsys.base.checksums import verify_if_present
-from recsys.inference.batch_checks import are_outside, by_key, read_sizes
+from recsys.inference.batch_checks import are_outside, by_key, first_bad_id, read_sizes
 from recsys.inference.input_features import InputFeature
+from recsys.kernels.bounds import bad_id_text
 from recsys.sparse.script_modules import without_torchscript_warnings
 
 if TYPE_CHECKING:
@@ -105,13 +106,12 @@ class JaggedInput(NamedTuple):
         bad_N = are_outside(values, ids_per_key, rows)
         if not bool(bad_N.any()):
             return
-        where = int(bad_N.nonzero()[0])
-        key = int(torch.searchsorted(ids_per_key.cumsum(0), where, right=True))
-        found = self.features[key]
+        where, key, position = first_bad_id(bad_N, ids_per_key)
+        feature = self.features[key]
+        text = bad_id_text(feature.name, int(values[where]), position, rows[key])
         raise IndexError(
-            f"{self.name}: ids of feature {found.name!r} must be from 0 to {rows[key] - 1}; "
-            f"received {int(values[where])}. Module {found.module!r} looks them up in table "
-            f"{found.table!r} with {rows[key]} rows."
+            f"{self.name}: {text} Module {feature.module!r} looks it up in table "
+            f"{feature.table!r} with {rows[key]} rows."
         )
 
 

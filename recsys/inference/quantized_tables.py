@@ -23,12 +23,14 @@ from recsys.inference.batch_checks import (
     are_outside,
     by_key,
     fails,
+    first_bad_id,
     positions_in,
     read_sizes,
     to_device,
 )
 from recsys.kernels import ops
 from recsys.kernels.backend import OUTPUT_CODES
+from recsys.kernels.bounds import bad_id_text
 from recsys.kernels.quantized_lookup import QuantizedLookup
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.kernels.types import PoolingType
@@ -281,12 +283,9 @@ class QuantizedTables(Served):
             rows[key] = self.num_rows[feature]
         bad_N = are_outside(values, ids_per_key, rows)
         if fails(~bad_N.any(), "An id is outside its table."):
-            where = int(bad_N.nonzero()[0].item())
-            key = int(torch.searchsorted(ids_per_key.cumsum(0), where, right=True))
-            raise IndexError(
-                f"Feature {self.feature_names[positions.index(key)]} has the id "
-                f"{int(values[where])}, outside its table with {rows[key]} rows."
-            )
+            where, key, position = first_bad_id(bad_N, ids_per_key)
+            feature_name = self.feature_names[positions.index(key)]
+            raise IndexError(bad_id_text(feature_name, int(values[where]), position, rows[key]))
 
 
 @final

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.distributed.state.sharded_table import ShardedTable
-from recsys.kernels.hashed.index import map_ids
 from recsys.kernels.quantize import quantize_rows
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
 from recsys.modules.hashed_ids import LRU, HashedIds
+from recsys.modules.ids.rows import stored_rows
 from recsys.modules.ids.table_index import TableIndex
 from recsys.modules.tables.embedding_tables import TableCollection
 from recsys.sparse import KeyedJaggedTensor
@@ -93,8 +93,8 @@ class ServedIndexes(nn.Module):
         indexes = [self.table(self._tables[keys[i]]).index for i in hashed]
         ids = torch.cat([parts[i] for i in hashed])
         own_sizes = [sizes[i] for i in hashed]
-        found = map_ids(indexes, ids, own_sizes, step=1, pin=1, is_training=False).rows
-        for i, rows in zip(hashed, found.split(own_sizes), strict=True):
+        found = stored_rows(indexes, ids, own_sizes).split(own_sizes)
+        for i, rows in zip(hashed, found, strict=True):
             parts[i] = rows
         return features.with_values(torch.cat(parts))
 

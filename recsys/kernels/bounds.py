@@ -97,6 +97,25 @@ def find_bad_ids(indices: Tensor, offsets: Tensor, num_rows_F: Tensor) -> Tensor
     return ((indices < 0) | (indices >= limit_N)) & (limit_N != NO_LIMIT)
 
 
+def bad_id_text(feature: str, id: int, position: int, rows: int) -> str:
+    """Return the sentence about an id outside its table; TorchScript compiles it.
+
+    Training, quantized collections, compiled programs, packages and the C++ core (`batch.cpp`) use
+    these words.
+
+    Args:
+        feature: Name of the feature.
+        id: The id.
+        position: Position of the id among the ids of the feature.
+        rows: Rows of the table.
+
+    Example:
+        >>> bad_id_text("film", 7, 0, 5)
+        "Id 7 at position 0 of feature 'film' must be from 0 to 4."
+    """
+    return f"Id {id} at position {position} of feature '{feature}' must be from 0 to {rows - 1}."
+
+
 def bad_id_message(
     bad_N: Tensor,
     indices: Tensor,
@@ -105,7 +124,7 @@ def bad_id_message(
     feature_names: Sequence[str],
     table_names: Sequence[str],
 ) -> str:
-    """Return the error text for the first bad id; reads from the device.
+    """Return the error text about the first bad id of a batch; reads from the device.
 
     Args:
         bad_N: [N] bool, at least one True; see `find_bad_ids`.
@@ -124,10 +143,10 @@ def bad_id_message(
     position = place - int(offsets[feature * num_bags])
     plural = "" if places.numel() == 1 else "s"
     return (
-        f"Id {int(indices[place])} of feature '{feature_names[feature]}' is out of range for table "
-        f"'{table_names[feature]}' with {rows} rows (position {position} of the feature's ids, "
-        f"sample {sample}; {places.numel()} bad id{plural} in the batch). Ids must be in [0, "
-        f"{rows}): hash or remap them, enlarge num_embeddings, or choose another BoundsCheckMode."
+        f"{bad_id_text(feature_names[feature], int(indices[place]), position, rows)} Table "
+        f"'{table_names[feature]}' has {rows} rows; the batch has {places.numel()} bad id{plural}, "
+        f"the first in sample {sample}. Hash or remap ids, enlarge num_embeddings, or choose "
+        "another BoundsCheckMode."
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from recsys.base.checked import checked
+from recsys.kernels.bounds import bad_id_text
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
 from recsys.sparse.validate import check_parts, check_total, check_unique
 
@@ -64,12 +65,10 @@ def validate_keyed_jagged_tensor(
             ids = values.get(feature)
             if ids is None or not ids.numel():
                 continue
-            outside = ids[(ids < 0) | (ids >= config.num_embeddings)]
-            if outside.numel():
-                warnings.warn(
-                    f"Feature {feature!r} has the id {int(outside[0])}, outside of table "
-                    f"{config.name!r} with {config.num_embeddings} rows.",
-                    stacklevel=2,
-                )
+            rows = config.num_embeddings
+            bad = ((ids < 0) | (ids >= rows)).nonzero().flatten()
+            if bad.numel():
+                text = bad_id_text(feature, int(ids[bad[0]]), int(bad[0]), rows)
+                warnings.warn(f"{text} Table {config.name!r} has {rows} rows.", stacklevel=2)
                 return False
     return True

@@ -502,7 +502,7 @@ FAULTS = {
         lambda: KeyedJaggedTensor(
             ["f", "g"], torch.tensor([1, 2, 30]), lengths=torch.tensor([1, 1, 1, 0])
         ),
-        "Id 30 of feature 'g' is out of range for table 'u' with 3 rows",
+        "Id 30 at position 0 of feature 'g' must be from 0 to 2. Table 'u' has 3 rows",
     ),
     "lengths of batch sizes of their own": (
         lambda: KeyedJaggedTensor(
@@ -530,7 +530,7 @@ FAULTS = {
             stride_per_key=[1, 2],
             inverse_indices=(["f", "g"], torch.tensor([[0, 0], [1, 0]])),
         ),
-        "Id 30 of feature 'g' is out of range for table 'u' with 3 rows",
+        "Id 30 at position 1 of feature 'g' must be from 0 to 2. Table 'u' has 3 rows",
     ),
 }
 
@@ -633,7 +633,7 @@ TOLD: dict[str, tuple[Callable[[], KeyedJaggedTensor], list[int], str]] = {
     "lengths and sizes": (FAULTS["lengths"][0], [2, 1], FAULTS["lengths"][1]),
     "offsets": (FAULTS["offsets"][0], [2, 1], FAULTS["offsets"][1]),
     "inverse": (FAULTS["inverse"][0], [1, 2], FAULTS["inverse"][1]),
-    "ids": (FAULTS["ids"][0], [2, 1], "Id 30 of feature 'g' is out of range for table 't'"),
+    "ids": (FAULTS["ids"][0], [2, 1], "Id 30 at position 0 of feature 'g' .* Table 't'"),
     "sizes and inverse": (FAULTS["inverse"][0], [2, 1], "length_per_key must agree with lengths"),
     "sizes": (
         lambda: KeyedJaggedTensor(
@@ -830,7 +830,9 @@ def test_bad_ids_of_one_rank_do_what_the_mode_says(
         assert [w.category for w in warned] == ([said] if said is UserWarning else [])
         for told in [raised, *(w.message for w in warned)]:
             if told is not None:
-                assert "Id 30 of feature 'g' is out of range for table 'u'" in str(told)
+                assert "Id 30 at position 0 of feature 'g' must be from 0 to 2. Table 'u'" in str(
+                    told
+                )
         bad_lengths = FAULTS["lengths"][0]().to(CUDA)
         tables(bad_lengths)
         with pytest.raises(ValueError, match="lengths must not be negative"):
@@ -869,7 +871,7 @@ def test_what_is_found_late_follows_tables_that_move() -> None:
         cuda.is_behind = True
         tables(_good((1, 30)).to(CUDA))
         tables.reshard({"t": parameter_sharding(S.COLUMN_WISE, 3, 4, [0])})
-        with pytest.raises(IndexError, match="Id 30 of feature 'g'"):
+        with pytest.raises(IndexError, match=r"Id 30 at position \d of feature 'g'"):
             tables.check_ids()
 
 
@@ -1071,7 +1073,7 @@ def test_bad_ids_of_unsharded_tables_do_what_the_mode_says(
         batch = _good((1, 30)).to(CUDA)
         found = tables(batch).values()
         assert torch.equal(found[0], torch.tensor([4.0, 5, 6, 7, 0, 1, 2, 3]))
-        text = "Id 30 of feature 'g' is out of range for table 'u' with 3 rows"
+        text = "Id 30 at position 0 of feature 'g' must be from 0 to 2. Table 'u' has 3 rows"
         if are_overwritten:
             batch.values().fill_(0)
             text = "memory was overwritten"
@@ -1089,7 +1091,7 @@ def test_a_later_batch_raises_for_an_earlier_one_unsharded(triton: bool) -> None
     with PretendedCuda(triton):
         tables = _on_device(EmbeddingBagConfig(3, 4, "t", feature_names=["f", "g"]))
         tables(_good((1, 30)).to(CUDA))
-        with pytest.raises(IndexError, match="Id 30 of feature 'g'"):
+        with pytest.raises(IndexError, match=r"Id 30 at position \d of feature 'g'"):
             tables(_good().to(CUDA))
         tables(_good().to(CUDA))  # it was told
 

@@ -31,7 +31,7 @@ from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.kernels.hashed.index import geometry
 from recsys.modules.embedding_configs import PoolingType
 from recsys.modules.hashed_ids import LFU, LRU, AtLeast, DistanceLFU, HashedIds, Probability
-from recsys.modules.ids.hashed_group import PINNED_BATCHES
+from recsys.modules.ids.rows import PINNED_BATCHES
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import FEATURES, shard, whole
 from tests.distributed.test_hashed_ids import TYPES, HashedCase

@@ -181,7 +181,7 @@ TUPLES = "tuples of tensors, in a file of torch.save; received 'b.pt'. Expected 
     [
         ("dlrm.pt", _few, THREE),
         ("dlrm.pt2", _few, THREE),
-        ("dlrm.pt", _bad_id, "Batch 1 of 'b.pt': Feature x has the id 10"),
+        ("dlrm.pt", _bad_id, "Batch 1 of 'b.pt': Id 10"),
         ("dlrm.pt", _bad_lengths, "3 features; received 20 values."),
         ("dlrm.pt", _bad_width, "mat1 and mat2 shapes cannot be multiplied (7x4 and 5x16)"),
         ("dlrm.pt2", _bad_id, "An id is outside its table."),

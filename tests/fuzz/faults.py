@@ -186,10 +186,14 @@ FAULTS: dict[str, Fault] = {
         "must add up to at most the number of values",
     ),
     "large id": Fault(
-        "batch", _with_id(10_000), "IndexError: .*Id 10000 of feature .* is out of range"
+        "batch",
+        _with_id(10_000),
+        r"IndexError: .*Id 10000 at position \d+ of feature .* must be ",
     ),
     "negative id": Fault(
-        "batch", _with_id(-1), "IndexError: .*Id -1 of feature .* is out of range"
+        "batch",
+        _with_id(-1),
+        r"IndexError: .*Id -1 at position \d+ of feature .* must be ",
     ),
     "float ids": Fault(
         "batch",

@@ -31,5 +31,5 @@ def test_bad_ids_are_raised_by_check() -> None:
     batch = case.batches(1)[0].to(torch.device("cuda"))
     batch.values().fill_(10**6)
     model(batch)
-    with pytest.raises(IndexError, match="Id 1000000 of feature"):
+    with pytest.raises(IndexError, match="Id 1000000 at position"):
         model.check_ids()

@@ -82,7 +82,7 @@ def test_bad_id_is_raised(nccl: torch.device) -> None:
     values = torch.full((len(FEATURES),), 10**6, device=nccl)
     weights = torch.ones(len(FEATURES), device=nccl) if case.is_weighted else None
     lengths = torch.ones(len(FEATURES), dtype=torch.int64, device=nccl)
-    with pytest.raises(IndexError, match="On rank 0: Id 1000000 of feature"):
+    with pytest.raises(IndexError, match="On rank 0: Id 1000000 at position"):
         model(KeyedJaggedTensor(FEATURES, values, weights, lengths))
 
 
@@ -139,7 +139,7 @@ def test_what_is_wrong_with_a_batch_is_raised_later(nccl: torch.device, fault: s
     torch.cuda._sleep(4_000_000_000)  # what is found arrives after the call
     assert model(bad).values().shape == before.shape
     error, text = {
-        "ids": (IndexError, "On rank 0: Id 1000000 of feature"),
+        "ids": (IndexError, "On rank 0: Id 1000000 at position"),
         "lengths": (ValueError, "On rank 0: .*lengths must not be negative"),
     }[fault]
     with pytest.raises(error, match=text):

@@ -167,11 +167,11 @@ def test_bad_ids_are_named_before_the_compiled_code_reads_them() -> None:
     program(ids, lengths, *other)
     program(ids[:0], lengths[:0], *other)
     for position, bad, message in (
-        (1, 9, "a: ids of feature 'x' must be from 0 to 8; received 9. Module 'bags' looks them up "
-         "in table 't' with 9 rows."),
-        (0, -1, "a: ids of feature 'x' must be from 0 to 8; received -1. "),
-        (4, 5, "a: ids of feature 'z' must be from 0 to 4; received 5. Module 'rows.last' looks "),
-        (4, 2**62, f"received {2**62}. "),
+        (1, 9, "a: Id 9 at position 1 of feature 'x' must be from 0 to 8. Module 'bags' looks it "
+         "up in table 't' with 9 rows."),
+        (0, -1, "a: Id -1 at position 0 of feature 'x' must be from 0 to 8. "),
+        (4, 5, "a: Id 5 at position 0 of feature 'z' must be from 0 to 4. Module 'rows.last' "),
+        (4, 2**62, f"Id {2**62} at "),
     ):  # fmt: skip
         changed = ids.clone()
         changed[position] = bad

@@ -541,7 +541,7 @@ def test_a_feature_of_several_tables_is_checked_against_the_smallest() -> None:
         ]
         module = quantize_embeddings(EmbeddingCollection(tables=tables, device=CPU))
         batch = KeyedJaggedTensor(["x"], torch.tensor([20]), lengths=torch.tensor([1]))
-        with pytest.raises(IndexError, match="Feature x has the id 20, outside its table with 20"):
+        with pytest.raises(IndexError, match="Id 20 at position 0 of feature 'x'"):
             module(batch)
 
 

@@ -76,7 +76,7 @@ def test_pruned_tables_keep_their_first_rows() -> None:
         bad = KeyedJaggedTensor(
             ["x", "y", "z"], torch.tensor([20]), lengths=torch.tensor([1, 0, 0])
         )
-        with pytest.raises(IndexError, match=r"Feature x has the id 20, .* table with 20 rows"):
+        with pytest.raises(IndexError, match="feature 'x' must be from 0 to 19"):
             tables(bad)
     assert quantized["sequence"].embeddings["rows"].weight.shape == (20, 16)
     _, plan = shard_quant_model(quantized, 2, "cpu")

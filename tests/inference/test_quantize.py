@@ -129,7 +129,7 @@ def test_bad_id_is_named() -> None:
     quantized = quantize_embeddings(_collection())
     values = torch.tensor([1, 2, 20])
     batch = KeyedJaggedTensor(["x", "y", "z"], values, lengths=torch.tensor([1, 1, 1]))
-    with pytest.raises(IndexError, match="Feature z has the id 20, outside its table with 20 rows"):
+    with pytest.raises(IndexError, match="Id 20 at position 0 of feature 'z' must be from 0 to 19"):
         quantized(batch)
 
 

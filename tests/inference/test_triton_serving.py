@@ -148,8 +148,8 @@ def bad_requests() -> list[tuple[Request, str]]:
         return {key: tensor for key, tensor in good.items() if key != name}
 
     return [
-        (good | {"film": torch.tensor([1, 1000, 3])}, "film has the id 1000 at position 1"),
-        (good | {"film": torch.tensor([-1, 2, 3])}, "film has the id -1 at position 0"),
+        (good | {"film": torch.tensor([1, 1000, 3])}, "Id 1000 at position 1 of feature 'film'"),
+        (good | {"film": torch.tensor([-1, 2, 3])}, "Id -1 at position 0 of feature 'film'"),
         (good | {"film": torch.tensor([1, 2])}, "film"),
         (good | {"film.lengths": torch.tensor([1, 3])}, "film"),
         (good | {"film.lengths": torch.tensor([-1, 4])}, "film.lengths"),
@@ -328,7 +328,7 @@ def test_requests_have_raw_columns(tmp_path: Path) -> None:
                 np.testing.assert_allclose(found, plain(table)["output"], rtol=1e-5, atol=1e-6)
             bad = client.module.InferInput("row", [2], "INT64")
             bad.set_data_from_numpy(np.array([3, 25]))
-            with pytest.raises(Exception, match="row has the id 25 at position 1") as caught:
+            with pytest.raises(Exception, match="Id 25 at position 1 of feature 'row'") as caught:
                 client.client.infer("movies", [bad])
             error: Any = caught.value
             assert str(error.status()) in BAD_STATUS

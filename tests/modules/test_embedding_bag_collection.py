@@ -267,8 +267,8 @@ def test_a_bad_id_raises_before_anything_is_read_or_written(bad: int) -> None:
         values=torch.tensor([1, 2, bad]),
         lengths=torch.tensor([1, 0, 0, 2]),
     )
-    message = f"Id {bad} of feature 'friend' is out of range for table 'users' with 20 rows"
-    with pytest.raises(IndexError, match=rf"{message} \(position 1 .* sample 1"):
+    message = rf"^Id {bad} at position 1 of feature 'friend' .* Table 'users' .* in sample 1\."
+    with pytest.raises(IndexError, match=message):
         ebc(features)
 
 
@@ -280,7 +280,7 @@ def test_bounds_check_modes() -> None:
         keys=["user", "friend"], values=torch.tensor([0, 2]), lengths=torch.tensor([1, 1])
     )
     warns = EmbeddingBagCollection(tables=TABLES[:1], bounds_check_mode=BoundsCheckMode.WARNING)
-    with pytest.warns(UserWarning, match="Id 99 of feature 'user'.*Row 0 is read instead"):
+    with pytest.warns(UserWarning, match=r"Id 99 at position 0 of .* Row 0 is read instead"):
         out = warns(features)
     assert torch.equal(out.values(), warns(zero).values())
     silent = EmbeddingBagCollection(tables=TABLES[:1], bounds_check_mode=BoundsCheckMode.IGNORE)

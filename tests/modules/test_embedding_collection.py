@@ -86,7 +86,7 @@ def test_a_bad_id_is_named() -> None:
         keys=["user", "friend"], values=torch.tensor([1, 20]), lengths=torch.tensor([1, 1])
     )
     with pytest.raises(
-        IndexError, match=r"Id 20 of feature 'friend' .* table 'users' with 20 rows"
+        IndexError, match=r"Id 20 at position \d of feature 'friend' .* Table 'users' has 20 rows"
     ):
         ec(features)
 

@@ -26,7 +26,10 @@ def test_a_good_batch() -> None:
 
 @pytest.mark.parametrize("bad", [5, -1])
 def test_an_id_outside_its_table(bad: int) -> None:
-    with pytest.warns(UserWarning, match=rf"'film' has the id {bad}, outside of table 'films'"):
+    with pytest.warns(
+        UserWarning,
+        match=rf"^Id {bad} at position 1 of feature 'film' must be from 0 to 4\. Table 'films'",
+    ):
         assert not validate_keyed_jagged_tensor(batch([0, bad, 900]), [FILMS])
 
 

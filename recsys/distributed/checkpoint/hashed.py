@@ -18,7 +18,7 @@ from recsys.distributed.state.table_shards import TableShards
 from recsys.kernels.hashed.index import geometry
 from recsys.kernels.hashed.placement import choose_rows
 from recsys.kernels.hashed.twin import locate, scores_of
-from recsys.modules.ids.hashed_group import PINNED_BATCHES
+from recsys.modules.ids.rows import PINNED_BATCHES
 from recsys.modules.ids.table_index import TableIndex
 from recsys.modules.tables.embedding_table import EmbeddingTable
 

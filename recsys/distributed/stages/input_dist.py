@@ -65,8 +65,7 @@ from recsys.distributed.stages.routes import (
 from recsys.distributed.stages.streams import StagedModule, Streams, readers_of, streams_of
 from recsys.distributed.stages.weight_gradients import with_weight_gradients
 from recsys.kernels import ops
-from recsys.kernels.bounds import NO_LIMIT, AsyncChecks
-from recsys.kernels.types import BoundsCheckMode
+from recsys.kernels.bounds import AsyncChecks
 from recsys.modules.ids.hashed_group import HashedGroup, refuse_training
 from recsys.modules.tables.batch_checker import (
     NO_COUNTS,
@@ -192,19 +191,6 @@ class InputDist:
             self._routes = routes, self.checker.limits_of(bags.keys)
             self._keys = list(bags.keys)
         routes, limits = self._routes
-        if (
-            bags.values.is_cpu
-            and bags.stride_per_key_per_rank is None
-            and (
-                self.module.mode is BoundsCheckMode.NONE
-                or limits.least == NO_LIMIT
-                or bags.are_ids_below(limits.least)
-            )
-        ):
-            checked = CheckedBatch(
-                features, features, bags, bags, NO_COUNTS, limits, NO_FAULTS, False
-            )
-            return routes, checked
         needs_sizes = self.may_skip_header and not (self.module.is_pooled and routes.reads_whole)
         return routes, self.checker.check(features, bags, limits, needs_sizes=needs_sizes)
 

@@ -15,6 +15,13 @@ template <typename... Parts>
   fail(RECSYS_BAD_REQUEST, parts...);
 }
 
+// The words of `recsys.kernels.bounds.bad_id_text`.
+std::string bad_id_text(const std::string& feature, std::int64_t id, std::int64_t position,
+                        std::int64_t rows) {
+  return "Id " + std::to_string(id) + " at position " + std::to_string(position) +
+         " of feature '" + feature + "' must be from 0 to " + std::to_string(rows - 1) + ".";
+}
+
 bool is_integer(std::int32_t dtype) { return dtype == RECSYS_INT64 || dtype == RECSYS_INT32; }
 
 std::string shape_text(const TensorView& tensor) {
@@ -213,8 +220,7 @@ void Batcher::check_bags(const CheckedRequest::Bags& bags, std::size_t feature) 
     }
     for (std::int64_t i = 0; is_bad && i < num_ids; ++i) {
       if (ids[i] < 0 || ids[i] >= rows) {
-        refuse(name, " has the id ", ids[i], " at position ", i, "; ids must be from 0 to ",
-               rows - 1, ".");
+        refuse(bad_id_text(name, ids[i], i, rows));
       }
     }
   });

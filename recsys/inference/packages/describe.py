@@ -20,9 +20,9 @@ from recsys.inference.input_features import (
     is_jagged,
     name_of,
 )
-from recsys.inference.packages.indexes import rows_of_ids
 from recsys.inference.quantized_collection import QuantizedCollection
 from recsys.kernels.hashed.index import HashIndex
+from recsys.modules.ids.rows import stored_rows
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["describe_inputs", "describe_outputs", "sample_request", "with_rows"]
@@ -219,7 +219,9 @@ def with_rows(
         sizes = leaf.length_per_key() if isinstance(leaf, KeyedJaggedTensor) else None
         parts = leaf.values().split(sizes or len(leaf.values()))
         rows = [
-            part if name is None else rows_of_ids(indexes[name], part.cpu()).to(part.device)
+            part
+            if name is None
+            else stored_rows([indexes[name]], part.cpu(), [len(part)]).to(part.device)
             for name, part in zip(names, parts, strict=True)
         ]
         if isinstance(leaf, KeyedJaggedTensor):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from recsys.inference.packages.mapping import MappedFile, map_files
-from recsys.kernels.hashed.index import LINE, HashIndex, IndexSettings, map_ids
+from recsys.kernels.hashed.index import LINE, HashIndex, IndexSettings
 
-__all__ = ["empty_index", "open_index", "rows_of_ids", "write_ids"]
+__all__ = ["empty_index", "open_index", "write_ids"]
 
 _READ_ONLY = IndexSettings(
     eviction="none", half_life=0, exponent=1, ttl=0,
@@ -56,11 +56,6 @@ def open_index(version: Path, table: Mapping[str, Any]) -> HashIndex:
         ids=ids.view(torch.int64), last_used=(digests > 0).int(), seen=place.seen, digests=digests,
         sketch=place.sketch,
     )  # fmt: skip
-
-
-def rows_of_ids(index: HashIndex, ids: Tensor) -> Tensor:
-    """Return the row of each id, int64 `[N]`; the first row of its region for an unknown id."""
-    return map_ids([index], ids.long(), [len(ids)], step=1, pin=1, is_training=False).rows
 
 
 def write_ids(index: HashIndex, rows: Tensor, hashed_ids: Tensor, digests: Tensor) -> None:

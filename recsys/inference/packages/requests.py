@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recsys.inference.packages.indexes import rows_of_ids
+from recsys.kernels.bounds import bad_id_text
 from recsys.kernels.hashed.index import HashIndex
+from recsys.modules.ids.rows import stored_rows
 
 __all__ = ["CheckedRequest", "Request", "check_request", "merge", "split"]
 
@@ -126,7 +127,7 @@ def merge(
             of_feature = [_ids(one, feature["tensor"]).to(dtype) for one in requests]
             ids.append(torch.cat([none, *of_feature]))
             if feature["index"] is not None:
-                ids[-1] = rows_of_ids(indexes[feature["index"]], ids[-1])
+                ids[-1] = stored_rows([indexes[feature["index"]]], ids[-1], [len(ids[-1])])
         inputs.append(torch.cat([none, *ids]))
         lengths_dtype = getattr(torch, entry["lengths_dtype"])
         none = torch.zeros(0, dtype=lengths_dtype)
@@ -244,9 +245,7 @@ def _check_bags(
     is_bad = (ids < 0) | (ids >= rows)
     if bool(is_bad.any()):
         at = int(is_bad.nonzero()[0])
-        raise IndexError(
-            f"{name} has the id {int(ids[at])} at position {at}; ids must be from 0 to {rows - 1}."
-        )
+        raise IndexError(bad_id_text(name, int(ids[at]), at, rows))
 
 
 def _ids(request: CheckedRequest, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows of the ids of one lookup whose tables have hashed ids."""
+"""Map hashed ids to table rows for one lookup."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
-from typing import Any, Final, NoReturn, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 import torch
@@ -18,14 +18,11 @@ from recsys.kernels.tbe_layout import DimGroup
 from recsys.kernels.types import UpdateMode
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.ids.overflow_rows import OverflowRows
+from recsys.modules.ids.rows import PINNED_BATCHES
 from recsys.modules.ids.table_index import TableIndex
 from recsys.modules.tables.embedding_init import init_new_rows
 
-__all__ = ["PINNED_BATCHES", "HashedGroup", "refuse_training"]
-
-PINNED_BATCHES: Final = 4
-"""Batches, with the current one, whose rows keep their ids. It is constant, so that pipelines,
-which map ids up to three batches ahead, give the same ids rows as a plain loop."""
+__all__ = ["HashedGroup", "refuse_training"]
 
 
 @final
@@ -133,7 +130,7 @@ class HashedGroup:
             ids: int64 [N] their ids.
             sizes: Number of ids of each.
             step: The training batch, counted by the tables.
-            behind: Batches before it whose rows keep their ids.
+            behind: Number of earlier batches whose rows cannot be evicted.
             is_training: Whether the batch is trained on.
         """
         mapped = map_ids(
@@ -146,16 +143,16 @@ class HashedGroup:
             returns_old=is_training and bool(self._overflow),
         )
         if is_training:
-            self._tbe.marks.mark_rows(mapped.rows, self._sizes_of_all(tables, sizes))  # last use
+            self._tbe.marks.mark_rows(mapped.rows, self._expand_sizes(tables, sizes))  # last use
             for counter in self._counters[tables]:
                 counter.step = step
             self._counts[tables] += mapped.counts
             if mapped.new_rows.numel():
-                self._initialize(mapped, self._sizes_of_all(tables, mapped.new_sizes), step)
+                self._initialize(mapped, self._expand_sizes(tables, mapped.new_sizes), step)
         return mapped.rows
 
-    def _sizes_of_all(self, tables: slice, sizes: Sequence[int]) -> list[int]:
-        """Return the numbers of some tables, and 0 for the others."""
+    def _expand_sizes(self, tables: slice, sizes: Sequence[int]) -> list[int]:
+        """Expand sizes of some tables to all tables of the group; other tables get 0."""
         found = [0] * len(self.indexes)
         found[tables] = sizes
         return found

@@ -51,7 +51,7 @@ NO_FAULTS = torch.empty(0, dtype=torch.bool)
 
 @final
 class RowLimits(NamedTuple):
-    """Limits of the ids of batches with one list of keys.
+    """Row limits for batches with the same keys.
 
     Attributes:
         rows_K: `[K]` rows of the smallest table that reads each feature.
@@ -155,6 +155,8 @@ class BatchChecker:
             needs_sizes: Whether the host reads `length_per_key`.
         """
         is_variable, by_kernels = bags.stride_per_key_per_rank is not None, False
+        if bags.values.is_cpu and not is_variable and self._are_ids_good(bags, limits):
+            return CheckedBatch(features, features, bags, bags, NO_COUNTS, limits, NO_FAULTS, False)
         safe, bad_bags = features, NO_FAULTS
         if self._device.type != "cpu":  # there check_features has raised
             if not needs_sizes:
@@ -203,12 +205,18 @@ class BatchChecker:
 
     def _find_bad_ids(self, bags: Parts, limits: RowLimits) -> Tensor:
         """Return `[N]` bool for ids outside their table, or an empty tensor if there are none."""
-        if self.mode is BoundsCheckMode.NONE or not bags.values.numel():
-            return NO_FAULTS
-        if limits.least == NO_LIMIT or (bags.values.is_cpu and bags.are_ids_below(limits.least)):
+        if not bags.values.numel() or self._are_ids_good(bags, limits):
             return NO_FAULTS
         bad_N = find_bad_ids(bags.values, bags.offsets, limits.rows_K)
         return NO_FAULTS if bad_N.is_cpu and not bad_N.any() else bad_N
+
+    def _are_ids_good(self, bags: Parts, limits: RowLimits) -> bool:
+        """Return whether no id can be bad, without a wait for a device."""
+        return (
+            self.mode is BoundsCheckMode.NONE
+            or limits.least == NO_LIMIT
+            or (bags.values.is_cpu and bags.are_ids_below(limits.least))
+        )
 
     def bad_ids_raise(self) -> bool:
         """Return whether bad ids raise an error."""

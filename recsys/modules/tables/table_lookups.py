@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from recsys.base import step_stages
 from recsys.base.step_stages import Stage
-from recsys.kernels.bounds import NO_LIMIT, AsyncChecks
+from recsys.kernels.bounds import AsyncChecks
 from recsys.kernels.huge_pages import new_array
 from recsys.kernels.support import shared_optimizer
 from recsys.kernels.tbe import TableBatchedEmbedding
@@ -27,7 +27,6 @@ from recsys.modules.ids.hashed_group import HashedGroup
 from recsys.modules.ids.table_index import TableIndex
 from recsys.modules.tables.aliased_storage import AliasedStorage
 from recsys.modules.tables.batch_checker import (
-    NO_COUNTS,
     NO_FAULTS,
     BatchChecker,
     CheckedBatch,
@@ -310,20 +309,11 @@ class TableLookups(AliasedStorage):
                 group.selector.route(bags.keys, self._device)
             self._keys, self._limits = list(bags.keys), self.checker.limits_of(bags.keys)
             self._reads_whole = all(group.selector.reads_whole(bags.keys) for group in self.groups)
-        limits, has_one_size = self._limits, bags.stride_per_key_per_rank is None
-        mode = self.checker.mode
-        if (
-            bags.values.is_cpu
-            and has_one_size
-            and (
-                mode is BoundsCheckMode.NONE
-                or limits.least == NO_LIMIT
-                or bags.are_ids_below(limits.least)
-            )
-        ):
-            return CheckedBatch(features, features, bags, bags, NO_COUNTS, limits, NO_FAULTS, False)
+        has_one_size = bags.stride_per_key_per_rank is None
         needs_sizes = not (self._is_pooled and has_one_size and self._reads_whole)
-        checked = self.checker.check(features, bags, limits, needs_sizes=needs_sizes)
+        checked = self.checker.check(features, bags, self._limits, needs_sizes=needs_sizes)
+        if checked.faults is NO_FAULTS:
+            return checked
         flags = self.checker.flags_to_check_late(checked.faults)
         if flags.is_cuda:
             self.late.read_arrived()

@@ -163,4 +163,4 @@ def test_a_bad_id_is_reported_on_every_rank_and_training_goes_on(
     ranks: RankPool, step: int
 ) -> None:
     for message in ranks(2, _fail, step):
-        assert message.startswith("On rank 1: Id 9 of feature")
+        assert message.startswith("On rank 1: Id 9 at position ")

@@ -121,7 +121,7 @@ def _mixed(number: int) -> int:
         ({"code": torch.ones(1)}, "code must be int64 or int32; received float32"),
         ({"age": torch.ones(2), "code": ONE}, "code must have 2 rows, as age has; received 1"),
         ({"who": ONE}, "share must have one weight per value of who; it is missing"),
-        ({"who": 100 * ONE, "share": torch.ones(1)}, "w has the id 100 at position 0"),
+        ({"who": 100 * ONE, "share": torch.ones(1)}, "Id 100 at position 0 of feature 'w'"),
         ({"who": ONE, "share": torch.ones(2)}, "share must have one entry per value of who, 1"),
         (
             {"who": ONE, "share": torch.ones(1), "who.lengths": 2 * ONE},

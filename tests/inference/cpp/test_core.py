@@ -124,7 +124,7 @@ def test_a_table_above_the_limits_of_int32(library: Path, version: Path) -> None
     assert found["score"].flatten().tolist() == [200.0, 3.0]
     request["a"][0] = rows
     [error] = core.run([request])
-    assert f"the id {rows} at position 0; ids must be from 0 to {rows - 1}" in str(error)
+    assert f"Id {rows} at position 0 of feature 'a' must be from 0 to {rows - 1}." in str(error)
     core.update("t", torch.tensor([rows - 2]), torch.full((1, row_bytes), 7, dtype=torch.uint8))
     request["a"][0] = rows - 2
     [found] = core.run([request])

@@ -288,4 +288,4 @@ def test_bad_requests_name_feature_and_id(movies: Path) -> None:
     assert isinstance(last, dict)
     assert isinstance(text, TypeError)
     assert isinstance(error, IndexError)
-    assert str(error) == "film has the id 40 at position 1; ids must be from 0 to 39."
+    assert str(error) == "Id 40 at position 1 of feature 'film' must be from 0 to 39."

@@ -43,15 +43,15 @@ def test_the_message_names_feature_table_id_position_and_size() -> None:
     with pytest.raises(IndexError) as caught:
         checker.report(checked)
     assert str(caught.value) == (
-        "Id 3 of feature 'item' is out of range for table 'items' with 3 rows (position 1 of the "
-        "feature's ids, sample 1; 2 bad ids in the batch). Ids must be in [0, 3): hash or remap "
-        "them, enlarge num_embeddings, or choose another BoundsCheckMode."
+        "Id 3 at position 1 of feature 'item' must be from 0 to 2. Table 'items' has 3 rows; the "
+        "batch has 2 bad ids, the first in sample 1. Hash or remap ids, enlarge num_embeddings, "
+        "or choose another BoundsCheckMode."
     )
 
 
 def test_a_negative_id_is_bad() -> None:
     checker = _checker(BoundsCheckMode.FATAL)
-    with pytest.raises(IndexError, match="Id -1 of feature 'user'"):
+    with pytest.raises(IndexError, match=r"Id -1 at position \d of feature 'user'"):
         checker.report(_check(checker, _batch([-1, 0], [1, 1])))
 
 
@@ -68,7 +68,7 @@ def test_the_mode_decides() -> None:
     )
     for checker in (warns, ignores):
         assert _check(checker, batch).bags.values.tolist() == [4, 0]
-    with pytest.warns(UserWarning, match="Id 3 of feature 'item'"):
+    with pytest.warns(UserWarning, match=r"Id 3 at position \d of feature 'item'"):
         warns.report(_check(warns, batch))
     ignores.report(_check(ignores, batch))
     assert _check(reads, batch).bags.values is batch.values()
