@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,10 @@ from recsys.modules.modes import evaluation_mode, training_mode
 from recsys.training.batches import Pausing, ResumableBatches, outputs
 from recsys.training.best import Best, FitResult
 from recsys.training.buffers import OwnBuffers
-from recsys.training.evaluation import BinaryMetrics, Metrics, device_of
+from recsys.training.evaluation import BinaryMetrics, Metrics, device_of, sums_by_task
 from recsys.training.folder import clear_folder, load_newest
 from recsys.training.loggers import JsonLines, Lines, Logger, check_loggers
+from recsys.training.named_metrics import NamedMetrics
 from recsys.training.optimizer import check_all_are_updated, whole_optimizer
 from recsys.training.progress import MeanLoss, Progress, total_steps
 from recsys.training.progressive import ProgressiveValidation
@@ -65,7 +66,9 @@ class Trainer:
         steps: Number of steps; or None, with `epochs`.
         evaluate_every: Steps between two evaluations; None for the end of each epoch. The end of
             training is always evaluated.
-        metrics: Function that creates the metrics of an evaluation on a device.
+        metrics: Names of metrics, such as `["auc", "ne", "calibration"]`, or their arguments by
+            name (`NamedMetrics`); or a function that creates the metrics of an evaluation on a
+            device.
         monitor: Name of the metric that selects the best checkpoint.
         maximize: Whether a larger value of it is better. None: the direction of its name; names
             of `recsys.metrics` have one, such as "auc/click", "ne" and "ndcg@10".
@@ -132,7 +135,9 @@ class Trainer:
         epochs: int | None = None,
         steps: int | None = None,
         evaluate_every: int | None = None,
-        metrics: Callable[[torch.device], Metrics] = BinaryMetrics,
+        metrics: Callable[[torch.device], Metrics]
+        | Sequence[str]
+        | Mapping[str, Mapping[str, Any]] = BinaryMetrics,
         monitor: str = "loss",
         maximize: bool | None = None,
         patience: int | None = None,
@@ -171,7 +176,10 @@ class Trainer:
         self.best, self.last = self.folder / "best", self.folder / "last"
         self._epochs, self._num_steps, self._log_every = epochs, steps, log_every
         self._save_every, self._evaluate_every = save_every, evaluate_every
-        self._metrics, self._monitor, self._patience = metrics, monitor, patience
+        self._metrics: Callable[[torch.device], Metrics] = (
+            metrics if callable(metrics) else _named(metrics)
+        )
+        self._monitor, self._patience = monitor, patience
         self._make_best = partial(Best, monitor, maximize, patience)
         _check_mode(schedule, self._make_best().maximize)
         self._loads_best, self._schedule = load_best, schedule
@@ -243,9 +251,8 @@ class Trainer:
         """Create the state of a job, or load it."""
         self._batches = ResumableBatches(train, self._may_save_at)
         metrics = self._metrics(self._device)
-        has_tasks = isinstance(metrics, BinaryMetrics) and metrics.tasks
-        self._task_metrics = cast(BinaryMetrics, metrics) if has_tasks else None
-        tasks = [] if self._task_metrics is None else self._task_metrics.tasks
+        tasks = metrics.tasks if isinstance(metrics, BinaryMetrics | NamedMetrics) else []
+        self._has_tasks = bool(tasks)
         self._loss, self._best = MeanLoss(self._device, tasks), self._make_best()
         self._state: dict[str, Stateful] = {
             "batches": self._batches,
@@ -318,8 +325,8 @@ class Trainer:
         loss, num_samples = output[0], len(output[1])
         self._batches.trained()
         task_sums = None
-        if self._task_metrics is not None and num_samples:
-            task_sums = self._task_metrics.task_sums(output, batch)
+        if self._has_tasks and num_samples:
+            task_sums = sums_by_task(output, batch)
         self._loss.add(loss, num_samples, task_sums)
         self._progress.step(num_samples)
         if self._schedule is not None and not isinstance(self._schedule, ReduceLROnPlateau):
@@ -423,6 +430,13 @@ class Trainer:
         self._saved = at.step, at.epoch
         if self._env.rank == 0:
             print(f"Resumed from {self.last}: epoch {at.epoch + 1}, step {at.batch}", flush=True)
+
+
+def _named(
+    metrics: Sequence[str] | Mapping[str, Mapping[str, Any]],
+) -> Callable[[torch.device], Metrics]:
+    NamedMetrics(metrics, torch.device("cpu"))  # raises for wrong names
+    return partial(NamedMetrics, metrics)
 
 
 def _check_mode(schedule: LRScheduler | None, maximize: bool) -> None:
