@@ -4,7 +4,8 @@ The loop only joins parts of this library, and owns no state that the parts do n
 works without it: docs/training.md shows the same loop written by hand and in other frameworks. The
 files in reading order:
 
-- `trainer`: the loop.
+- `trainer`: the settings of the loop.
+- `job`: one run of the loop.
 - `optimizer`: all optimizers of a model as one.
 - `batches`: batches of a loader, with the position to resume from.
 - `buffers`: buffers that each rank has its own values of.

@@ -388,11 +388,13 @@ def _groups_of(batch: Any, name: str, size: int) -> Tensor:
                 f"Feature {name!r} of metrics must have one id for each sample; received "
                 f"{bags.values().numel()} ids for {size} samples."
             )
-        return bags.values()
+        ids: Tensor = bags.values()
+        return ids
     values = getattr(batch, name, None)
     if not isinstance(values, Tensor) or values.numel() != size:
         raise ValueError(
             f"The batch must have {name!r} for metrics, as a feature or as an attribute with one "
             f"value for each sample; received features {list(keys)}."
         )
-    return torch.flatten(values)
+    flat: Tensor = values.reshape(-1)
+    return flat
