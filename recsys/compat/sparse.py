@@ -62,7 +62,7 @@ class ComputeJTDictToKJT(nn.Module):
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
-@checked_late
+@checked
 def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
     """Concatenate keys of several keyed tensors, by group: `KeyedTensor.regroup`.
 
