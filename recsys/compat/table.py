@@ -156,7 +156,7 @@ INSTEAD: dict[str, str] = {
     "torchrec.distributed.planner.enumerators._get_tower_index": "Collections in a tower are "
     "planned like all others.",
     "torchrec.distributed.planner.estimator.": "Set speeds or coefficients, or write a "
-    "forward_compute: see docs/planner.md.",
+    "forward_compute: see docs/planner_internals.md.",
     "torchrec.distributed.planner.types.TopologyFactory": _MACHINE,
     "torchrec.distributed.planner.types.HardwareConfig": _MACHINE,
     "torchrec.distributed.planner.types.KernelConfig": _MACHINE,
