@@ -56,7 +56,7 @@ def test_the_menu_has_four_parts_and_every_page_once() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_no_page_is_long(page: Path) -> None:
-    """Tables count only where they are not the purpose of the page."""
+    """Tables of the pages in TABLES do not count."""
     text = page.read_text()
     if page.stem in TABLES:
         text = re.sub(r"^\|.*\n", "", text, flags=re.M)
