@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from recsys.kernels.hashed.index import COUNTS, HashIndex, geometry
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds
-from recsys.modules.ids.overflow_log import OverflowLog
+from recsys.modules.ids.row_log import RowLog
 
 __all__ = ["HashedIdStats", "TableIndex", "index_row_bytes", "logs_are_saved", "row_states_of"]
 
@@ -102,7 +102,7 @@ class TableIndex(nn.Module):
         steps: int64 `[]`, training batches, when it was saved; `step` is current.
         counter: Has `step`, to be set without the checks of a module, and `was_loaded`.
         counts: int64 `[5]` on the CPU, sums of `Mapped.counts`.
-        log: The rows that ids lost, by `HashedIds.overflow`; None before the first training batch.
+        log: The rows that ids lost, on the disk; None before the first training batch.
         init_seed: int64 `[]`, seed of the initial values.
     """
 
@@ -138,7 +138,7 @@ class TableIndex(nn.Module):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64, device="cpu"))
         self.counter, self.init_seed_number = StepCounter(0, False), 0
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device="cpu")
-        self.log: OverflowLog | None = None
+        self.log: RowLog | None = None
 
     @property
     def step(self) -> int:
@@ -207,12 +207,8 @@ class TableIndex(nn.Module):
         Raises:
             ValueError: The state dict would lack rows in the log.
         """
-        if self.log is not None and len(self.log) and not _LOGS_ARE_SAVED.get():
-            raise ValueError(
-                f"A state dict has no rows that are in the folder of HashedIds.overflow; received "
-                f"table '{self._name}' with {len(self.log)} of them. Call save_checkpoint, which "
-                "saves them, too."
-            )
+        if self.log is not None and not _LOGS_ARE_SAVED.get():
+            self.log.check_empty("A state dict")
         self._write_counters()
 
     def _write_counters(self) -> None:
