@@ -223,7 +223,7 @@ class ShardedCollection(OwnShardsModule):
     def create_context(self) -> BatchContext:
         """Return a context for the stages of one batch.
 
-        Several batches may be in progress, each with its own context; docs/engine.md has an
+        Several batches may be in progress, each with its own context; docs/pipelines.md has an
         example. All ranks must call the stages in the same order.
         """
         return BatchContext(self._stages.input_dist)
@@ -389,7 +389,7 @@ class ShardedCollection(OwnShardsModule):
                 invalid.
 
         On a GPU without other ranks the host does not wait if it knows the number of ids of each
-        feature, or does not need it (docs/engine.md has the cases). A later call or `check_ids`
+        feature, or does not need it (docs/gpu.md has the cases). A later call or `check_ids`
         then raises the error of invalid ids, lengths or inverse indices. Lookups stay within their
         tables meanwhile.
         """
