@@ -5,6 +5,8 @@ The forward pass of a module is written from the seed, as text, since TorchScrip
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import io
 import linecache
 import random
@@ -14,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recsys.compat.modules import PositionWeightedProcessor
-from recsys.compat.towers import EmbeddingTower
 from recsys.inference import quantize_embeddings
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -32,12 +32,12 @@ ROWS, LONGEST = 20, 4
 DTYPES = (torch.int8, torch.quint4x2, torch.float16, torch.float32)
 
 
-class Pooled(nn.Module):
-    """What a tower makes of its embeddings."""
-
-    def forward(self, pooled: KeyedTensor) -> Tensor:
-        """The embeddings as they are."""
-        return pooled.values()
+COMPAT: Any = (
+    importlib.import_module("tests.compat.scripted")
+    if importlib.util.find_spec("recsys.compat")
+    else None
+)
+"""Modules of `recsys.compat`, which are drawn where it is."""
 
 
 def _some(rng: random.Random, keys: list[str]) -> list[str]:
@@ -95,7 +95,8 @@ def _draw(rng: random.Random, keys: list[str]) -> tuple[list[str], list[nn.Modul
     batch = "k0"
     for count in range(1, rng.randint(2, 4)):
         new = f"k{count}"
-        move = rng.choice(("permute", "concat", "values", "offsets", "single", "processor"))
+        more = ["processor"] if COMPAT else []
+        move = rng.choice(["permute", "concat", "values", "offsets", "single", *more])
         order = rng.sample(range(len(keys)), len(keys))
         if move == "permute":
             lines.append(f"{new} = {batch}.permute({order})")
@@ -117,7 +118,7 @@ def _draw(rng: random.Random, keys: list[str]) -> tuple[list[str], list[nn.Modul
             lines.append(f"found += j{count}.to_dense()")
             lines.append(f"{new} = {batch}.to('cpu')")
         else:
-            modules.append(PositionWeightedProcessor(dict.fromkeys(keys, LONGEST)))
+            modules.append(COMPAT.processor(dict.fromkeys(keys, LONGEST)))
             lines.append(f"{new} = self.m{len(modules) - 1}({batch})")
         batch = new
         if rng.random() < 0.6:
@@ -131,8 +132,8 @@ def _draw(rng: random.Random, keys: list[str]) -> tuple[list[str], list[nn.Modul
             modules.append(_rows(rng, keys))
             lines.append(f"for name, jagged in self.m{len(modules) - 1}({batch}).items():")
             lines.append("    found += [jagged.values(), jagged.lengths()]")
-        if rng.random() < 0.2:
-            modules.append(EmbeddingTower(_pooled(rng, keys), Pooled()))
+        if rng.random() < 0.2 and COMPAT:
+            modules.append(COMPAT.tower(_pooled(rng, keys)))
             lines.append(f"found += [self.m{len(modules) - 1}({batch})]")
     lines.append(f"found += [{batch}.values(), {batch}.lengths()]")
     return lines, modules

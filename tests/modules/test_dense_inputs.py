@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recsys.compat.dlrm_variants import DLRM_Projection
 from recsys.datasets.utils import Batch
 from recsys.fx import symbolic_trace
 from recsys.modules.ctr.dcn_v2 import DCNV2
@@ -49,7 +48,6 @@ def tables(device: str = "cpu") -> EmbeddingBagCollection:
 MODELS: dict[str, Callable[[EmbeddingBagCollection], nn.Module]] = {
     "DLRM": lambda ebc: DLRM(ebc, DENSE, [4], [4, 1]),
     "DLRM_DCN": lambda ebc: DLRM_DCN(ebc, DENSE, [4], [4, 1], 2, 3),
-    "DLRM_Projection": lambda ebc: DLRM_Projection(ebc, DENSE, [4], [4, 1], [4], [4]),
     "SimpleDeepFMNN": lambda ebc: SimpleDeepFMNN(DENSE, ebc, 4, 4),
     "no tables": lambda ebc: DLRM(None, DENSE, [4], [4, 1]),
 }

@@ -3,7 +3,6 @@ import pytest
 import torch
 from torch import nn
 
-from recsys.compat.dlrm_variants import DLRM_Projection, InteractionProjectionArch
 from recsys.datasets.random import RandomRecDataset
 from recsys.modules.crossnet import LowRankCrossNet
 from recsys.modules.dlrm import DLRM, DLRMTrain, InteractionArch, OverArch
@@ -29,10 +28,6 @@ def collection():
 
 def dcn(tables, dense=5, **more):
     return DLRM_DCN(tables, dense, [8, DIM], [8, 1], dcn_num_layers=2, dcn_low_rank_dim=3, **more)
-
-
-def projection(tables, dense=5, **more):
-    return DLRM_Projection(tables, dense, [8, DIM], [8, 1], [6, 2 * DIM], [7, 3 * DIM], **more)
 
 
 def random_batch(size=6):
@@ -61,12 +56,6 @@ def crossed(state, prefix, x0):
     return x
 
 
-def projected(state, prefix, flat, dense):
-    first = mlp(state, f"{prefix}.interaction_branch1.model", flat).reshape(2, DIM)
-    second = mlp(state, f"{prefix}.interaction_branch2.model", flat).reshape(DIM, 3)
-    return np.concatenate([dense, (first @ second).reshape(-1)])
-
-
 def formula_of(interact):
     """The whole model, one sample at a time."""
 
@@ -87,14 +76,12 @@ def formula_of(interact):
     return formula
 
 
-FORMULAS = {
-    dcn: formula_of(lambda state, flat, dense: crossed(state, "inter_arch.crossnet", flat)),
-    projection: formula_of(lambda state, flat, dense: projected(state, "inter_arch", flat, dense)),
-}
+DCN = formula_of(lambda state, flat, dense: crossed(state, "inter_arch.crossnet", flat))
+models = pytest.mark.parametrize("build", [dcn])
 
 
-@pytest.mark.parametrize("build", FORMULAS)
-def test_follows_the_formula(build):
+@pytest.mark.parametrize(("build", "formula"), [(dcn, DCN)])
+def test_follows_the_formula(build, formula):
     torch.manual_seed(0)
     model, batch = build(collection()), random_batch()
     for part in (model.dense_arch, model.inter_arch, model.over_arch):
@@ -124,7 +111,7 @@ def test_follows_the_formula(build):
             )
 
     assert_follows(
-        InDouble(), FORMULAS[build], batch.dense_features.double(), fixed=[batch.sparse_features]
+        InDouble(), formula, batch.dense_features.double(), fixed=[batch.sparse_features]
     )
 
 
@@ -134,16 +121,9 @@ def test_state_dict_names_are_those_of_torchrec():
         "inter_arch.crossnet.bias.0",
         "inter_arch.crossnet.bias.1",
     ]
-    names = [name for name in projection(collection()).state_dict() if "inter_arch" in name]
-    assert names == [
-        f"inter_arch.interaction_branch{branch}.model._mlp.{layer}._linear.{kind}"
-        for branch in (1, 2)
-        for layer in (0, 1)
-        for kind in ("weight", "bias")
-    ]
 
 
-@pytest.mark.parametrize("build", FORMULAS)
+@models
 def test_trains_an_empty_batch(build):
     train = DLRMTrain(build(collection()))
     loss, _ = train(random_batch(0))
@@ -151,7 +131,7 @@ def test_trains_an_empty_batch(build):
     loss.backward()
 
 
-@pytest.mark.parametrize("build", FORMULAS)
+@models
 def test_without_sparse_or_dense_features(build):
     dense = torch.randn(6, 5)
     model = build(None)
@@ -166,40 +146,27 @@ def test_without_sparse_or_dense_features(build):
     )
 
 
-@pytest.mark.parametrize("build", FORMULAS)
-def test_dropout_and_batch_norm_reach_all_parts(build):
+@pytest.mark.parametrize(("build", "parts"), [(dcn, {"dense_arch", "over_arch"})])
+def test_dropout_and_batch_norm_reach_all_parts(build, parts):
     model = build(collection(), batch_norm=True, dropout=0.5)
     names = [name for name, child in model.named_modules() if isinstance(child, nn.BatchNorm1d)]
-    assert {name.partition(".")[0] for name in names} == (
-        {"dense_arch", "inter_arch", "over_arch"}
-        if build is projection
-        else {"dense_arch", "over_arch"}
-    )
+    assert {name.partition(".")[0] for name in names} == parts
     assert all(p.device.type == "meta" for p in build(None, dense_device="meta").parameters())
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [
-        InteractionDCNArch(2, LowRankCrossNet(12, 2)),
-        InteractionProjectionArch(2, nn.Linear(12, 8), nn.Linear(12, 4)),
-    ],
-)
+@pytest.mark.parametrize("arch", [InteractionDCNArch(2, LowRankCrossNet(12, 2))])
 def test_interactions_script_and_trace(arch):
     inputs = torch.randn(3, 4), torch.randn(3, 2, 4)
     torch.testing.assert_close(torch.jit.script(arch)(*inputs), arch(*inputs))
     torch.testing.assert_close(torch.fx.symbolic_trace(arch)(*inputs), arch(*inputs))
 
 
-def test_projections_of_a_wrong_size():
-    expected = r"last of interaction_branch2_layer_sizes must be a multiple .* 4; received \[6, 9\]"
-    with pytest.raises(ValueError, match=expected):
-        DLRM_Projection(collection(), 5, [8, DIM], [8, 1], [6, 8], [6, 9])
+def test_a_negative_number_of_features():
     with pytest.raises(ValueError, match="num_sparse_features must not be negative"):
         InteractionDCNArch(-1, nn.Identity())
 
 
-@pytest.mark.parametrize("build", [dcn, projection])
+@models
 def test_no_part_is_made_in_vain(build, monkeypatch):
     made = []
 

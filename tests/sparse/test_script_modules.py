@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.jit import _recursive
 
-from recsys.compat.dlrm_variants import DLRM_Projection
-from recsys.compat.modules import PositionWeightedProcessor
-from recsys.compat.sparse import KTRegroupAsDict
 from recsys.distributed.model_parallel import DistributedModelParallel
 from recsys.inference import quantize_embeddings, shard_quant_model
 from recsys.modules.deepfm_model import SimpleDeepFMNN
@@ -75,16 +73,6 @@ def tensors_of(found: Any) -> list[Tensor]:
     return [tensor for name in found for tensor in tensors_of(found[name])]
 
 
-class Regrouped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bags, self.regroup = bags(), KTRegroupAsDict([["user", "film"], ["film"]], ["a", "b"])
-
-    def forward(self, features: KeyedJaggedTensor) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self.regroup([self.bags(features)])
-        return found
-
-
 class Scores(nn.Module):
     """Looks features up, by whatever does; a module of the user's own that holds a collection."""
 
@@ -118,11 +106,9 @@ MODELS = {
     "rows": rows,
     "own": lambda: Scores(bags()),
     "updated in backward": updated,
-    "regrouped": Regrouped,
     "processed": lambda: processed(PositionWeightedModuleCollection(LENGTHS)),
     "processed in part": lambda: processed(PositionWeightedModuleCollection({"user": 4})),
     "processed by name": lambda: processed({key: PositionWeightedModule(4) for key in KEYS}),
-    "processor": lambda: PositionWeightedProcessor({"user": 4}),
     "quantized bags": lambda: quantize_embeddings(Scores(bags()), torch.quint4x2),
     "quantized rows": lambda: quantize_embeddings(rows()),
     "quantized and processed": lambda: quantize_embeddings(
@@ -133,16 +119,20 @@ MODELS = {
 MODELS_OF_DENSE_FEATURES = {
     "dlrm": lambda: DLRM(bags(), 3, [8, 8], [8, 1]),
     "dcn": lambda: DLRM_DCN(bags(), 3, [8, 8], [8, 1], 2, 2),
-    "projection": lambda: DLRM_Projection(bags(), 3, [8, 8], [8, 1], [16, 8], [16, 8]),
     "deepfm": lambda: SimpleDeepFMNN(3, bags(), 8, 3),
     "quantized dlrm": lambda: quantize_embeddings(DLRM(bags(), 3, [8, 8], [8, 1])),
 }
 
 
-@pytest.mark.parametrize("name", [*MODELS, *MODELS_OF_DENSE_FEATURES])
-def test_models_are_compiled_as_they_are(name: str) -> None:
+@pytest.mark.parametrize(
+    ("build", "num_dense"),
+    [(build, 0) for build in MODELS.values()]
+    + [(build, 3) for build in MODELS_OF_DENSE_FEATURES.values()],
+    ids=[*MODELS, *MODELS_OF_DENSE_FEATURES],
+)
+def test_models_are_compiled_as_they_are(build: Callable[[], nn.Module], num_dense: int) -> None:
     torch.manual_seed(0)
-    model: nn.Module = {**MODELS, **MODELS_OF_DENSE_FEATURES}[name]()
+    model = build()
     state, modules = list(model.state_dict()), list(model.modules())
     scripted = script(model)
     file = io.BytesIO()
@@ -152,7 +142,7 @@ def test_models_are_compiled_as_they_are(name: str) -> None:
     assert list(model.state_dict()) == state
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
     for size in (3, 1, 0, 5):
-        dense = [torch.rand(size, 3)] if name in MODELS_OF_DENSE_FEATURES else []
+        dense = [torch.rand(size, num_dense)] if num_dense else []
         inputs = [*dense, batch(size)]
         expected = tensors_of(model(*inputs))
         # without their collections trained tables are looked up by PyTorch, not by FBGEMM

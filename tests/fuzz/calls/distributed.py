@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from recsys.compat.nn_embeddingbag import EmbeddingBagSharder
 from recsys.distributed import (
     DistributedModelParallel,
     NoWait,
@@ -153,7 +152,6 @@ CALLS = [
     Call("EmbeddingCollectionSharder", EmbeddingCollectionSharder, SHARDER_OF | {
         "use_index_dedup": flag(False),
     }),
-    Call("EmbeddingBagSharder", EmbeddingBagSharder, SHARDER_OF | {"is_weighted": flag(True)}),
     Call("FeatureProcessedEmbeddingBagCollectionSharder",
          FeatureProcessedEmbeddingBagCollectionSharder, {
         "ebc_sharder": maybe(made(EmbeddingBagCollectionSharder)),

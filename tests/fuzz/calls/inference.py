@@ -11,14 +11,6 @@ import torch
 from torch import nn
 
 from recsys.base.checksums import new_file
-from recsys.compat.inference import (
-    BatchingMetadata,
-    PredictModule,
-    QualNameMetadata,
-    quantize_dense,
-    trim_torch_package_prefix_from_typename,
-)
-from recsys.compat.state_dict_transform import state_dict_gather, state_dict_to_device
 from recsys.inference import (
     QuantEmbeddingBagCollection,
     QuantEmbeddingCollection,
@@ -58,7 +50,6 @@ from tests.fuzz.argument_kinds import (
     module,
     path,
     subclass,
-    tensor,
     text,
     texts,
     whole,
@@ -86,12 +77,8 @@ def _as_int8(table: Any) -> Any:
     return dataclasses.replace(table, data_type=DataType.INT8)
 
 
-class _Predict(PredictModule):
-    def predict_forward(self, batch: dict[str, torch.Tensor]) -> Any:
-        return self.predict_module(batch)
-
-
-def _dtype(right: torch.dtype) -> Kind:
+def dtype_of(right: torch.dtype) -> Kind:
+    """A dtype of weights."""
     return Kind(lambda: right, lambda value: None if isinstance(
         value, torch.dtype | DataType) else False)  # fmt: skip
 
@@ -101,16 +88,15 @@ def _weights() -> dict[str, Any]:
 
 
 MODEL = module(_model)
-PER_TABLE = maybe(mapping(lambda: {"t": torch.int8}, _dtype(torch.int8)))
+PER_TABLE = maybe(mapping(lambda: {"t": torch.int8}, dtype_of(torch.int8)))
 TYPES = many(lambda: [EmbeddingBagCollection], subclass(EmbeddingBagCollection, nn.Module))
-OUT = {"output_dtype": _dtype(torch.float32)}
+OUT = {"output_dtype": dtype_of(torch.float32)}
 WEIGHTS = maybe(Kind(lambda: None, lambda value: None if isinstance(value, dict) else False))
 QUANT = {
     "device": DEVICE, **OUT, "table_name_to_quantized_weights": WEIGHTS,
     "register_tbes": flag(False), "quant_state_dict_split_scale_bias": flag(False),
     "row_alignment": whole(16), "cache_features_order": flag(False),
 }  # fmt: skip
-STATE = mapping(lambda: {"a": torch.ones(2)}, tensor(lambda: torch.ones(2)))
 
 
 def _version() -> str:
@@ -141,14 +127,14 @@ CALLS = [
     Call("load_torchscript", load_torchscript, {"path": path(_program), "device": maybe(DEVICE)}),
     Call("load_aoti", load_aoti, {"path": Kind(_program, path(_program).is_legal)}),
     Call("quantize_embeddings", quantize_embeddings, {
-        "module": MODEL, "dtype": _dtype(torch.int8), "inplace": flag(False), **OUT,
+        "module": MODEL, "dtype": dtype_of(torch.int8), "inplace": flag(False), **OUT,
         "additional_qconfig_spec_keys": maybe(TYPES), "per_table_weight_dtype": PER_TABLE,
         "additional_mapping": maybe(Kind(lambda: {}, lambda value: None if isinstance(
             value, dict) and all(isinstance(key, type) for key in value) else False)),
     }),
     Call("quantize_inference_model", quantize_inference_model, {
-        "model": MODEL, "fp_weight_dtype": _dtype(torch.int8),
-        "quantization_dtype": _dtype(torch.int8), **OUT, "per_table_weight_dtype": PER_TABLE,
+        "model": MODEL, "fp_weight_dtype": dtype_of(torch.int8),
+        "quantization_dtype": dtype_of(torch.int8), **OUT, "per_table_weight_dtype": PER_TABLE,
         "quantization_mapping": maybe(Kind(
             lambda: None, mapping(dict, subclass(nn.Linear, nn.Module)).is_legal)),
     }),
@@ -206,24 +192,5 @@ CALLS = [
     }),
     Call("get_table_to_weights_from_tbe", get_table_to_weights_from_tbe, {
         "model": module(_quantized),
-    }),
-    Call("quantize_dense", quantize_dense, {
-        "predict_module": module(lambda: _Predict(nn.Linear(2, 2)), PredictModule),
-        "dtype": _dtype(torch.float16), "additional_embedding_module_type": TYPES,
-    }),
-    Call("PredictModule", lambda **given: _Predict(**given), {
-        "module": MODEL, "device": maybe(text("cpu")),
-    }),
-    Call("BatchingMetadata", BatchingMetadata, {
-        "type": text("dense"), "device": text("cpu"), "pinned": texts(["a"]),
-    }),
-    Call("QualNameMetadata", QualNameMetadata, {"need_preproc": flag(True)}),
-    Call("trim_torch_package_prefix_from_typename", trim_torch_package_prefix_from_typename, {
-        "typename": text("a.b"),
-    }),
-    Call("state_dict_gather", state_dict_gather, {"src": STATE, "dst": STATE}),
-    Call("state_dict_to_device", state_dict_to_device, {
-        "state_dict": STATE, "pg": maybe(Kind(lambda: None, lambda value: False)),
-        "device": DEVICE,
     }),
 ]  # fmt: skip

@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
-from recsys.compat.dlrm_variants import DLRM_Projection, InteractionProjectionArch
-from recsys.compat.modules import (
-    PositionWeightedProcessor,
-    fuse_embedding_optimizer,
-    pooling_type_to_pooling_mode,
-    pooling_type_to_str,
-)
-from recsys.compat.sparse import KTRegroupAsDict
-from recsys.compat.towers import (
-    EmbeddingTower,
-    EmbeddingTowerCollection,
-    tower_input_params,
-)
-from recsys.distributed.placement.plan import ShardingType
 from recsys.kernels.types import BoundsCheckMode, EmbeddingLocation
 from recsys.modules import deepfm_model, dlrm, dlrm_variants, losses
 from recsys.modules.activation import SwishLayerNorm
@@ -66,7 +51,6 @@ from tests.fuzz.argument_kinds import (
     DTYPE,
     JT,
     KJT,
-    KT,
     Kind,
     anything,
     either,
@@ -121,17 +105,8 @@ def processed() -> FeatureProcessedEmbeddingBagCollection:
     return FeatureProcessedEmbeddingBagCollection(tables, processors)
 
 
-class _Interaction(nn.Module):
-    def forward(self, pooled: Any) -> torch.Tensor:
-        values: torch.Tensor = pooled.values()
-        return values
-
-
-def _tower() -> EmbeddingTower:
-    return EmbeddingTower(bags(), _Interaction())
-
-
-def _forward(make: Callable[[], nn.Module], **arguments: Kind) -> Call:
+def forward(make: Callable[[], nn.Module], **arguments: Kind) -> Call:
+    """A forward pass of a module."""
     return Call(f"{type(make()).__name__}.forward", lambda **given: make()(**given), arguments)
 
 
@@ -218,53 +193,30 @@ CALLS = [
     Call("EmbeddingCollection", EmbeddingCollection, {
         "tables": TABLES, "need_indices": flag(False), **WHERE,
     }),
-    _forward(bags, features=KJT),
-    _forward(sequences, features=KJT),
+    forward(bags, features=KJT),
+    forward(sequences, features=KJT),
     Call("FusedEmbeddingBagCollection", FusedEmbeddingBagCollection, {
         "tables": BAG_TABLES, "is_weighted": flag(False), **WHERE, **FUSED,
     }),
     Call("FusedEmbeddingCollection", FusedEmbeddingCollection, {
         "tables": TABLES, "need_indices": flag(False), **WHERE, **FUSED,
     }),
-    Call("fuse_embedding_optimizer", fuse_embedding_optimizer, {
-        "model": module(lambda: nn.Sequential(bags())), "device": DEVICE, **FUSED,
-    }),
     Call("get_embedding_names_by_table", get_embedding_names_by_table, {
         "tables": many(TABLES.right, made(lambda: TABLES.right()[0]))}),
     Call("data_type_to_dtype", data_type_to_dtype, {"data_type": made(lambda: DataType.FP16)}),
     Call("dtype_to_data_type", dtype_to_data_type, {"dtype": DTYPE}),
-    Call("pooling_type_to_str", pooling_type_to_str, {"pooling_type": member(PoolingType.SUM)}),
-    Call("pooling_type_to_pooling_mode", pooling_type_to_pooling_mode, {
-        "pooling_type": member(PoolingType.SUM),
-        "sharding_type": anything(lambda: ShardingType.ROW_WISE),
-    }),
     Call("QuantConfig", QuantConfig, {
         "activation": function(lambda: None), "weight": function(lambda: None),
         "per_table_weight_dtype": maybe(mapping(lambda: {"t": torch.int8}, DTYPE)),
     }),
-    Call("EmbeddingTower", EmbeddingTower, {
-        "embedding_module": module(bags), "interaction_module": module(_Interaction),
-        "device": maybe(DEVICE),
-    }),
-    Call("EmbeddingTowerCollection", EmbeddingTowerCollection, {
-        "towers": many(lambda: [_tower()], module(_tower, EmbeddingTower), 1),
-        "device": maybe(DEVICE),
-    }),
-    _forward(lambda: EmbeddingTowerCollection([_tower()]), features=KJT,
-             weighted_features=anything(lambda: None)),  # no tower reads them
-    Call("tower_input_params", tower_input_params, {"module": module(_tower)}),
     Call("PositionWeightedModule", PositionWeightedModule, {
         "max_feature_length": whole(5), "device": maybe(DEVICE),
     }),
-    _forward(lambda: PositionWeightedModule(5), features=JT),
+    forward(lambda: PositionWeightedModule(5), features=JT),
     Call("PositionWeightedModuleCollection", PositionWeightedModuleCollection, {
         "max_feature_lengths": LENGTHS, "device": maybe(DEVICE),
     }),
-    _forward(lambda: PositionWeightedModuleCollection({"a": 5, "b": 5}), features=KJT),
-    Call("PositionWeightedProcessor", PositionWeightedProcessor, {
-        "max_feature_lengths": LENGTHS, "device": maybe(DEVICE),
-    }),
-    _forward(lambda: PositionWeightedProcessor({"a": 5, "b": 5}), features=KJT),
+    forward(lambda: PositionWeightedModuleCollection({"a": 5, "b": 5}), features=KJT),
     Call("FeatureProcessedEmbeddingBagCollection", FeatureProcessedEmbeddingBagCollection, {
         "embedding_bag_collection": module(
             lambda: EmbeddingBagCollection(tables=[bag_config()], is_weighted=True),
@@ -273,22 +225,16 @@ CALLS = [
             module(lambda: PositionWeightedModuleCollection({"a": 5, "b": 5})),
             mapping(dict, module(lambda: PositionWeightedModule(5)))),
     }),
-    _forward(processed, features=KJT),
+    forward(processed, features=KJT),
     Call("FeatureProcessorDictWrapper", FeatureProcessorDictWrapper, {
         "feature_processors": mapping(
             lambda: {"a": PositionWeightedModule(5), "b": PositionWeightedModule(5)},
             module(lambda: PositionWeightedModule(5))),
     }),
-    Call("KTRegroupAsDict", KTRegroupAsDict, {
-        "groups": many(lambda: [["b"], ["a", "b"]], texts([])), "keys": texts(["x", "y"]),
-        "emb_dtype": maybe(member(DataType.FP32)),
-    }),
-    _forward(lambda: KTRegroupAsDict([["b"], ["a"]], ["x", "y"]),
-             keyed_tensors=many(lambda: [KT.right()], KT)),
     Call("SwishLayerNorm", SwishLayerNorm, {
         "input_dims": either(SIZE, SIZES), "device": maybe(DEVICE),
     }),
-    _forward(lambda: SwishLayerNorm(4), **INPUT),
+    forward(lambda: SwishLayerNorm(4), **INPUT),
     Call("Perceptron", Perceptron, {
         "in_size": whole(4, 0), "out_size": SIZE, "activation": ACTIVATION, **LAYERS,
     }),
@@ -296,20 +242,20 @@ CALLS = [
         "in_size": whole(4, 0), "layer_sizes": SIZES, "activation_on_last": flag(True),
         "activation": either(ACTIVATION, text("relu")), **LAYERS,
     }),
-    _forward(lambda: MLP(4, [2]), **INPUT),
+    forward(lambda: MLP(4, [2]), **INPUT),
     Call("CrossNet", CrossNet, NET),
     Call("VectorCrossNet", VectorCrossNet, NET),
     Call("LowRankCrossNet", LowRankCrossNet, NET | {"low_rank": whole(1)}),
     Call("LowRankMixtureCrossNet", LowRankMixtureCrossNet, NET | {
         "num_experts": whole(2), "low_rank": whole(1), "activation": ACTIVATION,
     }),
-    _forward(lambda: CrossNet(4, 1), **INPUT),
-    _forward(lambda: VectorCrossNet(4, 1), **INPUT),
-    _forward(lambda: LowRankCrossNet(4, 1), **INPUT),
-    _forward(lambda: LowRankMixtureCrossNet(4, 1), **INPUT),
+    forward(lambda: CrossNet(4, 1), **INPUT),
+    forward(lambda: VectorCrossNet(4, 1), **INPUT),
+    forward(lambda: LowRankCrossNet(4, 1), **INPUT),
+    forward(lambda: LowRankMixtureCrossNet(4, 1), **INPUT),
     Call("DeepFM", DeepFM, {"dense_module": MODELS}),
-    _forward(lambda: DeepFM(nn.Linear(8, 2)), **EMBEDDINGS),
-    _forward(FactorizationMachine, **EMBEDDINGS),
+    forward(lambda: DeepFM(nn.Linear(8, 2)), **EMBEDDINGS),
+    forward(FactorizationMachine, **EMBEDDINGS),
     Call("deepfm_model.DenseArch", deepfm_model.DenseArch, {
         "in_features": whole(4, 0), "hidden_layer_size": SIZE, "embedding_dim": SIZE,
     }),
@@ -323,18 +269,18 @@ CALLS = [
         "num_dense_features": whole(2, 0), "embedding_bag_collection": BAGS,
         "hidden_layer_size": SIZE, "deep_fm_dimension": SIZE,
     }),
-    _forward(lambda: deepfm_model.SimpleDeepFMNN(2, bags(), 4, 4), **BATCH),
+    forward(lambda: deepfm_model.SimpleDeepFMNN(2, bags(), 4, 4), **BATCH),
     Call("DLRM", dlrm.DLRM, DLRM),
     Call("DLRM.compile_dense_path", method(dlrm_model, "compile_dense_path"), {
         "compile_mode": text("default"),
     }),
-    _forward(dlrm_model, **BATCH),
+    forward(dlrm_model, **BATCH),
     Call("DLRMTrain", dlrm.DLRMTrain, {"dlrm_module": module(dlrm_model)}),
     Call("dlrm.DenseArch", dlrm.DenseArch, DENSE),
     Call("dlrm.InteractionArch", dlrm.InteractionArch, {
         "num_sparse_features": whole(2, 0), "device": maybe(DEVICE),
     }),
-    _forward(lambda: dlrm.InteractionArch(2), **PARTS),
+    forward(lambda: dlrm.InteractionArch(2), **PARTS),
     Call("dlrm.OverArch", dlrm.OverArch, DENSE),
     Call("dlrm.SparseArch", dlrm.SparseArch, {"embedding_bag_collection": BAGS}),
     Call("mean_loss", losses.mean_loss, {
@@ -345,15 +291,7 @@ CALLS = [
     Call("DLRM_DCN", dlrm_variants.DLRM_DCN, DLRM | {
         "dcn_num_layers": whole(1), "dcn_low_rank_dim": whole(2),
     }, words={"dcn_num_layers": ("num_layers",), "dcn_low_rank_dim": ("low_rank",)}),
-    Call("DLRM_Projection", DLRM_Projection, DLRM | {
-        "interaction_branch1_layer_sizes": wholes([4, 8], 1, 1),
-        "interaction_branch2_layer_sizes": wholes([4, 8], 1, 1),
-    }),
     Call("InteractionDCNArch", dlrm_variants.InteractionDCNArch, {
         "num_sparse_features": whole(2, 0), "crossnet": module(lambda: CrossNet(12, 1)),
-    }),
-    Call("InteractionProjectionArch", InteractionProjectionArch, {
-        "num_sparse_features": whole(2, 0), "interaction_branch1": module(lambda: nn.Linear(12, 8)),
-        "interaction_branch2": module(lambda: nn.Linear(12, 8)),
     }),
 ]  # fmt: skip

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from recsys import optim
-from recsys.compat.optim import optimizer_type_to_emb_opt_type
 from recsys.optim.specs import optimizer_spec
 from tests.fuzz.argument_kinds import (
     Kind,
@@ -106,9 +105,6 @@ CALLS = [
     }),
     Call("set_learning_rate", optim.set_learning_rate, {
         "optimizer": made(keyed, torch.optim.Optimizer), "lr": RATE,
-    }),
-    Call("optimizer_type_to_emb_opt_type", optimizer_type_to_emb_opt_type, {
-        "optimizer_class": TYPE,
     }),
     Call("optimizer_spec", optimizer_spec, {
         "optimizer_class": TYPE, "optimizer_kwargs": mapping(lambda: {"lr": 0.1}),

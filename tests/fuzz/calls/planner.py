@@ -8,12 +8,6 @@ from typing import Any
 
 import torch
 
-from recsys.compat.distributed import get_sharding_constructor_from_type
-from recsys.compat.fused_params import (
-    add_params_from_parameter_sharding,
-    merge_fused_params,
-)
-from recsys.compat.planner import constants
 from recsys.distributed import sharding_plan
 from recsys.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recsys.distributed.placement.layout_plot import plot_layout
@@ -43,7 +37,6 @@ from recsys.distributed.types import (
     EnumerableShardingSpec,
     ParameterSharding,
     ShardingPlan,
-    ShardingType,
     ShardMetadata,
     compute_kernel_to_embedding_location,
 )
@@ -254,15 +247,6 @@ CALLS = [
     }),
     Call("read_tables", read_tables, {"path": path(lambda: _file(json.dumps({"tables": [
         {"name": "t", "rows": 10, "dim": 4, "optimizer": "SGD"}]})))}),
-    *(
-        Call(name, getattr(constants, name), {argument: number(5.0)})
-        for name, argument in (
-            ("bytes_to_gb", "num_bytes"), ("bytes_to_mb", "num_bytes"), ("gb_to_bytes", "gb"),
-            ("mb_to_bytes", "mb"),
-        )
-    ),
-    Call("sharder_name", constants.sharder_name, {"sharder": Kind(
-        lambda: int, lambda value: None if isinstance(value, type) else False)}),
     # plans
     Call("ShardingPlan", ShardingPlan, {"plan": mapping(
         lambda: {"": table_plan()}, made(table_plan, dict))}),
@@ -296,14 +280,6 @@ CALLS = [
     }),
     Call("compute_kernel_to_embedding_location", compute_kernel_to_embedding_location, {
         "compute_kernel": member(EmbeddingComputeKernel.FUSED),
-    }),
-    Call("merge_fused_params", merge_fused_params, {
-        "fused_params": maybe(mapping(lambda: {"learning_rate": 0.1})),
-        "param_fused_params": maybe(mapping(lambda: {"eps": 0.1})),
-    }),
-    Call("add_params_from_parameter_sharding", add_params_from_parameter_sharding, {
-        "fused_params": maybe(mapping(lambda: {"learning_rate": 0.1})),
-        "parameter_sharding": made(lambda: ParameterSharding("table_wise", "fused", [0])),
     }),
     Call("layout_of_plan", layout_of_plan, {
         "module": module(bags), "plan": mapping(table_plan, made(lambda: table_plan()["t"])),
@@ -339,9 +315,6 @@ CALLS = [
         "per_param_sharding": mapping(
             lambda: {"t": sharding_plan.row_wise()}, function(sharding_plan.row_wise())),
         "world_size": maybe(whole(1)), "device_type": DEVICE_TYPE,
-    }),
-    Call("get_sharding_constructor_from_type", get_sharding_constructor_from_type, {
-        "sharding_type": member(ShardingType.ROW_WISE),
     }),
     Call("calculate_shard_sizes_and_offsets", sharding_plan.calculate_shard_sizes_and_offsets, {
         "tensor": tensor(lambda: torch.ones(10, 4)), "world_size": whole(2),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 
 from tests.fuzz.calls import (
     datasets,
@@ -20,6 +22,8 @@ from tests.fuzz.calls.call import Call
 
 @functools.cache
 def all_calls() -> list[Call]:
-    """All calls, in order of their folder."""
-    rooms = sparse, optim, modules, datasets, metrics, planner, distributed, training, inference
+    """All calls, in order of their folder; those of `recsys.compat`, where it is, at the end."""
+    rooms = [sparse, optim, modules, datasets, metrics, planner, distributed, training, inference]
+    if importlib.util.find_spec("recsys.compat"):
+        rooms.append(importlib.import_module("tests.compat.calls"))
     return [call for room in rooms for call in room.CALLS]

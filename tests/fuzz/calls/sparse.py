@@ -7,13 +7,6 @@ from typing import Any
 
 import torch
 
-from recsys.compat.sparse import (
-    ComputeJTDictToKJT,
-    ComputeKJTToJTDict,
-    pad_vbe_kjt_lengths,
-    permute_multi_embedding,
-    regroup_kts,
-)
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.sparse import (
     JaggedTensor,
@@ -193,15 +186,6 @@ CALLS = [
     _of_kt("to", MOVE),
     _of_kt("__getitem__", {"key": Kind(
         lambda: "a", lambda value: None if isinstance(value, str) else False)}),
-    Call("regroup_kts", regroup_kts, REGROUP),
-    Call("permute_multi_embedding", permute_multi_embedding, REGROUP),
-    Call("pad_vbe_kjt_lengths", pad_vbe_kjt_lengths, {"features": KJT}),
-    Call("ComputeJTDictToKJT", lambda **given: ComputeJTDictToKJT()(**given), {
-        "jt_dict": mapping(lambda: {"a": JT.right()}, JT),
-    }),
-    Call("ComputeKJTToJTDict", lambda **given: ComputeKJTToJTDict()(**given), {
-        "keyed_jagged_tensor": KJT,
-    }),
     Call("KJTList", KJTList, {"features": many(lambda: [KJT.right()], KJT)}),
     Call("KJTList.to", method(lambda: KJTList([KJT.right()]), "to"), MOVE),
     Call("from_columns", from_columns, {
