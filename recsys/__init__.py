@@ -13,6 +13,7 @@ modules are imported at their first use, so `import recsys` is fast, and
 
 from __future__ import annotations
 
+import pkgutil
 from typing import TYPE_CHECKING
 
 from recsys.base.lazy import lazy_names
@@ -53,20 +54,6 @@ __all__ = [
     "PoolingType",
 ]
 
-_ROOMS = (
-    "base",
-    "compat",
-    "datasets",
-    "distributed",
-    "features",
-    "inference",
-    "kernels",
-    "metrics",
-    "modules",
-    "optim",
-    "sparse",
-    "training",
-)
 _HOMES = {
     "DataType": "modules.embedding_configs",
     "DistributedModelParallel": "distributed.model_parallel",
@@ -89,4 +76,5 @@ __getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    rooms = [info.name for info in pkgutil.iter_modules(__path__) if info.ispkg]
+    return sorted({*globals(), *__all__, *rooms})

@@ -5,7 +5,9 @@ Measured on two cores that were otherwise in use. A case is slow by its id, or b
 
 from __future__ import annotations
 
-COMPAT = "tests/compat"
+import importlib
+import importlib.util
+
 PLANNER = "tests/distributed/planner"
 LAYOUT_PLOT = "tests/distributed/placement/test_layout_plot.py"
 NARROW_WIRES = (
@@ -18,10 +20,6 @@ TRACED = (
 CURVE = "tests/distributed/test_job.py::test_tables_that_move_on_the_way_continue_the_curve"
 
 HASHED = "tests/kernels/hashed/test_native.py"
-
-MANAGED = (
-    "tests/compat/test_managed_embeddings.py::test_they_train_as_plain_collections_in_other_ways"
-)
 
 KILLED = "tests/datasets/test_table_reader.py::test_killed_jobs_read_each_row_once"
 
@@ -74,8 +72,6 @@ QUICK_CASE_OF: dict[str, str] = {
     "tests/datasets/test_tables.py::test_a_slow_consumer_holds_some_rows[csv]": (
         "tests/datasets/test_tables.py::test_a_slow_consumer_holds_some_rows[parquet]"
     ),
-    f"{MANAGED}[two nodes]": f"{MANAGED}[weighted]",
-    f"{MANAGED}[three ranks]": f"{MANAGED}[own batch sizes]",
     "tests/kernels/hashed/test_build.py::test_a_wheel_with_the_library": (
         "tests/kernels/hashed/test_build.py::"
         "test_without_a_compiler_the_library_of_the_wheel_serves"
@@ -159,33 +155,6 @@ QUICK_CASE_OF: dict[str, str] = {
     ),
     "tests/examples/test_dlrm.py::test_it_goes_on_from_its_last_save": (
         "tests/examples/test_dlrm.py::test_random_data_on_one_process"
-    ),
-    f"{COMPAT}/test_own_pipeline.py::test_it_trains_as_in_torchrec": (
-        f"{COMPAT}/test_own_pipeline.py::test_it_trains_as_without_the_pipeline"
-    ),
-    f"{COMPAT}/planner/test_partitioners.py::test_ranks_are_those_of_torchrec": (
-        f"{COMPAT}/planner/test_partitioners.py::test_it_asks_for_estimates"
-    ),
-    f"{COMPAT}/planner/test_planners.py::TestParts::test_they_make_these_plans": (
-        f"{COMPAT}/planner/test_planners.py::TestParts::test_a_model_runs_under_the_plan"
-    ),
-    f"{COMPAT}/planner/test_planners.py::TestParts::test_torchrec_makes_the_same": (
-        f"{COMPAT}/planner/test_planners.py::TestParts::test_a_model_runs_under_the_plan"
-    ),
-    f"{COMPAT}/test_scripts.py::test_it_prints_what_torchrec_printed": (
-        f"{COMPAT}/test_scripts.py::test_it_imports_only_torch_and_torchrec"
-    ),
-    f"{COMPAT}/test_spec.py::test_a_document_is_run_under_both_names": (
-        f"{COMPAT}/test_spec.py::test_paragraphs_of_a_page_without_blocks"
-    ),
-    f"{COMPAT}/test_torchrec.py::test_a_script_runs_with_two_more_lines": (
-        f"{COMPAT}/test_torchrec.py::test_a_script_runs_unchanged"
-    ),
-    f"{COMPAT}/test_torchrec.py::test_the_snippets_of_the_guide_run": (
-        f"{COMPAT}/test_torchrec.py::test_a_script_runs_unchanged"
-    ),
-    f"{COMPAT}/test_tutorial.py::test_the_introduction_does_what_it_shows": (
-        "tests/docs/test_tutorials.py::test_blocks_run_and_print_what_is_shown"
     ),
     "tests/conformance/test_checkpoints.py::test_training_goes_on_under_another_plan": (
         "tests/distributed/checkpoint/test_load.py::test_loads_under_another_plan_and_world_size"
@@ -302,18 +271,6 @@ QUICK_CASE_OF: dict[str, str] = {
     "test_what_torchrec_saved_loads_under_another_plan": (
         "tests/distributed/checkpoint/test_torchrec_names.py::test_missing_steps_of_adam_are_named"
     ),
-    # TorchRec's own processes start with the first of these, which takes over a minute.
-    **{
-        f"tests/parity/{case}": (
-            "tests/conformance/test_matrix.py::test_sharded_models_equal_the_unsharded[2]"
-        )
-        for case in (
-            "test_checkpoints.py::test_outcomes",
-            "test_training.py::test_lookups_are_alike",
-            "test_training.py::test_nodes_are_alike",
-            "test_training.py::test_strategies_train_alike",
-        )
-    },
     **{
         f"tests/distributed/test_sharding.py::test_tables_of_1_to_3_columns[{optimizer}]": (
             "tests/distributed/test_sharding.py::test_tables_of_1_to_3_columns[LAMB]"
@@ -327,6 +284,9 @@ QUICK_CASE_OF: dict[str, str] = {
     },
 }
 """Each slow case, or test, and a quick one of the same stage and strategy that stays."""
+
+if importlib.util.find_spec("recsys.compat"):
+    QUICK_CASE_OF |= importlib.import_module("tests.compat.slow").QUICK_CASE_OF
 
 
 def is_slow(nodeid: str) -> bool:

@@ -32,14 +32,17 @@ ABOVE = {
 }
 # Beside the road; each may import what is listed.
 BESIDE = {
-    "compat": [*ROAD, "metrics", "datasets"],
-    # parts for the planner, imported where a script asks for one
-    "compat/planner": ["compat", "base", "kernels", "modules", "distributed"],
     "datasets": ["base", "kernels", "sparse"],
     "features": ["base", "kernels", "sparse", "modules", "datasets"],
     "metrics": ["base"],
     "training": ["base", "optim", "distributed", "metrics", "sparse", "modules"],
 }
+if (ROOT / "compat").is_dir():  # can be deleted: no other room imports it
+    BESIDE |= {
+        "compat": [*ROAD, "metrics", "datasets"],
+        # parts for the planner, imported where a script asks for one
+        "compat/planner": ["compat", "base", "kernels", "modules", "distributed"],
+    }
 # Public paths of modules of `base`.
 PATHS = ["lazy", "step_stages", "streamable"]
 # Files at the top that look into rooms. The package itself imports nothing when imported.

@@ -29,7 +29,6 @@ NAMES = [
     "optim.keyed.KeyedOptimizerWrapper",
     "datasets.random.RandomRecDataset",
     "inference.quantize_embeddings",
-    "compat.torchrec.install",
 ]
 SCRIPT = """
 import contextlib, functools, importlib, json, sys

@@ -25,13 +25,6 @@ BROAD = {
     "distributed/test_hashed_programs.py",
     "distributed/test_job.py",
     "distributed/test_row_store.py",
-    "compat/test_answers.py",
-    "compat/test_facts.py",
-    "compat/test_own_pipeline.py",
-    "compat/test_scripts.py",
-    "compat/test_signatures.py",
-    "compat/test_spec.py",
-    "compat/test_tutorial.py",
     "distributed/planner/test_report.py",
     "distributed/planner/test_shard_estimators.py",
     "distributed/test_device_reads.py",
@@ -80,15 +73,6 @@ TESTED_THROUGH = {
     "modules/ids/rows.py": "modules/ids/test_hashed_group.py",
     "modules/ids/table_index.py": "modules/ids/test_hashed_group.py",
     "training/job.py": "training/test_trainer.py",
-    "compat/__main__.py": "compat/test_torchrec.py",
-    "compat/criteo_scripts.py": "compat/test_answers.py",
-    "compat/datasets.py": "compat/test_answers.py",
-    "compat/decisions.py": "compat/test_answers.py",
-    "compat/dlrm_variants.py": "modules/test_dlrm_variants.py",
-    "compat/features_as_rows.py": "compat/test_managed_embeddings.py",
-    "compat/metrics.py": "compat/test_answers.py",
-    "compat/planner/annotations.py": "compat/test_answers.py",
-    "compat/testing.py": "compat/test_answers.py",
     "distributed/train_pipeline/batches.py": "distributed/train_pipeline/test_even_batches.py",
     "distributed/train_pipeline/context.py": "distributed/train_pipeline/test_pipelines.py",
     "distributed/sharded/collection_stages.py": "distributed/sharded/test_collection.py",
@@ -119,7 +103,6 @@ TESTED_THROUGH = {
     "distributed/state/row_updates.py": "distributed/state/test_fused_optimizer.py",
     "distributed/stages/exchanged_rows.py": "distributed/stages/test_output_dist.py",
     "distributed/stages/node_hop.py": "distributed/stages/test_output_dist.py",
-    "distributed/stages/returned_rows.py": "compat/test_managed_embeddings.py",
     "distributed/stages/pool_rows.py": "distributed/test_object_pools.py",
     "distributed/stages/sequence_dist.py": "distributed/stages/test_output_dist.py",
     "inference/batch_checks.py": "inference/test_quantize.py",
@@ -152,6 +135,28 @@ TESTED_THROUGH = {
     "modules/tables/table_lookups.py": "modules/tables/test_embedding_tables.py",
     "sparse/keyed_bags.py": "sparse/test_keyed_jagged.py",
 }
+
+if (SOURCE / "compat").is_dir():
+    BROAD |= {
+        "compat/test_answers.py",
+        "compat/test_facts.py",
+        "compat/test_own_pipeline.py",
+        "compat/test_script_modules.py",
+        "compat/test_scripts.py",
+        "compat/test_signatures.py",
+        "compat/test_spec.py",
+        "compat/test_tutorial.py",
+    }
+    TESTED_THROUGH |= {
+        "compat/__main__.py": "compat/test_torchrec.py",
+        "compat/criteo_scripts.py": "compat/test_answers.py",
+        "compat/decisions.py": "compat/test_answers.py",
+        "compat/features_as_rows.py": "compat/test_managed_embeddings.py",
+        "compat/metrics.py": "compat/test_answers.py",
+        "compat/planner/annotations.py": "compat/test_answers.py",
+        "compat/returned_rows.py": "compat/test_managed_embeddings.py",
+        "compat/testing.py": "compat/test_answers.py",
+    }
 
 
 def mirror_of(source: str) -> str:

@@ -8,13 +8,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from recsys.compat.returned_rows import return_rows
 from recsys.distributed.embedding import ShardedEmbeddingCollection
 from recsys.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from recsys.distributed.ranks.comm import LazyAwaitable
 from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.distributed.sharded.collection_stages import CollectionStages
 from recsys.distributed.stages.batch import BatchContext
-from recsys.distributed.stages.returned_rows import return_rows
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.sparse import KeyedJaggedTensor
 

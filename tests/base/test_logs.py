@@ -13,7 +13,7 @@ from recsys.base.logs import logger
 logger.warning("alone")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 logger.warning("a batch is %s", "late")
-logging.getLogger("recsys.compat").warning("of a child")
+logging.getLogger("recsys.sparse").warning("of a child")
 logging.basicConfig(stream=sys.stdout, format="mine: %(message)s")
 logger.warning("once")
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from recsys.modules.hashed_ids import HashedIds
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
 from tests.distributed.cases import CPU, whole_state
+from tests.distributed.checkpoint.test_row_logs import filled
 from tests.ranks import RankPool
 
 TYPES = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.COLUMN_WISE)
@@ -202,3 +204,9 @@ def test_a_store_is_a_dict_by_id(mode: UpdateMode) -> None:
         if rows.states is not None:
             assert rows.states.tolist() == [wanted[id_] for id_ in sorted(wanted)]
     assert DeltaStore().get_unique() == {}
+
+
+def test_rows_on_the_disk_are_refused(tmp_path: Path) -> None:
+    message = r"published or counted needs all rows .* table 'ta'"
+    with pytest.raises(ValueError, match=message):
+        ModelDeltaTracker(filled(tmp_path))

@@ -23,11 +23,15 @@ from recsys.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
+from recsys.inference import quantize_embeddings
 from recsys.kernels.types import EmbOptimType
 from recsys.optim import Adagrad, Adam, RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from tests.compat.again import again
+from tests.distributed import test_shard as core
 from tests.distributed.cases import CPU, assert_same, whole, whole_state
 from tests.distributed.pipeline_client import in_turn, interleave
+from tests.inference.test_quantized_shards import Mixed
 from tests.ranks import RankPool
 
 ROWS, DIM = 13, 8
@@ -335,3 +339,41 @@ def _compile(kind: ShardingType) -> None:
 
 def test_a_compiled_model_calls_it_as_it_is(ranks: RankPool) -> None:
     ranks(2, _compile, ShardingType.ROW_WISE)
+
+
+def _move() -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs without and with a move to another plan."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    models = [shard(model(RowWiseAdagrad), ShardingType.TABLE_WISE) for _ in range(2)]
+    for each in models:
+        train(each, rank, world_size, in_backward=True)
+    models[1].reshard(plan(ShardingType.ROW_WISE, world_size))
+    stayed, moved = (train(each, rank, world_size, in_backward=True) for each in models)
+    return stayed, moved
+
+
+def test_a_bag_moves_to_another_plan(ranks: RankPool) -> None:
+    for stayed, moved in ranks(2, _move):
+        for expected, received in zip(stayed, moved, strict=True):
+            torch.testing.assert_close(received, expected, rtol=1e-4, atol=1e-5)
+
+
+def _is_not_quantized() -> None:
+    bag = nn.ModuleDict({"bag": nn.EmbeddingBag(8, 4, mode="sum"), "more": Mixed()})
+    sharded = DistributedModelParallel(
+        bag, device=CPU, sharders=[EmbeddingBagSharder()], init_data_parallel=False
+    )
+    message = r"ShardedEmbeddingBag 'ModuleDict\.bag' cannot be quantize"
+    with pytest.raises(ValueError, match=message):
+        quantize_embeddings(sharded)
+
+
+def test_a_bag_that_cannot_be_quantized_is_named(ranks: RankPool) -> None:
+    ranks(2, _is_not_quantized)
+
+
+test_errors_name_the_path = again(
+    core.test_errors_name_the_path,
+    ("sharder", "module"),
+    {"EmbeddingBagSharder": (EmbeddingBagSharder(), nn.EmbeddingBag(8, 4, mode="sum"))},
+)

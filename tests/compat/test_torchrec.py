@@ -14,9 +14,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import recsys
 from recsys.compat import torchrec as compat
+from recsys.sparse import KeyedJaggedTensor
 
 SCRIPT = """
 import sys
@@ -276,3 +278,30 @@ def test_usage_without_a_script(arguments: list[str]) -> None:
     assert done.returncode == 1
     assert "usage: python -m recsys.compat SCRIPT" in done.stderr
     assert "python -m recsys.compat -m MODULE" in done.stderr
+
+
+def test_a_batch_on_meta_has_equal_numbers_of_values() -> None:
+    keys, lengths = ["a", "b", "c"], torch.ones(6, dtype=torch.int64, device="meta")
+    values = torch.empty(8, device="meta")
+    try:
+        compat.install()
+        kjt = KeyedJaggedTensor(keys, values, lengths=lengths)
+        assert kjt.length_per_key() == [4, 2, 2]
+        assert kjt.offset_per_key() == [0, 4, 6, 8]
+        assert [part.values().shape for part in kjt.split([1, 0, 2])] == [(4,), (0,), (4,)]
+        assert kjt.permute([2, 0, 0]).values().shape == (10,)
+        assert kjt["b"].values().shape == (2,)
+        assert [kjt.to_dict()[key].values().numel() for key in keys] == [4, 2, 2]
+        assert KeyedJaggedTensor([], values[:0], lengths=lengths[:0]).length_per_key() == []
+        known = KeyedJaggedTensor(keys, values, lengths=lengths, length_per_key=[1, 3, 4])
+        assert known.length_per_key() == [1, 3, 4]
+    finally:
+        compat.uninstall()
+    with pytest.raises(ValueError, match=r"length_per_key needs .*meta device"):
+        KeyedJaggedTensor(keys, values, lengths=lengths).length_per_key()
+
+
+def test_the_package_alone_reaches_the_install() -> None:
+    program = "import recsys; print(recsys.compat.torchrec.install.__name__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "install\n", done.stderr

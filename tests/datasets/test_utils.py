@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from recsys import datasets
-from recsys.compat.datasets import criteo_terabyte as rows_of_torchrec
 from recsys.datasets.balance import BalancedBatches, BalancedSampler
 from recsys.datasets.criteo import CriteoDataset
 from recsys.datasets.rows import criteo_terabyte, movielens_20m
@@ -241,7 +240,6 @@ def _read(folder: str, **share: int) -> dict[str, list[Any]]:
         "rows": criteo_terabyte([path], **share),
         "films": movielens_20m(folder, **share),
         "sampler": [position for step in sampler for position in step],
-        "torchrec": rows_of_torchrec([path], **share),
         "balanced": BalancedBatches(
             datasets.table(data, spec, 7, rank=0, world_size=1), "film", **share
         ),
@@ -270,11 +268,8 @@ def test_readers_take_their_rank_from_the_process_group(ranks: RankPool, tmp_pat
         found = ranks(world_size, _read_all, str(tmp_path))
         for name in alone:
             counts = [len(own[name]) for own, _ in found]
-            if name == "torchrec":  # its functions know no ranks
-                assert counts == [7] * world_size
-            else:
-                assert sum(counts) == 7, name
-                assert max(counts) < 5, name
+            assert sum(counts) == 7, name
+            assert max(counts) < 5, name
         assert [everything for _, everything in found] == [alone] * world_size  # as passed
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recsys.compat.nn_embeddingbag import EmbeddingBagSharder
 from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
 from recsys.distributed.embedding import EmbeddingCollectionSharder
 from recsys.distributed.embeddingbag import (
@@ -364,7 +363,6 @@ def test_a_sharder_is_told_the_path_of_its_module() -> None:
     ("sharder", "module"),
     [
         (EmbeddingBagCollectionSharder(), EmbeddingBagCollection(tables=tables())),
-        (EmbeddingBagSharder(), nn.EmbeddingBag(8, 4, mode="sum")),
         (
             EmbeddingCollectionSharder(),
             EmbeddingCollection(tables=[EmbeddingConfig(8, 4, "t", feature_names=["f"])]),

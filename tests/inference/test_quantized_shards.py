@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recsys.compat.nn_embeddingbag import EmbeddingBagSharder
 from recsys.distributed.dmp_collection import DMPCollection
 from recsys.distributed.fully_sharded import FullyShardWrapper
 from recsys.distributed.model_parallel import DistributedModelParallel
@@ -337,14 +336,6 @@ def _refuses() -> None:
             DistributedModelParallel(Mixed(), device=CPU),
             additional_mapping={EmbeddingBagCollection: NotOurs},
         )
-    bag = nn.ModuleDict({"bag": nn.EmbeddingBag(8, 4, mode="sum"), "more": Mixed()})
-    sharded = DistributedModelParallel(
-        bag, device=CPU, sharders=[EmbeddingBagSharder()], init_data_parallel=False
-    )
-    with pytest.raises(
-        ValueError, match=r"ShardedEmbeddingBag 'ModuleDict\.bag' cannot be quantize"
-    ):
-        quantize_embeddings(sharded)
     with pytest.raises(ValueError, match=r"whole on every rank; received .*'over\.0\.weight'"):
         quantize_embeddings(
             DistributedModelParallel(Mixed(), device=CPU, data_parallel_wrapper=FullyShardWrapper())

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys.compat import torchrec
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, kjt_is_equal
 from tests.sparse.strategies import batches, check_equals, weights_of
 
@@ -128,27 +127,6 @@ def test_concat_leaves_out_inverse_indices_of_features_that_a_split_left_elsewhe
     )
     keys, indices = KeyedJaggedTensor.concat([new_b, only_a]).inverse_indices()
     assert (keys, indices.tolist()) == (["b", "a"], [[1, 0, 1], [0, 0, 0]])
-
-
-def test_under_compat_a_batch_on_meta_has_equal_numbers_of_values():
-    keys, lengths = ["a", "b", "c"], torch.ones(6, dtype=torch.int64, device="meta")
-    values = torch.empty(8, device="meta")
-    try:
-        torchrec.install()
-        kjt = KeyedJaggedTensor(keys, values, lengths=lengths)
-        assert kjt.length_per_key() == [4, 2, 2]
-        assert kjt.offset_per_key() == [0, 4, 6, 8]
-        assert [part.values().shape for part in kjt.split([1, 0, 2])] == [(4,), (0,), (4,)]
-        assert kjt.permute([2, 0, 0]).values().shape == (10,)
-        assert kjt["b"].values().shape == (2,)
-        assert [kjt.to_dict()[key].values().numel() for key in keys] == [4, 2, 2]
-        assert KeyedJaggedTensor([], values[:0], lengths=lengths[:0]).length_per_key() == []
-        known = KeyedJaggedTensor(keys, values, lengths=lengths, length_per_key=[1, 3, 4])
-        assert known.length_per_key() == [1, 3, 4]
-    finally:
-        torchrec.uninstall()
-    with pytest.raises(ValueError, match=r"length_per_key needs .*meta device"):
-        KeyedJaggedTensor(keys, values, lengths=lengths).length_per_key()
 
 
 @pytest.mark.parametrize("strides", [None, [1, 3]])

@@ -95,7 +95,7 @@ class InputDist:
 
     Attributes:
         is_training: Whether the module is in training mode.
-        keeps_places: Whether to keep the positions of ids in the batch, for `returned_rows`.
+        keeps_places: Whether to keep the positions of ids in the batch.
         checker: Checks batches.
         streams: Constants of the exchanges.
         late: Checks whose results are read after the step, of batches without a header.

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from recsys.compat.model_tracker import ModelDeltaTracker
 from recsys.distributed.checkpoint import (
     CheckpointError,
     export_safetensors,
@@ -208,9 +207,6 @@ def test_moves_and_other_loads_are_refused(tmp_path: Path) -> None:
 
 def test_consumers_of_changed_rows_are_refused(tmp_path: Path) -> None:
     model = filled(tmp_path)
-    message = r"published or counted needs all rows .* table 'ta'"
-    with pytest.raises(ValueError, match=message):
-        ModelDeltaTracker(model)
     with pytest.raises(ValueError, match="A model to publish needs all rows of a table in memory"):
         Publisher(model, tmp_path / "published")
 

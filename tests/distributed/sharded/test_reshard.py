@@ -35,7 +35,6 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.optim import LAMB, SGD, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recsys.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from tests.compat import test_nn_embeddingbag as bags
 from tests.distributed.cases import (
     CPU,
     NEED_WHOLE_ROWS,
@@ -263,7 +262,7 @@ def test_what_cannot_move_is_refused_on_every_rank(
 
 
 def _move_wrapped(seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """What a collection inside another module, and a plain bag, find after a move and without."""
+    """What a collection inside another module finds after a move and without."""
     rank = dist.get_rank()
     case = FpCase(seed=seed, world_size=dist.get_world_size(), optimizer=RowWiseAdagrad)
     models = [shard(case, case.plan(0), sharders=SHARDERS) for _ in range(2)]
@@ -272,14 +271,6 @@ def _move_wrapped(seed: int) -> tuple[list[Tensor], list[Tensor]]:
     models[1].reshard(case.plan(1))
     assert str(models[1].plan) == str(case.plan(1))
     stayed, moved = (train_fp(case, model, range(2, 4), rank) for model in models)
-    kinds = ShardingType.TABLE_WISE, ShardingType.ROW_WISE
-    world_size = dist.get_world_size()
-    plain = [bags.shard(bags.model(RowWiseAdagrad), kinds[0]) for _ in range(2)]
-    for model in plain:
-        bags.train(model, rank, world_size, in_backward=True)
-    plain[1].reshard(bags.plan(kinds[1], world_size))
-    for model, outputs in zip(plain, (stayed, moved), strict=True):
-        outputs += bags.train(model, rank, world_size, in_backward=True)
     return stayed, moved
 
 
