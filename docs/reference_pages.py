@@ -8,6 +8,7 @@ that every entry is on it.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Iterator, Mapping
@@ -17,10 +18,14 @@ from types import ModuleType
 from typing import Any
 
 import recsys
-from recsys.compat.moved import MOVED
 
 DOCS = Path(__file__).parent
 PROMISED = DOCS.parent / "tests" / "promised_names.txt"
+HAS_COMPAT = importlib.util.find_spec("recsys.compat") is not None
+#: New path of each moved name by its old path.
+MOVED: Mapping[str, str] = (
+    importlib.import_module("recsys.compat.moved").MOVED if HAS_COMPAT else {}
+)
 
 #: Page: its title, a sentence, and the modules whose names it shows. The longest match counts.
 PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {

@@ -57,10 +57,10 @@ def moved_names(module: str) -> Callable[[str], object]:
             `recsys.compat`.
 
     Example:
-        >>> moved_names("recsys.tracing")("nothing")
+        >>> moved_names("recsys.tracing")("_nothing")
         Traceback (most recent call last):
             ...
-        AttributeError: module 'recsys.tracing' has no attribute 'nothing'.
+        AttributeError: module 'recsys.tracing' has no attribute '_nothing'.
     """
 
     def get(name: str) -> object:

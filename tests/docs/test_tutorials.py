@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from recsys.compat.torchrec import uninstall
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +24,7 @@ PAGES = [page for page in PAGES if ROOT / "docs" / "reference" not in page.paren
 # A block that cannot run has the reason in the line before it: <!-- not run: ... -->
 # A block that needs an optional package has its name there: <!-- needs package -->
 BLOCK = re.compile(
-    r"^(<!-- (?:not run: \S[^\n]*|needs (?P<package>\w+)) -->\n)?"
+    r"^(<!-- (?:not run: \S[^\n]*|needs (?P<package>[\w.]+)) -->\n)?"
     r"```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?",
     re.M | re.S,
 )
@@ -92,7 +91,8 @@ def run_page(page: Path, folder: Path, compare: bool, package: str | None = None
 def without_torchrec() -> Iterator[None]:
     """Takes back what a page about moving from TorchRec installs."""
     yield
-    uninstall()
+    if compat := sys.modules.get("recsys.compat.torchrec"):
+        compat.uninstall()
 
 
 @pytest.mark.usefixtures("without_torchrec")
@@ -104,10 +104,20 @@ def test_blocks_run_and_print_what_is_shown(page: Path, tmp_path: Path) -> None:
     run_page(page, tmp_path, compare=True)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the packages
+OPTIONAL = sorted(
+    {(page, block.package) for page in PAGES for block in blocks_of(page) if block.package}
+)
+
+
+@pytest.mark.usefixtures("without_torchrec")
 @pytest.mark.parametrize(
     ("page", "package"),
-    sorted({(page, block.package) for page in PAGES for block in blocks_of(page) if block.package}),
+    [
+        # warnings of other packages are ignored
+        pytest.param(*case, marks=[] if ours else [pytest.mark.filterwarnings("ignore")])
+        for case in OPTIONAL
+        for ours in [case[1].startswith("recsys.")]
+    ],
     ids=lambda value: value.name if isinstance(value, Path) else value,
 )
 def test_blocks_of_optional_packages_run(page: Path, package: str, tmp_path: Path) -> None:
