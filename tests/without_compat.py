@@ -1,7 +1,7 @@
-"""`python -m tests.without_compat [arguments of pytest]`: the tests of a copy without `recsys.compat`.
+"""Tests of a copy without `recsys.compat`: `python -m tests.without_compat [arguments of pytest]`.
 
-`recsys/compat` can be removed: `FOLDERS` go with it, and in the two lists of `LISTS` the lines about
-it. The copy is in a temporary folder. Without arguments all cases run that are not slow.
+`recsys/compat` can be removed: the folders of `FOLDERS` go with it, and its lines in the lists of
+`LISTS`. Without arguments all cases run that are not slow.
 """
 
 from __future__ import annotations
