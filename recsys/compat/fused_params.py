@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from recsys.base.checked import checked
-from recsys.distributed.placement.fused_params import CACHE_SETTINGS, TABLE_SETTINGS
-from recsys.distributed.placement.plan import ParameterSharding
+from recsys.distributed.placement.fused_params import (
+    CACHE_SETTINGS,
+    TABLE_SETTINGS,
+    optimizer_params,
+)
+from recsys.distributed.placement.plan import EmbeddingComputeKernel, ParameterSharding
 from recsys.kernels.support import fbgemm_element_type
+from recsys.kernels.types import EmbOptimType
 from recsys.modules.embedding_configs import DataType
+
+
+def settings_as_in_torchrec(
+    fused_params: Mapping[str, Any], sharding: ParameterSharding | None
+) -> Mapping[str, Any]:
+    """Return a sharder's settings for a table, with their meaning in TorchRec.
+
+    They do not apply to a table with the kernel `dense`. Settings without an optimizer select SGD,
+    with a warning.
+
+    Args:
+        fused_params: Settings of the sharder; not changed.
+        sharding: Placement of the table; None if it is not placed yet.
+
+    Example:
+        >>> plan = ParameterSharding("data_parallel", "dense", [0])
+        >>> settings_as_in_torchrec({"optimizer": "ADAM"}, plan)
+        {}
+    """
+    if sharding is not None and sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value:
+        return {}
+    if not optimizer_params(fused_params) or fused_params.get("optimizer") is not None:
+        return fused_params
+    default = EmbOptimType.EXACT_SGD
+    warnings.warn(
+        f"fused_params name no optimizer, and so mean {default.name}, as in TorchRec. Add "
+        "'optimizer' to name it.",
+        stacklevel=2,
+    )
+    return {**fused_params, "optimizer": default}
 
 
 @checked

@@ -22,9 +22,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import final
 
+from recsys.compat.fused_params import settings_as_in_torchrec
 from recsys.compat.table import HOMES, PEER_VERSION, home_of, reason_of
 from recsys.distributed.placement import fused_params
-from recsys.kernels.types import EmbOptimType
 from recsys.sparse import rearrange
 
 __all__ = ["install", "is_installed", "uninstall"]
@@ -76,6 +76,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 _FINDER = _Finder()
+_ADAPT_SETTINGS = fused_params.adapt_settings
 
 
 def install() -> None:
@@ -108,8 +109,7 @@ def install() -> None:
             "Call install() at the top of the main script, above its other imports."
         )
     sys.meta_path.insert(0, _FINDER)
-    fused_params.unnamed_optimizer = EmbOptimType.EXACT_SGD
-    fused_params.dense_tables_are_plain = True
+    fused_params.adapt_settings = settings_as_in_torchrec
     rearrange.divides_evenly_on_meta = True
 
 
@@ -118,8 +118,7 @@ def uninstall() -> None:
     if not is_installed():
         return
     sys.meta_path.remove(_FINDER)
-    fused_params.unnamed_optimizer = None
-    fused_params.dense_tables_are_plain = False
+    fused_params.adapt_settings = _ADAPT_SETTINGS
     rearrange.divides_evenly_on_meta = False
     for path in HOMES:
         sys.modules.pop(path, None)

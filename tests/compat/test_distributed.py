@@ -22,11 +22,11 @@ from recsys.compat.distributed import (
     sharded_model_copy,
 )
 from recsys.distributed.model_parallel import DistributedModelParallel
-from recsys.distributed.placement.fused_params import optimizer_from_fused_params
+from recsys.distributed.placement.fused_params import optimizer_of_table
 from recsys.distributed.ranks.comm import (
     LazyAwaitable,
 )
-from recsys.distributed.types import ShardingType
+from recsys.distributed.types import ParameterSharding, ShardingType
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from tests.ranks import RankPool
@@ -58,21 +58,30 @@ def test_a_sharded_model_is_copied(ranks: RankPool) -> None:
     ranks(1, _copy)
 
 
-def test_fused_params_must_name_an_optimizer() -> None:
-    with pytest.raises(ValueError, match="must name the optimizer"):
-        optimizer_from_fused_params({"learning_rate": 0.1})
-    with pytest.raises(ValueError, match=r"no optimizer reads: \['max_gradient'\].*Clip gradients"):
-        optimizer_from_fused_params({"optimizer": "EXACT_SGD", "max_gradient": 1.0})
-
-
 @pytest.mark.usefixtures("installed")
-def test_under_the_install_it_is_sgd() -> None:
+def test_without_a_name_the_optimizer_is_sgd() -> None:
+    weight = nn.Parameter(torch.ones(3, 2))
     with pytest.warns(UserWarning, match="name no optimizer, and so mean SGD"):
-        optimizer = optimizer_from_fused_params({"learning_rate": 0.1})
+        optimizer = optimizer_of_table(weight, {"learning_rate": 0.1})
+    assert optimizer is not None
     assert (optimizer.spec.algorithm.name, optimizer.spec.learning_rate) == ("SGD", 0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer_from_fused_params({"optimizer": "EXACT_SGD", "learning_rate": 0.1})
+        optimizer_of_table(weight, {"optimizer": "EXACT_SGD", "learning_rate": 0.1})
+        assert optimizer_of_table(weight, {"enforce_hbm": True}) is None
+
+
+def test_a_dense_table_has_no_optimizer_of_its_sharder_under_the_install() -> None:
+    weight, settings = nn.Parameter(torch.ones(3, 2)), {"optimizer": "ADAM"}
+    plans = [ParameterSharding("table_wise", kernel, [0]) for kernel in ("dense", "fused")]
+    assert None not in [optimizer_of_table(weight, settings, plan) for plan in plans]
+    compat.install()
+    try:
+        found = [optimizer_of_table(weight, settings, plan) for plan in plans]
+    finally:
+        compat.uninstall()
+    assert found[0] is None
+    assert found[1] is not None
 
 
 class _Entries(LazyGetItemMixin[str, int], LazyAwaitable[dict[str, int]]):

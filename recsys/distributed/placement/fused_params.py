@@ -6,8 +6,7 @@ priority.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from torch import nn
 from recsys.base.lazy import moved_names
 from recsys.distributed.placement.plan import (
     CacheParams,
-    EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     ParameterSharding,
 )
@@ -30,15 +28,8 @@ __all__ = [
     "optimizer_from_fused_params",
     "optimizer_of_table",
     "optimizer_params",
-    "settings_of_table",
     "with_table_settings",
 ]
-
-unnamed_optimizer: EmbOptimType | None = None
-"""Optimizer of `fused_params` without one; None for an error. Set by `recsys.compat`."""
-
-dense_tables_are_plain = False
-"""True if tables of the kernel `dense` ignore `fused_params`. Set by `recsys.compat`."""
 
 _INSTEAD = {
     "NONE": "Remove it, and give the table no optimizer: backward fills its .grad.",
@@ -113,19 +104,6 @@ def with_table_settings(
     )
 
 
-def settings_of_table(
-    fused_params: Mapping[str, Any] | None, sharding: ParameterSharding
-) -> Mapping[str, Any]:
-    """Return the `fused_params` of a sharder that apply to a table.
-
-    Args:
-        fused_params: Settings of the sharder.
-        sharding: Placement of the table.
-    """
-    is_dense = sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value
-    return {} if dense_tables_are_plain and is_dense else fused_params or {}
-
-
 def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimizer:
     """Return the optimizer in a sharder's `fused_params`.
 
@@ -155,13 +133,6 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimiz
     update_mode = to_update_mode(params.pop("update_mode", UpdateMode.FUSED))
     row_state = to_row_state(params.pop("row_state", RowState.EXACT))
     names = sorted(EmbOptimType.__members__)
-    if chosen is None and unnamed_optimizer is not None:
-        warnings.warn(
-            f"fused_params name no optimizer, and so mean {unnamed_optimizer.name}, as in "
-            "TorchRec. Add 'optimizer' to name it.",
-            stacklevel=2,
-        )
-        chosen = unnamed_optimizer
     if chosen is None:
         raise ValueError(
             f"fused_params must name the optimizer that its other settings {sorted(params)} are "
@@ -190,8 +161,26 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimiz
     )
 
 
+def _unchanged(
+    fused_params: Mapping[str, Any], sharding: ParameterSharding | None
+) -> Mapping[str, Any]:
+    return fused_params
+
+
+adapt_settings: Callable[[Mapping[str, Any], ParameterSharding | None], Mapping[str, Any]] = (
+    _unchanged
+)
+"""Hook of `optimizer_of_table` for another meaning of `fused_params`.
+
+It returns the settings of a table without an attached optimizer, from the settings of its sharder
+and its placement, which is None in the planner.
+"""
+
+
 def optimizer_of_table(
-    weight: nn.Parameter, fused_params: Mapping[str, Any]
+    weight: nn.Parameter,
+    fused_params: Mapping[str, Any],
+    sharding: ParameterSharding | None = None,
 ) -> TableOptimizer | None:
     """Return a table's optimizer: the attached one, otherwise the sharder's.
 
@@ -199,6 +188,7 @@ def optimizer_of_table(
         weight: Weight of the table.
         fused_params: Settings of its sharder, for tables without an attached optimizer; may be
             empty.
+        sharding: Placement of the table; None if it is not placed yet.
 
     Returns:
         The optimizer; None for a frozen table and for a table that any torch optimizer may train.
@@ -206,9 +196,10 @@ def optimizer_of_table(
     if not weight.requires_grad:
         return None
     attached = attached_optimizer(weight)
-    if attached is not None or not optimizer_params(fused_params):
-        return None if attached is None else attached.table_optimizer()
-    return optimizer_from_fused_params(fused_params)
+    if attached is not None:
+        return attached.table_optimizer()
+    settings = adapt_settings(fused_params, sharding)
+    return optimizer_from_fused_params(settings) if optimizer_params(settings) else None
 
 
 if not TYPE_CHECKING:  # a type checker reports unknown names

@@ -47,8 +47,7 @@ class EmbeddingComputeKernel(Enum):
     """Memory that holds a table."""
 
     DENSE = "dense"
-    """The same as `FUSED`: the optimizer of a table determines whether it is updated in backward.
-    Under `recsys.compat`, the `fused_params` of a sharder do not apply to such a table."""
+    """The same as `FUSED`: a table's optimizer determines whether it is updated in backward."""
     FUSED = "fused"
     """Device memory, or host memory on a CPU. The optimizer attached to a table updates it in the
     backward pass. A table without one is a plain parameter, and backward fills its `.grad`."""

@@ -60,9 +60,6 @@ from recsys.distributed.ranks.agreement import Facts
 from recsys.distributed.ranks.build_transaction import no_collection
 from recsys.distributed.sharded.sharder import ModuleSharder
 
-_UNUSED = ("enumerator", "proposer", "partitioner", "performance_model", "stats")
-"""Arguments for components that were written for TorchRec, which must be None here."""
-
 Sharders: TypeAlias = Sequence[ModuleSharder[Any]]
 _Listed: TypeAlias = list[tuple[PlannedTable, list[TableOption]]]
 """Every table with its options."""
@@ -71,19 +68,14 @@ _Listed: TypeAlias = list[tuple[PlannedTable, list[TableOption]]]
 class EmbeddingShardingPlanner:
     """Finds where to place the tables of a model.
 
-    Arguments that must be None are for components written for TorchRec's planner, which
-    `recsys.compat.planner.planners.EmbeddingShardingPlanner` runs.
+    All options of all tables that the constraints allow are compared together. `plan.rating` and
+    `plan.report()` contain the costs of a plan.
 
     Args:
         topology: Machine; if None, as many CPU ranks or GPUs as the process group has.
         batch_size: Samples per rank and step (default 512).
-        enumerator: Must be None: all options that the constraints allow are compared.
         storage_reservation: Memory to keep free of tables; if None, 15% and memory for the dense
             parameters.
-        proposer: Must be None: all options of all tables are compared together.
-        partitioner: Must be None.
-        performance_model: Must be None: the objective is the time of the slowest rank.
-        stats: Must be None: `plan.rating` and `plan.report()` contain the costs of a plan.
         constraints: Constraints by table name.
         timeout_seconds: Time limit of the search, which then returns the best plan found so far.
         pooling_stats: Statistics of sample batches. Constraints take precedence.
@@ -92,7 +84,7 @@ class EmbeddingShardingPlanner:
         estimator: Replaces the planner's costs and storage of shards.
 
     Raises:
-        ValueError: An argument is out of range, or not None although it must be.
+        ValueError: An argument is out of range.
         TypeError: An argument has another type.
 
     Example:
@@ -109,32 +101,20 @@ class EmbeddingShardingPlanner:
         'table_wise'
     """
 
-    @checked_but(*_UNUSED)
+    @checked
     def __init__(
         self,
         topology: Topology | None = None,
         batch_size: int | None = None,
-        enumerator: None = None,
-        storage_reservation: StorageReservation | None = None,
-        proposer: None = None,
-        partitioner: None = None,
-        performance_model: None = None,
-        stats: None = None,
-        constraints: Mapping[str, ParameterConstraints] | None = None,
         *,
+        storage_reservation: StorageReservation | None = None,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
         timeout_seconds: float | None = None,
         pooling_stats: PoolingStats | None = None,
         batches_in_flight: int = 1,
         estimator: ShardEstimator | None = None,
     ) -> None:
-        given, owner = locals(), "EmbeddingShardingPlanner"
-        for name in _UNUSED:
-            if given[name] is not None:
-                raise ValueError(
-                    f"{owner}.{name} must be None; received a {type(given[name]).__name__}. Use "
-                    "EmbeddingShardingPlanner of recsys.compat.planner.planners, which runs "
-                    "components written for TorchRec."
-                )
+        owner = "EmbeddingShardingPlanner"
         whole(f"{owner}.batches_in_flight", batches_in_flight)
         if timeout_seconds is not None:
             finite(f"{owner}.timeout_seconds", timeout_seconds, least=0)

@@ -8,7 +8,6 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from recsys.distributed.placement.fused_params import settings_of_table
 from recsys.distributed.placement.layout import Layout, Rect
 from recsys.distributed.placement.plan import (
     EmbeddingComputeKernel,
@@ -33,11 +32,11 @@ class TableOptions:
     Args:
         weight: The table's weight.
         fused_params: Optimizer settings for a table without an attached optimizer.
-        rounds: Whether its optimizer rounds stochastically; None for the optimizer's setting.
+        sharding: Placement of the table.
     """
 
     def __init__(
-        self, weight: nn.Parameter, fused_params: Mapping[str, Any], rounds: bool | None
+        self, weight: nn.Parameter, fused_params: Mapping[str, Any], sharding: ParameterSharding
     ) -> None:
         # keeps the attached optimizer without the memory of the table
         self.source: nn.Parameter | None = None
@@ -47,7 +46,8 @@ class TableOptions:
         self.dtype = weight.dtype
         self.is_meta = weight.is_meta
         self.requires_grad = weight.requires_grad
-        self.optimizer = optimizer_of_table(weight, fused_params)
+        self.optimizer = optimizer_of_table(weight, fused_params, sharding)
+        rounds = sharding.stochastic_rounding
         if self.optimizer is not None and weight.dtype in (torch.float16, torch.bfloat16):
             self.optimizer = self.optimizer.rounding(rounds)
         elif rounds:
@@ -65,10 +65,7 @@ def options_of_tables(
 ) -> list[TableOptions]:
     """Return the properties of each table of a plan."""
     return [
-        TableOptions(
-            weight, settings_of_table(fused_params, plan[name]), plan[name].stochastic_rounding
-        )
-        for name, weight in weights.items()
+        TableOptions(weight, fused_params or {}, plan[name]) for name, weight in weights.items()
     ]
 
 

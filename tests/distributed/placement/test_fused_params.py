@@ -128,3 +128,10 @@ def test_optimizers_that_fbgemm_alone_has_say_what_to_do() -> None:
             continue
         with pytest.raises(ValueError, match=r"must be one of ADAM.* (\.grad|EXACT_ROWWISE)"):
             optimizer_from_fused_params({"optimizer": optimizer})
+
+
+def test_fused_params_must_name_an_optimizer() -> None:
+    with pytest.raises(ValueError, match="must name the optimizer"):
+        optimizer_from_fused_params({"learning_rate": 0.1})
+    with pytest.raises(ValueError, match=r"no optimizer reads: \['max_gradient'\].*Clip gradients"):
+        optimizer_from_fused_params({"optimizer": "EXACT_SGD", "max_gradient": 1.0})

@@ -625,14 +625,6 @@ def test_arguments_of_the_wrong_type(arguments: dict[str, Any], message: str) ->
         EmbeddingShardingPlanner(**arguments)
 
 
-@pytest.mark.parametrize(
-    "name", ["enumerator", "proposer", "partitioner", "performance_model", "stats"]
-)
-def test_components_written_for_torchrec_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"\.{name} must be None; received a object.*compat"):
-        EmbeddingShardingPlanner(**{name: object()})
-
-
 @pytest.mark.parametrize("factors", [20.0, ["1"]])
 def test_pooling_factors_are_a_list_of_numbers(factors: Any) -> None:
     with pytest.raises(TypeError, match="pooling_factors must be a list of numbers, one for each"):

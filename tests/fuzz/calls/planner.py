@@ -206,9 +206,7 @@ CALLS = [
     }),
     Call("EmbeddingShardingPlanner", EmbeddingShardingPlanner, {
         "topology": maybe(TOPOLOGY), "batch_size": maybe(whole(4)),
-        "enumerator": NOTHING, "partitioner": NOTHING,
         "storage_reservation": maybe(made(lambda: HeuristicalStorageReservation())),
-        "proposer": NOTHING, "performance_model": NOTHING, "stats": NOTHING,
         "constraints": maybe(CONSTRAINTS), "timeout_seconds": maybe(number(1.0, 0)),
         "pooling_stats": maybe(STATS), "batches_in_flight": whole(1),
         "estimator": maybe(Kind(lambda: None, _none)),
