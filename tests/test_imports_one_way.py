@@ -8,6 +8,7 @@ from pathlib import Path
 
 import recsys
 from tests.offenders import check_each
+from tests.without_compat import FOLDERS
 
 ROOT = Path(recsys.__file__).parent
 
@@ -65,6 +66,7 @@ ALLOWED |= {path: ["base"] for path in PATHS}
 # What is scripted calls FBGEMM's ops by name: TorchScript must not depend on this package.
 CALLS_FBGEMM_OPS = {"kernels", "inference"}
 
+COMPAT = tuple(folder.replace("/", ".") for folder in FOLDERS)
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -161,6 +163,19 @@ def knows_no_fbgemm(path: Path) -> None:
 
 def test_only_kernels_knows_fbgemm() -> None:
     check_each(knows_no_fbgemm, FILES)
+
+
+def test_only_its_own_tests_import_compat() -> None:
+    """`python -m tests.without_compat` runs the others without it."""
+    own = tuple(ROOT.parent / folder for folder in (*FOLDERS, "tests/without_compat.py"))
+    found = {
+        str(path): names
+        for folder in ("tests", "docs", "examples", "benchmarks")
+        for path in sorted((ROOT.parent / folder).rglob("*.py"))
+        if not any(path.is_relative_to(one) for one in own)
+        if (names := [name for name in imports_of(path) if name.startswith(COMPAT)])
+    }
+    assert found == {}
 
 
 def test_every_room_has_its_place() -> None:
