@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import enum
 import importlib
+import importlib.abc
 import importlib.util
 import inspect
 import pkgutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -145,3 +147,21 @@ def test_enums_are_not_final() -> None:
         and getattr(value, "__final__", False)
     ]
     assert final == []
+
+
+class WithoutCompat(importlib.abc.MetaPathFinder):
+    """Finder of an installation without `recsys.compat`."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname.startswith("recsys.compat"):
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name="recsys.compat")
+
+
+def test_old_paths_without_compat(monkeypatch: pytest.MonkeyPatch) -> None:
+    import recsys.tracing
+
+    for name in [name for name in sys.modules if name.startswith("recsys.compat")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [WithoutCompat(), *sys.meta_path])
+    with pytest.raises(AttributeError, match=r"are in recsys\.compat, which is not installed\."):
+        recsys.tracing.assert_fx_safe

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import pickle
-import sys
 import warnings
 
 import pytest
@@ -54,21 +52,3 @@ def test_unknown_names() -> None:
     with pytest.raises(AttributeError, match=r"'recsys\.tracing' has no attribute 'nothing'\.$"):
         recsys.tracing.nothing
     assert not hasattr(recsys.tracing, "__path__")
-
-
-class WithoutCompat(importlib.abc.MetaPathFinder):
-    """Finder of an installation that lacks this package."""
-
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        if fullname.startswith("recsys.compat"):
-            raise ModuleNotFoundError(f"No module named {fullname!r}", name="recsys.compat")
-
-
-def test_without_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    import recsys.tracing
-
-    for name in [name for name in sys.modules if name.startswith("recsys.compat")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [WithoutCompat(), *sys.meta_path])
-    with pytest.raises(AttributeError, match=r"are in recsys\.compat, which is not installed\."):
-        recsys.tracing.assert_fx_safe
