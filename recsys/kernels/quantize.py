@@ -158,7 +158,7 @@ def headers_of(ranges_2R: Tensor, bits: int) -> Tensor:
 def values_of(
     weight_RD: Tensor, headers_R2: Tensor, bits: int, scratch: _Scratch | None = None
 ) -> Tensor:
-    """Return the quantized values of rows, or of some of their columns, one byte each.
+    """Quantize rows or column slices to one byte per value.
 
     Args:
         weight_RD: `[R, D]` fp32.

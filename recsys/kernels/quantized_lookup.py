@@ -77,7 +77,7 @@ class QuantizedLookup(nn.Module):
             )
         if pooling not in POOLING_CODES:
             raise ValueError(
-                f"QuantizedLookup pools as one of {[p.name for p in POOLING_CODES]}; received "
+                f"pooling must be one of {', '.join(p.name for p in POOLING_CODES)}; received "
                 f"{pooling.name}."
             )
         dims = [  # of floats in a row

@@ -367,9 +367,8 @@ class TableBatchedEmbedding:
         num_features, num_bags = self.layout.num_features, offsets.numel() - 1
         if bags.ndim not in (1, 2) or len(bags) != num_features or bags.sum() != num_bags:
             raise ValueError(
-                "bags must be one number per feature, or one per feature and rank, which add up to "
-                f"the bags of offsets; received {bags.tolist()} for {num_features} features and "
-                f"{num_bags} bags."
+                "bags must have shape [F] or [F, R] and sum to len(offsets) - 1; received "
+                f"{bags.tolist()} for {num_features} features and {num_bags} bags."
             )
         bags = np.array(bags, dtype=np.int64)
         if bags.ndim == 1:

@@ -170,7 +170,7 @@ class OptimizerSpec:
         )
 
     def decay(self, mode: WeightDecayMode) -> float:
-        """Return the weight decay of one mode; 0 under rules that have it inside their update."""
+        """Return the weight decay for a mode, or 0 if the update rule applies the decay itself."""
         is_meant = self.weight_decay_mode is mode and self.rule.reads_row is not RowReads.NORMS
         return self.weight_decay if is_meant else 0.0
 

@@ -27,7 +27,7 @@ class TableCost:
         table: Table.
         option: Option that places it.
         ranks: Rank of each of the option's shards, in order.
-        kinds: Kind of hardware of every rank of the machine.
+        kinds: Hardware kind of each rank.
         options: All options that the search compared; empty for a plan that was passed in.
     """
 

@@ -83,7 +83,7 @@ class ShardSpec(NamedTuple):
         cols: Columns of the shard.
         kernel: Compute kernel.
         in_node: Whether all row shards of these columns are on the ranks of one node.
-        row_parts: Number of shards that the rows of these columns are split into.
+        row_parts: Number of row shards.
     """
 
     rows: int

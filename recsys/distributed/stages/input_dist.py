@@ -323,7 +323,7 @@ class InputDist:
         return True
 
     def header_of(self, ctx: BatchContext) -> Tensor:
-        """Build `[flag, batch size, ids per stream]` per destination; an error is all flags."""
+        """Build the header for each destination. If the batch failed, every word is the flag."""
         flag, streams = ctx.flag | self._module_bits, self.streams
         if self.module.trains and torch.is_grad_enabled():
             flag |= Flag.TRAINS

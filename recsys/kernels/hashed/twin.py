@@ -158,7 +158,7 @@ class _Table:
     # -- known ids ---------------------------------------------------------------------------------
 
     def find(self, ids: Tensor, spots: Spots) -> Tensor:
-        """Return the rows of ids that have one that is not expired, -1 for others."""
+        """Return the row of each id, or -1 if the id has no row or its row has expired."""
         rows = torch.full_like(ids, -1)
         for start in range(0, ids.numel(), CHUNK):
             lines, digests = spots.lines[start:][:CHUNK], spots.digests[start:][:CHUNK]

@@ -87,7 +87,7 @@ class StepCounter:
 
 @final
 class TableIndex(nn.Module):
-    """Index of a table or of some of its regions: which id has which row, and when it was used.
+    """Id index of a table or shard: the row of each id, and its last use.
 
     Args:
         config: The table, with `ids`.
