@@ -1,9 +1,9 @@
 """Gather of the embeddings of a ragged batch, in which blocks have different numbers of rows.
 
 A block contains the rows of one stream: one *row per bag* of its feature, or one *row per id* of
-one segment. The output contains one row per sample, which is zero if no block has a row for it. It is
-the sum of the rows of a bag's ids, and of blocks with the same columns: partial sums of row-split
-tables.
+one segment. The output contains one row per sample, which is zero if no block has a row for it. It
+is the sum of the rows of a bag's ids, and of blocks with the same columns: partial sums of
+row-split tables.
 
 Rows of ids are found by the offsets of the bags and the position of each id among the segments. A
 list of the bags of each segment would be longer: ranks times bags, with or without ids.
