@@ -23,7 +23,7 @@ _SAMPLES, _COLUMNS = 16, 128  # per program
 
 
 @final
-class Columns(NamedTuple):
+class GatherColumns(NamedTuple):
     """Descriptors of the columns of an output, on the device.
 
     Attributes:
@@ -207,7 +207,7 @@ def _launch(
     buffer: Tensor,
     narrow: Tensor | None,
     num_narrow: int,
-    columns: Columns,
+    columns: GatherColumns,
     counts: Tensor | None,
     loss_scale: float | None,
     *numbers: float,
@@ -225,7 +225,7 @@ def _launch(
 def gather(
     buffer: Tensor,
     batch_size: int,
-    columns: Columns,
+    columns: GatherColumns,
     counts: Tensor | None,
     arrived: Tensor | None = None,
     loss_scale: float | None = None,
@@ -254,7 +254,7 @@ def gather(
 @self_checked
 def scatter_grad(
     grad_BD: Tensor,
-    columns: Columns,
+    columns: GatherColumns,
     counts: Tensor | None,
     scale: float,
     num_sent: int,

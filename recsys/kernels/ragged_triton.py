@@ -16,12 +16,12 @@ from torch import Tensor
 
 from recsys.kernels.ops_triton import launch
 from recsys.kernels.optional_triton import tl, triton
-from recsys.kernels.output_triton import Columns, mean_factors, own_tile
+from recsys.kernels.output_triton import GatherColumns, mean_factors, own_tile
 from recsys.kernels.self_check import self_checked
 
 
 @final
-class Ids(NamedTuple):
+class RaggedIds(NamedTuple):
     """Places of the ids of bags that were split into buckets, in one round or several.
 
     Attributes:
@@ -63,11 +63,11 @@ class Ragged(NamedTuple):
             one bucket of one round.
     """
 
-    columns: Columns
+    columns: GatherColumns
     chunks_4C: Tensor
     batch: Tensor
     num_groups: int
-    ids: Ids | None
+    ids: RaggedIds | None
 
 
 class _Tensors(NamedTuple):

@@ -15,7 +15,7 @@ from recsys.kernels import ops
 from recsys.sparse import validate
 
 
-class Bags:
+class JaggedBase:
     """Base of JaggedTensor and KeyedJaggedTensor: values in bags, of one or several features."""
 
     __slots__ = ("__weakref__", "_lengths", "_num_read", "_offsets", "_values", "_weights")
@@ -172,7 +172,7 @@ class Bags:
 
 
 def empty_parts(
-    bags: Bags, device: torch.device | None = None
+    bags: JaggedBase, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Create values, weights (or None), lengths and offsets without bags, with given dtypes."""
     values, weights = bags.values(), bags.weights_or_none()

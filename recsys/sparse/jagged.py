@@ -13,13 +13,13 @@ from recsys.base.arguments import number, whole
 from recsys.base.checked import checked, checked_late
 from recsys.kernels import ops
 from recsys.sparse import validate
-from recsys.sparse.bags import Bags, check_can_move, empty_parts
+from recsys.sparse.bags import JaggedBase, check_can_move, empty_parts
 from recsys.sparse.features import FeatureViews
 from recsys.sparse.recorded import recorded
 from recsys.sparse.text import format_jagged, show_jagged
 
 
-class JaggedTensor(Bags):
+class JaggedTensor(JaggedBase):
     """A batch of variable-length lists (bags), such as the ids of one feature.
 
     The values of all bags are concatenated in one tensor. `lengths` has the number of values of

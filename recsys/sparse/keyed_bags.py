@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recsys.kernels import ops
 from recsys.sparse import per_key_checks, rearrange, validate
-from recsys.sparse.bags import Bags
+from recsys.sparse.bags import JaggedBase
 from recsys.sparse.value_checks import check_id_weights
 
 InverseIndices = tuple[list[str], Tensor]
@@ -62,7 +62,7 @@ class Parts(NamedTuple):
         return bool(low >= 0 and high < limit)
 
 
-class KeyedBags(Bags):
+class KeyedBags(JaggedBase):
     """Bags of several features: fields, accessors and copies of KeyedJaggedTensor."""
 
     __slots__ = ("_keys", *_SAMPLES, *_PER_KEY)

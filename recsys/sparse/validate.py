@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from recsys.base.arguments import flag, wrong_type
 
 if TYPE_CHECKING:
-    from recsys.sparse.bags import Bags
+    from recsys.sparse.bags import JaggedBase
     from recsys.sparse.keyed_bags import InverseIndices, KeyedBags
 
 INT_DTYPES = frozenset((torch.int32, torch.int64))
@@ -215,7 +215,7 @@ def check_offsets_span(owner: str, offsets: Tensor, values: Tensor) -> None:
             )
 
 
-def check_lengths(jagged: Bags, lengths: Tensor) -> int | None:
+def check_lengths(jagged: JaggedBase, lengths: Tensor) -> int | None:
     """Check on a CPU that lengths are not negative and do not exceed the number of values.
 
     Args:

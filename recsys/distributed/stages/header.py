@@ -86,7 +86,7 @@ class EndOfData:
 
 
 @final
-class Header(NamedTuple):
+class BatchHeader(NamedTuple):
     """Received headers of one module, and the counts of this rank's batch, on the host.
 
     Attributes:
@@ -162,7 +162,7 @@ class BatchShape(NamedTuple):
     is_by_id: bool
 
 
-def ragged_shape(fixed: BatchShape, header: Header, streams: Streams) -> BatchShape:
+def ragged_shape(fixed: BatchShape, header: BatchHeader, streams: Streams) -> BatchShape:
     """Return the shape of a batch if the flags of any rank are `VARIABLE`, or of all `SHORT`.
 
     Args:
