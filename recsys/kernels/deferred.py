@@ -1,6 +1,6 @@
 """DEFERRED mode: gradients of tables, kept from backward until a step applies them.
 
-Shape suffixes: T tables, K touched rows, D columns.
+Shapes: T tables, K touched rows, D columns.
 """
 
 from __future__ import annotations

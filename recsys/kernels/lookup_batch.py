@@ -1,6 +1,6 @@
 """Batches that lookups read, with the parts of a batch that belong to some features.
 
-Shape suffixes: N ids, F features, B bags per feature, R ranks, D columns of one table.
+Shapes: N ids, F features, B bags per feature, R ranks, D columns of one table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Marks of the rows of a lookup that changed, for consumers that save or publish changes.
 
-Shape suffixes: N ids, T tables, R rows, K rows of a call.
+Shapes: N ids, T tables, R rows, K rows of a call.
 """
 
 from __future__ import annotations

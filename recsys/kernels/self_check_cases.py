@@ -3,7 +3,7 @@
 Values are small integers if the order of a sum could matter, so that results are equal bit for
 bit. Inputs exceed one block of a kernel.
 
-Shape suffixes: as in the modules of the kernels.
+Shapes: as in the modules of the kernels.
 """
 
 from __future__ import annotations

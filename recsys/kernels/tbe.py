@@ -1,6 +1,6 @@
 """Table-batched embedding: one lookup over many tables, its backward, and their update.
 
-Shape suffixes: N ids, F features, B bags per feature, T tables, R rows, K touched rows, D columns.
+Shapes: N ids, F features, B bags per feature, T tables, R rows, K touched rows, D columns.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ At batch 8 the module takes 150 us instead of the 11 us of the forward op alone.
 are the same in fbgemm_gpu 1.6 and 1.8, and `has_cpu_ops` compares them with the installed ops. On
 CUDA the module is used: see `tbe_fbgemm_module`.
 
-Shape suffixes: N ids, F features, B bags per feature, D columns.
+Shapes: N ids, F features, B bags per feature, D columns.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The module serves lookups that update in backward. Where PyTorch updates (replicas, deferred and
 frozen tables, tables without an optimizer), FBGEMM's kernels still look up.
 
-Shape suffixes: N ids, T tables.
+Shapes: N ids, T tables.
 """
 
 from __future__ import annotations

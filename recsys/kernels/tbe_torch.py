@@ -4,7 +4,7 @@ It is also the numerical reference of the tests. The backward of a pooled lookup
 lookup: ids are sorted, and the gradients of the bags that mention a row are summed like the rows of
 a bag, in a fixed order, in fp32, without atomics and without an [N, D] intermediate.
 
-Shape suffixes: N ids, F features, B bags per feature, K distinct rows, D columns of one table.
+Shapes: N ids, F features, B bags per feature, K distinct rows, D columns of one table.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ weights:
 A new optimizer is a member of `EmbOptimType`, an entry of `UPDATE_RULES` and its function of
 `TouchedRows`.
 
-Shape suffixes: R rows of the table, K touched rows, D columns.
+Shapes: R rows of the table, K touched rows, D columns.
 """
 
 from __future__ import annotations

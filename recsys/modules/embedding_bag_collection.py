@@ -1,6 +1,6 @@
 """EmbeddingBagCollection: pooled embeddings of many tables on one device.
 
-Legend: `F` features, `B` batch size, `D` columns.
+Shapes: `F` features, `B` batch size, `D` columns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """EmbeddingCollection: one embedding per id, of many tables on one device.
 
-Legend: `N` ids of one feature, `D` columns.
+Shapes: `N` ids of one feature, `D` columns.
 """
 
 from __future__ import annotations

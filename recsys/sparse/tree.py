@@ -129,10 +129,10 @@ def register(
     """Register a class with torch's pytrees.
 
     Args:
-        kind: the class.
-        members_of: returns the members of an object by name, and the structure: plain values for
+        kind: The class.
+        members_of: Returns the members of an object by name, and the structure: plain values for
             JSON, where only the outermost value may be a tuple.
-        build: builds an object from the members in the same order, and the structure.
+        build: Builds an object from the members in the same order, and the structure.
     """
 
     def flatten(batch: _T) -> tuple[list[Any], object]:

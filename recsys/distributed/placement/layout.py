@@ -295,7 +295,7 @@ class Layout:
             A matplotlib figure; `figure.savefig("plan.svg")` saves it.
 
         Raises:
-            ImportError: matplotlib is missing; install the extra `plot`.
+            ImportError: Matplotlib is missing; install the extra `plot`.
         """
         from recsys.distributed.placement.layout_plot import plot_layout
 

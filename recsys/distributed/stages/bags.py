@@ -1,6 +1,6 @@
 """Operations on the bags of one rank's batch, before they are sent or looked up.
 
-Shape names: `B` samples of this rank, `K` features of the given batch, `N` ids.
+Shapes: `B` samples of this rank, `K` features of the given batch, `N` ids.
 """
 
 from __future__ import annotations

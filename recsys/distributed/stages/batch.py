@@ -3,7 +3,7 @@
 Each phase is a value whose fields are all set. `BatchContext` has the phases that a batch has
 reached; `InputDist` makes them one after the other.
 
-Shape names: `B` samples of this rank, `F` features of a lookup, `G` segments, `K` features of the
+Shapes: `B` samples of this rank, `F` features of a lookup, `G` segments, `K` features of the
 given batch, `N` ids, `D` streams of all destinations.
 """
 

@@ -4,7 +4,7 @@ The receive buffer consists of blocks `[B, columns of the block]`, one or more f
 gather produces `[B, D]`; it also adds up and averages the partial sums of row-split tables. Its
 transpose produces the gradient of the buffer. The column descriptors do not depend on the batch.
 
-Shape names: `B` samples, `D` output columns, `C` chunks of them, `E` chunks in the blocks.
+Shapes: `B` samples, `D` output columns, `C` chunks of them, `E` chunks in the blocks.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The header for one destination is `[flag, batch size, ids per stream]` as int64.
 bits of `Flag`; above them it identifies the module, so that ranks that call different modules raise
 an error. If features have their own batch sizes, the word of a stream also has its number of bags.
 
-Shape names: `R` ranks, `S` streams of this rank, `H` words that this rank receives from each rank,
+Shapes: `R` ranks, `S` streams of this rank, `H` words that this rank receives from each rank,
 `G` segments of this rank's batch, `K` features of this rank's batch.
 """
 

@@ -10,7 +10,7 @@ segments: whole features, or the ids of a feature in one block of rows of a row-
 Every batch passes through this file; the special cases are elsewhere: faults (`faults`),
 ragged batches (`header`), replicated tables (`bags`), gradients of weights (`weight_gradients`).
 
-Shape names: `B` samples of this rank, `K` features of the given batch, `G` segments, `S` streams
+Shapes: `B` samples of this rank, `K` features of the given batch, `G` segments, `S` streams
 of this rank, `D` streams of all destinations, `R` ranks, `N` ids.
 """
 

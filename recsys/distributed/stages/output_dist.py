@@ -9,7 +9,7 @@ computation between the call and the first use of the output.
 If the rows of a table are on the ranks of one of several nodes, its partial sums are added up
 within the node first (see `NodeHop`).
 
-Shape names: `B` samples of this rank, `T` samples of all ranks, `D` output columns, `C`
+Shapes: `B` samples of this rank, `T` samples of all ranks, `D` output columns, `C`
 columns of one rank's lookups.
 """
 

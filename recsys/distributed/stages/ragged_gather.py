@@ -8,7 +8,7 @@ row-split tables.
 Rows of ids are found by the offsets of the bags and the position of each id among the segments. A
 list of the bags of each segment would be longer: ranks times bags, with or without ids.
 
-Shape names: `K` blocks, `B` samples, `D` columns, `C` output chunks, `E` chunks in the blocks. `Q`
+Shapes: `K` blocks, `B` samples, `D` columns, `C` output chunks, `E` chunks in the blocks. `Q`
 groups of blocks with the same columns, `M` chunks of the buffer. `N` ids of the bags, `F` features
 of the bags, `W` buckets of each feature, `X` rounds in which ids are split.
 """

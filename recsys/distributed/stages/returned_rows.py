@@ -1,6 +1,6 @@
 """Rows of a batch's ids, which return from the owners of the tables to the ranks of the ids.
 
-Shape names: `N` ids of this rank's batch, `M` ids that this rank received, `R` ranks, `S` streams
+Shapes: `N` ids of this rank's batch, `M` ids that this rank received, `R` ranks, `S` streams
 of this rank.
 """
 

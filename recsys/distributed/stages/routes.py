@@ -1,6 +1,6 @@
 """Routes of a batch's ids: index tensors that depend on the layout and on the batch's keys.
 
-Shape names: `K` features of the given batch, `H` words of the header, `S` streams of this
+Shapes: `K` features of the given batch, `H` words of the header, `S` streams of this
 rank.
 """
 

@@ -1,6 +1,6 @@
 """Rows of ids: the calls that map the ids of an index to rows.
 
-Legend: `N` ids, `T` tables.
+Shapes: `N` ids, `T` tables.
 """
 
 from __future__ import annotations
