@@ -35,7 +35,7 @@ class LRU:
 @final
 @dataclass(frozen=True)
 class LFU:
-    """Eviction of the least frequently used id; the count of batches that had it may decay.
+    """Evict the least frequently used id. Counts are per batch and can decay.
 
     Raises:
         ValueError: The half-life is negative.

@@ -44,7 +44,7 @@ _Pipeline = TrainPipelineSparseDist[Any, Any]
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainerSettings:
-    """Checked arguments of a `Trainer`, and what they imply for this rank."""
+    """Checked arguments of a `Trainer`, with the ranks and the device of the model."""
 
     model: nn.Module
     optimizer: Any

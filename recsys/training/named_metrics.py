@@ -38,7 +38,7 @@ _NEED_GROUPS = {
     *_NEED_THRESHOLD,
 }
 _OWN = {RecMetricEnum.AUC: "auc", RecMetricEnum.NE: "ne"}
-"""Metrics whose values are those of `BinaryMetrics`, by the name of the result."""
+"""Metrics that `BinaryMetrics` computes, and the name of the result."""
 
 
 class _Rows(RecMetric):
@@ -88,11 +88,11 @@ class NamedMetrics:
     """Metrics of `RecMetricEnum` by name, over all samples of an evaluation and of all ranks.
 
     `Trainer(..., metrics=["auc", "ne", "calibration"])` computes them, and
-    `metrics=partial(NamedMetrics, names, tasks=["click", "buy"])` for several tasks. The model has
-    the output `(loss, logits, labels)` of `BinaryMetrics`, whose `loss` is always part of the
-    result, and sample weights and label masks count as there. The predictions are
-    `sigmoid(logits)`; of `multiclass_recall` the logits `[B, C]`, and of `multi_label_precision`
-    the tasks whose prediction is at least 0.5.
+    `metrics=partial(NamedMetrics, names, tasks=["click", "buy"])` for several tasks. The model
+    returns the output `(loss, logits, labels)`. Results include the `loss` of `BinaryMetrics`, and
+    sample weights and label masks have the same meaning. Predictions are `sigmoid(logits)`. The
+    metric `multiclass_recall` reads logits `[B, C]`; for `multi_label_precision` a task is
+    predicted if its prediction is at least 0.5.
 
     A metric of groups, such as `gauc`, needs the argument `group_by`: the name of a feature with
     one id for each sample, or of an attribute `[B]` of the batch. Groups are complete even if their
@@ -220,7 +220,7 @@ class NamedMetrics:
             for key, value in metric.local_compute().items():
                 label = _result_name(key).removeprefix("multi_label_precision")
                 found[f"multi_label_precision/{label}"] = value.item()
-        # of the two classes of AUC and of NE, those of BinaryMetrics
+        # `BinaryMetrics` computes AUC and NE in float64
         return found | {k: v for k, v in of_losses.items() if k.partition("/")[0] in wanted}
 
 

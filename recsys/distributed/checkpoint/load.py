@@ -90,7 +90,7 @@ def load_checkpoint(
             checkpoint, is damaged, or lacks a part of the model, of the optimizer's state or of
             `progress`; the state is of another kind of optimizer; or a table has another shape than
             saved.
-        TypeError: path, model or optimizer has another type, or a member of `progress` has no
+        TypeError: Path, model or optimizer has another type, or a member of `progress` has no
             state.
         ValueError: On every rank, if gradients of a table with hashed ids wait for a step.
     """

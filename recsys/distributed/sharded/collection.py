@@ -45,7 +45,7 @@ from recsys.distributed.sharded.table_options import (
     options_of_tables,
     output_dtype_of,
 )
-from recsys.distributed.stages.batch import Bags, BatchContext
+from recsys.distributed.stages.batch import BatchContext, LookupInput
 from recsys.distributed.stages.input_dist import InputDist, start_together
 from recsys.distributed.stages.lookup import Lookup, rows_found
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer
@@ -355,7 +355,7 @@ class ShardedCollection(OwnShardsModule):
         replicas = list(self._outputs(self._stages.replicas, received.replicas))
         return chain(replicas, self._outputs(self._stages.lookups, received.lookups))
 
-    def _outputs(self, lookups: Sequence[Lookup], bags: Sequence[Bags]) -> Iterator[Tensor]:
+    def _outputs(self, lookups: Sequence[Lookup], bags: Sequence[LookupInput]) -> Iterator[Tensor]:
         """Yield the output of each lookup."""
         path = self._settings.path
         for lookup, given in zip(lookups, bags, strict=True):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.hashed.index import COUNTS, HashIndex, geometry
+from recsys.kernels.hashed.index import COUNTS, IdIndex, geometry
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds
 from recsys.modules.ids.row_log import RowLog
@@ -87,7 +87,7 @@ class StepCounter:
 
 @final
 class TableIndex(nn.Module):
-    """Index of a table or of some of its regions: which id has which row, and when it was used.
+    """Id index of a table or shard: the row of each id, and its last use.
 
     Args:
         config: The table, with `ids`.
@@ -125,7 +125,7 @@ class TableIndex(nn.Module):
         self._region_rows = of_table // regions
         own = range(of_table) if rows is None else rows
         first, last = own.start // self._region_rows, own.stop // self._region_rows
-        self._index = HashIndex.empty(
+        self._index = IdIndex.empty(
             config.ids.settings(), of_table, regions, first, last, config.ids.seed, device
         )
         for name in _ROW_STATES:
@@ -150,11 +150,11 @@ class TableIndex(nn.Module):
         self.counter.step = step
 
     @property
-    def index(self) -> HashIndex:
+    def index(self) -> IdIndex:
         """The index over the buffers."""
         old, new = self._index, self._buffers
         if old.ids is not new["ids"] or old.digests is not new["digests"]:  # the module was moved
-            self._index = HashIndex(
+            self._index = IdIndex(
                 settings=old.settings, num_regions=old.num_regions, first_region=old.first_region,
                 last_region=old.last_region, lines=old.lines, seed=old.seed, ids=self.ids,
                 last_used=self.last_used, seen=self.seen, digests=self.digests,
