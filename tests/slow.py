@@ -6,7 +6,8 @@ Measured on two cores that were otherwise in use. A case is slow by its id, or b
 from __future__ import annotations
 
 import importlib
-import importlib.util
+
+from tests.without_compat import HAS_COMPAT
 
 PLANNER = "tests/distributed/planner"
 LAYOUT_PLOT = "tests/distributed/placement/test_layout_plot.py"
@@ -285,7 +286,7 @@ QUICK_CASE_OF: dict[str, str] = {
 }
 """Each slow case, or test, and a quick one of the same stage and strategy that stays."""
 
-if importlib.util.find_spec("recsys.compat"):
+if HAS_COMPAT:
     QUICK_CASE_OF |= importlib.import_module("tests.compat.slow").QUICK_CASE_OF
 
 

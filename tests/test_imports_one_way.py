@@ -8,7 +8,7 @@ from pathlib import Path
 
 import recsys
 from tests.offenders import check_each
-from tests.without_compat import FOLDERS
+from tests.without_compat import FOLDERS, HAS_COMPAT
 
 ROOT = Path(recsys.__file__).parent
 
@@ -38,7 +38,7 @@ BESIDE = {
     "metrics": ["base"],
     "training": ["base", "optim", "distributed", "metrics", "sparse", "modules"],
 }
-if (ROOT / "compat").is_dir():  # can be deleted: no other room imports it
+if HAS_COMPAT:  # can be deleted: no other room imports it
     BESIDE |= {
         "compat": [*ROAD, "metrics", "datasets"],
         # parts for the planner, imported where a script asks for one

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import recsys
+from tests.without_compat import HAS_COMPAT
 
 SOURCE = Path(recsys.__file__).parent
 TESTS = Path(__file__).parent
@@ -136,7 +137,7 @@ TESTED_THROUGH = {
     "sparse/keyed_bags.py": "sparse/test_keyed_jagged.py",
 }
 
-if (SOURCE / "compat").is_dir():
+if HAS_COMPAT:
     BROAD |= {
         "compat/test_answers.py",
         "compat/test_facts.py",

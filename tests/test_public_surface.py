@@ -6,7 +6,6 @@ import ast
 import enum
 import importlib
 import importlib.abc
-import importlib.util
 import inspect
 import pkgutil
 import sys
@@ -18,6 +17,7 @@ import pytest
 
 import recsys
 from tests.all_modules import all_modules
+from tests.without_compat import HAS_COMPAT
 
 SURFACE = {
     "recsys": """
@@ -78,7 +78,7 @@ SURFACE = {
         ProgressiveValidation TensorBoard Trainer WandB exit_on_error
     """,
 }
-if importlib.util.find_spec("recsys.compat"):
+if HAS_COMPAT:
     SURFACE["recsys.compat"] = ""
 
 

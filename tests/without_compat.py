@@ -6,17 +6,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("recsys/compat", "tests/compat", "tests/parity")
 """What is about `recsys.compat` only."""
+HAS_COMPAT = importlib.util.find_spec("recsys.compat") is not None
 
 
 def _is_promised_by_compat(line: str) -> bool:
@@ -30,6 +32,16 @@ LISTS: dict[str, Callable[[str], bool]] = {
     "tests/promised_names.txt": _is_promised_by_compat,
 }
 """Lists with lines about `recsys.compat`, and whether a line is."""
+
+
+def expected(names: Iterable[str]) -> set[str]:
+    """Return the paths and modules that exist here: without `recsys.compat`, those of the rest.
+
+    Args:
+        names: Paths and modules that a page names.
+    """
+    gone = () if HAS_COMPAT else (*FOLDERS, "recsys.compat")
+    return {name for name in names if not name.startswith(gone)}
 
 
 def copy_without_compat(target: Path) -> None:

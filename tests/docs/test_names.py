@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_pages import ROOT, TEXTS
+from tests.without_compat import expected
 
 _PATH = r"recsys(?:\.\w+)+"
 _LIST = r"(?:`\w+`(?:,? (?:and|or|with) |, ))*`\w+`"
@@ -82,9 +83,7 @@ def _resolved(path: str) -> object:
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_names_exist(page: Path) -> None:
-    names = set(names_of(page.read_text()))
-    if importlib.util.find_spec("recsys.compat") is None:
-        names = {name for name in names if not name.startswith("recsys.compat")}
+    names = expected(names_of(page.read_text()))
     assert {name for name in names if not exists(name)} == set()
 
 

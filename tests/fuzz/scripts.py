@@ -6,7 +6,6 @@ The forward pass of a module is written from the seed, as text, since TorchScrip
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import io
 import linecache
 import random
@@ -27,16 +26,13 @@ from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagColl
 from recsys.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from tests.ranks import RankPool
+from tests.without_compat import HAS_COMPAT
 
 ROWS, LONGEST = 20, 4
 DTYPES = (torch.int8, torch.quint4x2, torch.float16, torch.float32)
 
 
-COMPAT: Any = (
-    importlib.import_module("tests.compat.scripted")
-    if importlib.util.find_spec("recsys.compat")
-    else None
-)
+COMPAT: Any = importlib.import_module("tests.compat.scripted") if HAS_COMPAT else None
 """Modules of `recsys.compat`, which are drawn where it is."""
 
 

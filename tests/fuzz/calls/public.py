@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 
 from tests.fuzz.calls import (
     datasets,
@@ -18,12 +17,13 @@ from tests.fuzz.calls import (
     training,
 )
 from tests.fuzz.calls.call import Call
+from tests.without_compat import HAS_COMPAT
 
 
 @functools.cache
 def all_calls() -> list[Call]:
     """All calls, in order of their folder; those of `recsys.compat`, where it is, at the end."""
     rooms = [sparse, optim, modules, datasets, metrics, planner, distributed, training, inference]
-    if importlib.util.find_spec("recsys.compat"):
+    if HAS_COMPAT:
         rooms.append(importlib.import_module("tests.compat.calls"))
     return [call for room in rooms for call in room.CALLS]
