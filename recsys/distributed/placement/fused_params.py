@@ -164,6 +164,7 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimiz
 def _unchanged(
     fused_params: Mapping[str, Any], sharding: ParameterSharding | None
 ) -> Mapping[str, Any]:
+    """Return the settings as they are."""
     return fused_params
 
 
