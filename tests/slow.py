@@ -137,8 +137,8 @@ QUICK_CASE_OF: dict[str, str] = {
     "tests/inference/test_batch_sizes.py::test_packages_with_attention_serve_any_batch_size": (
         "tests/inference/test_batch_sizes.py::test_attention_serves_any_batch_size[example1]"
     ),
-    "tests/inference/test_saved_tables.py::test_memory_holds_the_quantized_tables_and_a_block": (
-        "tests/inference/test_saved_tables.py::test_a_checkpoint_equals_the_model[dtype0]"
+    "tests/inference/quant/test_saved.py::test_memory_holds_the_quantized_tables_and_a_block": (
+        "tests/inference/quant/test_saved.py::test_a_checkpoint_equals_the_model[dtype0]"
     ),
     "tests/inference/test_triton_serving.py::test_a_compiled_hstu_recommends_as_in_python": (
         "tests/inference/packages/test_models.py::test_a_program_equals_the_model[hstu]"

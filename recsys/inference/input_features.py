@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from recsys.inference.quantized_collection import QuantizedCollection
-from recsys.inference.quantized_tables import rows_left
+from recsys.inference.quant.collection import QuantizedCollection
+from recsys.inference.quant.lookup import rows_left
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [

@@ -25,8 +25,8 @@ from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.sharded.module_tree import outermost
 from recsys.distributed.sharded.sharder import ModuleSharder
-from recsys.inference.quant_sharders import QuantizedSharder, devices_of
-from recsys.inference.quantized_collection import QuantizedCollection
+from recsys.inference.quant.collection import QuantizedCollection
+from recsys.inference.quant.sharders import QuantizedSharder, devices_of
 
 _Found = Mapping[str, tuple[nn.Module, ModuleSharder[Any]]]
 """The modules to shard, each with its sharder, by path."""

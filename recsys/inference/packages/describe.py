@@ -20,7 +20,7 @@ from recsys.inference.input_features import (
     is_jagged,
     name_of,
 )
-from recsys.inference.quantized_collection import QuantizedCollection
+from recsys.inference.quant.collection import QuantizedCollection
 from recsys.kernels.hashed.index import HashIndex
 from recsys.modules.ids.rows import stored_rows
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor

@@ -36,7 +36,7 @@ from recsys.inference.packages.mapping import ALIGNMENT, MappedFile, map_files
 from recsys.inference.packages.requests import check_request, merge, split
 from recsys.inference.packages.safetensors import write_tensors
 from recsys.inference.packages.server_configs import config_pbtxt
-from recsys.inference.quantized_collection import QuantizedCollection
+from recsys.inference.quant.collection import QuantizedCollection
 from recsys.inference.served_part import served_part
 from recsys.kernels.hashed.index import HashIndex
 from recsys.kernels.hashed.twin import signed

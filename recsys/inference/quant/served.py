@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.inference.batch_checks import by_key, fails, read_sizes, to_device
-from recsys.inference.quantized_tables import QuantizedBags, Served
+from recsys.inference.quant.lookup import QuantizedBags, Served
 from recsys.kernels.bounds import NO_LIMIT
 from recsys.modules.feature_processor import (
     PositionWeightedModule,

@@ -22,8 +22,8 @@ from recsys.inference import (
     quantize_embeddings,
     quantize_inference_model,
 )
+from recsys.inference.quant.rows import whole_table
 from recsys.inference.quant_prep import quant_prep_enable_quant_state_dict_split_scale_bias
-from recsys.inference.quantized_table import whole_table
 from recsys.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,

@@ -13,15 +13,15 @@ import torch
 
 from recsys.base.arguments import instance
 from recsys.base.checked import checked
-from recsys.inference.quantized_collection import QuantizedCollection, Weights
-from recsys.inference.quantized_table import SERVED
-from recsys.inference.quantized_tables import (
+from recsys.inference.quant.collection import QuantizedCollection, Weights
+from recsys.inference.quant.lookup import (
     QuantizedBags,
     QuantizedOptions,
     QuantizedRows,
     Served,
 )
-from recsys.inference.served import ProcessedBags, position_processor
+from recsys.inference.quant.rows import SERVED
+from recsys.inference.quant.served import ProcessedBags, position_processor
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,

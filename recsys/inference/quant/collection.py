@@ -22,9 +22,15 @@ from recsys.base.arguments import wrong_type
 from recsys.base.checked import checked_but
 from recsys.distributed.placement.layout import Rect
 from recsys.distributed.sharded.collection import ShardedCollection
-from recsys.inference.quant_prep import PREPARED, PRUNED
-from recsys.inference.quantized_shards import quantize_shards, rows_of_table
-from recsys.inference.quantized_table import (
+from recsys.inference.quant.indexes import INDEX_STATES, ServedIndexes, index_states
+from recsys.inference.quant.lookup import (
+    QuantizedOptions,
+    QuantizedTables,
+    Served,
+    rows_left,
+)
+from recsys.inference.quant.options import PREPARED, PRUNED
+from recsys.inference.quant.rows import (
     QuantizedTable,
     ShardedQuantizedTable,
     Table,
@@ -34,14 +40,8 @@ from recsys.inference.quantized_table import (
     to_data_type,
     whole_table,
 )
-from recsys.inference.quantized_tables import (
-    QuantizedOptions,
-    QuantizedTables,
-    Served,
-    rows_left,
-)
-from recsys.inference.saved_tables import SavedTables
-from recsys.inference.served_indexes import INDEX_STATES, ServedIndexes, index_states
+from recsys.inference.quant.saved import SavedTables
+from recsys.inference.quant.sources import quantize_shards, rows_of_table
 from recsys.kernels.backend import OUTPUT_CODES
 from recsys.kernels.quantized import row_bytes
 from recsys.kernels.quantized_lookup import row_alignment_on

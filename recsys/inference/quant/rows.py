@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.distributed.placement.layout import Rect
-from recsys.inference.quantized_tables import rows_left
+from recsys.inference.quant.lookup import rows_left
 from recsys.kernels.quantized import join_columns, row_bytes, take_columns
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig, DataType
 from recsys.modules.tables.aliased_storage import detach_storage

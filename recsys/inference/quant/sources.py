@@ -25,7 +25,7 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.distributed.state.sharded_table import ShardedTable
-from recsys.inference.quantized_tables import rows_left
+from recsys.inference.quant.lookup import rows_left
 from recsys.kernels.quantize import (
     BLOCK_VALUES,
     headers_of,

@@ -1,0 +1,1 @@
+"""Quantized embedding collections; public names are in `recsys.inference`."""
