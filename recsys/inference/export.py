@@ -43,7 +43,7 @@ from recsys.inference.input_features import (
 )
 from recsys.inference.programs import AOTIProgram, describe
 from recsys.inference.quant.collection import QuantizedCollection
-from recsys.inference.quant.served import position_processor
+from recsys.inference.quant.lookup import position_processor
 from recsys.inference.served_part import served_part
 from recsys.inference.tracer import Tracer
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup

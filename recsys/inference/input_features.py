@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from recsys.inference.quant.collection import QuantizedCollection
-from recsys.inference.quant.lookup import rows_left
+from recsys.inference.quant.options import rows_left
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [

@@ -33,7 +33,7 @@ from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.inference.packages.deltas import write_delta
 from recsys.inference.packages.follow import upload
 from recsys.inference.packages.manifest import read_manifest
-from recsys.inference.quant.saved import SavedTables
+from recsys.inference.quant.sources import SavedTables
 from recsys.modules.hashed_ids import refuse_overflow
 
 __all__ = ["Publisher"]

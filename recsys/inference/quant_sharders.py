@@ -1,6 +1,6 @@
 """Public path of sharders of quantized collections, which are in `recsys.inference.quant`."""
 
-from recsys.inference.quant.sharders import (
+from recsys.inference.quant.modules import (
     QuantEmbeddingBagCollectionSharder,
     QuantEmbeddingCollectionSharder,
     QuantFeatureProcessedEmbeddingBagCollectionSharder,

@@ -32,9 +32,9 @@ from recsys.inference.quant.modules import (
     QuantEmbeddingCollection,
     QuantFeatureProcessedEmbeddingBagCollection,
 )
-from recsys.inference.quant.rows import split_header, to_data_type
-from recsys.inference.quant.saved import SavedTables, with_saved_values
-from recsys.inference.quant.sources import rows_of_table
+from recsys.inference.quant.options import to_data_type
+from recsys.inference.quant.rows import split_header
+from recsys.inference.quant.sources import SavedTables, rows_of_table, with_saved_values
 from recsys.modules.embedding_configs import DataType, QuantConfig
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollection,

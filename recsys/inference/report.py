@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from recsys.base.checked import checked_but
 from recsys.inference.quant.collection import QuantizedCollection
-from recsys.inference.quant.lookup import rows_left
-from recsys.inference.quant.saved import SavedTables
+from recsys.inference.quant.options import rows_left
+from recsys.inference.quant.sources import SavedTables
 from recsys.kernels.quantize import BLOCK_VALUES
 from recsys.kernels.quantized import dequantize_rows, row_bytes
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig

@@ -84,7 +84,10 @@ class Tracer(fx.Tracer):
         return found if isinstance(features, fx.Proxy) else served.wrap_proxy(found, features)
 
     def create_arg(self, a: Any) -> Any:
-        """Convert an argument of a node; a batch of proxies becomes a node that builds it."""
+        """Convert an argument of a traced call.
+
+        A batch made of proxies becomes a call that builds the batch.
+        """
         if isinstance(a, JaggedTensor | KeyedJaggedTensor):
             parts: dict[str, Any] = {"weights": a.weights_or_none(), "lengths": a.lengths()}
             if not isinstance(a, KeyedJaggedTensor):

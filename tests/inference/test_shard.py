@@ -24,7 +24,7 @@ from recsys.inference import (
 )
 from recsys.inference.modules import assign_weights_to_tbe, get_table_to_weights_from_tbe
 from recsys.inference.quant.collection import QuantizedCollection
-from recsys.inference.quant.lookup import rows_left
+from recsys.inference.quant.options import rows_left
 from recsys.inference.quant_prep import quant_prep_enable_quant_state_dict_split_scale_bias
 from recsys.inference.quant_sharders import (
     QuantEmbeddingBagCollectionSharder,

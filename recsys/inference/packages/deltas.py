@@ -32,7 +32,7 @@ from recsys.distributed.placement.file_checks import list_of, object_of, parse_j
 from recsys.inference.packages.delta_files import Header, Rows, Update, header_of, parse
 from recsys.inference.packages.indexes import empty_index
 from recsys.inference.packages.manifest_rules import read_table
-from recsys.inference.quant.saved import SavedTables
+from recsys.inference.quant.sources import SavedTables
 from recsys.kernels.hashed.twin import LINE, locate
 from recsys.kernels.quantize import quantize_rows
 from recsys.kernels.quantized import row_bytes

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self, cast, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -22,48 +22,41 @@ from recsys.base.arguments import wrong_type
 from recsys.base.checked import checked_but
 from recsys.distributed.placement.layout import Rect
 from recsys.distributed.sharded.collection import ShardedCollection
-from recsys.inference.quant.indexes import INDEX_STATES, ServedIndexes, index_states
-from recsys.inference.quant.lookup import (
+from recsys.inference.quant.lookup import QuantizedTables, Served
+from recsys.inference.quant.options import (
     QuantizedOptions,
-    QuantizedTables,
-    Served,
+    quantized_configs,
     rows_left,
 )
-from recsys.inference.quant.options import PREPARED, PRUNED
 from recsys.inference.quant.rows import (
     QuantizedTable,
+    ServedIndexes,
     ShardedQuantizedTable,
     Table,
     check_rows,
     copy_shard,
     split_header,
-    to_data_type,
     whole_table,
 )
-from recsys.inference.quant.saved import SavedTables
-from recsys.inference.quant.sources import quantize_shards, rows_of_table
-from recsys.kernels.backend import OUTPUT_CODES
+from recsys.inference.quant.sources import SavedTables, index_states, quantize_shards, rows_of_table
 from recsys.kernels.quantized import row_bytes
 from recsys.kernels.quantized_lookup import row_alignment_on
 from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import (
     DATA_TYPE_NUM_BITS,
     BaseEmbeddingConfig,
-    QuantConfig,
 )
 from recsys.modules.hashed_ids import HashedIds
 from recsys.modules.tables.aliased_storage import AliasedStorage
 from recsys.modules.tables.batch_checker import with_one_batch_size
 from recsys.modules.tables.embedding_inputs import positions_of
 from recsys.modules.tables.embedding_table import TableDict
-from recsys.modules.tables.embedding_tables import TableCollection
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import check_features
 
 __all__ = [
     "QuantizedCollection",
     "Weights",
-    "quantized_configs",
 ]
 
 Weights = Mapping[str, tuple[Tensor, Tensor | None]]
@@ -145,7 +138,10 @@ class QuantizedCollection(nn.Module):
             device: Device of the tables; None: the device of the trained tables.
         """
         tables = cls._tables_of(module)
-        configs, options = quantized_configs(tables, module)
+        if isinstance(tables, QuantizedCollection):  # torch's convert starts at inner modules
+            configs, options = tables.configs(), tables.options()
+        else:
+            configs, options = quantized_configs(tables, module)
         options |= cls._options_of(module)
         return cls(configs, device=device or tables.device, **options)
 
@@ -252,9 +248,7 @@ class QuantizedCollection(nn.Module):
                 )
                 rows_of_table(part, block, rows[start : start + len(block)])
             if config.ids is not None:
-                index = name.removesuffix("weight") + "index."
-                states = saved.values.read({index + key: None for key in INDEX_STATES})
-                self._assign_index(config, {k: states[index + k] for k in INDEX_STATES}, config.ids)
+                self._assign_index(config, saved.index_states(name), config.ids)
         return self
 
     def _assign_index(
@@ -456,42 +450,3 @@ class QuantizedCollection(nn.Module):
         lookups = state.pop("_aliased")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._alias(lookups)
-
-
-def quantized_configs(
-    module: TableCollection | ShardedCollection | QuantizedCollection, configured: nn.Module
-) -> tuple[list[Any], dict[str, Any]]:
-    """Return the tables and options of a quantized collection for a trained one.
-
-    Args:
-        module: The trained collection, sharded or not; or a quantized collection.
-        configured: The module with the `qconfig`, if there is one.
-
-    Returns:
-        The tables, and arguments of the quantized collection by name. They include the rows of a
-        quantized collection.
-
-    Raises:
-        TypeError: The module is not a collection.
-        ValueError: A table cannot be quantized to its dtype.
-    """
-    if isinstance(module, QuantizedCollection):  # torch's convert starts at the innermost module
-        return module.configs(), module.options()
-    if not isinstance(cast(object, module), TableCollection | ShardedCollection):
-        wrong_type("module", "a collection of tables, sharded or not", module)
-    qconfig = getattr(configured, "qconfig", None)
-    dtype, output_dtype = torch.int8, torch.float32
-    per_table: Mapping[str, torch.dtype] = {}
-    if qconfig is not None:
-        dtype, output_dtype = qconfig.weight().dtype, qconfig.activation().dtype
-        per_table = getattr(qconfig, "per_table_weight_dtype", None) or {}
-        # in torch's QConfig this is the dtype of the inputs of dense layers
-        if output_dtype not in OUTPUT_CODES and not isinstance(qconfig, QuantConfig):
-            output_dtype = torch.float32
-    pruned: Mapping[str, int] = getattr(module, PRUNED, {})
-    configs: list[Any] = []
-    for config in module.configs():
-        data_type = to_data_type(per_table.get(config.name, dtype))
-        left = pruned.get(config.name, config.num_embeddings_post_pruning)
-        configs.append(replace(config, data_type=data_type, num_embeddings_post_pruning=left))
-    return configs, {"output_dtype": output_dtype} | getattr(configured, PREPARED, {})

@@ -1,31 +1,119 @@
-"""Options of modules for their quantization.
-
-`from_float` of a quantized collection reads them, and with it `quantize_dynamic`,
-`quantize_embeddings` and `quantize_inference_model`.
-"""
+"""Options of quantized collections: element types, layout of rows, and pruning."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast, final
 
+import torch
 from torch import nn
 
-from recsys.base.arguments import whole
+from recsys.base.arguments import whole, wrong_type
 from recsys.base.checked import checked
 from recsys.distributed.sharded.collection import ShardedCollection
+from recsys.kernels.backend import OUTPUT_CODES
+from recsys.modules.embedding_configs import BaseEmbeddingConfig, DataType, QuantConfig
 from recsys.modules.tables.embedding_tables import QUANTIZATION_NOTES, TableCollection
 
 __all__ = [
-    "PREPARED",
-    "PRUNED",
+    "SERVED",
+    "QuantizedOptions",
     "quant_prep_customize_row_alignment",
     "quant_prep_enable_cache_features_order",
     "quant_prep_enable_quant_state_dict_split_scale_bias",
     "quant_prep_enable_quant_state_dict_split_scale_bias_for_types",
+    "quantized_configs",
+    "rows_left",
     "set_pruning_data",
+    "to_data_type",
 ]
 
-PREPARED, PRUNED = QUANTIZATION_NOTES
+_DATA_TYPES = {
+    **dict.fromkeys((torch.int8, torch.uint8, torch.qint8, torch.quint8), DataType.INT8),
+    torch.quint4x2: DataType.INT4,
+    torch.quint2x4: DataType.INT2,
+    torch.float16: DataType.FP16,
+    torch.float32: DataType.FP32,
+}
+
+SERVED = (*dict.fromkeys(_DATA_TYPES.values()), DataType.UINT8)
+"""Element types that quantized tables support."""
+
+
+def to_data_type(dtype: torch.dtype) -> DataType:
+    """Return the element type of tables for a quantized dtype.
+
+    Raises:
+        ValueError: Tables cannot be quantized to it.
+
+    Example:
+        >>> to_data_type(torch.quint4x2)
+        <DataType.INT4: 'INT4'>
+    """
+    if not isinstance(dtype, torch.dtype) or dtype not in _DATA_TYPES:
+        raise ValueError(
+            "Tables are quantized to torch.int8, torch.quint4x2, torch.quint2x4, torch.float16 or "
+            f"torch.float32; received {dtype!r}."
+        )
+    return _DATA_TYPES[dtype]
+
+
+def rows_left(config: BaseEmbeddingConfig) -> int:
+    """Return the number of rows of a table after pruning."""
+    left = config.num_embeddings_post_pruning
+    if left is None:
+        return config.num_embeddings
+    where = f"Table {config.name!r}: num_embeddings_post_pruning"
+    return whole(where, left, most=config.num_embeddings)
+
+
+@final
+@dataclass(frozen=True)
+class QuantizedOptions:
+    """Options of a quantized collection, fixed when it is built.
+
+    Raises:
+        ValueError: An option is not supported.
+    """
+
+    owner: str
+    """The collection's class, for messages."""
+    output_dtype: torch.dtype
+    register_tbes: bool
+    """Must be False."""
+    splits: bool
+    """Scales and biases are separate buffers."""
+    row_alignment: int
+    """Rows are stored in multiples of this many bytes."""
+    caches_order: bool
+    """Keep the positions of the features among the keys of the last batch."""
+    is_weighted: bool = False
+    """Rows are multiplied by the weights of a batch."""
+    need_indices: bool = False
+    """Ids are returned as weights."""
+
+    def __post_init__(self) -> None:
+        owner, alignment = self.owner, self.row_alignment
+        if self.register_tbes:
+            raise ValueError(
+                f"{owner}.register_tbes is not supported; received {self.register_tbes!r}. Leave "
+                "it out: each table's rows are a buffer without it."
+            )
+        whole(f"{owner}.row_alignment", alignment)
+        if self.splits and alignment % 2:
+            raise ValueError(
+                f"{owner}.row_alignment must be even with quant_state_dict_split_scale_bias=True; "
+                f"received {alignment}."
+            )
+        if self.output_dtype not in OUTPUT_CODES:
+            raise ValueError(
+                f"{owner}.output_dtype must be one of {[*OUTPUT_CODES]}; received "
+                f"{self.output_dtype}."
+            )
+
+
+_PREPARED, _PRUNED = QUANTIZATION_NOTES
 """Attributes of a module: arguments of the quantized module by name; rows to keep by table name."""
 
 
@@ -149,8 +237,44 @@ def set_pruning_data(
         for name, rows in tables_to_rows_post_pruning.items()
     }
     for collection in collections:
-        setattr(collection, PRUNED, left)
+        setattr(collection, _PRUNED, left)
     return model
+
+
+def quantized_configs(
+    module: TableCollection | ShardedCollection, configured: nn.Module
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the tables and options of a quantized collection for a trained one.
+
+    Args:
+        module: The trained collection, sharded or not.
+        configured: The module with the `qconfig`, if there is one.
+
+    Returns:
+        The tables, and arguments of the quantized collection by name.
+
+    Raises:
+        TypeError: The module is not a collection.
+        ValueError: A table cannot be quantized to its dtype.
+    """
+    if not isinstance(cast(object, module), TableCollection | ShardedCollection):
+        wrong_type("module", "a collection of tables, sharded or not", module)
+    qconfig = getattr(configured, "qconfig", None)
+    dtype, output_dtype = torch.int8, torch.float32
+    per_table: Mapping[str, torch.dtype] = {}
+    if qconfig is not None:
+        dtype, output_dtype = qconfig.weight().dtype, qconfig.activation().dtype
+        per_table = getattr(qconfig, "per_table_weight_dtype", None) or {}
+        # in torch's QConfig this is the dtype of the inputs of dense layers
+        if output_dtype not in OUTPUT_CODES and not isinstance(qconfig, QuantConfig):
+            output_dtype = torch.float32
+    pruned: Mapping[str, int] = getattr(module, _PRUNED, {})
+    configs: list[Any] = []
+    for config in module.configs():
+        data_type = to_data_type(per_table.get(config.name, dtype))
+        left = pruned.get(config.name, config.num_embeddings_post_pruning)
+        configs.append(replace(config, data_type=data_type, num_embeddings_post_pruning=left))
+    return configs, {"output_dtype": output_dtype} | getattr(configured, _PREPARED, {})
 
 
 def _prepare_types(
@@ -168,4 +292,4 @@ def _is_one_of(module: nn.Module, types: Sequence[type[nn.Module]]) -> bool:
 
 
 def _prepare(module: nn.Module, option: str, value: object) -> None:
-    setattr(module, PREPARED, {**getattr(module, PREPARED, {}), option: value})
+    setattr(module, _PREPARED, {**getattr(module, _PREPARED, {}), option: value})
