@@ -46,6 +46,7 @@ BROAD = {
     "inference/cpp/test_columns.py",
     "inference/cpp/test_core.py",
     "inference/cpp/test_library.py",
+    "inference/cpp/test_rules.py",
     "test_bad_input.py",
     "test_benchmarks.py",
     "test_docstrings.py",
