@@ -35,6 +35,7 @@ from recsys.inference.quant.rows import (
     Table,
     check_rows,
     copy_shard,
+    shard_size,
     split_header,
     whole_table,
 )
@@ -103,7 +104,7 @@ class QuantizedCollection(nn.Module):
         self._shards = [(whole_table(config),) for config in self._configs]
         if any(config.ids is not None for config in self._configs):
             self.indexes = ServedIndexes(self._configs, torch.device(device))
-        rows = self._given_rows(weights, torch.device(device))
+        rows = self._checked_rows(weights, torch.device(device))
         self._alias(self._new_lookups([[of_table] for of_table in rows], self._shards))
 
     _lookups: type[QuantizedTables]
@@ -195,8 +196,8 @@ class QuantizedCollection(nn.Module):
             ValueError: The names or shapes do not match the tables.
         """
         tables = self._tables()
-        given = self._given_rows(weights, torch.device("cpu"))
-        for table, rows in zip(tables, given, strict=True):
+        all_rows = self._checked_rows(weights, torch.device("cpu"))
+        for table, rows in zip(tables, all_rows, strict=True):
             table.assign(rows)
 
     def quantize(self, module: Any) -> Self:
@@ -282,27 +283,20 @@ class QuantizedCollection(nn.Module):
         state = self.__getstate__()
         del state["_aliased"]
         zero = torch.zeros(1, 1, dtype=torch.uint8)
-        rows = []
-        for table, of_table in zip(self._tables(), shards, strict=True):
-            bits = DATA_TYPE_NUM_BITS[table.config.data_type]
-            sizes = [(r.num_rows, row_bytes(r.num_cols, bits)) for r in of_table]
-            rows.append(
-                [
-                    zero.to(device_of(rect.rank)).expand(size)
-                    for rect, size in zip(of_table, sizes, strict=True)
-                ]
-            )
-        state = copy.deepcopy(state | {"_shards": [tuple(of_table) for of_table in shards]})
+        rows = [
+            [zero.to(device_of(rect.rank)).expand(shard_size(config, rect)) for rect in rects]
+            for config, rects in zip(self._configs, shards, strict=True)
+        ]
+        state = copy.deepcopy(state | {"_shards": [tuple(rects) for rects in shards]})
         lookups = self._new_lookups(rows, shards)
-        given = self.lookups().stored_rows()
-        for table, source, of_table, stored in zip(
-            self._tables(), given, shards, lookups.stored_rows(), strict=True
+        sources = self.lookups().stored_rows()
+        for table, source, rects, stored in zip(
+            self._tables(), sources, shards, lookups.stored_rows(), strict=True
         ):
-            bits = DATA_TYPE_NUM_BITS[table.config.data_type]
-            size = row_bytes(table.config.embedding_dim, bits)
+            _, size = shard_size(table.config, whole_table(table.config))
             whole = source[0][:, :size] if len(source) == 1 else table.rows()
-            for rect, target in zip(of_table, stored, strict=True):
-                copy_shard(whole, bits, rect, target)
+            for rect, target in zip(rects, stored, strict=True):
+                copy_shard(whole, table.config, rect, target)
         new = self._with(state, lookups)
         new.is_placed = True
         return new
@@ -319,31 +313,30 @@ class QuantizedCollection(nn.Module):
         new.__setstate__({**state, "_aliased": lookups})
         return new
 
-    def _given_rows(self, weights: Weights | None, device: torch.device) -> list[Tensor]:
-        given = dict(weights or {})
+    def _checked_rows(self, weights: Weights | None, device: torch.device) -> list[Tensor]:
+        rows_by_table = dict(weights or {})
         names = [config.name for config in self._configs]
-        if weights is not None and given.keys() != set(names):
+        if weights is not None and rows_by_table.keys() != set(names):
             raise ValueError(
                 "table_name_to_quantized_weights must have exactly the collection's tables; "
-                f"received {sorted(given)} for {names}."
+                f"received {sorted(rows_by_table)} for {names}."
             )
-        found = []
+        all_rows = []
         for config in self._configs:
-            bits = DATA_TYPE_NUM_BITS[config.data_type]
             try:
-                size = rows_left(config), row_bytes(config.embedding_dim, bits)
+                size = shard_size(config, whole_table(config))
             except ValueError as error:
                 raise ValueError(f"Table {config.name!r} cannot be quantized. {error}") from error
             if weights is None:  # all zeros, expanded from one byte
                 zero = torch.zeros(1, 1, dtype=torch.uint8, device=device)
-                found.append(zero.expand(size))
+                all_rows.append(zero.expand(size))
                 continue
-            rows, header = given[config.name]
+            rows, header = rows_by_table[config.name]
             if header is not None:
                 rows = torch.cat([header.view(torch.uint8), rows.view(torch.uint8)], dim=1)
             check_rows(f"table_name_to_quantized_weights[{config.name!r}]", rows, size)
-            found.append(rows.to(device))
-        return found
+            all_rows.append(rows.to(device))
+        return all_rows
 
     # -- lookups ------------------------------------------------------------------------------
 
@@ -394,9 +387,9 @@ class QuantizedCollection(nn.Module):
         """Return the current lookups, which are not registered as a submodule."""
         if self._aliased is None or not self._aliased.is_current():
             rows = [table.shards() for table in self._tables()]
-            for table, of_table in zip(self._tables(), rows, strict=True):
-                for found, size in zip(of_table, table.shard_sizes(), strict=True):
-                    check_rows(f"{self._tables_name}[{table.config.name!r}]", found, size)
+            for table, table_shards in zip(self._tables(), rows, strict=True):
+                for shard, size in zip(table_shards, table.shard_sizes(), strict=True):
+                    check_rows(f"{self._tables_name}[{table.config.name!r}]", shard, size)
             self._alias(self._new_lookups(rows, self._shards))
         assert self._aliased is not None
         return self._aliased.lookups
@@ -410,11 +403,11 @@ class QuantizedCollection(nn.Module):
         """Make the tables' buffers views of the lookups' rows; create missing table modules."""
         if self._modules.get(self._tables_name) is None:
             named = TableDict()
-            for config, of_table in zip(self._configs, self._shards, strict=True):
+            for config, rects in zip(self._configs, self._shards, strict=True):
                 named[config.name] = (
                     QuantizedTable(config, self._options.splits)
-                    if len(of_table) == 1
-                    else ShardedQuantizedTable(config, of_table, self._options.splits)
+                    if len(rects) == 1
+                    else ShardedQuantizedTable(config, rects, self._options.splits)
                 )
             self._modules[self._tables_name] = named.train(self.training)
         self._aliased = _AliasedLookups(lookups, self._tables())

@@ -73,8 +73,8 @@ def _columns_of(table: int, shards: Sequence[Rect]) -> list[_Columns]:
     for i in sorted(range(len(shards)), key=lambda i: (shards[i].col_start, shards[i].row_start)):
         by_start.setdefault(shards[i].col_start, []).append(i)
     return [
-        _Columns(table, start, shards[own[0]].num_cols, tuple(own), shards[own[0]].rank)
-        for start, own in by_start.items()
+        _Columns(table, start, shards[indices[0]].num_cols, tuple(indices), shards[indices[0]].rank)
+        for start, indices in by_start.items()
     ]
 
 
@@ -82,11 +82,11 @@ class Served(nn.Module):
     """A module of an exported program: takes a batch and returns a keyed container."""
 
     @torch.jit.unused
-    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
+    def wrap_proxy(self, output: object, features: KeyedJaggedTensor) -> object:
         """Return the output as a container of proxies.
 
         Args:
-            found: The proxy of the output in `torch.fx`.
+            output: The proxy of the output in `torch.fx`.
             features: The batch, of proxies.
         """
         raise NotImplementedError
@@ -113,13 +113,13 @@ class QuantizedTables(Served):
         options: QuantizedOptions,
     ) -> None:
         super().__init__()
-        self.names = [n for of_table in get_embedding_names_by_table(configs) for n in of_table]
+        self.names = [n for names in get_embedding_names_by_table(configs) for n in names]
         self.read = [f for config in configs for f in config.feature_names]
         self.dims = [config.embedding_dim for config in configs for _ in config.feature_names]
         self.is_weighted = options.is_weighted
         self.need_indices = options.need_indices
         self.feature_names = list(dict.fromkeys(self.read))
-        columns = [part for t, of_table in enumerate(shards) for part in _columns_of(t, of_table)]
+        columns = [part for t, rects in enumerate(shards) for part in _columns_of(t, rects)]
         by_lookup: dict[object, list[_Columns]] = {}
         for part in columns:
             pooling = poolings[part.table]
@@ -141,9 +141,9 @@ class QuantizedTables(Served):
             for parts in by_lookup.values()
         ]
         place = {feature: i for i, feature in enumerate(self.feature_names)}
-        self.lookup_features = [[place[f] for _, f in of_lookup] for of_lookup in slots]
+        self.lookup_features = [[place[f] for _, f in lookup] for lookup in slots]
         # outputs of the lookups as (table, feature, first column)
-        found = [(part.table, f, part.start) for of_lookup in slots for part, f in of_lookup]
+        outputs = [(part.table, f, part.start) for lookup in slots for part, f in lookup]
         per_table = [[part.start for part in columns if part.table == t] for t in range(len(rows))]
         wanted = [
             (t, f, start)
@@ -151,10 +151,10 @@ class QuantizedTables(Served):
             for f in c.feature_names
             for start in per_table[t]
         ]
-        self.widths = [part.width for of_lookup in slots for part, _ in of_lookup]
-        place_of_slot = {slot: i for i, slot in enumerate(found)}
+        self.widths = [part.width for lookup in slots for part, _ in lookup]
+        place_of_slot = {slot: i for i, slot in enumerate(outputs)}
         self.order = [place_of_slot[slot] for slot in wanted]
-        self.in_order = found == wanted
+        self.in_order = outputs == wanted
         self.num_parts = [len(per_table[t]) for t, c in enumerate(configs) for _ in c.feature_names]
         self.num_rows = [
             min(rows_left(config) for config in configs if feature in config.feature_names)
@@ -224,8 +224,8 @@ class QuantizedTables(Served):
             device = lookup.weights.device
             if id_weights is not None:
                 id_weights = id_weights.to(device)  # type: ignore[arg-type]
-            found = lookup(ids.to(device), offsets.to(device), id_weights)  # type: ignore[arg-type]
-            outputs.append(found.to(values.device))
+            output = lookup(ids.to(device), offsets.to(device), id_weights)  # type: ignore[arg-type]
+            outputs.append(output.to(values.device))
         return outputs
 
     def _check_ids(self, values: Tensor, ids_per_key: Tensor, positions: list[int]) -> None:
@@ -301,9 +301,9 @@ class QuantizedBags(QuantizedTables):
         return torch.cat([columns[i] for i in self.order], dim=1)
 
     @torch.jit.unused
-    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
+    def wrap_proxy(self, output: object, features: KeyedJaggedTensor) -> object:
         """Return a keyed tensor of proxies."""
-        values = cast(KeyedTensor, found).values()
+        values = cast(KeyedTensor, output).values()
         return KeyedTensor.from_parts(self.names, self.dims, values)
 
 
@@ -318,14 +318,14 @@ class QuantizedRows(QuantizedTables):
         lengths = features.lengths()
         rows, ids = self.look_up(features.values(), lengths, positions, len(keys))
         lengths_KB = lengths.view(len(keys), lengths.numel() // len(keys))
-        found: dict[str, JaggedTensor] = {}
+        outputs: dict[str, JaggedTensor] = {}
         for i, name in enumerate(self.names):
             key = keys.index(self.read[i])
             weights: Tensor | None = None
             if self.need_indices:
                 weights = ids[key]
-            found[name] = JaggedTensor(rows[i], weights, lengths_KB[key])
-        return found
+            outputs[name] = JaggedTensor(rows[i], weights, lengths_KB[key])
+        return outputs
 
     def look_up(
         self, values: Tensor, lengths: Tensor, positions: list[int], num_keys: int
@@ -352,9 +352,9 @@ class QuantizedRows(QuantizedTables):
         return outputs, ids
 
     @torch.jit.unused
-    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
+    def wrap_proxy(self, output: object, features: KeyedJaggedTensor) -> object:
         """Return jagged tensors of proxies."""
-        jagged = cast(dict[str, JaggedTensor], found)
+        jagged = cast(dict[str, JaggedTensor], output)
         return {
             name: JaggedTensor.from_parts(
                 jagged[name].values(),
@@ -377,10 +377,10 @@ def _lookup_of(
     tables = [rows[part.table][shard] for part in parts for shard in part.shards]
     features = [i for i, part in enumerate(parts) for _ in configs[part.table].feature_names]
     pooling = poolings[parts[0].table]
-    more = {"output_dtype": options.output_dtype, "row_alignment": options.row_alignment}
+    layout = {"output_dtype": options.output_dtype, "row_alignment": options.row_alignment}
     if len(tables) > len(parts):
-        return QuantizedSplitLookup(tables, bits[0], len(features), pooling, **more)  # type: ignore[arg-type]
-    return QuantizedLookup(tables, bits, features, pooling, **more)  # type: ignore[arg-type]
+        return QuantizedSplitLookup(tables, bits[0], len(features), pooling, **layout)  # type: ignore[arg-type]
+    return QuantizedLookup(tables, bits, features, pooling, **layout)  # type: ignore[arg-type]
 
 
 def _permute(
@@ -415,13 +415,13 @@ class ProcessedBags(Served):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up a batch, as `QuantizedBags.forward`; it needs no weights."""
-        found: KeyedTensor = self.bags(self.processor(features))
-        return found
+        output: KeyedTensor = self.bags(self.processor(features))
+        return output
 
     @torch.jit.unused
-    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
+    def wrap_proxy(self, output: object, features: KeyedJaggedTensor) -> object:
         """Return a keyed tensor of proxies."""
-        return self.bags.wrap_proxy(found, features)
+        return self.bags.wrap_proxy(output, features)
 
 
 @final
@@ -481,9 +481,9 @@ class PositionProcessor(Served):
         return KeyedJaggedTensor(keys, values, weights, lengths)
 
     @torch.jit.unused
-    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
+    def wrap_proxy(self, output: object, features: KeyedJaggedTensor) -> object:
         """Return a batch with weights, of proxies."""
-        return with_weights(features, cast(KeyedJaggedTensor, found).weights())
+        return with_weights(features, cast(KeyedJaggedTensor, output).weights())
 
 
 def position_processor(module: nn.Module) -> PositionProcessor | None:

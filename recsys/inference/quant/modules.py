@@ -339,23 +339,25 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
             ValueError: The lengths do not match the ids.
         """
         positions, keys = self._positions(features), features.keys()
-        given = features.trim()
-        features = self._with_rows(given)
+        trimmed = features.trim()
+        features = self._with_rows(trimmed)
         lengths = self._lengths(features, is_pooled=False)
         if features.variable_stride_per_key():
-            of_key = features.lengths().split_with_sizes(features.stride_per_key())
+            key_lengths = features.lengths().split_with_sizes(features.stride_per_key())
         else:
-            of_key = lengths.view(len(keys), features.stride()).unbind(0)
+            key_lengths = lengths.view(len(keys), features.stride()).unbind(0)
         lookups = cast(QuantizedRows, self.lookups())
         rows, ids = lookups.look_up(features.values(), lengths, positions, len(keys))
-        if features is not given and lookups.need_indices:
-            ids = list(given.values().split(given.length_per_key()))
+        if features is not trimmed and lookups.need_indices:
+            ids = list(trimmed.values().split(trimmed.length_per_key()))
         place = {key: i for i, key in enumerate(keys)}
         return {
             name: JaggedTensor.from_parts(
-                found, ids[place[feature]] if lookups.need_indices else None, of_key[place[feature]]
+                values,
+                ids[place[feature]] if lookups.need_indices else None,
+                key_lengths[place[feature]],
             )
-            for name, feature, found in zip(lookups.names, lookups.read, rows, strict=True)
+            for name, feature, values in zip(lookups.names, lookups.read, rows, strict=True)
         }
 
     def embedding_configs(self) -> list[EmbeddingConfig]:

@@ -41,6 +41,7 @@ __all__ = [
     "check_rows",
     "copy_shard",
     "meta_rows",
+    "shard_size",
     "shards_of_plan",
     "split_header",
     "used_rows",
@@ -78,6 +79,11 @@ def whole_table(config: BaseEmbeddingConfig) -> Rect:
     return Rect(
         row_start=0, row_end=rows_left(config), col_start=0, col_end=config.embedding_dim, rank=0
     )
+
+
+def shard_size(config: BaseEmbeddingConfig, rect: Rect) -> tuple[int, int]:
+    """Return rows, and bytes per row without padding, of a shard."""
+    return rect.num_rows, row_bytes(rect.num_cols, DATA_TYPE_NUM_BITS[config.data_type])
 
 
 @final
@@ -128,7 +134,7 @@ class QuantizedTable(nn.Module):
 
     def shard_sizes(self) -> list[tuple[int, int]]:
         """Return rows, and bytes per row without padding, of each shard."""
-        return [(rows_left(self.config), self._row_bytes)]
+        return [shard_size(self.config, whole_table(self.config))]
 
     def assign(self, rows: Tensor) -> None:
         """Write all rows, without padding."""
@@ -207,7 +213,7 @@ class ShardedQuantizedTable(nn.Module):
 
     def shard_sizes(self) -> list[tuple[int, int]]:
         """Return rows, and bytes per row without padding, of each shard."""
-        return [(rect.num_rows, row_bytes(rect.num_cols, self._bits)) for rect in self._rects]
+        return [shard_size(self.config, rect) for rect in self._rects]
 
     def assign(self, rows: Tensor) -> None:
         """Write all rows, without padding."""
@@ -250,8 +256,9 @@ class ShardedQuantizedTable(nn.Module):
 Table: TypeAlias = QuantizedTable | ShardedQuantizedTable
 
 
-def copy_shard(whole: Tensor, bits: int, rect: Rect, target: Tensor) -> None:
+def copy_shard(whole: Tensor, config: BaseEmbeddingConfig, rect: Rect, target: Tensor) -> None:
     """Copy a shard of a table's rows in blocks, as columns of a row are copied twice."""
+    bits = DATA_TYPE_NUM_BITS[config.data_type]
     for first in range(rect.row_start, rect.row_end, _COPIED_ROWS):
         last = min(first + _COPIED_ROWS, rect.row_end)
         part = take_columns(whole[first:last], bits, rect.col_start, rect.col_end)
@@ -331,9 +338,9 @@ class ServedIndexes(nn.Module):
             return features
         indexes = [self.table(self._tables[keys[i]]).index for i in hashed]
         ids = torch.cat([parts[i] for i in hashed])
-        own_sizes = [sizes[i] for i in hashed]
-        found = stored_rows(indexes, ids, own_sizes).split(own_sizes)
-        for i, rows in zip(hashed, found, strict=True):
+        hashed_sizes = [sizes[i] for i in hashed]
+        all_rows = stored_rows(indexes, ids, hashed_sizes).split(hashed_sizes)
+        for i, rows in zip(hashed, all_rows, strict=True):
             parts[i] = rows
         return features.with_values(torch.cat(parts))
 

@@ -182,24 +182,24 @@ def _blocks(tables: Sequence[_Table], num_receivers: int) -> Iterator[_Block]:
     """Yield blocks in turn over all shards, so that all ranks work at the same time."""
     ranges: list[tuple[_Table, int, int, tuple[Rect, ...], int]] = []
     for table in tables:
-        of_rows: dict[int, list[Rect]] = {}
+        by_row: dict[int, list[Rect]] = {}
         for rect in sorted(table.placed.rects, key=lambda rect: rect.col_start):
-            of_rows.setdefault(rect.row_start, []).append(rect)
+            by_row.setdefault(rect.row_start, []).append(rect)
         left = rows_left(table.config)
         # smaller blocks for more receivers, as each gets a copy
         step = max(BLOCK_VALUES // (table.config.embedding_dim * max(num_receivers, 1)), 1)
-        for start, of_range in sorted(of_rows.items()):
-            end = min(of_range[0].row_end, left)
+        for start, rects_of_rows in sorted(by_row.items()):
+            end = min(rects_of_rows[0].row_end, left)
             if start < end:
-                ranges.append((table, start, end, tuple(of_range), step))
+                ranges.append((table, start, end, tuple(rects_of_rows), step))
     for i in count():
-        found = False
+        has_more = False
         for table, start, end, rects, step in ranges:
             first = start + i * step
             if first < end:
-                found = True
+                has_more = True
                 yield _Block(table, (first, min(first + step, end)), rects)
-        if not found:
+        if not has_more:
             return
 
 
@@ -239,12 +239,12 @@ class _Exchange:
         env, receivers = self._env, self._receivers
         ranges = self._common_ranges(blocks)
         sizes = _bytes_per_rank(blocks, env.world_size)
-        own = sizes[env.rank]
-        send = torch.zeros(own * len(receivers), dtype=torch.uint8, device=self._device)
-        self.attempt(partial(self._quantize, blocks, ranges, send[:own]))
+        num_bytes = sizes[env.rank]
+        send = torch.zeros(num_bytes * len(receivers), dtype=torch.uint8, device=self._device)
+        self.attempt(partial(self._quantize, blocks, ranges, send[:num_bytes]))
         for i in range(1, len(receivers)):
-            send[i * own : (i + 1) * own].copy_(send[:own])
-        send_sizes = [own if rank in receivers else 0 for rank in range(env.world_size)]
+            send[i * num_bytes : (i + 1) * num_bytes].copy_(send[:num_bytes])
+        send_sizes = [num_bytes if rank in receivers else 0 for rank in range(env.world_size)]
         is_wanted = env.rank in receivers
         recv_sizes = sizes if is_wanted else [0] * env.world_size
         name = ExchangeName.QUANTIZED_ROWS
@@ -257,22 +257,22 @@ class _Exchange:
         sizes = [block.num_rows for block in blocks if block.needs_ranges]
         if not sizes:
             return [None] * len(blocks)
-        found = torch.full((2, sum(sizes)), -torch.inf, device=self._device)
-        parts = iter(found.split(sizes, dim=1))
+        joined = torch.full((2, sum(sizes)), -torch.inf, device=self._device)
+        parts = iter(joined.split(sizes, dim=1))
         ranges = [next(parts) if block.needs_ranges else None for block in blocks]
-        self.attempt(partial(self._own_ranges, blocks, ranges))
-        comm.all_reduce(self._env, ExchangeName.QUANTIZED_ROWS, found, dist.ReduceOp.MAX).wait()
+        self.attempt(partial(self._local_ranges, blocks, ranges))
+        comm.all_reduce(self._env, ExchangeName.QUANTIZED_ROWS, joined, dist.ReduceOp.MAX).wait()
         return ranges
 
-    def _own_ranges(self, blocks: Sequence[_Block], ranges: Sequence[Tensor | None]) -> None:
+    def _local_ranges(self, blocks: Sequence[_Block], ranges: Sequence[Tensor | None]) -> None:
         for block, common in zip(blocks, ranges, strict=True):
             for rect in block.rects:
                 if common is not None and rect.rank == self._env.rank:
                     try:
-                        found = row_ranges(block.weight(rect).float())
+                        local_range = row_ranges(block.weight(rect).float())
                     except ValueError as error:
                         raise _refusal(block.table.config, error) from error
-                    torch.maximum(common, found, out=common)
+                    torch.maximum(common, local_range, out=common)
 
     def _quantize(
         self, blocks: Sequence[_Block], ranges: Sequence[Tensor | None], send: Tensor
@@ -325,11 +325,11 @@ def index_states(tables: TableCollection | ShardedCollection, name: str) -> dict
     Every rank of a sharded collection must call it.
     """
     states = tables.state_dict()
-    found = {}
+    index = {}
     for key in _INDEX_STATES:
         [state] = [v for path, v in states.items() if path.endswith(f".{name}.index.{key}")]
-        found[key] = state.full_tensor() if isinstance(state, ShardedTable) else state
-    return found
+        index[key] = state.full_tensor() if isinstance(state, ShardedTable) else state
+    return index
 
 
 _COLLECTIONS = ("embedding_bags", "embeddings")
@@ -405,8 +405,8 @@ class SavedTables:
                 f"{name!r} of {self.values.folder} must have hashed ids in {num_rows} rows; "
                 f"received {sizes}. Pass the checkpoint of this model."
             )
-        found = self.values.read(dict.fromkeys(parts))
-        return found[parts[0]], found[parts[1]] > 0
+        states = self.values.read(dict.fromkeys(parts))
+        return states[parts[0]], states[parts[1]] > 0
 
     def index_states(self, name: str) -> dict[str, Tensor]:
         """Return the states of the index of a table with hashed ids, as `index_states`.
@@ -426,11 +426,11 @@ class SavedTables:
         """
         value = self.values.values[name]
         size = tuple(value.size) if isinstance(value, TensorStorageMetadata) else ()
-        more = ", or more rows" if len(rows) > 1 else ""
+        or_more = ", or more rows" if len(rows) > 1 else ""
         if len(size) != 2 or size[0] not in rows or size[1] != dim:
             raise CheckpointError(
                 f"{name!r} of {self.values.folder} must have {rows[0]} rows and {dim} "
-                f"columns{more}; received {size}. Pass the checkpoint of this model."
+                f"columns{or_more}; received {size}. Pass the checkpoint of this model."
             )
 
     def blocks(self, name: str, num_rows: int) -> Iterator[tuple[int, Tensor]]:
@@ -446,8 +446,8 @@ class SavedTables:
 
     def read(self, name: str, start: int, end: int) -> Tensor:
         """Return rows of a table, `[end - start, D]`."""
-        found: Tensor = self.values.read({name: range(start, end)})[name]
-        return found
+        rows: Tensor = self.values.read({name: range(start, end)})[name]
+        return rows
 
 
 def with_saved_values(model: nn.Module, saved: SavedTables) -> nn.Module:
@@ -461,7 +461,7 @@ def with_saved_values(model: nn.Module, saved: SavedTables) -> nn.Module:
         CheckpointError: The checkpoint lacks a value, or has one of another shape.
         ValueError: A table is not on the `meta` device.
     """
-    own = model.state_dict()
+    state = model.state_dict()
     tables = {
         f"{path}.{name}" if path else name
         for path, child in model.named_modules()
@@ -469,13 +469,13 @@ def with_saved_values(model: nn.Module, saved: SavedTables) -> nn.Module:
         for name in child.state_dict()
     }
     weights = [name for name in tables if SavedTables.is_table(name)]
-    allocated = sorted(name for name in weights if not own[name].is_meta)
+    allocated = sorted(name for name in weights if not state[name].is_meta)
     if allocated:
         raise ValueError(
             f"Tables must be on the meta device, as the checkpoint has their rows; received "
             f"{allocated[:5]} in memory. Build the model with device=torch.device('meta')."
         )
-    others = [name for name in own if name not in tables]
+    others = [name for name in state if name not in tables]
     folder = saved.values.folder
     missing = [name for name in others if name not in saved.values.values]
     if missing:
@@ -485,12 +485,12 @@ def with_saved_values(model: nn.Module, saved: SavedTables) -> nn.Module:
         )
     read = saved.values.read(dict.fromkeys(others))
     for name in others:
-        if isinstance(read[name], Tensor) and own[name].shape != read[name].shape:
+        if isinstance(read[name], Tensor) and state[name].shape != read[name].shape:
             raise CheckpointError(
-                f"{name!r} of {folder} must have the shape {tuple(own[name].shape)}; received "
+                f"{name!r} of {folder} must have the shape {tuple(state[name].shape)}; received "
                 f"{tuple(read[name].shape)}. Pass the checkpoint of this model."
             )
-    on_meta = {name: value for name, value in read.items() if own[name].is_meta}
+    on_meta = {name: value for name, value in read.items() if state[name].is_meta}
     model.load_state_dict(on_meta, strict=False, assign=True)
     model.load_state_dict({n: v for n, v in read.items() if n not in on_meta}, strict=False)
     return model
