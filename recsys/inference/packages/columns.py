@@ -1,6 +1,7 @@
 """Raw columns of a serving package: the `FeatureSpec`, and requests with its columns.
 
-The C++ core converts the same way (`recsys/inference/cpp/columns.cpp`).
+docs/serving_rules.md lists the rules of conversion, which the C++ core shares
+(`recsys/inference/cpp/columns.cpp`).
 
 Legend: `B` rows, `N` values, `V` values of a vocabulary.
 """

@@ -1,6 +1,6 @@
 """Requests of a package in Python: checks, merging into one batch, and splitting of the outputs.
 
-The C++ core has the same rules and messages (`recsys/inference/cpp/batch.cpp`).
+docs/serving_rules.md lists the rules, which the C++ core shares (`recsys/inference/cpp/batch.cpp`).
 
 Legend: `B` rows, `F` features of an input, `N` ids.
 """
