@@ -230,7 +230,9 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
         )
         owner = type(self).__name__
         self.feature_processor = instance(
-            f"{owner}.feature_processor", feature_processor, FeatureProcessorsCollection
+            f"{owner}.feature_processor",
+            feature_processor,
+            FeatureProcessorsCollection,  # type: ignore[type-abstract]
         )
         if not is_weighted:
             raise ValueError(
