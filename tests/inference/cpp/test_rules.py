@@ -191,6 +191,12 @@ class Server:
         """Apply a delta of the folder."""
         self._engine().apply(self.version / f"deltas/{sequence:012}.delta")
 
+    def do_apply_foreign(self, rows: dict[str, int]) -> None:
+        """Apply the first delta of another version."""
+        other = fake_package.write(self.version.parent / "other", recsys="0.0.0")
+        changed = {int(row): value for row, value in rows.items()}
+        self._engine().apply(fake_package.delta(other, 1, changed))
+
     def do_update(self, update: dict[str, Any]) -> None:
         """Write rows of one byte."""
         ids = torch.tensor(update["ids"])
