@@ -35,7 +35,7 @@ from recsys.distributed.sharding_plan import (
     table_wise,
 )
 from recsys.distributed.types import ShardingPlan
-from recsys.kernels.hashed.index import HashIndex, geometry, map_ids
+from recsys.kernels.hashed.index import IdIndex, geometry, map_ids
 from recsys.modules.dlrm import DLRM
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -105,7 +105,7 @@ def step(model: Any, ids: Tensor, gradient: Tensor) -> None:
     model(features_of(ids)).values().backward(gradient)
 
 
-def indexes_of(model: Any) -> list[HashIndex]:
+def indexes_of(model: Any) -> list[IdIndex]:
     return [bag.index.index for bag in model.embedding_bags.values()]
 
 
@@ -260,9 +260,9 @@ def marked_and_not(model: Any, run: Callable[[], None], pairs: int) -> Pairs:
 # -- mapping alone ---------------------------------------------------------------------------------
 
 
-def full_indexes(stream: Stream) -> list[HashIndex]:
+def full_indexes(stream: Stream) -> list[IdIndex]:
     settings, (rows, regions) = HashedIds().settings(), geometry(ROWS)
-    indexes = [HashIndex.empty(settings, rows, regions, 0, regions, i) for i in range(TABLES)]
+    indexes = [IdIndex.empty(settings, rows, regions, 0, regions, i) for i in range(TABLES)]
     for number in range(1, 41):
         ids = stream.batch(32)
         map_ids(indexes, ids.view(-1), [ids.shape[1]] * TABLES, number, number, is_training=True)
@@ -289,7 +289,7 @@ def measure_mapping(pairs: int) -> dict[str, Any]:
     return found
 
 
-def measure_mch(indexes: Sequence[HashIndex], stream: Stream, pairs: int) -> dict[str, Any]:
+def measure_mch(indexes: Sequence[IdIndex], stream: Stream, pairs: int) -> dict[str, Any]:
     """Compare the mapping in training with the peer's profile and remap.
 
     The peer evicts in each 20th batch, so that the ratio of totals counts.
@@ -372,7 +372,7 @@ def measure_load() -> dict[str, float]:
     settings, (rows, regions) = HashedIds(eviction=None).settings(), geometry(ROWS)
     found = {}
     for load in (0.7, 0.8, 0.9):
-        index = HashIndex.empty(settings, rows, regions, 0, regions, 0)
+        index = IdIndex.empty(settings, rows, regions, 0, regions, 0)
         ids = scattered(torch.randperm(int(load * rows)))
         mapped = map_ids([index], ids, [len(ids)], 1, 1, is_training=True)
         found[str(load)] = round(len(mapped.new_rows) / len(ids), 5)

@@ -41,7 +41,7 @@ from recsys.distributed.planner.options import Reach, Shards, TableOption
 from recsys.distributed.planner.placement import Problem, Ranks
 from recsys.distributed.planner.rating import RatedPlan
 from recsys.distributed.planner.search import search
-from recsys.distributed.planner.tables import Bytes, Storage
+from recsys.distributed.planner.tables import Bytes, RankMemory
 from recsys.distributed.types import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
@@ -289,7 +289,7 @@ def _for_search(option: Any) -> TableOption:
                 rows=0,  # which the search does not read
                 cols=0,
                 costs=(Cost(forward=cost),),
-                storage=Storage(weights=Bytes(*memory)),
+                storage=RankMemory(weights=Bytes(*memory)),
             )
             for (cost, memory), alike in itertools.groupby(shards)
         ),

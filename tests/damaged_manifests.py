@@ -39,7 +39,7 @@ from recsys.optim.keyed import KeyedOptimizerWrapper
 from recsys.sparse import KeyedJaggedTensor
 from tests import properties
 from tests.damage import damaged
-from tests.modules.ids.test_overflow_rows import batch_of, collection, read, train
+from tests.modules.ids.test_row_store import batch_of, collection, read, train
 
 Open = Callable[[], object]
 FILES = ("raw", "hashed", "full", "delta", "overflow")

@@ -28,7 +28,7 @@ KILLED = "tests/datasets/test_table_reader.py::test_killed_jobs_read_each_row_on
 DELTAS = "tests/distributed/checkpoint/test_delta.py::test_base_and_deltas_are_the_full_checkpoint"
 
 ATTENTION = "tests/kernels/test_attention_triton.py"
-OVERFLOW = "tests/distributed/checkpoint/test_overflow.py"
+OVERFLOW = "tests/distributed/checkpoint/test_row_logs.py"
 CORE_MODELS = "tests/inference/cpp/test_library.py::test_models_score_as_in_python"
 CORE_RECOMMENDERS = (
     "tests/inference/cpp/test_library.py::test_recommenders_answer_with_the_values_of_python"
@@ -57,18 +57,17 @@ QUICK_CASE_OF: dict[str, str] = {
     f"{OVERFLOW}::test_killed_saves_leave_the_last_version": (
         f"{OVERFLOW}::test_a_full_disk_keeps_the_last_version"
     ),
-    "tests/modules/ids/test_overflow_log.py::"
-    "test_folders_go_with_their_process_or_with_the_next_log": (
-        "tests/modules/ids/test_overflow_rows.py::test_logs_go_with_the_model"
+    "tests/modules/ids/test_row_log.py::test_folders_go_with_their_process_or_with_the_next_log": (
+        "tests/modules/ids/test_row_store.py::test_logs_go_with_the_model"
     ),
     **{
-        f"tests/distributed/test_overflow.py::test_programs_equal_a_large_table[{name}-2]": (
-            f"tests/distributed/test_overflow.py::test_programs_equal_a_large_table[{name}-1]"
+        f"tests/distributed/test_row_store.py::test_programs_equal_a_large_table[{name}-2]": (
+            f"tests/distributed/test_row_store.py::test_programs_equal_a_large_table[{name}-1]"
         )
         for name in ("Adagrad", "Adam", "SGD")
     },
-    "tests/distributed/test_overflow.py::test_a_checkpoint_loads_on_other_ranks[0]": (
-        "tests/distributed/test_overflow.py::test_a_checkpoint_loads_on_other_ranks[1]"
+    "tests/distributed/test_row_store.py::test_a_checkpoint_loads_on_other_ranks[0]": (
+        "tests/distributed/test_row_store.py::test_a_checkpoint_loads_on_other_ranks[1]"
     ),
     f"{KILLED}[0-1]": f"{KILLED}[2-1]",
     f"{KILLED}[0-3]": f"{KILLED}[2-1]",

@@ -303,7 +303,7 @@ def _rule_of_type(base: Any) -> _Rule | None:
 
 
 def _rule_of_union(parts: Sequence[Any]) -> _Rule | None:
-    """Return the rule of values that any of these annotations allows."""
+    """Build the check for a union type."""
     rules = [_rule_of(part) for part in parts if part not in (types.NoneType, None)]
     if None in rules:
         return None

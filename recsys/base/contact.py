@@ -22,7 +22,7 @@ def explained(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
     """Run exchanges, and report a lost rank; arguments as for `explain`.
 
     Raises:
-        LostContactError: if contact with another rank is lost.
+        LostContactError: If contact with another rank is lost.
 
     Example:
         >>> with explained(None, "add up numbers"):
@@ -57,9 +57,9 @@ def explain(error: RuntimeError, group: dist.ProcessGroup | None, what: str) -> 
     records nothing.
 
     Args:
-        error: error of the exchange.
-        group: the ranks of the exchange.
-        what: purpose of the exchange, for the message.
+        error: Error of the exchange.
+        group: The ranks of the exchange.
+        what: Purpose of the exchange, for the message.
     """
     if not is_lost_contact(error):
         return error  # such as out of memory
@@ -96,13 +96,13 @@ def raise_explained(error: RuntimeError, group: dist.ProcessGroup | None, what: 
     """Raise the result of `explain`.
 
     Args:
-        error: error of the exchange, which is being handled.
-        group: the ranks of the exchange.
-        what: purpose of the exchange, for the message.
+        error: Error of the exchange, which is being handled.
+        group: The ranks of the exchange.
+        what: Purpose of the exchange, for the message.
 
     Raises:
-        LostContactError: caused by the error, if contact with another rank is lost.
-        RuntimeError: the error itself, if not.
+        LostContactError: Caused by the error, if contact with another rank is lost.
+        RuntimeError: The error itself, if not.
     """
     explained_error = explain(error, group, what)
     if explained_error is error:

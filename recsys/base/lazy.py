@@ -18,8 +18,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object
     """Return a `__getattr__` for a package that imports names and submodules on first use.
 
     Args:
-        package: dotted name of the package.
-        homes: module of each name, relative to `recsys`. Submodules need no entry.
+        package: Dotted name of the package.
+        homes: Module of each name, relative to `recsys`. Submodules need no entry.
 
     Example:
         >>> import recsys
@@ -50,10 +50,10 @@ def moved_names(module: str) -> Callable[[str], object]:
     A use of an old path gives a DeprecationWarning with the new path from `recsys.compat.moved`.
 
     Args:
-        module: dotted name of the module.
+        module: Dotted name of the module.
 
     Raises:
-        AttributeError: by `__getattr__`, if no name of the module moved, or without
+        AttributeError: By `__getattr__`, if no name of the module moved, or without
             `recsys.compat`.
 
     Example:

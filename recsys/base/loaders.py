@@ -11,8 +11,8 @@ def begin_epoch(loader: Any, epoch: int) -> None:
     """Call `set_epoch` of a loader, its samplers and its data set, where they have it.
 
     Args:
-        loader: an iterable of batches, such as a reader or a DataLoader.
-        epoch: number of the epoch, from 0.
+        loader: An iterable of batches, such as a reader or a DataLoader.
+        epoch: Number of the epoch, from 0.
 
     Example:
         >>> from torch.utils.data import DataLoader, DistributedSampler
@@ -31,7 +31,7 @@ def epoch_length(loader: Any) -> int | None:
     """Return the number of batches of the current epoch; None if the loader does not know it.
 
     Args:
-        loader: an iterable of batches, such as a reader or a DataLoader.
+        loader: An iterable of batches, such as a reader or a DataLoader.
 
     Example:
         >>> epoch_length([1, 2, 3]), epoch_length(iter([1]))

@@ -26,7 +26,7 @@ class Multistreamable(abc.ABC):
         """Keep the memory from reuse until the work queued on a stream is done.
 
         Args:
-            stream: a stream that uses the object, other than the one it was created on.
+            stream: A stream that uses the object, other than the one it was created on.
         """
 
 
@@ -38,6 +38,6 @@ class Pipelineable(Multistreamable):
         """Copy to a device.
 
         Args:
-            device: the target device.
-            non_blocking: do not wait for copies of pinned memory.
+            device: The target device.
+            non_blocking: Do not wait for copies of pinned memory.
         """

@@ -1,4 +1,4 @@
-"""Selection of the tensors of metrics from the output of a model. Shape: `N` samples."""
+"""Selection of the tensors of metrics from the output of a model. Shapes: `N` samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Towers for TorchScript, with named arguments instead of `*args`. Shape: `B` samples."""
+"""Towers for TorchScript, with named arguments instead of `*args`. Shapes: `B` samples."""
 
 import inspect
 from collections.abc import Sequence

@@ -30,7 +30,7 @@ class ComputeKJTToJTDict(nn.Module):
         """Return each feature by its key.
 
         Args:
-            keyed_jagged_tensor: the features.
+            keyed_jagged_tensor: The features.
         """
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             check_input(
@@ -53,7 +53,7 @@ class ComputeJTDictToKJT(nn.Module):
         """Concatenate features.
 
         Args:
-            jt_dict: features by key, in order, with the same dtypes and device; all or none with
+            jt_dict: Features by key, in order, with the same dtypes and device; all or none with
                 weights.
 
         Raises:
@@ -62,20 +62,20 @@ class ComputeJTDictToKJT(nn.Module):
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
-@checked_late
+@checked
 def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
     """Concatenate keys of several keyed tensors, by group: `KeyedTensor.regroup`.
 
     Args:
-        keyed_tensors: sources with different keys and the same shape otherwise.
-        groups: the keys of each result, in order; a key may be in several groups.
+        keyed_tensors: Sources with different keys and the same shape otherwise.
+        groups: The keys of each result, in order; a key may be in several groups.
 
     Returns:
         One `[B, sum of widths]` per group; differentiable.
 
     Raises:
-        KeyError: no source has a key.
-        ValueError: two sources have a key, `key_dim` differs, or a group is empty.
+        KeyError: No source has a key.
+        ValueError: Two sources have a key, `key_dim` differs, or a group is empty.
 
     Example:
         >>> import torch
@@ -94,7 +94,7 @@ def pad_vbe_kjt_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Pad all features with empty bags to the largest batch size.
 
     Args:
-        features: features with different batch sizes.
+        features: Features with different batch sizes.
 
     Returns:
         The same ids and weights with one batch size and without inverse indices. Bag `b` of a

@@ -114,7 +114,7 @@ _ENGINE = "The engine has a different structure: see docs/engine.md."
 _EXCHANGE = "recsys.distributed.stages.input_dist.InputDist exchanges batches."
 _LAYOUT = "A sharded collection's `layout` contains the shard placement, for all sharding types."
 _LOOKUP = "Use recsys.kernels.tbe.TableBatchedEmbedding for lookups."
-_HASH = "A table with ids=HashedIds(...) has the index of its ids: see docs/data.md."
+_HASH = "A table with ids=HashedIds(...) has the index of its ids: see docs/hashed_ids.md."
 _MACHINE = (
     "Pass the machine's properties to Topology(world_size, compute_device, hbm_cap=..., ...)."
 )
@@ -156,7 +156,7 @@ INSTEAD: dict[str, str] = {
     "torchrec.distributed.planner.enumerators._get_tower_index": "Collections in a tower are "
     "planned like all others.",
     "torchrec.distributed.planner.estimator.": "Set speeds or coefficients, or write a "
-    "forward_compute: see docs/planner.md.",
+    "forward_compute: see docs/planner_internals.md.",
     "torchrec.distributed.planner.types.TopologyFactory": _MACHINE,
     "torchrec.distributed.planner.types.HardwareConfig": _MACHINE,
     "torchrec.distributed.planner.types.KernelConfig": _MACHINE,

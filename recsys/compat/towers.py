@@ -1,6 +1,8 @@
 """Towers: an embedding module, and an interaction module that maps its output to one vector.
 
-Sharding replaces the collections inside; the dense interactions are replicated. Shape: `B` samples.
+Sharding replaces the collections inside; the dense interactions are replicated.
+
+Shapes: `B` samples.
 """
 
 from typing import Any

@@ -49,11 +49,11 @@ def assert_fx_safe(condition: bool | torch.fx.Proxy, message: str) -> None:
     A plain `assert` would end a trace, because the value of a proxy is unknown.
 
     Args:
-        condition: the condition.
-        message: message of the error.
+        condition: The condition.
+        message: Message of the error.
 
     Raises:
-        AssertionError: the condition is false.
+        AssertionError: The condition is false.
 
     Example:
         >>> def double(x: torch.Tensor) -> torch.Tensor:

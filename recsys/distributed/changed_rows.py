@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.state.table_shards import TableShards
 from recsys.kernels.row_marks import RowMarks
-from recsys.modules.hashed_ids import refuse_overflow
+from recsys.modules.hashed_ids import check_rows_in_memory
 from recsys.modules.tables.embedding_tables import TableCollection
 
 __all__ = ["ChangedRows"]
@@ -48,7 +48,7 @@ class ChangedRows:
             not kept alive.
 
     Raises:
-        ValueError: A table has eight consumers, or rows on the disk (`HashedIds.overflow`).
+        ValueError: A table has eight consumers, or may have rows on the disk.
 
     Example:
         >>> from recsys import EmbeddingBagCollection, EmbeddingBagConfig
@@ -68,7 +68,7 @@ class ChangedRows:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        refuse_overflow(model, "A model whose changed rows are saved, published or counted")
+        check_rows_in_memory(model, "A model whose changed rows are saved, published or counted")
         self._model = weakref.ref(model)  # chains of checkpoints must not keep a model alive
         self._all = False
         for part in _parts_of(model):

@@ -33,7 +33,7 @@ from recsys.distributed.sharded.module_tree import outermost
 from recsys.distributed.sharded.reshard import check_made_for
 from recsys.distributed.sharded.sharder import ModuleSharder, has_tables
 from recsys.distributed.state.replica_average import average_over_ranks
-from recsys.modules.hashed_ids import refuse_overflow
+from recsys.modules.hashed_ids import check_rows_in_memory
 
 __all__ = ["DMPCollection", "DMPCollectionConfig"]
 
@@ -134,7 +134,7 @@ class DMPCollection(DistributedModelParallel):
         submodule_configs: Sequence[DMPCollectionConfig] | None = None,
         planner: EmbeddingShardingPlanner | None = None,
     ) -> None:
-        refuse_overflow(module, "A DMPCollection")
+        check_rows_in_memory(module, "A DMPCollection")
         env = ShardingEnv.from_process_group(global_pg)
         configs = self._configs = list(submodule_configs or ())
         splits = [_Split(sharding_group_size, node_group_size, use_inter_host_allreduce)]

@@ -3,7 +3,7 @@
 Ids are sent to the ranks that hold their rows. Rows of a lookup are sent back; rows of an update
 are sent with the ids.
 
-Legend: `R` ranks, `P` rows of a pool, `N` ids of this rank's call, `M` received ids.
+Shapes: `R` ranks, `P` rows of a pool, `N` ids of this rank's call, `M` received ids.
 """
 
 from __future__ import annotations

@@ -408,8 +408,8 @@ def _check_one_each(function: str, **given: Sequence[object] | None) -> None:
     lists = {name: value for name, value in given.items() if isinstance(value, list)}
     if len({len(value) for value in lists.values()}) > 1 or [] in lists.values():
         raise ValueError(
-            f"{function} needs one entry for each shard in each of {', '.join(lists)}; received "
-            f"{', '.join(str(value) for value in lists.values())}."
+            f"{function}: {' and '.join(lists)} must have the same length, one entry per shard; "
+            f"received {' and '.join(str(value) for value in lists.values())}."
         )
 
 

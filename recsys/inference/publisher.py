@@ -34,7 +34,7 @@ from recsys.inference.packages.deltas import write_delta
 from recsys.inference.packages.follow import upload
 from recsys.inference.packages.manifest import read_manifest
 from recsys.inference.quant.sources import SavedTables
-from recsys.modules.hashed_ids import refuse_overflow
+from recsys.modules.hashed_ids import check_rows_in_memory
 
 __all__ = ["Publisher"]
 
@@ -91,7 +91,7 @@ class Publisher:
                 "Publisher.model must not be a DMPCollection, whose groups of ranks hold the same "
                 "rows; received one. Load its checkpoints into another job that publishes."
             )
-        refuse_overflow(model, "A model to publish")
+        check_rows_in_memory(model, "A model to publish")
         self._model, self._version, self._url = model, Path(version), url
         self._every = every
         self._env: ShardingEnv = env_of(model).for_publishing()

@@ -1,6 +1,6 @@
 """Attention inside each bag of a jagged tensor: the choice among its implementations.
 
-Legend: `M` bags, `N` values of all bags, `H` heads, `D` columns of queries and keys, `V` columns of
+Shapes: `M` bags, `N` values of all bags, `H` heads, `D` columns of queries and keys, `V` columns of
 values.
 """
 
@@ -40,8 +40,8 @@ def attend(
         key: [N, H, D].
         value: [N, H, V].
         offsets: [M + 1], int32 or int64; the last is N.
-        rules: the rules.
-        bias: terms of the scores.
+        rules: The rules.
+        bias: Terms of the scores.
 
     Returns:
         [N, H, V].
@@ -103,7 +103,7 @@ def why_not_triton(query: Tensor, key: Tensor, value: Tensor, bias: Bias) -> str
         query: [N, H, D].
         key: [N, H, D].
         value: [N, H, V].
-        bias: terms of the scores.
+        bias: Terms of the scores.
 
     Example:
         >>> x = torch.ones(3, 1, 16)

@@ -4,7 +4,7 @@ Bags are grouped by length, so that hardly anything is padded, and scores exist 
 queries at a time: memory grows with the number of values. The backward pass computes the scores
 again, as in Dao et al., "FlashAttention", NeurIPS 2022.
 
-Legend: `M` bags, `N` values of all bags, `H` heads, `D` columns of queries and keys, `V` columns of
+Shapes: `M` bags, `N` values of all bags, `H` heads, `D` columns of queries and keys, `V` columns of
 values; `G` bags of a group, `L` positions of its longest bag, `Q` queries of a block, `K` keys.
 """
 
@@ -205,12 +205,12 @@ def blocks_backward(
 
     Args:
         gradient: [N, H, V], the gradient of the result.
-        query: as for `attend`.
-        key: as for `attend`.
-        value: as for `attend`.
-        offsets: as for `attend`.
-        rules: the rules.
-        bias: terms of the scores.
+        query: As for `attend`.
+        key: As for `attend`.
+        value: As for `attend`.
+        offsets: As for `attend`.
+        rules: The rules.
+        bias: Terms of the scores.
     """
     found = [torch.empty_like(part) for part in (query, key, value)]
     of_bias = [

@@ -6,7 +6,7 @@ and once per block of keys, for the gradients of keys and values.
 Atomics sum the gradient of `Bias.position`, one per distance of two blocks. All other gradients are
 the same from run to run, bit for bit.
 
-Legend: as in `attention_triton`.
+Shapes: as in `attention_triton`.
 """
 
 from __future__ import annotations
@@ -234,14 +234,14 @@ def attention_backward(
 
     Args:
         gradient: `[N, H, V]`, the gradient of the result.
-        query: as for `attention_forward`.
-        key: as for `attention_forward`.
-        value: as for `attention_forward`.
-        offsets: as for `attention_forward`.
-        log_sums: the first result of `attention_forward`.
-        out: the second result of `attention_forward`; None for SiLU.
-        rules: the rules.
-        bias: terms of the scores.
+        query: As for `attention_forward`.
+        key: As for `attention_forward`.
+        value: As for `attention_forward`.
+        offsets: As for `attention_forward`.
+        log_sums: The first result of `attention_forward`.
+        out: The second result of `attention_forward`; None for SiLU.
+        rules: The rules.
+        bias: Terms of the scores.
 
     Returns:
         Gradients of `bias.position` and `bias.time`, of `query`, `key` and `value`.

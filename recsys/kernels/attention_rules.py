@@ -1,6 +1,6 @@
 """Rules and bias terms of attention inside each bag of a jagged tensor.
 
-Legend: `M` bags, `N` values of all bags, `H` heads.
+Shapes: `M` bags, `N` values of all bags, `H` heads.
 """
 
 from __future__ import annotations

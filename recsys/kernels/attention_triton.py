@@ -10,7 +10,7 @@ leave enough programs for each, with at most one program per bag that has no blo
 
 Triton's interpreter (`TRITON_INTERPRET=1`) runs the kernels on a CPU, for tests.
 
-Legend: as in `attention_blocks`; `P` entries of `Bias.position` of a
+Shapes: as in `attention_blocks`; `P` entries of `Bias.position` of a
 head, `T` entries of `Bias.time`.
 """
 
@@ -319,8 +319,8 @@ def attention_forward(
         key: `[N, H, D]` of the same dtype.
         value: `[N, H, V]` of the same dtype; V is 16, 32, 64 or 128.
         offsets: `[M + 1]` int32 or int64; the last is N.
-        rules: the rules. `max_length` is not read.
-        bias: terms of the scores.
+        rules: The rules. `max_length` is not read.
+        bias: Terms of the scores.
 
     Returns:
         `[H, N]` fp32 logarithm of each query's sum of exponentials, None for SiLU; `[N, H, V]`.

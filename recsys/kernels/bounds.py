@@ -1,6 +1,6 @@
 """Checks of ids against table sizes and of bags against the ids, before a kernel reads memory.
 
-Shape suffixes: N ids, F features, B bags per feature.
+Shapes: N ids, F features, B bags per feature.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """DEFERRED mode: gradients of tables, kept from backward until a step applies them.
 
-Shape suffixes: T tables, K touched rows, D columns.
+Shapes: T tables, K touched rows, D columns.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from recsys.kernels.lookup_batch import Batch
+from recsys.kernels.lookup_batch import LookupBatch
 from recsys.kernels.row_gradients import (
     RowGradients,
     RowStatistics,
@@ -42,7 +42,7 @@ class DeferredGradients:
         optimizer = kernel.optimizer
         self._counts_rows = optimizer is not None and optimizer.moves_without_gradient
         # of one backward pass: the output gradient and the batch; of several: row gradients
-        self._held: tuple[Tensor, Batch] | None = None
+        self._held: tuple[Tensor, LookupBatch] | None = None
         self._pending: list[RowGradients] | None = None
         self._statistics: list[RowStatistics] = []
         self._ids_of_tables: list[int] | None = None  # of the pending gradients, if known
@@ -69,7 +69,7 @@ class DeferredGradients:
     def add(
         self,
         grad: Tensor,
-        batch: Batch,
+        batch: LookupBatch,
         trained: Sequence[bool],
         ids_of_tables: Sequence[int] | None,
     ) -> None:

@@ -1,6 +1,6 @@
 """Batches that lookups read, with the parts of a batch that belong to some features.
 
-Shape suffixes: N ids, F features, B bags per feature, R ranks, D columns of one table.
+Shapes: N ids, F features, B bags per feature, R ranks, D columns of one table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RankedBags:
 
     def __init__(self, bags_FR: np.ndarray) -> None:
         self.bags_FR = bags_FR
-        self.in_order: Batch | None = None
+        self.in_order: LookupBatch | None = None
 
     def rows_by_rank(self, rows: Tensor, dims_F: np.ndarray) -> Tensor:
         """Sort the flat output of a ragged lookup by rank.
@@ -47,7 +47,7 @@ class RankedBags:
         return swap_segments(rows, (self.bags_FR * dims_F[:, None]).T)
 
 
-class Batch(NamedTuple):
+class LookupBatch(NamedTuple):
     """Input of a lookup."""
 
     indices: Tensor
@@ -71,7 +71,7 @@ class Batch(NamedTuple):
 class FeatureParts:
     """Split of a batch by feature."""
 
-    def __init__(self, batch: Batch, num_features: int) -> None:
+    def __init__(self, batch: LookupBatch, num_features: int) -> None:
         self.batch = batch
         self._lengths = batch.offsets.diff()
         if batch.bags is None:
@@ -84,7 +84,7 @@ class FeatureParts:
 
     def of(
         self, features: Tensor, num_ids: int | None = None, on_host: Sequence[int] = ()
-    ) -> tuple[Tensor, Batch]:
+    ) -> tuple[Tensor, LookupBatch]:
         """Return the positions of the ids of some features, and the batch of these features.
 
         Args:
@@ -99,7 +99,7 @@ class FeatureParts:
         else:
             order = np.array(on_host, dtype=np.int32)
             lengths, bags = move_segments(self._lengths, order, bags), bags[order]
-        return positions, Batch(
+        return positions, LookupBatch(
             self.batch.indices.index_select(0, positions),
             functional.pad(lengths.flatten().cumsum(0), (1, 0)),
             None if weights is None else weights.index_select(0, positions),
@@ -107,12 +107,12 @@ class FeatureParts:
         )
 
 
-def row_ids_of(group: DimGroup, batch: Batch) -> Tensor:
+def row_ids_of(group: DimGroup, batch: LookupBatch) -> Tensor:
     """Convert ids of tables to rows of the group's matrix: [N] int64."""
     return rows_of_features(group.row_base_F, batch)
 
 
-def rows_of_features(first_row_F: Tensor, batch: Batch) -> Tensor:
+def rows_of_features(first_row_F: Tensor, batch: LookupBatch) -> Tensor:
     """Add the first row of its feature to each id: [N] int64.
 
     Args:
@@ -169,7 +169,7 @@ def sum_bags(matrix: Tensor, row_ids: Tensor, offsets: Tensor, weights: Tensor |
     )
 
 
-def as_rectangle(batch: Batch) -> Batch:
+def as_rectangle(batch: LookupBatch) -> LookupBatch:
     """Pad the bags of each feature of a ragged batch with empty bags, to the longest feature."""
     bags_F, device = batch.bags, batch.offsets.device
     assert bags_F is not None

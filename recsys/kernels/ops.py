@@ -3,7 +3,7 @@
 The twin is used if fbgemm_gpu is missing, if its kernel does not support the dtype or the gradient,
 and if `RECSYS_KERNELS=torch` is set. Results are equal bit for bit.
 
-Legend: `F` features, `B` batch size, `M` segments (bags), `N` values, `P` segments picked,
+Shapes: `F` features, `B` batch size, `M` segments (bags), `N` values, `P` segments picked,
 `D` columns, `W` buckets.
 """
 
@@ -154,7 +154,7 @@ def permute_1d(
         lengths: `[M]` values per segment, or `[F, B]` values per bag; int32 or int64.
         values_N: `[N]`, or `[N, ...]` rows, of any dtype; differentiable.
         weights_N: `[N]`, or `[N, ...]`, of any dtype; differentiable.
-        total: the number of values picked, where known; saves a device-to-host read on GPU.
+        total: The number of values picked, where known; saves a device-to-host read on GPU.
 
     Returns:
         Lengths `[P]` or `[P, B]`, picked values and weights.
@@ -304,12 +304,12 @@ def block_bucketize(
             feature `f` owns the rows from `w * block_sizes[f]` up to the next bucket's first.
             FBGEMM reads a 0 as "id modulo num_buckets", so a 0 on the CPU raises an error.
         num_buckets: `W`, number of owners.
-        boundaries: for uneven blocks: per feature the first row of each bucket and, last, the
+        boundaries: For uneven blocks: per feature the first row of each bucket and, last, the
             number of rows, `[W + 1]` of the ids' dtype. `block_sizes_F` is then not read.
-        return_positions: also return the new position of each id.
+        return_positions: Also return the new position of each id.
         batch_size_per_feature: `[F]`, of the ids' dtype, where features have different batch
             sizes; lengths are then `[sum of batch sizes]`.
-        max_batch_size: the largest of `batch_size_per_feature`, required with it.
+        max_batch_size: The largest of `batch_size_per_feature`, required with it.
 
     Returns:
         Lengths `[W * F * B]`, ids `[N]` relative to their block's first row, weights `[N]` or
@@ -317,7 +317,7 @@ def block_bucketize(
         `new_values[position[i]]` coming from `values_N[i]`, or None.
 
     Raises:
-        ValueError: if a block size on CPU is below 1.
+        ValueError: If a block size on CPU is below 1.
 
     Example:
         >>> lengths, ids = torch.tensor([2, 1]), torch.tensor([0, 7, 6])
@@ -382,8 +382,8 @@ def jagged_to_padded_dense(
     Args:
         values_N: `[N]`, or `[N, D]` rows, of any dtype; differentiable.
         offsets_M1: `[M + 1]`, int32 or int64.
-        max_length: columns of the result.
-        padding_value: value of the padding.
+        max_length: Columns of the result.
+        padding_value: Value of the padding.
 
     Returns:
         `[M, max_length]`, or `[M, max_length, D]`, of the values' dtype.
@@ -417,9 +417,9 @@ def upload(
     """Copy numbers from the host to a device without waiting for it.
 
     Args:
-        values: numbers of any shape; a list holds integers, which become int64.
-        device: target device.
-        dtype: of the result; None: the values'.
+        values: Numbers of any shape; a list holds integers, which become int64.
+        device: Target device.
+        dtype: Of the result; None: the values'.
 
     Returns:
         The tensor. On CPU it may share the memory of `values`.
@@ -441,9 +441,9 @@ def copy_to(tensor: Tensor, device: torch.device | str, non_blocking: bool = Fal
     `Tensor.to(device, non_blocking=True)` waits if the host memory is not pinned.
 
     Args:
-        tensor: of any shape.
-        device: target device.
-        non_blocking: whether the host continues while a GPU copies.
+        tensor: Of any shape.
+        device: Target device.
+        non_blocking: Whether the host continues while a GPU copies.
 
     Example:
         >>> copy_to(torch.ones(2), "cpu", non_blocking=True)

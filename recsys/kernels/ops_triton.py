@@ -27,13 +27,13 @@ def launch(
     """Launch a kernel on the device of its first tensor.
 
     Args:
-        kernel: the function under `triton.jit`.
-        grid: the number of programs, per axis.
-        tensors: its first argument, a tuple or NamedTuple of tensors; the first is a tensor. None
+        kernel: The function under `triton.jit`.
+        grid: The number of programs, per axis.
+        tensors: Its first argument, a tuple or NamedTuple of tensors; the first is a tensor. None
             marks an absent tensor, which the kernel sees at compile time. Triton specializes
             integers in tuples, so numbers that differ from batch to batch do not belong there.
-        numbers: its other arguments.
-        known: its compile-time constants, and Triton's options such as `num_warps`.
+        numbers: Its other arguments.
+        known: Its compile-time constants, and Triton's options such as `num_warps`.
     """
     device = tensors[0].device
     programs = grid if isinstance(grid, tuple) else (grid,)
@@ -180,7 +180,7 @@ def pack(
         ids_N: `[N]` int32 or int64.
         weights_N: `[N]` of a floating dtype, or None.
         plan: `[2P]` as for `move_segments`, with these three, end to end, as the source.
-        total: words of the result.
+        total: Words of the result.
         dtype: int32 or int64. Weights are stored as the bits of an fp32 or fp64.
 
     Returns:
@@ -205,7 +205,7 @@ def move_segments(source_N: Tensor, plan: Tensor, total: int) -> Tensor:
         source_N: `[N]`.
         plan: `[2P]` int64: the start of each segment in the result, ascending from 0; then its
             start in the source minus its start in the result.
-        total: values of the result.
+        total: Values of the result.
 
     Returns:
         `[total]`, of the source's dtype.
@@ -313,7 +313,7 @@ def make_safe(
             without a table: every id is good, and a negative id becomes 0.
         known_F1: `[F + 1]` int64 start of each feature's ids, and the end, if the host knows them.
             Bags that disagree are bad.
-        unpadded: lengths and offsets before features were padded to one batch size. These are
+        unpadded: Lengths and offsets before features were padded to one batch size. These are
             checked then; the padded ones are compared with `known_F1` only.
 
     Returns:
@@ -404,7 +404,7 @@ def places_of_bags(offsets: Tensor, num_ids: int, num_features: int) -> Tensor:
 
     Args:
         offsets: `[F * B + 1]` int32 or int64.
-        num_ids: at least one.
+        num_ids: At least one.
         num_features: F.
 
     Returns:
@@ -447,10 +447,10 @@ def build_header(
         places_H: `[H]` int64 index in `[flag, batch size, *counts]` of each word.
         counts_G: `[G]` int64.
         found: `[2]` int32 flags of `make_safe`.
-        flag: flag bits of the batch.
-        batch_size: samples of the batch.
-        if_bags: bits that are added to the flag if bags are bad.
-        if_ids: bits that are added to the flag if ids are bad.
+        flag: Flag bits of the batch.
+        batch_size: Samples of the batch.
+        if_bags: Bits that are added to the flag if bags are bad.
+        if_ids: Bits that are added to the flag if ids are bad.
 
     Returns:
         `[H]` int64.

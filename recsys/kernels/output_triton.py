@@ -23,7 +23,7 @@ _SAMPLES, _COLUMNS = 16, 128  # per program
 
 
 @final
-class Columns(NamedTuple):
+class GatherColumns(NamedTuple):
     """Descriptors of the columns of an output, on the device.
 
     Attributes:
@@ -34,8 +34,8 @@ class Columns(NamedTuple):
         means_U: `[D / unit]` int32 the row of the counts by which each unit is divided, -1 for
             none; None if no unit is divided.
         width: D.
-        chunk: columns of a chunk.
-        unit: columns of a unit, a power of two that divides a chunk.
+        chunk: Columns of a chunk.
+        unit: Columns of a unit, a power of two that divides a chunk.
     """
 
     entries_4E: Tensor
@@ -207,7 +207,7 @@ def _launch(
     buffer: Tensor,
     narrow: Tensor | None,
     num_narrow: int,
-    columns: Columns,
+    columns: GatherColumns,
     counts: Tensor | None,
     loss_scale: float | None,
     *numbers: float,
@@ -225,7 +225,7 @@ def _launch(
 def gather(
     buffer: Tensor,
     batch_size: int,
-    columns: Columns,
+    columns: GatherColumns,
     counts: Tensor | None,
     arrived: Tensor | None = None,
     loss_scale: float | None = None,
@@ -233,13 +233,13 @@ def gather(
     """Gather the output from the receive buffer; its twin is `ColumnGather.gather`.
 
     Args:
-        buffer: flat, blocks of `[B, columns of the block]`, fp32.
+        buffer: Flat, blocks of `[B, columns of the block]`, fp32.
         batch_size: B, at least 1.
-        columns: descriptors of the output, which has at least one column.
+        columns: Descriptors of the output, which has at least one column.
         counts: `[slots, B]` int32 or int64 ids per bag, if any column is averaged.
-        arrived: received values of the first blocks, of any floating dtype, read instead of the
+        arrived: Received values of the first blocks, of any floating dtype, read instead of the
             buffer.
-        loss_scale: divisor of `arrived`; None: 1.
+        loss_scale: Divisor of `arrived`; None: 1.
 
     Returns:
         `[B, D]` fp32. Values that several blocks have are added up in the order of the blocks,
@@ -254,7 +254,7 @@ def gather(
 @self_checked
 def scatter_grad(
     grad_BD: Tensor,
-    columns: Columns,
+    columns: GatherColumns,
     counts: Tensor | None,
     scale: float,
     num_sent: int,
@@ -265,12 +265,12 @@ def scatter_grad(
 
     Args:
         grad_BD: `[B, D]` fp32 of any strides, at least one value.
-        columns: as for `gather`.
-        counts: as for `gather`.
-        scale: factor of the values to send, after the division by `counts`.
-        num_sent: number of values of the buffer's first blocks, which are sent.
+        columns: As for `gather`.
+        counts: As for `gather`.
+        scale: Factor of the values to send, after the division by `counts`.
+        num_sent: Number of values of the buffer's first blocks, which are sent.
         dtype: dtype in which they are sent; None: fp32.
-        loss_scale: another factor of the values to send if `dtype` is given; None: 1.
+        loss_scale: Another factor of the values to send if `dtype` is given; None: 1.
 
     Returns:
         The gradient of the buffer, flat and fp32, and the values to send. With a `dtype`, the first

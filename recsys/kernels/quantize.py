@@ -7,7 +7,7 @@ FBGEMM's quantizer is used where it is faster than PyTorch's operations: for row
 on a CPU. Both return the same bits. For rows of 8 bits FBGEMM's fast quantizer has scales and
 biases of fp32, which is another format.
 
-Shape names: `R` rows, `D` columns.
+Shapes: `R` rows, `D` columns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def quantize_rows(weight_RD: Tensor, bits: int, out: Tensor | None = None) -> Te
         `[R, row_bytes(D, bits)]` uint8.
 
     Raises:
-        ValueError: if `bits` is another number, `D` does not fill whole bytes, or a weight has no
+        ValueError: If `bits` is another number, `D` does not fill whole bytes, or a weight has no
             value, is not finite or is too large.
 
     Example:
@@ -111,7 +111,7 @@ def row_ranges(weight_RD: Tensor) -> Tensor:
         `[2, R]` fp32: the negated least values, and the greatest ones.
 
     Raises:
-        ValueError: if a value is not finite.
+        ValueError: If a value is not finite.
 
     Example:
         >>> row_ranges(torch.tensor([[3.0, -1.0, 2.0]]))
@@ -134,14 +134,14 @@ def headers_of(ranges_2R: Tensor, bits: int) -> Tensor:
     fp16. A row of equal values, or of values so close that fp16 has no scale for them, has scale 1.
 
     Args:
-        ranges_2R: as of `row_ranges`.
+        ranges_2R: As of `row_ranges`.
         bits: 8, 4 or 2.
 
     Returns:
         `[R, 2]` fp16.
 
     Raises:
-        ValueError: if fp16 cannot hold a scale or a bias.
+        ValueError: If fp16 cannot hold a scale or a bias.
     """
     bias = (-ranges_2R[0]).half() + 0.0  # of two zeros, the positive one
     scale = ((ranges_2R[1] - bias.float()) / (2**bits - 1)).half()
@@ -158,13 +158,13 @@ def headers_of(ranges_2R: Tensor, bits: int) -> Tensor:
 def values_of(
     weight_RD: Tensor, headers_R2: Tensor, bits: int, scratch: _Scratch | None = None
 ) -> Tensor:
-    """Return the quantized values of rows, or of some of their columns, one byte each.
+    """Quantize rows or column slices to one byte per value.
 
     Args:
         weight_RD: `[R, D]` fp32.
         headers_R2: `[R, 2]` fp16, of the whole rows.
         bits: 8, 4 or 2.
-        scratch: buffers to use.
+        scratch: Buffers to use.
 
     Returns:
         `[R, D]` uint8; of the scratch, if there is one.
@@ -203,8 +203,8 @@ def write_rows(rows: Tensor, headers_R2: Tensor, packed: Tensor) -> None:
 
     Args:
         rows: `[R, bytes]` uint8 to write to.
-        headers_R2: as of `headers_of`.
-        packed: as of `pack_values`.
+        headers_R2: As of `headers_of`.
+        packed: As of `pack_values`.
     """
     size = HEADER_BYTES[8]
     rows[:, :size].copy_(headers_R2.view(torch.uint8))

@@ -6,7 +6,7 @@ The other rows have two fp16 numbers, scale and bias, then the values, one, two 
 least value to its greatest (asymmetric uniform quantization; Guan et al., "Post-Training
 4-bit Quantization on Embedding Tables", 2019).
 
-Shape names: `R` rows, `D` columns, `N` ids, `F` features, `B` bags per feature.
+Shapes: `R` rows, `D` columns, `N` ids, `F` features, `B` bags per feature.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def row_bytes(dim: int, bits: int) -> int:
     """Return the bytes of a row of `dim` values.
 
     Raises:
-        ValueError: if the values do not fill whole bytes.
+        ValueError: If the values do not fill whole bytes.
 
     Example:
         >>> row_bytes(64, bits=8), row_bytes(64, bits=4)
@@ -65,9 +65,9 @@ def take_columns(rows: Tensor, bits: int, start: int, end: int) -> Tensor:
 
     Args:
         rows: `[R, row_bytes(D, bits)]`, as `quantize_rows` returns them.
-        bits: of a value.
-        start: the first column; a multiple of 4.
-        end: after the last column.
+        bits: Of a value.
+        start: The first column; a multiple of 4.
+        end: After the last column.
 
     Returns:
         `[R, row_bytes(end - start, bits)]`; all columns are a view.
@@ -108,8 +108,8 @@ class QuantizedInTorch(Backend):
         """Look up bags.
 
         Args:
-            settings: of the lookup.
-            tables: per table its rows, as `quantize_rows` returns them.
+            settings: Of the lookup.
+            tables: Per table its rows, as `quantize_rows` returns them.
             indices: `[N]` ids in range.
             offsets: `[F * B + 1]`, feature-major.
             weights: `[N]` fp32, or None.

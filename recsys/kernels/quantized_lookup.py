@@ -1,6 +1,6 @@
 """One lookup over many tables of quantized rows, which TorchScript compiles.
 
-Shape names: `R` rows, `D` columns, `N` ids, `F` features, `B` bags per feature.
+Shapes: `R` rows, `D` columns, `N` ids, `F` features, `B` bags per feature.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def row_alignment_on(device_type: str, least: int) -> int:
     """Return the bytes that rows are stored in multiples of on a kind of device.
 
     Args:
-        device_type: such as "cuda".
-        least: a divisor of it.
+        device_type: Such as "cuda".
+        least: A divisor of it.
 
     Example:
         >>> row_alignment_on("cpu", 1), row_alignment_on("cuda", 1)
@@ -42,15 +42,15 @@ class QuantizedLookup(nn.Module):
     """One lookup over many tables of quantized rows. TorchScript compiles it; so does plain Python.
 
     Args:
-        tables: per table its rows, as `quantize_rows` returns them.
-        bits: per table 32, 16, 8, 4 or 2.
-        feature_table_map: per feature the table it reads.
+        tables: Per table its rows, as `quantize_rows` returns them.
+        bits: Per table 32, 16, 8, 4 or 2.
+        feature_table_map: Per feature the table it reads.
         pooling: `SUM` or `MEAN`; `NONE` for one row per id, of tables of the same dim.
         output_dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`.
-        row_alignment: rows are stored in multiples of that many bytes, on CUDA at least of 16.
+        row_alignment: Rows are stored in multiples of that many bytes, on CUDA at least of 16.
 
     Raises:
-        ValueError: if there is no table, dims differ without pooling, or there is no such output.
+        ValueError: If there is no table, dims differ without pooling, or there is no such output.
 
     Example:
         >>> from recsys.kernels.quantize import quantize_rows
@@ -77,7 +77,7 @@ class QuantizedLookup(nn.Module):
             )
         if pooling not in POOLING_CODES:
             raise ValueError(
-                f"QuantizedLookup pools as one of {[p.name for p in POOLING_CODES]}; received "
+                f"pooling must be one of {', '.join(p.name for p in POOLING_CODES)}; received "
                 f"{pooling.name}."
             )
         dims = [  # of floats in a row

@@ -4,7 +4,7 @@ The quantized rows of a batch are brought together first, and only then dequanti
 the kernel that serves whole tables: the same sums in the same order. Sums of parts would be others,
 and larger to move: a row of int8 has a quarter of the bytes of its values.
 
-Shape names: `R` rows, `N` ids, `F` features, `B` bags per feature.
+Shapes: `R` rows, `N` ids, `F` features, `B` bags per feature.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class QuantizedSplitLookup(QuantizedLookup):
     """One lookup of a table that is split by rows; results equal the whole table's, bit for bit.
 
     Args:
-        blocks: the rows of each block, in order, on the device that holds them, as `quantize_rows`
+        blocks: The rows of each block, in order, on the device that holds them, as `quantize_rows`
             returns them. The first one's device also pools.
         bits: 32, 16, 8, 4 or 2.
-        num_features: that read the table.
+        num_features: That read the table.
         pooling: `SUM`, `MEAN` or `NONE`.
-        output_dtype: as for `QuantizedLookup`.
-        row_alignment: as for `QuantizedLookup`.
+        output_dtype: As for `QuantizedLookup`.
+        row_alignment: As for `QuantizedLookup`.
 
     Example:
         >>> from recsys.kernels.quantize import quantize_rows

@@ -16,21 +16,21 @@ from torch import Tensor
 
 from recsys.kernels.ops_triton import launch
 from recsys.kernels.optional_triton import tl, triton
-from recsys.kernels.output_triton import Columns, mean_factors, own_tile
+from recsys.kernels.output_triton import GatherColumns, mean_factors, own_tile
 from recsys.kernels.self_check import self_checked
 
 
 @final
-class Ids(NamedTuple):
+class RaggedIds(NamedTuple):
     """Places of the ids of bags that were split into buckets, in one round or several.
 
     Attributes:
         places: `[rounds * N]` int32 or int64: for each round the place of each id among the round's
             ids, which are sorted by bucket, then by feature.
         offsets: `[features * B + 1]` int32 or int64, of the bags' ids: the same in each round.
-        num_rounds: how often the batch was split.
-        num_buckets: number of buckets.
-        num_features: number of features of the batch.
+        num_rounds: How often the batch was split.
+        num_buckets: Number of buckets.
+        num_features: Number of features of the batch.
     """
 
     places: Tensor
@@ -48,7 +48,7 @@ class Ragged(NamedTuple):
     row per id are the blocks of the first buckets that a feature is split into, one per bucket.
 
     Attributes:
-        columns: descriptors of the output, which has at least one column.
+        columns: Descriptors of the output, which has at least one column.
         chunks_4C: `[4, C]` int64, for each chunk of the output: the group of the blocks that have
             it; chunks of a row of such a block; the place in it; and the number of blocks in
             earlier groups.
@@ -58,16 +58,16 @@ class Ragged(NamedTuple):
             group, then by bucket, the chunks of the buffer before each block with a row per id,
             else -1; and the lists, of the chunks before a block and its rows. Segments and buckets
             are left out if there are no `ids`.
-        num_groups: number of groups.
-        ids: places of the ids if any block has a row per id. A segment is the ids of a feature in
+        num_groups: Number of groups.
+        ids: Places of the ids if any block has a row per id. A segment is the ids of a feature in
             one bucket of one round.
     """
 
-    columns: Columns
+    columns: GatherColumns
     chunks_4C: Tensor
     batch: Tensor
     num_groups: int
-    ids: Ids | None
+    ids: RaggedIds | None
 
 
 class _Tensors(NamedTuple):
@@ -89,13 +89,13 @@ def _find_buckets(starts_ptr, segments, places, is_there, num_buckets, num_featu
     """Return the bucket of each id, the last that starts at or before it, and its row there.
 
     Args:
-        starts_ptr: ids before each segment.
-        segments: segments of the features in the first bucket.
-        places: places of the ids.
-        is_there: mask of the ids.
-        num_buckets: number of buckets.
-        num_features: distance of a feature's segments in two neighbouring buckets.
-        half: a power of two, at least half the number of buckets.
+        starts_ptr: Ids before each segment.
+        segments: Segments of the features in the first bucket.
+        places: Places of the ids.
+        is_there: Mask of the ids.
+        num_buckets: Number of buckets.
+        num_features: Distance of a feature's segments in two neighbouring buckets.
+        half: A power of two, at least half the number of buckets.
     """
     buckets = tl.zeros_like(places)
     begins = tl.load(starts_ptr + segments + buckets, mask=is_there, other=0)
@@ -234,9 +234,9 @@ def gather_ragged(
     """Gather the output from a buffer of blocks; its twin is `RaggedBatch.gather`.
 
     Args:
-        buffer: flat, fp32.
+        buffer: Flat, fp32.
         num_samples: B, at least 1.
-        ragged: descriptors of the batch.
+        ragged: Descriptors of the batch.
         counts: `[slots, B]` int32 or int64 ids per bag, if any column is averaged.
 
     Returns:
@@ -257,9 +257,9 @@ def scatter_grad_ragged(
 
     Args:
         grad_BD: `[B, D]` fp32 of any strides.
-        num_values: number of values of the buffer, at least one.
-        ragged: as for `gather_ragged`.
-        counts: as for `gather_ragged`.
+        num_values: Number of values of the buffer, at least one.
+        ragged: As for `gather_ragged`.
+        counts: As for `gather_ragged`.
     """
     out = torch.empty(num_values, dtype=grad_BD.dtype, device=grad_BD.device)
     _move(grad_BD, out, ragged, counts, gathers=False)

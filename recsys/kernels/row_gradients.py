@@ -1,6 +1,6 @@
 """Gradients of table rows: sums over the ids of each row, merges, and the rows of each table.
 
-Shape suffixes: N ids, K rows, M bags, D columns.
+Shapes: N ids, K rows, M bags, D columns.
 """
 
 from __future__ import annotations

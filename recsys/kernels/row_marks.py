@@ -1,6 +1,6 @@
 """Marks of the rows of a lookup that changed, for consumers that save or publish changes.
 
-Shape suffixes: N ids, T tables, R rows, K rows of a call.
+Shapes: N ids, T tables, R rows, K rows of a call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.kernels.lookup_batch import Batch, rows_of_features
+from recsys.kernels.lookup_batch import LookupBatch, rows_of_features
 from recsys.kernels.ops import upload
 from recsys.kernels.row_gradients import RowGradients
 from recsys.kernels.tbe_layout import StorageLayout
@@ -114,7 +114,7 @@ class RowMarks:
 
     @contextlib.contextmanager
     def writes(
-        self, batch: Batch | None = None, by_group: Sequence[RowGradients] = ()
+        self, batch: LookupBatch | None = None, by_group: Sequence[RowGradients] = ()
     ) -> Iterator[None]:
         """Context of a write by the lookup; marks the rows of a batch or of row gradients."""
         if not self.exist:
@@ -138,7 +138,7 @@ class RowMarks:
         """
         if self.exist:
             starts = np.array([*accumulate(sizes, initial=0)], dtype=np.int64)
-            batch = Batch(rows, upload(starts, rows.device))  # a bag per table
+            batch = LookupBatch(rows, upload(starts, rows.device))  # a bag per table
             self._fill(rows_of_features(self._first_row_T, batch))
 
     def mark_changed(self, values: Tensor, is_changed: Tensor | None) -> None:

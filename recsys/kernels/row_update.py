@@ -2,7 +2,7 @@
 
 This is the reference that every kernel is compared with; `update_rules` has the formulas.
 
-Shape suffixes: R rows of the table, K touched rows, D columns.
+Shapes: R rows of the table, K touched rows, D columns.
 """
 
 from __future__ import annotations

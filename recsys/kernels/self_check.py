@@ -62,7 +62,7 @@ def check_all(device: torch.device) -> dict[str, str]:
     """Compare all kernels with PyTorch.
 
     Args:
-        device: a CUDA device.
+        device: A CUDA device.
 
     Returns:
         By kernel, the error; empty if it returns the same as PyTorch.
@@ -76,7 +76,7 @@ def digest_of_kernels(folder: Path | None = None) -> str:
     """Return the digest of the kernels' source.
 
     Args:
-        folder: folder of the modules; None: the folder of this module.
+        folder: Folder of the modules; None: the folder of this module.
     """
     found = hashlib.sha256()
     for module in _MODULES:

@@ -3,7 +3,7 @@
 Values are small integers if the order of a sum could matter, so that results are equal bit for
 bit. Inputs exceed one block of a kernel.
 
-Shape suffixes: as in the modules of the kernels.
+Shapes: as in the modules of the kernels.
 """
 
 from __future__ import annotations
@@ -152,14 +152,24 @@ def _columns(device: torch.device, is_split: bool) -> tuple[Any, Tensor | None, 
     width = _CHUNK * (1 + placed[-1][2])
     divisors = torch.ones(_SAMPLES, width, device=device)
     if not is_split:
-        return output_triton.Columns(entries, None, None, width, _CHUNK, 32), None, divisors, placed
+        return (
+            output_triton.GatherColumns(entries, None, None, width, _CHUNK, 32),
+            None,
+            divisors,
+            placed,
+        )
     means = torch.tensor([0, 0, -1, -1, 1, 1, -1, -1], dtype=torch.int32, device=device)
     counts = torch.tensor([1, 2, 4, 0])[_integers(2, 4, 2, _SAMPLES)].to(device)
     for slot, chunk in ((0, 0), (1, 2)):
         divided = counts[slot].clamp(min=1).unsqueeze(1)
         divisors[:, chunk * _CHUNK : (chunk + 1) * _CHUNK] = divided
     lists = torch.tensor([0, 1, 3, 5, 6], device=device)
-    return output_triton.Columns(entries, lists, means, width, _CHUNK, 32), counts, divisors, placed
+    return (
+        output_triton.GatherColumns(entries, lists, means, width, _CHUNK, 32),
+        counts,
+        divisors,
+        placed,
+    )
 
 
 def _gather(device: torch.device) -> Results:
@@ -206,8 +216,8 @@ def _ragged(device: torch.device) -> tuple[Any, Tensor, Tensor, int]:
     batch = torch.tensor([7, 9, 0, 0, first, 0, 2 * first, 2 * num_ids, num_rows], device=device)
     chunks = torch.tensor([[0, 0], [2, 2], [0, 1], [0, 0]], device=device)
     entries = torch.zeros(4, 2, dtype=torch.int64, device=device)
-    columns = output_triton.Columns(entries, None, None, 2 * _CHUNK, _CHUNK, 32)
-    ids = ragged_triton.Ids(rows.to(device), offsets.to(device), 1, 2, 1)
+    columns = output_triton.GatherColumns(entries, None, None, 2 * _CHUNK, _CHUNK, 32)
+    ids = ragged_triton.RaggedIds(rows.to(device), offsets.to(device), 1, 2, 1)
     bag_of_id = torch.arange(_SAMPLES).repeat_interleave(lengths).to(device)
     return (
         ragged_triton.Ragged(columns, chunks, batch, 1, ids),

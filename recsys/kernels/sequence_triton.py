@@ -88,15 +88,15 @@ def gather_rows(
     """Move the rows of a buffer to the places of their ids; its twin is `RowGather.gather`.
 
     Args:
-        buffer: flat, at least one value.
-        dim: columns of the result.
+        buffer: Flat, at least one value.
+        dim: Columns of the result.
         places_N: `[N]` int32 or int64 place in the batch of each id of the concatenated streams.
         streams_5S: `[5, S]` int64, for each stream: the ids before it, ascending from 0; the chunks
             of a row; the chunks of the buffer before it minus the chunks that its own rows would
             have for the ids before it; the distance from an id's place to its row in the result;
             and the first chunk of the row.
-        widest: the most chunks of a row of a stream.
-        chunk: columns of a chunk.
+        widest: The most chunks of a row of a stream.
+        chunk: Columns of a chunk.
 
     Returns:
         `[rows, dim]` of the buffer's dtype.
@@ -114,10 +114,10 @@ def scatter_grad_rows(
 
     Args:
         grad_RD: `[rows, dim]` of any strides, at least one value.
-        places_N: as in `gather_rows`.
-        streams_5S: as in `gather_rows`.
-        widest: as in `gather_rows`.
-        chunk: as in `gather_rows`.
+        places_N: As in `gather_rows`.
+        streams_5S: As in `gather_rows`.
+        widest: As in `gather_rows`.
+        chunk: As in `gather_rows`.
     """
     out = torch.empty(grad_RD.numel(), dtype=grad_RD.dtype, device=grad_RD.device)
     _move(grad_RD, out, places_N, streams_5S, widest, chunk, gathers=False)

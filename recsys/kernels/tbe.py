@@ -1,6 +1,6 @@
 """Table-batched embedding: one lookup over many tables, its backward, and their update.
 
-Shape suffixes: N ids, F features, B bags per feature, T tables, R rows, K touched rows, D columns.
+Shapes: N ids, F features, B bags per feature, T tables, R rows, K touched rows, D columns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from recsys.kernels.deferred import DeferredGradients
-from recsys.kernels.lookup_batch import Batch, RankedBags
+from recsys.kernels.lookup_batch import LookupBatch, RankedBags
 from recsys.kernels.row_gradients import split_by_table
 from recsys.kernels.row_marks import RowMarks
 from recsys.kernels.scaled_loss import TABLE_UPDATES, TableUpdates, warn_of_fp16
@@ -250,7 +250,7 @@ class TableBatchedEmbedding:
                     f"{list(per_sample_weights.shape)}. Multiply the output instead."
                 )
             per_sample_weights = per_sample_weights.float()
-        batch = Batch(indices, offsets, per_sample_weights, bags, by_rank)
+        batch = LookupBatch(indices, offsets, per_sample_weights, bags, by_rank)
         if self.layout.device.type == "meta":
             return self._meta_output(batch)
         if torch.is_grad_enabled() and torch.is_autocast_enabled(self.layout.device.type):
@@ -290,7 +290,7 @@ class TableBatchedEmbedding:
         """
         if bags is not None:
             bags, _ = self._checked_bags(bags, offsets)
-        self._updater.prefetch(Batch(indices, offsets, bags=bags))
+        self._updater.prefetch(LookupBatch(indices, offsets, bags=bags))
 
     def flush(self) -> None:
         """Write cached rows back to `weights` (MANAGED_CACHING only)."""
@@ -329,7 +329,7 @@ class TableBatchedEmbedding:
             self._updater.drop_cache()
             self.marks.mark_rows(rows, sizes)
 
-    def dense_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
+    def dense_gradients(self, grad: Tensor, batch: LookupBatch) -> Tensor:
         """Return the gradient of all tables in any update mode: fp32, in the layout of `storage`.
 
         Args:
@@ -338,11 +338,11 @@ class TableBatchedEmbedding:
         """
         return self._updater.dense_gradients(grad, batch)
 
-    def weight_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
+    def weight_gradients(self, grad: Tensor, batch: LookupBatch) -> Tensor:
         """Return the gradient of the per-sample weights, [N] fp32; see `dense_gradients`."""
         return self._updater.weight_gradients(grad, batch)
 
-    def _meta_output(self, batch: Batch) -> Tensor:
+    def _meta_output(self, batch: LookupBatch) -> Tensor:
         if self.pooling is PoolingType.NONE:
             shape: tuple[int, ...] = (batch.indices.numel(), self.layout.feature_dims[0])
         elif batch.bags is not None:
@@ -355,7 +355,7 @@ class TableBatchedEmbedding:
     def _checked_bags(
         self, bags: np.ndarray, offsets: Tensor
     ) -> tuple[np.ndarray, RankedBags | None]:
-        """Return `bags` and `by_rank` of a `Batch`, or raise ValueError.
+        """Return `bags` and `by_rank` of a `LookupBatch`, or raise ValueError.
 
         The results are copies: backward reads them later.
         """
@@ -367,16 +367,15 @@ class TableBatchedEmbedding:
         num_features, num_bags = self.layout.num_features, offsets.numel() - 1
         if bags.ndim not in (1, 2) or len(bags) != num_features or bags.sum() != num_bags:
             raise ValueError(
-                "bags must be one number per feature, or one per feature and rank, which add up to "
-                f"the bags of offsets; received {bags.tolist()} for {num_features} features and "
-                f"{num_bags} bags."
+                "bags must have shape [F] or [F, R] and sum to len(offsets) - 1; received "
+                f"{bags.tolist()} for {num_features} features and {num_bags} bags."
             )
         bags = np.array(bags, dtype=np.int64)
         if bags.ndim == 1:
             return bags, None
         return bags.sum(1), RankedBags(bags) if bags.shape[1] > 1 else None
 
-    def _look_up_by_rank(self, batch: Batch) -> Tensor:
+    def _look_up_by_rank(self, batch: LookupBatch) -> Tensor:
         """Look up bags of several ranks, without autograd."""
         by_rank, looker = batch.by_rank, self._looker
         assert by_rank is not None
@@ -400,7 +399,7 @@ class TableBatchedEmbedding:
     def _update(
         self,
         grad: Tensor,
-        batch: Batch,
+        batch: LookupBatch,
         trained: Sequence[bool],
         ids_of_tables: Sequence[int] | None,
     ) -> None:
@@ -416,7 +415,7 @@ class TableBatchedEmbedding:
                 kernel.apply(found)
 
     def _parameter_gradients(
-        self, grad: Tensor, batch: Batch, trained: Sequence[bool]
+        self, grad: Tensor, batch: LookupBatch, trained: Sequence[bool]
     ) -> list[Tensor | None]:
         """Return the gradient of each table, dense or sparse; None for frozen tables."""
         dtype = self.storage.dtype
@@ -438,7 +437,7 @@ class TableBatchedEmbedding:
         return [g if wanted else None for g, wanted in zip(pieces, trained, strict=True)]
 
 
-def _mark(marks: RowMarks, batch: Batch, _: Tensor) -> None:
+def _mark(marks: RowMarks, batch: LookupBatch, _: Tensor) -> None:
     """Mark the rows of a batch, in a backward pass that updates them."""
     with marks.writes(batch):
         pass
@@ -463,7 +462,7 @@ class _Lookup(torch.autograd.Function):
         ctx.metadata[TABLE_UPDATES] = tbe._updates
         ctx.tbe, ctx.ids_of_tables, ctx.bags = tbe, ids_of_tables, (bags, by_rank)
         ctx.save_for_backward(indices, offsets, weights)
-        batch = Batch(indices, offsets, weights, bags, by_rank)
+        batch = LookupBatch(indices, offsets, weights, bags, by_rank)
         if by_rank is None:
             return tbe._looker.lookup(batch)
         out = tbe._look_up_by_rank(batch)
@@ -476,7 +475,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tbe: TableBatchedEmbedding = ctx.tbe
         indices, offsets, weights = ctx.saved_tensors
-        batch = Batch(indices, offsets, weights, *ctx.bags)
+        batch = LookupBatch(indices, offsets, weights, *ctx.bags)
         _, _, _, _, needs_weights, _, _, *trained = ctx.needs_input_grad
         if batch.by_rank is not None and not tbe._updates_by_rank(ctx.needs_input_grad):
             grad = batch.by_rank.rows_by_feature(grad, tbe.layout.dims_F)

@@ -4,7 +4,7 @@ At batch 8 the module takes 150 us instead of the 11 us of the forward op alone.
 are the same in fbgemm_gpu 1.6 and 1.8, and `has_cpu_ops` compares them with the installed ops. On
 CUDA the module is used: see `tbe_fbgemm_module`.
 
-Shape suffixes: N ids, F features, B bags per feature, D columns.
+Shapes: N ids, F features, B bags per feature, D columns.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.nn import functional
 from recsys.kernels import ops
 from recsys.kernels.backend import FBGEMM_LIMITS, OUTPUT_CODES, POOLING_CODES, Limits
 from recsys.kernels.lookup_batch import (
-    Batch,
     FeatureParts,
+    LookupBatch,
     RankedBags,
     as_rectangle,
     flat_blocks,
@@ -168,7 +168,7 @@ class FbgemmCpuKernel(TorchKernel):
         is_one = self._one_table is not None and not self.layout.shares_tables
         return is_one and isinstance(self.rates, float)
 
-    def lookup(self, batch: Batch) -> Tensor:
+    def lookup(self, batch: LookupBatch) -> Tensor:
         """Look up rows, pooled or not; no autograd. [B, total_dim], or [N, D] without pooling."""
         if self.pooling is PoolingType.NONE:
             return super().lookup(batch)  # as fast as FBGEMM's
@@ -193,7 +193,7 @@ class FbgemmCpuKernel(TorchKernel):
         )
         return pooled if batch.bags is None else pooled.view(-1)
 
-    def weight_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
+    def weight_gradients(self, grad: Tensor, batch: LookupBatch) -> Tensor:
         """Return the gradient of the per-sample weights: [N] fp32."""
         if batch.bags is not None:
             grad, batch = self._in_rows(grad, batch, batch.bags)
@@ -214,7 +214,7 @@ class FbgemmCpuKernel(TorchKernel):
             values = values * inverse_bag_length(batch.offsets, batch.indices.numel())
         return values.float()
 
-    def dense_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
+    def dense_gradients(self, grad: Tensor, batch: LookupBatch) -> Tensor:
         """Return the gradient of the whole storage, fp32 in its layout."""
         if batch.indices.numel() == 0:
             return torch.zeros_like(self.storage, dtype=torch.float32)
@@ -226,7 +226,7 @@ class FbgemmCpuKernel(TorchKernel):
         )
         return flat
 
-    def update(self, grad: Tensor, batch: Batch) -> None:
+    def update(self, grad: Tensor, batch: LookupBatch) -> None:
         """Make one optimizer step in place, from the gradient of the output."""
         if not batch.indices.numel():
             return
@@ -248,12 +248,12 @@ class FbgemmCpuKernel(TorchKernel):
                 own = own._replace(offsets=own.offsets.to(own.indices.dtype))
             else:
                 own_geometry, own_grad = geometry, grad.index_select(0, positions)
-                own = Batch(
+                own = LookupBatch(
                     as_sum.indices.index_select(0, positions), torch.arange(len(positions) + 1)
                 )
             self._update_at(rate, own_geometry, own_grad, own)
 
-    def _update_at(self, rate: float, geometry: Geometry, grad: Tensor, batch: Batch) -> None:
+    def _update_at(self, rate: float, geometry: Geometry, grad: Tensor, batch: LookupBatch) -> None:
         spec = self.optimizer
         assert spec is not None
         self._learning_rate.fill_(rate)
@@ -277,7 +277,7 @@ class FbgemmCpuKernel(TorchKernel):
         )
 
     def row_statistics(
-        self, grad: Tensor, batch: Batch
+        self, grad: Tensor, batch: LookupBatch
     ) -> tuple[list[RowStatistics], list[RowGradients] | None] | None:
         """Return the statistics of each dim group; sums gradients of repeated ids only."""
         spec = self.optimizer
@@ -290,7 +290,7 @@ class FbgemmCpuKernel(TorchKernel):
     def update_by_moments(
         self,
         grad: Tensor,
-        batch: Batch,
+        batch: LookupBatch,
         statistics: Sequence[RowStatistics],
         row_moments: Sequence[Tensor],
     ) -> None:
@@ -324,7 +324,9 @@ class FbgemmCpuKernel(TorchKernel):
         for state, rows, wanted in final:
             state.index_copy_(0, rows, wanted)
 
-    def _in_rows(self, grad: Tensor, batch: Batch, bags_F: np.ndarray) -> tuple[Tensor, Batch]:
+    def _in_rows(
+        self, grad: Tensor, batch: LookupBatch, bags_F: np.ndarray
+    ) -> tuple[Tensor, LookupBatch]:
         """Convert the flat gradient of a ragged batch to rows, and return the batch of these rows.
 
         Tables are read as one table if `takes_ranks`. Other batches are padded to a rectangle:
@@ -343,7 +345,7 @@ class FbgemmCpuKernel(TorchKernel):
         ]
         return torch.cat(padded, 1), as_rectangle(batch)
 
-    def _of_one_table(self, batch: Batch) -> tuple[Geometry, Batch]:
+    def _of_one_table(self, batch: LookupBatch) -> tuple[Geometry, LookupBatch]:
         """Return the geometry of all tables as one, and a batch whose ids are its rows."""
         assert self._one_table is not None
         ranked = batch.by_rank
@@ -354,7 +356,7 @@ class FbgemmCpuKernel(TorchKernel):
             batch = ranked.in_order = _rank_by_rank(batch, ranked)
         return self._one_table, batch
 
-    def _as_sum(self, batch: Batch) -> tuple[Geometry, Batch]:
+    def _as_sum(self, batch: LookupBatch) -> tuple[Geometry, LookupBatch]:
         """Convert the batch to a sum-pooled lookup, the fastest backward of FBGEMM."""
         geometry = self._geometry
         if batch.bags is not None or self.pooling is PoolingType.NONE:
@@ -362,12 +364,12 @@ class FbgemmCpuKernel(TorchKernel):
         indices, offsets, weights = batch[:3]
         if self.pooling is PoolingType.NONE:
             # Bags of one id in one table: half the time of FBGEMM's own sequence backward.
-            return geometry, Batch(indices, torch.arange(indices.numel() + 1))
+            return geometry, LookupBatch(indices, torch.arange(indices.numel() + 1))
         if self.pooling is PoolingType.MEAN:
             # FBGEMM's kernel ignores the bag length of a weighted lookup.
             inverse = inverse_bag_length(offsets, indices.numel())
             weights = inverse if weights is None else weights * inverse
-        return geometry, Batch(indices, offsets.to(indices.dtype), weights)
+        return geometry, LookupBatch(indices, offsets.to(indices.dtype), weights)
 
 
 def _statistics_by_row(
@@ -399,12 +401,12 @@ def _statistics_by_row(
     return rows, norms.square_()
 
 
-def _rank_by_rank(batch: Batch, ranked: RankedBags) -> Batch:
+def _rank_by_rank(batch: LookupBatch, ranked: RankedBags) -> LookupBatch:
     """Sort the bags of a batch on the CPU by rank, then by feature."""
     bags_FR, weights = ranked.bags_FR, batch.weights
     edges = np.concatenate([[0], np.cumsum(bags_FR)])
     ids_FR = np.diff(batch.offsets.numpy()[edges]).astype(np.int64).reshape(bags_FR.shape)
-    return Batch(
+    return LookupBatch(
         swap_segments(batch.indices, ids_FR),
         ops.complete_cumsum(swap_segments(batch.offsets.diff(), bags_FR)),
         None if weights is None else swap_segments(weights, ids_FR),
@@ -444,7 +446,7 @@ class Geometry:
         self.host_placement = torch.zeros(len(dims), dtype=torch.int32, device=device)
         self.ones = torch.ones(len(dims), dtype=torch.int32, device=device)
 
-    def sum_of(self, batch: Batch) -> tuple[object, ...]:
+    def sum_of(self, batch: LookupBatch) -> tuple[object, ...]:
         """Return the arguments of a sum-pooled lookup's backward, from the tables' arguments on."""
         return (
             self.weights_offsets,

@@ -3,7 +3,7 @@
 The module serves lookups that update in backward. Where PyTorch updates (replicas, deferred and
 frozen tables, tables without an optimizer), FBGEMM's kernels still look up.
 
-Shape suffixes: N ids, T tables.
+Shapes: N ids, T tables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import functional
 from recsys.kernels import ops
 from recsys.kernels.backend import FBGEMM_LIMITS, OUTPUT_CODES, POOLING_CODES, Limits
 from recsys.kernels.lookup_batch import (
-    Batch,
+    LookupBatch,
     RankedBags,
     as_rectangle,
     flat_blocks,
@@ -114,7 +114,7 @@ class FbgemmCudaLookup(TorchKernel):
         self._geometry = Geometry.of(self.layout, range(self.layout.num_features))
         self._one_table = Geometry.of_one_table(self.layout)
 
-    def lookup(self, batch: Batch) -> Tensor:
+    def lookup(self, batch: LookupBatch) -> Tensor:
         """Look up rows, pooled or not; no autograd. [B, total_dim], or [N, D] without pooling."""
         if self.pooling is PoolingType.NONE or not batch.indices.numel():
             return super().lookup(batch)
@@ -202,7 +202,7 @@ class FbgemmCudaKernel(TorchKernel):
             self.module.iter = torch.zeros_like(self.module.iter, device="cpu")
         super().__init__(layout, settings, flat.detach().flatten(), flat_states)
 
-    def look_up_and_update(self, batch: Batch) -> Tensor | None:
+    def look_up_and_update(self, batch: LookupBatch) -> Tensor | None:
         """Look up, recording the fused backward when gradients are enabled.
 
         Returns:
@@ -234,7 +234,7 @@ class FbgemmCudaKernel(TorchKernel):
             out.register_hook(step)
         return out
 
-    def _as_taken(self, batch: Batch) -> Batch:
+    def _as_taken(self, batch: LookupBatch) -> LookupBatch:
         """Convert a batch to the input of the module."""
         if self.pooling is PoolingType.NONE:
             return self._as_one_table(batch)
@@ -260,13 +260,13 @@ class FbgemmCudaKernel(TorchKernel):
         offsets = functional.pad(batch.offsets, (0, missing), value=batch.indices.numel())
         return batch._replace(offsets=offsets, bags=bags, by_rank=by_rank)
 
-    def _as_one_table(self, batch: Batch) -> Batch:
+    def _as_one_table(self, batch: LookupBatch) -> LookupBatch:
         """Convert a batch of sequences to bags of one id each, of one table."""
         (group,) = self.layout.groups
         rows = row_ids_of(group, batch)
         if not rows.numel():
-            return Batch(rows, torch.zeros(2, dtype=rows.dtype, device=rows.device))
-        return Batch(rows, torch.arange(rows.numel() + 1, device=rows.device))
+            return LookupBatch(rows, torch.zeros(2, dtype=rows.dtype, device=rows.device))
+        return LookupBatch(rows, torch.arange(rows.numel() + 1, device=rows.device))
 
     @staticmethod
     def _with_mean_gradient(weights_N: Tensor, offsets: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ class FbgemmCudaKernel(TorchKernel):
         if isinstance(rates, float):
             self.module.set_learning_rate(rates)
 
-    def prefetch(self, batch: Batch) -> None:
+    def prefetch(self, batch: LookupBatch) -> None:
         """Prefetch the rows of a later batch into the cache."""
         if self.settings.location is EmbeddingLocation.MANAGED_CACHING:
             as_taken = self._as_taken(batch)
@@ -320,13 +320,13 @@ class _Sizes(list[list[int]]):
     `_without_waits` reads the numbers of each rank.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: LookupBatch) -> None:
         assert batch.bags is not None
         super().__init__([[count] for count in batch.bags.tolist()])
         self.bags_FR = batch.bags[:, None] if batch.by_rank is None else batch.by_rank.bags_FR
 
 
-def _sizes_of(batch: Batch) -> dict[str, _Sizes]:
+def _sizes_of(batch: LookupBatch) -> dict[str, _Sizes]:
     """Return the module's arguments for the bags of a ragged batch."""
     return {} if batch.bags is None else {"batch_size_per_feature_per_rank": _Sizes(batch)}
 

@@ -91,7 +91,7 @@ class DimGroup:
 
 @final
 class StorageLayout:
-    """Geometry of a list of tables and of the features that read them.
+    """Memory layout of tables, and the table of each feature.
 
     Args:
         tables: The tables, in the caller's order.

@@ -4,7 +4,7 @@ It is also the numerical reference of the tests. The backward of a pooled lookup
 lookup: ids are sorted, and the gradients of the bags that mention a row are summed like the rows of
 a bag, in a fixed order, in fp32, without atomics and without an [N, D] intermediate.
 
-Shape suffixes: N ids, F features, B bags per feature, K distinct rows, D columns of one table.
+Shapes: N ids, F features, B bags per feature, K distinct rows, D columns of one table.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from recsys.kernels import ops
 from recsys.kernels.backend import Backend
 from recsys.kernels.huge_pages import new_array
 from recsys.kernels.lookup_batch import (
-    Batch,
     FeatureParts,
+    LookupBatch,
     inverse_bag_length,
     row_ids_of,
     sum_bags,
@@ -46,7 +46,7 @@ Rates: TypeAlias = float | tuple[float, ...]
 """Learning rate of all tables, or one rate per table."""
 
 
-GroupPart: TypeAlias = tuple[DimGroup, Tensor | None, Batch]
+GroupPart: TypeAlias = tuple[DimGroup, Tensor | None, LookupBatch]
 """Part of a batch that reads a dim group: the group; the [N_group] positions of its ids in the
 batch, None for all ids; and the batch of these ids as rows of the group's matrix."""
 
@@ -75,7 +75,7 @@ class TorchKernel(Backend):
 
     @property
     def takes_ranks(self) -> bool:
-        """True if `lookup` and `update` support `Batch.by_rank`."""
+        """True if `lookup` and `update` support `LookupBatch.by_rank`."""
         return False
 
     def __init__(
@@ -99,7 +99,7 @@ class TorchKernel(Backend):
 
     # -- methods that a backend may override ----------------------------------------------------
 
-    def lookup(self, batch: Batch) -> Tensor:
+    def lookup(self, batch: LookupBatch) -> Tensor:
         """Look up rows, pooled or not; no autograd.
 
         Returns:
@@ -133,7 +133,7 @@ class TorchKernel(Backend):
                 pieces[feature] = block
         return torch.cat([piece for piece in pieces if piece is not None], 0 if is_ragged else 1)
 
-    def weight_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
+    def weight_gradients(self, grad: Tensor, batch: LookupBatch) -> Tensor:
         """Return the gradient of the per-sample weights: [N] fp32."""
         out = torch.empty(batch.indices.numel(), dtype=torch.float32, device=grad.device)
         if not batch.indices.numel():
@@ -149,11 +149,11 @@ class TorchKernel(Backend):
             out.index_copy_(0, positions, values)
         return out
 
-    def row_gradients(self, grad: Tensor, batch: Batch) -> list[RowGradients]:
+    def row_gradients(self, grad: Tensor, batch: LookupBatch) -> list[RowGradients]:
         """Return the row gradients of each dim group, rows of the group's matrix ascending."""
         return self._by_group(sum_by_row, grad, batch)
 
-    def dense_gradients(self, grad: Tensor, batch: Batch) -> Tensor:
+    def dense_gradients(self, grad: Tensor, batch: LookupBatch) -> Tensor:
         """Return the gradient of the whole storage, fp32 in its layout."""
         out = torch.zeros_like(self.storage, dtype=torch.float32)
         if uses_triton(out, max(self.layout.feature_dims)):
@@ -167,15 +167,15 @@ class TorchKernel(Backend):
             put_rows(group.matrix(out), rows, grads)
         return out
 
-    def update(self, grad: Tensor, batch: Batch) -> None:
+    def update(self, grad: Tensor, batch: LookupBatch) -> None:
         """Make one optimizer step in place, from the gradient of the output."""
         self.apply(self.row_gradients(grad, batch))
 
-    def look_up_and_update(self, batch: Batch) -> Tensor | None:
+    def look_up_and_update(self, batch: LookupBatch) -> Tensor | None:
         """Look up with an autograd graph of the backend that updates the tables in backward.
 
         Returns:
-            The output, for every batch including `Batch.by_rank`. None without `has_own_graph`.
+            The output, also of batches with `LookupBatch.by_rank`. None without `has_own_graph`.
         """
         return None
 
@@ -183,7 +183,7 @@ class TorchKernel(Backend):
         """Set the learning rates from the next update on."""
         self.rates = rates
 
-    def prefetch(self, batch: Batch) -> None:
+    def prefetch(self, batch: LookupBatch) -> None:
         """Prefetch the rows of a later batch into the cache, if there is one."""
 
     def flush(self) -> None:
@@ -270,7 +270,7 @@ class TorchKernel(Backend):
                 tensor.copy_(torch.where(is_kept, before, tensor))
 
     def row_statistics(
-        self, grad: Tensor, batch: Batch
+        self, grad: Tensor, batch: LookupBatch
     ) -> tuple[list[RowStatistics], list[RowGradients] | None] | None:
         """Return the statistics of each dim group, and the row gradients if these were computed.
 
@@ -281,7 +281,7 @@ class TorchKernel(Backend):
     def update_by_moments(
         self,
         grad: Tensor,
-        batch: Batch,
+        batch: LookupBatch,
         statistics: Sequence[RowStatistics],
         row_moments: Sequence[Tensor],
     ) -> None:
@@ -349,7 +349,7 @@ class TorchKernel(Backend):
             rows = torch.arange(group.num_rows, device=device)
         return upload(values_T, device).index_select(0, group.table_of_row(rows)).unsqueeze(1)
 
-    def _group_parts(self, batch: Batch) -> list[GroupPart]:
+    def _group_parts(self, batch: LookupBatch) -> list[GroupPart]:
         """Return each dim group that a feature reads, with its part of a batch."""
         used = self.layout.used_groups
         if len(used) == 1:
@@ -366,14 +366,14 @@ class TorchKernel(Backend):
         return result
 
     def _sorted_parts(
-        self, grad: Tensor, batch: Batch
+        self, grad: Tensor, batch: LookupBatch
     ) -> Iterator[tuple[DimGroup, tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]]:
         """Yield each dim group that has ids, with the sorted arguments of `sum_by_row`."""
         for group, _, part in self._group_parts(batch) if batch.indices.numel() else ():
             of_ids = self._gradient_of_ids(grad, batch, group, part)
             yield group, (*sort_rows(part.indices, group.num_rows), *of_ids)
 
-    def _by_group(self, reduce: Reduce[Reduced], grad: Tensor, batch: Batch) -> list[Reduced]:
+    def _by_group(self, reduce: Reduce[Reduced], grad: Tensor, batch: LookupBatch) -> list[Reduced]:
         """Reduce the gradients of each dim group by row."""
         found = {}
         for group, _, part in self._group_parts(batch) if batch.indices.numel() else ():
@@ -386,7 +386,7 @@ class TorchKernel(Backend):
             for g in self.layout.groups
         ]
 
-    def _pool(self, matrix: Tensor, batch: Batch) -> Tensor:
+    def _pool(self, matrix: Tensor, batch: LookupBatch) -> Tensor:
         """Pool rows of a matrix bag by bag, in fp32: [bags, D]."""
         if self.pooling is PoolingType.SUM:
             return sum_bags(matrix, *batch[:3])
@@ -395,7 +395,7 @@ class TorchKernel(Backend):
         raise NotImplementedError(f"TorchKernel does not pool by {self.pooling}.")
 
     def _gradient_of_ids(
-        self, grad: Tensor, batch: Batch, group: DimGroup, part: Batch
+        self, grad: Tensor, batch: LookupBatch, group: DimGroup, part: LookupBatch
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the gradient of each id of a dim group's part of a batch.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recsys.kernels import ops
 from recsys.kernels.backend import Limits
-from recsys.kernels.lookup_batch import Batch
+from recsys.kernels.lookup_batch import LookupBatch
 from recsys.kernels.ops import upload
 from recsys.kernels.row_gradients import WIDEST, RowGradients, RowStatistics, sort_rows
 from recsys.kernels.tbe_layout import DimGroup
@@ -50,7 +50,7 @@ class TritonKernel(TorchKernel):
         "rows in a cache are FBGEMM's": lambda s: "MANAGED" in str(s.location),
     }
 
-    def update(self, grad: Tensor, batch: Batch) -> None:
+    def update(self, grad: Tensor, batch: LookupBatch) -> None:
         """Make one optimizer step in place, from the gradient of the output."""
         from recsys.kernels.update_triton import sum_and_update
 
@@ -58,7 +58,7 @@ class TritonKernel(TorchKernel):
             sum_and_update(self._update_of(group), *given)
 
     def row_statistics(
-        self, grad: Tensor, batch: Batch
+        self, grad: Tensor, batch: LookupBatch
     ) -> tuple[list[RowStatistics], list[RowGradients] | None] | None:
         """Return the statistics of each dim group, and the row gradients of the same kernel."""
         assert self.optimizer is not None

@@ -16,7 +16,7 @@ weights:
 A new optimizer is a member of `EmbOptimType`, an entry of `UPDATE_RULES` and its function of
 `TouchedRows`.
 
-Shape suffixes: R rows of the table, K touched rows, D columns.
+Shapes: R rows of the table, K touched rows, D columns.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class OptimizerSpec:
         )
 
     def decay(self, mode: WeightDecayMode) -> float:
-        """Return the weight decay of one mode; 0 under rules that have it inside their update."""
+        """Return the weight decay for a mode, or 0 if the update rule applies the decay itself."""
         is_meant = self.weight_decay_mode is mode and self.rule.reads_row is not RowReads.NORMS
         return self.weight_decay if is_meant else 0.0
 

@@ -8,7 +8,7 @@ run, bit for bit. All sums are fp32.
 
 Triton's interpreter (`TRITON_INTERPRET=1`) runs the kernels on a CPU, for tests.
 
-Shape suffixes: N ids, M rows of gradients, R rows of the tables, K entries, T tables, D columns.
+Shapes: N ids, M rows of gradients, R rows of the tables, K entries, T tables, D columns.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Normalized entropy is defined by He et al., "Practical Lessons from Predicting Clicks on Ads at
 Facebook" (ADKDD 2014). Below 1, predictions are better than the base rate alone. Unlike log loss,
-it is comparable between data sets of different base rates. Shape: `N` samples.
+it is comparable between data sets of different base rates. Shapes: `N` samples.
 """
 
 import math

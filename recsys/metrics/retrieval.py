@@ -1,6 +1,6 @@
 """Metrics of retrieval over whole catalogues.
 
-Legend: `B` queries, `K` items that were found, `T` targets of all queries.
+Shapes: `B` queries, `K` items that were found, `T` targets of all queries.
 """
 
 from __future__ import annotations

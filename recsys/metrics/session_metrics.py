@@ -224,7 +224,7 @@ class GAUCMetric(SessionMetric, metric=RecMetricEnum.GAUC):
 
 
 class XAUCMetric(SessionMetric, metric=RecMetricEnum.XAUC):
-    """Weighted share of pairs of a batch whose predictions have the order of their labels.
+    """Weighted share of sample pairs that predictions and labels rank the same way.
 
     Pairs of equal predictions count if their labels are equal, and one half otherwise. Labels may
     have any value. On a GPU each update waits for the device.

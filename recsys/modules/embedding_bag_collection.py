@@ -1,6 +1,6 @@
 """EmbeddingBagCollection: pooled embeddings of many tables on one device.
 
-Legend: `F` features, `B` batch size, `D` columns.
+Shapes: `F` features, `B` batch size, `D` columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recsys.modules.embedding_interfaces import EmbeddingBagCollectionInterface
 from recsys.modules.tables.embedding_inputs import expand_bags, is_on_meta
 from recsys.modules.tables.embedding_table import EmbeddingTable
 from recsys.modules.tables.embedding_tables import TableCollection
-from recsys.modules.tables.table_lookups import LookupGroup
+from recsys.modules.tables.table_lookups import TableGroup
 from recsys.modules.tables.traced import is_traced, look_up_bags
 from recsys.sparse import KeyedJaggedTensor, KeyedTensor
 
@@ -159,11 +159,11 @@ class EmbeddingBagCollection(TableCollection, EmbeddingBagCollectionInterface):
     def _tables(self) -> list[EmbeddingTable]:
         return list(self.embedding_bags.values())  # type: ignore[arg-type]
 
-    def _gradient_of(self, group: LookupGroup, gradients: Sequence[Tensor]) -> Tensor:
+    def _gradient_of(self, group: TableGroup, gradients: Sequence[Tensor]) -> Tensor:
         parts = torch.split(gradients[0], self._widths, dim=1)
         return torch.cat([parts[t] for t in group.tables], dim=1)
 
-    def _in_table_order(self, groups: Sequence[LookupGroup], pooled: Sequence[Tensor]) -> Tensor:
+    def _in_table_order(self, groups: Sequence[TableGroup], pooled: Sequence[Tensor]) -> Tensor:
         """Reorder the columns of several groups by table."""
         widths = self._widths
         pieces: dict[int, Tensor] = {}

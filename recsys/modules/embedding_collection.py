@@ -1,6 +1,6 @@
 """EmbeddingCollection: one embedding per id, of many tables on one device.
 
-Legend: `N` ids of one feature, `D` columns.
+Shapes: `N` ids of one feature, `D` columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recsys.modules.embedding_interfaces import EmbeddingCollectionInterface
 from recsys.modules.tables.embedding_inputs import is_on_meta
 from recsys.modules.tables.embedding_table import EmbeddingTable
 from recsys.modules.tables.embedding_tables import TableCollection
-from recsys.modules.tables.table_lookups import LookupGroup
+from recsys.modules.tables.table_lookups import TableGroup
 from recsys.modules.tables.traced import is_traced, look_up_sequences
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 from recsys.sparse.features import FeatureViews
@@ -182,7 +182,7 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         """Return the names of the outputs of each table."""
         return [list(names) for names in self._names_by_table]
 
-    def _gradient_of(self, group: LookupGroup, gradients: Sequence[Tensor]) -> Tensor:
+    def _gradient_of(self, group: TableGroup, gradients: Sequence[Tensor]) -> Tensor:
         parts = dict(zip(self._names, gradients, strict=False))  # then gradients of the ids
         return torch.cat([parts[n] for t in group.tables for n in self._names_by_table[t]])
 

@@ -1,6 +1,6 @@
 """Feature processors: modules that compute the weights of ids before the lookup.
 
-Legend: `P` positions of a bag, `N` ids.
+Shapes: `P` positions of a bag, `N` ids.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FeatureProcessedEmbeddingBagCollection: feature processors before a pooled lookup.
 
-Legend: `B` batch size, `D` columns, `N` ids.
+Shapes: `B` batch size, `D` columns, `N` ids.
 """
 
 from __future__ import annotations

@@ -15,7 +15,15 @@ from recsys.base.arguments import finite, whole
 from recsys.base.checked import check_fields
 from recsys.kernels.hashed.index import MAX_REGIONS, IndexSettings
 
-__all__ = ["LFU", "LRU", "AtLeast", "DistanceLFU", "HashedIds", "Probability", "refuse_overflow"]
+__all__ = [
+    "LFU",
+    "LRU",
+    "AtLeast",
+    "DistanceLFU",
+    "HashedIds",
+    "Probability",
+    "check_rows_in_memory",
+]
 
 
 @final
@@ -27,7 +35,7 @@ class LRU:
 @final
 @dataclass(frozen=True)
 class LFU:
-    """Eviction of the least frequently used id; the count of batches that had it may decay.
+    """Evict the least frequently used id. Counts are per batch and can decay.
 
     Raises:
         ValueError: The half-life is negative.
@@ -173,6 +181,30 @@ class HashedIds:
                     f"{name}={getattr(self, name)!r}. Leave out overflow or {name}."
                 )
 
+    @property
+    def has_rows_on_disk(self) -> bool:
+        """True if ids may have rows on the disk, so that memory has only a part of the table."""
+        return self.overflow is not None
+
+    def check_rows_in_memory(
+        self, table: str, action: str, remedy: str = "Leave out overflow."
+    ) -> None:
+        """Raise an error if a table may have rows on the disk.
+
+        Args:
+            table: Name of the table.
+            action: The subject of the message, which such tables do not support.
+            remedy: Last sentence of the message.
+
+        Raises:
+            ValueError: It has.
+        """
+        if self.has_rows_on_disk:
+            raise ValueError(
+                f"{action} needs all rows of a table in memory; received table {table!r} with "
+                f"HashedIds.overflow={self.overflow!r}. {remedy}"
+            )
+
     def settings(self) -> IndexSettings:
         """Return the rules as the index takes them."""
         eviction, admission = self.eviction, self.admission
@@ -192,23 +224,20 @@ class HashedIds:
         )
 
 
-def refuse_overflow(model: nn.Module, action: str) -> None:
-    """Raise an error if a table of a model has rows on the disk.
+def check_rows_in_memory(model: nn.Module, action: str) -> None:
+    """Raise an error if a table of a model may have rows on the disk.
 
     Args:
         model: The model.
-        action: What cannot be done with such a table, for the message.
+        action: The subject of the message, which such tables do not support.
 
     Raises:
-        ValueError: It has.
+        ValueError: A table has `HashedIds.overflow`.
     """
     for path, module in model.named_modules():
         rules = getattr(module, "rules", None)
-        if isinstance(rules, HashedIds) and rules.overflow is not None:
-            raise ValueError(
-                f"{action} must have no table with HashedIds.overflow, whose rows are partly on "
-                f"the disk; received {path.removesuffix('.index')!r}. Leave out overflow."
-            )
+        if isinstance(rules, HashedIds):
+            rules.check_rows_in_memory(path.removesuffix(".index").rpartition(".")[2], action)
 
 
 _EVICTIONS = {LRU: "lru", LFU: "lfu", DistanceLFU: "distance_lfu", type(None): "none"}

@@ -1,6 +1,6 @@
 """Search of the items with the largest dot products.
 
-Legend: `B` queries, `I` items, `D` columns, `K` results.
+Shapes: `B` queries, `I` items, `D` columns, `K` results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stacks of linear layers. Shape: `B` samples."""
+"""Stacks of linear layers. Shapes: `B` samples."""
 
 import inspect
 import warnings

@@ -3,7 +3,7 @@
 A pool stores state that is not trained, such as the last ids of each user. Id `i` is row `i`,
 without hashing. Initial rows are zeros, or features without ids.
 
-Legend: `P` rows of a pool, `N` ids of a call, `D` columns, `K` features, `L` maximum number of ids
+Shapes: `P` rows of a pool, `N` ids of a call, `D` columns, `K` features, `L` maximum number of ids
 of a row over all features.
 """
 
@@ -148,10 +148,10 @@ class KeyedJaggedTensorPool(RowPool[KeyedJaggedTensor]):
     Args:
         pool_size: P, the number of rows.
         feature_max_lengths: Maximum number of ids of a row, by feature.
-        values_dtype: of the ids of features.
-        is_weighted: whether each id of a feature has a weight.
-        device: of the pool. None: the meta device, without storage, for a pool that is sharded.
-        enable_uvm: keep the pool in host memory. Rows are copied to and from `device`.
+        values_dtype: Of the ids of features.
+        is_weighted: Whether each id of a feature has a weight.
+        device: Of the pool. None: the meta device, without storage, for a pool that is sharded.
+        enable_uvm: Keep the pool in host memory. Rows are copied to and from `device`.
 
     Raises:
         TypeError: An argument is of another type.

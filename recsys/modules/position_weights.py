@@ -1,6 +1,6 @@
 """Weights of ids by their position in a bag, for all features of a batch in one gather.
 
-Legend: `K` features of a batch, `M` bags, `N` ids, `P` positions of all features together.
+Shapes: `K` features of a batch, `M` bags, `N` ids, `P` positions of all features together.
 """
 
 from __future__ import annotations

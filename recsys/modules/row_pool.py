@@ -1,6 +1,6 @@
 """Base of pools whose objects are read and overwritten by id.
 
-Legend: `P` rows of a pool, `N` ids of a call.
+Shapes: `P` rows of a pool, `N` ids of a call.
 """
 
 from __future__ import annotations

@@ -239,7 +239,8 @@ def _adopt(parameter: Tensor, given: Sequence[Optimizer]) -> AttachedOptimizer:
     group = given[0].param_groups[0]
     attached = AttachedOptimizer(type(given[0]), group | {"params": []})
     attached.given = getattr(parameter, _KWARGS, [attached.given])[0]
-    given[0].param_groups = attached.param_groups  # schedulers now change the table
+    # a scheduler of the given optimizer now sets the table's learning rate
+    given[0].param_groups = attached.param_groups
     for handle in sys.modules[_TORCH_HOOKS].param_to_optim_hook_handle_map.pop(parameter, ()):
         handle.remove()
     return attached

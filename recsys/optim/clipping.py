@@ -39,27 +39,27 @@ class GradientClippingOptimizer(OptimizerWrapper):
     optimizer must have `update_mode="deferred"`: fused updates leave no gradient to clip.
 
     Args:
-        optimizer: the optimizer to wrap, such as a `CombinedOptimizer` of a model's
+        optimizer: The optimizer to wrap, such as a `CombinedOptimizer` of a model's
             `fused_optimizer` and the optimizer of its dense parameters.
-        clipping: the quantity to limit, or its name, such as "norm".
-        max_gradient: the limit; 0 stops training.
-        norm_type: exponent of `NORM`, such as 2.0, or `inf` for the largest absolute value.
-        enable_global_grad_clip: add up the norm over all ranks, in one all-reduce of one number.
+        clipping: The quantity to limit, or its name, such as "norm".
+        max_gradient: The limit; 0 stops training.
+        norm_type: Exponent of `NORM`, such as 2.0, or `inf` for the largest absolute value.
+        enable_global_grad_clip: Add up the norm over all ranks, in one all-reduce of one number.
             Required for sharded tables. All ranks must step together; parameters that every rank
             holds count once.
-        param_to_pgs: other parameters that are sharded, and the process groups of their shards.
+        param_to_pgs: Other parameters that are sharded, and the process groups of their shards.
             Parameters of torch's `fully_shard` need no entry.
-        track_grad_norm: compute the norm even if `clipping` does not need it.
+        track_grad_norm: Compute the norm even if `clipping` does not need it.
 
     Attributes:
-        last_total_grad_norm: the norm before the last clipping; None before the first step.
+        last_total_grad_norm: The norm before the last clipping; None before the first step.
 
     Raises:
-        TypeError: an argument has a wrong type.
+        TypeError: An argument has a wrong type.
         ValueError: `max_gradient` is negative or NaN, `norm_type` is not positive, or `clipping` is
             unknown. At a step: tables are fused, or their norm needs `enable_global_grad_clip`. At
             the first step, on all ranks: clipping settings differ between ranks.
-        LostContactError: at a step, contact with another rank is lost.
+        LostContactError: At a step, contact with another rank is lost.
 
     Example:
         >>> from recsys.optim.keyed import KeyedOptimizerWrapper
@@ -108,7 +108,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         """Clip, then step.
 
         Args:
-            closure: function that computes the gradients. They are clipped after each evaluation.
+            closure: Function that computes the gradients. They are clipped after each evaluation.
 
         Returns:
             The result of the closure.
@@ -272,9 +272,9 @@ def power_sum(values: Sequence[Tensor], norm_type: float, device: torch.device) 
     """Return the sum of `|v| ** norm_type` over tensors, or the largest `|v|` for `inf`.
 
     Args:
-        values: any tensors; empty tensors count as zero.
-        norm_type: exponent of the norm.
-        device: device of the result.
+        values: Any tensors; empty tensors count as zero.
+        norm_type: Exponent of the norm.
+        device: Device of the result.
 
     Returns:
         A scalar, fp32.

@@ -33,13 +33,13 @@ class TablesGroup(dict[str, Any]):
     other settings are fixed in the kernels: changing one raises ValueError.
 
     Args:
-        params: the tables.
-        learning_rate: the learning rate of the tables.
-        settings: the other settings of the tables.
-        use_rate: function that sets the learning rate of the tables.
+        params: The tables.
+        learning_rate: The learning rate of the tables.
+        settings: The other settings of the tables.
+        use_rate: Function that sets the learning rate of the tables.
 
     Attributes:
-        fixed: names of the fixed settings.
+        fixed: Names of the fixed settings.
 
     Example:
         >>> group = TablesGroup([], 0.5, {"eps": 1e-8}, print)
@@ -64,7 +64,7 @@ class TablesGroup(dict[str, Any]):
         """Rebind to the tables of another group, after resharding.
 
         Args:
-            other: a group with the same settings. Its tables get the learning rate of this group.
+            other: A group with the same settings. Its tables get the learning rate of this group.
         """
         self._use_rate = other._use_rate
         self["params"] = other["params"]

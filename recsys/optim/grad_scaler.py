@@ -29,13 +29,13 @@ class GradScaler(torch.amp.GradScaler):
     error. Train them in bf16, which needs no scaling. `torch.amp.GradScaler` has no such check.
 
     Args:
-        device: device of the loss; all arguments are as for `torch.amp.GradScaler`.
-        init_scale: initial scale.
-        growth_factor: factor of the scale after `growth_interval` steps without inf or NaN.
-        backoff_factor: factor of the scale after a skipped step.
-        growth_interval: number of steps.
+        device: Device of the loss; all arguments are as for `torch.amp.GradScaler`.
+        init_scale: Initial scale.
+        growth_factor: Factor of the scale after `growth_interval` steps without inf or NaN.
+        backoff_factor: Factor of the scale after a skipped step.
+        growth_interval: Number of steps.
         enabled: False disables scaling.
-        process_group: ranks that train the model; None for all ranks.
+        process_group: Ranks that train the model; None for all ranks.
 
     Example:
         >>> from recsys.optim import KeyedOptimizerWrapper
@@ -77,13 +77,13 @@ class GradScaler(torch.amp.GradScaler):
         """Multiply losses by the scale.
 
         Args:
-            outputs: a tensor or an iterable of tensors.
+            outputs: A tensor or an iterable of tensors.
 
         Returns:
             The scaled losses, of the same kind.
 
         Raises:
-            ValueError: a loss depends on tables that are updated in backward.
+            ValueError: A loss depends on tables that are updated in backward.
         """
         if self.is_enabled():
             if not isinstance(outputs, Tensor | list | tuple):

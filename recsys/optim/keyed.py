@@ -30,13 +30,13 @@ class KeyedOptimizer(Optimizer):
     the parameters.
 
     Args:
-        params: parameters by name. A parameter may be any tensor, sharded or not.
-        state: state by parameter, as in `torch.optim`: tensors or numbers by name, or dictionaries,
+        params: Parameters by name. A parameter may be any tensor, sharded or not.
+        state: State by parameter, as in `torch.optim`: tensors or numbers by name, or dictionaries,
             lists and tuples of them.
-        param_groups: the groups, as in `torch.optim`.
+        param_groups: The groups, as in `torch.optim`.
 
     Raises:
-        ValueError: if a group contains a parameter that is not in `params`.
+        ValueError: If a group contains a parameter that is not in `params`.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -78,7 +78,7 @@ class KeyedOptimizer(Optimizer):
         Checkpoints are loaded in place, so the state must exist before.
 
         Args:
-            sparse_grad_parameter_names: parameters with sparse gradients.
+            sparse_grad_parameter_names: Parameters with sparse gradients.
         """
         sparse = sparse_grad_parameter_names or set()
         before = {name: param.grad for name, param in self.params.items()}
@@ -138,13 +138,13 @@ class KeyedOptimizer(Optimizer):
         """Copy a state dict into the state of this optimizer, in place.
 
         Args:
-            state_dict: the result of `state_dict`.
+            state_dict: The result of `state_dict`.
 
         Raises:
-            KeyError: if parameters or states are missing or unexpected. Nested states are named by
+            KeyError: If parameters or states are missing or unexpected. Nested states are named by
                 their paths.
-            ValueError: if a shape differs, or the parameter groups do not match.
-            TypeError: if `state_dict` is not a state dict, or a value is not a tensor.
+            ValueError: If a shape differs, or the parameter groups do not match.
+            TypeError: If `state_dict` is not a state dict, or a value is not a tensor.
         """
         loaded, own = loaded_state(state_dict), self.state_dict()["state"]
         check_same_keys("parameters", own, loaded)
@@ -195,7 +195,7 @@ class KeyedOptimizer(Optimizer):
         """Return the gradients outside of `.grad`, for clipping.
 
         Raises:
-            ValueError: if tables have fused updates, which keep no gradient.
+            ValueError: If tables have fused updates, which keep no gradient.
         """
         return []
 
@@ -223,12 +223,12 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     groups.
 
     Args:
-        optimizer: the optimizer.
-        lr: the learning rate, at least 0.
+        optimizer: The optimizer.
+        lr: The learning rate, at least 0.
 
     Raises:
-        TypeError: if `lr` is not a number.
-        ValueError: if `lr` is negative, infinite or NaN.
+        TypeError: If `lr` is not a number.
+        ValueError: If `lr` is negative, infinite or NaN.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
@@ -245,10 +245,10 @@ class CombinedOptimizer(KeyedOptimizer):
     """Several keyed optimizers that step, save and load as one.
 
     Args:
-        optims: the optimizers, or pairs `(prefix, optimizer)`, which add `prefix.` to the names.
+        optims: The optimizers, or pairs `(prefix, optimizer)`, which add `prefix.` to the names.
 
     Raises:
-        ValueError: if two optimizers have the same parameter name or state name.
+        ValueError: If two optimizers have the same parameter name or state name.
 
     Example:
         >>> a, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
@@ -307,7 +307,7 @@ class CombinedOptimizer(KeyedOptimizer):
         """Step all optimizers, in their order.
 
         Args:
-            closure: function that computes the gradients and returns the loss. Consecutive
+            closure: Function that computes the gradients and returns the loss. Consecutive
                 optimizers share one evaluation. An optimizer that evaluates the closure again, such
                 as LBFGS, starts with an evaluation of its own. Each evaluation updates the tables
                 whose optimizer updates them in backward.
@@ -422,8 +422,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     """Wrapper that adds a state dict by parameter name to any `torch.optim` optimizer.
 
     Args:
-        params: parameters by name.
-        optim_factory: function that builds the optimizer from the list of parameters.
+        params: Parameters by name.
+        optim_factory: Function that builds the optimizer from the list of parameters.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1)
@@ -465,7 +465,7 @@ class OptimizerWrapper(CombinedOptimizer):
     """Base of wrappers of a keyed optimizer, such as warm-up and clipping.
 
     Args:
-        optimizer: the optimizer to wrap, with its parameters, state and groups.
+        optimizer: The optimizer to wrap, with its parameters, state and groups.
     """
 
     @checked

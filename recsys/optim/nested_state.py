@@ -47,7 +47,7 @@ def loaded_state(state_dict: object) -> Mapping[str, Any]:
     """Return the states in a state dict of an optimizer.
 
     Raises:
-        TypeError: if `state_dict` is not a state dict.
+        TypeError: If `state_dict` is not a state dict.
     """
     state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
     if not isinstance(state, Mapping):
@@ -65,12 +65,12 @@ def check_same_keys(what: str, own: Mapping[Any, Any], loaded: Mapping[Any, Any]
     """Check that a loaded state has the same names as the optimizer.
 
     Args:
-        what: kind of the names, for messages.
-        own: values of the optimizer, by name or path.
-        loaded: loaded values.
+        what: Kind of the names, for messages.
+        own: Values of the optimizer, by name or path.
+        loaded: Loaded values.
 
     Raises:
-        KeyError: if names are missing or unexpected.
+        KeyError: If names are missing or unexpected.
     """
     missing, unexpected = (
         sorted(map(_shown, names))
@@ -87,14 +87,14 @@ def check_state(name: str, own: object, loaded: object) -> None:
     """Check that a loaded state has the same leaves, of the same shapes, as the optimizer's.
 
     Args:
-        name: name of the parameter.
-        own: state of the parameter in the optimizer.
-        loaded: loaded state of the parameter.
+        name: Name of the parameter.
+        own: State of the parameter in the optimizer.
+        loaded: Loaded state of the parameter.
 
     Raises:
-        KeyError: if leaves are missing or unexpected, with their paths.
-        TypeError: if a leaf must be a tensor and cannot be converted to one.
-        ValueError: if the shape of a tensor differs.
+        KeyError: If leaves are missing or unexpected, with their paths.
+        TypeError: If a leaf must be a tensor and cannot be converted to one.
+        ValueError: If the shape of a tensor differs.
     """
     own_leaves, loaded_leaves = dict(_leaves(own)), dict(_leaves(loaded))
     check_same_keys(f"states of parameter {name!r}", own_leaves, loaded_leaves)
@@ -113,8 +113,8 @@ def copy_into(own: Any, loaded: Any) -> Any:
     """Copy a loaded state into the state of an optimizer, in place; call `check_state` first.
 
     Args:
-        own: state of the optimizer. Its tensors, dictionaries and lists stay the same objects.
-        loaded: loaded state with the same leaves. Values are copied.
+        own: State of the optimizer. Its tensors, dictionaries and lists stay the same objects.
+        loaded: Loaded state with the same leaves. Values are copied.
 
     Returns:
         `own`, or a new value if `own` is immutable.

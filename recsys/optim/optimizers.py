@@ -31,12 +31,12 @@ def make_spec(
     """Convert the settings of an optimizer class to the specification that kernels read.
 
     Args:
-        algorithm: the algorithm of the class.
-        decay: form of the weight decay; None for the default of the algorithm.
-        settings: settings by the names of torch.optim; other names are ignored.
+        algorithm: The algorithm of the class.
+        decay: Form of the weight decay; None for the default of the algorithm.
+        settings: Settings by the names of torch.optim; other names are ignored.
 
     Raises:
-        ValueError: a setting is out of range.
+        ValueError: A setting is out of range.
     """
     values = dict(settings)
     if "betas" in values:

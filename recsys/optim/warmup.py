@@ -54,19 +54,19 @@ class WarmupStage:
     """One stage of a schedule.
 
     Args:
-        policy: the policy, or its name, such as "linear".
-        max_iters: the last step of the stage, counted from the start of training.
-        value: see the policy.
-        lr_scale: another factor of the learning rate.
-        decay_iters: see the policy; -1 for its default.
-        sgdr_period: see the policy.
-        start_interpolating_iters: see the policy.
-        end_value: see the policy.
+        policy: The policy, or its name, such as "linear".
+        max_iters: The last step of the stage, counted from the start of training.
+        value: See the policy.
+        lr_scale: Another factor of the learning rate.
+        decay_iters: See the policy; -1 for its default.
+        sgdr_period: See the policy.
+        start_interpolating_iters: See the policy.
+        end_value: See the policy.
 
     Raises:
-        ValueError: if the policy is unknown, a setting of the policy is missing or not positive, or
+        ValueError: If the policy is unknown, a setting of the policy is missing or not positive, or
             a number is infinite or NaN.
-        TypeError: if a setting is not a number, or not an integer.
+        TypeError: If a setting is not a number, or not an integer.
 
     Example:
         >>> WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.5).factor(2)
@@ -110,7 +110,7 @@ class WarmupStage:
         """Return the factor of the learning rate.
 
         Args:
-            step: number of previous steps.
+            step: Number of previous steps.
         """
         return self.lr_scale * self._factor(whole("WarmupStage.factor: step", step, least=0))
 
@@ -149,15 +149,15 @@ class WarmupOptimizer(OptimizerWrapper):
     name `param_name`, so training resumes at the same step.
 
     Args:
-        optimizer: the optimizer to wrap. All groups get the same rate. Tables that are updated in
+        optimizer: The optimizer to wrap. All groups get the same rate. Tables that are updated in
             backward use it from the next backward pass on.
-        stages: the stages, by ascending `max_iters`.
-        lr: the learning rate, which stages multiply by their factors.
-        lr_param: name of the setting to change.
-        param_name: name of the progress in the state dict.
+        stages: The stages, by ascending `max_iters`.
+        lr: The learning rate, which stages multiply by their factors.
+        lr_param: Name of the setting to change.
+        param_name: Name of the progress in the state dict.
 
     Raises:
-        ValueError: if the `max_iters` of the stages do not ascend from 1.
+        ValueError: If the `max_iters` of the stages do not ascend from 1.
 
     Example:
         >>> from recsys.optim.keyed import KeyedOptimizerWrapper
@@ -229,7 +229,7 @@ class WarmupOptimizer(OptimizerWrapper):
         """Load the state of the wrapped optimizer, and the progress.
 
         Raises:
-            KeyError: if the state has no warm-up progress.
+            KeyError: If the state has no warm-up progress.
         """
         state = dict(state_dict["state"])
         if self._param_name not in state:

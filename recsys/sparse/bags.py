@@ -1,6 +1,6 @@
 """Bags: the tensors and accessors that JaggedTensor and KeyedJaggedTensor share.
 
-Legend: `M` bags (lists), `N` values of all bags together.
+Shapes: `M` bags (lists), `N` values of all bags together.
 """
 
 from abc import abstractmethod
@@ -15,7 +15,7 @@ from recsys.kernels import ops
 from recsys.sparse import validate
 
 
-class Bags:
+class JaggedBase:
     """Base of JaggedTensor and KeyedJaggedTensor: values in bags, of one or several features."""
 
     __slots__ = ("__weakref__", "_lengths", "_num_read", "_offsets", "_values", "_weights")
@@ -34,7 +34,7 @@ class Bags:
         """Return the weights, `[N, ...]`.
 
         Raises:
-            ValueError: if there are none.
+            ValueError: If there are none.
         """
         weights = self.weights_or_none()
         if weights is None:
@@ -51,7 +51,7 @@ class Bags:
         With several features, `[F * B]` lengths, or the sum of the strides, in feature order.
 
         Raises:
-            ValueError: on a CPU, if the offsets decrease.
+            ValueError: On a CPU, if the offsets decrease.
         """
         if self._lengths is None and self.lengths_or_none() is None:
             assert self._offsets is not None
@@ -68,7 +68,7 @@ class Bags:
         """Return the position of the first value of each bag, and the end: `[M + 1]`.
 
         Raises:
-            ValueError: on a CPU, if a length is negative, or the sum of the lengths exceeds the
+            ValueError: On a CPU, if a length is negative, or the sum of the lengths exceeds the
                 number of values.
         """
         if self._offsets is None:
@@ -172,7 +172,7 @@ class Bags:
 
 
 def empty_parts(
-    bags: Bags, device: torch.device | None = None
+    bags: JaggedBase, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Create values, weights (or None), lengths and offsets without bags, with given dtypes."""
     values, weights = bags.values(), bags.weights_or_none()
@@ -188,8 +188,8 @@ def check_can_move(owner: str, values: Tensor, device: torch.device | str) -> No
     """Check that values can be copied to a device.
 
     Raises:
-        TypeError: if `device` is not a device.
-        ValueError: if the values are on the meta device, which has no contents to copy.
+        TypeError: If `device` is not a device.
+        ValueError: If the values are on the meta device, which has no contents to copy.
     """
     given = cast(object, device)
     if not isinstance(given, torch.device | str | int) or isinstance(given, bool):

@@ -2,7 +2,7 @@
 
 The libraries are not imported; a column is recognized by its attributes.
 
-Legend: `B` rows, `N` values.
+Shapes: `B` rows, `N` values.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def read_bags(
     """Read a column with one value, or one list of values, per row.
 
     Args:
-        subject: name of the column, for messages.
-        column: see `recsys.sparse.from_columns`.
-        padding: the value that fills unused places of a matrix.
+        subject: Name of the column, for messages.
+        column: See `recsys.sparse.from_columns`.
+        padding: The value that fills unused places of a matrix.
         as_codes: True to read categories that are not numbers as their codes.
 
     Returns:
@@ -88,7 +88,7 @@ def read_bags(
 
     Raises:
         TypeError: `column` is not a column.
-        ValueError: an array does not have one or two dimensions, or a list of Arrow has a missing
+        ValueError: An array does not have one or two dimensions, or a list of Arrow has a missing
             value.
     """
     kind = type(column)
@@ -114,15 +114,15 @@ def read_ids(subject: str, bags: Bags) -> Tensor:
     """Convert the values of a column to ids.
 
     Args:
-        subject: name of the column, for messages.
-        bags: the column.
+        subject: Name of the column, for messages.
+        bags: The column.
 
     Returns:
         [N] int64.
 
     Raises:
-        TypeError: a value is not an integer, or is a float too large to be exact.
-        ValueError: an id does not fit into int64, or a list has a missing value.
+        TypeError: A value is not an integer, or is a float too large to be exact.
+        ValueError: An id does not fit into int64, or a list has a missing value.
     """
     values = bags.values
     if not isinstance(values, Tensor):
@@ -145,15 +145,15 @@ def read_weights(subject: str, bags: Bags) -> Tensor:
     """Convert the values of a column to weights of ids.
 
     Args:
-        subject: name of the column, for messages.
-        bags: the column.
+        subject: Name of the column, for messages.
+        bags: The column.
 
     Returns:
         [N] float32.
 
     Raises:
-        TypeError: a value is not a number.
-        ValueError: a value is NaN or infinite, or a list has a missing value.
+        TypeError: A value is not a number.
+        ValueError: A value is NaN or infinite, or a list has a missing value.
     """
     values = _numeric(subject, bags)
     if values.dtype is torch.bool:
@@ -165,15 +165,15 @@ def read_numbers(subject: str, column: Any) -> Tensor:
     """Read a column with one number per row, such as a dense feature or a label.
 
     Args:
-        subject: name of the column, for messages.
-        column: see `recsys.sparse.from_columns`.
+        subject: Name of the column, for messages.
+        column: See `recsys.sparse.from_columns`.
 
     Returns:
         [B] float32. Missing numbers are NaN if value checks are off.
 
     Raises:
-        TypeError: a value is not a number.
-        ValueError: a value is missing, NaN or infinite, or rows are lists.
+        TypeError: A value is not a number.
+        ValueError: A value is missing, NaN or infinite, or rows are lists.
     """
     if isinstance(column, Tensor):  # no mask, which would wait for a GPU
         lengths = torch.ones(column.shape[:1], dtype=torch.int64)

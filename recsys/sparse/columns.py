@@ -80,11 +80,11 @@ def check_table(subject: str, columns: object) -> None:
     """Check that an argument is a table.
 
     Args:
-        subject: name of the argument, for messages.
-        columns: the argument.
+        subject: Name of the argument, for messages.
+        columns: The argument.
 
     Raises:
-        TypeError: it is not a table.
+        TypeError: It is not a table.
     """
     is_table = any(hasattr(columns, name) for name in ("get_columns", "column_names", "keys"))
     if not is_table or not hasattr(columns, "__getitem__") or isinstance(columns, type):
@@ -97,16 +97,16 @@ def jagged_of(
     """Build a batch as `from_columns`.
 
     Args:
-        columns: columns by feature.
-        weights: name for messages and column of the weights, by feature.
-        padding: as for `from_columns`.
+        columns: Columns by feature.
+        weights: Name for messages and column of the weights, by feature.
+        padding: As for `from_columns`.
 
     Returns:
         The batch.
 
     Raises:
-        TypeError: as `from_columns`.
-        ValueError: as `from_columns`.
+        TypeError: As `from_columns`.
+        ValueError: As `from_columns`.
     """
     if padding is not None:
         whole("from_columns: padding", padding, least=None)

@@ -12,8 +12,8 @@ def jt_is_equal(jt_1: object, jt_2: object) -> bool:
     """Return whether two jagged tensors have the same bags, values and weights.
 
     Args:
-        jt_1: a jagged tensor.
-        jt_2: another jagged tensor.
+        jt_1: A jagged tensor.
+        jt_2: Another jagged tensor.
 
     Returns:
         True if values, weights and lengths are equal. False if an argument is not a JaggedTensor.
@@ -33,8 +33,8 @@ def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
     """Return whether two keyed jagged tensors have the same features, bags, values and weights.
 
     Args:
-        kjt_1: a keyed jagged tensor.
-        kjt_2: another keyed jagged tensor.
+        kjt_1: A keyed jagged tensor.
+        kjt_2: Another keyed jagged tensor.
 
     Returns:
         True if keys (in order), values, weights, lengths, strides and inverse indices are equal.

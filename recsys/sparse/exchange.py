@@ -2,7 +2,7 @@
 
 For user code that exchanges KeyedJaggedTensors; `recsys.distributed` has a narrower wire format.
 
-Legend: `F` features, `W` ranks, `N` values; a part has the bags of one feature from one rank.
+Shapes: `F` features, `W` ranks, `N` values; a part has the bags of one feature from one rank.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def receive(
     """Reorder received tensors from `[W][F]` order, by rank, to `[F][W]` order, by feature.
 
     Args:
-        keys: the features.
-        tensors: lengths, values, strides `[W * F]` of the parts if sent, and weights if any.
+        keys: The features.
+        tensors: Lengths, values, strides `[W * F]` of the parts if sent, and weights if any.
         has_strides: True if `tensors` contains strides.
         num_ranks: `W`.
-        recat: permutation of the `W * F` parts, or of single bags if ranks have different batch
+        recat: Permutation of the `W * F` parts, or of single bags if ranks have different batch
             sizes. None if no permutation is needed.
-        stride_per_rank: batch size of each rank; required unless strides are sent.
+        stride_per_rank: Batch size of each rank; required unless strides are sent.
 
     Returns:
         Arguments of KeyedJaggedTensor.
 
     Raises:
-        ValueError: as `KeyedJaggedTensor.dist_init`.
+        ValueError: As `KeyedJaggedTensor.dist_init`.
     """
     lengths, values, *rest = tensors
     strides = rest.pop(0) if has_strides else None

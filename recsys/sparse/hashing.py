@@ -30,7 +30,7 @@ def hash_ids(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int]) -> 
 
     Args:
         features: `int32` or `int64` ids of any size; they may be negative.
-        num_embeddings: number of rows of the table of each feature. Features without an entry are
+        num_embeddings: Number of rows of the table of each feature. Features without an entry are
             unchanged.
 
     Returns:
@@ -39,8 +39,8 @@ def hash_ids(features: KeyedJaggedTensor, num_embeddings: Mapping[str, int]) -> 
 
     Raises:
         KeyError: `num_embeddings` has a key that is not a feature.
-        ValueError: a number of rows is not positive.
-        TypeError: ids or numbers of rows are not integers.
+        ValueError: A number of rows is not positive.
+        TypeError: Ids or numbers of rows are not integers.
 
     Example:
         >>> features = KeyedJaggedTensor(

@@ -1,6 +1,6 @@
 """JaggedTensor: a batch of variable-length lists.
 
-Legend: `M` bags (lists), `N` values of all bags together.
+Shapes: `M` bags (lists), `N` values of all bags together.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ from recsys.base.arguments import number, whole
 from recsys.base.checked import checked, checked_late
 from recsys.kernels import ops
 from recsys.sparse import validate
-from recsys.sparse.bags import Bags, check_can_move, empty_parts
+from recsys.sparse.bags import JaggedBase, check_can_move, empty_parts
 from recsys.sparse.features import FeatureViews
 from recsys.sparse.recorded import recorded
 from recsys.sparse.text import format_jagged, show_jagged
 
 
-class JaggedTensor(Bags):
+class JaggedTensor(JaggedBase):
     """A batch of variable-length lists (bags), such as the ids of one feature.
 
     The values of all bags are concatenated in one tensor. `lengths` has the number of values of
@@ -35,8 +35,8 @@ class JaggedTensor(Bags):
             offsets are required.
 
     Raises:
-        TypeError: if lengths or offsets are not int32 or int64 tensors.
-        ValueError: if shapes, devices or sizes are inconsistent.
+        TypeError: If lengths or offsets are not int32 or int64 tensors.
+        ValueError: If shapes, devices or sizes are inconsistent.
 
     Example:
         >>> JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1]))
@@ -83,10 +83,10 @@ class JaggedTensor(Bags):
         """Build from consistent parts, without checks, for hot paths.
 
         Args:
-            values: as for the constructor.
-            weights: as for the constructor.
-            lengths: as for the constructor.
-            offsets: as for the constructor.
+            values: As for the constructor.
+            weights: As for the constructor.
+            lengths: As for the constructor.
+            offsets: As for the constructor.
 
         Returns:
             The jagged tensor.
@@ -110,8 +110,8 @@ class JaggedTensor(Bags):
         One call for all features is a third faster than one call per feature.
 
         Args:
-            keys: names of the features, in the order of the buffer.
-            views: views of the buffer.
+            keys: Names of the features, in the order of the buffer.
+            views: Views of the buffer.
 
         Returns:
             JaggedTensor by key, in order.
@@ -142,8 +142,8 @@ class JaggedTensor(Bags):
         """Build a jagged tensor without bags.
 
         Args:
-            is_weighted: if True, `weights` is an empty tensor instead of None.
-            device: device of the tensors.
+            is_weighted: If True, `weights` is an empty tensor instead of None.
+            device: Device of the tensors.
             values_dtype: dtype of the values; None for the default dtype of torch.
             weights_dtype: dtype of the weights; None for the default dtype of torch.
             lengths_dtype: int32 or int64.
@@ -169,8 +169,8 @@ class JaggedTensor(Bags):
         """Build a jagged tensor without bags, with the dtypes of another.
 
         Args:
-            jt: the other jagged tensor.
-            device: device of the tensors; None for the device of `jt`.
+            jt: The other jagged tensor.
+            device: Device of the tensors; None for the device of `jt`.
 
         Returns:
             A jagged tensor with 0 bags.
@@ -189,14 +189,14 @@ class JaggedTensor(Bags):
         """Build from a list of tensors, one per bag.
 
         Args:
-            values: one `[length, ...]` tensor per bag.
-            weights: one tensor per bag, or None.
+            values: One `[length, ...]` tensor per bag.
+            weights: One tensor per bag, or None.
 
         Returns:
             A jagged tensor with `len(values)` bags.
 
         Raises:
-            ValueError: if the list is empty, or weights and values have different lengths.
+            ValueError: If the list is empty, or weights and values have different lengths.
 
         Example:
             >>> JaggedTensor.from_dense([torch.tensor([1, 2]), torch.tensor([3])]).lengths()
@@ -236,7 +236,7 @@ class JaggedTensor(Bags):
             A jagged tensor with `M` bags.
 
         Raises:
-            ValueError: if the shapes do not match, or a length exceeds the width.
+            ValueError: If the shapes do not match, or a length exceeds the width.
 
         Example:
             >>> padded = torch.tensor([[1, 2], [3, 0]])
@@ -300,8 +300,8 @@ class JaggedTensor(Bags):
         """Return one row per bag, padded or truncated to one length.
 
         Args:
-            desired_length: number of columns; None for the longest bag, which waits for a GPU.
-            padding_value: value of the padding.
+            desired_length: Number of columns; None for the longest bag, which waits for a GPU.
+            padding_value: Value of the padding.
 
         Returns:
             `[M, desired_length]` or `[M, desired_length, ...]`.
@@ -327,8 +327,8 @@ class JaggedTensor(Bags):
         """Copy to a device.
 
         Args:
-            device: the target device.
-            non_blocking: do not wait for the copy. Unpinned tensors are pinned first.
+            device: The target device.
+            non_blocking: Do not wait for the copy. Unpinned tensors are pinned first.
 
         Returns:
             A new jagged tensor. Tensors that are on the device already are shared.
@@ -345,14 +345,14 @@ class JaggedTensor(Bags):
         """Overwrite the contents in place with the contents of a jagged tensor of the same sizes.
 
         Args:
-            jt: the source.
-            non_blocking: do not wait for the copy.
+            jt: The source.
+            non_blocking: Do not wait for the copy.
 
         Returns:
             Self.
 
         Raises:
-            ValueError: if shapes differ, or only one jagged tensor has weights.
+            ValueError: If shapes differ, or only one jagged tensor has weights.
 
         Example:
             >>> jt = JaggedTensor(torch.zeros(2), lengths=torch.tensor([1, 1]))
@@ -366,7 +366,7 @@ class JaggedTensor(Bags):
         """Check all lengths and offsets; waits for a GPU.
 
         Raises:
-            ValueError: if one is invalid, with its bag.
+            ValueError: If one is invalid, with its bag.
 
         Example:
             >>> JaggedTensor(torch.ones(2), lengths=torch.tensor([3, -1])).validate()

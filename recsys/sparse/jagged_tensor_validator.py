@@ -32,8 +32,8 @@ def validate_keyed_jagged_tensor(
     offsets must be their running sum.
 
     Args:
-        kjt: the batch.
-        configs: the tables of its features, such as EmbeddingBagConfigs; None skips the check of
+        kjt: The batch.
+        configs: The tables of its features, such as EmbeddingBagConfigs; None skips the check of
             the ids. Features that are not in the batch are ignored.
 
     Returns:
@@ -41,7 +41,7 @@ def validate_keyed_jagged_tensor(
         value of the first invalid id.
 
     Raises:
-        ValueError: the parts of the batch are inconsistent.
+        ValueError: The parts of the batch are inconsistent.
 
     Example:
         >>> import torch

@@ -1,6 +1,6 @@
 """KeyedTensor: the embeddings of several features, concatenated in one tensor.
 
-Legend: `B` batch size, `F` keys, `D` columns of all keys together.
+Shapes: `B` batch size, `F` keys, `D` columns of all keys together.
 """
 
 import functools
@@ -28,16 +28,16 @@ class KeyedTensor:
     the columns of all keys, as views; `KeyedTensor.regroup` concatenates keys in a new order.
 
     Args:
-        keys: unique names, in the order of the columns.
+        keys: Unique names, in the order of the columns.
         length_per_key: `F` widths, the number of columns of each key.
         values: `[B, D]`, or any shape whose `key_dim` has size `D`, the sum of the widths.
-        key_dim: the dimension along which keys are concatenated.
-        offset_per_key: running sum of `length_per_key`, `F + 1`, if known.
-        index_per_key: position of each key, if known.
+        key_dim: The dimension along which keys are concatenated.
+        offset_per_key: Running sum of `length_per_key`, `F + 1`, if known.
+        index_per_key: Position of each key, if known.
 
     Raises:
-        TypeError: if `values` is not a tensor.
-        ValueError: if keys repeat, or the sum of the widths is not the size of `key_dim`.
+        TypeError: If `values` is not a tensor.
+        ValueError: If keys repeat, or the sum of the widths is not the size of `key_dim`.
 
     Example:
         >>> KeyedTensor(["user", "film"], [1, 2], torch.tensor([[1.0, 2.0, 3.0]]))["film"]
@@ -111,10 +111,10 @@ class KeyedTensor:
         """Build from consistent parts, without checks, for hot paths.
 
         Args:
-            keys: as for the constructor.
-            length_per_key: as for the constructor.
-            values: as for the constructor.
-            key_dim: as for the constructor.
+            keys: As for the constructor.
+            length_per_key: As for the constructor.
+            values: As for the constructor.
+            key_dim: As for the constructor.
 
         Returns:
             The keyed tensor.
@@ -141,16 +141,16 @@ class KeyedTensor:
         """Concatenate one tensor per key.
 
         Args:
-            keys: unique names.
-            tensors: one tensor per key, with equal sizes except in `cat_dim`.
-            key_dim: the dimension of the keys.
-            cat_dim: the dimension to concatenate, usually `key_dim`.
+            keys: Unique names.
+            tensors: One tensor per key, with equal sizes except in `cat_dim`.
+            key_dim: The dimension of the keys.
+            cat_dim: The dimension to concatenate, usually `key_dim`.
 
         Returns:
             The keyed tensor.
 
         Raises:
-            ValueError: as the constructor.
+            ValueError: As the constructor.
 
         Example:
             >>> KeyedTensor.from_tensor_list(["a", "b"], [torch.ones(1, 1), torch.zeros(1, 2)])
@@ -214,17 +214,17 @@ class KeyedTensor:
         """Concatenate keys of several keyed tensors into new tensors, one per group.
 
         Args:
-            keyed_tensors: sources with different keys and the same shape otherwise.
-            groups: the keys of each result, in order; a key may be in several groups.
+            keyed_tensors: Sources with different keys and the same shape otherwise.
+            groups: The keys of each result, in order; a key may be in several groups.
 
         Returns:
             One `[B, sum of widths]` per group; differentiable.
 
         Raises:
-            KeyError: if no source has a key.
-            TypeError: if `keyed_tensors` is not a list of keyed tensors, or a group is not a list
+            KeyError: If no source has a key.
+            TypeError: If `keyed_tensors` is not a list of keyed tensors, or a group is not a list
                 of keys.
-            ValueError: if there is no source, two sources have the same key, `key_dim` differs, or
+            ValueError: If there is no source, two sources have the same key, `key_dim` differs, or
                 a group is empty.
 
         Example:
@@ -274,16 +274,16 @@ class KeyedTensor:
         """Concatenate keys of several keyed tensors into new tensors, by name.
 
         Args:
-            keyed_tensors: sources with different keys and the same shape otherwise.
-            groups: the keys of each result, in order.
-            keys: the name of each result.
+            keyed_tensors: Sources with different keys and the same shape otherwise.
+            groups: The keys of each result, in order.
+            keys: The name of each result.
 
         Returns:
             `[B, sum of widths]` by name; differentiable.
 
         Raises:
-            KeyError: as `regroup`.
-            ValueError: as `regroup`, and if the numbers of keys and groups differ.
+            KeyError: As `regroup`.
+            ValueError: As `regroup`, and if the numbers of keys and groups differ.
 
         Example:
             >>> kt = KeyedTensor(["a", "b"], [1, 1], torch.tensor([[1.0, 2.0]]))
@@ -306,8 +306,8 @@ class KeyedTensor:
         """Copy to a device.
 
         Args:
-            device: the target device.
-            non_blocking: do not wait for the copy. Unpinned tensors are pinned first.
+            device: The target device.
+            non_blocking: Do not wait for the copy. Unpinned tensors are pinned first.
 
         Returns:
             A new keyed tensor.

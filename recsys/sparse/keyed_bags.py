@@ -1,6 +1,6 @@
 """Fields and sizes of a KeyedJaggedTensor, and the checks of a batch before a lookup.
 
-Legend: `F` features (keys), `B` batch size (stride), `N` values of all bags together, `W` ranks.
+Shapes: `F` features (keys), `B` batch size (stride), `N` values of all bags together, `W` ranks.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recsys.kernels import ops
 from recsys.sparse import per_key_checks, rearrange, validate
-from recsys.sparse.bags import Bags
+from recsys.sparse.bags import JaggedBase
 from recsys.sparse.value_checks import check_id_weights
 
 InverseIndices = tuple[list[str], Tensor]
@@ -31,8 +31,8 @@ class Parts(NamedTuple):
         values: `[N]`.
         weights: `[N]` or None.
         lengths: `[F * B]`, or the sum of the strides.
-        offsets: one entry more than `lengths`.
-        stride: as `KeyedJaggedTensor.stride()`.
+        offsets: One entry more than `lengths`.
+        stride: As `KeyedJaggedTensor.stride()`.
         stride_per_key_per_rank: None if all features have the same batch size.
         length_per_key: None if unknown on the host.
         inverse_indices: None if there are none.
@@ -62,7 +62,7 @@ class Parts(NamedTuple):
         return bool(low >= 0 and high < limit)
 
 
-class KeyedBags(Bags):
+class KeyedBags(JaggedBase):
     """Bags of several features: fields, accessors and copies of KeyedJaggedTensor."""
 
     __slots__ = ("_keys", *_SAMPLES, *_PER_KEY)
@@ -96,17 +96,17 @@ class KeyedBags(Bags):
         """Build from consistent parts, without checks, for hot paths.
 
         Args:
-            keys: as for the constructor, but may repeat.
-            values: as for the constructor.
-            weights: as for the constructor.
-            lengths: as for the constructor, `[F * B]`.
-            offsets: as for the constructor.
-            stride: as `stride()` returns it.
+            keys: As for the constructor, but may repeat.
+            values: As for the constructor.
+            weights: As for the constructor.
+            lengths: As for the constructor, `[F * B]`.
+            offsets: As for the constructor.
+            stride: As `stride()` returns it.
             stride_per_key_per_rank: `F` lists, if features have different batch sizes.
-            length_per_key: as for the constructor.
-            offset_per_key: as for the constructor.
-            index_per_key: as for the constructor.
-            inverse_indices: as for the constructor.
+            length_per_key: As for the constructor.
+            offset_per_key: As for the constructor.
+            index_per_key: As for the constructor.
+            inverse_indices: As for the constructor.
 
         Returns:
             The keyed jagged tensor.
@@ -140,7 +140,7 @@ class KeyedBags(Bags):
         """Return all fields in the order of `from_parts`, with lengths and offsets computed.
 
         Raises:
-            ValueError: as `lengths()` and `offsets()`.
+            ValueError: As `lengths()` and `offsets()`.
 
         Example:
             >>> from recsys import KeyedJaggedTensor
@@ -197,7 +197,7 @@ class KeyedBags(Bags):
         """Return keys, and the bag number that each sample reads, `[len(keys), samples]`.
 
         Raises:
-            ValueError: if there are none.
+            ValueError: If there are none.
         """
         if self._inverse_indices is None:
             validate.refuse_missing("KeyedJaggedTensor", "inverse_indices")
@@ -227,7 +227,7 @@ class KeyedBags(Bags):
         """Return the number of values of each feature; the first call waits for a GPU.
 
         Raises:
-            ValueError: if the sum of the lengths exceeds the number of values; on a GPU, if the two
+            ValueError: If the sum of the lengths exceeds the number of values; on a GPU, if the two
                 differ.
         """
         if self._length_per_key is None:
@@ -247,7 +247,7 @@ class KeyedBags(Bags):
         The first call waits for a GPU.
 
         Raises:
-            ValueError: as `length_per_key()`.
+            ValueError: As `length_per_key()`.
         """
         if self._offset_per_key is None:
             self._offset_per_key = [0, *itertools.accumulate(self.length_per_key())]
@@ -264,7 +264,7 @@ class KeyedBags(Bags):
             Self.
 
         Raises:
-            ValueError: as `length_per_key()`.
+            ValueError: As `length_per_key()`.
 
         Example:
             >>> from recsys import KeyedJaggedTensor
@@ -312,7 +312,7 @@ class KeyedBags(Bags):
         """Check all lengths, offsets and inverse indices; waits for a GPU.
 
         Raises:
-            ValueError: if one is invalid, with its feature and bag.
+            ValueError: If one is invalid, with its feature and bag.
 
         Example:
             >>> from recsys import KeyedJaggedTensor
@@ -329,7 +329,7 @@ class KeyedBags(Bags):
         Lookups call it before they pass a batch to a kernel.
 
         Raises:
-            ValueError: if one is invalid, with its feature and bag.
+            ValueError: If one is invalid, with its feature and bag.
 
         Example:
             >>> from recsys import KeyedJaggedTensor

@@ -1,6 +1,6 @@
 """KeyedJaggedTensor: the sparse features of a batch, in one buffer.
 
-Legend: `F` features (keys), `B` batch size (stride), `N` values of all bags together, `W` ranks.
+Shapes: `F` features (keys), `B` batch size (stride), `N` values of all bags together, `W` ranks.
 
 Features may have different batch sizes, for example after requests were deduplicated. Each feature
 then has its own stride, `stride_per_key_per_rank` has the number of bags from each rank, and
@@ -41,30 +41,30 @@ class KeyedJaggedTensor(KeyedBags):
     to choose the moment.
 
     Args:
-        keys: feature names, unique, in the order of `values`.
+        keys: Feature names, unique, in the order of `values`.
         values: `[N]`, the ids (or other values) of all bags. Values after the last bag are ignored;
             see `trim`.
         weights: `[N]`, one weight per value, or None.
         lengths: `[F * B]` or `[F, B]`, int32 or int64: number of values of each bag.
         offsets: `[F * B + 1]`, int32 or int64: running sum of `lengths` with a leading 0. Lengths
             or offsets are required.
-        stride: the batch size `B`; None computes it from lengths or offsets.
-        stride_per_key_per_rank: number of bags of each feature from each rank, `F` lists or an
+        stride: The batch size `B`; None computes it from lengths or offsets.
+        stride_per_key_per_rank: Number of bags of each feature from each rank, `F` lists or an
             integer tensor `[F, W]`, for features with different batch sizes.
-        stride_per_key: batch size of each feature, as a shorter form without ranks.
-        length_per_key: number of values of each feature, if known, which avoids waiting for a GPU.
+        stride_per_key: Batch size of each feature, as a shorter form without ranks.
+        length_per_key: Number of values of each feature, if known, which avoids waiting for a GPU.
             Required on a GPU if `values` is longer than the sum of the lengths.
-        lengths_offset_per_key: running sum of `stride_per_key`, `F + 1`, if known.
-        offset_per_key: running sum of `length_per_key`, `F + 1`, if known.
-        index_per_key: position of each key, if known.
-        jt_dict: the result of `to_dict()`, if known. Only its keys are checked.
-        inverse_indices: keys, and the bag number that each sample reads, `[len(keys), samples]`,
+        lengths_offset_per_key: Running sum of `stride_per_key`, `F + 1`, if known.
+        offset_per_key: Running sum of `length_per_key`, `F + 1`, if known.
+        index_per_key: Position of each key, if known.
+        jt_dict: The result of `to_dict()`, if known. Only its keys are checked.
+        inverse_indices: Keys, and the bag number that each sample reads, `[len(keys), samples]`,
             for features with different batch sizes. Pooled lookups need it for each feature.
 
     Raises:
-        TypeError: if lengths or offsets are not int32 or int64 tensors, or another argument has a
+        TypeError: If lengths or offsets are not int32 or int64 tensors, or another argument has a
             wrong type.
-        ValueError: if keys repeat, or shapes, devices or sizes are inconsistent. On a GPU,
+        ValueError: If keys repeat, or shapes, devices or sizes are inconsistent. On a GPU,
             `length_per_key` and `offset_per_key` are compared with the number of values only.
 
     Example:
@@ -175,8 +175,8 @@ class KeyedJaggedTensor(KeyedBags):
             A keyed jagged tensor with known `length_per_key` and `offset_per_key`.
 
         Raises:
-            TypeError: as the constructor.
-            ValueError: as the constructor, and if the sum of the lengths exceeds the number of
+            TypeError: As the constructor.
+            ValueError: As the constructor, and if the sum of the lengths exceeds the number of
                 values.
 
         Example:
@@ -208,8 +208,8 @@ class KeyedJaggedTensor(KeyedBags):
             A keyed jagged tensor with known `length_per_key` and `offset_per_key`.
 
         Raises:
-            TypeError: as the constructor.
-            ValueError: as the constructor.
+            TypeError: As the constructor.
+            ValueError: As the constructor.
 
         Example:
             >>> kjt = KeyedJaggedTensor.from_offsets_sync(
@@ -230,15 +230,15 @@ class KeyedJaggedTensor(KeyedBags):
         """Concatenate the jagged tensors of several features.
 
         Args:
-            jt_dict: jagged tensors by key, in order, with the same dtypes and device; all or none
+            jt_dict: Jagged tensors by key, in order, with the same dtypes and device; all or none
                 with weights. Different numbers of bags are different batch sizes.
-            force_variable_stride: store a batch size per feature even if all are equal.
+            force_variable_stride: Store a batch size per feature even if all are equal.
 
         Returns:
             The keyed jagged tensor.
 
         Raises:
-            ValueError: if `jt_dict` is empty, dtypes or devices differ, or only some have weights.
+            ValueError: If `jt_dict` is empty, dtypes or devices differ, or only some have weights.
 
         Example:
             >>> jt = JaggedTensor(torch.ones(3), lengths=torch.tensor([1, 2]))
@@ -254,14 +254,14 @@ class KeyedJaggedTensor(KeyedBags):
         """Concatenate the features of several keyed jagged tensors.
 
         Args:
-            kjt_list: one or more, with different keys and the same dtypes, device and stride
+            kjt_list: One or more, with different keys and the same dtypes, device and stride
                 (unless their features have different batch sizes); all or none with weights.
 
         Returns:
             A keyed jagged tensor with all keys, in order.
 
         Raises:
-            ValueError: if the list is empty, keys repeat, or the parts are inconsistent.
+            ValueError: If the list is empty, keys repeat, or the parts are inconsistent.
 
         Example:
             >>> a = KeyedJaggedTensor(["a"], torch.ones(1), lengths=torch.tensor([1, 0]))
@@ -283,8 +283,8 @@ class KeyedJaggedTensor(KeyedBags):
         """Build a keyed jagged tensor without features.
 
         Args:
-            is_weighted: if True, `weights` is an empty tensor instead of None.
-            device: device of the tensors.
+            is_weighted: If True, `weights` is an empty tensor instead of None.
+            device: Device of the tensors.
             values_dtype: dtype of the values; None for the default dtype of torch.
             weights_dtype: dtype of the weights; None for the default dtype of torch.
             lengths_dtype: int32 or int64.
@@ -310,8 +310,8 @@ class KeyedJaggedTensor(KeyedBags):
         """Build a keyed jagged tensor without features, with the dtypes and stride of another.
 
         Args:
-            kjt: the other keyed jagged tensor.
-            device: device of the tensors; None for the device of `kjt`.
+            kjt: The other keyed jagged tensor.
+            device: Device of the tensors; None for the device of `kjt`.
 
         Returns:
             A keyed jagged tensor with no keys.
@@ -341,7 +341,7 @@ class KeyedJaggedTensor(KeyedBags):
             JaggedTensor by key, in order.
 
         Raises:
-            ValueError: as `length_per_key()`.
+            ValueError: As `length_per_key()`.
 
         Example:
             >>> kjt = KeyedJaggedTensor(["a", "b"], torch.ones(3), lengths=torch.tensor([1, 2]))
@@ -355,13 +355,13 @@ class KeyedJaggedTensor(KeyedBags):
         """Split into groups of consecutive features; the first call waits for a GPU.
 
         Args:
-            segments: number of features of each group; the sum must be `F`.
+            segments: Number of features of each group; the sum must be `F`.
 
         Returns:
             One keyed jagged tensor per group, as views of this one.
 
         Raises:
-            ValueError: if the sum of `segments` is not `F`, or as `length_per_key()`.
+            ValueError: If the sum of `segments` is not `F`, or as `length_per_key()`.
 
         Example:
             >>> kjt = KeyedJaggedTensor(["a", "b"], torch.ones(3), lengths=torch.tensor([1, 2]))
@@ -377,7 +377,7 @@ class KeyedJaggedTensor(KeyedBags):
         """Select features in a new order.
 
         Args:
-            indices: positions of the features. Positions may repeat, for a feature that several
+            indices: Positions of the features. Positions may repeat, for a feature that several
                 tables read; the result then has repeated keys.
             indices_tensor: `indices` as an int32 or int64 tensor on this device, if available.
                 Avoids a copy to the GPU.
@@ -387,8 +387,8 @@ class KeyedJaggedTensor(KeyedBags):
             `length_per_key` is known.
 
         Raises:
-            IndexError: if an index is out of range.
-            ValueError: if `indices_tensor` has another size, or, on a CPU, as `length_per_key()`.
+            IndexError: If an index is out of range.
+            ValueError: If `indices_tensor` has another size, or, on a CPU, as `length_per_key()`.
 
         Example:
             >>> kjt = KeyedJaggedTensor(["a", "b"], torch.arange(3), lengths=torch.tensor([1, 2]))
@@ -408,7 +408,7 @@ class KeyedJaggedTensor(KeyedBags):
             A keyed jagged tensor that shares all other tensors with this one.
 
         Raises:
-            ValueError: if the number or the device of the values differs.
+            ValueError: If the number or the device of the values differs.
 
         Example:
             >>> kjt = KeyedJaggedTensor(["a"], torch.tensor([5, 6]), lengths=torch.tensor([2, 0]))
@@ -438,9 +438,9 @@ class KeyedJaggedTensor(KeyedBags):
         do not wait for the GPU. Call `unsync()` of the copy before you overwrite its lengths.
 
         Args:
-            device: the target device.
-            non_blocking: do not wait for the copy. Unpinned tensors are pinned first.
-            dtype: a new dtype for the weights.
+            device: The target device.
+            non_blocking: Do not wait for the copy. Unpinned tensors are pinned first.
+            dtype: A new dtype for the weights.
 
         Returns:
             A new keyed jagged tensor. Tensors that are on the device already are shared.
@@ -464,14 +464,14 @@ class KeyedJaggedTensor(KeyedBags):
         """Overwrite the contents in place with the contents of a batch of the same sizes.
 
         Args:
-            kjt: the source, with the same keys and strides.
-            non_blocking: do not wait for the copy.
+            kjt: The source, with the same keys and strides.
+            non_blocking: Do not wait for the copy.
 
         Returns:
             Self.
 
         Raises:
-            ValueError: if keys, strides or shapes differ, or only one batch has weights or inverse
+            ValueError: If keys, strides or shapes differ, or only one batch has weights or inverse
                 indices.
 
         Example:
@@ -503,7 +503,7 @@ class KeyedJaggedTensor(KeyedBags):
         """Return the number of entries of each tensor to send to each rank.
 
         Args:
-            key_splits: the number of consecutive features to send to each rank.
+            key_splits: The number of consecutive features to send to each rank.
 
         Returns:
             A list of `W` sizes for each name of `dist_labels()`.
@@ -528,20 +528,20 @@ class KeyedJaggedTensor(KeyedBags):
         """Build from the tensors that all ranks sent, concatenated by rank.
 
         Args:
-            keys: the received features, the same from every rank.
-            tensors: the received tensors, in the order of `dist_tensors()`.
+            keys: The received features, the same from every rank.
+            tensors: The received tensors, in the order of `dist_tensors()`.
             variable_stride_per_key: True if `tensors` contains strides.
-            num_workers: the number of ranks, `W`.
-            recat: permutation from `[W][F]` to `[F][W]` order. It permutes single bags if ranks
+            num_workers: The number of ranks, `W`.
+            recat: Permutation from `[W][F]` to `[F][W]` order. It permutes single bags if ranks
                 have different batch sizes. None if no permutation is needed.
-            stride_per_rank: batch size of each rank; required unless strides are sent.
+            stride_per_rank: Batch size of each rank; required unless strides are sent.
             stagger: Ignored; `recat` has the order of the ranks.
 
         Returns:
             A keyed jagged tensor with the bags of all ranks, and with known `length_per_key`.
 
         Raises:
-            ValueError: if `stride_per_rank` or `recat` has a wrong number of entries.
+            ValueError: If `stride_per_rank` or `recat` has a wrong number of entries.
 
         Example:
             >>> kjt = KeyedJaggedTensor.dist_init(

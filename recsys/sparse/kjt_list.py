@@ -20,10 +20,10 @@ class KJTList(Pipelineable):
     """A list of KeyedJaggedTensors that a pipeline moves together.
 
     Args:
-        features: the batches.
+        features: The batches.
 
     Attributes:
-        features: the batches, as given.
+        features: The batches, as given.
 
     Example:
         >>> one = KeyedJaggedTensor(["f"], torch.tensor([3]), lengths=torch.tensor([1]))
@@ -58,8 +58,8 @@ class KJTList(Pipelineable):
         """Copy the batches to a device.
 
         Args:
-            device: the target device.
-            non_blocking: do not wait for the copy. Unpinned tensors are pinned first.
+            device: The target device.
+            non_blocking: Do not wait for the copy. Unpinned tensors are pinned first.
         """
         return KJTList([batch.to(device, non_blocking) for batch in self.features])
 
@@ -71,7 +71,7 @@ class KJTList(Pipelineable):
         """Keep the memory from reuse until the work queued on a stream is done.
 
         Args:
-            stream: a stream that reads the batches.
+            stream: A stream that reads the batches.
         """
         for batch in self.features:
             batch.record_stream(stream)  # type: ignore[arg-type]  # of any device

@@ -2,7 +2,7 @@
 
 They read numbers on the host only.
 
-Legend: `F` features (keys).
+Shapes: `F` features (keys).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def check_length_per_key(
         keys: features.
         length_per_key: `F` numbers.
         values: `[N, ...]`.
-        source: the argument with the numbers, for messages; "lengths" if they are sums of lengths.
+        source: The argument with the numbers, for messages; "lengths" if they are sums of lengths.
 
     Raises:
-        TypeError: if a number is not an integer.
-        ValueError: if the sum exceeds the number of values, or a number is negative.
+        TypeError: If a number is not an integer.
+        ValueError: If the sum exceeds the number of values, or a number is negative.
     """
     check_one_per_key(source, keys, length_per_key)
     total = sum(length_per_key)
@@ -69,15 +69,15 @@ def check_counts(
     Args:
         keys: features.
         values: `[N, ...]`.
-        length_per_key: the argument, or None.
-        offset_per_key: the argument, or None; one of both is required.
+        length_per_key: The argument, or None.
+        offset_per_key: The argument, or None; one of both is required.
 
     Returns:
         The number of values of each feature.
 
     Raises:
-        TypeError: if a number is not an integer.
-        ValueError: with the inconsistent argument.
+        TypeError: If a number is not an integer.
+        ValueError: With the inconsistent argument.
     """
     if length_per_key is not None:
         check_length_per_key(keys, length_per_key, values)
@@ -101,7 +101,7 @@ def check_is_list(name: str, given: object, rule: str = "a list of integers") ->
     """Check that an argument is iterable and not a string.
 
     Raises:
-        TypeError: if not.
+        TypeError: If not.
     """
     if isinstance(given, str | bytes) or not isinstance(given, Iterable) or is_scalar(given):
         wrong_type(f"KeyedJaggedTensor.{name}", rule, given)
@@ -111,8 +111,8 @@ def check_one_per_key(name: str, keys: Sequence[str], numbers: Sized) -> None:
     """Check that an argument has one number per key.
 
     Raises:
-        TypeError: if it is not a list.
-        ValueError: if the number of entries differs.
+        TypeError: If it is not a list.
+        ValueError: If the number of entries differs.
     """
     given = cast(object, numbers)
     if not isinstance(given, Sized) or isinstance(given, str | bytes) or is_scalar(given):
@@ -128,14 +128,14 @@ def check_derived(owner: str, name: str, given: object, derived: object, meaning
     """Check that a redundant argument equals the computed value.
 
     Args:
-        owner: the class, for messages.
-        name: the argument.
-        given: its value.
-        derived: the computed value.
-        meaning: a description of the value, for messages.
+        owner: The class, for messages.
+        name: The argument.
+        given: Its value.
+        derived: The computed value.
+        meaning: A description of the value, for messages.
 
     Raises:
-        ValueError: if the values differ.
+        ValueError: If the values differ.
     """
     if given != derived:
         raise ValueError(
@@ -148,7 +148,7 @@ def check_index_per_key(owner: str, keys: Iterable[str], given: Mapping[str, int
     """Check `index_per_key`, the position of each key.
 
     Raises:
-        ValueError: if a position is wrong.
+        ValueError: If a position is wrong.
     """
     places = {key: place for place, key in enumerate(keys)}
     check_derived(owner, "index_per_key", given, places, "the position of each key")
@@ -166,18 +166,18 @@ def check_strides(
 
     Args:
         keys: features.
-        num_bags: number of bags of all features.
-        stride: the argument of the constructor.
-        stride_per_key: the argument of the constructor.
-        stride_per_key_per_rank: the argument of the constructor.
-        num_samples: number of samples of the inverse indices; None without inverse indices.
+        num_bags: Number of bags of all features.
+        stride: The argument of the constructor.
+        stride_per_key: The argument of the constructor.
+        stride_per_key_per_rank: The argument of the constructor.
+        num_samples: Number of samples of the inverse indices; None without inverse indices.
 
     Returns:
         The batch size, and the batch sizes per key and rank (None if all are equal).
 
     Raises:
-        TypeError: if `stride` is not an integer.
-        ValueError: if the batch sizes do not match the number of bags.
+        TypeError: If `stride` is not an integer.
+        ValueError: If the batch sizes do not match the number of bags.
     """
     if stride is not None and not _is_whole(stride) and not is_proxy(stride):
         wrong_type("KeyedJaggedTensor.stride", "an integer", stride)

@@ -1,6 +1,6 @@
 """Selection, concatenation and splitting of features, for methods of KeyedJaggedTensor.
 
-Legend: `F` features (keys), `B` batch size (stride), `N` values of all bags together.
+Shapes: `F` features (keys), `B` batch size (stride), `N` values of all bags together.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def feature(kjt: KeyedJaggedTensor, key: str) -> JaggedTensor:
     """Return one feature as views of the buffer.
 
     Raises:
-        KeyError: if the key does not exist.
+        KeyError: If the key does not exist.
     """
     index = kjt.index_per_key().get(key)
     if index is None:
@@ -133,11 +133,11 @@ def total_on_meta(kjt: KeyedBags, places: Sequence[int]) -> int:
     Shapes determine the number if each feature of the batch occurs equally often.
 
     Args:
-        kjt: a batch on the meta device with unknown `length_per_key`.
-        places: positions of the features; may repeat.
+        kjt: A batch on the meta device with unknown `length_per_key`.
+        places: Positions of the features; may repeat.
 
     Raises:
-        ValueError: if the shapes do not determine the number.
+        ValueError: If the shapes do not determine the number.
     """
     if divides_evenly_on_meta and places:
         share, rest = divmod(kjt._values.shape[0], len(kjt._keys))

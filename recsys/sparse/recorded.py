@@ -20,7 +20,7 @@ def recorded(function: _Function) -> _Function:
     a trace the cost is one flag test.
 
     Args:
-        function: a function of a module, or the function of a static method. TorchScript compiles
+        function: A function of a module, or the function of a static method. TorchScript compiles
             it without its decorators.
 
     Returns:

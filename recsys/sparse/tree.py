@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from recsys.sparse.bags import Bags
+from recsys.sparse.bags import JaggedBase
 from recsys.sparse.jagged import JaggedTensor
 from recsys.sparse.keyed import KeyedTensor
 from recsys.sparse.keyed_jagged import KeyedJaggedTensor
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 Leaves = dict[str, Tensor]
 
 
-def leaves_of_jagged(jt: Bags) -> tuple[Leaves, bool]:
+def leaves_of_jagged(jt: JaggedBase) -> tuple[Leaves, bool]:
     """Return values, lengths and weights (if any), and whether there are weights."""
     weights = jt.weights_or_none()
     leaves = {"values": jt.values(), "lengths": jt.lengths()}
@@ -41,7 +41,7 @@ def leaves_of_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[Leaves, object]:
     return leaves, (is_weighted, *_structure_of(kjt))
 
 
-def _parts_of_jagged(jt: Bags) -> tuple[dict[str, Tensor | None], None]:
+def _parts_of_jagged(jt: JaggedBase) -> tuple[dict[str, Tensor | None], None]:
     lengths = jt.lengths_or_none()
     return {
         "_values": jt.values(),
@@ -129,10 +129,10 @@ def register(
     """Register a class with torch's pytrees.
 
     Args:
-        kind: the class.
-        members_of: returns the members of an object by name, and the structure: plain values for
+        kind: The class.
+        members_of: Returns the members of an object by name, and the structure: plain values for
             JSON, where only the outermost value may be a tuple.
-        build: builds an object from the members in the same order, and the structure.
+        build: Builds an object from the members in the same order, and the structure.
     """
 
     def flatten(batch: _T) -> tuple[list[Any], object]:

@@ -2,7 +2,7 @@
 
 O(1) checks read shapes, dtypes and devices, but no contents on a GPU.
 
-Legend: `M` bags, `N` values, `F` features, `B` batch size.
+Shapes: `M` bags, `N` values, `F` features, `B` batch size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from recsys.base.arguments import flag, wrong_type
 
 if TYPE_CHECKING:
-    from recsys.sparse.bags import Bags
+    from recsys.sparse.bags import JaggedBase
     from recsys.sparse.keyed_bags import InverseIndices, KeyedBags
 
 INT_DTYPES = frozenset((torch.int32, torch.int64))
@@ -95,9 +95,9 @@ def is_checked_in_full(
     It does in debug mode, and on a CPU if redundant arguments must agree.
 
     Args:
-        values: the values.
-        lengths: the lengths, or None.
-        offsets: the offsets, or None.
+        values: The values.
+        lengths: The lengths, or None.
+        offsets: The offsets, or None.
         has_counts: True if numbers of values per key were passed.
     """
     if _debug:
@@ -120,8 +120,8 @@ def refuse_meta(subject: str, hint: str) -> NoReturn:
     """Raise because the meta device has no contents to read.
 
     Args:
-        subject: class and method, for the message.
-        hint: an alternative that needs no contents.
+        subject: Class and method, for the message.
+        hint: An alternative that needs no contents.
 
     Raises:
         ValueError: always.
@@ -142,18 +142,18 @@ def check_parts(
     """Check that the parts of a jagged tensor are consistent, in O(1).
 
     Args:
-        owner: the class, for messages.
+        owner: The class, for messages.
         values: `[N, ...]`, any dtype.
         weights: `[N, ...]` or None.
-        lengths: integers or None.
-        offsets: integers or None.
+        lengths: Integers or None.
+        offsets: Integers or None.
 
     Returns:
         The lengths. Empty float lengths are converted to integers.
 
     Raises:
-        TypeError: if a part is not a tensor, or lengths or offsets are not int32 or int64.
-        ValueError: if shapes or devices do not match, or lengths and offsets are both None.
+        TypeError: If a part is not a tensor, or lengths or offsets are not int32 or int64.
+        ValueError: If shapes or devices do not match, or lengths and offsets are both None.
     """
     if lengths is None and offsets is None:
         raise ValueError(
@@ -203,7 +203,7 @@ def check_offsets_span(owner: str, offsets: Tensor, values: Tensor) -> None:
     """Check on a CPU that offsets start at 0 and do not exceed the number of values.
 
     Raises:
-        ValueError: if they do.
+        ValueError: If they do.
     """
     if is_readable(offsets):
         first, last = offsets[0].item(), offsets[-1].item()
@@ -215,18 +215,18 @@ def check_offsets_span(owner: str, offsets: Tensor, values: Tensor) -> None:
             )
 
 
-def check_lengths(jagged: Bags, lengths: Tensor) -> int | None:
+def check_lengths(jagged: JaggedBase, lengths: Tensor) -> int | None:
     """Check on a CPU that lengths are not negative and do not exceed the number of values.
 
     Args:
-        jagged: the jagged tensor.
+        jagged: The jagged tensor.
         lengths: `[M]`, its lengths.
 
     Returns:
         Their sum; None on a GPU.
 
     Raises:
-        ValueError: with the first invalid bag (and its feature).
+        ValueError: With the first invalid bag (and its feature).
     """
     if not is_readable(lengths):
         return None
@@ -240,14 +240,14 @@ def check_total(owner: str, total: int, values: Tensor, *, is_exact: bool = Fals
     """Check the sum of the lengths against the number of values.
 
     Args:
-        owner: the class, for messages.
-        total: the sum of the lengths.
+        owner: The class, for messages.
+        total: The sum of the lengths.
         values: `[N, ...]`.
         is_exact: True if the sum must be the number of values, as on a GPU without
             `length_per_key`.
 
     Raises:
-        ValueError: if the sum exceeds the number of values or, with `is_exact`, differs.
+        ValueError: If the sum exceeds the number of values or, with `is_exact`, differs.
     """
     if total > values.shape[0] or (is_exact and total < values.shape[0]):
         rule, more = "to at most", ""
@@ -264,8 +264,8 @@ def check_unique(owner: str, keys: list[str]) -> None:
     """Check that keys are unique.
 
     Raises:
-        TypeError: if the first key is not hashable.
-        ValueError: if keys repeat, with these keys.
+        TypeError: If the first key is not hashable.
+        ValueError: If keys repeat, with these keys.
     """
     if not keys:
         return
@@ -289,7 +289,7 @@ def flatten_lengths(keys: Sequence[str], lengths: Tensor) -> Tensor:
     """Convert lengths of shape `[keys, samples]` to one dimension.
 
     Raises:
-        ValueError: if the shape differs.
+        ValueError: If the shape differs.
     """
     if lengths.dim() != 1 and (lengths.dim() != 2 or lengths.shape[0] != len(keys)):
         raise ValueError(
@@ -306,7 +306,7 @@ def check_inverse_indices(values: Tensor, inverse_indices: InverseIndices) -> in
         The number of samples.
 
     Raises:
-        ValueError: if one of them is wrong.
+        ValueError: If one of them is wrong.
     """
     given = cast(object, inverse_indices)
     is_pair = isinstance(given, tuple | list) and len(given) == 2
@@ -332,11 +332,11 @@ def check_inverse_contents(
 
     Args:
         keys: features.
-        stride_per_key: number of bags of each feature.
-        inverse_indices: keys and `[keys, samples]`, in any order of keys.
+        stride_per_key: Number of bags of each feature.
+        inverse_indices: Keys and `[keys, samples]`, in any order of keys.
 
     Raises:
-        ValueError: with the first invalid feature.
+        ValueError: With the first invalid feature.
     """
     inverse_keys, rows = inverse_indices
     if not is_readable(rows) or not rows.numel():
@@ -366,16 +366,16 @@ def check_contents(
     """Check all lengths and offsets; waits for the device.
 
     Args:
-        owner: the class, for messages.
+        owner: The class, for messages.
         values: `[N, ...]`.
         lengths: `[M]` or None.
         offsets: `[M + 1]` or None.
-        keys: features, for messages.
-        stride_per_key: number of bags of each feature.
+        keys: Features, for messages.
+        stride_per_key: Number of bags of each feature.
         is_exact: True if the sum of the lengths must be the number of values.
 
     Raises:
-        ValueError: with the first invalid bag (and its feature).
+        ValueError: With the first invalid bag (and its feature).
     """
     if values.is_meta:
         refuse_meta(f"{owner}.validate()", "Validate a batch on a real device.")
@@ -408,7 +408,7 @@ def check_keyed(kjt: KeyedBags) -> None:
     """Check all lengths, offsets, sizes per key and inverse indices; waits for the device.
 
     Raises:
-        ValueError: with the first invalid feature and bag.
+        ValueError: With the first invalid feature and bag.
     """
     keys, strides = kjt.keys(), kjt.stride_per_key()
     lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()

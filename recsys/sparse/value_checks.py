@@ -82,7 +82,7 @@ def finish_value_checks() -> None:
     Call it after the last batch. It does nothing on a CPU.
 
     Raises:
-        ValueError: a value was invalid.
+        ValueError: A value was invalid.
 
     Example:
         >>> finish_value_checks()
@@ -133,7 +133,7 @@ def name_columns(values: Tensor, names: Sequence[str]) -> None:
 
     Args:
         values: `[B, columns]`, or `[B]` for one column.
-        names: names of the columns; may be empty.
+        names: Names of the columns; may be empty.
     """
     if names and isinstance(values, Tensor) and not torch.compiler.is_compiling():
         _names[values] = tuple(names)
@@ -149,7 +149,7 @@ def check_dense_values(values: Tensor) -> Tensor:
         The features; on CUDA, NaN and infinity are replaced with 0.
 
     Raises:
-        ValueError: a value is NaN or infinite, in this batch or (CUDA) in an earlier one.
+        ValueError: A value is NaN or infinite, in this batch or (CUDA) in an earlier one.
     """
     return check_values(values, FINITE, "dense_features", partial(_place_in, values))
 
@@ -158,13 +158,13 @@ def check_labels(values: Tensor) -> Tensor:
     """Check that labels are valid for a log loss.
 
     Args:
-        values: any shape and dtype.
+        values: Any shape and dtype.
 
     Returns:
         The labels; on CUDA, NaN and infinity are replaced with 0.
 
     Raises:
-        ValueError: a label is NaN or not in [0, 1], in this batch or (CUDA) in an earlier one.
+        ValueError: A label is NaN or not in [0, 1], in this batch or (CUDA) in an earlier one.
     """
     return check_values(values, PROBABILITY, "labels", partial(_place_in, values))
 
@@ -179,17 +179,17 @@ def check_id_weights(
     """Check that the weights of ids are finite, unless they are computed from parameters.
 
     Args:
-        owner: the module of the lookup, for messages.
+        owner: The module of the lookup, for messages.
         weights: `[N]`.
-        offsets: offsets of the bags.
+        offsets: Offsets of the bags.
         keys: features.
-        stride_per_key: returns the number of bags of each feature; only messages call it.
+        stride_per_key: Returns the number of bags of each feature; only messages call it.
 
     Returns:
         The weights; on CUDA, NaN and infinity are replaced with 0.
 
     Raises:
-        ValueError: a weight is NaN or infinite, in this batch or (CUDA) in an earlier one.
+        ValueError: A weight is NaN or infinite, in this batch or (CUDA) in an earlier one.
     """
     if weights.requires_grad:
         return weights
@@ -215,17 +215,17 @@ def check_values(
     """Check the values of a tensor, unless checks are off or the tensor is traced.
 
     Args:
-        values: any shape and dtype.
-        allowed: the valid range.
-        subject: name of the tensor, for messages.
-        place_of: describes a flat position, for messages.
-        shown: values to show in messages, of the same shape; None for `values`.
+        values: Any shape and dtype.
+        allowed: The valid range.
+        subject: Name of the tensor, for messages.
+        place_of: Describes a flat position, for messages.
+        shown: Values to show in messages, of the same shape; None for `values`.
 
     Returns:
         The values; on CUDA, NaN and infinity are replaced with 0.
 
     Raises:
-        ValueError: a value is out of range, in this batch or (CUDA) in an earlier one.
+        ValueError: A value is out of range, in this batch or (CUDA) in an earlier one.
     """
     if not _is_on or not _has_values(values):
         return values

@@ -52,6 +52,7 @@ class Best:
         scores: Its metrics.
         last_step: Step of the last evaluation.
         maximize: Whether a larger value is better.
+        patience: As given.
 
     Raises:
         TypeError: An argument has another type.
@@ -76,14 +77,14 @@ class Best:
                 f"monitor={monitor!r}. Pass maximize=True if a larger value is better, else False."
             )
         self._monitor, self.maximize = monitor, found
-        self._patience = None if patience is None else whole("patience", patience)
+        self.patience = None if patience is None else whole("patience", patience)
         self.step = self.epoch = self.last_step = self._num_worse = 0
         self.scores: dict[str, float] = {}
 
     @property
     def is_final(self) -> bool:
         """True after `patience` evaluations without a better value."""
-        return self._patience is not None and self._num_worse >= self._patience
+        return self.patience is not None and self._num_worse >= self.patience
 
     def update(self, step: int, epoch: int, scores: Mapping[str, float]) -> bool:
         """Add an evaluation.

@@ -51,6 +51,7 @@ class BinaryMetrics:
             named such as `auc/click`. `loss` is the mean over samples and tasks, as of `mean_loss`:
             the mean of the losses of the tasks, or, if labels are missing, the mean with the loss 0
             of these labels.
+        auc: Whether to compute the AUC.
 
     Raises:
         TypeError: `device` is not a device, or `tasks` are not names.
@@ -67,21 +68,23 @@ class BinaryMetrics:
     """
 
     @checked
-    def __init__(self, device: torch.device, tasks: Sequence[str] = ()) -> None:
+    def __init__(
+        self, device: torch.device, tasks: Sequence[str] = (), *, auc: bool = True
+    ) -> None:
         if twice := repeated(tasks):
             raise ValueError(
                 f"BinaryMetrics.tasks must be distinct names; received {twice} more than once."
             )
         self.tasks = list(tasks)
-        self._auc = [AUC() for _ in self.tasks or [""]]
-        self._entropy = [NormalizedEntropy(device) for _ in self._auc]
+        self._entropy = [NormalizedEntropy(device) for _ in self.tasks or [""]]
+        self._auc = [AUC() for _ in self._entropy] if auc else []
         # sums of weights of all samples, and of the samples that have the label of a task
-        self._weights = torch.zeros(1 + len(self._auc), dtype=torch.float64, device=device)
+        self._weights = torch.zeros(1 + len(self._entropy), dtype=torch.float64, device=device)
 
     def update(self, output: tuple[Tensor, Tensor, Tensor], batch: Any) -> None:
         """Add a batch; see `Metrics`."""
         _, logits, labels = output
-        num_tasks, num_columns = len(self._auc), logits.size(1) if logits.dim() > 1 else 1
+        num_tasks, num_columns = len(self._entropy), logits.size(1) if logits.dim() > 1 else 1
         if num_columns != num_tasks:
             raise ValueError(
                 "BinaryMetrics.tasks must name each column of the logits; received "
@@ -92,38 +95,18 @@ class BinaryMetrics:
             logits.sigmoid().view(-1, num_tasks).unbind(1),
             labels.view(-1, num_tasks).unbind(1),
             self._weights_of_tasks(weights, getattr(batch, "label_mask", None), len(logits)),
-            self._auc,
-            self._entropy,
             strict=True,
         )
-        for predictions, truth, of_task, auc, entropy in columns:
-            auc.update(predictions, truth, of_task)
-            entropy.update(predictions, truth, of_task)
-
-    def task_sums(self, output: tuple[Tensor, Tensor, Tensor], batch: Any) -> Tensor:
-        """Return the sums of losses and of weights of each task, [2, T] float64, of one batch.
-
-        Args:
-            output: Loss, logits and labels, `[B, T]` each, or `[B]` of one task.
-            batch: The batch.
-        """
-        _, *columns = output
-        logits, labels = (column.view(len(column), -1) for column in columns)
-        losses = nn.functional.binary_cross_entropy_with_logits(
-            logits.double(), labels.double(), reduction="none"
-        )
-        weights = torch.ones_like(losses)
-        if getattr(batch, "sample_weights", None) is not None:
-            weights = weights * batch.sample_weights.unsqueeze(1)
-        if getattr(batch, "label_mask", None) is not None:
-            weights = weights * batch.label_mask.view_as(weights)
-        return torch.stack([(losses * weights).sum(0), weights.sum(0)])
+        for i, column in enumerate(columns):
+            for metrics in (self._auc[i : i + 1], self._entropy[i : i + 1]):
+                for metric in metrics:
+                    metric.update(*column)
 
     def _weights_of_tasks(
         self, weights: Tensor | None, mask: Tensor | None, size: int
     ) -> Sequence[Tensor | None]:
         """Return the weights of a batch by task, and add them up; None for ones."""
-        num_tasks = len(self._auc)
+        num_tasks = len(self._entropy)
         if mask is None:
             self._weights += size if weights is None else weights.double().sum()
             return [weights] * num_tasks
@@ -143,14 +126,61 @@ class BinaryMetrics:
     def compute(self) -> dict[str, float]:
         """Return `auc`, `ne` and `loss`, by task if there are several."""
         found = {}
-        for task, auc, entropy in zip(self.tasks or [""], self._auc, self._entropy, strict=True):
-            values = (auc.compute(), entropy.compute(), entropy.log_loss())
-            for name, value in zip(("auc", "ne", "loss"), values, strict=True):
+        for i, (task, entropy) in enumerate(zip(self.tasks or [""], self._entropy, strict=True)):
+            values = {"auc": self._auc[i].compute()} if self._auc else {}
+            values |= {"ne": entropy.compute(), "loss": entropy.log_loss()}
+            for name, value in values.items():
                 found[f"{name}/{task}" if task else name] = value.item()
         whole, *of_tasks = self._weights.tolist()
         losses = [found[f"loss/{task}" if task else "loss"] for task in self.tasks or [""]]
         parts = [n / whole * loss for n, loss in zip(of_tasks, losses, strict=True) if n]
         return found | {"loss": sum(parts) / len(losses) if whole else math.nan}
+
+
+def sums_by_task(output: tuple[Tensor, Tensor, Tensor], batch: Any) -> Tensor:
+    """Return the sums of losses and of weights of each task, [2, T] float64, of one batch.
+
+    Args:
+        output: Loss, logits and labels, `[B, T]` each, or `[B]` of one task.
+        batch: The batch.
+    """
+    _, *columns = output
+    logits, labels = (column.view(len(column), -1) for column in columns)
+    losses = nn.functional.binary_cross_entropy_with_logits(
+        logits.double(), labels.double(), reduction="none"
+    )
+    weights = torch.ones_like(losses)
+    if getattr(batch, "sample_weights", None) is not None:
+        weights = weights * batch.sample_weights.unsqueeze(1)
+    if getattr(batch, "label_mask", None) is not None:
+        weights = weights * batch.label_mask.view_as(weights)
+    return torch.stack([(losses * weights).sum(0), weights.sum(0)])
+
+
+@final
+class MeanOfLosses:
+    """Mean of the losses of batches, over all ranks.
+
+    Args:
+        device: Device of the losses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def update(self, output: Sequence[Any], batch: Any) -> None:
+        """Add the loss of a batch; see `Metrics`."""
+        loss = output[0].double()
+        self._sums += torch.stack([loss, torch.ones_like(loss)])
+
+    def sync(self) -> None:
+        """Add the losses of all ranks."""
+        with explained(None, "synchronize a metric"):
+            torch.distributed.all_reduce(self._sums)
+
+    def compute(self) -> dict[str, float]:
+        """Return the mean as `loss`."""
+        return {"loss": float(self._sums[0] / self._sums[1])}
 
 
 def device_of(model: nn.Module) -> torch.device:

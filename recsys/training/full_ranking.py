@@ -13,13 +13,14 @@ from recsys.base.checked import checked
 from recsys.metrics.retrieval import RetrievalMetrics
 from recsys.modules.item_index import ItemIndex
 from recsys.sparse import ops
+from recsys.training.evaluation import MeanOfLosses
 
 __all__ = ["FullRanking"]
 
 
 @final
 class FullRanking:
-    """Metrics of a `Trainer` for `NextItem`: all items that a user has not seen are ranked.
+    """Metrics for `NextItem` in a `Trainer`. They rank all items that the user has not seen.
 
     `Trainer(..., metrics=lambda device: FullRanking(model, num_items, device))`. The item to find
     is the last target of each sample. The metrics have the names and rules of `RetrievalMetrics`;
@@ -30,7 +31,7 @@ class FullRanking:
     Args:
         model: The trained `NextItem`, in a `DistributedModelParallel` or not. Its items are looked
             up once, when the metrics are created; every rank creates them.
-        num_items: Number of ids of the table of items.
+        num_items: Number of rows of the item table.
         device: Device of the model.
         ks: Numbers of items that are recommended.
         seen: Features of items that a user has seen, beside the history of the model.
@@ -81,7 +82,7 @@ class FullRanking:
         self._index = ItemIndex(items)
         self._skips = seen_targets == "skip"
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
-        self._loss = torch.zeros(2, dtype=torch.float64, device=device)
+        self._loss = MeanOfLosses(device)
 
     def update(self, output: tuple[Tensor, Tensor, Tensor], batch: Any) -> None:
         """Add a batch.
@@ -90,11 +91,11 @@ class FullRanking:
             output: The second output of the model: loss, vectors of the users, and targets.
             batch: The batch.
         """
-        loss, users, _ = output
+        self._loss.update(output, batch)
         features = getattr(batch, "sparse_features", batch)
         seen = ops.concat([features[name] for name in self._seen])
         last = ops.slice(features[self._module.target], -1)
-        users, targets = users.to(self._index.items.dtype), last.values().long()
+        users, targets = output[1].to(self._index.items.dtype), last.values().long()
         better, tied = self._index.rank(users, targets, last.offsets(), seen)
         offsets = last.offsets()
         if self._skips:
@@ -107,17 +108,15 @@ class FullRanking:
             offsets = torch.cat([offsets.new_zeros(1), lengths.cumsum(0).to(offsets.dtype)])
             self._skipped += (~is_left).sum()
         self._metrics.update_ranks(better, tied, offsets)
-        self._loss += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
 
     def sync(self) -> None:
         """Add the state of all ranks; every rank calls it, if there are several."""
         self._metrics.sync()
         if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(self._loss)
+            self._loss.sync()
             torch.distributed.all_reduce(self._skipped)
 
     def compute(self) -> dict[str, float]:
         """Return the metrics by name."""
-        loss = self._loss[0] / self._loss[1]
         skipped = {"seen_targets": float(self._skipped)} if self._skips else {}
-        return {**self._metrics.compute(), **skipped, "loss": float(loss)}
+        return {**self._metrics.compute(), **skipped, **self._loss.compute()}

@@ -17,35 +17,38 @@ _OUTCOMES = {
     "cannot run": "not supported",
 }
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+_ROW_STATE = (
+    "TorchRec's row-wise Adagrad keeps a state per row and column shard, recsys one per row "
+    '(unless `row_state="per_shard"`).'
+)
+_NO_SIZES = "TorchRec's data-parallel tables and grids support no batch size per feature."
 _WHY = (
     (
         ("differs", "Adam: data_parallel"),
-        "torch's Adam has no moments before its first step, so the load skips them silently. "
-        "(After `init_state()` of the optimizer it loads them.)",
+        "torch's Adam has no moments before its first step, so the load skips them silently, "
+        "unless the optimizer's `init_state()` was called.",
     ),
     (
         ("differs", "sequence | size per feature"),
-        "TorchRec repeats a sequence for each sample that shares it; this library returns it once.",
+        "TorchRec repeats a sequence for each sample that shares it; recsys returns it once.",
     ),
     (
         ("is not supported in CPU mode",),
-        "On a CPU FBGEMM fuses only SGD, Adagrad and row-wise Adagrad, and TorchRec has no "
-        "alternative.",
+        "On a CPU FBGEMM fuses only SGD, Adagrad and row-wise Adagrad.",
     ),
     (
         ("'PartialRowWiseAdam' object has no attribute",),
-        "TorchRec's class stands for a fused optimizer and cannot train a data-parallel table.",
+        "TorchRec's `PartialRowWiseAdam` cannot train a data-parallel table.",
     ),
     (
         ("differs", "RowWiseAdagrad", "column_wise"),
-        "TorchRec keeps one state per row and column shard; this library keeps one per row, as in "
-        'the unsharded table. (`row_state="per_shard"` selects the former.)',
+        _ROW_STATE,
     ),
-    (("differs", "RowWiseAdagrad", "grid_shard"), "As for column-wise: a state per column shard."),
+    (("differs", "RowWiseAdagrad", "grid_shard"), _ROW_STATE),
     (
         ("differs", "weighted mean"),
-        "On a CPU FBGEMM's backward of a weighted mean does not divide by the number of ids; its "
-        "forward does. Under row splits TorchRec's forward differs as well. Here both divide.",
+        "FBGEMM's backward of a weighted mean on a CPU, and TorchRec's forward of row splits, do "
+        "not divide by the number of ids.",
     ),
     (
         ("differs", "mean | one size", "grid_shard"),
@@ -53,35 +56,35 @@ _WHY = (
     ),
     (
         ("differs", "data_parallel", "Adam"),
-        "torch.optim.Adam also updates rows that a batch does not read.",
+        "`torch.optim.Adam` also updates rows that a batch does not read.",
     ),
     (("gloo/transport",), "A rank raised and left the others without a connection."),
-    (("jagged_unique_indices",), "The operator exists only for GPUs."),
+    (("jagged_unique_indices",), "FBGEMM deduplicates ids only on GPUs."),
     (
         ("Variable batch size TBE support is enabled for",),
         "FBGEMM supports a batch size per feature only with SGD and row-wise Adagrad.",
     ),
-    (("Sharding not supported",), "TorchRec does not shard sequences this way."),
+    (("Sharding not supported",), "TorchRec shards no sequences over nodes or grids."),
     (
         ("ProcessGroupGloo::allgather",),
         "TorchRec's reduce-scatter on gloo needs the same number of bags on all ranks.",
     ),
     (
         ("IndexError", "size per feature", "grid_shard"),
-        "A grid supports no batch size per feature.",
+        _NO_SIZES,
     ),
     (
         ("raises", "size per feature", "data_parallel"),
-        "A data-parallel table supports no batch size per feature.",
+        _NO_SIZES,
     ),
     (
         ("split_with_sizes", "sequence", "data_parallel"),
-        "Raised by TorchRec's data-parallel sequences, whether or not tables share a feature.",
+        "TorchRec's data-parallel sequences raise an error.",
     ),
     (
         ("Missing key in checkpoint state_dict: optimizer",),
-        "The optimizer's entry for a table has other names under the other plan, or is missing on "
-        "a rank without shards.",
+        "The optimizer's state has other names under the other plan, or is missing on a rank "
+        "without shards.",
     ),
     (
         ("Size mismatch between saved",),
@@ -103,18 +106,19 @@ def _outcomes(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{counts[name]:,} {_OUTCOMES[name]}" for name in _OUTCOMES if name in counts)
 
 
+def _cell(counts: Mapping[str, int], outcomes: Sequence[str]) -> str:
+    """Return counts of some outcomes, separated by slashes."""
+    return "/".join(str(counts.get(outcome, 0)) for outcome in outcomes)
+
+
 def _environment(result: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return f"({result['date']}, {versions}, {result['seconds'] // 60} minutes)"
 
 
 def _matrix(result: Mapping[str, Any]) -> str:
-    rows = []
-    for strategy, counts in result["counts"]["kind"].items():
-        equal, tried = map(sum, zip(*counts.values(), strict=True))
-        rows.append([f"`{strategy}`", f"{tried:,}", f"{equal:,}"])
     text = f"**{result['equal']:,} of {result['cells']:,} combinations equal the unsharded model** "
-    text += f"{_environment(result)}.\n\n" + _table(["strategy", "combinations", "equal"], rows)
+    text += f"{_environment(result)}.\n"
     if result["differences"]:
         text += "\nDifferences:\n\n"
         text += "".join(f"- {cell}: {found[0]}\n" for cell, found in result["differences"].items())
@@ -122,21 +126,17 @@ def _matrix(result: Mapping[str, Any]) -> str:
 
 
 def _checkpoints(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
+    counts = peer["counts"]
     rows = [
-        [
-            optimizer,
-            f"`{saved}`",
-            _outcomes(_total(by_loaded.values())),
-            _outcomes(_total(peer["counts"][optimizer][saved].values())),
-        ]
-        for optimizer, table in ours["counts"].items()
-        for saved, by_loaded in table.items()
+        [f"`{saved}`", *(_cell(_total(counts[o][saved].values()), list(_OUTCOMES)) for o in counts)]
+        for saved in next(iter(counts.values()))
     ]
     return (
-        f"- recsys: {_outcomes(ours['outcomes'])} {_environment(ours)}\n"
-        f"- TorchRec: {_outcomes(peer['outcomes'])} {_environment(peer)}\n\n"
-        + _table(["optimizer", "saved under", "recsys", "TorchRec 1.8.0"], rows)
-        + "\nReasons of TorchRec's differences:\n\n"
+        f"- recsys: {_outcomes(ours['outcomes'])}\n"
+        f"- TorchRec: {_outcomes(peer['outcomes'])}\n\n"
+        "TorchRec's cases by plan of the save, equal/different/with an error/not supported:\n\n"
+        + _table(["saved under", *counts], rows)
+        + "\nReasons in TorchRec:\n\n"
         + _reasons(peer)
     )
 
@@ -144,11 +144,13 @@ def _checkpoints(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
 def _parity(result: Mapping[str, Any]) -> str:
     table = result["counts"]["optimizer"]
     optimizers = sorted({name for by_name in table.values() for name in by_name})
-    rows = [[f"`{s}`", *(_outcomes(table[s].get(v, {})) for v in optimizers)] for s in table]
+    outcomes = [name for name in _OUTCOMES if name in result["outcomes"]]
+    rows = [[f"`{s}`", *(_cell(table[s].get(v, {}), outcomes) for v in optimizers)] for s in table]
     return (
-        f"{result['cells']} cases: {_outcomes(result['outcomes'])} {_environment(result)}\n\n"
+        f"{result['cells']} cases: {_outcomes(result['outcomes'])}. Cells: "
+        f"{'/'.join(_OUTCOMES[name] for name in outcomes)}.\n\n"
         + _table(["strategy", *optimizers], rows)
-        + "\nErrors and differences in TorchRec:\n\n"
+        + "\nReasons in TorchRec:\n\n"
         + _reasons(result)
     )
 
@@ -162,16 +164,11 @@ def why(outcome: str, case: str) -> str:
 
 
 def _reasons(result: Mapping[str, Any]) -> str:
-    """Return a list item for each outcome and reason, with its count and an example."""
-    cases: dict[tuple[str, str], list[str]] = {}
+    """Return a list item for each reason, with the number of its cases."""
+    counts: Counter[str] = Counter()
     for outcome, found in result["not equal"].items():
-        for case in found:
-            cases.setdefault((outcome, why(outcome, case)), []).append(case)
-    lines = []
-    for (outcome, reason), found in sorted(cases.items(), key=lambda item: -len(item[1])):
-        shown = outcome.replace("|", "/").replace("`", "'")
-        lines.append(f"- {len(found)} x `{shown}`, such as `{found[0]}`. {reason}".rstrip())
-    return "\n".join(lines) + "\n"
+        counts.update(why(outcome, case) or f"`{outcome}`" for case in found)
+    return "".join(f"- {count} x {reason}\n" for reason, count in counts.most_common())
 
 
 def render(results: Path = RESULTS) -> str:
@@ -182,44 +179,37 @@ def render(results: Path = RESULTS) -> str:
 
     return f"""# Conformance
 
-`make conformance` compares sharded with unsharded models and with TorchRec, and
+`make conformance` compares sharded models with unsharded models and with TorchRec 1.8.0, and
 `python -m tests.conformance.report` writes this page. Counts by lookup, batch sizes, ranks, wire
-format and optimizer are in `benchmarks/results/`: `conformance.json`,
-`conformance-checkpoints.json`, `conformance-checkpoints-peer.json` and `parity.json`.
+format and optimizer, and every case that is not equal, are in `benchmarks/results/`:
+`conformance.json`, `conformance-checkpoints.json`, `conformance-checkpoints-peer.json` and
+`parity.json`.
 
 ## Sharded equals unsharded
 
 A combination is a strategy, a kind of lookup, a number of ranks and simulated nodes, a wire format,
-batch sizes, and an optimizer. Random tables train for three steps and are compared with the
-unsharded model on one process: outputs, keys, weights or gradients, optimizer state, dense layers,
-and the names of the state dict.
+batch sizes and an optimizer. Random tables train for three steps. Outputs, keys, weights or
+gradients, optimizer state, dense layers and state dict names are compared with the unsharded model.
 
-- With the fp32 wire all values agree to 1e-5 of the largest.
-- They agree bit for bit for table-wise tables, and for column-wise tables under elementwise
-  optimizers. Exceptions are deduplicated ids and samples that share bags on three ranks.
-- Narrow wires are held to an error bound for each value (`tests/conformance/bounds.py`). A
-  forgotten loss scale, a coarser wire and misplaced values exceed it
-  (`tests/conformance/test_bounds.py`).
-
-`mixed` draws a strategy for each table. One rank sends nothing, so it has one wire format.
+- fp32 wire: all values agree to 1e-5 of the largest value. They agree bit for bit for table-wise
+  tables, and for column-wise tables under elementwise optimizers, except with deduplicated ids or
+  with samples that share bags on three ranks.
+- Narrow wires: each value is within an error bound (`tests/conformance/bounds.py`).
 
 {_matrix(read("conformance.json"))}
 ## Checkpoints under other plans
 
-Three steps, a checkpoint, a load under another plan and on another number of ranks (each of 1 to 4
-to each of 1 to 4, four being two nodes), and three more steps. In recsys, weights, optimizer state
-and outputs equal the unsharded run without an interruption.
-
-TorchRec is compared with its own uninterrupted run, saved and loaded by
-`torch.distributed.checkpoint` from the state dicts of model and optimizer. *Not supported* settings
-cannot be trained by TorchRec on gloo.
+Each case trains three steps, saves, loads under another plan and on another number of ranks (1 to
+4, four being two nodes), and trains three more steps. recsys is compared with the unsharded run
+without an interruption. TorchRec is compared with its own uninterrupted run; it saves and loads by
+`torch.distributed.checkpoint`. TorchRec cannot train *not supported* settings on gloo.
 
 {_checkpoints(read("conformance-checkpoints.json"), read("conformance-checkpoints-peer.json"))}
 ## The same models in TorchRec
 
-The same tables, weights, plan and batches in TorchRec 1.8.0 on the same ranks: outputs and weights
-agree to 1e-5 over five steps (`tests/parity/`). All ranks have batches of one size and a shard of
-each row-wise table, which TorchRec needs on gloo.
+Both libraries train the same tables, weights, plan and batches on the same ranks: outputs and
+weights of five steps are equal if they agree to 1e-5 (`tests/parity/`). All ranks have batches of
+one size and a shard of each row-wise table, which TorchRec needs on gloo.
 
 {_parity(read("parity.json"))}"""
 

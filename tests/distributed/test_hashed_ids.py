@@ -24,7 +24,7 @@ from recsys.distributed.shard import shard as shard_module
 from recsys.distributed.stages.bags import rows_of_regions
 from recsys.distributed.types import ShardingEnv, ShardingType
 from recsys.kernels.hashed import build
-from recsys.kernels.hashed.index import HashIndex
+from recsys.kernels.hashed.index import IdIndex
 from recsys.kernels.hashed.twin import locate
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection
@@ -407,7 +407,7 @@ def test_regions_are_those_of_the_index(monkeypatch: pytest.MonkeyPatch, kind: s
                 expected += own
                 continue
             lines = one.region_rows // 64
-            index = HashIndex.empty(
+            index = IdIndex.empty(
                 HashedIds().settings(), one.region_rows * one.num_regions, one.num_regions,
                 0, one.num_regions, one.seed, "meta",
             )  # fmt: skip

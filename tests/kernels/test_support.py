@@ -11,7 +11,7 @@ import torch
 
 from recsys.kernels import ops, support, tbe_fbgemm, tbe_fbgemm_module
 from recsys.kernels.backend import POOLING_CODES
-from recsys.kernels.lookup_batch import Batch
+from recsys.kernels.lookup_batch import LookupBatch
 from recsys.kernels.quantized import QuantizedInFbgemm, QuantizedInTorch
 from recsys.kernels.support import (
     BACKENDS,
@@ -88,10 +88,10 @@ def kernels_agree(s: LookupSettings) -> bool:
         indices = torch.tensor([1, 1, 3, 0, 5, 3] * num_features)
         offsets = torch.arange(2 * num_features + 1) * 3
         try:
-            out = kernel.lookup(Batch(indices, offsets))
+            out = kernel.lookup(LookupBatch(indices, offsets))
             grad = torch.randn(out.shape, generator=generator).to(out.dtype)
             for _ in range(2):
-                kernel.update(grad, Batch(indices, offsets))
+                kernel.update(grad, LookupBatch(indices, offsets))
         except (RuntimeError, AssertionError):
             return False
         results.append((out.float(), storage.float()))
@@ -141,7 +141,7 @@ def tiny_updates(kernel_class: type[TorchKernel]) -> torch.Tensor:
     kernel = kernel_class(layout, of_one, storage)
     kernel.use_rates(2**-11 / 5)
     torch.manual_seed(0)
-    kernel.update(torch.ones(1000, 4), Batch(torch.arange(1000), torch.arange(1001)))
+    kernel.update(torch.ones(1000, 4), LookupBatch(torch.arange(1000), torch.arange(1001)))
     return storage.float()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from recsys.kernels import tbe_fbgemm_module
-from recsys.kernels.lookup_batch import Batch
+from recsys.kernels.lookup_batch import LookupBatch
 from recsys.kernels.tbe_fbgemm import FUSED_ON_CPU, has_cpu_ops
 from recsys.kernels.tbe_fbgemm_module import FbgemmCudaKernel, FbgemmCudaLookup, _sizes_of
 from recsys.kernels.tbe_layout import StorageLayout
@@ -74,7 +74,7 @@ def states_of(kernel: FbgemmCudaKernel) -> list[dict[str, torch.Tensor]]:
 
 
 def forward(kernel: FbgemmCudaKernel, *batch: torch.Tensor | None) -> torch.Tensor:
-    out = kernel.look_up_and_update(Batch(*batch))  # type: ignore[arg-type]
+    out = kernel.look_up_and_update(LookupBatch(*batch))  # type: ignore[arg-type]
     assert out is not None
     return out
 
@@ -272,7 +272,10 @@ def test_the_cuda_lookup_equals_torchs(
     indices = indices % 5
     weights = torch.rand(indices.numel()) if weighted else None
     with torch.no_grad():
-        for batch in (Batch(indices, offsets, weights), Batch(indices[:0], offsets * 0)):
+        for batch in (
+            LookupBatch(indices, offsets, weights),
+            LookupBatch(indices[:0], offsets * 0),
+        ):
             torch.testing.assert_close(kernel.lookup(batch), plain.lookup(batch))
 
 
@@ -380,7 +383,9 @@ def test_the_module_trains_features_with_bags_of_their_own(
         indices, offsets, weights = case.batch(step)
         if weights is not None:
             weights.requires_grad_()
-        out = module.look_up_and_update(Batch(indices, offsets, weights, case.bags_F, case.by_rank))
+        out = module.look_up_and_update(
+            LookupBatch(indices, offsets, weights, case.bags_F, case.by_rank)
+        )
         assert out is not None
         torch.testing.assert_close(out, next(expected))
         out.backward(output_gradient(case, step, out.shape))
@@ -397,7 +402,7 @@ def test_features_without_ids_have_bags_of_their_own() -> None:
     module = build(OptimizerSpec(algorithm=EmbOptimType.SGD))
     before = module.storage.clone()
     ids, offsets = torch.empty(0, dtype=torch.int64), torch.zeros(11, dtype=torch.int64)
-    out = module.look_up_and_update(Batch(ids, offsets, None, RAGGED.bags_F))
+    out = module.look_up_and_update(LookupBatch(ids, offsets, None, RAGGED.bags_F))
     assert out is not None
     assert torch.equal(out, torch.zeros(3 * 4 + 5 * 8 + 2 * 4))
     out.sum().backward()
@@ -438,7 +443,7 @@ def test_the_module_is_given_as_many_bags_as_features(
 
     module.module = call
     indices, offsets, _ = case.batch(0)
-    module.look_up_and_update(Batch(indices, offsets, None, case.bags_F, case.by_rank))
+    module.look_up_and_update(LookupBatch(indices, offsets, None, case.bags_F, case.by_rank))
     ((given, sizes),) = seen
     assert sizes.bags_FR.sum(1).tolist() == [n for (n,) in sizes]  # type: ignore[attr-defined]
     assert sizes == [[bags[0]], [bags[1]], [bags[2]], [bags[3] + 4 - sum(bags)]]
@@ -459,7 +464,7 @@ def test_what_is_said_of_bags_is_uploaded_once_without_waiting(
     inner, case = module.module, replace(RAGGED, num_ranks=num_ranks)
     bags = case.given_bags.reshape(4, num_ranks).tolist()  # type: ignore[union-attr]
     plain = type(inner).__mro__[1]._generate_vbe_metadata(inner, torch.zeros(11), bags)
-    sizes = _sizes_of(Batch(torch.zeros(0), torch.zeros(11), None, case.bags_F, case.by_rank))
+    sizes = _sizes_of(LookupBatch(torch.zeros(0), torch.zeros(11), None, case.bags_F, case.by_rank))
     inner.current_device = torch.device("meta")
     (bag_sizes,) = sizes.values()
     made = inner._generate_vbe_metadata(torch.zeros(11), bag_sizes)
@@ -488,7 +493,7 @@ def test_bags_are_prefetched_as_they_are_looked_up(algorithm: EmbOptimType) -> N
 
     module.module = Recorder()
     indices, offsets, _ = RAGGED.batch(0)
-    batch = Batch(indices, offsets, None, RAGGED.bags_F)
+    batch = LookupBatch(indices, offsets, None, RAGGED.bags_F)
     module.prefetch(batch)
     module.look_up_and_update(batch)
     for a, b in zip(*seen, strict=True):
@@ -517,6 +522,6 @@ def test_the_cuda_lookup_reads_bags_of_their_own(
     for weight, value in zip(layout.table_views(plain.storage), case.init(), strict=True):
         weight.copy_(value)
     kernel = FbgemmCudaLookup(layout, settings, plain.storage, plain.states)
-    batch = Batch(*case.batch(0), case.bags_F)
+    batch = LookupBatch(*case.batch(0), case.bags_F)
     with torch.no_grad():
         torch.testing.assert_close(kernel.lookup(batch), plain.lookup(batch))

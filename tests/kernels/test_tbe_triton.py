@@ -17,7 +17,7 @@ if not HAS_TRITON:
     pytest.skip(NEEDS_TRITON, allow_module_level=True)
 
 from recsys.kernels.deferred import DeferredGradients
-from recsys.kernels.lookup_batch import Batch
+from recsys.kernels.lookup_batch import LookupBatch
 from recsys.kernels.row_marks import RowMarks
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import StorageLayout
@@ -64,9 +64,9 @@ class Trained:
         for weight, value in zip(self.weights, case.init(), strict=True):
             weight.copy_(value)
 
-    def given(self, step: int) -> tuple[Tensor, Batch]:
+    def given(self, step: int) -> tuple[Tensor, LookupBatch]:
         given = [None if t is None else t.to(DEVICE) for t in self.case.batch(step)]
-        batch = Batch(*given, self.case.bags_F)  # type: ignore[arg-type]
+        batch = LookupBatch(*given, self.case.bags_F)  # type: ignore[arg-type]
         grad = output_gradient(self.case, step, self.kernel.lookup(batch).shape)
         return grad.to(DEVICE), batch
 

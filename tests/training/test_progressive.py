@@ -11,6 +11,7 @@ from torch import Tensor
 
 from recsys.metrics import auc, log_loss
 from recsys.training import BinaryMetrics, ProgressiveValidation
+from recsys.training.job import Job
 from tests.ranks import RankPool
 from tests.training.job import Shuffled, trainer_of
 
@@ -138,21 +139,21 @@ def test_a_state_of_other_ranks(ranks: RankPool, num_saved: int) -> None:
         assert_curve(curve)
 
 
-def test_a_trainer_scores_each_batch_before_it_trains(tmp_path):
+def test_a_trainer_scores_each_batch_before_it_trains(tmp_path, monkeypatch):
     progressive = ProgressiveValidation(window=4)
     trainer = trainer_of(tmp_path, epochs=2, progressive=progressive)
     trainer.fit(Shuffled())
     assert len(progressive.curve) == 6
     loader, plain = Shuffled(), trainer_of(tmp_path / "plain", epochs=2)
     scored = []
-    forward = plain._forward
+    forward = Job._forward
 
-    def before(batch):
-        loss, (output, _) = forward(batch)
+    def before(job, batch):
+        loss, (output, _) = forward(job, batch)
         scored.append((output, batch))
         return loss, (output, batch)
 
-    plain._forward = before
+    monkeypatch.setattr(Job, "_forward", before)
     plain.fit(loader)
     by_hand = ProgressiveValidation(window=4)
     for output, batch in scored:

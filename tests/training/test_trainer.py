@@ -38,6 +38,8 @@ from recsys.modules.hashed_ids import HashedIds
 from recsys.modules.losses import mean_loss
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.training import BinaryMetrics, Trainer
+from recsys.training import job as job_of_trainers
+from recsys.training.buffers import OwnBuffers
 from tests.distributed import job
 from tests.ranks import RankPool
 from tests.training.job import (
@@ -351,18 +353,18 @@ def scores_of(*scores: float) -> Callable[[torch.device], Any]:
     return lambda device: Scores(each)
 
 
-def test_early_stopping_keeps_the_best(tmp_path: Path) -> None:
+def test_early_stopping_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"epochs": 50, "monitor": "auc", "patience": 2}
     scores = scores_of(0.5, 0.7, 0.6, 0.8, 0.8, 0.7, 0.9)
     trainer = plain(tmp_path, **settings, metrics=scores, evaluate_every=3)
     after: list[dict[str, Tensor]] = []
-    evaluate = trainer.evaluate
+    evaluate = job_of_trainers.evaluate
 
-    def spy(batches: Any) -> dict[str, float]:
+    def spy(settings: Any, batches: Any) -> dict[str, float]:
         after.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
-        return evaluate(batches)
+        return evaluate(settings, batches)
 
-    trainer.evaluate = spy  # type: ignore[method-assign]
+    monkeypatch.setattr(job_of_trainers, "evaluate", spy)
     result = trainer.fit(rows(4), rows(1))
     assert result.stopped_early
     assert (result.steps, result.best_step, result.best_epoch) == (18, 12, 3)
@@ -558,8 +560,10 @@ def _train_counting(folder: str, has_norm: bool, stops: list[int]) -> dict[str, 
             folder, model=model, steps=stop, save_every=4, evaluate_every=9, resume=True
         )
         trainer.fit(Shuffled(), validation())
-        load_checkpoint(trainer.last, model, progress={"buffers": trainer._own_buffers})
-        assert "constant" not in trainer._own_buffers.state_dict()
+        own = OwnBuffers(model, ShardingEnv.default())
+        load_checkpoint(trainer.last, model, progress={"buffers": own})
+        own.compare()
+        assert "constant" not in own.state_dict()
     return _weights(model)
 
 

@@ -354,7 +354,7 @@ def _storages(
     device: str,
 ) -> list[Storage]:
     found = _each(
-        table, kind, kernel, sizes, model.shard_storage, model.replica_storage, tables.Storage()
+        table, kind, kernel, sizes, model.shard_storage, model.replica_storage, tables.RankMemory()
     )
     return [
         Storage(hbm=size.device, ddr=size.host)

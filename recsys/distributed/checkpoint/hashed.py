@@ -22,6 +22,8 @@ from recsys.modules.ids.rows import PINNED_BATCHES
 from recsys.modules.ids.table_index import TableIndex
 from recsys.modules.tables.embedding_table import EmbeddingTable
 
+_REMEDY = "Load it with the rows and the seed with which it was saved."
+
 
 @final
 class _Table(NamedTuple):
@@ -57,12 +59,11 @@ class HashedTables:
         for name, shards in _hashed_tables(model):
             weight = f"{name}weight"
             if any(is_named(weight, table) for table in resize):
-                if any(index.rules.overflow is not None for _, index in shards):
-                    raise CheckpointError(
-                        f"resize must have no table with HashedIds.overflow; received "
-                        f"{name.removesuffix('.')!r}. Load it with the rows and the seed with "
-                        "which it was saved."
-                    )
+                for _, shard in shards:
+                    try:
+                        shard.rules.check_rows_in_memory(name.removesuffix("."), "resize", _REMEDY)
+                    except ValueError as error:
+                        raise CheckpointError(str(error)) from None
                 values = values_with_rows(weight, state)
                 index = {key: v for key, v in values.items() if key[1].startswith(f"{name}index.")}
                 sketch = "model", f"{name}index.sketch"

@@ -17,7 +17,6 @@ from recsys.distributed.checkpoint.chain import reader_of
 from recsys.distributed.checkpoint.delta import take_chain
 from recsys.distributed.checkpoint.errors import CheckpointError, failures_named, on_every_rank
 from recsys.distributed.checkpoint.hashed import HashedTables
-from recsys.distributed.checkpoint.overflow import check_logs, load_logs
 from recsys.distributed.checkpoint.rank_state import (
     Stateful,
     check_progress,
@@ -26,6 +25,7 @@ from recsys.distributed.checkpoint.rank_state import (
 )
 from recsys.distributed.checkpoint.read import CompleteLoadPlanner, SavedValues
 from recsys.distributed.checkpoint.resize import Resized, fit_rows, restore
+from recsys.distributed.checkpoint.row_logs import check_logs, load_logs, logs_of
 from recsys.distributed.checkpoint.safe_pickle import decode, decode_pickle
 from recsys.distributed.checkpoint.settings import (
     Settings,
@@ -90,7 +90,7 @@ def load_checkpoint(
             checkpoint, is damaged, or lacks a part of the model, of the optimizer's state or of
             `progress`; the state is of another kind of optimizer; or a table has another shape than
             saved.
-        TypeError: path, model or optimizer has another type, or a member of `progress` has no
+        TypeError: Path, model or optimizer has another type, or a member of `progress` has no
             state.
         ValueError: On every rank, if gradients of a table with hashed ids wait for a step.
     """
@@ -110,7 +110,7 @@ def load_checkpoint(
     folder, manifest = chosen
     subject = f"The checkpoint {folder}"
     reader = reader_of(folder, manifest)
-    logs: Mapping[str, Any] = {} if manifest is None else manifest.get("overflow", {})
+    logs: Mapping[str, Any] = {} if manifest is None else logs_of(manifest)
     settings: Settings | None = None if manifest is None else manifest["optimizer"]
     state: dict[str, Any] = {}
     resized: Resized = []

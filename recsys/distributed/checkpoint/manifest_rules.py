@@ -20,7 +20,7 @@ from recsys.distributed.placement.file_checks import (
     whole_of,
     wrong_type,
 )
-from recsys.modules.ids.overflow_log import RecordField, record_bytes
+from recsys.modules.ids.row_log import RecordField, record_bytes
 
 __all__ = ["LOG_FILE", "check_manifest"]
 

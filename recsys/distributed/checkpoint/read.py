@@ -25,7 +25,7 @@ from recsys.base.arguments import path_of
 from recsys.base.checked import checked
 from recsys.distributed.checkpoint.chain import reader_of
 from recsys.distributed.checkpoint.errors import CheckpointError, failures_named
-from recsys.distributed.checkpoint.overflow import read_records
+from recsys.distributed.checkpoint.row_logs import logs_of, read_records, refuse_logs
 from recsys.distributed.checkpoint.safe_pickle import decode
 from recsys.distributed.checkpoint.versions import Manifest, open_version
 from recsys.distributed.ranks.env import ShardingEnv
@@ -58,8 +58,8 @@ def read_checkpoint(
     Returns:
         Tensors on the CPU by the names of the unsharded model's state dict; optimizer state as
         `optimizer.state.<parameter>.<state>`. Values that are not tensors are returned as they were
-        saved. A folder of another writer keeps its own names. Rows that were in the folder of
-        `HashedIds.overflow` are missing: `read_hashed_table` reads them.
+        saved. A folder of another writer keeps its own names. Rows that were on the disk are
+        missing: `read_hashed_table` reads them.
 
     Raises:
         CheckpointError: The folder is not a checkpoint or is damaged, it has no such table, or rows
@@ -103,8 +103,8 @@ class HashedRows(NamedTuple):
 def read_hashed_table(path: str | Path, table: str) -> HashedRows:
     """Read the ids of a table with hashed ids and their weights, without a model.
 
-    Ids that no longer have a row are not returned, nor are the rows that unknown ids share. Rows in
-    the folder of `HashedIds.overflow` are returned.
+    Ids that no longer have a row are not returned, nor are the rows that unknown ids share. Rows
+    that were on the disk are returned.
     `load_table(model, table, values, ids=ids)` gives them rows in another table.
 
     Args:
@@ -208,7 +208,7 @@ class SavedValues:
         return cls(*open_version(path), optimizer)
 
     def refuse_logs(self, action: str) -> None:
-        """Raise an error if rows of a table were on the disk (`HashedIds.overflow`).
+        """Raise an error if rows of a table were on the disk.
 
         Args:
             action: What cannot be done with such a checkpoint, for the message.
@@ -216,13 +216,7 @@ class SavedValues:
         Raises:
             CheckpointError: They were.
         """
-        for prefix, logs in self._manifest.get("overflow", {}).items():
-            if logs:
-                raise CheckpointError(
-                    f"{action} must have all rows of its tables in memory; received {self.folder}, "
-                    f"in which rows of {prefix.removesuffix('.')!r} were in the folder of "
-                    "HashedIds.overflow. Read them by read_hashed_table."
-                )
+        refuse_logs(self._manifest, self.folder, action)
 
     def logged_rows(self, prefix: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield ids and weights of rows of a table that were on the disk.
@@ -233,7 +227,7 @@ class SavedValues:
         Raises:
             CheckpointError: A file is missing or damaged.
         """
-        for log in self._manifest.get("overflow", {}).get(prefix, ()):
+        for log in logs_of(self._manifest).get(prefix, ()):
             for ids, values in read_records(self.folder, log, self._manifest["files"]):
                 yield ids, values["weight"]
 

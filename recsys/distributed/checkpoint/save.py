@@ -30,7 +30,6 @@ from recsys.distributed.checkpoint.delta import (
 )
 from recsys.distributed.checkpoint.errors import failures_named, on_every_rank
 from recsys.distributed.checkpoint.export import write_safetensors
-from recsys.distributed.checkpoint.overflow import SavedLogs, overflow_tables, save_logs
 from recsys.distributed.checkpoint.rank_state import (
     Stateful,
     check_progress,
@@ -38,6 +37,7 @@ from recsys.distributed.checkpoint.rank_state import (
     rank_key,
 )
 from recsys.distributed.checkpoint.read import SavedValues
+from recsys.distributed.checkpoint.row_logs import SavedLogs, save_logs, tables_with_logs
 from recsys.distributed.checkpoint.safe_pickle import check_plain, encode
 from recsys.distributed.checkpoint.settings import Settings, merge, settings_of
 from recsys.distributed.checkpoint.state import (
@@ -54,7 +54,7 @@ from recsys.distributed.checkpoint.versions import keep_newest, new_version
 from recsys.distributed.dmp_collection import DMPCollection
 from recsys.distributed.ranks.agreement import in_words_by_name, raise_if_facts_differ
 from recsys.distributed.ranks.env import ShardingEnv
-from recsys.modules.hashed_ids import refuse_overflow
+from recsys.modules.hashed_ids import check_rows_in_memory
 from recsys.optim.keyed import KeyedOptimizer
 
 
@@ -284,7 +284,7 @@ class _Save:
             self._options.check()
             for name in ("delta", "consolidated"):
                 if getattr(self._options, name):
-                    refuse_overflow(model, f"A checkpoint with {name}=True")
+                    check_rows_in_memory(model, f"A checkpoint with {name}=True")
             if extra is not None and not isinstance(extra, Mapping):
                 raise TypeError(f"extra must be a dict; received a {type(extra).__qualname__}.")
             check_progress(progress)
@@ -359,8 +359,8 @@ class _Save:
         return folder
 
     def save_logs(self, folder: Path) -> None:
-        """Put rows that are on the disk (`HashedIds.overflow`) into the folder of the version."""
-        if not any(overflow_tables(self._model)):  # the same on all ranks
+        """Put rows that are on the disk into the folder of the version."""
+        if not any(tables_with_logs(self._model)):  # the same on all ranks
             return
         saved = on_every_rank(self.env, self.what, lambda: save_logs(self._model, folder))
         self._logs = SavedLogs.joined(saved)
@@ -380,8 +380,7 @@ class _Save:
                 about |= about_delta(folder, before, self._changed.rows)
         with failures_named(f"{folder} cannot be saved.", env, "save a checkpoint"):
             then = consolidate if self._options.consolidated else None
-            if self._logs.tables:
-                about["overflow"] = self._logs.tables
+            about |= self._logs.about()
             writer = BlockWriter(folder, about, self._logs.files, then)
             save(in_blocks(state), storage_writer=writer, process_group=group, no_dist=not group)
 

@@ -145,8 +145,8 @@ def parts_of_value(value: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
 def values_with_rows(weight: str, state: Mapping[str, Any]) -> dict[tuple[str, ...], Tensor]:
     """Return the values of a table that change with its rows, by their keys in the state.
 
-    These are its weight, row states of its optimizer, and of its ids all but the sketch of
-    `AtLeast`, which changes without its rows.
+    Included: weight, row-wise optimizer state, id index. Excluded: the sketch of `AtLeast`, which
+    changes even if rows do not.
 
     Args:
         weight: Name of its weight.

@@ -79,11 +79,8 @@ def load_table(
         hashed = hashed_parts(model, weight)
         if ids is not None or hashed is not None:
             given = check_ids(name, ids, is_hashed=hashed is not None)
-            if any(part.rows.rules.overflow is not None for part in hashed or ()):
-                raise ValueError(
-                    f"Table {name!r} must have no HashedIds.overflow to be loaded from an array: "
-                    "ids without room would be lost; received one. Call load_checkpoint."
-                )
+            for part in hashed or ():
+                part.rows.rules.check_rows_in_memory(table, "load_table", "Call load_checkpoint.")
             if isinstance(weight, TableShards):
                 weight.check_can_load()
             _check(name, (len(given), shape[1]), source)

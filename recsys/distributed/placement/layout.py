@@ -197,7 +197,7 @@ class Stream(NamedTuple):
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LookupGroup:
+class PlacedLookup:
     """One lookup of one rank.
 
     Attributes:
@@ -253,9 +253,9 @@ class Layout:
     split_slots: tuple[int, ...]
     num_buckets: int
     send_segments: tuple[tuple[int, ...], ...]
-    groups: tuple[tuple[LookupGroup, ...], ...]
+    groups: tuple[tuple[PlacedLookup, ...], ...]
     streams: tuple[tuple[Stream, ...], ...]
-    replica_groups: tuple[LookupGroup, ...]
+    replica_groups: tuple[PlacedLookup, ...]
     replica_streams: tuple[Stream, ...]
     node_size: int
     node_tables: frozenset[int]
@@ -295,7 +295,7 @@ class Layout:
             A matplotlib figure; `figure.savefig("plan.svg")` saves it.
 
         Raises:
-            ImportError: matplotlib is missing; install the extra `plot`.
+            ImportError: Matplotlib is missing; install the extra `plot`.
         """
         from recsys.distributed.placement.layout_plot import plot_layout
 
@@ -410,11 +410,11 @@ row block, first column."""
 
 def _plan_lookups(
     tables: Sequence[PlacedTable], sources: Sequence[Sequence[_Source]], owned: Iterable[_Part]
-) -> tuple[tuple[LookupGroup, ...], tuple[Stream, ...], tuple[int, ...]]:
+) -> tuple[tuple[PlacedLookup, ...], tuple[Stream, ...], tuple[int, ...]]:
     """Return the lookups, streams and segments of a rank that owns these rectangles."""
     streams: list[Stream] = []
     segments: list[int] = []
-    groups: list[LookupGroup] = []
+    groups: list[PlacedLookup] = []
     for (is_flat, *_), group in groupby(
         sorted(owned, key=itemgetter(0)), key=lambda part: part[0][:3]
     ):
@@ -431,7 +431,7 @@ def _plan_lookups(
             width += rect.num_cols * len(sources[index])
         numbers = tuple(order[3] for order, _ in parts)
         groups.append(
-            LookupGroup(
+            PlacedLookup(
                 key=tables[numbers[0]].group,
                 tables=numbers,
                 rects=tuple(rect for _, rect in parts),

@@ -116,7 +116,7 @@ class ShardMetadata:
             for name, numbers in given.items():
                 whole_list(f"{type(self).__name__}.{name}", numbers, length=2)
         if type(self.placement) is str:
-            self.placement = Placement(self.placement)
+            self.placement = TensorPlace(self.placement)
 
     @property
     def rank(self) -> int:
@@ -129,11 +129,11 @@ class ShardMetadata:
 
 
 @final
-class Placement(str):
+class TensorPlace(str):
     """Rank and device of a shard: a text `"rank:<rank>/<device>"` with methods for its parts.
 
     Example:
-        >>> Placement("rank:3/cuda:1").rank(), Placement("rank:3/cuda:1").device()
+        >>> TensorPlace("rank:3/cuda:1").rank(), TensorPlace("rank:3/cuda:1").device()
         (3, device(type='cuda', index=1))
     """
 
@@ -167,7 +167,7 @@ def placement_rank(placement: object) -> int:
     rank = getattr(placement, "rank", None)
     if callable(rank):
         rank = rank()
-    return rank if isinstance(rank, int) else Placement(placement).rank()
+    return rank if isinstance(rank, int) else TensorPlace(placement).rank()
 
 
 @final

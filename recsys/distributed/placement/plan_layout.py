@@ -113,9 +113,9 @@ def place_tables(
                 seed=config.ids.seed, num_regions=num_regions, region_rows=rows // num_regions
             )
             rects = rects_of_regions(config.name, rects, hashed)
-            if config.ids.overflow is not None and any(rect.num_cols < dim for rect in rects):
+            if config.ids.has_rows_on_disk and any(rect.num_cols < dim for rect in rects):
                 raise ValueError(
-                    f"Table {config.name!r} with HashedIds.overflow must be table_wise, row_wise "
+                    f"Table {config.name!r} with rows on the disk must be table_wise, row_wise "
                     f"or table_row_wise; received {plan[config.name].sharding_type}, which splits "
                     "its columns. Choose one of these."
                 )

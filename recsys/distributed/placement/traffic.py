@@ -3,7 +3,7 @@
 Row ids are assumed to be spread evenly over a table's rows. Backward sends the gradients of the
 embeddings in the other direction, with the same number of bytes.
 
-Shape suffixes: R ranks; the first R sends, the second receives.
+Shapes: R ranks; the first R sends, the second receives.
 """
 
 from __future__ import annotations

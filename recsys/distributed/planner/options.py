@@ -10,7 +10,7 @@ from typing import final
 
 from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
 from recsys.distributed.planner.costs import Cost
-from recsys.distributed.planner.tables import Bytes, Storage
+from recsys.distributed.planner.tables import Bytes, RankMemory
 
 
 class Reach(Enum):
@@ -48,7 +48,7 @@ class Shards:
     rows: int
     cols: int
     costs: tuple[Cost, ...]
-    storage: Storage
+    storage: RankMemory
 
     def __post_init__(self) -> None:
         times = [ms for cost in self.costs for ms in cost.parts]

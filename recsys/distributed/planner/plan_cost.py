@@ -14,7 +14,7 @@ from recsys.distributed.planner.costs import Cost
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import Shards, TableOption
 from recsys.distributed.planner.placement import Placement
-from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage
+from recsys.distributed.planner.tables import Bytes, PlannedTable, RankMemory
 from recsys.distributed.planner.topology import Topology
 
 
@@ -27,7 +27,7 @@ class TableCost:
         table: Table.
         option: Option that places it.
         ranks: Rank of each of the option's shards, in order.
-        kinds: Kind of hardware of every rank of the machine.
+        kinds: Hardware kind of each rank.
         options: All options that the search compared; empty for a plan that was passed in.
     """
 
@@ -95,7 +95,7 @@ class PlanCost:
     tables: tuple[TableCost, ...]
     budgets: tuple[Bytes, ...]
     placement: Placement | None = None
-    batch: Storage = field(default_factory=Storage)
+    batch: RankMemory = field(default_factory=RankMemory)
     is_custom: bool = False
     unconstrained: tuple[PlannedTable, ...] = ()
 
@@ -125,9 +125,9 @@ class PlanCost:
         return tuple(sum((s.costs[kind] for s, _, _ in on), Cost()) for kind, on in ranks)
 
     @cached_property
-    def storage(self) -> tuple[Storage, ...]:
+    def storage(self) -> tuple[RankMemory, ...]:
         """Memory of tables, by rank."""
-        return tuple(sum((s.storage for s, _, _ in on), Storage()) for on in self.placed)
+        return tuple(sum((s.storage for s, _, _ in on), RankMemory()) for on in self.placed)
 
     @cached_property
     def memory(self) -> list[tuple[Bytes, Bytes]]:

@@ -229,7 +229,7 @@ class IdSkew:
 
     @cached_property
     def _zipf(self) -> tuple[_Floats, _Floats]:
-        """Fitted law: numbers of rows, and the probability of each of them."""
+        """Fitted id distribution as (row counts, probability per row)."""
         n, distinct = self._num_ids, self._num_distinct
         once = float(self._counts[self._times == 1].sum())
         sizes_V = np.geomspace(max(distinct, 2.0), max(float(self._rows), distinct, 2.0), _SIZES)

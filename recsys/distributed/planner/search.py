@@ -60,12 +60,12 @@ def search(
         >>> from recsys.distributed.planner.costs import Cost
         >>> from recsys.distributed.planner.options import Reach, Shards, TableOption
         >>> from recsys.distributed.planner.placement import Ranks
-        >>> from recsys.distributed.planner.tables import Bytes, Storage
+        >>> from recsys.distributed.planner.tables import Bytes, RankMemory
         >>> from recsys.distributed.placement.plan import EmbeddingComputeKernel, ShardingType
         >>> def split(count, ms, size):
         ...     shards = Shards(
         ...         count=count, rows=1, cols=64 // count, costs=(Cost(forward=ms),),
-        ...         storage=Storage(weights=Bytes(size)),
+        ...         storage=RankMemory(weights=Bytes(size)),
         ...     )
         ...     return TableOption(
         ...         sharding_type=ShardingType.COLUMN_WISE, reach=Reach.ANYWHERE,

@@ -1,6 +1,6 @@
 """A problem as flat arrays, without dominated options.
 
-Shape suffixes: T tables, O remaining options, P shards of the options that are not FIXED, R ranks,
+Shapes: T tables, O remaining options, P shards of the options that are not FIXED, R ranks,
 K kinds of rank, M pools of memory in use (device, host).
 """
 

@@ -13,7 +13,7 @@ from typing import final
 
 from recsys.distributed.placement.plan import EmbeddingComputeKernel
 from recsys.distributed.planner.shard_traffic import ShardTraffic, traffic_of_shard
-from recsys.distributed.planner.tables import Bytes, PlannedTable, ShardSpec, Storage
+from recsys.distributed.planner.tables import Bytes, PlannedTable, RankMemory, ShardSpec
 from recsys.distributed.planner.topology import Topology
 
 _VALUE_BYTES, _ROW_ID_BYTES = 4, 8
@@ -37,7 +37,7 @@ class StorageModel:
         self._batch_size = batch_size
         self._batches_in_flight = batches_in_flight
 
-    def shard_storage(self, table: PlannedTable, shard: ShardSpec) -> Storage:
+    def shard_storage(self, table: PlannedTable, shard: ShardSpec) -> RankMemory:
         """Return the memory of a shard."""
         num_rows, num_cols = shard[:2]
         load = traffic_of_shard(table, shard, self._topology, self._batch_size)
@@ -69,7 +69,7 @@ class StorageModel:
         sent = ids if load.by_id else bags if load.adds_up else bags * shard.row_parts
         return (sent - bags + bags * table.is_mean) * table.dim
 
-    def replica_storage(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> Storage:
+    def replica_storage(self, table: PlannedTable, kernel: EmbeddingComputeKernel) -> RankMemory:
         """Return the memory of a replica of a table and of the sum of its gradients."""
         whole = ShardSpec(table.rows, table.dim, kernel)
         if not table.trains:
@@ -83,9 +83,9 @@ class StorageModel:
             working += summed
         return table.storage_of(whole, summed, int(working))
 
-    def batch_storage(self, tables: Sequence[PlannedTable]) -> Storage:
+    def batch_storage(self, tables: Sequence[PlannedTable]) -> RankMemory:
         """Return the memory of a rank's own batch and of its embeddings, under any plan."""
-        return Storage(buffers=Bytes(sum(int(self._own_bytes(table)) for table in tables)))
+        return RankMemory(buffers=Bytes(sum(int(self._own_bytes(table)) for table in tables)))
 
     def _own_bytes(self, table: PlannedTable) -> float:
         ids, bags = table.load(self._batch_size)

@@ -47,7 +47,7 @@ class Summable:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Storage(Summable):
+class RankMemory(Summable):
     """Memory of one rank by purpose.
 
     Attributes:
@@ -83,7 +83,7 @@ class ShardSpec(NamedTuple):
         cols: Columns of the shard.
         kernel: Compute kernel.
         in_node: Whether all row shards of these columns are on the ranks of one node.
-        row_parts: Number of shards that the rows of these columns are split into.
+        row_parts: Number of row shards.
     """
 
     rows: int
@@ -226,7 +226,7 @@ class PlannedTable:
             for part, skew in self.skews
         )
 
-    def storage_of(self, shard: ShardSpec, gradients: int = 0, buffers: int = 0) -> Storage:
+    def storage_of(self, shard: ShardSpec, gradients: int = 0, buffers: int = 0) -> RankMemory:
         """Return the memory of a shard.
 
         Args:
@@ -247,7 +247,7 @@ class PlannedTable:
             slot = cols * self.element_bytes + _CACHE_SLOT_BYTES
             cache = int(self.cached_share * rows * slot) + rows * _CACHE_ROW_BYTES
         gradient = weights if self.has_gradient else 0
-        return Storage(
+        return RankMemory(
             weights=Bytes(0, weights) if in_host else Bytes(weights),
             state=state,
             gradients=Bytes(gradients, gradient) if in_host else Bytes(gradients + gradient),

@@ -172,7 +172,7 @@ def all_gather(env: ShardingEnv, what: ExchangeName, send: Tensor) -> Pending:
     return _start(Pending(out, None, send, None, env, what), _all_gather, out, send)
 
 
-# the name in newer PyTorch, and in older
+# renamed in newer PyTorch; support both
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

@@ -45,7 +45,7 @@ from recsys.distributed.sharded.table_options import (
     options_of_tables,
     output_dtype_of,
 )
-from recsys.distributed.stages.batch import Bags, BatchContext
+from recsys.distributed.stages.batch import BatchContext, LookupInput
 from recsys.distributed.stages.input_dist import InputDist, start_together
 from recsys.distributed.stages.lookup import Lookup, rows_found
 from recsys.distributed.state.fused_optimizer import FusedTablesOptimizer
@@ -223,7 +223,7 @@ class ShardedCollection(OwnShardsModule):
     def create_context(self) -> BatchContext:
         """Return a context for the stages of one batch.
 
-        Several batches may be in progress, each with its own context; docs/engine.md has an
+        Several batches may be in progress, each with its own context; docs/pipelines.md has an
         example. All ranks must call the stages in the same order.
         """
         return BatchContext(self._stages.input_dist)
@@ -355,7 +355,7 @@ class ShardedCollection(OwnShardsModule):
         replicas = list(self._outputs(self._stages.replicas, received.replicas))
         return chain(replicas, self._outputs(self._stages.lookups, received.lookups))
 
-    def _outputs(self, lookups: Sequence[Lookup], bags: Sequence[Bags]) -> Iterator[Tensor]:
+    def _outputs(self, lookups: Sequence[Lookup], bags: Sequence[LookupInput]) -> Iterator[Tensor]:
         """Yield the output of each lookup."""
         path = self._settings.path
         for lookup, given in zip(lookups, bags, strict=True):
@@ -389,7 +389,7 @@ class ShardedCollection(OwnShardsModule):
                 invalid.
 
         On a GPU without other ranks the host does not wait if it knows the number of ids of each
-        feature, or does not need it (docs/engine.md has the cases). A later call or `check_ids`
+        feature, or does not need it (docs/gpu.md has the cases). A later call or `check_ids`
         then raises the error of invalid ids, lengths or inverse indices. Lookups stay within their
         tables meanwhile.
         """

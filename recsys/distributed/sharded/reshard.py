@@ -116,11 +116,9 @@ def prepare_move(
             "a move. Call step() or zero_grad() before reshard."
         )
     for config in settings.configs:
-        if config.name in plan and config.ids is not None and config.ids.overflow is not None:
-            raise ValueError(
-                f"Table {config.name!r} with HashedIds.overflow must stay where it is; received a "
-                "move. Save a checkpoint, and load it under the new plan."
-            )
+        if config.name in plan and config.ids is not None:
+            remedy = "Save a checkpoint, and load it under the new plan."
+            config.ids.check_rows_in_memory(config.name, "reshard", remedy)
     after = replace(settings, plan=merged_plan(settings.path, settings.plan, plan))
     moved = build_stages(after, stages.lookups, stages.replicas)
     check_moves(stages.tables, moved.tables)

@@ -1,6 +1,6 @@
 """Operations on the bags of one rank's batch, before they are sent or looked up.
 
-Shape names: `B` samples of this rank, `K` features of the given batch, `N` ids.
+Shapes: `B` samples of this rank, `K` features of the given batch, `N` ids.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.placement.layout import IdHash
-from recsys.distributed.stages.batch import Bags, BatchContext, PreparedBatch
-from recsys.distributed.stages.header import COUNT_BITS, Header
+from recsys.distributed.stages.batch import BatchContext, LookupInput, PreparedBatch
+from recsys.distributed.stages.header import COUNT_BITS, BatchHeader
 from recsys.distributed.stages.routes import Positions, Routes
 from recsys.distributed.stages.streams import Streams
 from recsys.kernels import ops
@@ -141,7 +141,7 @@ def in_order(blocks: Sequence[Tensor], sizes: Sequence[np.ndarray], order_P: np.
 
 def select_bags(
     features: Sequence[Positions], ctx: BatchContext
-) -> tuple[list[Bags], list[Tensor]]:
+) -> tuple[list[LookupInput], list[Tensor]]:
     """Select bags of this rank's own batch.
 
     Args:
@@ -177,7 +177,7 @@ def select_bags(
             lengths, values, one = ops.permute_2d(select, lengths_KB, values, given, total)
             offsets, picked = ops.complete_cumsum(lengths.flatten()), [] if one is None else [one]
         weights = picked[0] if module.is_weighted else None
-        found.append(Bags(values, offsets.to(values.dtype), weights))
+        found.append(LookupInput(values, offsets.to(values.dtype), weights))
         if not module.is_pooled:
             places += picked
     return found, places
@@ -199,7 +199,7 @@ def bags_of_streams(streams: Streams, routes: Routes, checked: CheckedBatch) -> 
 
 
 def sent_places(
-    routes: Routes, prepared: PreparedBatch, header: Header, replica_places: Sequence[Tensor]
+    routes: Routes, prepared: PreparedBatch, header: BatchHeader, replica_places: Sequence[Tensor]
 ) -> Tensor:
     """Return the positions in the batch of the ids sent, by rank and stream.
 

@@ -3,7 +3,7 @@
 Each phase is a value whose fields are all set. `BatchContext` has the phases that a batch has
 reached; `InputDist` makes them one after the other.
 
-Shape names: `B` samples of this rank, `F` features of a lookup, `G` segments, `K` features of the
+Shapes: `B` samples of this rank, `F` features of a lookup, `G` segments, `K` features of the
 given batch, `N` ids, `D` streams of all destinations.
 """
 
@@ -20,10 +20,10 @@ from torch import Tensor
 from recsys.base.streamable import Multistreamable
 from recsys.distributed.ranks import comm
 from recsys.distributed.stages.header import (
+    BatchHeader,
     BatchShape,
     EndOfData,
     Flag,
-    Header,
 )
 from recsys.distributed.stages.routes import Routes
 from recsys.modules.tables.batch_checker import CheckedBatch
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Bags(NamedTuple):
+class LookupInput(NamedTuple):
     """Input of one lookup. `F` features, `T` samples of all ranks."""
 
     indices: Tensor
@@ -117,8 +117,8 @@ class ReceivedBatch(NamedTuple):
             rank; none if no rank's weights need gradients.
     """
 
-    lookups: Sequence[Bags]
-    replicas: Sequence[Bags]
+    lookups: Sequence[LookupInput]
+    replicas: Sequence[LookupInput]
     replica_places: Sequence[Tensor]
     anchors: Sequence[Tensor]
 
@@ -164,7 +164,7 @@ class BatchContext(Multistreamable):
     pending_headers: Sequence[
         tuple[comm.Pending, Sequence[BatchContext], CopiedHeaders | None]
     ] = ()
-    header: Header = field(init=False)
+    header: BatchHeader = field(init=False)
     shape: BatchShape = field(init=False)
     pending_ids: comm.Pending | None = None
     received: ReceivedBatch = field(init=False)
@@ -179,14 +179,14 @@ class BatchContext(Multistreamable):
             _record_stream(value, stream)
 
 
-def known_header(ctx: BatchContext) -> Header | None:
+def known_header(ctx: BatchContext) -> BatchHeader | None:
     """Return the header of a batch without other ranks; None if the host lacks sizes.
 
     The host needs the number of ids of each feature, unless every lookup reads the whole batch.
     """
     none = np.zeros(0, dtype=np.int64)
     if not ctx.is_good:  # only the flag is read
-        return Header(np.array([ctx.flag]), none, none, none, none)
+        return BatchHeader(np.array([ctx.flag]), none, none, none, none)
     prepared, routes = ctx.prepared, ctx.routes
     bags = prepared.bags
     known, num_keys, num_ids = bags.length_per_key or [], len(bags.keys), bags.values.numel()
@@ -199,7 +199,7 @@ def known_header(ctx: BatchContext) -> Header | None:
         flag |= Flag.WEIGHTS_NEED_GRAD
     counts_G = np.array(known, dtype=np.int64)
     counts_S = counts_G[routes.segments] if known else counts_G
-    return Header(np.array([flag]), np.array([bags.stride]), counts_S[None], counts_G, none)
+    return BatchHeader(np.array([flag]), np.array([bags.stride]), counts_S[None], counts_G, none)
 
 
 def _record_stream(value: object, stream: torch.Stream) -> None:

@@ -4,7 +4,7 @@ The receive buffer consists of blocks `[B, columns of the block]`, one or more f
 gather produces `[B, D]`; it also adds up and averages the partial sums of row-split tables. Its
 transpose produces the gradient of the buffer. The column descriptors do not depend on the batch.
 
-Shape names: `B` samples, `D` output columns, `C` chunks of them, `E` chunks in the blocks.
+Shapes: `B` samples, `D` output columns, `C` chunks of them, `E` chunks in the blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from recsys.kernels import ops
 from recsys.modules.tables.batch_checker import NO_COUNTS
 
 if TYPE_CHECKING:
-    from recsys.kernels.output_triton import Columns
+    from recsys.kernels.output_triton import GatherColumns
 
 _MAX_CACHED_INDEXES = 4  # one per batch size seen; datasets have few
 _MAX_UNIT = 32
@@ -215,9 +215,9 @@ class ColumnGather:
             values_BD[:, start:end].mul_(scales[place])
 
     @cached_property
-    def columns(self) -> Columns:
+    def columns(self) -> GatherColumns:
         """Descriptors of the columns for Triton kernels."""
-        from recsys.kernels.output_triton import Columns
+        from recsys.kernels.output_triton import GatherColumns
 
         edges = (edge for _, *columns in self.mean_slots for edge in columns)
         unit = gcd(self.chunk, _MAX_UNIT, *edges)
@@ -228,7 +228,7 @@ class ColumnGather:
                 means[start // unit : end // unit] = place
             means_U = ops.upload(means, self._device)
         sizes = self._width, self.chunk, unit
-        return Columns(self.entries_4E, self.lists_C1, means_U, *sizes)
+        return GatherColumns(self.entries_4E, self.lists_C1, means_U, *sizes)
 
     def _index(self, batch_size: int) -> _ChunkIndex:
         if batch_size not in self._indexes:

@@ -4,7 +4,7 @@ The header for one destination is `[flag, batch size, ids per stream]` as int64.
 bits of `Flag`; above them it identifies the module, so that ranks that call different modules raise
 an error. If features have their own batch sizes, the word of a stream also has its number of bags.
 
-Shape names: `R` ranks, `S` streams of this rank, `H` words that this rank receives from each rank,
+Shapes: `R` ranks, `S` streams of this rank, `H` words that this rank receives from each rank,
 `G` segments of this rank's batch, `K` features of this rank's batch.
 """
 
@@ -86,7 +86,7 @@ class EndOfData:
 
 
 @final
-class Header(NamedTuple):
+class BatchHeader(NamedTuple):
     """Received headers of one module, and the counts of this rank's batch, on the host.
 
     Attributes:
@@ -162,7 +162,7 @@ class BatchShape(NamedTuple):
     is_by_id: bool
 
 
-def ragged_shape(fixed: BatchShape, header: Header, streams: Streams) -> BatchShape:
+def ragged_shape(fixed: BatchShape, header: BatchHeader, streams: Streams) -> BatchShape:
     """Return the shape of a batch if the flags of any rank are `VARIABLE`, or of all `SHORT`.
 
     Args:

@@ -10,7 +10,7 @@ segments: whole features, or the ids of a feature in one block of rows of a row-
 Every batch passes through this file; the special cases are elsewhere: faults (`faults`),
 ragged batches (`header`), replicated tables (`bags`), gradients of weights (`weight_gradients`).
 
-Shape names: `B` samples of this rank, `K` features of the given batch, `G` segments, `S` streams
+Shapes: `B` samples of this rank, `K` features of the given batch, `G` segments, `S` streams
 of this rank, `D` streams of all destinations, `R` ranks, `N` ids.
 """
 
@@ -34,9 +34,9 @@ from recsys.distributed.stages.bags import (
     select_bags,
 )
 from recsys.distributed.stages.batch import (
-    Bags,
     BatchContext,
     CopiedHeaders,
+    LookupInput,
     PreparedBatch,
     ReceivedBatch,
     Segments,
@@ -45,10 +45,10 @@ from recsys.distributed.stages.batch import (
 from recsys.distributed.stages.faults import flag_of_bad_ids, raise_faults, report_late
 from recsys.distributed.stages.header import (
     COUNT_BITS,
+    BatchHeader,
     BatchShape,
     EndOfData,
     Flag,
-    Header,
     failure_flag,
     module_bits,
     ragged_shape,
@@ -323,7 +323,7 @@ class InputDist:
         return True
 
     def header_of(self, ctx: BatchContext) -> Tensor:
-        """Build `[flag, batch size, ids per stream]` per destination; an error is all flags."""
+        """Build the header for each destination. If the batch failed, every word is the flag."""
         flag, streams = ctx.flag | self._module_bits, self.streams
         if self.module.trains and torch.is_grad_enabled():
             flag |= Flag.TRAINS
@@ -429,7 +429,7 @@ class InputDist:
     def receive(self, ctx: BatchContext) -> BatchContext:
         """Wait for the ids, and order them for the lookups."""
         routes, shape, header = ctx.routes, ctx.shape, ctx.header
-        replicas, places, lookups = list[Bags](), list[Tensor](), list[Bags]()
+        replicas, places, lookups = list[LookupInput](), list[Tensor](), list[LookupInput]()
         anchors: list[Tensor] = []
         if routes.replicas:
             replicas, places = select_bags(routes.replicas, ctx)
@@ -442,7 +442,7 @@ class InputDist:
             lookups = _split_bags(self, bags, shape, shape.ids_received_RS.sum(0))
         elif routes.is_identity:
             own = ctx.prepared.bags
-            bags = Bags(own.values, own.offsets.to(own.values.dtype), own.weights)
+            bags = LookupInput(own.values, own.offsets.to(own.values.dtype), own.weights)
             if self.may_skip_header and routes.reads_whole:  # one lookup needs no counts
                 lookups = [bags]
             else:
@@ -494,7 +494,7 @@ def _pack(
     return ops.move_segments(source, order_P, sizes_M)
 
 
-def _unpack(stage: InputDist, payload: Tensor, shape: BatchShape) -> Bags:
+def _unpack(stage: InputDist, payload: Tensor, shape: BatchShape) -> LookupInput:
     """Return the bags of all streams of this rank from a received payload."""
     streams, counts_RS = stage.streams, shape.ids_received_RS
     if stage.module.env.world_size > 1:
@@ -513,10 +513,12 @@ def _unpack(stage: InputDist, payload: Tensor, shape: BatchShape) -> Bags:
     if stage.module.is_weighted:
         weights = payload[num_bags + num_ids :].view(streams.weight_word).float()
     indices = payload[num_bags : num_bags + num_ids]
-    return Bags(indices, ops.complete_cumsum(payload[:num_bags]), weights)
+    return LookupInput(indices, ops.complete_cumsum(payload[:num_bags]), weights)
 
 
-def _split_bags(stage: InputDist, bags: Bags, shape: BatchShape, ids_S: np.ndarray) -> list[Bags]:
+def _split_bags(
+    stage: InputDist, bags: LookupInput, shape: BatchShape, ids_S: np.ndarray
+) -> list[LookupInput]:
     """Split the bags of all streams of this rank by lookup."""
     groups, bags_RS = stage.module.layout.groups[stage.module.env.rank], shape.bags_received_RS
     found = []
@@ -527,7 +529,7 @@ def _split_bags(stage: InputDist, bags: Bags, shape: BatchShape, ids_S: np.ndarr
         if len(groups) > 1:
             end = start + int(ids_S[first:last].sum())
             last_bag = first_bag + int(bags_RS[:, first:last].sum())
-            own = Bags(
+            own = LookupInput(
                 bags.indices[start:end],
                 bags.offsets[first_bag : last_bag + 1] - start,
                 None if bags.weights is None else bags.weights[start:end],
@@ -542,7 +544,7 @@ def _split_bags(stage: InputDist, bags: Bags, shape: BatchShape, ids_S: np.ndarr
     return found
 
 
-def _with_rows(bags: Bags, group: HashedGroup, is_training: bool) -> Bags:
+def _with_rows(bags: LookupInput, group: HashedGroup, is_training: bool) -> LookupInput:
     """Return the bags of a lookup with the rows of its ids, unless these are found later."""
     if group.maps_at_lookup(is_training):
         return bags._replace(are_ids=True)
@@ -641,7 +643,7 @@ def _read_headers(
         counts_G, given_counts_K = _NONE, _NONE
         if ctx.is_good:
             counts_G, given_counts_K, *counts = counts
-        ctx.header = Header(
+        ctx.header = BatchHeader(
             own_RH[:, FLAG], own_RH[:, BATCH], own_RH[:, COUNTS:], counts_G, given_counts_K
         )
         ctx.pending_headers = ()

@@ -15,8 +15,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from recsys.distributed.placement.layout import LookupGroup, PlacedTable, Rect
-from recsys.distributed.stages.batch import Bags
+from recsys.distributed.placement.layout import PlacedLookup, PlacedTable, Rect
+from recsys.distributed.stages.batch import LookupInput
 from recsys.distributed.stages.routes import reads_by_rank
 from recsys.kernels.support import choose_backend
 from recsys.kernels.tbe import TableBatchedEmbedding
@@ -85,7 +85,7 @@ class Lookup:
     `hashed` has the indexes of tables with hashed ids.
     """
 
-    group: LookupGroup
+    group: PlacedLookup
     settings: GroupSettings
     kernel: TableBatchedEmbedding
     parameters: list[nn.Parameter]
@@ -109,7 +109,7 @@ class Lookup:
 
 
 @contextmanager
-def rows_found(group: HashedGroup, bags: Bags) -> Iterator[Bags]:
+def rows_found(group: HashedGroup, bags: LookupInput) -> Iterator[LookupInput]:
     """Yield the bags of a lookup with the rows of hashed ids, as long as it reads them."""
     group.prepare_lookup()
     if not bags.are_ids:
@@ -121,7 +121,7 @@ def rows_found(group: HashedGroup, bags: Bags) -> Iterator[Bags]:
 
 
 def build_lookups(
-    groups: Sequence[LookupGroup],
+    groups: Sequence[PlacedLookup],
     tables: Sequence[PlacedTable],
     configs: Sequence[BaseEmbeddingConfig],
     device: torch.device,
@@ -177,7 +177,7 @@ def build_lookups(
 
 
 def _hashed_group(
-    group: LookupGroup,
+    group: PlacedLookup,
     configs: Sequence[BaseEmbeddingConfig],
     kernel: TableBatchedEmbedding,
     device: torch.device,
@@ -192,7 +192,7 @@ def _hashed_group(
     return HashedGroup(own, indexes, columns, kernel)
 
 
-def _served_by(group: LookupGroup) -> Hashable:
+def _served_by(group: PlacedLookup) -> Hashable:
     """Return the properties that identify a lookup's kernel."""
     return group.key, group.tables, group.rects, group.feature_table_map
 

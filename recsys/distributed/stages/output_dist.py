@@ -9,7 +9,7 @@ computation between the call and the first use of the output.
 If the rows of a table are on the ranks of one of several nodes, its partial sums are added up
 within the node first (see `NodeHop`).
 
-Shape names: `B` samples of this rank, `T` samples of all ranks, `D` output columns, `C`
+Shapes: `B` samples of this rank, `T` samples of all ranks, `D` output columns, `C`
 columns of one rank's lookups.
 """
 
@@ -65,7 +65,7 @@ class Exchange:
     It has four steps. `start_forward` starts the exchange and returns the receive buffer.
     `finish_forward` waits and computes the output. In backward, `start_backward` computes the
     buffer's gradient and starts the reverse exchange, and `finish_backward` waits for it. Between
-    the two steps of a direction the model computes what does not need the result.
+    start and finish, the model can run other layers.
 
     Args:
         stage: The output stage.

@@ -1,6 +1,6 @@
 """Exchanges of a sharded pool: ids to the ranks that hold their rows, and rows in both directions.
 
-Legend: `R` ranks, `N` ids of this rank's call, `M` received ids.
+Shapes: `R` ranks, `N` ids of this rank's call, `M` received ids.
 """
 
 from __future__ import annotations

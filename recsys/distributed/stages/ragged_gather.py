@@ -1,13 +1,14 @@
 """Gather of the embeddings of a ragged batch, in which blocks have different numbers of rows.
 
-A block has the rows of one stream: a *row per bag*, for the bags that its feature has in the batch,
-or a *row per id* of one segment. The output has a row per sample, zero if no block has one. It adds
-up the rows of a bag's ids, and the blocks with the same columns: partial sums of row-split tables.
+A block contains the rows of one stream: one *row per bag* of its feature, or one *row per id* of
+one segment. The output contains one row per sample, which is zero if no block has a row for it. It
+is the sum of the rows of a bag's ids, and of blocks with the same columns: partial sums of
+row-split tables.
 
 Rows of ids are found by the offsets of the bags and the position of each id among the segments. A
 list of the bags of each segment would be longer: ranks times bags, with or without ids.
 
-Shape names: `K` blocks, `B` samples, `D` columns, `C` output chunks, `E` chunks in the blocks. `Q`
+Shapes: `K` blocks, `B` samples, `D` columns, `C` output chunks, `E` chunks in the blocks. `Q`
 groups of blocks with the same columns, `M` chunks of the buffer. `N` ids of the bags, `F` features
 of the bags, `W` buckets of each feature, `X` rounds in which ids are split.
 """
@@ -123,7 +124,7 @@ class RaggedGather:
         self.output_chunks = torch.from_numpy(output_chunks.astype(np.int32))
 
     @cached_property
-    def groups(self) -> Groups:
+    def groups(self) -> BlockGroups:
         """Groups of blocks with the same columns."""
         _, width_E, place_E, chunk_E = self.columns.host_entries_4E
         chosen_C = np.searchsorted(chunk_E, np.arange(self.columns.num_chunks))
@@ -137,11 +138,11 @@ class RaggedGather:
         sizes_Q = np.bincount(group_K[order])
         first_Q = np.cumsum(sizes_Q) - sizes_Q
         chunks_4C = np.concatenate([of_chunks, first_Q[None, group_C]])
-        return Groups(ops.upload(chunks_4C, self._device), group_K, order, first_Q)
+        return BlockGroups(ops.upload(chunks_4C, self._device), group_K, order, first_Q)
 
 
 @final
-class Groups(NamedTuple):
+class BlockGroups(NamedTuple):
     """Groups of blocks with the same columns.
 
     Attributes:
@@ -186,7 +187,7 @@ class RaggedBatch:
     @cached_property
     def _on_device(self) -> Ragged:
         """Descriptors of the columns and of the batch for Triton kernels."""
-        from recsys.kernels.ragged_triton import Ids, Ragged
+        from recsys.kernels.ragged_triton import Ragged, RaggedIds
 
         gather, ids, rows_K = self._columns, self._ids, self._rows_K
         chunks_4C, group_K, order, first_Q = gather.groups
@@ -206,7 +207,7 @@ class RaggedBatch:
             buckets = segments // num_features % num_buckets
             of_buckets[first_Q[groups] + buckets] = before_K[blocks]
             segment_Q[groups] = segments - buckets * num_features
-            known = Ids(ids.places, ids.offsets, *ids.counts_XWF.shape)
+            known = RaggedIds(ids.places, ids.offsets, *ids.counts_XWF.shape)
         blocks = order[goes_by_bag[order]]
         by_bag = np.stack([before_K[blocks], rows_K[blocks]], axis=1).ravel()
         lists = np.bincount(group_K[blocks] + 1, minlength=num_groups + 1).cumsum() * 2

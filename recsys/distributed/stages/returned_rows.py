@@ -1,6 +1,6 @@
 """Rows of a batch's ids, which return from the owners of the tables to the ranks of the ids.
 
-Shape names: `N` ids of this rank's batch, `M` ids that this rank received, `R` ranks, `S` streams
+Shapes: `N` ids of this rank's batch, `M` ids that this rank received, `R` ranks, `S` streams
 of this rank.
 """
 
@@ -26,8 +26,8 @@ def return_rows(ctx: BatchContext) -> Callable[[], Tensor]:
         ctx: The batch, whose ids were received. Its input stage has `keeps_places`.
 
     Returns:
-        Function that waits and returns int64 `[N]`: the row in its whole table of each given id. An
-        id that several tables read gets the row of one of them.
+        Function that waits and returns int64 `[N]`: the row in its whole table of each given id. If
+        several tables read an id, the row of one table is returned.
     """
     stage, shape, prepared = ctx.stage, ctx.shape, ctx.prepared
     streams, env, device = stage.streams, stage.module.env, stage.module.device

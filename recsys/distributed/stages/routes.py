@@ -1,6 +1,6 @@
 """Routes of a batch's ids: index tensors that depend on the layout and on the batch's keys.
 
-Shape names: `K` features of the given batch, `H` words of the header, `S` streams of this
+Shapes: `K` features of the given batch, `H` words of the header, `S` streams of this
 rank.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.distributed.placement.layout import IdHash, Layout, LookupGroup
+from recsys.distributed.placement.layout import IdHash, Layout, PlacedLookup
 from recsys.modules.tables.embedding_inputs import positions_of
 
 FLAG, BATCH, COUNTS = 0, 1, 2  # positions in the header for one rank
@@ -43,7 +43,7 @@ def positions_on(device: torch.device, positions: np.ndarray, num_keys: int) -> 
     return Positions(torch.from_numpy(on_host).to(device), on_host, is_whole)
 
 
-def reads_by_rank(group: LookupGroup, *, pooled: bool) -> bool:
+def reads_by_rank(group: PlacedLookup, *, pooled: bool) -> bool:
     """Return whether a lookup reads ids rank by rank instead of feature by feature.
 
     Ids that each return a row are read rank by rank, so that rows return without a copy. If several
@@ -55,7 +55,7 @@ def reads_by_rank(group: LookupGroup, *, pooled: bool) -> bool:
     return len(set(group.feature_table_map)) == len(group.feature_table_map)
 
 
-def lookup_order(groups: Sequence[LookupGroup], world_size: int, *, pooled: bool) -> np.ndarray:
+def lookup_order(groups: Sequence[PlacedLookup], world_size: int, *, pooled: bool) -> np.ndarray:
     """Return the segments `[rank][stream]` of one rank's lookups in the order of reading.
 
     Args:

@@ -3,7 +3,7 @@
 The receive buffer has, stream by stream, a row per id with the columns of the stream. The output
 has a row per id with the columns of all its streams.
 
-Shape names: `S` streams, `N` their ids, `R` rows of the output, `D` its columns.
+Shapes: `S` streams, `N` their ids, `R` rows of the output, `D` its columns.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ id in the order of arrival, and the receiver knows the position of each id in it
 consists of *chunks*: the chunk is the largest width that divides the columns of every stream, so
 tables split by columns need no special case.
 
-Shape names: `N` ids of this rank's output, slot by slot; `D` columns of every table.
+Shapes: `N` ids of this rank's output, slot by slot; `D` columns of every table.
 """
 
 from __future__ import annotations

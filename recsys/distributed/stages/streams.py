@@ -1,6 +1,6 @@
 """Streams of a module: constants of its exchanges that follow from the layout.
 
-Shape names: `R` ranks, `S` streams of this rank, `D` streams of all destinations.
+Shapes: `R` ranks, `S` streams of this rank, `D` streams of all destinations.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from torch import Tensor
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.exchanges import ExchangeName
 from recsys.distributed.stages.bags import sent_places
-from recsys.distributed.stages.batch import Bags, BatchContext
+from recsys.distributed.stages.batch import BatchContext, LookupInput
 from recsys.kernels import ops
 
 
-def with_weight_gradients(ctx: BatchContext, bags: Bags) -> tuple[Bags, Tensor]:
+def with_weight_gradients(ctx: BatchContext, bags: LookupInput) -> tuple[LookupInput, Tensor]:
     """Let gradients flow from the received weights to the given ones.
 
     Weights are sent with their ids. Their gradients return in one exchange of the backward pass,

@@ -14,7 +14,7 @@ all-reduced in every backward pass, as in DistributedDataParallel: one all-reduc
 and accumulated gradients include all ranks, so that they can be clipped and applied without another
 exchange. Row statistics are exchanged by the step, because they depend on the whole gradient.
 
-Shape names: `R` rows of a table, `D` its columns here, `K` touched rows.
+Shapes: `R` rows of a table, `D` its columns here, `K` touched rows.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from recsys.inference.input_features import (
     name_of,
 )
 from recsys.inference.quant.collection import QuantizedCollection
-from recsys.kernels.hashed.index import HashIndex
+from recsys.kernels.hashed.index import IdIndex
 from recsys.modules.ids.rows import stored_rows
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -200,7 +200,7 @@ def with_rows(
     model: nn.Module,
     inputs: Sequence[object],
     entries: Sequence[Mapping[str, Any]],
-    indexes: Mapping[str, HashIndex],
+    indexes: Mapping[str, IdIndex],
 ) -> Sequence[object]:
     """Return example arguments with rows in place of hashed ids.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recsys.inference.packages.mapping import MappedFile, map_files
-from recsys.kernels.hashed.index import LINE, HashIndex, IndexSettings
+from recsys.kernels.hashed.index import LINE, IdIndex, IndexSettings
 
 __all__ = ["empty_index", "open_index", "write_ids"]
 
@@ -26,7 +26,7 @@ _READ_ONLY = IndexSettings(
 )  # fmt: skip
 
 
-def empty_index(rows: int, entry: Mapping[str, Any]) -> HashIndex:
+def empty_index(rows: int, entry: Mapping[str, Any]) -> IdIndex:
     """Return the index of a table without rows, which gives the places of ids.
 
     Args:
@@ -35,14 +35,14 @@ def empty_index(rows: int, entry: Mapping[str, Any]) -> HashIndex:
     """
     regions = entry["regions"]
     none = torch.zeros(0, dtype=torch.uint8)
-    return HashIndex(
+    return IdIndex(
         settings=_READ_ONLY, num_regions=regions, first_region=0, last_region=regions,
         lines=rows // (LINE * regions), seed=entry["seed"], ids=none.long(), last_used=none.int(),
         seen=none.int(), digests=none, sketch=none,
     )  # fmt: skip
 
 
-def open_index(version: Path, table: Mapping[str, Any]) -> HashIndex:
+def open_index(version: Path, table: Mapping[str, Any]) -> IdIndex:
     """Return the index of a table of a package; writes do not change the files."""
     entry, rows = table["index"], table["rows"]
     ids, digests = (
@@ -50,7 +50,7 @@ def open_index(version: Path, table: Mapping[str, Any]) -> HashIndex:
         for name, size in (("ids", 8 * rows), ("digests", rows))
     )
     place = empty_index(rows, entry)
-    return HashIndex(
+    return IdIndex(
         settings=_READ_ONLY, num_regions=place.num_regions, first_region=0,
         last_region=place.num_regions, lines=place.lines, seed=place.seed,
         ids=ids.view(torch.int64), last_used=(digests > 0).int(), seen=place.seen, digests=digests,
@@ -58,7 +58,7 @@ def open_index(version: Path, table: Mapping[str, Any]) -> HashIndex:
     )  # fmt: skip
 
 
-def write_ids(index: HashIndex, rows: Tensor, hashed_ids: Tensor, digests: Tensor) -> None:
+def write_ids(index: IdIndex, rows: Tensor, hashed_ids: Tensor, digests: Tensor) -> None:
     """Write the ids of rows, in memory only; see `Delta.tables`."""
     index.ids[rows] = hashed_ids
     index.last_used[rows] = (digests > 0).int()

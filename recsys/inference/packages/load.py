@@ -16,7 +16,7 @@ from recsys.inference.packages.indexes import open_index
 from recsys.inference.packages.manifest import check_machine
 from recsys.inference.packages.mapping import MappedFile, map_files
 from recsys.inference.packages.safetensors import read_tensors
-from recsys.kernels.hashed.index import HashIndex
+from recsys.kernels.hashed.index import IdIndex
 from recsys.sparse.script_modules import without_torchscript_warnings
 
 __all__ = [
@@ -37,7 +37,7 @@ class OpenProgram(NamedTuple):
     device: torch.device
     buffers: Mapping[str, Tensor]
     """Memory of each buffer of tables, uint8, on the device. Writes do not change the files."""
-    indexes: Mapping[str, HashIndex]
+    indexes: Mapping[str, IdIndex]
     """The indexes of tables with hashed ids, on the CPU, by table name."""
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:

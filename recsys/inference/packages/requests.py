@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recsys.kernels.bounds import bad_id_text
-from recsys.kernels.hashed.index import HashIndex
+from recsys.kernels.hashed.index import IdIndex
 from recsys.modules.ids.rows import stored_rows
 
 __all__ = ["CheckedRequest", "Request", "check_request", "merge", "split"]
@@ -93,7 +93,7 @@ def check_request(manifest: Mapping[str, Any], request: Request) -> CheckedReque
 def merge(
     manifest: Mapping[str, Any],
     requests: Sequence[CheckedRequest],
-    indexes: Mapping[str, HashIndex],
+    indexes: Mapping[str, IdIndex],
 ) -> list[Tensor]:
     """Join requests to the inputs of a program, in order, with rows in place of hashed ids.
 

@@ -38,7 +38,7 @@ from recsys.inference.packages.safetensors import write_tensors
 from recsys.inference.packages.server_configs import config_pbtxt
 from recsys.inference.quant.collection import QuantizedCollection
 from recsys.inference.served_part import served_part
-from recsys.kernels.hashed.index import HashIndex
+from recsys.kernels.hashed.index import IdIndex
 from recsys.kernels.hashed.twin import signed
 from recsys.kernels.quantized_lookup import QuantizedLookup
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
@@ -312,7 +312,7 @@ def _entry(name: str, config: BaseEmbeddingConfig, rows: Tensor) -> dict[str, An
 
 
 def _write_index(
-    part: Path, rows: str, ids: HashedIds, index: HashIndex, earlier: Mapping[str, Path]
+    part: Path, rows: str, ids: HashedIds, index: IdIndex, earlier: Mapping[str, Path]
 ) -> dict[str, Any]:
     """Write the index of a table; return its entry in the manifest."""
     files = {name: f"{rows.removesuffix('.rows')}.{name}" for name in ("ids", "digests")}

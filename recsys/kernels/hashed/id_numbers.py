@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from recsys.kernels.hashed.index import LINE, HashIndex, IndexSettings, map_ids
+from recsys.kernels.hashed.index import LINE, IdIndex, IndexSettings, map_ids
 
 _FIRST_LINES = 16
 _MOST_LOAD = 0.5  # above it, a line of 64 rows is likely to be full somewhere
@@ -93,6 +93,6 @@ class IdNumbers:
     def _resize(self, lines: int) -> None:
         # the seed is secret: ids that fill one line of a table must not fill one here
         seed = secrets.randbits(64)
-        self._index = HashIndex.empty(_SETTINGS, lines * LINE, 1, 0, 1, seed)
+        self._index = IdIndex.empty(_SETTINGS, lines * LINE, 1, 0, 1, seed)
         self._numbers = torch.full((lines * LINE,), -1, dtype=torch.int64, device="cpu")
         self._count = 0

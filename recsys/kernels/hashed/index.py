@@ -111,7 +111,7 @@ def geometry(num_embeddings: int, max_regions: int = 64) -> tuple[int, int]:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
-class HashIndex:
+class IdIndex:
     """Index of the rows of one shard: whole consecutive regions of a table.
 
     Rows count from the first row of `first_region`. All arrays but `digests` are the index's
@@ -123,7 +123,7 @@ class HashIndex:
         ...     admission="always", admission_value=0, is_shared=True,
         ... )
         >>> rows, regions = geometry(1000)
-        >>> index = HashIndex.empty(settings, rows, regions, 0, regions, seed=1)
+        >>> index = IdIndex.empty(settings, rows, regions, 0, regions, seed=1)
         >>> mapped = map_ids([index], torch.tensor([-7, 5, -7]), [3], 1, 1, is_training=True)
         >>> mapped.new_sizes, index.ids[mapped.rows].tolist()
         ([2], [-7, 5, -7])
@@ -159,7 +159,7 @@ class HashIndex:
         last_region: int,
         seed: int,
         device: torch.device | str = "cpu",
-    ) -> HashIndex:
+    ) -> IdIndex:
         """Return the index of a shard without ids.
 
         Args:
@@ -188,7 +188,7 @@ class HashIndex:
         lines = rows // (LINE * num_regions)
         size = (last_region - first_region) * lines * LINE
         counts = settings.eviction in ("lfu", "distance_lfu")
-        return HashIndex(
+        return IdIndex(
             settings=settings,
             num_regions=num_regions,
             first_region=first_region,
@@ -247,7 +247,7 @@ class Mapped(NamedTuple):
 
 
 def map_ids(
-    indexes: Sequence[HashIndex],
+    indexes: Sequence[IdIndex],
     ids: Tensor,
     sizes: Sequence[int],
     step: int,

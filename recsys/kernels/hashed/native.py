@@ -16,7 +16,7 @@ from torch import Tensor
 from recsys.kernels.hashed import twin
 
 if TYPE_CHECKING:
-    from recsys.kernels.hashed.index import HashIndex
+    from recsys.kernels.hashed.index import IdIndex
 
 RESULTS = 5
 """Numbers at the end of the C file's `Table` that it writes; before them is the number of ids."""
@@ -29,19 +29,19 @@ ADMISSIONS = {"always": 0, "at_least": 1, "probability": 2}
 class _Group(NamedTuple):
     """Indexes that are mapped together, and the C file's tables."""
 
-    indexes: tuple[weakref.ref[HashIndex], ...]
+    indexes: tuple[weakref.ref[IdIndex], ...]
     addresses: list[int]
     """Addresses of the `ids`: `share_memory` moves all arrays of a module."""
     tables: np.ndarray
 
 
-_GROUPS: weakref.WeakKeyDictionary[HashIndex, _Group] = weakref.WeakKeyDictionary()
+_GROUPS: weakref.WeakKeyDictionary[IdIndex, _Group] = weakref.WeakKeyDictionary()
 """The last group that begins with an index."""
 
 
 def map_tables(
     library: ctypes.CDLL,
-    indexes: Sequence[HashIndex],
+    indexes: Sequence[IdIndex],
     ids: Tensor,
     sizes: Sequence[int],
     step: int,
@@ -174,7 +174,7 @@ def init_rows(
     )
 
 
-def _tables(indexes: Sequence[HashIndex]) -> np.ndarray:
+def _tables(indexes: Sequence[IdIndex]) -> np.ndarray:
     """Return a copy of the C file's tables, [indexes, numbers of a table]."""
     if not indexes:
         return np.zeros((0, RESULTS + 1), np.int64)
@@ -196,7 +196,7 @@ def _tables(indexes: Sequence[HashIndex]) -> np.ndarray:
     return known.tables.copy()
 
 
-def _numbers(index: HashIndex) -> list[int]:
+def _numbers(index: IdIndex) -> list[int]:
     """Return the C file's `Table` of an index."""
     settings = index.settings
     arrays = index.ids, index.last_used, index.seen, index.digests, index.sketch
@@ -219,7 +219,7 @@ def _numbers(index: HashIndex) -> list[int]:
     ]
 
 
-def _check_arrays(index: HashIndex) -> None:
+def _check_arrays(index: IdIndex) -> None:
     """Raise an error if the C file would read or write beside an array."""
     rows = (index.last_region - index.first_region) * index.lines * twin.LINE
     counts = index.settings.eviction in ("lfu", "distance_lfu")

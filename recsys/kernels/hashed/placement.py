@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recsys.kernels.hashed.index import LINE, HashIndex
+from recsys.kernels.hashed.index import LINE, IdIndex
 from recsys.kernels.hashed.twin import WAYS, locate, scores_of
 
 
-def choose_rows(index: HashIndex, ids: Tensor, scores: Tensor, step: int) -> tuple[Tensor, Tensor]:
+def choose_rows(index: IdIndex, ids: Tensor, scores: Tensor, step: int) -> tuple[Tensor, Tensor]:
     """Return rows for ids of a shard; ids that the index has keep their rows.
 
     An id gets a row of its line, in its home bucket if there is one. If a line has too many ids,
@@ -33,7 +33,7 @@ def choose_rows(index: HashIndex, ids: Tensor, scores: Tensor, step: int) -> tup
         ...     eviction="lru", half_life=0, exponent=1, ttl=0,
         ...     admission="always", admission_value=0, is_shared=True,
         ... )
-        >>> index = HashIndex.empty(settings, 64, 1, 0, 1, seed=0)
+        >>> index = IdIndex.empty(settings, 64, 1, 0, 1, seed=0)
         >>> rows, was_there = choose_rows(index, torch.arange(70), torch.arange(70), 1)
         >>> (rows < 0).nonzero().flatten().tolist(), sorted(rows[rows >= 0].tolist())[:2]
         ([0, 1, 2, 3, 4, 5, 6], [1, 2])

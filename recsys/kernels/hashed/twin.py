@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from recsys.kernels.hashed.index import HashIndex, IndexSettings
+    from recsys.kernels.hashed.index import IdIndex, IndexSettings
 
 LINE, WAYS = 64, 16
 MAX_SEEN = (1 << 31) - 1
@@ -65,7 +65,7 @@ class Spots(NamedTuple):
     """uint8 digests, from 1 to 255."""
 
 
-def locate(index: HashIndex, ids: Tensor) -> Spots:
+def locate(index: IdIndex, ids: Tensor) -> Spots:
     """Return the places of ids: the only definition of the hash's bits besides the C file.
 
     The highest bits are the region, 32 bits below choose the line, 2 bits below the home bucket,
@@ -82,7 +82,7 @@ def locate(index: HashIndex, ids: Tensor) -> Spots:
 
 
 def map_tables(
-    indexes: Sequence[HashIndex],
+    indexes: Sequence[IdIndex],
     ids: Tensor,
     sizes: Sequence[int],
     step: int,
@@ -108,7 +108,7 @@ def map_tables(
     return *joined, new_sizes, torch.tensor(counts), all_old
 
 
-def check_regions(index: HashIndex, ids: Tensor) -> None:
+def check_regions(index: IdIndex, ids: Tensor) -> None:
     """Raise an error if an id belongs to another shard."""
     regions = locate(index, ids).regions
     is_foreign = (regions < index.first_region) | (regions >= index.last_region)
@@ -123,7 +123,7 @@ def check_regions(index: HashIndex, ids: Tensor) -> None:
 class _Table:
     """One shard at one step."""
 
-    def __init__(self, index: HashIndex, step: int, pin: int) -> None:
+    def __init__(self, index: IdIndex, step: int, pin: int) -> None:
         self.index, self.settings, self.step, self.pin = index, index.settings, step, pin
         # rows last used before this step are expired
         self.oldest = min(step - self.settings.ttl, pin) if self.settings.ttl else 0
@@ -158,7 +158,7 @@ class _Table:
     # -- known ids ---------------------------------------------------------------------------------
 
     def find(self, ids: Tensor, spots: Spots) -> Tensor:
-        """Return the rows of ids that have one that is not expired, -1 for others."""
+        """Return the row of each id, or -1 if the id has no row or its row has expired."""
         rows = torch.full_like(ids, -1)
         for start in range(0, ids.numel(), CHUNK):
             lines, digests = spots.lines[start:][:CHUNK], spots.digests[start:][:CHUNK]

@@ -3,7 +3,7 @@
 Song et al., "AutoInt: automatic feature interaction learning via self-attentive neural networks",
 CIKM 2019, arXiv:1810.11921.
 
-Legend: `B` samples, `F` fields, `D` columns of a field, `T` tasks.
+Shapes: `B` samples, `F` fields, `D` columns of a field, `T` tasks.
 """
 
 from __future__ import annotations

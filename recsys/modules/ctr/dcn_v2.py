@@ -3,7 +3,7 @@
 Wang et al., "DCN V2: improved deep & cross network and practical lessons for web-scale learning to
 rank systems", WWW 2021, arXiv:2008.13535.
 
-Legend: `B` samples, `T` tasks.
+Shapes: `B` samples, `T` tasks.
 """
 
 from __future__ import annotations

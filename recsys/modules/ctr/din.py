@@ -2,7 +2,7 @@
 
 Zhou et al., "Deep interest network for click-through rate prediction", KDD 2018, arXiv:1706.06978.
 
-Legend: `B` samples, `N` values of all histories, `D` embedding dim, `T` tasks.
+Shapes: `B` samples, `N` values of all histories, `D` embedding dim, `T` tasks.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Mao et al., "FinalMLP: an enhanced two-stream MLP model for CTR prediction", AAAI 2023,
 arXiv:2304.00902.
 
-Legend: `B` samples, `N` columns of all features, `T` tasks.
+Shapes: `B` samples, `N` columns of all features, `T` tasks.
 """
 
 from __future__ import annotations

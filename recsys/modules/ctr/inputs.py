@@ -1,6 +1,6 @@
 """Dense features and pooled embeddings, as one row or as fields.
 
-Legend: `B` samples, `F` sparse features, `I` dense features, `D` embedding dim.
+Shapes: `B` samples, `F` sparse features, `I` dense features, `D` embedding dim.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Ma et al., "Modeling task relationships in multi-task learning with multi-gate m
 KDD 2018; Tang et al., "Progressive layered extraction (PLE): a novel multi-task learning model for
 personalized recommendations", RecSys 2020.
 
-Legend: `B` samples, `N` columns of the input, `E` experts, `H` columns of an expert, `T` tasks.
+Shapes: `B` samples, `N` columns of the input, `E` experts, `H` columns of an expert, `T` tasks.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.kernels.tbe_layout import DimGroup
 from recsys.kernels.types import UpdateMode
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
-from recsys.modules.ids.overflow_rows import OverflowRows
+from recsys.modules.ids.row_store import RowStore, refuse_backward
 from recsys.modules.ids.rows import PINNED_BATCHES
 from recsys.modules.ids.table_index import TableIndex
 from recsys.modules.tables.embedding_init import init_new_rows
@@ -49,7 +49,7 @@ class HashedGroup:
         self._configs, self.indexes, self._tbe = list(configs), list(indexes), tbe
         self._columns = list(columns)
         features = [len(config.feature_names) for config in configs]
-        self._overflow = OverflowRows(configs, indexes, tbe)
+        self._store = RowStore(configs, indexes, tbe)
         self._has_borrowed = False  # rows of the last lookup
         self._first_features = np.array(list(accumulate(features, initial=0)))
         self._num_features = sum(features)
@@ -95,8 +95,8 @@ class HashedGroup:
         """
         if is_training and self._tbe.update_mode is UpdateMode.GRADIENT:
             refuse_training(self._configs[0].name)
-        if is_training and self._overflow:
-            self._overflow.open()
+        if is_training and self._store:
+            self._store.open()
         self._batch += is_training
         if not self._tbe.deferred.exist:
             self._to_update.clear()
@@ -140,7 +140,7 @@ class HashedGroup:
             max(step, 1),
             step - behind,
             is_training,
-            returns_old=is_training and bool(self._overflow),
+            returns_old=is_training and bool(self._store),
         )
         if is_training:
             self._tbe.marks.mark_rows(mapped.rows, self._expand_sizes(tables, sizes))  # last use
@@ -163,7 +163,7 @@ class HashedGroup:
         A batch of evaluation borrows rows for ids that have theirs on the disk. These must have
         their own weights again before anything else reads them.
         """
-        return bool(self._overflow) and not is_training
+        return bool(self._store) and not is_training
 
     @contextlib.contextmanager
     def rows_to_read(self, ids: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
@@ -177,7 +177,7 @@ class HashedGroup:
             OSError: Rows on the disk cannot be read.
         """
         rows = self.rows_of(ids, sizes, is_training=False)
-        with self._overflow.borrowed(rows, ids.long(), sizes) as self._has_borrowed:
+        with self._store.borrowed(rows, ids.long(), sizes) as self._has_borrowed:
             yield rows.to(ids.dtype)
 
     def prepare_lookup(self) -> None:
@@ -204,7 +204,7 @@ class HashedGroup:
             output: The output of the lookup, which requires a gradient.
         """
         if self._has_borrowed:
-            output.register_hook(_refuse_backward)
+            output.register_hook(refuse_backward)
         self._may_have_changed = self._zeros.numel() > 0
         first = self._batch - PINNED_BATCHES + 1
         self._in_flight.append(first)
@@ -218,8 +218,8 @@ class HashedGroup:
     def _initialize(self, mapped: Mapped, sizes: Sequence[int], step: int) -> None:
         """Set the rows of new ids; `sizes` has their number for each table."""
         new_rows, new_ids = mapped.new_rows, mapped.new_ids
-        if self._overflow:
-            new_rows, new_ids, sizes = self._overflow.exchange(new_rows, new_ids, mapped.old, sizes)
+        if self._store:
+            new_rows, new_ids, sizes = self._store.exchange(new_rows, new_ids, mapped.old, sizes)
 
         def write(group: DimGroup, weights: Tensor, rows: Tensor) -> None:
             init_new_rows(
@@ -243,13 +243,6 @@ class _Pin:
 def _release(first: int, in_flight: list[int], to_update: list[int]) -> None:
     in_flight.remove(first)
     to_update.append(first)  # of gradients that wait for a step
-
-
-def _refuse_backward(gradient: Tensor) -> NoReturn:
-    raise ValueError(
-        "A batch of evaluation that reads rows from the folder of HashedIds.overflow must have no "
-        "backward pass; received a gradient. Call train() before the lookup."
-    )
 
 
 def refuse_training(table: str) -> NoReturn:

@@ -1,6 +1,6 @@
 """Rows of ids: the calls that map the ids of an index to rows.
 
-Legend: `N` ids, `T` tables.
+Shapes: `N` ids, `T` tables.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Final
 
 from torch import Tensor
 
-from recsys.kernels.hashed.index import HashIndex, map_ids
+from recsys.kernels.hashed.index import IdIndex, map_ids
 from recsys.modules.ids.table_index import TableIndex
 
 __all__ = ["PINNED_BATCHES", "rows_of_table", "stored_rows"]
@@ -20,7 +20,7 @@ PINNED_BATCHES: Final = 4
 which map ids up to three batches ahead, give the same ids rows as a plain loop."""
 
 
-def stored_rows(indexes: Sequence[HashIndex], ids: Tensor, sizes: Sequence[int]) -> Tensor:
+def stored_rows(indexes: Sequence[IdIndex], ids: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return the row of each id and change nothing; an unknown id has the first row of its region.
 
     Args:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, NoReturn, final
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.hashed.index import COUNTS, HashIndex, geometry
+from recsys.kernels.hashed.index import COUNTS, IdIndex, geometry
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
 from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds
-from recsys.modules.ids.overflow_log import OverflowLog
+from recsys.modules.ids.row_log import RowLog
 
 __all__ = ["HashedIdStats", "TableIndex", "index_row_bytes", "logs_are_saved", "row_states_of"]
 
@@ -87,7 +87,7 @@ class StepCounter:
 
 @final
 class TableIndex(nn.Module):
-    """Index of a table or of some of its regions: which id has which row, and when it was used.
+    """Id index of a table or shard: the row of each id, and its last use.
 
     Args:
         config: The table, with `ids`.
@@ -102,7 +102,7 @@ class TableIndex(nn.Module):
         steps: int64 `[]`, training batches, when it was saved; `step` is current.
         counter: Has `step`, to be set without the checks of a module, and `was_loaded`.
         counts: int64 `[5]` on the CPU, sums of `Mapped.counts`.
-        log: The rows that ids lost, by `HashedIds.overflow`; None before the first training batch.
+        log: The rows that ids lost, on the disk; None before the first training batch.
         init_seed: int64 `[]`, seed of the initial values.
     """
 
@@ -125,7 +125,7 @@ class TableIndex(nn.Module):
         self._region_rows = of_table // regions
         own = range(of_table) if rows is None else rows
         first, last = own.start // self._region_rows, own.stop // self._region_rows
-        self._index = HashIndex.empty(
+        self._index = IdIndex.empty(
             config.ids.settings(), of_table, regions, first, last, config.ids.seed, device
         )
         for name in _ROW_STATES:
@@ -138,7 +138,7 @@ class TableIndex(nn.Module):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64, device="cpu"))
         self.counter, self.init_seed_number = StepCounter(0, False), 0
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device="cpu")
-        self.log: OverflowLog | None = None
+        self.log: RowLog | None = None
 
     @property
     def step(self) -> int:
@@ -150,11 +150,11 @@ class TableIndex(nn.Module):
         self.counter.step = step
 
     @property
-    def index(self) -> HashIndex:
+    def index(self) -> IdIndex:
         """The index over the buffers."""
         old, new = self._index, self._buffers
         if old.ids is not new["ids"] or old.digests is not new["digests"]:  # the module was moved
-            self._index = HashIndex(
+            self._index = IdIndex(
                 settings=old.settings, num_regions=old.num_regions, first_region=old.first_region,
                 last_region=old.last_region, lines=old.lines, seed=old.seed, ids=self.ids,
                 last_used=self.last_used, seen=self.seen, digests=self.digests,
@@ -207,12 +207,8 @@ class TableIndex(nn.Module):
         Raises:
             ValueError: The state dict would lack rows in the log.
         """
-        if self.log is not None and len(self.log) and not _LOGS_ARE_SAVED.get():
-            raise ValueError(
-                f"A state dict has no rows that are in the folder of HashedIds.overflow; received "
-                f"table '{self._name}' with {len(self.log)} of them. Call save_checkpoint, which "
-                "saves them, too."
-            )
+        if self.log is not None and not _LOGS_ARE_SAVED.get():
+            self.log.check_empty("A state dict")
         self._write_counters()
 
     def _write_counters(self) -> None:

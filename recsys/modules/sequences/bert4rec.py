@@ -3,7 +3,7 @@
 Sun et al., "BERT4Rec: sequential recommendation with bidirectional encoder representations from
 transformer", CIKM 2019, arXiv:1904.06690.
 
-Legend: `M` samples, `N` values of all histories, `D` columns.
+Shapes: `M` samples, `N` values of all histories, `D` columns.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Hidasi et al., "Session-based recommendations with recurrent neural networks", ICLR 2016,
 arXiv:1511.06939.
 
-Legend: `M` bags, `N` values of all bags, `D` columns.
+Shapes: `M` bags, `N` values of all bags, `D` columns.
 """
 
 from __future__ import annotations

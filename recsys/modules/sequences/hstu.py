@@ -3,7 +3,7 @@
 Zhai et al., "Actions speak louder than words: trillion-parameter sequential transducers for
 generative recommendations", ICML 2024, arXiv:2402.17152.
 
-Legend: `M` bags, `N` values of all bags, `D` columns, `H` heads.
+Shapes: `M` bags, `N` values of all bags, `D` columns, `H` heads.
 """
 
 from __future__ import annotations

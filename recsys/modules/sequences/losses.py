@@ -3,7 +3,7 @@
 Each returns one loss per query, so that callers can weight them. Scores are dot products of the
 vectors; scale the vectors, such as by a temperature, before the call.
 
-Legend: `N` queries, `K` other items, `I` items of a catalogue, `D` columns.
+Shapes: `N` queries, `K` other items, `I` items of a catalogue, `D` columns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Training of BERT4Rec to find masked items.
 
-Legend: `M` samples, `N` values of all histories, `D` columns.
+Shapes: `M` samples, `N` values of all histories, `D` columns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Training of an encoder of histories to predict the next item.
 
-Legend: `M` samples, `N` values of all histories, `K` candidates, `D` columns.
+Shapes: `M` samples, `N` values of all histories, `K` candidates, `D` columns.
 """
 
 from __future__ import annotations

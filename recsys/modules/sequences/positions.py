@@ -1,4 +1,4 @@
-"""Learned embeddings of positions. Legend: `M` bags, `N` values of all bags, `D` columns."""
+"""Learned embeddings of positions. Shapes: `M` bags, `N` values of all bags, `D` columns."""
 
 from __future__ import annotations
 

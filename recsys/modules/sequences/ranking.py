@@ -1,6 +1,6 @@
 """Ranking of candidates after a history of items and actions.
 
-Legend: `M` samples, `C` candidates of all samples, `D` columns, `T` tasks.
+Shapes: `M` samples, `C` candidates of all samples, `D` columns, `T` tasks.
 """
 
 from __future__ import annotations

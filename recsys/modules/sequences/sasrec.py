@@ -2,7 +2,7 @@
 
 Kang and McAuley, "Self-attentive sequential recommendation", ICDM 2018, arXiv:1808.09781.
 
-Legend: `N` values of all bags, `D` columns, `H` heads.
+Shapes: `N` values of all bags, `D` columns, `H` heads.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The structure of a batch is checked by `sparse` (`check_features`). On a CPU tha
 On a device the host does not wait: bad values are replaced, flags of the faults stay on the device,
 and the caller reads them later.
 
-Legend: `F` and `K` features of a batch, `B` batch size, `N` ids.
+Shapes: `F` and `K` features of a batch, `B` batch size, `N` ids.
 """
 
 from __future__ import annotations

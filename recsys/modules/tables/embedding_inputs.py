@@ -1,6 +1,6 @@
 """Selection and sanitizing of the ids, offsets and weights that a lookup reads from a batch.
 
-Legend: `F` features of the lookup, `B` batch size, `N` ids.
+Shapes: `F` features of the lookup, `B` batch size, `N` ids.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from recsys.kernels.lookup_batch import Batch
+from recsys.kernels.lookup_batch import LookupBatch
 from recsys.kernels.types import BoundsCheckMode, PoolingType
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from recsys.modules.embedding_interfaces import get_embedding_names_by_table
 from recsys.modules.tables.eager import run_eagerly
 from recsys.modules.tables.embedding_init import draw_seed, init_rows, seed_of_ids
 from recsys.modules.tables.embedding_table import EmbeddingTable, TableDict
-from recsys.modules.tables.table_lookups import LookupGroup, TableLookups, TableSlot, new_weights
+from recsys.modules.tables.table_lookups import TableGroup, TableLookups, TableSlot, new_weights
 from recsys.modules.tables.traced import add_collection, is_exporting, is_proxy, record
 from recsys.optim.apply_optimizer_in_backward import (
     AttachedOptimizer,
@@ -151,7 +151,7 @@ class TableCollection(nn.Module):
         states = {self._configs[t].name: s for t, s in self._current_lookups().states()}
         return {name: state for name, state in states.items() if name in self._attached}
 
-    def marked_lookups(self) -> list[LookupGroup]:
+    def marked_lookups(self) -> list[TableGroup]:
         """Return the current lookups, which mark the rows that change."""
         return list(self._current_lookups().groups)
 
@@ -244,7 +244,7 @@ class TableCollection(nn.Module):
         of_weights = [] if weights is None else [torch.zeros_like(weights)]
         for group in groups:
             bags, tbe = group.selector.select(whole, weights), group.tbe
-            part = Batch(bags.indices, bags.offsets, bags.weights)
+            part = LookupBatch(bags.indices, bags.offsets, bags.weights)
             grad = self._gradient_of(group, gradients)
             flat = tbe.dense_gradients(grad, part)
             of_tables.update(zip(group.tables, tbe.layout.table_views(flat), strict=True))
@@ -257,7 +257,7 @@ class TableCollection(nn.Module):
             flat = torch.cat([of_tables[t].flatten() for t in range(len(of_tables))])
         return [flat, *of_weights]
 
-    def _gradient_of(self, group: LookupGroup, gradients: Sequence[Tensor]) -> Tensor:
+    def _gradient_of(self, group: TableGroup, gradients: Sequence[Tensor]) -> Tensor:
         """Return the gradient of a group's output, given the gradients of all outputs."""
         raise NotImplementedError
 

@@ -41,7 +41,7 @@ from recsys.optim.apply_optimizer_in_backward import (
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import check_features
 
-__all__ = ["LookupGroup", "TableLookups", "TableSlot", "new_weights"]
+__all__ = ["TableGroup", "TableLookups", "TableSlot", "new_weights"]
 
 
 @final
@@ -86,7 +86,7 @@ class TableSlot(NamedTuple):
 
 
 @final
-class LookupGroup:
+class TableGroup:
     """Tables that one kernel looks up.
 
     Args:
@@ -237,7 +237,7 @@ class TableLookups(AliasedStorage):
             )
         keys = [table.lookup_key() for table in tables]
         self.groups = tuple(
-            LookupGroup([tables[t] for t in members], states, owner)
+            TableGroup([tables[t] for t in members], states, owner)
             for members in _positions_by_key(keys)
         )
         super().__init__([table.slots for table in tables])
@@ -277,7 +277,7 @@ class TableLookups(AliasedStorage):
         places = {
             id(p): (group, i) for group in self.groups for i, p in enumerate(group.parameters)
         }
-        moved: dict[LookupGroup, list[Tensor]] = {}
+        moved: dict[TableGroup, list[Tensor]] = {}
 
         def view(tensor: Tensor) -> Tensor:
             if id(tensor) not in places:

@@ -1,6 +1,6 @@
 """Elementwise operations, reductions and matrix products of jagged tensors.
 
-Float16 and bfloat16 are summed in float32. Legend: `M` bags, `N` values of all bags, `D` columns.
+Float16 and bfloat16 are summed in float32. Shapes: `M` bags, `N` values of all bags, `D` columns.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def add(x: JaggedTensor, y: JaggedTensor | Tensor) -> JaggedTensor:
 
     Args:
         x: `[N, ...]`.
-        y: a jagged tensor with the lengths of `x`; or a tensor `[M, ...]`, whose row of a bag is
+        y: A jagged tensor with the lengths of `x`; or a tensor `[M, ...]`, whose row of a bag is
             used for each of its values. For a padded tensor use `JaggedTensor.from_dense_lengths`.
 
     Returns:
         The sums, with the lengths of `x`.
 
     Raises:
-        ValueError: the numbers of bags differ, or, on a CPU, the lengths.
+        ValueError: The numbers of bags differ, or, on a CPU, the lengths.
 
     Example:
         >>> x = JaggedTensor(torch.tensor([1.0, 2.0, 3.0]), lengths=torch.tensor([2, 1]))
@@ -61,14 +61,14 @@ def sub(x: JaggedTensor, y: JaggedTensor | Tensor) -> JaggedTensor:
     """Subtract a jagged tensor or rows from a jagged tensor.
 
     Args:
-        x: as for `add`.
-        y: as for `add`.
+        x: As for `add`.
+        y: As for `add`.
 
     Returns:
         The differences, with the lengths of `x`.
 
     Raises:
-        ValueError: as for `add`.
+        ValueError: As for `add`.
 
     Example:
         >>> x = JaggedTensor(torch.tensor([1.0, 2.0, 3.0]), lengths=torch.tensor([2, 1]))
@@ -83,14 +83,14 @@ def mul(x: JaggedTensor, y: JaggedTensor | Tensor) -> JaggedTensor:
     """Multiply a jagged tensor by a jagged tensor or rows.
 
     Args:
-        x: as for `add`.
-        y: as for `add`.
+        x: As for `add`.
+        y: As for `add`.
 
     Returns:
         The products, with the lengths of `x`.
 
     Raises:
-        ValueError: as for `add`.
+        ValueError: As for `add`.
 
     Example:
         >>> x = JaggedTensor(torch.tensor([1.0, 2.0, 3.0]), lengths=torch.tensor([2, 1]))
@@ -105,14 +105,14 @@ def div(x: JaggedTensor, y: JaggedTensor | Tensor) -> JaggedTensor:
     """Divide a jagged tensor by a jagged tensor or rows.
 
     Args:
-        x: as for `add`.
-        y: as for `add`.
+        x: As for `add`.
+        y: As for `add`.
 
     Returns:
         The quotients, with the lengths of `x`.
 
     Raises:
-        ValueError: as for `add`.
+        ValueError: As for `add`.
 
     Example:
         >>> x = JaggedTensor(torch.tensor([1.0, 2.0, 3.0]), lengths=torch.tensor([2, 1]))
@@ -128,13 +128,13 @@ def expand(rows: Tensor, like: JaggedTensor) -> JaggedTensor:
 
     Args:
         rows: `[M, ...]`.
-        like: a jagged tensor of `M` bags.
+        like: A jagged tensor of `M` bags.
 
     Returns:
         `[N, ...]`, with the lengths of `like`.
 
     Raises:
-        ValueError: the number of rows is not the number of bags.
+        ValueError: The number of rows is not the number of bags.
 
     Example:
         >>> like = JaggedTensor(torch.zeros(3), lengths=torch.tensor([2, 1]))
@@ -158,7 +158,7 @@ def layer_norm(
         x: `[N, D]`.
         weight: `[D]` factors, or None for 1.
         bias: `[D]` terms, or None for 0.
-        eps: added to the variance.
+        eps: Added to the variance.
 
     Returns:
         `[N, D]`, with the lengths of `x`.
@@ -265,7 +265,7 @@ def bmm(x: JaggedTensor, y: JaggedTensor | Tensor) -> JaggedTensor | Tensor:
         `X_i @ Y_i` of each bag, jagged `[N, K]`; for a jagged `y`, `X_i^T @ Y_i`, `[M, D, K]`.
 
     Raises:
-        ValueError: shapes do not match.
+        ValueError: Shapes do not match.
 
     Example:
         >>> x = JaggedTensor(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), lengths=torch.tensor([1, 1]))

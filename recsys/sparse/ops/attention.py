@@ -1,6 +1,6 @@
 """Attention between the values of each bag.
 
-Legend: `M` bags, `N` values of all bags, `H` heads, `D` columns of queries and keys, `V` columns of
+Shapes: `M` bags, `N` values of all bags, `H` heads, `D` columns of queries and keys, `V` columns of
 values.
 """
 
@@ -51,11 +51,11 @@ def attention(
         query: `[N, H, D]`.
         key: `[N, H, D]`, with the lengths of `query`.
         value: `[N, H, V]`, with the lengths of `query`.
-        max_length: most values of a bag.
+        max_length: Most values of a bag.
         kind: "softmax" or "silu".
         causal: True to read only the value itself and earlier ones.
-        scale: factor of the scores; None for `D ** -0.5`.
-        divisor: divisor of "silu"; None for `max_length`.
+        scale: Factor of the scores; None for `D ** -0.5`.
+        divisor: Divisor of "silu"; None for `max_length`.
         position_bias: `[H, 2P - 1]`, a learned term by distance: entry `P - 1 + d` for a key that
             is `d` positions earlier. Longer distances use the first or last entry.
         time_bias: `[H, T]`, a learned term by distance in time: entry `b` for a distance that has
@@ -69,7 +69,7 @@ def attention(
         `[N, H, V]`, with the lengths of `query`.
 
     Raises:
-        ValueError: shapes do not match, a bag is longer than `max_length`, or arguments do not
+        ValueError: Shapes do not match, a bag is longer than `max_length`, or arguments do not
             fit together.
 
     Example:

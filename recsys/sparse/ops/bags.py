@@ -1,6 +1,6 @@
 """Numbers of bags and positions of values, and checks that jagged tensors fit.
 
-Legend: `M` bags, `N` values of all bags.
+Shapes: `M` bags, `N` values of all bags.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def bags_of(x: JaggedTensor) -> Tensor:
     """Return the bag of each value, int64 `[N]`.
 
     Args:
-        x: a jagged tensor.
+        x: A jagged tensor.
 
     Example:
         >>> bags_of(JaggedTensor(torch.zeros(3), lengths=torch.tensor([2, 0, 1])))
@@ -41,7 +41,7 @@ def positions(x: JaggedTensor, from_end: bool = False) -> JaggedTensor:
     """Return the position of each value in its bag.
 
     Args:
-        x: a jagged tensor.
+        x: A jagged tensor.
         from_end: True to give the last value of each bag 0, the one before it 1, and so on.
 
     Returns:
@@ -64,7 +64,7 @@ def with_values(x: JaggedTensor, values: Tensor) -> JaggedTensor:
     """Return a jagged tensor of other values in bags of the same lengths.
 
     Args:
-        x: a jagged tensor.
+        x: A jagged tensor.
         values: `[N, ...]`.
 
     Example:

@@ -23,16 +23,16 @@ def sample_negatives(
     """Draw ids that a bag does not have, each with the same probability.
 
     Args:
-        x: ids from 0 to `num_ids - 1`, `[N]`; a bag may have an id several times.
-        num_ids: number of ids.
-        count: ids to draw for each bag; one may be drawn several times.
-        generator: generator of the draws, on the device of `x`; None for torch's own.
+        x: Ids from 0 to `num_ids - 1`, `[N]`; a bag may have an id several times.
+        num_ids: Number of ids.
+        count: Ids to draw for each bag; one may be drawn several times.
+        generator: Generator of the draws, on the device of `x`; None for torch's own.
 
     Returns:
         int64 `[M, count]`.
 
     Raises:
-        ValueError: on a CPU, an id is out of its range, or a bag has all ids.
+        ValueError: On a CPU, an id is out of its range, or a bag has all ids.
 
     Example:
         >>> x = JaggedTensor(torch.tensor([0, 1, 1]), lengths=torch.tensor([2, 1]))

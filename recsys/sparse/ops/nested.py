@@ -1,6 +1,6 @@
 """Conversion to and from `torch.nested`.
 
-Legend: `M` bags, `N` values of all bags.
+Shapes: `M` bags, `N` values of all bags.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def from_nested(nested: Tensor) -> JaggedTensor:
         `M` bags, which share the memory of the nested tensor where it has no gaps.
 
     Raises:
-        TypeError: the tensor is not nested, or has another layout.
+        TypeError: The tensor is not nested, or has another layout.
 
     Example:
         >>> nested = torch.nested.nested_tensor([[1, 2], [3]], layout=torch.jagged)

@@ -1,6 +1,6 @@
 """Changes of jagged tensors along time: concatenation, slices, padding, selection.
 
-Legend: `M` bags, `N` values of all bags.
+Shapes: `M` bags, `N` values of all bags.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def concat(parts: Sequence[JaggedTensor]) -> JaggedTensor:
     """Concatenate the bags of several jagged tensors: all values of the first, then the second.
 
     Args:
-        parts: at least one; equal numbers of bags, columns and dtypes.
+        parts: At least one; equal numbers of bags, columns and dtypes.
 
     Returns:
         `M` bags, whose lengths are the sums.
 
     Raises:
-        ValueError: there is no part, or the numbers of bags differ.
+        ValueError: There is no part, or the numbers of bags differ.
 
     Example:
         >>> history = JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))
@@ -66,8 +66,8 @@ def slice(x: JaggedTensor, start: int, end: int | None = None) -> JaggedTensor:
 
     Args:
         x: `[N, ...]`.
-        start: first position; negative to count from the end of each bag.
-        end: position after the last; negative to count from the end; None for the end.
+        start: First position; negative to count from the end of each bag.
+        end: Position after the last; negative to count from the end; None for the end.
 
     Returns:
         `M` bags.
@@ -92,7 +92,7 @@ def truncate(x: JaggedTensor, length: int, keep: _Side = "right") -> JaggedTenso
 
     Args:
         x: `[N, ...]`.
-        length: the most values of a bag.
+        length: The most values of a bag.
         keep: "right" for the last (latest) values, "left" for the first.
 
     Returns:
@@ -119,9 +119,9 @@ def pad(x: JaggedTensor, length: int, value: float = 0.0, side: _Side = "right")
 
     Args:
         x: `[N, ...]`.
-        length: positions of each bag.
-        value: value of the padding.
-        side: side of the padding: "right" for values first, "left" for values last.
+        length: Positions of each bag.
+        value: Value of the padding.
+        side: Side of the padding: "right" for values first, "left" for values last.
 
     Returns:
         `[M, length, ...]`.
@@ -183,7 +183,7 @@ def select(x: JaggedTensor, bags: Tensor) -> JaggedTensor:
         `K` bags.
 
     Raises:
-        IndexError: there is no such bag.
+        IndexError: There is no such bag.
 
     Example:
         >>> x = JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))

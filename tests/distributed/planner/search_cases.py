@@ -19,7 +19,7 @@ from recsys.distributed.planner.placement import (
     Ranks,
 )
 from recsys.distributed.planner.search import search
-from recsys.distributed.planner.tables import Bytes, Storage
+from recsys.distributed.planner.tables import Bytes, RankMemory
 from recsys.distributed.types import EmbeddingComputeKernel, ShardingType
 
 
@@ -30,7 +30,7 @@ def shards(*, count: int = 1, cost_ms: Sequence[float], memory: tuple[int, int] 
         rows=1,
         cols=1,
         costs=tuple(Cost(forward=cost) for cost in cost_ms),
-        storage=Storage(weights=Bytes(*memory)),
+        storage=RankMemory(weights=Bytes(*memory)),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from recsys.distributed.planner import EmbeddingShardingPlanner, PlannerError, Topology
 from recsys.distributed.planner.costs import Cost
 from recsys.distributed.planner.options import Shards, TableOption
-from recsys.distributed.planner.tables import Bytes, PlannedTable, Storage
+from recsys.distributed.planner.tables import Bytes, PlannedTable, RankMemory
 from recsys.distributed.types import ShardingType
 from tests.distributed.planner.test_planners import SHARDERS, collection
 
@@ -50,7 +50,7 @@ def test_the_cheapest_by_its_costs_is_chosen(cheap: ShardingType) -> None:
 
 def test_its_storage_decides_what_fits() -> None:
     def change(option: TableOption, part: Shards) -> Shards:
-        return replace(part, storage=Storage(weights=Bytes(2 << 30)))
+        return replace(part, storage=RankMemory(weights=Bytes(2 << 30)))
 
     with pytest.raises(PlannerError, match=r"does not fit .*(?s:.*)2,048\.0 MiB"):
         planner(change).plan(MODEL, SHARDERS)

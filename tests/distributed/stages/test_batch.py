@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from recsys.distributed.stages.batch import (
-    Bags,
     BatchContext,
+    LookupInput,
     PreparedBatch,
     ReceivedBatch,
     Segments,
@@ -77,7 +77,7 @@ def test_an_error_needs_no_sizes() -> None:
 
 def test_all_tensors_of_all_phases_are_recorded() -> None:
     ctx = _context([3, 2])
-    bags = Bags(torch.arange(3), torch.arange(2), torch.rand(3))
+    bags = LookupInput(torch.arange(3), torch.arange(2), torch.rand(3))
     ctx.received = ReceivedBatch([bags], [bags._replace(indices=torch.arange(4))], (), ())
     ctx.pending_headers = [(Any, [ctx], ([torch.ones(1)], torch.ones(1), None))]  # type: ignore[assignment]
     seen: list[Tensor] = []

@@ -10,11 +10,11 @@ import pytest
 
 from recsys.distributed.stages.header import (
     COUNT_BITS,
+    BatchHeader,
     BatchShape,
     EndOfData,
     FeaturesAbsentError,
     Flag,
-    Header,
     check_same_call,
     failure_flag,
     module_bits,
@@ -69,7 +69,7 @@ def test_the_shape_of_a_ragged_batch(seed: int) -> None:
     fixed = BatchShape(
         sizes_R, words_RS, fixed_RS, fixed_RS, ids_D, bags_D, bags_D, none, none, False, False
     )
-    header = Header(flags_R, sizes_R, words_RS, ids_D, ids_D[:0])
+    header = BatchHeader(flags_R, sizes_R, words_RS, ids_D, ids_D[:0])
     shape = ragged_shape(fixed, header, _streams(own_is_split, is_split))
     assert shape.is_ragged
     assert shape.is_by_id == all_short

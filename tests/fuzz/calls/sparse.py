@@ -80,7 +80,7 @@ def _of_kt(name: str, arguments: dict[str, Kind]) -> Call:
 
 
 def _equal(function: Callable[..., bool], kind: Kind, names: tuple[str, str]) -> Call:
-    return Call(function.__name__, function, dict.fromkeys(names, kind))
+    return Call(function.__name__, function, dict.fromkeys(names, anything(kind.right)))
 
 
 VALUES, WEIGHTS, LENGTHS = _ints(1, 2, 3), maybe(_floats(0.5, 1, 2)), _ints(1, 1, 1, 0)

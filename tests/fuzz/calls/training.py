@@ -29,7 +29,7 @@ from recsys.distributed.train_pipeline.staged import (
     SparseDataDistUtil,
     StagedTrainPipeline,
 )
-from recsys.training import BinaryMetrics, Trainer
+from recsys.training import BinaryMetrics, NamedMetrics, Trainer
 from tests.fuzz.argument_kinds import (
     DEVICE,
     KJT,
@@ -210,7 +210,11 @@ CALLS = [
         "log_every": maybe(whole(2)), "shows_bar": flag(True),
     }),
     Call("BinaryMetrics", BinaryMetrics, {
-        "device": DEVICE, "tasks": many(lambda: ["click"], text("click")),
+        "device": DEVICE, "tasks": many(lambda: ["click"], text("click")), "auc": flag(True),
+    }),
+    Call("NamedMetrics", NamedMetrics, {
+        "metrics": many(lambda: ["auc"], text("auc")), "device": DEVICE,
+        "tasks": many(lambda: ["click"], text("click")),
     }),
     Call("LossGuard.around", method(lambda: LossGuard("bad"), "around"), {
         "model": module(_Model),

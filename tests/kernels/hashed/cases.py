@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recsys.kernels.hashed import twin
-from recsys.kernels.hashed.index import HashIndex, IndexSettings
+from recsys.kernels.hashed.index import IdIndex, IndexSettings
 from tests.kernels.hashed.oracle import id_of_hash
 
 EXTREMES = [-(2**63), -1, 0, 1, 2**63 - 1]
@@ -45,9 +45,9 @@ SETTINGS = {
 
 def index_of(
     settings: IndexSettings, lines: int = 1, num_regions: int = 2, seed: int = 7
-) -> HashIndex:
+) -> IdIndex:
     rows = lines * num_regions * 64
-    return HashIndex.empty(settings, rows, num_regions, 0, num_regions, seed)
+    return IdIndex.empty(settings, rows, num_regions, 0, num_regions, seed)
 
 
 def ids_of_line(count: int, seed: int) -> list[int]:
@@ -65,12 +65,12 @@ def batch_of(draw: random.Random, most_ids: int, universe: int) -> list[int]:
     ]
 
 
-def state_of(index: HashIndex) -> dict[str, Tensor]:
+def state_of(index: IdIndex) -> dict[str, Tensor]:
     names = ("ids", "last_used", "seen", "digests", "sketch")
     return {name: getattr(index, name) for name in names}
 
 
-def assert_same_state(index: HashIndex, other: HashIndex) -> None:
+def assert_same_state(index: IdIndex, other: IdIndex) -> None:
     for name, value in state_of(index).items():
         assert torch.equal(value, state_of(other)[name]), name
 

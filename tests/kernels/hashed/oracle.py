@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import chain
 
-from recsys.kernels.hashed.index import HashIndex, IndexSettings
+from recsys.kernels.hashed.index import IdIndex, IndexSettings
 
 MASK = (1 << 64) - 1
 
@@ -158,12 +158,12 @@ class Oracle:
         return entry.seen / power, 0
 
 
-def oracle_of(index: HashIndex) -> Oracle:
+def oracle_of(index: IdIndex) -> Oracle:
     """Return the oracle of an empty table."""
     return Oracle(index.settings, index.num_regions, index.lines, index.seed)
 
 
-def assert_equal_state(index: HashIndex, oracle: Oracle) -> None:
+def assert_equal_state(index: IdIndex, oracle: Oracle) -> None:
     """Compare the arrays of an index of a whole table."""
     rows = {row for row, used in enumerate(index.last_used.tolist()) if used}
     assert rows == set(oracle.entries)

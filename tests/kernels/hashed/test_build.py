@@ -26,7 +26,7 @@ from recsys.kernels.hashed import build
 from recsys.kernels.hashed.index import *
 settings = IndexSettings(eviction="lru", half_life=0, exponent=1, ttl=0, admission="always",
                          admission_value=0, is_shared=True)
-index = HashIndex.empty(settings, 128, 2, 0, 2, seed=1)
+index = IdIndex.empty(settings, 128, 2, 0, 2, seed=1)
 rows = map_ids([index], torch.arange(30), [30], 1, 1, True).rows
 assert index.ids[rows].tolist() == list(range(30))
 print(build.describe())

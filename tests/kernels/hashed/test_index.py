@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recsys.kernels.hashed import build, twin
-from recsys.kernels.hashed.index import HashIndex, IndexSettings, Mapped, geometry, map_ids
+from recsys.kernels.hashed.index import IdIndex, IndexSettings, Mapped, geometry, map_ids
 from tests.kernels.hashed.cases import (
     EXTREMES,
     SETTINGS,
@@ -32,7 +32,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         pytest.skip("needs a C compiler")
 
 
-def map_one(index: HashIndex, ids: list[int], step: int, pin: int, train: bool = True) -> Mapped:
+def map_one(index: IdIndex, ids: list[int], step: int, pin: int, train: bool = True) -> Mapped:
     return map_ids([index], torch.tensor(ids, dtype=torch.int64), [len(ids)], step, pin, train)
 
 
@@ -46,7 +46,7 @@ def test_shards_equal_the_whole_table(name: str, num_shards: int) -> None:
     whole = index_of(SETTINGS[name], lines=2, num_regions=4)
     per_shard = 4 // num_shards
     shards = [
-        HashIndex.empty(SETTINGS[name], 512, 4, first, first + per_shard, 7)
+        IdIndex.empty(SETTINGS[name], 512, 4, first, first + per_shard, 7)
         for first in range(0, 4, per_shard)
     ]
     for step in range(1, 20):
@@ -111,7 +111,7 @@ def test_evaluation_writes_nothing() -> None:
 
 
 def test_unknown_ids_read_the_shared_row_or_none() -> None:
-    index = HashIndex.empty(settings_of(), 4 * 64, 4, 2, 4, seed=0)
+    index = IdIndex.empty(settings_of(), 4 * 64, 4, 2, 4, seed=0)
     ids = [id_ for id_ in range(100) if twin.locate(index, torch.tensor(id_)).regions >= 2]
     rows = map_one(index, ids, 1, 1, train=False).rows
     assert set(rows.tolist()) == {0, 64}
@@ -164,7 +164,7 @@ def test_the_row_of_the_lowest_score_is_evicted(name: str, kept: int) -> None:
 
 def test_the_share_of_admitted_ids_is_the_probability() -> None:
     settings = settings_of(admission="probability", admission_value=(1 << 32) // 4)
-    index = HashIndex.empty(settings, *geometry(40_000)[:1], 64, 0, 64, seed=1)
+    index = IdIndex.empty(settings, *geometry(40_000)[:1], 64, 0, 64, seed=1)
     ids = torch.arange(10_000)
     first = map_ids([index], ids, [10_000], 1, 1, True)
     assert 0.23 < first.counts[0, 1] / 10_000 < 0.27
@@ -175,7 +175,7 @@ def test_the_share_of_admitted_ids_is_the_probability() -> None:
 def test_a_full_table_keeps_most_ids() -> None:
     """At 80% load, 99.7% of ids have a row without any eviction."""
     rows, num_regions = geometry(100_000)
-    index = HashIndex.empty(SETTINGS["none"], rows, num_regions, 0, num_regions, seed=9)
+    index = IdIndex.empty(SETTINGS["none"], rows, num_regions, 0, num_regions, seed=9)
     ids = torch.arange(rows * 8 // 10) * 3
     counts = map_ids([index], ids, [ids.numel()], 1, 1, True).counts[0]
     assert counts[1] >= 0.997 * ids.numel()
@@ -221,14 +221,14 @@ def test_settings_are_validated(changes: dict[str, Any], text: str) -> None:
 def test_sizes_of_tables_are_validated() -> None:
     settings: IndexSettings = settings_of()
     with pytest.raises(ValueError, match="rows must be a multiple of 64"):
-        HashIndex.empty(settings, 100, 1, 0, 1, seed=0)
+        IdIndex.empty(settings, 100, 1, 0, 1, seed=0)
     with pytest.raises(ValueError, match="num_regions must be a power of two"):
-        HashIndex.empty(settings, 192, 3, 0, 3, seed=0)
+        IdIndex.empty(settings, 192, 3, 0, 3, seed=0)
     with pytest.raises(ValueError, match="last_region must be at most 2"):
-        HashIndex.empty(settings, 128, 2, 0, 3, seed=0)
+        IdIndex.empty(settings, 128, 2, 0, 3, seed=0)
     with pytest.raises(ValueError, match="max_regions must be a power of two"):
         geometry(100, 3)
-    empty = HashIndex.empty(settings, 128, 2, 1, 1, seed=0)
+    empty = IdIndex.empty(settings, 128, 2, 1, 1, seed=0)
     assert map_one(empty, [], 1, 1).new_sizes == [0]
 
 
@@ -251,7 +251,7 @@ def test_batches_are_validated(
 
 
 def test_an_id_of_another_shard_is_named_and_changes_nothing() -> None:
-    shards = [HashIndex.empty(settings_of(), 256, 4, 2 * i, 2 * i + 2, seed=0) for i in range(2)]
+    shards = [IdIndex.empty(settings_of(), 256, 4, 2 * i, 2 * i + 2, seed=0) for i in range(2)]
     regions = twin.locate(shards[0], torch.arange(100)).regions
     low, high = (regions < 2).nonzero()[:, 0], (regions >= 2).nonzero()[:, 0]
     ids = torch.cat([low[:9], high[:3], low[9:10], high[3:5]])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from recsys.kernels.hashed import build, native, twin
-from recsys.kernels.hashed.index import HashIndex, IndexSettings, geometry
+from recsys.kernels.hashed.index import IdIndex, IndexSettings, geometry
 from tests.kernels.hashed.cases import (
     EXTREMES,
     SETTINGS,
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 
 
 def map_both(
-    indexes: list[HashIndex], twins: list[HashIndex], parts: list[list[int]], *now: int
+    indexes: list[IdIndex], twins: list[IdIndex], parts: list[list[int]], *now: int
 ) -> twin.Found:
     """Map a batch by the C file and by the twin, and compare results and states."""
     library = build.library()
@@ -187,7 +187,7 @@ def test_random_calls_under_sanitizers(tmp_path: Path, flag: str) -> None:
 def test_a_table_of_usual_size_equals_the_twin() -> None:
     settings: IndexSettings = settings_of(eviction="lfu", half_life=100, ttl=1000)
     rows, num_regions = geometry(100_000)
-    indexes = [HashIndex.empty(settings, rows, num_regions, 0, num_regions, 5)]
+    indexes = [IdIndex.empty(settings, rows, num_regions, 0, num_regions, 5)]
     twins = copy.deepcopy(indexes)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 6):

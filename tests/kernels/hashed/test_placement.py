@@ -7,14 +7,14 @@ import random
 import pytest
 import torch
 
-from recsys.kernels.hashed.index import LINE, HashIndex, IndexSettings, geometry
+from recsys.kernels.hashed.index import LINE, IdIndex, IndexSettings, geometry
 from recsys.kernels.hashed.placement import choose_rows
 from recsys.kernels.hashed.twin import locate, scores_of
 
 
 def _index(
     rows: int, eviction: str, first: int = 0, last: int | None = None, seed: int = 3
-) -> HashIndex:
+) -> IdIndex:
     settings = IndexSettings(
         eviction=eviction,  # type: ignore[arg-type]
         half_life=4 * (eviction == "lfu"),
@@ -26,7 +26,7 @@ def _index(
     )
     of_table, regions = geometry(rows, 4)
     last = regions if last is None else last
-    return HashIndex.empty(settings, of_table, regions, first, last, seed)
+    return IdIndex.empty(settings, of_table, regions, first, last, seed)
 
 
 def _python_score(eviction: str, step: int, last_used: int, seen: int) -> float:
@@ -65,7 +65,7 @@ def test_each_line_keeps_its_best_ids(eviction: str, seed: int) -> None:
         assert torch.equal(torch.where(found < 0, -1, found + first * 128), rows[own])
 
 
-def _check(index: HashIndex, ids: torch.Tensor, rows: torch.Tensor, scores: list[float]) -> None:
+def _check(index: IdIndex, ids: torch.Tensor, rows: torch.Tensor, scores: list[float]) -> None:
     spots = locate(index, ids)
     placed = rows[rows >= 0].tolist()
     assert len(set(placed)) == len(placed)

@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from recsys.kernels.hashed import twin
-from recsys.kernels.hashed.index import HashIndex, geometry, map_ids
+from recsys.kernels.hashed.index import IdIndex, geometry, map_ids
 from recsys.modules.hashed_ids import HashedIds
 from tests.kernels.hashed.cases import (
     EXTREMES,
@@ -158,13 +158,13 @@ def test_rebuild_checks_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Temporary arrays do not grow with the index."""
     rows, regions = geometry(3 << 20)
     settings = HashedIds().settings()
-    index = HashIndex.empty(settings, rows, regions, 0, regions, seed=1)
+    index = IdIndex.empty(settings, rows, regions, 0, regions, seed=1)
     assert index.rebuild()
     ids = torch.arange(1000)
     found = map_ids([index], ids, [1000], 1, 1, is_training=True).rows
     digests, locate, sizes = index.digests.clone(), twin.locate, list[int]()
 
-    def count(index: HashIndex, ids: torch.Tensor) -> Any:
+    def count(index: IdIndex, ids: torch.Tensor) -> Any:
         sizes.append(ids.numel())
         return locate(index, ids)
 

@@ -38,8 +38,8 @@ from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.hashed_ids import HashedIds
 from recsys.optim import Adagrad
-from tests.modules.ids.test_overflow_log import limit_of_files
-from tests.modules.ids.test_overflow_rows import (
+from tests.modules.ids.test_row_log import limit_of_files
+from tests.modules.ids.test_row_store import (
     batch_of,
     collection,
     fill,
@@ -183,9 +183,9 @@ def test_saves_of_parts_are_refused(tmp_path: Path) -> None:
     model = filled(tmp_path)
     for name in ("delta", "consolidated"):
         for save in (save_checkpoint, save_checkpoint_async):
-            with pytest.raises(ValueError, match=rf"with {name}=True must have no table with H"):
+            with pytest.raises(ValueError, match=rf"{name}=True needs all rows"):
                 save(tmp_path / "c", model, **{name: True})
-    with pytest.raises(ValueError, match="A state dict has no rows that are in the folder of"):
+    with pytest.raises(ValueError, match="A state dict does not include rows on the disk"):
         model.state_dict()
 
 
@@ -197,27 +197,27 @@ def test_moves_and_other_loads_are_refused(tmp_path: Path) -> None:
         world_size=1,
         device_type="cpu",
     )
-    with pytest.raises(ValueError, match=r"'ta' with HashedIds\.overflow must stay where it is"):
+    with pytest.raises(ValueError, match=r"reshard needs all rows .* under the new plan"):
         model.reshard({"ebc": plan})
-    with pytest.raises(CheckpointError, match=r"resize must have no table with HashedIds"):
+    with pytest.raises(CheckpointError, match="resize needs all rows of a table in memory"):
         load_checkpoint(path, model, model.fused_optimizer, resize="ta")
-    with pytest.raises(ValueError, match=r"must have no HashedIds\.overflow to be loaded from"):
+    with pytest.raises(ValueError, match=r"load_table needs all rows .* 'ta'"):
         load_table(model, "ta", np.ones((1, 4), np.float32), ids=np.arange(1))
     assert min(map(len, logs(model))) > 100
 
 
 def test_consumers_of_changed_rows_are_refused(tmp_path: Path) -> None:
     model = filled(tmp_path)
-    message = "whose changed rows are saved, published or counted must have no table"
+    message = r"published or counted needs all rows .* table 'ta'"
     with pytest.raises(ValueError, match=message):
         ModelDeltaTracker(model)
-    with pytest.raises(ValueError, match="A model to publish must have no table with HashedIds"):
+    with pytest.raises(ValueError, match="A model to publish needs all rows of a table in memory"):
         Publisher(model, tmp_path / "published")
 
 
 def test_a_checkpoint_is_not_served_without_its_rows(tmp_path: Path) -> None:
     model, path = saved(tmp_path)
-    with pytest.raises(CheckpointError, match="A checkpoint to export must have all rows"):
+    with pytest.raises(CheckpointError, match="not support tables with Hashed"):
         export_safetensors(path, tmp_path / "f.safetensors")
     with pytest.raises((CheckpointError, ValueError), match=r"HashedIds\.overflow"):
         quantize_embeddings(torch.nn.ModuleDict({"ebc": collection(None)}), checkpoint=path)
@@ -230,7 +230,7 @@ def test_splits_of_columns_are_refused(kind: ShardingType) -> None:
     rules = HashedIds(overflow="/rows", num_regions=2)
     tables = [EmbeddingBagConfig(128, 8, "t", feature_names=["a"], ids=rules)]
     plan = {"t": parameter_sharding(kind, 128, 8, [0, 1], local_size=1)}
-    message = r"'t' with HashedIds\.overflow must be table_wise, row_wise or table_row_wise; rec"
+    message = r"'t' with rows on the disk must be table_wise, row_wise or table_row_wise; rec"
     with pytest.raises(ValueError, match=message):
         layout_of_plan(EmbeddingBagCollection(tables=tables), plan, 2, 1)
 
@@ -241,7 +241,7 @@ JOB = """
 import random, sys
 from pathlib import Path
 from recsys.distributed.checkpoint import save_checkpoint
-from tests.modules.ids.test_overflow_rows import batch_of, collection, train
+from tests.modules.ids.test_row_store import batch_of, collection, train
 work, draw = Path(sys.argv[1]), random.Random(0)
 module = collection(work / "rows")
 for step in range(1, 10**6):

@@ -18,11 +18,11 @@ from recsys.inference import quantize_embeddings
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.modules.hashed_ids import LFU, LRU, AtLeast, HashedIds
-from recsys.modules.ids.overflow_log import OverflowLog, RecordField
-from recsys.modules.ids.overflow_rows import OverflowRows, open_log
+from recsys.modules.ids.row_log import RecordField, RowLog
+from recsys.modules.ids.row_store import RowStore, open_log
 from recsys.optim import Adagrad, Adam, RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.sparse import KeyedJaggedTensor
-from tests.modules.ids.test_overflow_log import limit_of_files
+from tests.modules.ids.test_row_log import limit_of_files
 
 NAMES = ["a", "b"]
 
@@ -240,11 +240,11 @@ def test_ways_that_would_lose_rows_are_refused(tmp_path: Path) -> None:
     module = collection(tmp_path)
     copy.deepcopy(module).state_dict()  # nothing is on the disk yet
     fill(module)
-    with pytest.raises(ValueError, match=r"A state dict has no rows .* 'ta' with \d+ of them"):
+    with pytest.raises(ValueError, match=r"A state dict does not include .* 'ta' with \d+ rows"):
         module.state_dict()
     with pytest.raises(ValueError, match="cannot be copied or pickled"):
         copy.deepcopy(module)
-    with pytest.raises(ValueError, match=r"A state dict has no rows .* 'ta' with \d+ of them"):
+    with pytest.raises(ValueError, match=r"A state dict does not include .* 'ta' with \d+ rows"):
         DistributedModelParallel(module, env=ShardingEnv.from_local(), device=torch.device("cpu"))
     with pytest.raises(ValueError, match=r"'ta' to quantize must have no HashedIds\.overflow"):
         quantize_embeddings(module)
@@ -266,7 +266,7 @@ def test_other_devices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [group] = module.marked_lookups()
     monkeypatch.setattr(group.tbe.layout, "device", torch.device("cuda"))
     with pytest.raises(ValueError, match=r"must be None for tables on cuda; received .*'ta'"):
-        OverflowRows(module.configs(), indexes(module), group.tbe)
+        RowStore(module.configs(), indexes(module), group.tbe)
 
 
 def test_records_have_the_fields_of_the_optimizer(tmp_path: Path) -> None:
@@ -279,5 +279,5 @@ def test_records_have_the_fields_of_the_optimizer(tmp_path: Path) -> None:
         module = collection(tmp_path, optimizer=optimizer)
         train(module, batch_of(random.Random(0), 10))
         log = indexes(module)[0].log
-        assert isinstance(log, OverflowLog)
+        assert isinstance(log, RowLog)
         assert [(field.name, field.values) for field in log.fields] == fields

@@ -26,10 +26,12 @@ from recsys.distributed.checkpoint.table_ids import HashedPart, hashed_parts
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.state.table_shards import TableShards
 from recsys.kernels.hashed.twin import locate
-from recsys.modules.ids.overflow_log import RecordField, record_bytes, split_records
-from recsys.modules.ids.overflow_rows import fields_of, open_log
+from recsys.modules.ids.row_log import RecordField, record_bytes, split_records
+from recsys.modules.ids.row_store import fields_of, open_log
 from recsys.modules.tables.embedding_table import EmbeddingTable
 
+_KEY = "overflow"
+"""Key of the manifest."""
 Files = dict[str, list[list[int]]]
 """Bytes and CRC of the blocks of each file; see `blocks.Files`."""
 
@@ -40,7 +42,11 @@ class SavedLogs(NamedTuple):
 
     files: Files
     tables: dict[str, list[dict[str, Any]]]
-    """Value of `overflow` in the manifest."""
+    """Logs by prefix; see `logs_of`."""
+
+    def about(self) -> dict[str, Any]:
+        """Return the entry of the manifest, if there are logs."""
+        return {_KEY: self.tables} if self.tables else {}
 
     @staticmethod
     def joined(parts: Sequence[SavedLogs]) -> SavedLogs:
@@ -53,6 +59,28 @@ class SavedLogs(NamedTuple):
         return joined
 
 
+def logs_of(manifest: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the logs of each table of a version, by the prefix of the table's values."""
+    logs: dict[str, list[dict[str, Any]]] = manifest.get(_KEY, {})
+    return logs
+
+
+def refuse_logs(manifest: Mapping[str, Any], folder: Path, action: str) -> None:
+    """Raise an error if a version has rows of logs.
+
+    Args:
+        manifest: Its manifest.
+        folder: Its folder.
+        action: The subject of the message, which such versions do not support.
+    """
+    for prefix, logs in logs_of(manifest).items():
+        if logs:
+            raise CheckpointError(
+                f"{action} does not support tables with HashedIds.overflow; received {folder}, "
+                f"whose table {prefix.removesuffix('.')!r} has one. Use read_hashed_table."
+            )
+
+
 def save_logs(model: nn.Module, folder: Path) -> SavedLogs:
     """Put this rank's logs into the folder of a version, and flush them to the disk.
 
@@ -61,7 +89,7 @@ def save_logs(model: nn.Module, folder: Path) -> SavedLogs:
     """
     saved = SavedLogs({}, {})
     save, number = uuid.uuid4().hex[:8], 0
-    for prefix, parts in overflow_tables(model):
+    for prefix, parts in tables_with_logs(model):
         saved.tables[prefix] = []
         for part in parts:
             log = part.rows.log
@@ -94,17 +122,17 @@ def save_logs(model: nn.Module, folder: Path) -> SavedLogs:
     return saved
 
 
-def overflow_tables(model: nn.Module) -> Iterator[tuple[str, list[HashedPart]]]:
+def tables_with_logs(model: nn.Module) -> Iterator[tuple[str, list[HashedPart]]]:
     """Yield the prefix of the values of each table with `HashedIds.overflow`, and its shards."""
     for path, module in get_unwrapped_module(model).named_modules():
         parts: list[HashedPart] | None = None
         if isinstance(module, TableShards):
-            if module.rules is not None and module.rules.overflow is not None:
+            if module.rules is not None and module.rules.has_rows_on_disk:
                 parts = hashed_parts(model, module)
         elif (
             isinstance(module, EmbeddingTable)
             and hasattr(module, "index")
-            and module.index.rules.overflow is not None
+            and module.index.rules.has_rows_on_disk
         ):
             parts = hashed_parts(model, module.weight)
         if parts is not None:
@@ -131,7 +159,7 @@ def check_logs(
     Raises:
         CheckpointError: A table has no overflow, or its records have other fields.
     """
-    own = dict(overflow_tables(model))
+    own = dict(tables_with_logs(model))
     names = {
         f"{path}." for path, module in get_unwrapped_module(model).named_modules()
         if isinstance(module, TableShards | EmbeddingTable)
@@ -190,7 +218,7 @@ def load_logs(
         CheckpointError: A file is missing or damaged.
         OSError: The folder of a log cannot be written.
     """
-    for prefix, parts in overflow_tables(model) if saved else ():
+    for prefix, parts in tables_with_logs(model) if saved else ():
         name = prefix.removesuffix(".").rpartition(".")[2]
         for part in parts:
             fields = fields_of(part.kernel, part.place)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import final
+from typing import NoReturn, final
 
 import torch
 from torch import Tensor
 
 from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
-from recsys.modules.ids.overflow_log import OverflowLog, RecordField, split_records
+from recsys.modules.ids.row_log import RecordField, RowLog, split_records
 from recsys.modules.ids.table_index import TableIndex
 
-__all__ = ["OverflowRows", "fields_of", "open_log"]
+__all__ = ["RowStore", "fields_of", "open_log", "refuse_backward"]
 
 
 def fields_of(tbe: TableBatchedEmbedding, table: int) -> list[RecordField]:
@@ -32,7 +32,7 @@ def _arrays(tbe: TableBatchedEmbedding, table: int) -> dict[str, Tensor]:
 
 
 @final
-class OverflowRows:
+class RowStore:
     """The tables of a lookup whose `HashedIds` have an `overflow`.
 
     Args:
@@ -51,7 +51,7 @@ class OverflowRows:
         tbe: TableBatchedEmbedding,
     ) -> None:
         self._indexes, self._tbe, self._is_open = indexes, tbe, False
-        self._tables = [t for t, index in enumerate(indexes) if index.rules.overflow is not None]
+        self._tables = [t for t, index in enumerate(indexes) if index.rules.has_rows_on_disk]
         self._names = [config.name for config in configs]
         device = tbe.layout.device
         if self._tables and device.type not in ("cpu", "meta"):
@@ -143,7 +143,7 @@ class OverflowRows:
 
     @torch.no_grad()
     def _lend(
-        self, table: int, log: OverflowLog, rows: Tensor, ids: Tensor
+        self, table: int, log: RowLog, rows: Tensor, ids: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         """Write weights of a log to rows that are not read; return these and their own weights."""
         is_unknown = self._indexes[table].are_shared(rows)
@@ -177,7 +177,15 @@ class OverflowRows:
             array.index_copy_(0, rows, values[name].view(-1, *array.shape[1:]))
 
 
-def open_log(index: TableIndex, name: str, fields: Sequence[RecordField]) -> OverflowLog:
+def refuse_backward(gradient: Tensor) -> NoReturn:
+    """Raise the error of a backward pass through rows that were borrowed."""
+    raise ValueError(
+        "A batch of evaluation that reads rows from the folder of HashedIds.overflow must have no "
+        "backward pass; received a gradient. Call train() before the lookup."
+    )
+
+
+def open_log(index: TableIndex, name: str, fields: Sequence[RecordField]) -> RowLog:
     """Return the log of a table's index, which is made if there is none yet.
 
     Args:
@@ -199,5 +207,5 @@ def open_log(index: TableIndex, name: str, fields: Sequence[RecordField]) -> Ove
             f"folder of HashedIds.overflow; received fields {[f.name for f in fields]} instead of "
             f"{[f.name for f in log.fields]}. Save a checkpoint, and load it into a new model."
         )
-    index.log = log = OverflowLog(index.rules.overflow, name, fields)
+    index.log = log = RowLog(index.rules.overflow, name, fields)
     return log

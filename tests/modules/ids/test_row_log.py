@@ -22,13 +22,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from recsys.modules.ids.overflow_log import OverflowLog, RecordField
+from recsys.modules.ids.row_log import RecordField, RowLog
 
 BYTES, SEGMENT = 12, 40 * 20  # 40 records of a file
 
 
-def log_in(folder: Path, segment_bytes: int = SEGMENT) -> OverflowLog:
-    return OverflowLog(folder, "t/é", [RecordField("weight", torch.uint8, BYTES)], segment_bytes)
+def log_in(folder: Path, segment_bytes: int = SEGMENT) -> RowLog:
+    return RowLog(folder, "t/é", [RecordField("weight", torch.uint8, BYTES)], segment_bytes)
 
 
 def as_ids(ids: list[int]) -> Tensor:
@@ -40,11 +40,11 @@ def records_of(draw: random.Random, count: int) -> Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)[:-1].view(count, BYTES)
 
 
-def files_of(log: OverflowLog) -> list[Path]:
+def files_of(log: RowLog) -> list[Path]:
     return sorted(log.folder.iterdir())
 
 
-def check_saved(log: OverflowLog, folder: Path, expected: dict[int, bytes]) -> None:
+def check_saved(log: RowLog, folder: Path, expected: dict[int, bytes]) -> None:
     """A save has the valid records, and each once."""
     folder.mkdir()
     found = dict[int, bytes]()
@@ -221,8 +221,8 @@ def test_it_is_not_copied(tmp_path: Path) -> None:
 
 JOB = """
 import os, signal, sys, torch
-from recsys.modules.ids.overflow_log import OverflowLog, RecordField
-log = OverflowLog(sys.argv[1], "t", [RecordField("weight", torch.float32, 1)])
+from recsys.modules.ids.row_log import RowLog, RecordField
+log = RowLog(sys.argv[1], "t", [RecordField("weight", torch.float32, 1)])
 log.append(torch.arange(3), torch.zeros(3, 4, dtype=torch.uint8))
 if os.fork() == 0:
     del log

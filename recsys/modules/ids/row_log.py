@@ -29,8 +29,8 @@ from recsys.kernels.hashed.id_numbers import IdNumbers
 
 __all__ = [
     "SEGMENT_BYTES",
-    "OverflowLog",
     "RecordField",
+    "RowLog",
     "SavedSegment",
     "record_bytes",
     "split_records",
@@ -85,7 +85,7 @@ class _Segment:
 
 
 @final
-class OverflowLog:
+class RowLog:
     """Records of ids in files that are only appended to: the values of rows that ids lose.
 
     The newest record of an id is valid, until it is taken. The valid records of a full file are
@@ -106,7 +106,7 @@ class OverflowLog:
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     log = OverflowLog(folder, "t", [RecordField("weight", torch.uint8, 2)])
+        ...     log = RowLog(folder, "t", [RecordField("weight", torch.uint8, 2)])
         ...     log.append(torch.tensor([-5, 7]), torch.tensor([[1, 2], [3, 4]]).byte())
         ...     print(log.has(torch.tensor([7, 8])).tolist())
         ...     print(log.read(torch.tensor([7])).tolist(), len(log))
@@ -136,6 +136,19 @@ class OverflowLog:
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    def check_empty(self, action: str) -> None:
+        """Raise an error if the log has rows.
+
+        Args:
+            action: The subject of the message, which does not include rows on the disk.
+        """
+        if len(self):
+            raise ValueError(
+                f"{action} does not include rows on the disk; received table '{self.name}' with "
+                f"{len(self)} rows in the folder of HashedIds.overflow. Call save_checkpoint, "
+                "which saves them, too."
+            )
 
     def __reduce__(self) -> NoReturn:
         raise ValueError(
