@@ -1,6 +1,6 @@
 """Approximate search of items by faiss, for catalogues of millions.
 
-Legend: `B` queries, `I` items, `D` columns, `K` results.
+Shapes: `B` queries, `I` items, `D` columns, `K` results.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A model may select, rename, hash or clamp ids before a lookup. The tables of a feature are therefore
 found by a trial: the model runs on marked ids, and each lookup records the marks that it receives.
 
-Legend: `K` keys of a batch, `B` batch size, `N` ids.
+Shapes: `K` keys of a batch, `B` batch size, `N` ids.
 """
 
 from __future__ import annotations

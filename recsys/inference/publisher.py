@@ -4,7 +4,7 @@ Dense layers stay as they were packaged. They change much more slowly than rows,
 systems publish them about daily (Monolith: Real Time Recommendation System With Collisionless
 Embedding Table, arXiv:2209.07663, section 2.2.2): write a new version by `package`.
 
-Legend: `K` changed rows, `D` columns of a table, `C` columns of a shard.
+Shapes: `K` changed rows, `D` columns of a table, `C` columns of a shard.
 """
 
 from __future__ import annotations

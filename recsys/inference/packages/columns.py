@@ -3,7 +3,7 @@
 docs/serving_rules.md lists the rules of conversion, which the C++ core shares
 (`recsys/inference/cpp/columns.cpp`).
 
-Legend: `B` rows, `N` values, `V` values of a vocabulary.
+Shapes: `B` rows, `N` values, `V` values of a vocabulary.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The file format of deltas: safetensors with a checksum of the whole file in its metadata.
 
-Legend: `R` updated rows.
+Shapes: `R` updated rows.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ has the sequence number, the SHA-256 of the version's manifest, and a checksum o
 writer locks the folder, writes `.part-<random>`, and renames it. A killed writer leaves such a
 file, which the next writer removes.
 
-Legend: `R` updated rows, `D` columns.
+Shapes: `R` updated rows, `D` columns.
 """
 
 from __future__ import annotations

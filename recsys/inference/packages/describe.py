@@ -1,6 +1,6 @@
 """Description of a model's inputs and outputs for the manifest of a package.
 
-Legend: `B` batch size.
+Shapes: `B` batch size.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 docs/serving_rules.md lists the rules, which the C++ core shares (`recsys/inference/cpp/batch.cpp`).
 
-Legend: `B` rows, `F` features of an input, `N` ids.
+Shapes: `B` rows, `F` features of an input, `N` ids.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Each table is a buffer under its public name, `embedding_bags.<table>.weight` or
 that the lookups read. Before each lookup the buffers are compared with the views. If a buffer has
 been replaced, the buffers are gathered into new storages.
 
-Legend: `B` batch size, `N` ids, `D` columns.
+Shapes: `B` batch size, `N` ids, `D` columns.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 They hold tensors, names and numbers only. An exported program runs them in place of the collection
 (`QuantizedCollection.served`), on the same storage.
 
-Legend: `K` keys of a batch, `B` batch size, `N` ids, `D` columns, `P` positions of a bag.
+Shapes: `K` keys of a batch, `B` batch size, `N` ids, `D` columns, `P` positions of a bag.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Quantized tables are read-only, so the devices of one process exchange no updates. Each device looks
 up its shards and sends the rows to the device of the ids.
 
-Legend: `B` batch size, `N` ids, `D` columns.
+Shapes: `B` batch size, `N` ids, `D` columns.
 """
 
 from __future__ import annotations

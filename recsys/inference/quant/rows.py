@@ -2,7 +2,7 @@
 
 Tables with hashed ids also have an index, which maps the ids to rows.
 
-Legend: `N` ids, `R` rows of a table.
+Shapes: `N` ids, `R` rows of a table.
 """
 
 from __future__ import annotations
