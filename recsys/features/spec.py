@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recsys.base.arguments import MissingKeyError, shown, whole, wrong_type
 from recsys.datasets.memory import table_of
-from recsys.datasets.tables import tables_of
+from recsys.datasets.sources import parts_of
 from recsys.datasets.utils import Batch
 from recsys.features import save
 from recsys.features.columns import (
@@ -345,9 +345,11 @@ class FeatureSpec:
         """
         part = PartialFit(self.columns, limit)
         kinds = dict.fromkeys(self.column_kinds())  # without the kinds of an earlier fit
-        for table in tables_of(data, self.fit_column_names(), kinds):
-            for start in range(0, max(table.num_rows, 1), _WINDOW):
-                part.add(table.slice(start, _WINDOW))
+        for rows in parts_of(data, self.fit_column_names(), kinds):
+            for start in range(0, max(rows.table.num_rows, 1), _WINDOW):
+                window = rows.slice(start, _WINDOW)
+                with window.located(part.num_rows):
+                    part.add(window.table)
         return part
 
     def fit(self, data: Any, *, limit: int = 50_000_000) -> FeatureSpec:
@@ -370,7 +372,7 @@ class FeatureSpec:
             KeyError: a table does not have a column.
             TypeError: a column has values of another type.
             ValueError: there are not rows, or a value is NaN, infinite or out of its range. The
-                message names the column, the row and the value.
+                message names the column, the row and the value; in data of files, also the file.
         """
         return self.fit_parts([self.partial(data, limit=limit)])
 
