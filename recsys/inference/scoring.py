@@ -28,7 +28,6 @@ from recsys.base.logs import logger
 from recsys.datasets.files import File
 from recsys.datasets.sources import read_parts
 from recsys.datasets.tables import Paths, files_of, unify_types
-from recsys.features.columns import Numeric
 from recsys.features.spec import FeatureSpec
 from recsys.inference.packages.columns import arguments_of, load_spec, names_of
 from recsys.inference.packages.predictor import Predictor
@@ -282,8 +281,7 @@ def _scorer(
         stack.enter_context(evaluation_mode(model))
         names = fitted.column_names(labels=False)
         kinds = {name: kind for name, kind in fitted.column_kinds().items() if name in names}
-        numbers = [column for column in fitted.columns if isinstance(column, Numeric)]
-        optional = [column.name for column in numbers if column.missing is not None]
+        optional = [column.name for column in fitted.columns if column.is_optional]
         origin, tasks = model_of(model, fitted), fitted.label_names
         return _Scorer(
             lambda table: _run(model, fitted, table), names, optional, kinds, tasks, origin
