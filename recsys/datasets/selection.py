@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import posixpath
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeAlias, final
@@ -130,10 +132,11 @@ class Selection:
             stop = start
             while stop < len(units) and units[stop].source == source:
                 stop += 1
-            numbers = [unit.number for unit in units[start:stop]]
-            tables = self.sources[source].read(numbers, self.columns)
-            for unit, table in zip(units[start:stop], tables, strict=True):
-                found.append(self._select(table, unit))
+            by_number = {unit.number: unit for unit in units[start:stop]}
+            parts = self.sources[source].read([*by_number], self.columns)
+            for number, pairs in itertools.groupby(parts, lambda pair: pair[0]):
+                table = pa.concat_tables([table for _, table in pairs])
+                found.append(self._select(table, by_number[number]))
             start = stop
         return [rows for rows in found if rows.table.num_rows]
 
@@ -151,10 +154,8 @@ class Selection:
                 else source.first_row(unit.number)
             )
             rows = np.arange(first, first + table.num_rows)
-            try:
+            with self._located([Rows(table, unit, None)]):
                 parts = self.split.parts_of(table, posixpath.basename(source.path), rows)
-            except (KeyError, TypeError, ValueError) as error:
-                raise self._located(error, [Rows(table, unit, None)]) from error
             mine = parts == PARTS.index(str(self.part))
             is_kept = mine if is_kept is None else mine & is_kept
         if is_kept is None or is_kept.all():
@@ -178,15 +179,13 @@ class Selection:
             while stop < len(rows) and rows[stop].table.schema.equals(schema):
                 stop += 1
             table = pa.concat_tables([part.table for part in rows[start:stop]])
-            try:
+            with self._located(rows[start:stop]):
                 batches.append(self.spec.transform(table, labels=self.labels))
-            except (KeyError, TypeError, ValueError) as error:
-                raise self._located(error, rows[start:stop]) from error
             start = stop
         return join_rows(batches)
 
-    def _located(self, error: Exception, rows: Sequence[Rows]) -> Exception:
-        """Return an error of a window with the file, and the row in the file."""
+    def _located(self, rows: Sequence[Rows]) -> AbstractContextManager[None]:
+        """Return a context that names the file, and the row in the file, in errors of a window."""
 
         def place_of(row: int) -> tuple[str, int]:
             for part in rows:
@@ -198,7 +197,7 @@ class Selection:
                 row = int(part.kept[row])
             return source.path, row + source.first_row(part.unit.number)
 
-        return located(error, place_of)
+        return located(place_of)
 
 
 def check_settings(spec: object, split: object, filter: object) -> None:

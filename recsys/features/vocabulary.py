@@ -15,13 +15,15 @@ import pyarrow.compute as pc
 
 from recsys.base.arguments import shown
 from recsys.features.arrow import Keys
-from recsys.features.columns import MISSING, UNKNOWN
+from recsys.features.columns import MISSING
 from recsys.features.hash_index import HashIndex
 from recsys.features.text_hash import hash_texts
 
 __all__ = ["Counts", "Vocabulary"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
+_UNKNOWN: Final = 1
+"""Row of the values that are not in a vocabulary."""
 _FIRST: Final = 2
 """Row of the first value of a vocabulary."""
 _PARTITIONS: Final = 64
@@ -97,7 +99,7 @@ class Vocabulary:
             places = self._index.find(keys.numbers)
         else:
             places = self._find_texts(keys.texts)[keys.numbers]
-        rows = np.where(places < 0, UNKNOWN, places + _FIRST)
+        rows = np.where(places < 0, _UNKNOWN, places + _FIRST)
         if keys.is_missing is not None:
             rows[keys.is_missing] = MISSING
         return rows
@@ -227,7 +229,7 @@ class Counts:
                 f"of {_shown(values, first)}; so are {len(later) - 1} other texts. Spell a real "
                 "value in another way.",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         return Vocabulary(values.take(pa.array(np.delete(np.arange(len(values)), later))))
 
