@@ -89,17 +89,17 @@ def prepare(
     r"""Convert raw tables to Parquet files of row numbers, scaled numbers and labels.
 
     Args:
-        spec: the columns; fitted on the data if it is not fitted yet.
-        paths: files, folders, globs or URLs of raw tables, or a list of them.
-        output: a new or empty folder for the files, the fitted spec (`features`) and the spec of
+        spec: The columns; fitted on the data if it is not fitted yet.
+        paths: Files, folders, globs or URLs of raw tables, or a list of them.
+        output: A new or empty folder for the files, the fitted spec (`features`) and the spec of
             the files (`prepared`).
         format: "parquet", "csv" or "tsv"; None: by the suffix of each file.
         labels: False for tables without labels, sample weights and groups.
-        row_group_rows: rows of a row group, the unit that ranks divide and shuffle.
-        file_rows: rows of a file, at least.
-        compression: of the files, as `pyarrow.parquet.ParquetWriter` names it.
-        num_workers: threads that transform rows while others are read and written.
-        limit: number of distinct values of a vocabulary in memory; more are counted in files.
+        row_group_rows: Rows of a row group, the unit that ranks divide and shuffle.
+        file_rows: Rows of a file, at least.
+        compression: Of the files, as `pyarrow.parquet.ParquetWriter` names it.
+        num_workers: Threads that transform rows while others are read and written.
+        limit: Number of distinct values of a vocabulary in memory; more are counted in files.
         csv_options: `read_options`, `parse_options` and `convert_options` of `pyarrow.csv`.
 
     Returns:
@@ -107,10 +107,10 @@ def prepare(
 
     Raises:
         FileExistsError: `output` is not empty.
-        FileNotFoundError: a path has no file.
-        KeyError: a file does not have a column.
-        TypeError: a column has values of another type.
-        ValueError: a file is damaged, or a value is NaN, infinite or out of its range. The message
+        FileNotFoundError: A path has no file.
+        KeyError: A file does not have a column.
+        TypeError: A column has values of another type.
+        ValueError: A file is damaged, or a value is NaN, infinite or out of its range. The message
             names the column, the value, the file and the row in the file.
 
     Example:

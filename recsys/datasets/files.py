@@ -49,11 +49,11 @@ class File:
         """Yield the parts that are read of the file, if it is still the one that was found.
 
         Args:
-            parts: an iterable that reads.
-            text_of: function that describes an error of Arrow.
+            parts: An iterable that reads.
+            text_of: Function that describes an error of Arrow.
 
         Raises:
-            ValueError: the file has changed or is damaged, or a value does not have the type of its
+            ValueError: The file has changed or is damaged, or a value does not have the type of its
                 column.
         """
         self._check_version()
@@ -79,7 +79,7 @@ class File:
         A copy of the file has the same checksum.
 
         Raises:
-            ValueError: the file has changed since it was found.
+            ValueError: The file has changed since it was found.
         """
         (ends,) = self.checked(self._ends())
         return zlib.crc32(ends)
@@ -96,8 +96,8 @@ class File:
         """Check that the file has columns.
 
         Raises:
-            KeyError: it does not have one of them.
-            ValueError: it has one of them several times.
+            KeyError: It does not have one of them.
+            ValueError: It has one of them several times.
         """
         columns = list(columns)
         missing = [name for name in columns if name not in self.schema.names]
@@ -117,8 +117,8 @@ def version_of(system: Any, path: str) -> tuple[int, ...]:
     """Return size, time in nanoseconds and inode of a file, which another version changes.
 
     Args:
-        system: a file system of pyarrow; other systems than the local one have no inodes.
-        path: the path in it.
+        system: A file system of pyarrow; other systems than the local one have no inodes.
+        path: The path in it.
     """
     if isinstance(system, fs.LocalFileSystem):
         try:

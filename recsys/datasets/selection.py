@@ -69,7 +69,7 @@ class Selection:
     """The rows that a reader yields, and their columns.
 
     Raises:
-        KeyError: a source does not have a column.
+        KeyError: A source does not have a column.
         TypeError: `spec` is not a spec, `split` not a split, or `filter` not an expression.
         ValueError: `part` is unknown, or the filter has other columns.
     """
@@ -123,7 +123,7 @@ class Selection:
         """Return the rows of units that filter and split keep.
 
         Raises:
-            ValueError: a file is damaged, or a value does not have the type of its column.
+            ValueError: A file is damaged, or a value does not have the type of its column.
         """
         found = []
         start = 0
@@ -167,8 +167,8 @@ class Selection:
         """Return a batch of rows.
 
         Raises:
-            TypeError: a column has values of another type.
-            ValueError: a value is NaN, infinite or out of its range. The message names the column,
+            TypeError: A column has values of another type.
+            ValueError: A value is NaN, infinite or out of its range. The message names the column,
                 the value, the file and the row in the file.
         """
         batches = []
@@ -219,11 +219,11 @@ def filter_columns(filter: Any, schema: Any) -> list[str]:
     """Return the columns of a filter: all columns without which it cannot be computed.
 
     Args:
-        filter: an expression of `pyarrow.dataset`, or None.
-        schema: the columns of the table.
+        filter: An expression of `pyarrow.dataset`, or None.
+        schema: The columns of the table.
 
     Raises:
-        ValueError: the table does not have a column of the filter, or not with this type.
+        ValueError: The table does not have a column of the filter, or not with this type.
     """
     if filter is None:
         return []

@@ -74,7 +74,7 @@ class Source(Protocol):
         """Yield the number of each unit and an Arrow table of its rows, or several tables.
 
         Raises:
-            ValueError: the file is damaged or has changed since it was found, or a value does not
+            ValueError: The file is damaged or has changed since it was found, or a value does not
                 have the type of its column.
         """
 
@@ -92,8 +92,8 @@ def source_of(file: File, rows: Any = None, *, in_parts: bool = False) -> Source
     """Return the source of a file.
 
     Args:
-        file: the file.
-        rows: a filter of `pyarrow.dataset`. Row groups whose statistics exclude it are left out;
+        file: The file.
+        rows: A filter of `pyarrow.dataset`. Row groups whose statistics exclude it are left out;
             rows are not filtered.
         in_parts: True to yield several tables of a large unit, at most some 64 thousand rows each,
             and to read text files as one unit, in tables of a mebibyte of text.
@@ -106,9 +106,9 @@ class ParquetSource:
     """A Parquet file; units are its row groups.
 
     Args:
-        file: the file.
-        rows: a filter, as for `source_of`.
-        in_parts: as for `source_of`.
+        file: The file.
+        rows: A filter, as for `source_of`.
+        in_parts: As for `source_of`.
     """
 
     def __init__(self, file: File, rows: Any, in_parts: bool) -> None:
@@ -163,8 +163,8 @@ class TextSource:
     newlines, and files that are read in parts are one unit.
 
     Args:
-        file: the file.
-        in_parts: as for `source_of`.
+        file: The file.
+        in_parts: As for `source_of`.
     """
 
     def __init__(self, file: File, in_parts: bool) -> None:
@@ -263,7 +263,7 @@ class TableSource:
     """A table in memory, or a memory-mapped `Dataset` of Hugging Face; units are slices.
 
     Args:
-        data: as for `recsys.datasets.memory.table_of`.
+        data: As for `recsys.datasets.memory.table_of`.
     """
 
     def __init__(self, data: Any) -> None:
@@ -329,7 +329,7 @@ class Part(NamedTuple):
         """Return a context that names the file, and the row in the file, in errors.
 
         Args:
-            counted: number of the first row in messages of errors.
+            counted: Number of the first row in messages of errors.
         """
         return located(lambda row: (self.path, self.first + row - counted))
 
@@ -338,11 +338,11 @@ def read_parts(file: File, columns: Sequence[str]) -> Iterator[Part]:
     """Yield all rows of a file in parts, in bounded memory.
 
     Args:
-        file: the file.
-        columns: the columns to read.
+        file: The file.
+        columns: The columns to read.
 
     Raises:
-        ValueError: as for `Source.read`.
+        ValueError: As for `Source.read`.
     """
     source, first = source_of(file, in_parts=True), 0
     for _, table in source.read([number for number, _ in source.sizes], columns):
@@ -354,16 +354,16 @@ def parts_of(data: Any, columns: Sequence[str], kinds: Mapping[str, str | None])
     """Yield parts of data that may be larger than memory.
 
     Args:
-        data: a path, glob, folder or URL, or a list of them; a table as for `table_of`; parts; or
+        data: A path, glob, folder or URL, or a list of them; a table as for `table_of`; parts; or
             an iterable of tables or parts.
-        columns: the columns to read of files. Before their rows comes a part without rows, with
+        columns: The columns to read of files. Before their rows comes a part without rows, with
             the types of all columns.
-        kinds: columns of keys in files, as for `unify_types`.
+        kinds: Columns of keys in files, as for `unify_types`.
 
     Raises:
         TypeError: `data` is not one of these.
-        KeyError: a table does not have a column.
-        ValueError: a file is damaged, empty or of an unknown format.
+        KeyError: A table does not have a column.
+        ValueError: A file is damaged, empty or of an unknown format.
     """
     tables: Iterable[Any] = [data]
     if isinstance(data, Part):

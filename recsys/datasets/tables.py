@@ -75,13 +75,13 @@ def located(place_of: Callable[[int], tuple[str, int]]) -> Iterator[None]:
     """Name the file, and the row in the file, in errors of some rows.
 
     Args:
-        place_of: function from the N of "in row N", in the message of an error, to the path and to
+        place_of: Function from the N of "in row N", in the message of an error, to the path and to
             the row in the file. Errors of an empty path are left as they are.
 
     Raises:
-        KeyError: a column is missing.
-        TypeError: a column has values of another type.
-        ValueError: a value is out of its range.
+        KeyError: A column is missing.
+        TypeError: A column has values of another type.
+        ValueError: A value is out of its range.
 
     Example:
         >>> with located(lambda row: ("day.csv", row + 100)):
@@ -113,9 +113,9 @@ def unify_types(
     """Check that columns have one kind of values in all files.
 
     Args:
-        files: at least one file.
-        columns: the columns that files must have.
-        kinds: further columns, of keys, which files may lack. "text": text files are read with
+        files: At least one file.
+        columns: The columns that files must have.
+        kinds: Further columns, of keys, which files may lack. "text": text files are read with
             texts; None: the kind is not known.
 
     Returns:
@@ -125,8 +125,8 @@ def unify_types(
         column of keys of no known kind is read as texts if a file has texts in it.
 
     Raises:
-        KeyError: a file does not have a column.
-        TypeError: a column has values of another kind, such as numbers and texts.
+        KeyError: A file does not have a column.
+        TypeError: A column has values of another kind, such as numbers and texts.
     """
     types: dict[str, Any] = {}  # of text files
     required = list(columns)
@@ -182,9 +182,9 @@ def files_of(paths: Paths, format: str | None = None, **csv_options: Any) -> lis
     """Find the files of paths, globs, folders and URLs, in the order of their names.
 
     Args:
-        paths: one or several.
+        paths: One or several.
         format: "parquet", "csv" or "tsv"; None: by the suffix of each file.
-        csv_options: for text files: `read_options`, `parse_options` and `convert_options` of
+        csv_options: For text files: `read_options`, `parse_options` and `convert_options` of
             `pyarrow.csv`.
 
     Returns:
@@ -192,8 +192,8 @@ def files_of(paths: Paths, format: str | None = None, **csv_options: Any) -> lis
 
     Raises:
         TypeError: `paths` are not paths.
-        FileNotFoundError: a path or glob has no file, or there is no path.
-        ValueError: the format of a file is unknown, or the file is damaged or empty.
+        FileNotFoundError: A path or glob has no file, or there is no path.
+        ValueError: The format of a file is unknown, or the file is damaged or empty.
     """
     if not is_path(paths) and not (isinstance(paths, Sequence) and all(map(is_path, paths))):
         wrong_type("paths", "a path or a list of paths", paths)

@@ -111,7 +111,7 @@ class Column:
         """Return the features with ids, one for each of `feature_names`.
 
         Args:
-            fitted: the state of the spec.
+            fitted: The state of the spec.
         """
         return []
 
@@ -119,7 +119,7 @@ class Column:
         """Return the kind of the values, "text" or "number"; None: it is not known.
 
         Args:
-            fitted: the state of the spec.
+            fitted: The state of the spec.
         """
         return fitted.kinds.get(self.name)
 
@@ -127,31 +127,31 @@ class Column:
         """Add the statistics of rows.
 
         Args:
-            statistics: the statistics.
-            table: an Arrow table.
+            statistics: The statistics.
+            table: An Arrow table.
 
         Raises:
-            KeyError: the table does not have the column.
-            TypeError: values have another type.
-            ValueError: a value is NaN, infinite or out of its range.
+            KeyError: The table does not have the column.
+            TypeError: Values have another type.
+            ValueError: A value is NaN, infinite or out of its range.
         """
 
     def finish_fit(self, statistics: PartialFit, fitted: Fitted) -> None:
         """Add the state of the column to the state of the spec.
 
         Args:
-            statistics: the statistics of all rows.
-            fitted: the state, of the columns before this one.
+            statistics: The statistics of all rows.
+            fitted: The state, of the columns before this one.
         """
 
     def check_fitted(self, fitted: Fitted) -> None:
         """Check that a state has the values that `read` needs.
 
         Args:
-            fitted: a state that was loaded.
+            fitted: A state that was loaded.
 
         Raises:
-            KeyError: a value is missing.
+            KeyError: A value is missing.
         """
         self.features(fitted)
 
@@ -159,8 +159,8 @@ class Column:
         """Read the values of the column's part of a batch of B rows.
 
         Args:
-            table: an Arrow table.
-            fitted: the state of the spec.
+            table: An Arrow table.
+            fitted: The state of the spec.
 
         Returns:
             For "sparse_features", a `transform.Bags` for each feature; for "labels", a
@@ -168,9 +168,9 @@ class Column:
             for groups.
 
         Raises:
-            KeyError: the table does not have the column.
-            TypeError: values have another type.
-            ValueError: a value is NaN, infinite or out of its range.
+            KeyError: The table does not have the column.
+            TypeError: Values have another type.
+            ValueError: A value is NaN, infinite or out of its range.
         """
         raise NotImplementedError(f"{type(self).__name__} columns must have a method read.")
 
@@ -180,12 +180,12 @@ class Column:
         """Return the entry of the column in the manifest of a package; None for a target.
 
         Args:
-            fitted: the state of the spec.
-            table: an Arrow table with example rows, for types of values.
-            tensors: name of the model's tensor of each feature with ids.
+            fitted: The state of the spec.
+            table: An Arrow table with example rows, for types of values.
+            tensors: Name of the model's tensor of each feature with ids.
 
         Raises:
-            TypeError: values have a type that requests cannot have, or packages do not have this
+            TypeError: Values have a type that requests cannot have, or packages do not have this
                 kind of column.
         """
         if self.part not in INPUTS:
@@ -201,7 +201,7 @@ def check_columns(columns: Sequence[Column]) -> None:
     """Check that the columns of a spec fit together.
 
     Raises:
-        ValueError: two features have one name, or columns with one table differ in its settings.
+        ValueError: Two features have one name, or columns with one table differ in its settings.
     """
     names = [name for column in columns for name in column.feature_names()]
     labels = [column.name for column in columns if column.part == "labels"]
@@ -247,12 +247,12 @@ def one_of(subject: str, value: str, choices: Iterable[str]) -> None:
     """Check that a setting is one of several.
 
     Args:
-        subject: the setting, for the message.
-        value: its value.
-        choices: the legal values.
+        subject: The setting, for the message.
+        value: Its value.
+        choices: The legal values.
 
     Raises:
-        ValueError: it is another value.
+        ValueError: It is another value.
     """
     listed = ", ".join(map(repr, choices))
     if value not in [*choices]:

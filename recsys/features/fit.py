@@ -45,16 +45,16 @@ class PartialFit:
     `FeatureSpec.partial` makes one per part, in any process; `FeatureSpec.fit_parts` joins them.
 
     Args:
-        columns: the columns of the spec.
-        limit: number of distinct values of a vocabulary in memory; more are moved to temporary
+        columns: The columns of the spec.
+        limit: Number of distinct values of a vocabulary in memory; more are moved to temporary
             files.
 
     Attributes:
-        num_rows: number of rows.
-        counts: counts of the values of vocabularies, by table.
-        moments: mean, deviation and limits of numbers, by column.
-        quantiles: quantiles of numbers, by column.
-        kinds: kinds of values, "text" or "number", by column.
+        num_rows: Number of rows.
+        counts: Counts of the values of vocabularies, by table.
+        moments: Mean, deviation and limits of numbers, by column.
+        quantiles: Quantiles of numbers, by column.
+        kinds: Kinds of values, "text" or "number", by column.
 
     Example:
         >>> import pyarrow as pa
@@ -78,9 +78,9 @@ class PartialFit:
         """Count the rows of an Arrow table. The types of a table without rows count, too.
 
         Raises:
-            KeyError: the table does not have a column.
-            TypeError: a column has values of another type, or texts after numbers.
-            ValueError: a value is NaN, infinite or out of its range.
+            KeyError: The table does not have a column.
+            TypeError: A column has values of another type, or texts after numbers.
+            ValueError: A value is NaN, infinite or out of its range.
         """
         for column in self.columns:
             column.fit(self, table)
@@ -90,8 +90,8 @@ class PartialFit:
         """Read a column; messages of errors count the rows of all tables.
 
         Args:
-            table: an Arrow table.
-            name: the column.
+            table: An Arrow table.
+            name: The column.
             is_list: True if the rows must be lists.
         """
         return read_values(table, name, is_list)._replace(first_row=self.num_rows)
@@ -100,11 +100,11 @@ class PartialFit:
         """Add the kind of the values of a column, which the table may lack.
 
         Args:
-            column: the column.
-            table: an Arrow table. Without rows, the type of the column counts.
+            column: The column.
+            table: An Arrow table. Without rows, the type of the column counts.
 
         Raises:
-            TypeError: earlier values were texts and these are numbers, or the reverse.
+            TypeError: Earlier values were texts and these are numbers, or the reverse.
         """
         if column.name in table.column_names:
             array = self.values(table, column.name, column.is_list).array
@@ -122,8 +122,8 @@ class PartialFit:
         """Add the statistics of another part.
 
         Raises:
-            ValueError: the other part is of other columns.
-            TypeError: a column has texts in one part and numbers in the other.
+            ValueError: The other part is of other columns.
+            TypeError: A column has texts in one part and numbers in the other.
         """
         if other.columns != self.columns:
             raise ValueError(

@@ -1,6 +1,6 @@
 """Columns of ids: values with a vocabulary, hashed values and row numbers.
 
-Legend: `B` rows, `N` ids.
+Shapes: `B` rows, `N` ids.
 """
 
 from __future__ import annotations
@@ -256,15 +256,15 @@ def read_id_weights(table: Any, name: str, ids: Values, is_missing: _Array | Non
     """Return [N] float32 weights of ids.
 
     Args:
-        table: an Arrow table.
-        name: the column of weights.
-        ids: the column of ids.
+        table: An Arrow table.
+        name: The column of weights.
+        ids: The column of ids.
         is_missing: [N] bool, True for missing ids, which need no weight; None: no id is missing.
 
     Raises:
-        KeyError: there is no column of weights.
-        TypeError: the weights are not numbers.
-        ValueError: a row has another number of weights than of ids; or a weight is missing, NaN or
+        KeyError: There is no column of weights.
+        TypeError: The weights are not numbers.
+        ValueError: A row has another number of weights than of ids; or a weight is missing, NaN or
             infinite.
     """
     values = read_values(table, name, ids.lengths is not None)

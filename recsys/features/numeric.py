@@ -1,6 +1,6 @@
 """Columns of numbers.
 
-Legend: `N` values.
+Shapes: `N` values.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class Numeric(Column):
             these numbers, or None.
 
         Raises:
-            TypeError: the values are not numbers.
-            ValueError: a number is NaN, infinite or, after clip and log, outside the range of
+            TypeError: The values are not numbers.
+            ValueError: A number is NaN, infinite or, after clip and log, outside the range of
                 float32; or is -1 or less with `log1p`.
         """
         numbers, is_missing = read_numbers(values)

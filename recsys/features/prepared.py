@@ -36,11 +36,11 @@ def prepared_spec(spec: FeatureSpec) -> FeatureSpec:
     feature or label is another column of the prepared tables, such as `user_group`.
 
     Args:
-        spec: a fitted spec.
+        spec: A fitted spec.
 
     Raises:
         RuntimeError: `spec` is not fitted.
-        ValueError: as for `check_prepared_names`.
+        ValueError: As for `check_prepared_names`.
 
     Example:
         >>> from recsys.features import Categorical, FeatureSpec, Label
@@ -71,9 +71,9 @@ def prepared_table(spec: FeatureSpec, data: Any, *, labels: bool = True) -> Any:
     """Convert raw columns to row numbers, scaled numbers and labels.
 
     Args:
-        spec: a fitted spec.
-        data: as for `FeatureSpec.transform`.
-        labels: as for `FeatureSpec.transform`.
+        spec: A fitted spec.
+        data: As for `FeatureSpec.transform`.
+        labels: As for `FeatureSpec.transform`.
 
     Returns:
         A `pyarrow.Table`: row numbers as int32 (int64 if they need it, or for growing tables), or
@@ -81,10 +81,10 @@ def prepared_table(spec: FeatureSpec, data: Any, *, labels: bool = True) -> Any:
         int64. A feature without an id, and a missing one of several labels, is null.
 
     Raises:
-        KeyError: as for `FeatureSpec.transform`.
-        TypeError: as for `FeatureSpec.transform`.
-        ValueError: as for `FeatureSpec.transform`.
-        RuntimeError: as for `FeatureSpec.transform`.
+        KeyError: As for `FeatureSpec.transform`.
+        TypeError: As for `FeatureSpec.transform`.
+        ValueError: As for `FeatureSpec.transform`.
+        RuntimeError: As for `FeatureSpec.transform`.
 
     Example:
         >>> from recsys.features import Categorical, FeatureSpec, Label
@@ -130,9 +130,9 @@ def _prepared_columns(column: Column, fitted: Fitted, taken: Sequence[str]) -> l
     """Return the columns of prepared tables that have the features or the target of a column.
 
     Args:
-        column: a column of raw tables.
-        fitted: the state of its spec.
-        taken: names of the columns of all features and labels.
+        column: A column of raw tables.
+        fitted: The state of its spec.
+        taken: Names of the columns of all features and labels.
     """
     if column.part in _SUFFIXES:
         name = column.name
@@ -159,13 +159,13 @@ def check_prepared_names(columns: Sequence[Column]) -> list[str]:
     """Check that a spec can be prepared, fitted or not.
 
     Args:
-        columns: the columns of the spec.
+        columns: The columns of the spec.
 
     Returns:
         The names of the columns of prepared features and labels.
 
     Raises:
-        ValueError: a feature and a label, or the weights of ids, would have one name.
+        ValueError: A feature and a label, or the weights of ids, would have one name.
 
     Example:
         >>> from recsys.features import Hashed, Label

@@ -1,6 +1,6 @@
 """Columns of samples: labels, weights and groups.
 
-Legend: `B` rows, `T` labels.
+Shapes: `B` rows, `T` labels.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def join_labels(labels: Sequence[LabelValues], size: int) -> tuple[Tensor, Tenso
         several labels is missing, or None.
 
     Raises:
-        ValueError: the only label is missing in a row.
+        ValueError: The only label is missing in a row.
     """
     numbers = [torch.from_numpy(label.numbers) for label in labels]
     if len(labels) < 2:

@@ -32,8 +32,8 @@ def describe(columns: Sequence[Column], fitted: Fitted) -> dict[str, Any]:
     """Return a spec without the values of its vocabularies, as JSON has it.
 
     Args:
-        columns: the columns.
-        fitted: their state.
+        columns: The columns.
+        fitted: Their state.
     """
     return {
         "format": _FORMAT,
@@ -58,12 +58,12 @@ def restore(
     """Return the columns and the state of a description.
 
     Args:
-        found: the result of `describe`.
-        vocabularies: the vocabulary of each table.
-        place: where the description is, for messages.
+        found: The result of `describe`.
+        vocabularies: The vocabulary of each table.
+        place: Where the description is, for messages.
 
     Raises:
-        ValueError: the description is of another version, or damaged.
+        ValueError: The description is of another version, or damaged.
     """
     _check_format(found, place)
     columns: list[Column] = []
@@ -114,12 +114,12 @@ def save_folder(folder: Path, columns: Sequence[Column], fitted: Fitted) -> None
     """Write a spec into a new folder.
 
     Args:
-        folder: the folder. An older spec in it is replaced once the new one is complete.
-        columns: the columns.
-        fitted: their state.
+        folder: The folder. An older spec in it is replaced once the new one is complete.
+        columns: The columns.
+        fitted: Their state.
 
     Raises:
-        FileExistsError: the folder has other files.
+        FileExistsError: The folder has other files.
     """
     if folder.exists() and (not folder.is_dir() or not _has_spec(folder)):
         raise FileExistsError(
@@ -156,8 +156,8 @@ def load_folder(folder: Path) -> tuple[list[Column], Fitted]:
     """Read a spec that `save_folder` wrote.
 
     Raises:
-        FileNotFoundError: the folder has no spec, or a file of it is missing.
-        ValueError: a file is damaged, or of another version.
+        FileNotFoundError: The folder has no spec, or a file of it is missing.
+        ValueError: A file is damaged, or of another version.
     """
     path = folder / NAME
     if not path.is_file():

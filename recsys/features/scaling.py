@@ -130,7 +130,7 @@ class Quantiles:
         edge is at the smallest number, where it would divide nothing.
 
         Args:
-            buckets: number of buckets, at least 2.
+            buckets: Number of buckets, at least 2.
 
         Returns:
             [K] float64, rising; K is at most `buckets` - 1.

@@ -1,6 +1,6 @@
 """`FeatureSpec`: the description of a model's inputs, fitted on training data.
 
-Legend: `B` rows, `N` values, `F` features.
+Shapes: `B` rows, `N` values, `F` features.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class FeatureSpec:
     """Columns of a table and their features, the same in training and serving.
 
     Args:
-        columns: descriptions from `recsys.features`, in the order of the model's inputs.
+        columns: Descriptions from `recsys.features`, in the order of the model's inputs.
 
     Raises:
-        TypeError: a value is not a description of a column.
-        ValueError: two features have one name, or columns with one table differ in its settings.
+        TypeError: A value is not a description of a column.
+        ValueError: Two features have one name, or columns with one table differ in its settings.
 
     Example:
         >>> from recsys.features import Categorical, FeatureSpec, Label, Numeric
@@ -70,7 +70,7 @@ class FeatureSpec:
         """The fitted state.
 
         Raises:
-            RuntimeError: the spec has columns to fit and is not fitted.
+            RuntimeError: The spec has columns to fit and is not fitted.
         """
         return self._state_of(self.columns)
 
@@ -136,7 +136,7 @@ class FeatureSpec:
         """Return the features with ids, in the order of a batch.
 
         Raises:
-            RuntimeError: the spec is not fitted.
+            RuntimeError: The spec is not fitted.
         """
         sparse = [column for column in self.columns if column.part == "sparse_features"]
         fitted = self._state_of(sparse)
@@ -158,12 +158,12 @@ class FeatureSpec:
         """Return a config for each table, with its number of special rows.
 
         Args:
-            dim: columns of each table, or of the table of each name.
-            pooling: pooling of all tables.
+            dim: Columns of each table, or of the table of each name.
+            pooling: Pooling of all tables.
 
         Raises:
             KeyError: `dim` has no entry for a table.
-            RuntimeError: the spec is not fitted.
+            RuntimeError: The spec is not fitted.
         """
         by_table: dict[str, list[Feature]] = {}
         for feature in self.features():
@@ -191,18 +191,18 @@ class FeatureSpec:
         """Return the values of the data that rows of a table stand for, such as recommended items.
 
         Args:
-            table: the table of a `Categorical` column.
-            rows: whole numbers of any shape, a tensor, an array or a list; -1 stands for no row.
+            table: The table of a `Categorical` column.
+            rows: Whole numbers of any shape, a tensor, an array or a list; -1 stands for no row.
 
         Returns:
             Objects, texts or whole numbers, of the shape of `rows`; None for missing, unknown and
             -1.
 
         Raises:
-            KeyError: no `Categorical` column has the table.
-            RuntimeError: the spec is not fitted.
+            KeyError: No `Categorical` column has the table.
+            RuntimeError: The spec is not fitted.
             TypeError: `rows` are not whole numbers.
-            ValueError: a row is outside the table.
+            ValueError: A row is outside the table.
 
         Example:
             >>> from recsys.features import Categorical, FeatureSpec
@@ -230,11 +230,11 @@ class FeatureSpec:
         """Write the fitted spec: `features.json` and an Arrow file per vocabulary.
 
         Args:
-            folder: a new folder, or one with an older spec, which is replaced.
+            folder: A new folder, or one with an older spec, which is replaced.
 
         Raises:
-            FileExistsError: the folder has other files.
-            RuntimeError: the spec is not fitted.
+            FileExistsError: The folder has other files.
+            RuntimeError: The spec is not fitted.
         """
         save.save_folder(Path(folder), self.columns, self.fitted)
 
@@ -243,11 +243,11 @@ class FeatureSpec:
         """Read a spec that `save` wrote.
 
         Args:
-            folder: the folder.
+            folder: The folder.
 
         Raises:
-            FileNotFoundError: the folder has no spec.
-            ValueError: a file is damaged, or of another version.
+            FileNotFoundError: The folder has no spec.
+            ValueError: A file is damaged, or of another version.
         """
         columns, fitted = save.load_folder(Path(folder))
         spec = FeatureSpec(columns)
@@ -258,7 +258,7 @@ class FeatureSpec:
         """Return the fitted spec as text and tensors of bytes, for a checkpoint's `extra`.
 
         Raises:
-            RuntimeError: the spec is not fitted.
+            RuntimeError: The spec is not fitted.
         """
         return {
             "description": json.dumps(save.describe(self.columns, self.fitted)),
@@ -272,10 +272,10 @@ class FeatureSpec:
         """Take the fitted state of a spec with the same columns.
 
         Args:
-            state: the result of `state_dict`.
+            state: The result of `state_dict`.
 
         Raises:
-            ValueError: the state is of other columns.
+            ValueError: The state is of other columns.
         """
         found = json.loads(state["description"])
         tensors: Mapping[str, Tensor] = state["vocabularies"]
@@ -296,13 +296,13 @@ class FeatureSpec:
         """Return the statistics of a part of the data, for `fit_parts`.
 
         Args:
-            data: as for `fit`.
-            limit: as for `fit`.
+            data: As for `fit`.
+            limit: As for `fit`.
 
         Raises:
-            KeyError: as for `fit`.
-            TypeError: as for `fit`.
-            ValueError: as for `fit`.
+            KeyError: As for `fit`.
+            TypeError: As for `fit`.
+            ValueError: As for `fit`.
         """
         part = PartialFit(self.columns, limit)
         kinds = dict.fromkeys(self.column_kinds())  # without the kinds of an earlier fit
@@ -321,18 +321,18 @@ class FeatureSpec:
         kinds of the fitted spec.
 
         Args:
-            data: a path, glob, folder or URL of Parquet or CSV files, or a list of them; a table of
+            data: A path, glob, folder or URL of Parquet or CSV files, or a list of them; a table of
                 Arrow, pandas, polars or Hugging Face; a dict of columns; or an iterable of tables.
-            limit: largest number of distinct values of a vocabulary in memory. More values are
+            limit: Largest number of distinct values of a vocabulary in memory. More values are
                 counted in temporary files.
 
         Returns:
             This spec.
 
         Raises:
-            KeyError: a table does not have a column.
-            TypeError: a column has values of another type.
-            ValueError: there are not rows, or a value is NaN, infinite or out of its range. The
+            KeyError: A table does not have a column.
+            TypeError: A column has values of another type.
+            ValueError: There are not rows, or a value is NaN, infinite or out of its range. The
                 message names the column, the row and the value; in data of files, also the file.
         """
         return self.fit_parts([self.partial(data, limit=limit)])
@@ -341,13 +341,13 @@ class FeatureSpec:
         """Join statistics of parts of the data, as `fit` of all data.
 
         Args:
-            parts: results of `partial` of specs with the same columns, in any order.
+            parts: Results of `partial` of specs with the same columns, in any order.
 
         Returns:
             This spec.
 
         Raises:
-            ValueError: there are not rows, or a part is of another spec.
+            ValueError: There are not rows, or a part is of another spec.
         """
         joined = None
         for part in parts:
@@ -367,7 +367,7 @@ class FeatureSpec:
         """Convert a table to a batch.
 
         Args:
-            data: a table of Arrow, pandas, polars or Hugging Face, or a dict of columns. Further
+            data: A table of Arrow, pandas, polars or Hugging Face, or a dict of columns. Further
                 columns are ignored. A column that states the value of missing numbers, such as
                 `Numeric("age", missing=0.0)`, may be absent; all its values are missing then.
             labels: False for a table without labels, sample weights and groups; labels are then 0.
@@ -379,11 +379,11 @@ class FeatureSpec:
             [B, number of labels] bool, False where one of several labels is missing, or None.
 
         Raises:
-            KeyError: the table does not have a column.
-            TypeError: a column has values of another type.
-            ValueError: a value is NaN, infinite or out of its range. The message names the column,
+            KeyError: The table does not have a column.
+            TypeError: A column has values of another type.
+            ValueError: A value is NaN, infinite or out of its range. The message names the column,
                 the row and the value.
-            RuntimeError: the spec is not fitted.
+            RuntimeError: The spec is not fitted.
         """
         table = table_of(data)
         size = table.num_rows

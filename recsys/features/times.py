@@ -103,16 +103,16 @@ def read_seconds(values: Values, per_second: int) -> tuple[_Array, _Array | None
     """Read times as whole seconds since 1970 in UTC.
 
     Args:
-        values: the column.
-        per_second: unit of whole numbers, as parts of a second.
+        values: The column.
+        per_second: Unit of whole numbers, as parts of a second.
 
     Returns:
         [N] int64, rounded down, with 0 for missing times; and [N] bool, True for missing times, or
         None.
 
     Raises:
-        TypeError: the values are neither times nor whole numbers.
-        ValueError: a time is outside the years 1 to 9999, as of numbers with another unit.
+        TypeError: The values are neither times nor whole numbers.
+        ValueError: A time is outside the years 1 to 9999, as of numbers with another unit.
     """
     array = decoded(values.array)
     if pa.types.is_date(array.type):

@@ -1,6 +1,6 @@
 """Ids of features, and their conversion to a `KeyedJaggedTensor`.
 
-Legend: `B` rows, `N` ids.
+Shapes: `B` rows, `N` ids.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def jagged_of(
     """Join the ids of features.
 
     Args:
-        names: the features.
-        bags: their ids.
-        size: number of rows.
+        names: The features.
+        bags: Their ids.
+        size: Number of rows.
         is_weighted: True to give ids without weights the weight 1.
     """
     one = np.ones(size, np.int64)
@@ -63,7 +63,7 @@ def without_missing(bags: Bags, is_missing: _Array | None) -> Bags:
     """Leave out missing ids.
 
     Args:
-        bags: ids of a feature.
+        bags: Ids of a feature.
         is_missing: [N] bool, or None.
     """
     if is_missing is None:

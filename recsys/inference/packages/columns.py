@@ -38,7 +38,7 @@ from recsys.inference.packages.safetensors import write_tensors
 
 __all__ = [
     "FOLDER",
-    "Columns",
+    "PackageColumns",
     "Texts",
     "arguments_of",
     "load_spec",
@@ -74,7 +74,7 @@ class Texts(NamedTuple):
 
 
 @final
-class Columns:
+class PackageColumns:
     """The raw columns of a package that is written; each has one use.
 
     Args:
