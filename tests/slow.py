@@ -33,6 +33,8 @@ CORE_RECOMMENDERS = (
     "tests/inference/cpp/test_library.py::test_recommenders_answer_with_the_values_of_python"
 )
 
+RULES = "tests/inference/cpp/test_rules.py::test_both_languages_follow_each_rule"
+
 RECOMMENDERS = "tests/inference/packages/test_recommenders.py"
 
 QUICK_CASE_OF: dict[str, str] = {
@@ -106,11 +108,10 @@ QUICK_CASE_OF: dict[str, str] = {
         for kind, quick in (("clicks", "din"), ("sequences", "hstu"), ("recurrent", "gru4rec"))
     },
     "tests/inference/cpp/test_columns.py::test_random_raw_columns_under_address_sanitizer": (
-        "tests/inference/cpp/test_columns.py::test_bad_raw_columns_are_named["
-        "request_0-city must be texts; received int64]"
+        f"{RULES}[A_column_has_values_of_its_type-core]"
     ),
     "tests/inference/cpp/test_library.py::test_versions_leave_no_memory_and_no_folder": (
-        "tests/inference/cpp/test_core.py::test_a_damaged_version_is_named_and_the_old_one_goes_on"
+        f"{RULES}[A_refused_version_leaves_the_current_one_in_service-core]"
     ),
     "tests/examples/test_own_data.py::test_ranks_agree_and_the_package_scores_as_the_model": (
         "tests/docs/test_tutorials.py::test_blocks_run_and_print_what_is_shown[docs/own_data.md]"
@@ -125,16 +126,16 @@ QUICK_CASE_OF: dict[str, str] = {
         "tests/inference/test_publisher.py::test_a_predictor_follows_a_model_that_trains"
     ),
     "tests/inference/cpp/test_core.py::test_random_calls_under_address_sanitizer": (
-        "tests/inference/cpp/test_core.py::test_both_languages_refuse_requests_alike[1]"
+        f"{RULES}[A_tensor_has_the_dtype_of_its_input-core]"
     ),
     "tests/inference/cpp/test_core.py::test_threads_under_thread_sanitizer": (
-        "tests/inference/cpp/test_core.py::test_deltas_are_applied_in_order"
+        f"{RULES}[Opening_a_version_applies_all_of_its_deltas_in_order-core]"
     ),
     "tests/inference/test_batch_sizes.py::test_packages_with_attention_serve_any_batch_size": (
         "tests/inference/test_batch_sizes.py::test_attention_serves_any_batch_size[example1]"
     ),
-    "tests/inference/test_saved_tables.py::test_memory_holds_the_quantized_tables_and_a_block": (
-        "tests/inference/test_saved_tables.py::test_a_checkpoint_equals_the_model[dtype0]"
+    "tests/inference/quant/test_saved.py::test_memory_holds_the_quantized_tables_and_a_block": (
+        "tests/inference/quant/test_saved.py::test_a_checkpoint_equals_the_model[dtype0]"
     ),
     "tests/inference/test_triton_serving.py::test_a_compiled_hstu_recommends_as_in_python": (
         "tests/inference/packages/test_models.py::test_a_program_equals_the_model[hstu]"

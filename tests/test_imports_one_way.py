@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import recsys
 from tests.offenders import check_each
 from tests.without_compat import FOLDERS, HAS_COMPAT
@@ -26,6 +28,8 @@ INSIDE = {
     "train_pipeline": ["ranks", "stages", "sharded"],
     "monitoring": ["ranks"],
 }
+# The rooms of `inference`, likewise.
+INSIDE_INFERENCE = {"quant": ["batch_checks"]}
 # A planner's default sharders, for `collective_plan(model)` and for files that describe tables.
 ABOVE = {
     "planner/planners.py": {"default_sharders"},
@@ -105,14 +109,19 @@ def test_rooms_import_only_rooms_before_them() -> None:
     assert wrong == {}
 
 
-def test_rooms_of_distributed_import_only_rooms_before_them() -> None:
+@pytest.mark.parametrize(
+    ("outer", "inside"), [("distributed", INSIDE), ("inference", INSIDE_INFERENCE)]
+)
+def test_inner_rooms_import_only_rooms_before_them(
+    outer: str, inside: dict[str, list[str]]
+) -> None:
     wrong = {}
-    for room, allowed in INSIDE.items():
-        for path in sorted((ROOT / "distributed" / room).rglob("*.py")):
+    for room, allowed in inside.items():
+        for path in sorted((ROOT / outer / room).rglob("*.py")):
             found = {
                 name.split(".")[2]
                 for name in imports_of(path)
-                if name.startswith("recsys.distributed.")
+                if name.startswith(f"recsys.{outer}.")
             }
             above = ABOVE.get(f"{room}/{path.name}", set())
             if found := found - {room, *allowed, *above}:
@@ -132,14 +141,14 @@ def test_no_stage_and_no_state_reads_the_environment() -> None:
     assert found == {}
 
 
-def test_no_files_of_distributed_import_each_other_in_a_circle() -> None:
+def test_no_files_import_each_other_in_a_circle() -> None:
     files = {
         ".".join(("recsys", *path.relative_to(ROOT).with_suffix("").parts)): path for path in FILES
     }
     imports = {
         file: {name if name in files else name.rpartition(".")[0] for name in imports_of(path)}
         for file, path in files.items()
-        if file.startswith("recsys.distributed.")
+        if file.startswith(("recsys.distributed.", "recsys.inference."))
     }
     while ground := [file for file, found in imports.items() if not found & {*imports} - {file}]:
         for file in ground:

@@ -13,7 +13,7 @@ from recsys.inference.packages.server_configs import kserve
 from recsys.inference.packages.writer import package
 from recsys.inference.programs import load_aoti, load_torchscript
 from recsys.inference.publisher import Publisher
-from recsys.inference.quant_modules import (
+from recsys.inference.quant.modules import (
     QuantEmbeddingBagCollection,
     QuantEmbeddingCollection,
     QuantFeatureProcessedEmbeddingBagCollection,

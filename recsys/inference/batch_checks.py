@@ -1,6 +1,6 @@
 """Checks of a batch in an exported program, in eager mode, TorchScript and `torch.export`.
 
-Legend: `K` keys of a batch, `B` batch size, `N` ids.
+Shapes: `K` keys of a batch, `B` batch size, `N` ids.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Batch sizes of programs of `torch.export`: a program must serve batches of any size.
 
-Legend: `K` keys of a batch, `B` batch size, `N` ids.
+Shapes: `K` keys of a batch, `B` batch size, `N` ids.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ from recsys.inference.input_features import (
     name_of,
 )
 from recsys.inference.programs import AOTIProgram, describe
-from recsys.inference.quantized_collection import QuantizedCollection
-from recsys.inference.served import position_processor
+from recsys.inference.quant.collection import QuantizedCollection
+from recsys.inference.quant.lookup import position_processor
 from recsys.inference.served_part import served_part
 from recsys.inference.tracer import Tracer
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup

@@ -3,7 +3,7 @@
 A model may select, rename, hash or clamp ids before a lookup. The tables of a feature are therefore
 found by a trial: the model runs on marked ids, and each lookup records the marks that it receives.
 
-Legend: `K` keys of a batch, `B` batch size, `N` ids.
+Shapes: `K` keys of a batch, `B` batch size, `N` ids.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from recsys.inference.quantized_collection import QuantizedCollection
-from recsys.inference.quantized_tables import rows_left
+from recsys.inference.quant.collection import QuantizedCollection
+from recsys.inference.quant.options import rows_left
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [

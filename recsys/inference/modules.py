@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from recsys.base.checked import checked
 from recsys.base.lazy import moved_names
-from recsys.inference.quantized_collection import QuantizedCollection, Weights
+from recsys.inference.quant.collection import QuantizedCollection, Weights
 
 __all__ = [
     "assign_weights_to_tbe",

@@ -4,7 +4,7 @@ Dense layers stay as they were packaged. They change much more slowly than rows,
 systems publish them about daily (Monolith: Real Time Recommendation System With Collisionless
 Embedding Table, arXiv:2209.07663, section 2.2.2): write a new version by `package`.
 
-Legend: `K` changed rows, `D` columns of a table, `C` columns of a shard.
+Shapes: `K` changed rows, `D` columns of a table, `C` columns of a shard.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.inference.packages.deltas import write_delta
 from recsys.inference.packages.follow import upload
 from recsys.inference.packages.manifest import read_manifest
-from recsys.inference.saved_tables import SavedTables
+from recsys.inference.quant.sources import SavedTables
 from recsys.modules.hashed_ids import check_rows_in_memory
 
 __all__ = ["Publisher"]
@@ -63,8 +63,8 @@ class Publisher:
 
     Raises:
         FileNotFoundError: The folder is not a version of a package.
-        ValueError: The model lacks a table of the package or has `HashedIds.overflow`, the interval
-            is not positive, or the model is a `DMPCollection`.
+        ValueError: The model lacks a table of the package or may have rows on the disk, the
+            interval is not positive, or the model is a `DMPCollection`.
 
     Example:
         >>> model, version = build(), "models/movies/1"  # doctest: +SKIP

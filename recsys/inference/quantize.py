@@ -26,15 +26,15 @@ from recsys.distributed.ranks.env import ShardingEnv
 from recsys.distributed.sharded.collection import ShardedCollection
 from recsys.distributed.sharded.module_tree import walk
 from recsys.distributed.sharded.sharder import is_sharded
-from recsys.inference.quant_modules import (
+from recsys.inference.quant.collection import QuantizedCollection
+from recsys.inference.quant.modules import (
     QuantEmbeddingBagCollection,
     QuantEmbeddingCollection,
     QuantFeatureProcessedEmbeddingBagCollection,
 )
-from recsys.inference.quantized_collection import QuantizedCollection
-from recsys.inference.quantized_shards import rows_of_table
-from recsys.inference.quantized_table import split_header, to_data_type
-from recsys.inference.saved_tables import SavedTables, with_saved_values
+from recsys.inference.quant.options import to_data_type
+from recsys.inference.quant.rows import split_header
+from recsys.inference.quant.sources import SavedTables, rows_of_table, with_saved_values
 from recsys.modules.embedding_configs import DataType, QuantConfig
 from recsys.modules.embedding_modules import (
     EmbeddingBagCollection,

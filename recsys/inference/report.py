@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from recsys.base.checked import checked_but
-from recsys.inference.quantized_collection import QuantizedCollection
-from recsys.inference.quantized_tables import rows_left
-from recsys.inference.saved_tables import SavedTables
+from recsys.inference.quant.collection import QuantizedCollection
+from recsys.inference.quant.options import rows_left
+from recsys.inference.quant.sources import SavedTables
 from recsys.kernels.quantize import BLOCK_VALUES
 from recsys.kernels.quantized import dequantize_rows, row_bytes
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig

@@ -23,10 +23,11 @@ from recsys.distributed.planner import (
 from recsys.distributed.planner.options import Shards, TableOption
 from recsys.distributed.planner.tables import Bytes, PlannedTable
 from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.sharded.devices import local_devices
 from recsys.distributed.sharded.module_tree import outermost
 from recsys.distributed.sharded.sharder import ModuleSharder
-from recsys.inference.quant_sharders import QuantizedSharder, devices_of
-from recsys.inference.quantized_collection import QuantizedCollection
+from recsys.inference.quant.collection import QuantizedCollection
+from recsys.inference.quant.modules import QuantizedSharder
 
 _Found = Mapping[str, tuple[nn.Module, ModuleSharder[Any]]]
 """The modules to shard, each with its sharder, by path."""
@@ -90,7 +91,7 @@ def shard_quant_model(
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1; received {world_size}.")
     found = _found(model, sharders)
-    device = devices_of(compute, world_size)[0]
+    device = local_devices(compute, world_size)[0]
     if sharding_plan is not None and constraints:
         raise ValueError(
             "shard_quant_model takes either sharding_plan or constraints; received both, with "

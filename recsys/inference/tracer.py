@@ -11,8 +11,8 @@ from typing import Any, get_args, get_type_hints
 
 from torch import fx, nn
 
-from recsys.inference.quantized_collection import QuantizedCollection
-from recsys.inference.quantized_tables import Served
+from recsys.inference.quant.collection import QuantizedCollection
+from recsys.inference.quant.lookup import Served
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["Tracer", "symbolic_trace"]

@@ -6,7 +6,7 @@ import random
 
 from recsys.distributed.types import ShardingType
 from tests.distributed.cases import Case
-from tests.inference.test_quantized_shards import quantizes
+from tests.inference.quant.test_sources import quantizes
 from tests.ranks import RankError, RankPool
 
 

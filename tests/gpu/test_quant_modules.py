@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recsys.inference import quantize_embeddings
-from tests.inference.test_quant_modules import BITS, _batch, _flat, _pooled, _sequence
+from tests.inference.quant.test_modules import BITS, _batch, _flat, _pooled, _sequence
 
 
 @pytest.mark.parametrize("output", [torch.float32, torch.float16, torch.bfloat16])

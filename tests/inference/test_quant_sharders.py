@@ -42,8 +42,8 @@ from recsys.inference.quant_sharders import (
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor
+from tests.inference.quant.test_modules import _batch, _flat, _pooled, _processed, _sequence
 from tests.inference.test_export import inputs_of, plain_tensors
-from tests.inference.test_quant_modules import _batch, _flat, _pooled, _processed, _sequence
 
 CPU = torch.device("cpu")
 SHARDERS = (

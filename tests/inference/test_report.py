@@ -14,7 +14,7 @@ from recsys.inference import quantization_report, quantize_embeddings, shard_qua
 from recsys.inference.quant_prep import set_pruning_data
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
-from tests.inference.test_saved_tables import Model
+from tests.inference.quant.test_saved import Model
 
 
 def test_errors_equal_numpy(tmp_path: Path) -> None:

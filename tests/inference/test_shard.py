@@ -23,13 +23,13 @@ from recsys.inference import (
     shard_quant_model,
 )
 from recsys.inference.modules import assign_weights_to_tbe, get_table_to_weights_from_tbe
+from recsys.inference.quant.collection import QuantizedCollection
+from recsys.inference.quant.options import rows_left
 from recsys.inference.quant_prep import quant_prep_enable_quant_state_dict_split_scale_bias
 from recsys.inference.quant_sharders import (
     QuantEmbeddingBagCollectionSharder,
     QuantEmbeddingCollectionSharder,
 )
-from recsys.inference.quantized_collection import QuantizedCollection
-from recsys.inference.quantized_tables import rows_left
 from recsys.kernels import ops
 from recsys.kernels.quantize import quantize_rows
 from recsys.modules.embedding_configs import (
@@ -42,9 +42,9 @@ from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.modules.feature_processor import PositionWeightedModuleCollection
 from recsys.sparse import KeyedJaggedTensor
 from tests.allocations import Allocations
+from tests.inference.quant.test_modules import _batch, _flat, _pooled, _processed, _sequence
 from tests.inference.row_sizes import table_bytes
 from tests.inference.test_export import Mixed, Processed, dlrm, inputs_of, plain_tensors
-from tests.inference.test_quant_modules import _batch, _flat, _pooled, _processed, _sequence
 from tests.pretended_cuda import CUDA, PretendedCuda
 
 CPU = torch.device("cpu")

@@ -63,3 +63,23 @@ def why_no_exchange(env: ShardingEnv, device: torch.device) -> str:
         f"{device} and the backends {config}. Move the model to a device of these backends, or "
         "initialize torch.distributed with a backend for each, such as 'cpu:gloo,cuda:nccl'."
     )
+
+
+def local_devices(kind: str, world_size: int) -> list[torch.device]:
+    """Return the devices of one process, by rank.
+
+    Args:
+        kind: "cuda", or "cpu" for host memory on all ranks.
+        world_size: Number of devices.
+
+    Raises:
+        ValueError: There are fewer devices.
+    """
+    if kind == "cuda" and world_size > torch.cuda.device_count():
+        raise ValueError(
+            f"world_size must not exceed the CUDA devices, {torch.cuda.device_count()} here; "
+            f"received {world_size}. With compute_device='cpu', all shards are in host memory."
+        )
+    if kind != "cuda":
+        return [torch.device(kind)] * world_size
+    return [torch.device(kind, i) for i in range(world_size)]

@@ -1,6 +1,6 @@
 """Description of a model's inputs and outputs for the manifest of a package.
 
-Legend: `B` batch size.
+Shapes: `B` batch size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from recsys.inference.input_features import (
     is_jagged,
     name_of,
 )
-from recsys.inference.quantized_collection import QuantizedCollection
+from recsys.inference.quant.collection import QuantizedCollection
 from recsys.kernels.hashed.index import IdIndex
 from recsys.modules.ids.rows import stored_rows
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor

@@ -3,7 +3,7 @@
 A row's id is in `tables/<table>.ids`, int64, and the id's digest in `tables/<table>.digests`,
 uint8; 0 for a row without an id.
 
-Legend: `N` ids, `R` rows.
+Shapes: `N` ids, `R` rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rules of a manifest, checked when a package is written and when it is read.
 
 The C++ core has the same rules (`json.cpp`, `manifest.cpp` and `columns.cpp` in
-`recsys/inference/cpp`). Unknown keys are allowed.
+`recsys/inference/cpp`; docs/serving_rules.md). Unknown keys are allowed.
 """
 
 from __future__ import annotations

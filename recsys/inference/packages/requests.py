@@ -1,8 +1,8 @@
 """Requests of a package in Python: checks, merging into one batch, and splitting of the outputs.
 
-The C++ core has the same rules and messages (`recsys/inference/cpp/batch.cpp`).
+docs/serving_rules.md lists the rules, which the C++ core shares (`recsys/inference/cpp/batch.cpp`).
 
-Legend: `B` rows, `F` features of an input, `N` ids.
+Shapes: `B` rows, `F` features of an input, `N` ids.
 """
 
 from __future__ import annotations

@@ -1,17 +1,27 @@
-"""A serving package whose program is tests/inference/cpp/fake_program.cpp."""
+"""A serving package whose program is tests/inference/cpp/fake_program.cpp, or `FakeProgram`."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from safetensors.numpy import save, save_file
+from torch import Tensor
 
-from recsys.inference.packages.indexes import empty_index
+from recsys.features.columns import Categorical, Hashed, Ids, Numeric
+from recsys.features.fit import Fitted
+from recsys.features.save import save_folder
+from recsys.features.vocabulary import Vocabulary
+from recsys.inference.packages.columns import FOLDER
+from recsys.inference.packages.indexes import empty_index, open_index
+from recsys.inference.packages.load import OpenProgram, map_buffers, program_of
+from recsys.inference.packages.manifest import check_machine
 from recsys.kernels.hashed.twin import locate
 
 ROWS, ROW_BYTES = 5, 8
@@ -144,13 +154,31 @@ COLUMNS: list[dict[str, Any]] = [
     },
 ]  # fmt: skip
 """Descriptions of raw columns, one for each tensor of the program."""
+_SPEC = [
+    Numeric("age", clip=(-3.0, 4.0), standardize=True),
+    Numeric("pay", missing=7.0, log1p=True),
+    Categorical("city", is_list=True, table="cities"),
+    Hashed("code", rows=5),
+    Hashed("any", rows=HASHED_ROWS, growing=True, is_list=True),
+    Ids("who", rows=100, is_list=True, weights="share"),
+]
+"""The columns of `COLUMNS` in Python."""
 
 
 def write_raw(version: Path, **changed: np.ndarray) -> Path:
     """Write a version of the package whose requests have raw columns, with changed vocabularies."""
-    version.mkdir(parents=True)
-    save_file({**_vocabulary(CITIES), **changed}, version / "columns.safetensors")
-    return write(version, columns=COLUMNS)
+    _write_vocabularies(version, CITIES, changed)
+    return write(version, columns=COLUMNS, inputs=_raw_inputs())
+
+
+def _raw_inputs() -> list[dict[str, Any]]:
+    """Return the inputs, whose features have the names of raw columns."""
+    names = {column["tensor"]: column["name"] for column in COLUMNS if "tensor" in column}
+    inputs: list[dict[str, Any]] = manifest()["inputs"]
+    for entry in inputs:
+        for feature in entry.get("features", []):
+            feature["name"] = names[feature["tensor"]]
+    return inputs
 
 
 def write_recommender(version: Path, values: list[Any], **changed: np.ndarray) -> Path:
@@ -163,15 +191,33 @@ def write_recommender(version: Path, values: list[Any], **changed: np.ndarray) -
         values: Texts or whole numbers, from row 2.
         changed: Changed tensors of the vocabulary.
     """
-    version.mkdir(parents=True)
-    save_file({**_vocabulary(values), **changed}, version / "columns.safetensors")
+    _write_vocabularies(version, values, changed)
     kind = ("text", "text") if isinstance(values[0], str) else ("number", "int64")
     types = dict(zip(("type", "dtype"), kind, strict=True))
     items = {
         "name": "items", "kind": "rows", "dtype": "int64", "shape": [-1, 4], "vocabulary": "cities",
     }  # fmt: skip
     columns = [{**one, **(types if one["name"] == "city" else {})} for one in COLUMNS]
-    return write(version, columns=columns, outputs=[*manifest()["outputs"], items])
+    outputs = [*manifest()["outputs"], items]
+    return write(version, columns=columns, inputs=_raw_inputs(), outputs=outputs)
+
+
+def _write_vocabularies(
+    version: Path, values: list[Any], changed: Mapping[str, np.ndarray]
+) -> None:
+    """Write the files of raw columns: the vocabularies of the core, and the spec of Python."""
+    version.mkdir(parents=True)
+    save_file({**_vocabulary(values), **changed}, version / "columns.safetensors")
+    kind = pa.large_string() if isinstance(values[0], str) else pa.int64()
+    fitted = Fitted(
+        num_rows=4,
+        vocabularies={"cities": Vocabulary(pa.array(values, kind))},
+        means={"age": 1.5, "pay": 0.0},
+        deviations={"age": 2.0, "pay": 1.0},
+        edges={},
+        kinds={"code": "number", "any": "text"},
+    )
+    save_folder(version / FOLDER, _SPEC, fitted)
 
 
 def _vocabulary(values: list[Any]) -> dict[str, np.ndarray]:
@@ -262,3 +308,47 @@ def delta(
     part = path.with_suffix(".part")
     part.write_bytes(contents.replace(b"0" * 64, checksum))
     return part.rename(path)
+
+
+class FakeProgram:
+    """The program of `fake_program.cpp` in Python.
+
+    Args:
+        rows: Rows of table `t`, uint8 `[ROWS, ROW_BYTES]`.
+        has_items: Return the third output.
+    """
+
+    def __init__(self, rows: Tensor, has_items: bool) -> None:
+        self._rows = rows
+        self._has_items = has_items
+
+    def boxed_run(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Score a batch."""
+        dense, ids, lengths, who, who_lengths, weights = inputs
+        if bool((dense[:, 0] == 666).any()):
+            raise RuntimeError("The dense value is 666.")
+        num_rows = len(dense)
+        of_feature = lengths.view(3, num_rows)
+        a, b, h = ids.split(of_feature.sum(1).tolist())
+        scores = dense.sum(1)
+        parts = (self._rows[a, 0], 3 * b, 5 * h, who * weights)
+        for part, of_part in zip(parts, (*of_feature, who_lengths), strict=True):
+            scores.index_add_(0, torch.arange(num_rows).repeat_interleave(of_part), part.float())
+        outputs = [scores.unsqueeze(1), self._rows[a], of_feature[0].clone()]
+        if self._has_items:
+            items = torch.full((num_rows, 4), -1)
+            for row, rows in enumerate(who.split(who_lengths.tolist())):
+                items[row, : len(rows)] = rows[:4]
+            outputs.append(items)
+        return outputs
+
+
+def open_fake(version: Path, manifest: Mapping[str, Any], kind: str = "") -> OpenProgram:
+    """Open the program of a version in Python, in place of `open_program`."""
+    check_machine(manifest, program_of(manifest, kind)["kind"])
+    buffers = map_buffers(version, manifest)
+    table, *_ = manifest["tables"]
+    rows = buffers[table["buffer"]][: table["rows"] * ROW_BYTES].view(-1, ROW_BYTES)
+    indexes = {t["name"]: open_index(version, t) for t in manifest["tables"] if t["index"]}
+    program = FakeProgram(rows, len(manifest["outputs"]) == 3)
+    return OpenProgram(program, torch.device("cpu"), buffers, indexes)

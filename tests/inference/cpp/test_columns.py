@@ -114,15 +114,7 @@ def _mixed(number: int) -> int:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ({"city": ONE}, "city must be texts; received int64"),
         ({"age": torch.ones(1, 1)}, "age must have the shape"),
-        ({"age": torch.tensor([torch.inf])}, "age must have finite numbers; received inf in row 0"),
-        ({"pay": torch.tensor([0.0, -1])}, "pay must have numbers above -1; received -1 in row 1"),
-        ({"code": torch.ones(1)}, "code must be int64 or int32; received float32"),
-        ({"age": torch.ones(2), "code": ONE}, "code must have 2 rows, as age has; received 1"),
-        ({"who": ONE}, "share must have one weight per value of who; it is missing"),
-        ({"who": 100 * ONE, "share": torch.ones(1)}, "Id 100 at position 0 of feature 'w'"),
-        ({"who": ONE, "share": torch.ones(2)}, "share must have one entry per value of who, 1"),
         (
             {"who": ONE, "share": torch.ones(1), "who.lengths": 2 * ONE},
             "who.lengths must add up to the number of values, 1; received 2",
@@ -133,7 +125,7 @@ def _mixed(number: int) -> int:
         ),
     ],
 )
-def test_bad_raw_columns_are_named(
+def test_bad_tensors_of_raw_columns_are_named(
     library: Path, tmp_path: Path, request_: dict[str, torch.Tensor], message: str
 ) -> None:
     core = opened(library, fake_package.write_raw(tmp_path / "1"))
@@ -156,23 +148,6 @@ def whole_request(num_rows: int) -> dict[str, torch.Tensor]:
     return {"age": torch.ones(num_rows), "code": none, **lists}
 
 
-def test_further_columns_are_ignored_and_missing_ones_refused_by_name(
-    library: Path, tmp_path: Path
-) -> None:
-    core = opened(library, fake_package.write_raw(tmp_path / "1"))
-    whole = whole_request(2)
-    further = {**whole, "order": torch.ones(3, 4)[:, 0].contiguous(), "pay": torch.full((2,), 7.0)}
-    first, second = core.run([whole, further])
-    assert isinstance(first, dict)
-    assert isinstance(second, dict)
-    assert torch.equal(first["score"], second["score"])
-    for name in whole:
-        [error] = core.run([{key: value for key, value in whole.items() if key != name}])
-        column = name.removesuffix(".lengths")
-        assert str(error) == f"A request must have a column '{column}'; it is missing."
-    core.close()
-
-
 @pytest.mark.parametrize(
     ("name", "values"),
     [
@@ -189,39 +164,6 @@ def test_a_damaged_vocabulary_is_refused(
     version = fake_package.write_raw(tmp_path / "1", **{name: values})
     with pytest.raises(ValueError, match="column 'city' has no whole vocabulary"):
         opened(library, version)
-
-
-@pytest.mark.parametrize(
-    ("column", "changed", "message"),
-    [
-        (0, {"high": None}, "two limits"),
-        (0, {"deviation": 0.0}, "a positive deviation"),
-        (3, {"rows": 0}, "rows"),
-        (1, {"kind": "time", "per_second": 0, "parts": []}, "a positive unit"),
-        (1, {"kind": "time", "per_second": 1, "parts": [{"part": "era", "tensor": "b"}]}, "parts"),
-        (1, {"kind": "buckets", "tensor": "b", "edges": [2.0, 1.0]}, "rising edges"),
-    ],
-)
-def test_a_damaged_column_is_refused(
-    library: Path, tmp_path: Path, column: int, changed: dict[str, Any], message: str
-) -> None:
-    version = fake_package.write_raw(tmp_path / "1")
-    manifest = json.loads((version / "manifest.json").read_text())
-    manifest["columns"][column] |= changed
-    (version / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=f"must have {message}"):
-        opened(library, version)
-
-
-def test_numbers_outside_float32_are_refused(library: Path, tmp_path: Path) -> None:
-    version = fake_package.write_raw(tmp_path / "1")
-    manifest = json.loads((version / "manifest.json").read_text())
-    manifest["columns"][1] |= {"log1p": False, "standardize": True, "deviation": 1e30}
-    (version / "manifest.json").write_text(json.dumps(manifest))
-    core = opened(library, version)
-    [found] = core.run([{**whole_request(1), "pay": torch.tensor([1e40], dtype=torch.float64)}])
-    assert "pay must have numbers in the range of float32; received 1e+40 in row 0" in str(found)
-    core.close()
 
 
 TEXTS_OF_ITEMS = ["Oslo", "", "Zürich 北 \U0001f600", "x" * 1024, "a\0b"]
@@ -262,21 +204,6 @@ def test_recommended_rows_have_values(library: Path, tmp_path: Path, values: lis
                 type(values[0]),
                 type(None),
             }
-    core.close()
-
-
-def test_a_row_outside_its_table_is_an_error_of_its_request(library: Path, tmp_path: Path) -> None:
-    core = opened(library, fake_package.write_recommender(tmp_path / "1", NUMBERS_OF_ITEMS))
-    good, bad = recommended([[2]]), recommended([[3, 99], [7]])
-    before, error, after = core.run([good, bad, good])
-    for found in (before, after):
-        assert isinstance(found, dict)
-        assert found["values"].tolist() == [[5, None, None, None]]
-    vocabulary = Vocabulary(pa.array(NUMBERS_OF_ITEMS))
-    with pytest.raises(ValueError, match="received -1 to 99") as raised:
-        vocabulary.values_of(np.array([[3, 99, -1, -1], [7, -1, -1, -1]]))
-    assert isinstance(error, RuntimeError)
-    assert str(error) == str(raised.value)
     core.close()
 
 

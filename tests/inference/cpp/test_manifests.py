@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from safetensors.numpy import save_file
 
@@ -116,20 +115,3 @@ def test_damaged_manifests_have_one_verdict(library: Path, tmp_path: Path) -> No
         verdicts[f"{bool(python)}, {is_refused}"] += 1
         assert bool(python) == is_refused, (member, damage, python, core)
     assert min(verdicts.values()) > 100, verdicts
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["01", "+1", "1.", ".5", "1e", "- 1", "1e400", "-1e999", "NaN", "Infinity", "0x1", "1_0",
-     '"\x01"', '"\\ud800"', '"\\udc00"', '"\\ud800\\u0041"', '{"a": 1, "a": 1}',
-     "[" * 70 + "]" * 70,
-     "9" * 400, "1,", "[1,]", "tru", "'a'"],
-)  # fmt: skip
-def test_both_languages_refuse_the_same_json(library: Path, tmp_path: Path, text: str) -> None:
-    version = fake_package.write(tmp_path / "1")
-    path = version / "manifest.json"
-    path.write_text('{"further": ' + text + "," + path.read_text()[1:])
-    with pytest.raises(ValueError, match="must be a manifest"):
-        read_manifest(version)
-    with pytest.raises(ValueError, match="must be a manifest"):
-        opened(library, version)

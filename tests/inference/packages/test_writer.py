@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import zipfile
 from pathlib import Path
@@ -209,17 +208,6 @@ def test_updates_and_deltas_change_memory_only(copied: Path, dlrm: nn.Module) ->
         assert predictor.sequence == 1
 
 
-def test_a_delta_of_another_version_is_refused(copied: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(copied, tmp_path / "other"))
-    with (other / "manifest.json").open("a") as file:
-        file.write(" ")
-    delta = write_delta(other, {"films": (torch.tensor([1]), torch.ones(1, 8))})
-    with Predictor(copied) as predictor:
-        with pytest.raises(ValueError, match="must be of the version"):
-            predictor.apply(delta)
-        assert predictor.sequence == 0
-
-
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -227,28 +215,15 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-FILES = [
-    "program.pt2", "program.pt", "dense.safetensors", "sample.safetensors", "tables/films.rows",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_damaged_or_missing_file_is_named(copied: Path, name: str) -> None:
-    flip(copied / name)
-    with pytest.raises(ValueError, match=rf"{name}.*damaged"):
-        Predictor(copied)
-    (copied / name).unlink()
-    with pytest.raises(FileNotFoundError, match=name):
+def test_verify_names_a_missing_file(copied: Path) -> None:
+    (copied / "program.pt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"program\.pt is missing"):
         verify(copied)
 
 
 CHANGES = {
-    "format": ({"format": 2}, "format is 2"),
-    "torch": ({"torch": "2.3.0"}, "torch 2.3"),
-    "fbgemm": ({"fbgemm": "0.9.0"}, "fbgemm 0.9"),
     "machine": ({"machine": "vax"}, "vax"),
     "instructions": ({"instruction_set": "AVX1024"}, "AVX1024"),
-    "path": ({"files": {"../x": {"bytes": 1, "sha256": ""}}}, r"\.\./x"),
 }
 
 
@@ -261,12 +236,7 @@ def test_packages_for_other_machines_are_refused(copied: Path, case: str) -> Non
         Predictor(copied, verify_tables=False)
 
 
-def test_links_out_of_the_package_and_archives_that_leave_it(copied: Path, tmp_path: Path) -> None:
-    os.rename(copied / "dense.safetensors", tmp_path / "outside")
-    os.symlink(tmp_path / "outside", copied / "dense.safetensors")
-    with pytest.raises(ValueError, match="outside"):
-        Predictor(copied)
-    os.replace(tmp_path / "outside", copied / "dense.safetensors")
+def test_archives_that_leave_the_package_are_refused(copied: Path) -> None:
     program = copied / "program.pt2"
     program.unlink()
     with zipfile.ZipFile(program, "w") as archive:
@@ -279,13 +249,9 @@ def test_links_out_of_the_package_and_archives_that_leave_it(copied: Path, tmp_p
         Predictor(copied)
 
 
-def test_bad_requests_name_feature_and_id(movies: Path) -> None:
+def test_an_array_of_texts_is_refused_alone(movies: Path) -> None:
     good = request_of(bags_of(), dense_features=torch.rand(3, 2))
-    bad = {**good, "film": torch.tensor([1, 40, 2])}
     with Predictor(movies) as predictor:
-        first, error, text, last = predictor.run([good, bad, {"film": np.array(["a"])}, good])
-    assert isinstance(first, dict)
-    assert isinstance(last, dict)
+        text, last = predictor.run([{"film": np.array(["a"])}, good])
     assert isinstance(text, TypeError)
-    assert isinstance(error, IndexError)
-    assert str(error) == "Id 40 at position 1 of feature 'film' must be from 0 to 39."
+    assert isinstance(last, dict)

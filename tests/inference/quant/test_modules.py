@@ -22,8 +22,8 @@ from recsys.inference import (
     quantize_embeddings,
     quantize_inference_model,
 )
+from recsys.inference.quant.rows import whole_table
 from recsys.inference.quant_prep import quant_prep_enable_quant_state_dict_split_scale_bias
-from recsys.inference.quantized_table import whole_table
 from recsys.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
@@ -247,7 +247,7 @@ def test_processors_are_copied() -> None:
 
 def test_processors_must_be_there() -> None:
     config = EmbeddingBagConfig(9, 4, "t", data_type=DataType.INT8, feature_names=["x"])
-    with pytest.raises(TypeError, match=r"must be a FeatureProcessorsCollection; received NoneTy"):
+    with pytest.raises(TypeError, match=r"FeatureProcessorsCollection; received None"):
         QuantFeatureProcessedEmbeddingBagCollection([config], True, CPU)
     processors = PositionWeightedModuleCollection({"x": 3})
     with pytest.raises(ValueError, match=r"is_weighted must be True.*received False"):
@@ -437,11 +437,30 @@ def _replaced(module: Any) -> Any:
     return other
 
 
+OLD_PATHS = {
+    "quant.lookup": "recsys.inference.quantized_tables",
+    "quant.modules": "recsys.inference.quant_modules",
+    "quant.options": "recsys.inference.quantized_tables",
+    "quant.rows": "recsys.inference.served_indexes",
+}
+"""Paths of classes in pickles of recsys 0.1."""
+
+
+def _by_old_paths(module: Any) -> Any:
+    """Copy through a pickle that names classes as recsys 0.1 did."""
+    pickled = pickle.dumps(module, protocol=2)  # names are lines of text
+    for path, old in OLD_PATHS.items():
+        pickled = pickled.replace(f"recsys.inference.{path}\n".encode(), old.encode() + b"\n")
+    assert b"recsys.inference.quant." not in pickled
+    return pickle.loads(pickled)
+
+
 @pytest.mark.parametrize("make", MODULES)
 @pytest.mark.parametrize(
     "copied",
     [
         copy.deepcopy,
+        _by_old_paths,
         lambda module: copy.deepcopy(copy.deepcopy(module)),
         lambda module: pickle.loads(pickle.dumps(module)),
         through_torch_save,

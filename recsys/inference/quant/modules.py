@@ -1,40 +1,54 @@
-"""Embedding collections of quantized rows, for inference.
+"""Embedding collections of quantized rows, for inference, and their sharders.
 
-Legend: `B` batch size, `N` ids, `D` columns.
+Quantized tables are read-only, so the devices of one process exchange no updates. Each device looks
+up its shards and sends the rows to the device of the ids.
+
+Shapes: `B` batch size, `N` ids, `D` columns.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from recsys.base.arguments import instance
 from recsys.base.checked import checked
-from recsys.inference.quantized_collection import QuantizedCollection, Weights
-from recsys.inference.quantized_table import SERVED
-from recsys.inference.quantized_tables import (
+from recsys.distributed.default_sharders import add_default_sharder
+from recsys.distributed.placement.plan import (
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+)
+from recsys.distributed.placement.strategies import check_plan_covers
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.distributed.sharded.devices import canonical_device, default_device, local_devices
+from recsys.distributed.sharded.sharder import ModuleSharder
+from recsys.inference.quant.collection import QuantizedCollection, Weights
+from recsys.inference.quant.lookup import (
+    ProcessedBags,
     QuantizedBags,
-    QuantizedOptions,
     QuantizedRows,
     Served,
+    position_processor,
 )
-from recsys.inference.served import ProcessedBags, position_processor
+from recsys.inference.quant.options import SERVED, QuantizedOptions
+from recsys.inference.quant.rows import SHARDING_TYPES, meta_rows, shards_of_plan
 from recsys.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
     PoolingType,
     check_tables,
 )
-from recsys.modules.embedding_modules import (
-    EmbeddingBagCollection,
+from recsys.modules.embedding_interfaces import (
     EmbeddingBagCollectionInterface,
-    EmbeddingCollection,
     EmbeddingCollectionInterface,
     get_embedding_names_by_table,
 )
+from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.modules.feature_processor import FeatureProcessorsCollection
 from recsys.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recsys.modules.tables.embedding_inputs import expand_bags
@@ -42,8 +56,12 @@ from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
     "QuantEmbeddingBagCollection",
+    "QuantEmbeddingBagCollectionSharder",
     "QuantEmbeddingCollection",
+    "QuantEmbeddingCollectionSharder",
     "QuantFeatureProcessedEmbeddingBagCollection",
+    "QuantFeatureProcessedEmbeddingBagCollectionSharder",
+    "QuantizedSharder",
 ]
 
 
@@ -78,9 +96,7 @@ class QuantEmbeddingBagCollection(QuantizedCollection, EmbeddingBagCollectionInt
 
     Example:
         >>> from recsys.modules.embedding_configs import DataType
-        >>> table = EmbeddingBagConfig(
-        ...     10, 64, "films", data_type=DataType.INT8, feature_names=["liked"]
-        ... )
+        >>> table = EmbeddingBagConfig(10, 64, "films", DataType.INT8, ["liked"])
         >>> ebc = QuantEmbeddingBagCollection([table], False, torch.device("cpu"))
         >>> {name: (buffer.shape, buffer.dtype) for name, buffer in ebc.named_buffers()}
         {'embedding_bags.films.weight': (torch.Size([10, 80]), torch.uint8)}
@@ -176,14 +192,10 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
     Example:
         >>> from recsys.modules.embedding_configs import DataType
         >>> from recsys.modules.feature_processor import PositionWeightedModuleCollection
-        >>> table = EmbeddingBagConfig(
-        ...     10, 4, "films", data_type=DataType.INT8, feature_names=["liked"]
-        ... )
+        >>> table = EmbeddingBagConfig(10, 4, "films", DataType.INT8, ["liked"])
+        >>> weights = PositionWeightedModuleCollection({"liked": 3})
         >>> ebc = QuantFeatureProcessedEmbeddingBagCollection(
-        ...     [table],
-        ...     True,
-        ...     torch.device("cpu"),
-        ...     feature_processor=PositionWeightedModuleCollection({"liked": 3}),
+        ...     [table], True, torch.device("cpu"), feature_processor=weights
         ... )
         >>> list(ebc.state_dict())
         ['embedding_bags.films.weight', 'feature_processor.position_weights.liked']
@@ -216,17 +228,17 @@ class QuantFeatureProcessedEmbeddingBagCollection(QuantEmbeddingBagCollection):
             row_alignment,
             cache_features_order,
         )
-        if not isinstance(feature_processor, FeatureProcessorsCollection):
-            raise TypeError(
-                f"{type(self).__name__}.feature_processor must be a FeatureProcessorsCollection; "
-                f"received {type(feature_processor).__name__}."
-            )
+        owner = type(self).__name__
+        self.feature_processor = instance(
+            f"{owner}.feature_processor",
+            feature_processor,
+            FeatureProcessorsCollection,  # type: ignore[type-abstract]
+        )
         if not is_weighted:
             raise ValueError(
-                f"{type(self).__name__}.is_weighted must be True, as its processor computes "
-                "weights; received False."
+                f"{owner}.is_weighted must be True, as its processor computes weights; received "
+                "False."
             )
-        self.feature_processor = feature_processor
 
     @classmethod
     def _tables_of(cls, module: FeatureProcessedEmbeddingBagCollection) -> Any:
@@ -275,9 +287,7 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
 
     Example:
         >>> from recsys.modules.embedding_configs import DataType
-        >>> table = EmbeddingConfig(
-        ...     10, 4, "films", data_type=DataType.INT4, feature_names=["liked"]
-        ... )
+        >>> table = EmbeddingConfig(10, 4, "films", DataType.INT4, ["liked"])
         >>> ec = QuantEmbeddingCollection([table], torch.device("cpu"))
         >>> bags = KeyedJaggedTensor(["liked"], torch.tensor([7, 8]), lengths=torch.tensor([2]))
         >>> ec(bags)["liked"].values().shape
@@ -331,23 +341,25 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
             ValueError: The lengths do not match the ids.
         """
         positions, keys = self._positions(features), features.keys()
-        given = features.trim()
-        features = self._with_rows(given)
+        trimmed = features.trim()
+        features = self._with_rows(trimmed)
         lengths = self._lengths(features, is_pooled=False)
         if features.variable_stride_per_key():
-            of_key = features.lengths().split_with_sizes(features.stride_per_key())
+            key_lengths = features.lengths().split_with_sizes(features.stride_per_key())
         else:
-            of_key = lengths.view(len(keys), features.stride()).unbind(0)
+            key_lengths = lengths.view(len(keys), features.stride()).unbind(0)
         lookups = cast(QuantizedRows, self.lookups())
         rows, ids = lookups.look_up(features.values(), lengths, positions, len(keys))
-        if features is not given and lookups.need_indices:
-            ids = list(given.values().split(given.length_per_key()))
+        if features is not trimmed and lookups.need_indices:
+            ids = list(trimmed.values().split(trimmed.length_per_key()))
         place = {key: i for i, key in enumerate(keys)}
         return {
             name: JaggedTensor.from_parts(
-                found, ids[place[feature]] if lookups.need_indices else None, of_key[place[feature]]
+                values,
+                ids[place[feature]] if lookups.need_indices else None,
+                key_lengths[place[feature]],
             )
-            for name, feature, found in zip(lookups.names, lookups.read, rows, strict=True)
+            for name, feature, values in zip(lookups.names, lookups.read, rows, strict=True)
         }
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
@@ -365,3 +377,124 @@ class QuantEmbeddingCollection(QuantizedCollection, EmbeddingCollectionInterface
     def embedding_names_by_table(self) -> list[list[str]]:
         """Return the names of the outputs of each table."""
         return get_embedding_names_by_table(self._configs)
+
+
+class QuantizedSharder(ModuleSharder[QuantizedCollection]):
+    """Base of sharders that place the tables of quantized collections on devices of one process.
+
+    Args:
+        fused_params: Must be empty: the options of the lookup are fixed at quantization.
+        shardable_params: Names of tables, either all tables of a collection or none. A collection
+            with none of them is not sharded. None: all tables.
+
+    Raises:
+        ValueError: `fused_params` is not empty.
+    """
+
+    replaces: type[QuantizedCollection]
+    """The class of modules that this sharder replaces."""
+
+    @checked
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        shardable_params: Sequence[str] | None = None,
+    ) -> None:
+        if fused_params:
+            raise ValueError(
+                f"{type(self).__name__}.fused_params must be empty, as quantized tables are not "
+                "trained, and output_dtype and row_alignment are fixed at quantization; received "
+                f"{dict(fused_params)}. Leave it out."
+            )
+        self._names = None if shardable_params is None else set(shardable_params)
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """The module type this sharder replaces."""
+        return self.replaces
+
+    def shard(
+        self,
+        module: Any,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> QuantizedCollection:
+        """Return the same collection with each shard on its owner's device.
+
+        Args:
+            module: The quantized collection; not changed.
+            params: Placement by table: table_wise, row_wise or column_wise.
+            env: One rank per device: `ShardingEnv.from_local(number of devices)`.
+            device: One of the devices, whose kind is used; None: the default device.
+            module_fqn: The module's path in the model, for messages.
+
+        Raises:
+            ValueError: The plan does not match the tables or the devices, or there are several
+                processes.
+        """
+        if env.process_group is not None and env.world_size > 1:
+            raise ValueError(
+                "A quantized model is sharded over the devices of one process; received "
+                f"{env.world_size} processes. Pass env=ShardingEnv.from_local(number of devices)."
+            )
+        first = canonical_device(device or default_device(env))
+        devices = [first] if env.world_size == 1 else local_devices(first.type, env.world_size)
+        path = type(module).__name__ if module_fqn is None else module_fqn
+        configs = module.configs()
+        names = [config.name for config in configs]
+        check_plan_covers(path, EmbeddingModuleShardingPlan(params), names)
+        dtype = module.output_dtype()
+        shards = [shards_of_plan(c, params[c.name], env.world_size, dtype) for c in configs]
+        collection: QuantizedCollection = module.placed(shards, devices.__getitem__)
+        return collection
+
+    def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
+        """Return a placeholder of each table's rows on `meta`, `[rows, columns]`, by table name.
+
+        Raises:
+            ValueError: `shardable_params` has some of the collection's tables, but not all.
+        """
+        names = [config.name for config in module.configs()]
+        chosen = [name for name in names if self._names is None or name in self._names]
+        if chosen and chosen != names:
+            raise ValueError(
+                f"shardable_params must name all tables of a collection, or none; received "
+                f"{chosen} of {names}. Add the other tables, or move them to another collection."
+            )
+        return {config.name: meta_rows(config) for config in module.configs() if chosen}
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return the supported sharding types."""
+        return [kind.value for kind in SHARDING_TYPES]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Return the supported compute kernel."""
+        return [EmbeddingComputeKernel.QUANT.value]
+
+
+class QuantEmbeddingBagCollectionSharder(QuantizedSharder):
+    """Sharder of `QuantEmbeddingBagCollection`; arguments as for `QuantizedSharder`."""
+
+    replaces = QuantEmbeddingBagCollection
+
+
+class QuantFeatureProcessedEmbeddingBagCollectionSharder(QuantizedSharder):
+    """Sharder of `QuantFeatureProcessedEmbeddingBagCollection`, as `QuantizedSharder`."""
+
+    replaces = QuantFeatureProcessedEmbeddingBagCollection
+
+
+class QuantEmbeddingCollectionSharder(QuantizedSharder):
+    """Sharder of `QuantEmbeddingCollection`; arguments as for `QuantizedSharder`."""
+
+    replaces = QuantEmbeddingCollection
+
+
+for _kind in (
+    QuantEmbeddingBagCollectionSharder,
+    QuantFeatureProcessedEmbeddingBagCollectionSharder,
+    QuantEmbeddingCollectionSharder,
+):
+    add_default_sharder(_kind)

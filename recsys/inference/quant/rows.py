@@ -1,60 +1,57 @@
-"""Tables of quantized collections, whole or in shards, as modules with public names."""
+"""Modules that hold one quantized table each, whole or sharded, under its state-dict name.
+
+Tables with hashed ids also have an index, which maps the ids to rows.
+
+Shapes: `N` ids, `R` rows of a table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
 
-from recsys.distributed.placement.layout import Rect
-from recsys.inference.quantized_tables import rows_left
+from recsys.distributed.placement.layout import PlacedTable, Rect
+from recsys.distributed.placement.plan import (
+    EmbeddingComputeKernel,
+    ParameterSharding,
+    ShardingType,
+)
+from recsys.distributed.placement.strategies import MIN_COLUMNS, rects_of
+from recsys.inference.quant.options import rows_left
+from recsys.kernels.quantize import quantize_rows
 from recsys.kernels.quantized import join_columns, row_bytes, take_columns
+from recsys.kernels.types import BoundsCheckMode
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig, DataType
+from recsys.modules.hashed_ids import LRU, HashedIds
+from recsys.modules.ids.rows import stored_rows
+from recsys.modules.ids.table_index import TableIndex
 from recsys.modules.tables.aliased_storage import detach_storage
+from recsys.sparse import KeyedJaggedTensor
 
 __all__ = [
-    "SERVED",
+    "SHARDING_TYPES",
     "QuantizedTable",
+    "ServedIndexes",
     "ShardedQuantizedTable",
     "Table",
     "check_rows",
-    "shard_of",
+    "copy_shard",
+    "meta_rows",
+    "shard_size",
+    "shards_of_plan",
     "split_header",
-    "to_data_type",
+    "used_rows",
     "whole_table",
 ]
 
 _COPIED_ROWS = 1 << 16
-
-_DATA_TYPES = {
-    **dict.fromkeys((torch.int8, torch.uint8, torch.qint8, torch.quint8), DataType.INT8),
-    torch.quint4x2: DataType.INT4,
-    torch.quint2x4: DataType.INT2,
-    torch.float16: DataType.FP16,
-    torch.float32: DataType.FP32,
-}
-SERVED = (*dict.fromkeys(_DATA_TYPES.values()), DataType.UINT8)
-"""Element types that quantized tables support."""
-
-
-def to_data_type(dtype: torch.dtype) -> DataType:
-    """Return the element type of tables for a quantized dtype.
-
-    Raises:
-        ValueError: Tables cannot be quantized to it.
-
-    Example:
-        >>> to_data_type(torch.quint4x2)
-        <DataType.INT4: 'INT4'>
-    """
-    if not isinstance(dtype, torch.dtype) or dtype not in _DATA_TYPES:
-        raise ValueError(
-            "Tables are quantized to torch.int8, torch.quint4x2, torch.quint2x4, torch.float16 or "
-            f"torch.float32; received {dtype!r}."
-        )
-    return _DATA_TYPES[dtype]
+SHARDING_TYPES = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.COLUMN_WISE)
+_TRAINED = (EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.DENSE)
+"""Default kernels in plans; for quantized tables they mean device memory."""
 
 
 def split_header(rows: Tensor, data_type: DataType) -> tuple[Tensor, Tensor | None]:
@@ -82,6 +79,11 @@ def whole_table(config: BaseEmbeddingConfig) -> Rect:
     return Rect(
         row_start=0, row_end=rows_left(config), col_start=0, col_end=config.embedding_dim, rank=0
     )
+
+
+def shard_size(config: BaseEmbeddingConfig, rect: Rect) -> tuple[int, int]:
+    """Return rows, and bytes per row without padding, of a shard."""
+    return rect.num_rows, row_bytes(rect.num_cols, DATA_TYPE_NUM_BITS[config.data_type])
 
 
 @final
@@ -132,7 +134,7 @@ class QuantizedTable(nn.Module):
 
     def shard_sizes(self) -> list[tuple[int, int]]:
         """Return rows, and bytes per row without padding, of each shard."""
-        return [(rows_left(self.config), self._row_bytes)]
+        return [shard_size(self.config, whole_table(self.config))]
 
     def assign(self, rows: Tensor) -> None:
         """Write all rows, without padding."""
@@ -211,12 +213,12 @@ class ShardedQuantizedTable(nn.Module):
 
     def shard_sizes(self) -> list[tuple[int, int]]:
         """Return rows, and bytes per row without padding, of each shard."""
-        return [(rect.num_rows, row_bytes(rect.num_cols, self._bits)) for rect in self._rects]
+        return [shard_size(self.config, rect) for rect in self._rects]
 
     def assign(self, rows: Tensor) -> None:
         """Write all rows, without padding."""
         for rect, shard in zip(self._rects, self.shards(), strict=True):
-            shard.copy_(shard_of(rows, self._bits, rect))
+            shard.copy_(_shard_of(rows, self._bits, rect))
 
     def _whole(self, rows: Tensor) -> QuantizedTable:
         table = QuantizedTable(self.config, self._splits)
@@ -254,18 +256,176 @@ class ShardedQuantizedTable(nn.Module):
 Table: TypeAlias = QuantizedTable | ShardedQuantizedTable
 
 
-def copy_shard(whole: Tensor, bits: int, rect: Rect, target: Tensor) -> None:
+def copy_shard(whole: Tensor, config: BaseEmbeddingConfig, rect: Rect, target: Tensor) -> None:
     """Copy a shard of a table's rows in blocks, as columns of a row are copied twice."""
+    bits = DATA_TYPE_NUM_BITS[config.data_type]
     for first in range(rect.row_start, rect.row_end, _COPIED_ROWS):
         last = min(first + _COPIED_ROWS, rect.row_end)
         part = take_columns(whole[first:last], bits, rect.col_start, rect.col_end)
         target[first - rect.row_start : last - rect.row_start, : part.shape[1]].copy_(part)
 
 
-def shard_of(rows: Tensor, bits: int, rect: Rect) -> Tensor:
+def _shard_of(rows: Tensor, bits: int, rect: Rect) -> Tensor:
     """Return a shard of a table's rows without padding."""
     return take_columns(rows[rect.row_start : rect.row_end], bits, rect.col_start, rect.col_end)
 
 
 def _described(config: BaseEmbeddingConfig) -> str:
     return f"{rows_left(config)}, {config.embedding_dim}, {config.data_type}"
+
+
+@final
+class ServedIndexes(nn.Module):
+    """Indexes of the tables of a quantized collection that have hashed ids, by table name.
+
+    Ids without a row read the first row of their region. No id loses its row here: a `ttl` ends
+    when the index is assigned.
+
+    Args:
+        configs: The tables of the collection.
+        device: Device of the indexes.
+
+    Raises:
+        ValueError: Another table reads the feature of a table with hashed ids, or such a table is
+            pruned or may have rows on the disk.
+    """
+
+    def __init__(self, configs: Iterable[BaseEmbeddingConfig], device: torch.device) -> None:
+        super().__init__()
+        readers: dict[str, list[BaseEmbeddingConfig]] = {}
+        for config in configs:
+            for feature in config.feature_names:
+                readers.setdefault(feature, []).append(config)
+            if config.ids is None:
+                continue
+            if config.num_embeddings_post_pruning not in (None, config.num_embeddings):
+                raise ValueError(
+                    f"Table {config.name!r} with HashedIds must keep all rows; received "
+                    f"num_embeddings_post_pruning={config.num_embeddings_post_pruning}."
+                )
+            config.ids.check_rows_in_memory(config.name, "Quantization")
+            served = replace(config, ids=replace(config.ids, eviction=LRU(), admission=None))
+            self._modules[config.name] = TableIndex(served, device)
+        self._tables: dict[str, str] = {}
+        """The table with hashed ids that reads a feature."""
+        for feature, tables in readers.items():
+            names = [config.name for config in tables]
+            if any(config.ids is not None for config in tables):
+                if len(names) > 1:
+                    raise ValueError(
+                        f"Feature {feature!r} of a table with HashedIds must be read by one "
+                        f"quantized table; received {names}. Give each table a feature of its own."
+                    )
+                self._tables[feature] = names[0]
+
+    def table(self, name: str) -> TableIndex:
+        """Return the index of a table."""
+        index = self._modules[name]
+        assert isinstance(index, TableIndex)
+        return index
+
+    def rows_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return a batch with rows in place of hashed ids, int64 if there are some."""
+        keys, sizes = features.keys(), features.length_per_key()
+        hashed = [i for i, key in enumerate(keys) if key in self._tables]
+        parts = list(features.values().long().split(sizes))
+        if not hashed:
+            return features
+        indexes = [self.table(self._tables[keys[i]]).index for i in hashed]
+        ids = torch.cat([parts[i] for i in hashed])
+        hashed_sizes = [sizes[i] for i in hashed]
+        all_rows = stored_rows(indexes, ids, hashed_sizes).split(hashed_sizes)
+        for i, rows in zip(hashed, all_rows, strict=True):
+            parts[i] = rows
+        return features.with_values(torch.cat(parts))
+
+    @torch.no_grad()
+    def assign(
+        self,
+        config: BaseEmbeddingConfig,
+        states: Mapping[str, Tensor],
+        rules: HashedIds,
+        stored: Tensor,
+    ) -> None:
+        """Write the index of a table.
+
+        Args:
+            config: The quantized table.
+            states: `INDEX_STATES` of the trained index.
+            rules: Rules of the trained index.
+            stored: The table's quantized rows, uint8 `[R, row bytes]`; rows of unknown ids are
+                set to zero if the rules require it.
+
+        Raises:
+            ValueError: Ids have other rows than the hash gives them.
+        """
+        index = self.table(config.name)
+        index.ids.copy_(states["ids"])
+        index.last_used.copy_(used_rows(states["last_used"], int(states["steps"]), rules))
+        index.restore()
+        if rules.unknown == "zero":
+            shared = index.shared_rows()
+            zeros = torch.zeros(len(shared), config.embedding_dim)
+            rows = quantize_rows(zeros, DATA_TYPE_NUM_BITS[config.data_type])
+            stored[shared, : rows.shape[1]] = rows.to(stored.device)
+
+
+def used_rows(last_used: Tensor, step: int, rules: HashedIds) -> Tensor:
+    """Return whether rows have an id that has not expired, bool `[R]`.
+
+    Args:
+        last_used: The last batch that had the id, `[R]`; 0: the row is free.
+        step: Number of training batches.
+        rules: Rules of the table.
+    """
+    oldest = max(step - rules.ttl, 1) if rules.ttl else 1
+    return last_used >= oldest
+
+
+def meta_rows(config: BaseEmbeddingConfig) -> nn.Parameter:
+    """Return a placeholder of a table's rows on `meta`, `[rows, columns]`."""
+    bits = DATA_TYPE_NUM_BITS[config.data_type]
+    dtype = {32: torch.float32, 16: torch.float16}.get(bits, torch.uint8)
+    rows = torch.empty(rows_left(config), config.embedding_dim, dtype=dtype, device="meta")
+    return nn.Parameter(rows, requires_grad=False)
+
+
+def shards_of_plan(
+    config: BaseEmbeddingConfig,
+    entry: ParameterSharding,
+    world_size: int,
+    output_dtype: torch.dtype,
+) -> tuple[Rect, ...]:
+    """Return the rectangles of a table in a plan.
+
+    Raises:
+        ValueError: The rectangles are invalid, or quantized tables do not support an option of the
+            entry.
+    """
+    name, rows, dim = config.name, rows_left(config), config.embedding_dim
+    kind, kernel = ShardingType(entry.sharding_type), EmbeddingComputeKernel(entry.compute_kernel)
+    is_unsupported = {
+        "compute_kernel": kernel not in (EmbeddingComputeKernel.QUANT, *_TRAINED),
+        "cache_params": entry.cache_params is not None,
+        "stochastic_rounding": bool(entry.stochastic_rounding),
+        "bounds_check_mode": entry.bounds_check_mode not in (None, BoundsCheckMode.FATAL),
+        "output_dtype": entry.output_dtype not in (None, output_dtype),
+    }
+    if kind not in SHARDING_TYPES or any(is_unsupported.values()):
+        bad = [key for key, is_bad in is_unsupported.items() if is_bad] or ["sharding_type"]
+        kinds = ", ".join(kind.value for kind in SHARDING_TYPES)
+        raise ValueError(
+            f"A quantized table must be sharded {kinds}, in device memory, with the output_dtype "
+            f"of its collection and bounds_check_mode FATAL; received {bad[0]}="
+            f"{getattr(entry, bad[0])!r} for table {name!r}."
+        )
+    rects = rects_of(name, rows, dim, entry, world_size)
+    # raises an error for gaps and overlaps
+    PlacedTable(name=name, num_rows=rows, dim=dim, features=(), group=None, rects=rects)
+    odd = [rect.col_start for rect in rects if rect.col_start % MIN_COLUMNS]
+    if odd:
+        raise ValueError(
+            f"Columns of a quantized table must be split at multiples of {MIN_COLUMNS}; received "
+            f"column {odd[0]} of table {name!r}."
+        )
+    return rects

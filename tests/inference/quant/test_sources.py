@@ -25,8 +25,8 @@ from recsys.inference import (
     QuantEmbeddingCollection,
     quantize_embeddings,
     quantize_inference_model,
-    quantized_shards,
 )
+from recsys.inference.quant import sources
 from recsys.inference.quant_prep import (
     quant_prep_customize_row_alignment,
     quant_prep_enable_quant_state_dict_split_scale_bias_for_types,
@@ -101,8 +101,8 @@ def quantizes(case: Case, steps: int) -> None:
         expected = quantize_inference_model(whole, per_table_weight_dtype=dtypes)
     before = {name: copy.deepcopy(value) for name, value in sharded.state_dict().items()}
     with (
-        mock.patch.object(quantized_shards, "BLOCK_VALUES", rng.choice((1, 20, 100, 1 << 20))),
-        mock.patch.object(quantized_shards, "_ROUND_BYTES", rng.choice((1, 50, 300, 1 << 20))),
+        mock.patch.object(sources, "BLOCK_VALUES", rng.choice((1, 20, 100, 1 << 20))),
+        mock.patch.object(sources, "_ROUND_BYTES", rng.choice((1, 50, 300, 1 << 20))),
     ):
         dst = rng.choice((None, case.world_size - 1))
         found = quantize_inference_model(sharded, per_table_weight_dtype=dtypes, dst=dst)
@@ -353,13 +353,13 @@ def _peak_of_received() -> int:
     table = EmbeddingBagConfig(60_000, 64, "t", feature_names=["f"])
     sharded = shard(EmbeddingBagCollection(tables=[table]), row_wise(), device=CPU)
     sizes: list[int] = []
-    exchange = quantized_shards.comm.all_to_all
+    exchange = sources.comm.all_to_all
 
     def counted(env: Any, what: str, send: Tensor, *sizes_of: Any) -> Any:
         sizes.extend((send.numel(), sum(sizes_of[1])))
         return exchange(env, what, send, *sizes_of)
 
-    with mock.patch.object(quantized_shards.comm, "all_to_all", counted):
+    with mock.patch.object(sources.comm, "all_to_all", counted):
         quantize_embeddings(sharded, torch.float32)
     return max(sizes)
 

@@ -5,7 +5,7 @@ Each table is a buffer under its public name, `embedding_bags.<table>.weight` or
 that the lookups read. Before each lookup the buffers are compared with the views. If a buffer has
 been replaced, the buffers are gathered into new storages.
 
-Legend: `B` batch size, `N` ids, `D` columns.
+Shapes: `B` batch size, `N` ids, `D` columns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self, cast, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -22,48 +22,42 @@ from recsys.base.arguments import wrong_type
 from recsys.base.checked import checked_but
 from recsys.distributed.placement.layout import Rect
 from recsys.distributed.sharded.collection import ShardedCollection
-from recsys.inference.quant_prep import PREPARED, PRUNED
-from recsys.inference.quantized_shards import quantize_shards, rows_of_table
-from recsys.inference.quantized_table import (
+from recsys.inference.quant.lookup import QuantizedTables, Served
+from recsys.inference.quant.options import (
+    QuantizedOptions,
+    quantized_configs,
+    rows_left,
+)
+from recsys.inference.quant.rows import (
     QuantizedTable,
+    ServedIndexes,
     ShardedQuantizedTable,
     Table,
     check_rows,
     copy_shard,
+    shard_size,
     split_header,
-    to_data_type,
     whole_table,
 )
-from recsys.inference.quantized_tables import (
-    QuantizedOptions,
-    QuantizedTables,
-    Served,
-    rows_left,
-)
-from recsys.inference.saved_tables import SavedTables
-from recsys.inference.served_indexes import INDEX_STATES, ServedIndexes, index_states
-from recsys.kernels.backend import OUTPUT_CODES
+from recsys.inference.quant.sources import SavedTables, index_states, quantize_shards, rows_of_table
 from recsys.kernels.quantized import row_bytes
 from recsys.kernels.quantized_lookup import row_alignment_on
 from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import (
     DATA_TYPE_NUM_BITS,
     BaseEmbeddingConfig,
-    QuantConfig,
 )
 from recsys.modules.hashed_ids import HashedIds
 from recsys.modules.tables.aliased_storage import AliasedStorage
 from recsys.modules.tables.batch_checker import with_one_batch_size
 from recsys.modules.tables.embedding_inputs import positions_of
 from recsys.modules.tables.embedding_table import TableDict
-from recsys.modules.tables.embedding_tables import TableCollection
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import check_features
 
 __all__ = [
     "QuantizedCollection",
     "Weights",
-    "quantized_configs",
 ]
 
 Weights = Mapping[str, tuple[Tensor, Tensor | None]]
@@ -110,7 +104,7 @@ class QuantizedCollection(nn.Module):
         self._shards = [(whole_table(config),) for config in self._configs]
         if any(config.ids is not None for config in self._configs):
             self.indexes = ServedIndexes(self._configs, torch.device(device))
-        rows = self._given_rows(weights, torch.device(device))
+        rows = self._checked_rows(weights, torch.device(device))
         self._alias(self._new_lookups([[of_table] for of_table in rows], self._shards))
 
     _lookups: type[QuantizedTables]
@@ -145,7 +139,10 @@ class QuantizedCollection(nn.Module):
             device: Device of the tables; None: the device of the trained tables.
         """
         tables = cls._tables_of(module)
-        configs, options = quantized_configs(tables, module)
+        if isinstance(tables, QuantizedCollection):  # torch's convert starts at inner modules
+            configs, options = tables.configs(), tables.options()
+        else:
+            configs, options = quantized_configs(tables, module)
         options |= cls._options_of(module)
         return cls(configs, device=device or tables.device, **options)
 
@@ -199,8 +196,8 @@ class QuantizedCollection(nn.Module):
             ValueError: The names or shapes do not match the tables.
         """
         tables = self._tables()
-        given = self._given_rows(weights, torch.device("cpu"))
-        for table, rows in zip(tables, given, strict=True):
+        all_rows = self._checked_rows(weights, torch.device("cpu"))
+        for table, rows in zip(tables, all_rows, strict=True):
             table.assign(rows)
 
     def quantize(self, module: Any) -> Self:
@@ -252,9 +249,7 @@ class QuantizedCollection(nn.Module):
                 )
                 rows_of_table(part, block, rows[start : start + len(block)])
             if config.ids is not None:
-                index = name.removesuffix("weight") + "index."
-                states = saved.values.read({index + key: None for key in INDEX_STATES})
-                self._assign_index(config, {k: states[index + k] for k in INDEX_STATES}, config.ids)
+                self._assign_index(config, saved.index_states(name), config.ids)
         return self
 
     def _assign_index(
@@ -288,27 +283,20 @@ class QuantizedCollection(nn.Module):
         state = self.__getstate__()
         del state["_aliased"]
         zero = torch.zeros(1, 1, dtype=torch.uint8)
-        rows = []
-        for table, of_table in zip(self._tables(), shards, strict=True):
-            bits = DATA_TYPE_NUM_BITS[table.config.data_type]
-            sizes = [(r.num_rows, row_bytes(r.num_cols, bits)) for r in of_table]
-            rows.append(
-                [
-                    zero.to(device_of(rect.rank)).expand(size)
-                    for rect, size in zip(of_table, sizes, strict=True)
-                ]
-            )
-        state = copy.deepcopy(state | {"_shards": [tuple(of_table) for of_table in shards]})
+        rows = [
+            [zero.to(device_of(rect.rank)).expand(shard_size(config, rect)) for rect in rects]
+            for config, rects in zip(self._configs, shards, strict=True)
+        ]
+        state = copy.deepcopy(state | {"_shards": [tuple(rects) for rects in shards]})
         lookups = self._new_lookups(rows, shards)
-        given = self.lookups().stored_rows()
-        for table, source, of_table, stored in zip(
-            self._tables(), given, shards, lookups.stored_rows(), strict=True
+        sources = self.lookups().stored_rows()
+        for table, source, rects, stored in zip(
+            self._tables(), sources, shards, lookups.stored_rows(), strict=True
         ):
-            bits = DATA_TYPE_NUM_BITS[table.config.data_type]
-            size = row_bytes(table.config.embedding_dim, bits)
+            _, size = shard_size(table.config, whole_table(table.config))
             whole = source[0][:, :size] if len(source) == 1 else table.rows()
-            for rect, target in zip(of_table, stored, strict=True):
-                copy_shard(whole, bits, rect, target)
+            for rect, target in zip(rects, stored, strict=True):
+                copy_shard(whole, table.config, rect, target)
         new = self._with(state, lookups)
         new.is_placed = True
         return new
@@ -325,31 +313,30 @@ class QuantizedCollection(nn.Module):
         new.__setstate__({**state, "_aliased": lookups})
         return new
 
-    def _given_rows(self, weights: Weights | None, device: torch.device) -> list[Tensor]:
-        given = dict(weights or {})
+    def _checked_rows(self, weights: Weights | None, device: torch.device) -> list[Tensor]:
+        rows_by_table = dict(weights or {})
         names = [config.name for config in self._configs]
-        if weights is not None and given.keys() != set(names):
+        if weights is not None and rows_by_table.keys() != set(names):
             raise ValueError(
                 "table_name_to_quantized_weights must have exactly the collection's tables; "
-                f"received {sorted(given)} for {names}."
+                f"received {sorted(rows_by_table)} for {names}."
             )
-        found = []
+        all_rows = []
         for config in self._configs:
-            bits = DATA_TYPE_NUM_BITS[config.data_type]
             try:
-                size = rows_left(config), row_bytes(config.embedding_dim, bits)
+                size = shard_size(config, whole_table(config))
             except ValueError as error:
                 raise ValueError(f"Table {config.name!r} cannot be quantized. {error}") from error
             if weights is None:  # all zeros, expanded from one byte
                 zero = torch.zeros(1, 1, dtype=torch.uint8, device=device)
-                found.append(zero.expand(size))
+                all_rows.append(zero.expand(size))
                 continue
-            rows, header = given[config.name]
+            rows, header = rows_by_table[config.name]
             if header is not None:
                 rows = torch.cat([header.view(torch.uint8), rows.view(torch.uint8)], dim=1)
             check_rows(f"table_name_to_quantized_weights[{config.name!r}]", rows, size)
-            found.append(rows.to(device))
-        return found
+            all_rows.append(rows.to(device))
+        return all_rows
 
     # -- lookups ------------------------------------------------------------------------------
 
@@ -400,9 +387,9 @@ class QuantizedCollection(nn.Module):
         """Return the current lookups, which are not registered as a submodule."""
         if self._aliased is None or not self._aliased.is_current():
             rows = [table.shards() for table in self._tables()]
-            for table, of_table in zip(self._tables(), rows, strict=True):
-                for found, size in zip(of_table, table.shard_sizes(), strict=True):
-                    check_rows(f"{self._tables_name}[{table.config.name!r}]", found, size)
+            for table, table_shards in zip(self._tables(), rows, strict=True):
+                for shard, size in zip(table_shards, table.shard_sizes(), strict=True):
+                    check_rows(f"{self._tables_name}[{table.config.name!r}]", shard, size)
             self._alias(self._new_lookups(rows, self._shards))
         assert self._aliased is not None
         return self._aliased.lookups
@@ -416,11 +403,11 @@ class QuantizedCollection(nn.Module):
         """Make the tables' buffers views of the lookups' rows; create missing table modules."""
         if self._modules.get(self._tables_name) is None:
             named = TableDict()
-            for config, of_table in zip(self._configs, self._shards, strict=True):
+            for config, rects in zip(self._configs, self._shards, strict=True):
                 named[config.name] = (
                     QuantizedTable(config, self._options.splits)
-                    if len(of_table) == 1
-                    else ShardedQuantizedTable(config, of_table, self._options.splits)
+                    if len(rects) == 1
+                    else ShardedQuantizedTable(config, rects, self._options.splits)
                 )
             self._modules[self._tables_name] = named.train(self.training)
         self._aliased = _AliasedLookups(lookups, self._tables())
@@ -456,42 +443,3 @@ class QuantizedCollection(nn.Module):
         lookups = state.pop("_aliased")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._alias(lookups)
-
-
-def quantized_configs(
-    module: TableCollection | ShardedCollection | QuantizedCollection, configured: nn.Module
-) -> tuple[list[Any], dict[str, Any]]:
-    """Return the tables and options of a quantized collection for a trained one.
-
-    Args:
-        module: The trained collection, sharded or not; or a quantized collection.
-        configured: The module with the `qconfig`, if there is one.
-
-    Returns:
-        The tables, and arguments of the quantized collection by name. They include the rows of a
-        quantized collection.
-
-    Raises:
-        TypeError: The module is not a collection.
-        ValueError: A table cannot be quantized to its dtype.
-    """
-    if isinstance(module, QuantizedCollection):  # torch's convert starts at the innermost module
-        return module.configs(), module.options()
-    if not isinstance(cast(object, module), TableCollection | ShardedCollection):
-        wrong_type("module", "a collection of tables, sharded or not", module)
-    qconfig = getattr(configured, "qconfig", None)
-    dtype, output_dtype = torch.int8, torch.float32
-    per_table: Mapping[str, torch.dtype] = {}
-    if qconfig is not None:
-        dtype, output_dtype = qconfig.weight().dtype, qconfig.activation().dtype
-        per_table = getattr(qconfig, "per_table_weight_dtype", None) or {}
-        # in torch's QConfig this is the dtype of the inputs of dense layers
-        if output_dtype not in OUTPUT_CODES and not isinstance(qconfig, QuantConfig):
-            output_dtype = torch.float32
-    pruned: Mapping[str, int] = getattr(module, PRUNED, {})
-    configs: list[Any] = []
-    for config in module.configs():
-        data_type = to_data_type(per_table.get(config.name, dtype))
-        left = pruned.get(config.name, config.num_embeddings_post_pruning)
-        configs.append(replace(config, data_type=data_type, num_embeddings_post_pruning=left))
-    return configs, {"output_dtype": output_dtype} | getattr(configured, PREPARED, {})

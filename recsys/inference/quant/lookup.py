@@ -3,21 +3,20 @@
 They hold tensors, names and numbers only. An exported program runs them in place of the collection
 (`QuantizedCollection.served`), on the same storage.
 
-Legend: `K` keys of a batch, `B` batch size, `N` ids, `D` columns.
+Shapes: `K` keys of a batch, `B` batch size, `N` ids, `D` columns, `P` positions of a bag.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from operator import itemgetter
-from typing import NamedTuple, cast, final
+from typing import TYPE_CHECKING, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
 
-from recsys.base.arguments import whole
 from recsys.distributed.placement.layout import Rect
 from recsys.inference.batch_checks import (
     are_outside,
@@ -28,78 +27,31 @@ from recsys.inference.batch_checks import (
     read_sizes,
     to_device,
 )
+from recsys.inference.quant.options import QuantizedOptions, rows_left
 from recsys.kernels import ops
-from recsys.kernels.backend import OUTPUT_CODES
-from recsys.kernels.bounds import bad_id_text
+from recsys.kernels.bounds import NO_LIMIT, bad_id_text
 from recsys.kernels.quantized_lookup import QuantizedLookup
 from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.kernels.types import PoolingType
 from recsys.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
 from recsys.modules.embedding_interfaces import get_embedding_names_by_table
+from recsys.modules.feature_processor import (
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
+from recsys.modules.fp_embedding_modules import FeatureProcessorDictWrapper
+from recsys.modules.position_weights import with_weights
 from recsys.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
+    "PositionProcessor",
+    "ProcessedBags",
     "QuantizedBags",
-    "QuantizedOptions",
     "QuantizedRows",
     "QuantizedTables",
     "Served",
-    "rows_left",
+    "position_processor",
 ]
-
-
-def rows_left(config: BaseEmbeddingConfig) -> int:
-    """Return the number of rows of a table after pruning."""
-    left = config.num_embeddings_post_pruning
-    if left is None:
-        return config.num_embeddings
-    where = f"Table {config.name!r}: num_embeddings_post_pruning"
-    return whole(where, left, most=config.num_embeddings)
-
-
-@final
-@dataclass(frozen=True)
-class QuantizedOptions:
-    """Options of a quantized collection, fixed when it is built.
-
-    Raises:
-        ValueError: An option is not supported.
-    """
-
-    owner: str
-    """The collection's class, for messages."""
-    output_dtype: torch.dtype
-    register_tbes: bool
-    """Must be False."""
-    splits: bool
-    """Scales and biases are separate buffers."""
-    row_alignment: int
-    """Rows are stored in multiples of this many bytes."""
-    caches_order: bool
-    """Keep the positions of the features among the keys of the last batch."""
-    is_weighted: bool = False
-    """Rows are multiplied by the weights of a batch."""
-    need_indices: bool = False
-    """Ids are returned as weights."""
-
-    def __post_init__(self) -> None:
-        owner, alignment = self.owner, self.row_alignment
-        if self.register_tbes:
-            raise ValueError(
-                f"{owner}.register_tbes is not supported; received {self.register_tbes!r}. Leave "
-                "it out: each table's rows are a buffer without it."
-            )
-        whole(f"{owner}.row_alignment", alignment)
-        if self.splits and alignment % 2:
-            raise ValueError(
-                f"{owner}.row_alignment must be even with quant_state_dict_split_scale_bias=True; "
-                f"received {alignment}."
-            )
-        if self.output_dtype not in OUTPUT_CODES:
-            raise ValueError(
-                f"{owner}.output_dtype must be one of {[*OUTPUT_CODES]}; received "
-                f"{self.output_dtype}."
-            )
 
 
 class _Columns(NamedTuple):
@@ -121,8 +73,8 @@ def _columns_of(table: int, shards: Sequence[Rect]) -> list[_Columns]:
     for i in sorted(range(len(shards)), key=lambda i: (shards[i].col_start, shards[i].row_start)):
         by_start.setdefault(shards[i].col_start, []).append(i)
     return [
-        _Columns(table, start, shards[own[0]].num_cols, tuple(own), shards[own[0]].rank)
-        for start, own in by_start.items()
+        _Columns(table, start, shards[indices[0]].num_cols, tuple(indices), shards[indices[0]].rank)
+        for start, indices in by_start.items()
     ]
 
 
@@ -130,11 +82,11 @@ class Served(nn.Module):
     """A module of an exported program: takes a batch and returns a keyed container."""
 
     @torch.jit.unused
-    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
+    def wrap_proxy(self, output: object, features: KeyedJaggedTensor) -> object:
         """Return the output as a container of proxies.
 
         Args:
-            found: The proxy of the output in `torch.fx`.
+            output: The proxy of the output in `torch.fx`.
             features: The batch, of proxies.
         """
         raise NotImplementedError
@@ -161,13 +113,13 @@ class QuantizedTables(Served):
         options: QuantizedOptions,
     ) -> None:
         super().__init__()
-        self.names = [n for of_table in get_embedding_names_by_table(configs) for n in of_table]
+        self.names = [n for names in get_embedding_names_by_table(configs) for n in names]
         self.read = [f for config in configs for f in config.feature_names]
         self.dims = [config.embedding_dim for config in configs for _ in config.feature_names]
         self.is_weighted = options.is_weighted
         self.need_indices = options.need_indices
         self.feature_names = list(dict.fromkeys(self.read))
-        columns = [part for t, of_table in enumerate(shards) for part in _columns_of(t, of_table)]
+        columns = [part for t, rects in enumerate(shards) for part in _columns_of(t, rects)]
         by_lookup: dict[object, list[_Columns]] = {}
         for part in columns:
             pooling = poolings[part.table]
@@ -189,9 +141,9 @@ class QuantizedTables(Served):
             for parts in by_lookup.values()
         ]
         place = {feature: i for i, feature in enumerate(self.feature_names)}
-        self.lookup_features = [[place[f] for _, f in of_lookup] for of_lookup in slots]
+        self.lookup_features = [[place[f] for _, f in lookup] for lookup in slots]
         # outputs of the lookups as (table, feature, first column)
-        found = [(part.table, f, part.start) for of_lookup in slots for part, f in of_lookup]
+        outputs = [(part.table, f, part.start) for lookup in slots for part, f in lookup]
         per_table = [[part.start for part in columns if part.table == t] for t in range(len(rows))]
         wanted = [
             (t, f, start)
@@ -199,10 +151,10 @@ class QuantizedTables(Served):
             for f in c.feature_names
             for start in per_table[t]
         ]
-        self.widths = [part.width for of_lookup in slots for part, _ in of_lookup]
-        place_of_slot = {slot: i for i, slot in enumerate(found)}
+        self.widths = [part.width for lookup in slots for part, _ in lookup]
+        place_of_slot = {slot: i for i, slot in enumerate(outputs)}
         self.order = [place_of_slot[slot] for slot in wanted]
-        self.in_order = found == wanted
+        self.in_order = outputs == wanted
         self.num_parts = [len(per_table[t]) for t, c in enumerate(configs) for _ in c.feature_names]
         self.num_rows = [
             min(rows_left(config) for config in configs if feature in config.feature_names)
@@ -272,8 +224,8 @@ class QuantizedTables(Served):
             device = lookup.weights.device
             if id_weights is not None:
                 id_weights = id_weights.to(device)  # type: ignore[arg-type]
-            found = lookup(ids.to(device), offsets.to(device), id_weights)  # type: ignore[arg-type]
-            outputs.append(found.to(values.device))
+            output = lookup(ids.to(device), offsets.to(device), id_weights)  # type: ignore[arg-type]
+            outputs.append(output.to(values.device))
         return outputs
 
     def _check_ids(self, values: Tensor, ids_per_key: Tensor, positions: list[int]) -> None:
@@ -293,7 +245,7 @@ class QuantizedBags(QuantizedTables):
     """Lookups of bags with pooling."""
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Look up a batch in a program.
+        """Forward pass in an exported program: look up and pool one batch.
 
         Args:
             features: One batch size for all keys.
@@ -349,9 +301,9 @@ class QuantizedBags(QuantizedTables):
         return torch.cat([columns[i] for i in self.order], dim=1)
 
     @torch.jit.unused
-    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
+    def wrap_proxy(self, output: object, features: KeyedJaggedTensor) -> object:
         """Return a keyed tensor of proxies."""
-        values = cast(KeyedTensor, found).values()
+        values = cast(KeyedTensor, output).values()
         return KeyedTensor.from_parts(self.names, self.dims, values)
 
 
@@ -360,20 +312,20 @@ class QuantizedRows(QuantizedTables):
     """Lookups of one row per id."""
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Look up a batch in a program; arguments and errors as `QuantizedBags.forward`."""
+        """Forward pass in an exported program; arguments and errors as `QuantizedBags.forward`."""
         keys = features.keys()
         positions = positions_in(features, self.feature_names)
         lengths = features.lengths()
         rows, ids = self.look_up(features.values(), lengths, positions, len(keys))
         lengths_KB = lengths.view(len(keys), lengths.numel() // len(keys))
-        found: dict[str, JaggedTensor] = {}
+        outputs: dict[str, JaggedTensor] = {}
         for i, name in enumerate(self.names):
             key = keys.index(self.read[i])
             weights: Tensor | None = None
             if self.need_indices:
                 weights = ids[key]
-            found[name] = JaggedTensor(rows[i], weights, lengths_KB[key])
-        return found
+            outputs[name] = JaggedTensor(rows[i], weights, lengths_KB[key])
+        return outputs
 
     def look_up(
         self, values: Tensor, lengths: Tensor, positions: list[int], num_keys: int
@@ -400,9 +352,9 @@ class QuantizedRows(QuantizedTables):
         return outputs, ids
 
     @torch.jit.unused
-    def wrap_proxy(self, found: object, features: KeyedJaggedTensor) -> object:
+    def wrap_proxy(self, output: object, features: KeyedJaggedTensor) -> object:
         """Return jagged tensors of proxies."""
-        jagged = cast(dict[str, JaggedTensor], found)
+        jagged = cast(dict[str, JaggedTensor], output)
         return {
             name: JaggedTensor.from_parts(
                 jagged[name].values(),
@@ -425,10 +377,10 @@ def _lookup_of(
     tables = [rows[part.table][shard] for part in parts for shard in part.shards]
     features = [i for i, part in enumerate(parts) for _ in configs[part.table].feature_names]
     pooling = poolings[parts[0].table]
-    more = {"output_dtype": options.output_dtype, "row_alignment": options.row_alignment}
+    layout = {"output_dtype": options.output_dtype, "row_alignment": options.row_alignment}
     if len(tables) > len(parts):
-        return QuantizedSplitLookup(tables, bits[0], len(features), pooling, **more)  # type: ignore[arg-type]
-    return QuantizedLookup(tables, bits, features, pooling, **more)  # type: ignore[arg-type]
+        return QuantizedSplitLookup(tables, bits[0], len(features), pooling, **layout)  # type: ignore[arg-type]
+    return QuantizedLookup(tables, bits, features, pooling, **layout)  # type: ignore[arg-type]
 
 
 def _permute(
@@ -445,3 +397,103 @@ def _cumsum(lengths: Tensor) -> Tensor:
     if torch.jit.is_scripting():  # type: ignore[attr-defined]
         return torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)  # type: ignore[no-any-return]
     return ops.complete_cumsum(lengths)
+
+
+@final
+class ProcessedBags(Served):
+    """Lookup of bags with pooling, after a feature processor.
+
+    Args:
+        processor: Maps a batch to a batch with weights.
+        bags: Looks up the result.
+    """
+
+    def __init__(self, processor: nn.Module, bags: QuantizedBags) -> None:
+        super().__init__()
+        self.processor = processor
+        self.bags = bags
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Look up a batch, as `QuantizedBags.forward`; it needs no weights."""
+        output: KeyedTensor = self.bags(self.processor(features))
+        return output
+
+    @torch.jit.unused
+    def wrap_proxy(self, output: object, features: KeyedJaggedTensor) -> object:
+        """Return a keyed tensor of proxies."""
+        return self.bags.wrap_proxy(output, features)
+
+
+@final
+class PositionProcessor(Served):
+    """Weights of ids by their position in a bag.
+
+    Args:
+        weights: `[P]` position weights by feature; copied. Ids of other features get 1.
+    """
+
+    if TYPE_CHECKING:  # TorchScript does not support annotations that are strings
+        weights: Tensor
+        rows: Tensor
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.names = list(weights)
+        parts = [weight.detach() for weight in weights.values()]
+        ends = list(accumulate(part.numel() for part in parts))
+        # first weight, last weight and number of weights per feature; the last row is for others
+        rows = [(end - len(p), end - 1, len(p)) for end, p in zip(ends, parts, strict=True)]
+        total = sum(map(len, parts))
+        rows.append((total, total, NO_LIMIT))
+        device = parts[0].device if parts else None
+        self.register_buffer("weights", torch.cat([*parts, torch.ones(1, device=device)]))
+        self.register_buffer("rows", torch.tensor(rows, dtype=torch.int64, device=device))
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Set the weights of a batch.
+
+        Args:
+            features: One batch size for all keys; its own weights are replaced.
+
+        Raises:
+            ValueError: A bag has more ids than its feature has weights, or the lengths do not match
+                the ids.
+        """
+        keys, values, lengths = features.keys(), features.values(), features.lengths()
+        lengths_KB = by_key(values, lengths, len(keys))
+        read_sizes(values, lengths_KB, False)
+        known = [self.names.index(key) if key in self.names else len(self.names) for key in keys]
+        first, last, longest = self.rows.index_select(0, to_device(known, values.device)).unbind(1)
+        too_long = lengths_KB > longest.unsqueeze(1)
+        if fails(~too_long.any(), "A bag has more ids than its feature has position weights."):
+            key = int(too_long.any(1).nonzero()[0].item())
+            raise ValueError(
+                f"A bag of feature {keys[key]} must not have more ids than the feature has "
+                f"position weights, {int(longest[key])}; received {int(lengths_KB[key].max())}."
+            )
+        bags, size = lengths_KB.flatten(), lengths_KB.size(1)
+        start = first.repeat_interleave(size) - (bags.cumsum(0) - bags)
+        num_ids = values.numel()
+        place = torch.repeat_interleave(start, bags, output_size=num_ids)
+        place = place + torch.arange(num_ids, device=values.device)
+        last = torch.repeat_interleave(last.repeat_interleave(size), bags, output_size=num_ids)
+        weights = self.weights.index_select(0, torch.minimum(place, last))
+        return KeyedJaggedTensor(keys, values, weights, lengths)
+
+    @torch.jit.unused
+    def wrap_proxy(self, output: object, features: KeyedJaggedTensor) -> object:
+        """Return a batch with weights, of proxies."""
+        return with_weights(features, cast(KeyedJaggedTensor, output).weights())
+
+
+def position_processor(module: nn.Module) -> PositionProcessor | None:
+    """Convert a feature processor with position weights only for a program; None for others."""
+    if type(module) is PositionWeightedModuleCollection:
+        return PositionProcessor(module.position_weights_dict)
+    if isinstance(module, FeatureProcessorDictWrapper):
+        parts = dict(module.named_children())
+        if all(type(part) is PositionWeightedModule for part in parts.values()):
+            return PositionProcessor(
+                {name: cast(Tensor, part.position_weight) for name, part in parts.items()}
+            )
+    return None
