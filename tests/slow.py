@@ -331,5 +331,5 @@ QUICK_CASE_OF: dict[str, str] = {
 
 
 def is_slow(nodeid: str) -> bool:
-    """Whether a case is left to the slow tier."""
+    """Return True if a case is left to the slow tier."""
     return nodeid in QUICK_CASE_OF or nodeid.partition("[")[0] in QUICK_CASE_OF
