@@ -33,7 +33,7 @@ DTYPES = (torch.int8, torch.quint4x2, torch.float16, torch.float32)
 
 
 class Pooled(nn.Module):
-    """What a tower makes of its embeddings."""
+    """The part of a tower after its embeddings."""
 
     def forward(self, pooled: KeyedTensor) -> Tensor:
         """The embeddings as they are."""
@@ -190,7 +190,7 @@ def _different(found: list[Tensor], wanted: list[Tensor], atol: float) -> list[i
 
 
 def complaint_about(pool: RankPool, seed: int) -> str | None:
-    """What TorchScript does otherwise than Python for a module of a seed, or None."""
+    """Return the difference between TorchScript and Python for a module of a seed, or None."""
     del pool  # one process
     rng = random.Random(seed)
     torch.manual_seed(seed)
