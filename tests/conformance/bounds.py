@@ -80,7 +80,7 @@ class Bounds:
 
 
 def hops_of(case: Case) -> int:
-    """Return the most roundings of a value between its table and its sample."""
+    """Return the largest number of roundings of a value between its table and its sample."""
     crosses = case.node_size is not None and 1 < case.node_size < case.world_size
     return 2 if crosses and any(kind in _TWO_HOPS for kind in case.types) else 1
 

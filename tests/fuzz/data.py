@@ -389,7 +389,7 @@ class _Model:
 
 
 def _travel(rng: Random, batch: Batch) -> Batch:
-    """Copy a batch in one of the ways of data loaders."""
+    """Copy a batch in a random way: not at all, by copy, pickle, `to` or a tree map."""
     ways: list[Callable[[Batch], Batch]] = [
         lambda b: b,
         copy.copy,

@@ -132,7 +132,7 @@ def _raise_in(stage: Stage, module: str, error: Exception) -> None:
 
 
 def _raises_alike_and_alone() -> tuple[list[str], list[str]]:
-    """Return the ranks' output for an error of both, and for one that another rank's causes."""
+    """Return the ranks' output for an error of both, and for an error after another rank's."""
     both: list[str] = []
     one: list[str] = []
     with mock.patch.object(Watchdog, "_log", lambda _, text: both.append(text)):

@@ -25,7 +25,7 @@ _STAGES = {
     "quantize": (1, r"quantize the model \(quantize_embeddings\)"),
     "save": (0, "meet in the stage 'Saving [^']+'"),
 }
-"""The lost rank and the other ranks' message about the stage, by the ranks' work."""
+"""The lost rank and a pattern of the other ranks' message, by the ranks' work."""
 
 _SCRIPT = """
 import os, sys, time

@@ -425,7 +425,7 @@ def test_what_is_sent_stands_in_the_order_of_the_ranks_it_goes_to(
 
 
 def _sized(sizes: np.ndarray) -> Any:
-    """A batch of sizes alone."""
+    """A batch with sizes only."""
     return SimpleNamespace(
         stage=STAGE,
         shape=SimpleNamespace(batch_sizes_R=sizes),

@@ -60,7 +60,7 @@ def test_one_named_graph_break(pooled: bool, sharded: bool) -> None:
     dynamo.reset()
     dynamo.utils.counters.clear()
     torch.compile(Over(model), backend="eager")(case.batches(3)[0])
-    (reason,) = dynamo.utils.counters["graph_break"]  # counted once per frame around it
+    (reason,) = dynamo.utils.counters["graph_break"]  # counted once per frame that contains it
     assert REASON in reason
 
 
