@@ -60,7 +60,7 @@ class Stopwatch:
     """Timer of functions that all ranks run at the same time.
 
     Args:
-        device: device to wait for.
+        device: Device to wait for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -268,7 +268,7 @@ class Calibration:
     All ranks must make the same calls.
 
     Args:
-        device: device of this rank.
+        device: Device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -282,7 +282,7 @@ class Calibration:
         """Measure one round, which takes some seconds.
 
         Args:
-            measured: called after the collectives (with several ranks), after the memory, and after
+            measured: Called after the collectives (with several ranks), after the memory, and after
                 the lookups of each dim.
         """
         if self._usual.world_size > 1:
@@ -317,7 +317,7 @@ def calibrate(device: torch.device) -> Topology:
     progress on standard error.
 
     Args:
-        device: device of this rank.
+        device: Device of this rank.
     """
     calibration = Calibration(device)
     total = _ROUNDS * ((dist.get_world_size() > 1) + 1 + len(DIMS))

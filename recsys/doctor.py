@@ -119,7 +119,7 @@ def diagnose(facts: Facts) -> list[Finding]:
     """Return findings about the facts, the most basic ones first.
 
     Args:
-        facts: the result of `collect_facts`.
+        facts: The result of `collect_facts`.
 
     Returns:
         The findings. The machine is fine if no finding has the level `problem`.

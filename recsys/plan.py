@@ -83,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
     """Plan and print the report; errors go to stderr.
 
     Args:
-        options: the options of `add_arguments`.
+        options: The options of `add_arguments`.
 
     Returns:
         0 if there is a plan, 1 if the tables do not fit, 2 if the input is wrong.

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +25,8 @@ from pyarrow import csv
 from recsys.base.arguments import whole
 from recsys.datasets.ahead import map_ahead
 from recsys.datasets.files import File
-from recsys.datasets.tables import Paths, files_of, located, unify_types
+from recsys.datasets.sources import Part, read_parts
+from recsys.datasets.tables import Paths, files_of, unify_types
 from recsys.features import FeatureSpec
 from recsys.features.prepared import check_prepared_names, prepared_spec, prepared_table
 
@@ -44,14 +45,6 @@ examples:
   python -m recsys prepare --spec spec.py --input 'clicks/*.csv' --output prepared
   python -m recsys prepare --spec prepared/features --input day2.parquet --output prepared2
 """
-
-
-class _Piece(NamedTuple):
-    """Rows of one file."""
-
-    file: File
-    first: int
-    table: Any
 
 
 @final
@@ -96,17 +89,17 @@ def prepare(
     r"""Convert raw tables to Parquet files of row numbers, scaled numbers and labels.
 
     Args:
-        spec: the columns; fitted on the data if it is not fitted yet.
-        paths: files, folders, globs or URLs of raw tables, or a list of them.
-        output: a new or empty folder for the files, the fitted spec (`features`) and the spec of
+        spec: The columns; fitted on the data if it is not fitted yet.
+        paths: Files, folders, globs or URLs of raw tables, or a list of them.
+        output: A new or empty folder for the files, the fitted spec (`features`) and the spec of
             the files (`prepared`).
         format: "parquet", "csv" or "tsv"; None: by the suffix of each file.
         labels: False for tables without labels, sample weights and groups.
-        row_group_rows: rows of a row group, the unit that ranks divide and shuffle.
-        file_rows: rows of a file, at least.
-        compression: of the files, as `pyarrow.parquet.ParquetWriter` names it.
-        num_workers: threads that transform rows while others are read and written.
-        limit: number of distinct values of a vocabulary in memory; more are counted in files.
+        row_group_rows: Rows of a row group, the unit that ranks divide and shuffle.
+        file_rows: Rows of a file, at least.
+        compression: Of the files, as `pyarrow.parquet.ParquetWriter` names it.
+        num_workers: Threads that transform rows while others are read and written.
+        limit: Number of distinct values of a vocabulary in memory; more are counted in files.
         csv_options: `read_options`, `parse_options` and `convert_options` of `pyarrow.csv`.
 
     Returns:
@@ -114,10 +107,10 @@ def prepare(
 
     Raises:
         FileExistsError: `output` is not empty.
-        FileNotFoundError: a path has no file.
-        KeyError: a file does not have a column.
-        TypeError: a column has values of another type.
-        ValueError: a file is damaged, or a value is NaN, infinite or out of its range. The message
+        FileNotFoundError: A path has no file.
+        KeyError: A file does not have a column.
+        TypeError: A column has values of another type.
+        ValueError: A file is damaged, or a value is NaN, infinite or out of its range. The message
             names the column, the value, the file and the row in the file.
 
     Example:
@@ -145,25 +138,22 @@ def prepare(
     files = unify_types(files_of(paths, format, **csv_options), names, kinds)
     if not spec.is_fitted:
         progress = _Progress("fit", len(files))
-        types = [pa.schema([file.schema.field(name) for name in names]) for file in files]
-        pieces = _pieces(files, spec.fit_column_names(), progress, 0)
-        tables = (piece.table for piece in pieces)
-        spec.fit(chain((one.empty_table() for one in types), tables), limit=limit)
+        empty = [Part(one.schema.empty_table().select(names), one.path, 0) for one in files]
+        parts = _parts(files, spec.fit_column_names(), progress, 0)
+        spec.fit(chain(empty, parts), limit=limit)
     progress = _Progress("write", len(files))
 
-    def converted(piece: _Piece) -> Any:
-        try:
-            return prepared_table(spec, piece.table, labels=labels)
-        except (KeyError, TypeError, ValueError) as error:
-            raise located(error, lambda row: (piece.file.path, piece.first + row)) from error
+    def converted(rows: Part) -> Any:
+        with rows.located():
+            return prepared_table(spec, rows.table, labels=labels)
 
-    pieces = _pieces(files, names, progress, group)
+    parts = _parts(files, names, progress, group)
     num_rows = num_files = num_written = 0
     writer: Any = None
     part = folder / _PART
     part.mkdir(parents=True)
     try:
-        for table in _regrouped(map_ahead(converted, pieces, num_workers), group):
+        for table in _regrouped(map_ahead(converted, parts, num_workers), group):
             if writer is None:
                 path = part / f"part-{num_files:05}.parquet"
                 num_files, num_written = num_files + 1, 0
@@ -190,15 +180,16 @@ def prepare(
     return num_rows
 
 
-def _pieces(
+def _parts(
     files: Sequence[File], names: Sequence[str], progress: _Progress, rows: int
-) -> Iterator[_Piece]:
-    """Yield the rows of files, in tables of about `rows` rows; 0: in the blocks of each file."""
+) -> Iterator[Part]:
+    """Yield the rows of files, in parts of about `rows` rows; 0: in the parts of each file."""
     total = 0
     for number, file in enumerate(files, 1):
         first = 0
-        for table in _regrouped(file.batches(names), rows) if rows else file.batches(names):
-            yield _Piece(file, first, table)
+        tables = (part.table for part in read_parts(file, names))
+        for table in _regrouped(tables, rows) if rows else tables:
+            yield Part(table, file.path, first)
             first += table.num_rows
             total += table.num_rows
             progress.show(number, total)

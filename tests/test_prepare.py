@@ -118,6 +118,10 @@ csv_options = {
             {"--input": "bad.csv"},
             "Column 'ok' must have labels from 0 to 1; received 7 in row 31 of",
         ),
+        (  # while the spec is fitted
+            {"--input": "inf.csv"},
+            "Column 'age' must have finite numbers; received inf in row 12 of",
+        ),
         ({"--input": "short.csv"}, "short.csv must have the columns ['ok']"),
     ],
 )
@@ -132,10 +136,14 @@ def test_wrong_input(
     Path("spec.py").write_text(_SPEC)
     lines = [f"Oslo,{i},{7 if i == 31 else 1}" for i in range(50)]
     Path("bad.csv").write_text("\n".join(["city,age,ok", *lines]))
+    lines = [f"Oslo,{'inf' if i == 12 else i + 0.5},1" for i in range(50)]
+    Path("inf.csv").write_text("\n".join(["city,age,ok", *lines]))
     Path("short.csv").write_text("city,age\nOslo,3\n")
     given = {"--spec": "spec.py", "--input": "bad.csv", "--output": "ready", **change}
     assert _run(*[word for pair in given.items() for word in pair]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    assert " of" not in message or f"/{change['--input']}. " in error
     assert not Path("ready/features").exists()
 
 

@@ -72,7 +72,7 @@ SURFACE = {
     """,
     "recsys.training": """
         BinaryMetrics FitResult FullRanking JsonLines Lines Logger MLflow Metrics
-        ProgressiveValidation TensorBoard Trainer WandB exit_on_error
+        NamedMetrics ProgressiveValidation TensorBoard Trainer WandB exit_on_error
     """,
 }
 

@@ -20,13 +20,13 @@ def map_ahead(
     """Yield the results of a function in the order of its arguments; threads compute them ahead.
 
     Args:
-        function: the function that threads call. Calls begin in the order of the items.
-        items: arguments, read in the thread of the caller.
-        num_workers: number of threads; one more call waits for a thread. 0: calls are made in the
+        function: The function that threads call. Calls begin in the order of the items.
+        items: Arguments, read in the thread of the caller.
+        num_workers: Number of threads; one more call waits for a thread. 0: calls are made in the
             thread of the caller, one at a time.
 
     Raises:
-        Exception: an error of the function, at the turn of its item. Later calls are cancelled.
+        Exception: An error of the function, at the turn of its item. Later calls are cancelled.
 
     Example:
         >>> list(map_ahead(abs, [-1, 2, -3], num_workers=2))

@@ -1,7 +1,7 @@
 """Division of batches of sequences among ranks by the cost of attention.
 
 The cost of a sequence of `n` values is `n * (n + linear)`: attention reads all pairs, other layers
-each value. Legend: `B` samples of all ranks, `W` ranks.
+each value. Shapes: `B` samples of all ranks, `W` ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def balanced_order(costs: _Array, num_parts: int) -> tuple[_Array, _Array]:
 
     Args:
         costs: [B] not negative.
-        num_parts: number of parts.
+        num_parts: Number of parts.
 
     Returns:
         int64 [B], the items by part, ascending in each; and int64 [num_parts + 1], the edges of
@@ -66,8 +66,8 @@ def imbalance(costs: _Array, order: _Array, edges: _Array) -> float:
 
     Args:
         costs: [B].
-        order: items by part.
-        edges: edges of the parts in `order`.
+        order: Items by part.
+        edges: Edges of the parts in `order`.
 
     Example:
         >>> imbalance(np.array([9.0, 1.0, 4.0, 4.0]), np.arange(4), np.array([0, 2, 4]))
@@ -93,22 +93,22 @@ class BalancedBatches(IterableDataset[Batch]):
     an empty batch in a step with fewer samples than ranks.
 
     Args:
-        batches: batches of all ranks, on the CPU, equal on every rank. This object has their
+        batches: Batches of all ranks, on the CPU, equal on every rank. This object has their
             `state_dict`, `load_state_dict` and `load_state_dicts`, if they have them.
-        feature: feature whose lengths decide the cost.
-        rank: this process; None: its rank in the process group, if there is one, else 0.
-        world_size: number of processes, `W`; None: as for `rank`, else 1.
-        mean_over: the items whose mean is the loss of a rank: "samples", as of `DLRMTrain`, or
+        feature: Feature whose lengths decide the cost.
+        rank: This process; None: its rank in the process group, if there is one, else 0.
+        world_size: Number of processes, `W`; None: as for `rank`, else 1.
+        mean_over: The items whose mean is the loss of a rank: "samples", as of `DLRMTrain`, or
             "values" of the feature, as of `NextItem`.
-        linear: number of values that cost as much in other layers as one pair in attention.
+        linear: Number of values that cost as much in other layers as one pair in attention.
 
     Attributes:
-        imbalance: mean over the batches so far of the cost of the costliest rank, relative to the
+        imbalance: Mean over the batches so far of the cost of the costliest rank, relative to the
             mean of all, minus 1.
-        unbalanced: the same for samples divided in order.
+        unbalanced: The same for samples divided in order.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: An argument is out of its range.
 
     Example:
         >>> from recsys.sparse import KeyedJaggedTensor
@@ -164,7 +164,7 @@ class BalancedBatches(IterableDataset[Batch]):
         """Set the epoch of the next iteration, on which the order of a shuffle depends.
 
         Args:
-            epoch: its number, from 0.
+            epoch: Its number, from 0.
         """
         begin_epoch(self.batches, whole("epoch", epoch, 0))
 
@@ -212,16 +212,16 @@ class BalancedSampler(Sampler[list[int]]):
     a rank has an empty list, which the `collate_fn` of the DataLoader must accept.
 
     Args:
-        lengths: number of values of each sample.
-        batch_size: samples of a rank and step, on average.
-        rank: this process; None: its rank in the process group, if there is one, else 0.
-        world_size: number of processes, `W`; None: as for `rank`, else 1.
-        shuffle: another order in each epoch; see `set_epoch`.
-        seed: seed of the order; the same on all ranks.
-        linear: as for `BalancedBatches`.
+        lengths: Number of values of each sample.
+        batch_size: Samples of a rank and step, on average.
+        rank: This process; None: its rank in the process group, if there is one, else 0.
+        world_size: Number of processes, `W`; None: as for `rank`, else 1.
+        shuffle: Another order in each epoch; see `set_epoch`.
+        seed: Seed of the order; the same on all ranks.
+        linear: As for `BalancedBatches`.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: An argument is out of its range.
 
     Example:
         >>> sampler = BalancedSampler([5, 3, 4, 0], 2, rank=0, world_size=2)
@@ -258,7 +258,7 @@ class BalancedSampler(Sampler[list[int]]):
         """Choose the order of the next iteration.
 
         Args:
-            epoch: its number, from 0.
+            epoch: Its number, from 0.
         """
         self.epoch = whole("epoch", epoch, 0)
         self._order = np.arange(len(self.lengths))
@@ -277,8 +277,8 @@ class BalancedSampler(Sampler[list[int]]):
         """Return the factor by which this rank's mean loss counts in the mean of all.
 
         Args:
-            step: number of the step in the epoch, from 0.
-            mean_over: the items whose mean is the loss of a rank.
+            step: Number of the step in the epoch, from 0.
+            mean_over: The items whose mean is the loss of a rank.
         """
         sums = [
             float(len(part) if mean_over == "samples" else self.lengths[part].sum())

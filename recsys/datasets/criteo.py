@@ -72,7 +72,7 @@ def log_counts(counts: NDArray[np.int64]) -> NDArray[np.float32]:
     files share this function, so equal counts are equal features.
 
     Args:
-        counts: any shape.
+        counts: Any shape.
 
     Returns:
         The same shape.
@@ -91,16 +91,16 @@ def parse_criteo(
     """Parse lines with array operations.
 
     Args:
-        lines: lines with their newlines, LF or CR LF.
-        path: the file of the lines, for error messages.
-        first_line: number of the first line, for error messages.
+        lines: Lines with their newlines, LF or CR LF.
+        path: The file of the lines, for error messages.
+        first_line: Number of the first line, for error messages.
         labeled: False for the test file of the Kaggle release, whose lines have no label.
 
     Returns:
         The fields.
 
     Raises:
-        ValueError: a line is truncated, or a field is not a number.
+        ValueError: A line is truncated, or a field is not a number.
     """
     text = b"".join(lines)
     if b"\r" in text:
@@ -194,17 +194,17 @@ class CriteoDataset(IterableDataset[Batch]):
     the Kaggle release, yield the label `NO_LABEL`, -1.
 
     Args:
-        paths: the files, plain or `.gz`.
-        batch_size: samples per rank and step.
-        num_embeddings_per_feature: rows of the 26 tables, each at least 2; or one number for all.
+        paths: The files, plain or `.gz`.
+        batch_size: Samples per rank and step.
+        num_embeddings_per_feature: Rows of the 26 tables, each at least 2; or one number for all.
             A missing category is row 0, any other category `1 + category % (rows - 1)`.
-        rank: rank of this process; None: its rank in the process group, if there is one, else 0.
-        world_size: number of processes; None: as for `rank`, else 1.
+        rank: Rank of this process; None: its rank in the process group, if there is one, else 0.
+        world_size: Number of processes; None: as for `rank`, else 1.
 
     Raises:
-        FileNotFoundError: a file is missing.
+        FileNotFoundError: A file is missing.
         TypeError: `paths` is a single path, or a number of rows is not an integer.
-        ValueError: a number is out of its range; while iterating, a file is empty, or a line is
+        ValueError: A number is out of its range; while iterating, a file is empty, or a line is
             damaged or truncated.
 
     Example:
@@ -303,11 +303,11 @@ def read_blocks(path: Path, num_lines: int) -> Iterator[Block]:
     """Read a file, plain or `.gz`, in blocks of lines.
 
     Args:
-        path: the file.
-        num_lines: lines per block; the last block may have fewer.
+        path: The file.
+        num_lines: Lines per block; the last block may have fewer.
 
     Raises:
-        ValueError: the file is empty, or a gzip file is damaged.
+        ValueError: The file is empty, or a gzip file is damaged.
     """
     first_line, labeled = 1, True
     with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:

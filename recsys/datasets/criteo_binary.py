@@ -42,28 +42,28 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         dense_paths: `.npy` files of `[N, 13]` floats, one file per day.
         sparse_paths: `.npy` files of `[N, 26]` integers.
         labels_paths: `.npy` files of `[N, 1]` labels.
-        batch_size: rows per rank and step.
-        rank: rank of this process.
-        world_size: number of processes.
-        drop_last: drop the rows after the last full step.
-        shuffle_batches: shuffle the rows within each batch, differently in each epoch. DataLoader
+        batch_size: Rows per rank and step.
+        rank: Rank of this process.
+        world_size: Number of processes.
+        drop_last: Drop the rows after the last full step.
+        shuffle_batches: Shuffle the rows within each batch, differently in each epoch. DataLoader
             workers use their own torch seeds.
-        shuffle_training_set: shuffle the rows of stage "train", in the same order in each epoch.
-        shuffle_training_set_random_seed: seed of that order; the same on all ranks.
-        mmap_mode: read rows from the files when they are used. If False, this rank's rows are
+        shuffle_training_set: Shuffle the rows of stage "train", in the same order in each epoch.
+        shuffle_training_set_random_seed: Seed of that order; the same on all ranks.
+        mmap_mode: Read rows from the files when they are used. If False, this rank's rows are
             loaded into memory.
-        hashes: rows of each of the 26 tables; ids are taken modulo these numbers. If None, ids are
+        hashes: Rows of each of the 26 tables; ids are taken modulo these numbers. If None, ids are
             unchanged and must have a signed dtype.
-        path_manager_key: must be `PATH_MANAGER_KEY`: only local files are supported.
+        path_manager_key: Must be `PATH_MANAGER_KEY`: only local files are supported.
 
     Attributes:
-        keys: the names of the 26 sparse features.
-        num_rows_per_file: rows of each day.
+        keys: The names of the 26 sparse features.
+        num_rows_per_file: Rows of each day.
 
     Raises:
-        ValueError: the stage is unknown, array shapes do not match, the rank is not below the world
+        ValueError: The stage is unknown, array shapes do not match, the rank is not below the world
             size, or `hashes` is not 26 numbers of at least 1.
-        FileNotFoundError: a file is missing.
+        FileNotFoundError: A file is missing.
 
     Example:
         >>> import tempfile

@@ -52,16 +52,16 @@ class BinaryCriteoUtils:
         categories are 0. The label of a file without labels is -1 in every row.
 
         Args:
-            in_file: text file of Criteo lines, plain or `.gz`.
-            out_dense_file: output, `[N, 13]` float32.
-            out_sparse_file: output, `[N, 26]` int64.
-            out_labels_file: output, `[N, 1]` int32.
+            in_file: Text file of Criteo lines, plain or `.gz`.
+            out_dense_file: Output, `[N, 13]` float32.
+            out_sparse_file: Output, `[N, 26]` int64.
+            out_labels_file: Output, `[N, 1]` int32.
             dataset_name: "criteo_1tb" or "criteo_kaggle", which have the same line format.
-            path_manager_key: must be `PATH_MANAGER_KEY`: only local files are supported.
+            path_manager_key: Must be `PATH_MANAGER_KEY`: only local files are supported.
 
         Raises:
-            FileNotFoundError: the file is missing.
-            ValueError: the file is empty, a line is damaged or truncated, or `dataset_name` is
+            FileNotFoundError: The file is missing.
+            ValueError: The file is empty, a line is damaged or truncated, or `dataset_name` is
                 unknown.
         """
         check_path_manager_key(path_manager_key)
@@ -89,8 +89,8 @@ class BinaryCriteoUtils:
         """Return the shape of an array without reading its contents.
 
         Args:
-            path: an `.npy` file.
-            path_manager_key: must be `PATH_MANAGER_KEY`: only local files are supported.
+            path: An `.npy` file.
+            path_manager_key: Must be `PATH_MANAGER_KEY`: only local files are supported.
         """
         check_path_manager_key(path_manager_key)
         return tuple(np.load(path, mmap_mode="r").shape)
@@ -107,19 +107,19 @@ class BinaryCriteoUtils:
         """Return the rows of each file that belong to a rank, if ranks get contiguous ranges.
 
         Args:
-            lengths: rows of each file.
-            rank: rank of this process.
-            world_size: number of processes. The first ranks get one row more if the rows cannot be
+            lengths: Rows of each file.
+            rank: Rank of this process.
+            world_size: Number of processes. The first ranks get one row more if the rows cannot be
                 divided equally.
-            start_row: first row, counted over all files.
-            last_row: last row, inclusive; None for the last row of all files.
+            start_row: First row, counted over all files.
+            last_row: Last row, inclusive; None for the last row of all files.
 
         Returns:
             First and last row (inclusive) by file number, and the remainder of the number of rows
             divided by `world_size`.
 
         Raises:
-            ValueError: the rank is not below the world size, or the files do not have these rows.
+            ValueError: The rank is not below the world size, or the files do not have these rows.
 
         Example:
             >>> BinaryCriteoUtils.get_file_row_ranges_and_remainder([5, 8], rank=0, world_size=2)
@@ -155,17 +155,17 @@ class BinaryCriteoUtils:
         """Read a range of rows of an array.
 
         Args:
-            fname: an `.npy` file of two dims.
-            start_row: first row.
-            num_rows: number of rows.
-            path_manager_key: must be `PATH_MANAGER_KEY`: only local files are supported.
-            mmap_mode: return a memory map of the file instead of a copy.
+            fname: An `.npy` file of two dims.
+            start_row: First row.
+            num_rows: Number of rows.
+            path_manager_key: Must be `PATH_MANAGER_KEY`: only local files are supported.
+            mmap_mode: Return a memory map of the file instead of a copy.
 
         Returns:
             `[num_rows, columns]`.
 
         Raises:
-            ValueError: the array does not have two dims, or not these rows.
+            ValueError: The array does not have two dims, or not these rows.
         """
         check_path_manager_key(path_manager_key)
         whole = np.load(fname, mmap_mode="r")
@@ -192,15 +192,15 @@ class BinaryCriteoUtils:
         Categories with fewer than `frequency_threshold` occurrences in all files become 1.
 
         Args:
-            in_files: files of `[N, columns]` integers; one column of all files must fit in memory.
-            output_dir: folder of the int32 outputs, `NAME` + `output_file_suffix` for `NAME.npy`.
-            frequency_threshold: occurrences from which a category has its own id.
-            columns: number of columns of the files.
-            path_manager_key: must be `PATH_MANAGER_KEY`: only local files are supported.
-            output_file_suffix: suffix of the output names.
+            in_files: Files of `[N, columns]` integers; one column of all files must fit in memory.
+            output_dir: Folder of the int32 outputs, `NAME` + `output_file_suffix` for `NAME.npy`.
+            frequency_threshold: Occurrences from which a category has its own id.
+            columns: Number of columns of the files.
+            path_manager_key: Must be `PATH_MANAGER_KEY`: only local files are supported.
+            output_file_suffix: Suffix of the output names.
 
         Raises:
-            ValueError: a file has another number of columns.
+            ValueError: A file has another number of columns.
         """
         check_path_manager_key(path_manager_key)
         read = [_with_columns(path, columns) for path in in_files]
@@ -244,19 +244,19 @@ class BinaryCriteoUtils:
         and so on. The permutation takes 8 bytes of memory per row.
 
         Args:
-            input_dir_labels_and_dense: folder of the counts and labels.
-            input_dir_sparse: folder of the categories.
-            output_dir_shuffled: another folder, for outputs of the same names and sizes.
-            rows_per_day: number of rows of each day; the last day may be omitted.
-            output_dir_full_set: must be None: a single file would store ids as floats.
-            days: number of days.
-            int_columns: columns of the counts.
-            sparse_columns: columns of the categories.
-            path_manager_key: must be `PATH_MANAGER_KEY`: only local files are supported.
-            random_seed: seed of the permutation.
+            input_dir_labels_and_dense: Folder of the counts and labels.
+            input_dir_sparse: Folder of the categories.
+            output_dir_shuffled: Another folder, for outputs of the same names and sizes.
+            rows_per_day: Number of rows of each day; the last day may be omitted.
+            output_dir_full_set: Must be None: a single file would store ids as floats.
+            days: Number of days.
+            int_columns: Columns of the counts.
+            sparse_columns: Columns of the categories.
+            path_manager_key: Must be `PATH_MANAGER_KEY`: only local files are supported.
+            random_seed: Seed of the permutation.
 
         Raises:
-            ValueError: a day is not in `rows_per_day`, a file has another shape,
+            ValueError: A day is not in `rows_per_day`, a file has another shape,
                 `output_dir_full_set` is given, or the output folder is one of the inputs.
         """
         check_path_manager_key(path_manager_key)
@@ -312,7 +312,7 @@ def gather_rows(arrays: Sequence[NDArray[Any]], rows: NDArray[np.int64]) -> NDAr
 
     Args:
         arrays: `[N, columns]` each.
-        rows: row numbers, in any order.
+        rows: Row numbers, in any order.
 
     Returns:
         `[len(rows), columns]`.
@@ -337,7 +337,7 @@ def _new_arrays(
     """Create files of arrays. They have their names when all are complete.
 
     Args:
-        arrays: path, dtype and shape of each.
+        arrays: Path, dtype and shape of each.
     """
     paths = [path for path, *_ in arrays]
     parts = [Path(f"{path}.part") for path in paths]

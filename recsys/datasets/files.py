@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 import pyarrow as pa
 import pyarrow.dataset as ds
-import pyarrow.parquet as pq
-from pyarrow import csv, fs
+from pyarrow import fs
 
 from recsys.base.arguments import MissingKeyError
 
-__all__ = ["File", "conversion_of", "described", "is_text", "version_of"]
+__all__ = ["READ_ERRORS", "File", "described", "is_text", "version_of"]
 
+READ_ERRORS: Final = (
+    pa.ArrowInvalid,
+    pa.ArrowKeyError,
+    pa.ArrowNotImplementedError,
+    pa.ArrowTypeError,
+    OSError,
+)
+"""Errors of pyarrow for a file that is damaged, or has values of another type than its columns."""
 _END_BYTES: Final = 1 << 16
 
 
@@ -36,45 +43,27 @@ class File:
     version: tuple[int, ...]
     """Size, time and inode of the file as it was found, as `version_of` returns them."""
 
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
-        """Yield Arrow tables of at most some 64 thousand rows; text files, of a mebibyte of text.
-
-        Args:
-            columns: the columns to read; None: all.
-
-        Raises:
-            KeyError: the file does not have a column.
-            ValueError: the file is damaged or truncated, has changed since it was found, or a value
-                does not have the type of its column.
-        """
-        self.check_columns(columns or ())
-        names = self.schema.names if columns is None else columns
-        read = self._text_batches if is_text(self) else self._parquet_batches
-        yield from self.checked(pa.Table.from_batches([batch]) for batch in read(names))
-
     def checked(
-        self, tables: Iterable[Any], text_of: Callable[[Exception], str] = str
+        self, parts: Iterable[Any], text_of: Callable[[Exception], str] = str
     ) -> Iterator[Any]:
-        """Yield the tables that are read of the file, if it is still the one that was found.
+        """Yield the parts that are read of the file, if it is still the one that was found.
 
         Args:
-            tables: an iterable that reads.
-            text_of: function that describes an error of Arrow.
+            parts: An iterable that reads.
+            text_of: Function that describes an error of Arrow.
 
         Raises:
-            ValueError: the file has changed or is damaged, or a value does not have the type of its
+            ValueError: The file has changed or is damaged, or a value does not have the type of its
                 column.
         """
         self._check_version()
         try:
-            for table in tables:
+            for part in parts:
                 self._check_version()  # after it was read
-                yield table
-        except (pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowTypeError, OSError) as error:
+                yield part
+        except READ_ERRORS as error:
             self._check_version()
             raise ValueError(f"{self.path} cannot be read: {described(text_of(error))}") from error
-        except pa.ArrowNotImplementedError as error:
-            raise ValueError(f"{self.path} cannot be read: {error}") from error
         self._check_version()  # a shorter file ends early
 
     def _check_version(self) -> None:
@@ -90,7 +79,7 @@ class File:
         A copy of the file has the same checksum.
 
         Raises:
-            ValueError: the file has changed since it was found.
+            ValueError: The file has changed since it was found.
         """
         (ends,) = self.checked(self._ends())
         return zlib.crc32(ends)
@@ -103,33 +92,12 @@ class File:
             opened.seek(max(0, size - max(_END_BYTES, footer)))
             yield b"%d " % size + first + opened.read()
 
-    # `Fragment.to_batches` reads ahead without a limit, up to the whole file.
-
-    def _parquet_batches(self, names: Sequence[str]) -> Iterator[Any]:
-        system, path = self.fragment.filesystem, self.fragment.path
-        is_remote = not isinstance(system, fs.LocalFileSystem)
-        with system.open_input_file(path) as opened:
-            file = pq.ParquetFile(opened, metadata=self.fragment.metadata, pre_buffer=is_remote)
-            for number in range(file.num_row_groups):
-                for batch in file.iter_batches(1 << 16, [number], list(names), use_threads=False):
-                    yield batch.select(names)
-
-    def _text_batches(self, names: Sequence[str]) -> Iterator[Any]:
-        kind = self.fragment.format
-        options = kind.default_fragment_scan_options
-        reading = options.read_options
-        reading.encoding = self.encoding
-        conversion = conversion_of(options.convert_options, self.schema, names)
-        system, path = self.fragment.filesystem, self.fragment.path
-        with system.open_input_stream(path, compression="detect") as stream:
-            yield from csv.open_csv(stream, reading, kind.parse_options, conversion)
-
     def check_columns(self, columns: Iterable[str]) -> None:
         """Check that the file has columns.
 
         Raises:
-            KeyError: it does not have one of them.
-            ValueError: it has one of them several times.
+            KeyError: It does not have one of them.
+            ValueError: It has one of them several times.
         """
         columns = list(columns)
         missing = [name for name in columns if name not in self.schema.names]
@@ -149,8 +117,8 @@ def version_of(system: Any, path: str) -> tuple[int, ...]:
     """Return size, time in nanoseconds and inode of a file, which another version changes.
 
     Args:
-        system: a file system of pyarrow; other systems than the local one have no inodes.
-        path: the path in it.
+        system: A file system of pyarrow; other systems than the local one have no inodes.
+        path: The path in it.
     """
     if isinstance(system, fs.LocalFileSystem):
         try:
@@ -176,28 +144,6 @@ def described(text: str) -> str:
             "have one value for each column."
         )
     return text
-
-
-def conversion_of(given: Any, schema: Any, columns: Sequence[str]) -> Any:
-    """Return options that read some columns of text, with the types of a schema.
-
-    Args:
-        given: the `ConvertOptions` of `pyarrow.csv` that all columns have.
-        schema: the types.
-        columns: the columns to read.
-    """
-    return csv.ConvertOptions(
-        check_utf8=given.check_utf8,
-        column_types={**given.column_types, **{n: schema.field(n).type for n in columns}},
-        null_values=given.null_values,
-        true_values=given.true_values,
-        false_values=given.false_values,
-        decimal_point=given.decimal_point,
-        strings_can_be_null=given.strings_can_be_null,
-        quoted_strings_can_be_null=given.quoted_strings_can_be_null,
-        timestamp_parsers=given.timestamp_parsers,
-        include_columns=list(columns),
-    )
 
 
 def is_text(file: File) -> bool:

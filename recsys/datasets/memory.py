@@ -17,7 +17,7 @@ def table_of(data: Any) -> Any:
     """Convert a table to Arrow.
 
     Args:
-        data: a Table or RecordBatch of Arrow, a DataFrame of pandas or polars, a `Dataset` of
+        data: A Table or RecordBatch of Arrow, a DataFrame of pandas or polars, a `Dataset` of
             Hugging Face, or a dict of columns (arrays, tensors or lists). NaN is a missing value in
             a DataFrame of pandas, and an error elsewhere.
 
@@ -25,8 +25,8 @@ def table_of(data: Any) -> Any:
         A `pyarrow.Table`.
 
     Raises:
-        TypeError: it is not a table, or a column contains values of several types.
-        ValueError: columns of a dict have different numbers of rows, or numbers that do not fit
+        TypeError: It is not a table, or a column contains values of several types.
+        ValueError: Columns of a dict have different numbers of rows, or numbers that do not fit
             into 64 bits.
 
     Example:

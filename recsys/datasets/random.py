@@ -34,23 +34,23 @@ class RandomRecDataset(IterableDataset[Batch]):
     new, each worker generates its own.
 
     Args:
-        keys: names of the sparse features.
-        batch_size: samples per batch.
-        hash_size: upper bound (exclusive) of the ids of all features; 100 by default.
-        hash_sizes: upper bound of the ids of each feature.
-        ids_per_feature: number of ids per sample, for all features. By default from 0 to 2. With a
+        keys: Names of the sparse features.
+        batch_size: Samples per batch.
+        hash_size: Upper bound (exclusive) of the ids of all features; 100 by default.
+        hash_sizes: Upper bound of the ids of each feature.
+        ids_per_feature: Number of ids per sample, for all features. By default from 0 to 2. With a
             minimum it is the maximum.
-        ids_per_features: maximum number of ids per sample for each feature. The minimum is 0 by
+        ids_per_features: Maximum number of ids per sample for each feature. The minimum is 0 by
             default.
-        num_dense: columns of the dense features.
-        manual_seed: seed, for reproducible batches.
-        num_batches: length of an epoch; None for an endless one.
-        num_generated_batches: number of different batches; with 0 or less every batch is new.
-        min_ids_per_feature: minimum number of ids per sample, for all features.
-        min_ids_per_features: minimum number of ids per sample, for each feature.
+        num_dense: Columns of the dense features.
+        manual_seed: Seed, for reproducible batches.
+        num_batches: Length of an epoch; None for an endless one.
+        num_generated_batches: Number of different batches; with 0 or less every batch is new.
+        min_ids_per_feature: Minimum number of ids per sample, for all features.
+        min_ids_per_features: Minimum number of ids per sample, for each feature.
 
     Raises:
-        ValueError: a list does not have one value per key, a setting and its list are both given,
+        ValueError: A list does not have one value per key, a setting and its list are both given,
             or a value is out of range.
 
     Example:
@@ -135,7 +135,7 @@ class RandomRecDataset(IterableDataset[Batch]):
         """Return the number of batches of an epoch.
 
         Raises:
-            TypeError: the epoch is endless.
+            TypeError: The epoch is endless.
         """
         if self.num_batches is None:
             raise TypeError("RandomRecDataset has no length unless num_batches is given.")

@@ -41,19 +41,19 @@ def parquet(paths: Paths, spec: Spec, batch_size: int, **options: Any) -> TableR
     """Read Parquet files.
 
     Args:
-        paths: a file, folder, glob or URL, or a list of them.
-        spec: a fitted `recsys.features.FeatureSpec`. Only its columns are read.
-        batch_size: rows of a batch of one rank.
-        options: keyword arguments of `TableReader`.
+        paths: A file, folder, glob or URL, or a list of them.
+        spec: A fitted `recsys.features.FeatureSpec`. Only its columns are read.
+        batch_size: Rows of a batch of one rank.
+        options: Keyword arguments of `TableReader`.
 
     Returns:
         The batches.
 
     Raises:
-        FileNotFoundError: a path has no file.
-        KeyError: a file does not have a column.
-        TypeError: as for `TableReader`.
-        ValueError: a file is damaged, or as for `TableReader`.
+        FileNotFoundError: A path has no file.
+        KeyError: A file does not have a column.
+        TypeError: As for `TableReader`.
+        ValueError: A file is damaged, or as for `TableReader`.
 
     Example:
         >>> import tempfile
@@ -86,23 +86,23 @@ def csv(
     fit into memory: convert large ones by `python -m recsys prepare`.
 
     Args:
-        paths: a file, folder, glob or URL, or a list of them.
-        spec: a fitted `recsys.features.FeatureSpec`. Only its columns are read.
-        batch_size: rows of a batch of one rank.
+        paths: A file, folder, glob or URL, or a list of them.
+        spec: A fitted `recsys.features.FeatureSpec`. Only its columns are read.
+        batch_size: Rows of a batch of one rank.
         format: "csv" or "tsv"; None: by the suffix of each file.
         read_options: `pyarrow.csv.ReadOptions`, such as `column_names` of files without a header.
         parse_options: `pyarrow.csv.ParseOptions`, such as the delimiter.
         convert_options: `pyarrow.csv.ConvertOptions`, such as `column_types` or `null_values`.
-        options: keyword arguments of `TableReader`.
+        options: Keyword arguments of `TableReader`.
 
     Returns:
         The batches.
 
     Raises:
-        FileNotFoundError: a path has no file.
-        KeyError: a file does not have a column.
-        TypeError: as for `TableReader`.
-        ValueError: a file is empty or damaged, a value does not have the type of its column, or as
+        FileNotFoundError: A path has no file.
+        KeyError: A file does not have a column.
+        TypeError: As for `TableReader`.
+        ValueError: A file is empty or damaged, a value does not have the type of its column, or as
             for `TableReader`.
 
     Example:
@@ -128,20 +128,20 @@ def table(data: Any, spec: Spec, batch_size: int, **options: Any) -> TableReader
     """Read a table in memory.
 
     Args:
-        data: a table of Arrow, pandas or polars, a `Dataset` of Hugging Face, which stays on disk,
+        data: A table of Arrow, pandas or polars, a `Dataset` of Hugging Face, which stays on disk,
             or a dict of columns.
-        spec: a fitted `recsys.features.FeatureSpec`.
-        batch_size: rows of a batch of one rank.
-        options: keyword arguments of `TableReader`. Slices of the table take the place of row
+        spec: A fitted `recsys.features.FeatureSpec`.
+        batch_size: Rows of a batch of one rank.
+        options: Keyword arguments of `TableReader`. Slices of the table take the place of row
             groups.
 
     Returns:
         The batches.
 
     Raises:
-        KeyError: the table does not have a column.
+        KeyError: The table does not have a column.
         TypeError: `data` is not a table, or as for `TableReader`.
-        ValueError: as for `TableReader`.
+        ValueError: As for `TableReader`.
 
     Example:
         >>> from recsys.features import FeatureSpec, Ids, Label

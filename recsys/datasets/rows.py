@@ -168,22 +168,22 @@ def criteo_terabyte(
     r"""Read the Criteo terabyte release, row by row.
 
     Args:
-        paths: text files of the release, plain or `.gz`.
-        row_mapper: function that converts the 40 strings of a line to a row. By default a row is a
+        paths: Text files of the release, plain or `.gz`.
+        row_mapper: Function that converts the 40 strings of a line to a row. By default a row is a
             dict by `DEFAULT_COLUMN_NAMES`: label and counts are integers (0 if missing), categories
             strings. Files without labels yield no label. With None a row is the list of strings.
-        rank: rank of this process, which reads every `world_size`-th row; None: its rank in the
+        rank: Rank of this process, which reads every `world_size`-th row; None: its rank in the
             process group, if there is one, else 0.
-        world_size: number of processes that share the rows; None: as for `rank`, else 1.
-        open_kw: further arguments of `open`.
+        world_size: Number of processes that share the rows; None: as for `rank`, else 1.
+        open_kw: Further arguments of `open`.
 
     Returns:
         Iterable over the rows of all files, which reads the files again in each epoch.
 
     Raises:
         ValueError: `rank` is not in [0, `world_size`).
-        FileNotFoundError: while iterating, a file is missing.
-        ValueError: while iterating, a line is truncated or damaged.
+        FileNotFoundError: While iterating, a file is missing.
+        ValueError: While iterating, a line is truncated or damaged.
 
     Example:
         >>> import tempfile
@@ -212,19 +212,19 @@ def criteo_kaggle(
     """Read one file of the Criteo Kaggle release, row by row.
 
     Args:
-        path: a text file of the release, plain or `.gz`.
-        row_mapper: as for `criteo_terabyte`.
-        rank: as for `criteo_terabyte`.
-        world_size: as for `criteo_terabyte`.
-        open_kw: further arguments of `open`.
+        path: A text file of the release, plain or `.gz`.
+        row_mapper: As for `criteo_terabyte`.
+        rank: As for `criteo_terabyte`.
+        world_size: As for `criteo_terabyte`.
+        open_kw: Further arguments of `open`.
 
     Returns:
         Iterable over the rows, which reads the file again in each epoch.
 
     Raises:
         ValueError: `rank` is not in [0, `world_size`).
-        FileNotFoundError: while iterating, the file is missing.
-        ValueError: while iterating, a line is truncated or damaged.
+        FileNotFoundError: While iterating, the file is missing.
+        ValueError: While iterating, a line is truncated or damaged.
     """
     return criteo_terabyte(
         [path], row_mapper=row_mapper, rank=rank, world_size=world_size, **open_kw
@@ -267,21 +267,21 @@ def movielens_20m(
     r"""Read the ratings of MovieLens 20M, row by row.
 
     Args:
-        root: folder of `movies.csv` and `ratings.csv`, whose header line is optional.
-        include_movies_data: add the title and genres of the film.
-        row_mapper: function that converts the strings of a line to a row. By default a row is a
+        root: Folder of `movies.csv` and `ratings.csv`, whose header line is optional.
+        include_movies_data: Add the title and genres of the film.
+        row_mapper: Function that converts the strings of a line to a row. By default a row is a
             dict by column name, with numbers converted. With None a row is the list of strings.
-        rank: as for `criteo_terabyte`.
-        world_size: as for `criteo_terabyte`.
-        open_kw: further arguments of `open`.
+        rank: As for `criteo_terabyte`.
+        world_size: As for `criteo_terabyte`.
+        open_kw: Further arguments of `open`.
 
     Returns:
         Iterable over the rows, which reads the files again in each epoch.
 
     Raises:
         ValueError: `rank` is not in [0, `world_size`).
-        FileNotFoundError: while iterating, a file is missing.
-        ValueError: while iterating, a line is truncated or damaged, rates an unknown film, or has a
+        FileNotFoundError: While iterating, a file is missing.
+        ValueError: While iterating, a line is truncated or damaged, rates an unknown film, or has a
             rating that is not from 0 to 5 or an id that is negative or not below 2**63.
 
     Example:

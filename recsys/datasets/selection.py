@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import posixpath
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeAlias, final
@@ -67,7 +69,7 @@ class Selection:
     """The rows that a reader yields, and their columns.
 
     Raises:
-        KeyError: a source does not have a column.
+        KeyError: A source does not have a column.
         TypeError: `spec` is not a spec, `split` not a split, or `filter` not an expression.
         ValueError: `part` is unknown, or the filter has other columns.
     """
@@ -121,7 +123,7 @@ class Selection:
         """Return the rows of units that filter and split keep.
 
         Raises:
-            ValueError: a file is damaged, or a value does not have the type of its column.
+            ValueError: A file is damaged, or a value does not have the type of its column.
         """
         found = []
         start = 0
@@ -130,10 +132,11 @@ class Selection:
             stop = start
             while stop < len(units) and units[stop].source == source:
                 stop += 1
-            numbers = [unit.number for unit in units[start:stop]]
-            tables = self.sources[source].read(numbers, self.columns)
-            for unit, table in zip(units[start:stop], tables, strict=True):
-                found.append(self._select(table, unit))
+            by_number = {unit.number: unit for unit in units[start:stop]}
+            parts = self.sources[source].read([*by_number], self.columns)
+            for number, pairs in itertools.groupby(parts, lambda pair: pair[0]):
+                table = pa.concat_tables([table for _, table in pairs])
+                found.append(self._select(table, by_number[number]))
             start = stop
         return [rows for rows in found if rows.table.num_rows]
 
@@ -151,10 +154,8 @@ class Selection:
                 else source.first_row(unit.number)
             )
             rows = np.arange(first, first + table.num_rows)
-            try:
+            with self._located([Rows(table, unit, None)]):
                 parts = self.split.parts_of(table, posixpath.basename(source.path), rows)
-            except (KeyError, TypeError, ValueError) as error:
-                raise self._located(error, [Rows(table, unit, None)]) from error
             mine = parts == PARTS.index(str(self.part))
             is_kept = mine if is_kept is None else mine & is_kept
         if is_kept is None or is_kept.all():
@@ -166,8 +167,8 @@ class Selection:
         """Return a batch of rows.
 
         Raises:
-            TypeError: a column has values of another type.
-            ValueError: a value is NaN, infinite or out of its range. The message names the column,
+            TypeError: A column has values of another type.
+            ValueError: A value is NaN, infinite or out of its range. The message names the column,
                 the value, the file and the row in the file.
         """
         batches = []
@@ -178,15 +179,13 @@ class Selection:
             while stop < len(rows) and rows[stop].table.schema.equals(schema):
                 stop += 1
             table = pa.concat_tables([part.table for part in rows[start:stop]])
-            try:
+            with self._located(rows[start:stop]):
                 batches.append(self.spec.transform(table, labels=self.labels))
-            except (KeyError, TypeError, ValueError) as error:
-                raise self._located(error, rows[start:stop]) from error
             start = stop
         return join_rows(batches)
 
-    def _located(self, error: Exception, rows: Sequence[Rows]) -> Exception:
-        """Return an error of a window with the file, and the row in the file."""
+    def _located(self, rows: Sequence[Rows]) -> AbstractContextManager[None]:
+        """Return a context that names the file, and the row in the file, in errors of a window."""
 
         def place_of(row: int) -> tuple[str, int]:
             for part in rows:
@@ -198,7 +197,7 @@ class Selection:
                 row = int(part.kept[row])
             return source.path, row + source.first_row(part.unit.number)
 
-        return located(error, place_of)
+        return located(place_of)
 
 
 def check_settings(spec: object, split: object, filter: object) -> None:
@@ -220,11 +219,11 @@ def filter_columns(filter: Any, schema: Any) -> list[str]:
     """Return the columns of a filter: all columns without which it cannot be computed.
 
     Args:
-        filter: an expression of `pyarrow.dataset`, or None.
-        schema: the columns of the table.
+        filter: An expression of `pyarrow.dataset`, or None.
+        schema: The columns of the table.
 
     Raises:
-        ValueError: the table does not have a column of the filter, or not with this type.
+        ValueError: The table does not have a column of the filter, or not with this type.
     """
     if filter is None:
         return []

@@ -1,23 +1,49 @@
-"""Tables that are read in units: row groups of Parquet, blocks of lines, slices in memory."""
+"""Tables that are read in units: row groups of Parquet, blocks of lines, slices in memory.
+
+Readers of training choose units. `fit`, `prepare` and `score` read files from the beginning to the
+end, in parts: large row groups and text files are then never in memory as a whole.
+"""
 
 from __future__ import annotations
 
 import posixpath
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import copy
+from itertools import accumulate, chain
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import csv, fs
 
-from recsys.datasets.files import File, conversion_of, is_text
+from recsys.datasets.files import File, is_text
 from recsys.datasets.memory import table_of
-from recsys.datasets.tables import is_utf8
+from recsys.datasets.tables import (
+    COMPRESSED,
+    files_of,
+    is_path,
+    is_utf8,
+    located,
+    unify_types,
+)
 
-__all__ = ["ParquetSource", "Source", "TableSource", "TextSource", "Unit", "source_of"]
+__all__ = [
+    "ParquetSource",
+    "Part",
+    "Source",
+    "TableSource",
+    "TextSource",
+    "Unit",
+    "parts_of",
+    "read_parts",
+    "source_of",
+]
 
+_PART_ROWS: Final = 1 << 16
 _BLOCK_BYTES: Final = 4 << 20
 _SLICE_ROWS: Final = 8192
 _NUM_SLICES: Final = 64
@@ -44,11 +70,12 @@ class Source(Protocol):
     sizes: list[tuple[int, int]]
     """Number and number of rows of each unit; estimates for text."""
 
-    def read(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
-        """Yield an Arrow table for each unit.
+    def read(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+        """Yield the number of each unit and an Arrow table of its rows, or several tables.
 
         Raises:
-            ValueError: the file is damaged, or a value does not have the type of its column.
+            ValueError: The file is damaged or has changed since it was found, or a value does not
+                have the type of its column.
         """
 
     def first_row(self, number: int) -> int:
@@ -61,15 +88,17 @@ class Source(Protocol):
         """Return `File.checksum` of a file; 0 of a table in memory."""
 
 
-def source_of(file: File, rows: Any = None) -> Source:
+def source_of(file: File, rows: Any = None, *, in_parts: bool = False) -> Source:
     """Return the source of a file.
 
     Args:
-        file: the file.
-        rows: a filter of `pyarrow.dataset`. Row groups whose statistics exclude it are left out;
+        file: The file.
+        rows: A filter of `pyarrow.dataset`. Row groups whose statistics exclude it are left out;
             rows are not filtered.
+        in_parts: True to yield several tables of a large unit, at most some 64 thousand rows each,
+            and to read text files as one unit, in tables of a mebibyte of text.
     """
-    return TextSource(file) if is_text(file) else ParquetSource(file, rows)
+    return TextSource(file, in_parts) if is_text(file) else ParquetSource(file, rows, in_parts)
 
 
 @final
@@ -77,39 +106,41 @@ class ParquetSource:
     """A Parquet file; units are its row groups.
 
     Args:
-        file: the file.
-        rows: a filter, as for `source_of`.
+        file: The file.
+        rows: A filter, as for `source_of`.
+        in_parts: As for `source_of`.
     """
 
-    def __init__(self, file: File, rows: Any = None) -> None:
+    def __init__(self, file: File, rows: Any, in_parts: bool) -> None:
         self.path, self.schema, self._file = file.path, file.schema, file
+        self._in_parts = in_parts
         fragment = file.fragment
         self._metadata = fragment.metadata
-        counts = [
-            self._metadata.row_group(i).num_rows for i in range(self._metadata.num_row_groups)
-        ]
-        self._starts = [0]
-        for count in counts:
-            self._starts.append(self._starts[-1] + count)
+        groups = range(self._metadata.num_row_groups)
+        self._counts = [self._metadata.row_group(i).num_rows for i in groups]
+        self._starts: list[int] = [0, *accumulate(self._counts)]
         kept = fragment if rows is None else fragment.subset(rows, schema=file.schema)
-        self.sizes = [(group.id, counts[group.id]) for group in kept.row_groups]
-        self.sizes = [size for size in self.sizes if size[1]]
+        counts = [(group.id, self._counts[group.id]) for group in kept.row_groups]
+        self.sizes = [(number, count) for number, count in counts if count]
 
-    def read(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
-        """Yield an Arrow table for each row group."""
-        yield from self._file.checked(self._row_groups(numbers, columns))
+    def read(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+        """Yield the number and the rows of each row group, texts as a dictionary if in one part."""
+        yield from self._file.checked(self._row_groups(numbers, list(columns)))
 
-    def _row_groups(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
+    def _row_groups(self, numbers: Sequence[int], columns: list[str]) -> Iterator[tuple[int, Any]]:
         system = self._file.fragment.filesystem
         is_remote = not isinstance(system, fs.LocalFileSystem)
-        texts = [name for name in columns if _is_plain_text(self.schema.field(name).type)]
+        texts = [] if self._in_parts else columns
+        texts = [name for name in texts if _is_plain_text(self.schema.field(name).type)]
+        # `Fragment.to_batches` reads ahead without a limit, up to the whole file.
         with system.open_input_file(self._file.fragment.path) as opened:
             file = pq.ParquetFile(
                 opened, metadata=self._metadata, read_dictionary=texts, pre_buffer=is_remote
             )
             for number in numbers:
-                table = file.read_row_group(number, columns=list(columns), use_threads=False)
-                yield table.select(columns)
+                most = _PART_ROWS if self._in_parts else self._counts[number]
+                for batch in file.iter_batches(most, [number], columns, use_threads=False):
+                    yield number, pa.Table.from_batches([batch.select(columns)])
 
     def first_row(self, number: int) -> int:
         """Return the number of rows before a row group."""
@@ -128,45 +159,53 @@ class ParquetSource:
 class TextSource:
     """A CSV or TSV file; units are blocks of lines.
 
-    A block has the lines that start in its 4 MiB. Compressed files, and files whose values may
-    contain newlines, are one unit.
+    A block has the lines that start in its 4 MiB. Compressed files, files whose values may contain
+    newlines, and files that are read in parts are one unit.
 
     Args:
-        file: the file.
+        file: The file.
+        in_parts: As for `source_of`.
     """
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: File, in_parts: bool) -> None:
         self.path, self.schema, self._file = file.path, file.schema, file
+        self._in_parts = in_parts
         self._format = file.fragment.format
         options = self._format.default_fragment_scan_options
         self._reading, self._conversion = options.read_options, options.convert_options
-        system, path = file.fragment.filesystem, file.fragment.path
-        self._size = system.get_file_info(path).size
-        compressed = fs_compression(path)
+        self._size = file.version[0]
         self._is_whole = (
-            bool(compressed)
+            posixpath.splitext(file.fragment.path)[1] in COMPRESSED
             or self._format.parse_options.newlines_in_values
             or not is_utf8(file.encoding)
         )
+        self.sizes = [(0, 0)] if in_parts else self._estimated_sizes()
+
+    def _estimated_sizes(self) -> list[tuple[int, int]]:
         count = 1 if self._is_whole else max(1, -(-self._size // _BLOCK_BYTES))
-        with system.open_input_stream(path, compression="detect") as stream:
+        with self._stream() as stream:
             sample = stream.read(1 << 16)
         rows = max(1, self._size * sample.count(b"\n") // (max(1, len(sample)) * count))
-        self.sizes = [(i, rows) for i in range(count)]
+        return [(i, rows) for i in range(count)]
 
-    def read(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
-        """Yield an Arrow table for each block."""
+    def _stream(self) -> Any:
+        fragment = self._file.fragment
+        return fragment.filesystem.open_input_stream(fragment.path, compression="detect")
+
+    def read(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+        """Yield the number and the rows of each block."""
         number = 0
 
-        def blocks() -> Iterator[Any]:
+        def blocks() -> Iterator[tuple[int, Any]]:
             nonlocal number
             for number in numbers:
-                yield self._parse(number, columns)
+                for batch in self._parse(number, columns):
+                    yield number, pa.Table.from_batches([batch])
 
         def text_of(error: Exception) -> str:
             text = str(error)
             if (found := re.search(r"Row #(\d+)", text)) is not None:
-                line = self._lines_before(number) + int(found[1])
+                line = int(found[1]) + sum(self._data(n).count(b"\n") for n in range(number))
                 text = f"{text[: found.start()]}line {line}{text[found.end() :]}"
             return text
 
@@ -175,7 +214,7 @@ class TextSource:
     def first_row(self, number: int) -> int:
         """Return the number of rows before a block."""
         name = self.schema.names[0]
-        counts: list[int] = [table.num_rows for table in self.read(range(number), [name])]
+        counts: list[int] = [table.num_rows for _, table in self.read(range(number), [name])]
         total: int = sum(counts)
         return total
 
@@ -187,40 +226,36 @@ class TextSource:
         """Return the checksum of the file."""
         return self._file.checksum()
 
-    def _lines_before(self, number: int) -> int:
-        system, path = self._file.fragment.filesystem, self._file.fragment.path
-        if number == 0:
-            return 0
-        with system.open_input_file(path) as opened:
-            return sum(_lines(opened, n, self._size).count(b"\n") for n in range(number))
-
-    def _parse(self, number: int, columns: Sequence[str]) -> Any:
-        system, path = self._file.fragment.filesystem, self._file.fragment.path
+    def _data(self, number: int) -> bytes:
+        """Return the text of a block."""
         if self._is_whole:
-            with system.open_input_stream(path, compression="detect") as stream:
-                data = stream.read()
+            with self._stream() as stream:
+                data: bytes = stream.read()
+                return data
+        fragment = self._file.fragment
+        with fragment.filesystem.open_input_file(fragment.path) as opened:
+            return _lines(opened, number, self._size)
+
+    def _parse(self, number: int, columns: Sequence[str]) -> Iterator[Any]:
+        """Yield the rows of a block as Arrow batches."""
+        reading, conversion = copy(self._reading), copy(self._conversion)
+        reading.encoding = self._file.encoding
+        if self._in_parts:
+            stream = self._stream()
         else:
-            with system.open_input_file(path) as opened:
-                data = _lines(opened, number, self._size)
-        is_first = number == 0
-        reading = csv.ReadOptions(
-            use_threads=False,
-            block_size=max(1, len(data)),
-            skip_rows=self._reading.skip_rows if is_first else 0,
-            skip_rows_after_names=self._reading.skip_rows_after_names if is_first else 0,
-            column_names=self._reading.column_names if is_first else self.schema.names,
-            autogenerate_column_names=is_first and self._reading.autogenerate_column_names,
-            encoding=self._file.encoding,
-        )
-        if not data.strip():
-            return pa.schema([self.schema.field(name) for name in columns]).empty_table()
-        table = csv.read_csv(
-            pa.BufferReader(data),
-            read_options=reading,
-            parse_options=self._format.parse_options,
-            convert_options=conversion_of(self._conversion, self.schema, columns),
-        )
-        return table.combine_chunks()
+            data = self._data(number)
+            if not data.strip():
+                return
+            stream = pa.BufferReader(data)
+            reading.use_threads, reading.block_size = False, len(data)
+        if number:  # the first block has the names
+            reading.skip_rows = reading.skip_rows_after_names = 0
+            reading.autogenerate_column_names, reading.column_names = False, self.schema.names
+        types = {name: self.schema.field(name).type for name in columns}
+        conversion.column_types = {**conversion.column_types, **types}
+        conversion.include_columns = columns
+        with stream:
+            yield from csv.open_csv(stream, reading, self._format.parse_options, conversion)
 
 
 @final
@@ -228,7 +263,7 @@ class TableSource:
     """A table in memory, or a memory-mapped `Dataset` of Hugging Face; units are slices.
 
     Args:
-        data: as for `recsys.datasets.memory.table_of`.
+        data: As for `recsys.datasets.memory.table_of`.
     """
 
     def __init__(self, data: Any) -> None:
@@ -248,11 +283,10 @@ class TableSource:
             (i, min(self._step, self._num_rows - start)) for i, start in enumerate(starts)
         ]
 
-    def read(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
-        """Yield an Arrow table for each slice."""
+    def read(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+        """Yield the number and the rows of each slice."""
         for number in numbers:
-            table = self._slice(number * self._step, self._step)
-            yield table.select(columns)
+            yield number, self._slice(number * self._step, self._step).select(columns)
 
     def first_row(self, number: int) -> int:
         """Return the number of rows before a slice."""
@@ -276,10 +310,80 @@ class _HuggingFaceSlices:
         return self._data[start : start + count]
 
 
-def fs_compression(path: str) -> str | None:
-    """Return the compression of a text file, by its suffix."""
-    suffix = posixpath.splitext(path)[1]
-    return {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}.get(suffix)
+@final
+class Part(NamedTuple):
+    """Consecutive rows of data that are read from the beginning to the end."""
+
+    table: Any
+    """The rows, an Arrow table."""
+    path: str
+    """Path or URL of the file; empty for a table in memory."""
+    first: int
+    """Row in the file of the first row."""
+
+    def slice(self, start: int, count: int) -> Part:
+        """Return at most `count` rows from `start`."""
+        return Part(self.table.slice(start, count), self.path, self.first + start)
+
+    def located(self, counted: int = 0) -> AbstractContextManager[None]:
+        """Return a context that names the file, and the row in the file, in errors.
+
+        Args:
+            counted: Number of the first row in messages of errors.
+        """
+        return located(lambda row: (self.path, self.first + row - counted))
+
+
+def read_parts(file: File, columns: Sequence[str]) -> Iterator[Part]:
+    """Yield all rows of a file in parts, in bounded memory.
+
+    Args:
+        file: The file.
+        columns: The columns to read.
+
+    Raises:
+        ValueError: As for `Source.read`.
+    """
+    source, first = source_of(file, in_parts=True), 0
+    for _, table in source.read([number for number, _ in source.sizes], columns):
+        yield Part(table, file.path, first)
+        first += table.num_rows
+
+
+def parts_of(data: Any, columns: Sequence[str], kinds: Mapping[str, str | None]) -> Iterator[Part]:
+    """Yield parts of data that may be larger than memory.
+
+    Args:
+        data: A path, glob, folder or URL, or a list of them; a table as for `table_of`; parts; or
+            an iterable of tables or parts.
+        columns: The columns to read of files. Before their rows comes a part without rows, with
+            the types of all columns.
+        kinds: Columns of keys in files, as for `unify_types`.
+
+    Raises:
+        TypeError: `data` is not one of these.
+        KeyError: A table does not have a column.
+        ValueError: A file is damaged, empty or of an unknown format.
+    """
+    tables: Iterable[Any] = [data]
+    if isinstance(data, Part):
+        yield data
+        return
+    if is_path(data) or (isinstance(data, Sequence) and len(data) and all(map(is_path, data))):
+        for file in unify_types(files_of(data), columns, kinds):
+            yield Part(file.schema.empty_table(), file.path, 0)
+            yield from read_parts(file, columns)
+        return
+    if isinstance(data, ds.Dataset):
+        tables = chain([data.schema.empty_table()], data.to_batches(columns=columns))
+    elif hasattr(data, "with_format"):  # Hugging Face
+        tables = data.with_format("arrow").iter(batch_size=_PART_ROWS)
+    elif isinstance(data, Iterable) and not (isinstance(data, Mapping) or hasattr(data, "columns")):
+        for part in data:
+            yield from parts_of(part, columns, kinds)
+        return
+    for table in tables:
+        yield Part(table_of(table), "", 0)
 
 
 def _lines(opened: Any, number: int, size: int) -> bytes:

@@ -1,6 +1,6 @@
 """Tables of clicks from a stated model, so that the best possible AUC and log loss are known.
 
-Legend: `N` rows. The module needs pyarrow (extra `data`).
+Shapes: `N` rows. The module needs pyarrow (extra `data`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Clicks(NamedTuple):
         """Return the scores of the true probabilities, weighted if the table has weights.
 
         Args:
-            label: the column.
+            label: The column.
         """
         weights = self.table["weight"].to_numpy() if "weight" in self.table.column_names else None
         return bayes(self.table[label].to_numpy(), self.probabilities[label], weights)
@@ -124,16 +124,16 @@ class ClickModel:
     - `weight`: float32, with `weights`.
 
     Args:
-        seed: seed of effects and rows.
-        users: number of users.
-        films: number of films.
-        missing: share of missing cities, ages and prices, from 0 to 1.
+        seed: Seed of effects and rows.
+        users: Number of users.
+        films: Number of films.
+        missing: Share of missing cities, ages and prices, from 0 to 1.
         buys: True for a second label.
         weights: True for sample weights.
 
     Raises:
-        TypeError: a value has another type.
-        ValueError: a number is out of its range.
+        TypeError: A value has another type.
+        ValueError: A number is out of its range.
 
     Example:
         >>> clicks = ClickModel(seed=1).draw(1000)
@@ -166,7 +166,7 @@ class ClickModel:
         """Return a table.
 
         Args:
-            num_rows: number of rows.
+            num_rows: Number of rows.
         """
         parts = [*self.parts(num_rows)]
         return Clicks(
@@ -181,7 +181,7 @@ class ClickModel:
         """Yield the rows of `draw` in tables of 65,536 rows, in constant memory.
 
         Args:
-            num_rows: number of rows of all tables.
+            num_rows: Number of rows of all tables.
         """
         whole("ClickModel.parts: num_rows", num_rows)
         for start in range(0, num_rows, _PART):

@@ -80,40 +80,40 @@ class TableReader(IterableDataset[Batch]):
     batch of its own.
 
     Args:
-        sources: files or tables with the same columns.
-        spec: a fitted `recsys.features.FeatureSpec`.
-        batch_size: rows of a batch of one rank.
-        rank: this process, from 0; None: its rank in the process group, if there is one, else 0.
-        world_size: number of processes; None: as for `rank`, else 1.
+        sources: Files or tables with the same columns.
+        spec: A fitted `recsys.features.FeatureSpec`.
+        batch_size: Rows of a batch of one rank.
+        rank: This process, from 0; None: its rank in the process group, if there is one, else 0.
+        world_size: Number of processes; None: as for `rank`, else 1.
         divide: "row_groups": each rank reads row groups of its own, and ranks may have different
             numbers of rows. "batches": all ranks read all row groups, and each takes its part of
             each batch of `world_size * batch_size` rows, so that steps do not depend on the number
             of ranks.
-        shuffle: read row groups in another order in each epoch, and shuffle the rows of each
+        shuffle: Read row groups in another order in each epoch, and shuffle the rows of each
             window.
-        seed: seed of the order; the same on all ranks.
-        window_rows: number of rows of a window, at least: row groups are joined up to it.
-        num_workers: threads that read ahead; 0: rows are read when they are asked for.
-        filter: rows to read, as an expression of `pyarrow.dataset` such as
+        seed: Seed of the order; the same on all ranks.
+        window_rows: Number of rows of a window, at least: row groups are joined up to it.
+        num_workers: Threads that read ahead; 0: rows are read when they are asked for.
+        filter: Rows to read, as an expression of `pyarrow.dataset` such as
             `pyarrow.dataset.field("age") > 18`. Row groups whose statistics exclude it are not
             read.
-        split: a `recsys.datasets.Split` or `TimeSplit`.
+        split: A `recsys.datasets.Split` or `TimeSplit`.
         part: "train", "validation" or "test", with `split`.
-        drop_last: leave out the last batch of an epoch if it is not full.
-        pin_memory: yield batches in page-locked memory, from which copies to a GPU are
+        drop_last: Leave out the last batch of an epoch if it is not full.
+        pin_memory: Yield batches in page-locked memory, from which copies to a GPU are
             asynchronous.
         labels: False for tables without labels, sample weights and groups.
 
     Attributes:
-        epoch: number of the epoch that the next iterator reads, from 0.
-        num_rows: rows of all ranks before filter and split; an estimate for text files.
-        selection: the rows and columns that are read.
+        epoch: Number of the epoch that the next iterator reads, from 0.
+        num_rows: Rows of all ranks before filter and split; an estimate for text files.
+        selection: The rows and columns that are read.
 
     Raises:
-        KeyError: a file does not have a column.
-        TypeError: an argument has another type, or a column has values of different kinds in
+        KeyError: A file does not have a column.
+        TypeError: An argument has another type, or a column has values of different kinds in
             different files.
-        ValueError: an argument is out of its range, or there are fewer row groups than ranks.
+        ValueError: An argument is out of its range, or there are fewer row groups than ranks.
 
     Example:
         >>> from recsys.datasets.sources import TableSource
@@ -202,7 +202,7 @@ class TableReader(IterableDataset[Batch]):
         """Begin an epoch with the next iterator.
 
         Args:
-            epoch: its number, from 0. Numbers with one order have the same seed and epoch.
+            epoch: Its number, from 0. Numbers with one order have the same seed and epoch.
 
         Raises:
             TypeError: `epoch` is not a whole number.
@@ -216,7 +216,7 @@ class TableReader(IterableDataset[Batch]):
         """Return the position after the last batch, and settings and files that it depends on.
 
         Args:
-            pending: number of batches that were read and not trained yet, such as the batches in a
+            pending: Number of batches that were read and not trained yet, such as the batches in a
                 pipeline. A reader that loads the state yields them again. At most 64, and no more
                 than were yielded in this epoch since its start or the last load.
 
@@ -239,13 +239,13 @@ class TableReader(IterableDataset[Batch]):
         """Continue from a state with the next iterator.
 
         Args:
-            state: result of `state_dict`, of this reader or of another one with the same files and
+            state: Result of `state_dict`, of this reader or of another one with the same files and
                 settings.
 
         Raises:
-            ValueError: files or settings differ. The message names the files that have changed, or
+            ValueError: Files or settings differ. The message names the files that have changed, or
                 the first setting.
-            KeyError: the state has other keys.
+            KeyError: The state has other keys.
         """
         settings = self._settings()
         keys = {*settings, *_Position._fields, "checksums"}
@@ -268,7 +268,7 @@ class TableReader(IterableDataset[Batch]):
         """Check that files have the content that they had when a state was saved.
 
         Args:
-            checksums: of the state. Other numbers of files are an error of the settings.
+            checksums: Of the state. Other numbers of files are an error of the settings.
         """
         if len(checksums) != len(self._checksums):
             return
@@ -286,10 +286,10 @@ class TableReader(IterableDataset[Batch]):
         """Continue from the states of all ranks of a run, with `divide="batches"` on any number.
 
         Args:
-            states: result of `state_dict` of each rank. With `divide="batches"` they are equal.
+            states: Result of `state_dict` of each rank. With `divide="batches"` they are equal.
 
         Raises:
-            ValueError: files or settings differ, such as the number of ranks with
+            ValueError: Files or settings differ, such as the number of ranks with
                 `divide="row_groups"`, or the number of rows of a step.
         """
         state = states[self.rank % len(states)]
@@ -301,9 +301,9 @@ class TableReader(IterableDataset[Batch]):
         """Check that a run can continue on another number of ranks.
 
         Args:
-            before: number of ranks of the run.
-            now: number of ranks of this job.
-            state: state of a rank of the run.
+            before: Number of ranks of the run.
+            now: Number of ranks of this job.
+            state: State of a rank of the run.
         """
         rows, world_size = state.get("batch_size", 0), state.get("world_size")
         ranks = f"{before} rank{'s' * (before > 1)} then, {now} now"

@@ -11,6 +11,7 @@ Columns of keys that were fitted as texts are read as texts.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,24 +26,24 @@ import pyarrow.dataset as ds
 from pyarrow import csv, fs
 
 from recsys.base.arguments import MissingKeyError, wrong_type
-from recsys.datasets.files import File, described, is_text, version_of
-from recsys.datasets.memory import table_of
+from recsys.datasets.files import READ_ERRORS, File, described, is_text, version_of
 
 __all__ = [
+    "COMPRESSED",
     "Paths",
     "files_of",
     "is_path",
     "is_utf8",
     "kind_of",
     "located",
-    "tables_of",
     "unify_types",
 ]
 
 Paths: TypeAlias = str | PurePath | Sequence[str | PurePath]
 """A path, glob, folder or URL, or a list of them."""
 _SUFFIXES = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".tsv": "tsv", ".txt": "tsv"}
-_COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
+COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
+"""Suffixes of compressed text files."""
 _SAMPLE_BYTES: Final = 1 << 20
 
 
@@ -69,22 +70,41 @@ def kind_of(kind: Any) -> str | None:
     return "texts" if any(test(kind) for test in texts + more) else str(kind)
 
 
-def located(error: Exception, place_of: Callable[[int], tuple[str, int]]) -> Exception:
-    """Return an error of some rows of a file with the file, and with the row in the file.
+@contextlib.contextmanager
+def located(place_of: Callable[[int], tuple[str, int]]) -> Iterator[None]:
+    """Name the file, and the row in the file, in errors of some rows.
 
     Args:
-        error: an error whose message may have the words "in row N".
-        place_of: function from N to the path, and to the row in the file.
+        place_of: Function from the N of "in row N", in the message of an error, to the path and to
+            the row in the file. Errors of an empty path are left as they are.
+
+    Raises:
+        KeyError: A column is missing.
+        TypeError: A column has values of another type.
+        ValueError: A value is out of its range.
+
+    Example:
+        >>> with located(lambda row: ("day.csv", row + 100)):
+        ...     raise ValueError("Column 'age' must be finite; received nan in row 2.")
+        Traceback (most recent call last):
+        ValueError: Column 'age' must be finite; received nan in row 102 of day.csv.
     """
-    kinds = {KeyError: MissingKeyError, TypeError: TypeError, Exception: ValueError}
-    kind = next(kinds[k] for k in kinds if isinstance(error, k))
-    text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
-    # the last one: the received value may have these words, too
-    found = re.search(r"in row (\d+)(?!.*in row \d)", text, re.DOTALL)
-    if found is None:
-        return kind(f"{place_of(0)[0]}: {text}")
-    path, row = place_of(int(found[1]))
-    return kind(f"{text[: found.start()]}in row {row} of {path}{text[found.end() :]}")
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        path, _ = place_of(0)
+        if not path:
+            raise
+        kinds = {KeyError: MissingKeyError, TypeError: TypeError, Exception: ValueError}
+        kind = next(kinds[k] for k in kinds if isinstance(error, k))
+        text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+        # the last one: the received value may have these words, too
+        found = re.search(r"in row (\d+)(?!.*in row \d)", text, re.DOTALL)
+        if found is None:
+            raise kind(f"{path}: {text}") from error
+        path, row = place_of(int(found[1]))
+        text = f"{text[: found.start()]}in row {row} of {path}{text[found.end() :]}"
+        raise kind(text) from error
 
 
 def unify_types(
@@ -93,9 +113,9 @@ def unify_types(
     """Check that columns have one kind of values in all files.
 
     Args:
-        files: at least one file.
-        columns: the columns that files must have.
-        kinds: further columns, of keys, which files may lack. "text": text files are read with
+        files: At least one file.
+        columns: The columns that files must have.
+        kinds: Further columns, of keys, which files may lack. "text": text files are read with
             texts; None: the kind is not known.
 
     Returns:
@@ -105,8 +125,8 @@ def unify_types(
         column of keys of no known kind is read as texts if a file has texts in it.
 
     Raises:
-        KeyError: a file does not have a column.
-        TypeError: a column has values of another kind, such as numbers and texts.
+        KeyError: A file does not have a column.
+        TypeError: A column has values of another kind, such as numbers and texts.
     """
     types: dict[str, Any] = {}  # of text files
     required = list(columns)
@@ -162,9 +182,9 @@ def files_of(paths: Paths, format: str | None = None, **csv_options: Any) -> lis
     """Find the files of paths, globs, folders and URLs, in the order of their names.
 
     Args:
-        paths: one or several.
+        paths: One or several.
         format: "parquet", "csv" or "tsv"; None: by the suffix of each file.
-        csv_options: for text files: `read_options`, `parse_options` and `convert_options` of
+        csv_options: For text files: `read_options`, `parse_options` and `convert_options` of
             `pyarrow.csv`.
 
     Returns:
@@ -172,8 +192,8 @@ def files_of(paths: Paths, format: str | None = None, **csv_options: Any) -> lis
 
     Raises:
         TypeError: `paths` are not paths.
-        FileNotFoundError: a path or glob has no file, or there is no path.
-        ValueError: the format of a file is unknown, or the file is damaged or empty.
+        FileNotFoundError: A path or glob has no file, or there is no path.
+        ValueError: The format of a file is unknown, or the file is damaged or empty.
     """
     if not is_path(paths) and not (isinstance(paths, Sequence) and all(map(is_path, paths))):
         wrong_type("paths", "a path or a list of paths", paths)
@@ -219,7 +239,7 @@ def _is_hidden(path: str) -> bool:
 
 def _format_of(path: str) -> str | None:
     name = PurePath(path)
-    suffixes = [end for end in name.suffixes if end not in _COMPRESSED]
+    suffixes = [end for end in name.suffixes if end not in COMPRESSED]
     return _SUFFIXES.get(suffixes[-1].lower()) if suffixes else None
 
 
@@ -252,7 +272,7 @@ def _open(
         schema = fragment.physical_schema
         if kind != "parquet" and is_utf8(encoding):
             schema = _sampled_schema(fragment, given)
-    except (pa.ArrowInvalid, OSError) as error:
+    except READ_ERRORS as error:
         text = described(str(error))
         raise ValueError(f"{shown} cannot be read as {kind}: {text}") from error
     return File(shown, fragment, schema, encoding, version)
@@ -263,7 +283,7 @@ def _sampled_schema(fragment: Any, options: Mapping[str, Any]) -> Any:
     schema = fragment.physical_schema
     size = fragment.filesystem.get_file_info(fragment.path).size
     parsing = options.get("parse_options", csv.ParseOptions())
-    is_compressed = fragment.path.endswith(_COMPRESSED)
+    is_compressed = fragment.path.endswith(COMPRESSED)
     if size <= _SAMPLE_BYTES or is_compressed or parsing.newlines_in_values:
         return schema
     with fragment.filesystem.open_input_file(fragment.path) as opened:
@@ -305,39 +325,3 @@ def _time_rank(kind: Any) -> int:
     if pa.types.is_timestamp(kind):
         return 2 + ["s", "ms", "us", "ns"].index(kind.unit)
     return int(pa.types.is_date(kind))
-
-
-def tables_of(data: Any, columns: Sequence[str], kinds: Mapping[str, str | None]) -> Iterator[Any]:
-    """Yield Arrow tables of data that may be larger than memory.
-
-    Args:
-        data: a path, glob, folder or URL, or a list of them; a table as for `table_of`; or an
-            iterable of tables.
-        columns: the columns to read of files. Before their rows comes a table without rows, with
-            the types of all columns.
-        kinds: columns of keys in files, as for `unify_types`.
-
-    Raises:
-        TypeError: `data` is not one of these.
-        KeyError: a table does not have a column.
-        ValueError: a file is damaged, empty or of an unknown format.
-    """
-    is_list = isinstance(data, Sequence) and len(data) > 0 and all(map(is_path, data))
-    if is_path(data) or is_list:
-        for file in unify_types(files_of(data), columns, kinds):
-            yield file.schema.empty_table()
-            yield from file.batches(columns)
-        return
-    if isinstance(data, ds.Dataset):
-        yield data.schema.empty_table()
-        yield from map(table_of, data.to_batches(columns=columns))
-    elif hasattr(data, "with_format"):  # Hugging Face
-        yield from data.with_format("arrow").iter(batch_size=1 << 16)
-    elif isinstance(data, Iterable) and not isinstance(data, Mapping | pa.Table | pa.RecordBatch):
-        if hasattr(data, "columns"):  # a DataFrame
-            yield table_of(data)
-        else:
-            for part in data:
-                yield from tables_of(part, columns, kinds)
-    else:
-        yield table_of(data)

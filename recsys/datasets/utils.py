@@ -37,11 +37,11 @@ class Batch:
 
     Args:
         dense_features: `[B, dense_in_features]` float.
-        sparse_features: ids of every feature, stride `B`.
+        sparse_features: Ids of every feature, stride `B`.
         labels: `[B]`, such as 1 for a click and 0 for none, or `[B, T]` for T tasks; any finite
             numbers are legal here, and a log loss requires labels from 0 to 1.
-        dense_names: names of the columns of `dense_features`, for error messages; empty if unknown.
-        label_name: name of the label column, for error messages, or of the columns of T tasks,
+        dense_names: Names of the columns of `dense_features`, for error messages; empty if unknown.
+        label_name: Name of the label column, for error messages, or of the columns of T tasks,
             joined by commas; empty if unknown.
         sample_weights: `[B]` float32, weights of the samples in the loss, or None.
         groups: `[B]` int64, keys of the samples' groups, such as sessions, or None.
@@ -101,21 +101,21 @@ class Batch:
         """Make a batch from the columns of a table.
 
         Args:
-            columns: columns by name: a dict of arrays, a pandas or polars DataFrame or an Arrow
+            columns: Columns by name: a dict of arrays, a pandas or polars DataFrame or an Arrow
                 Table.
-            sparse: columns of ids, or of lists of ids; see `recsys.sparse.from_columns`.
-            dense: columns of numbers, one per sample.
-            label: the column of labels, finite numbers. Without it all labels are 0.
-            weights: the column of id weights of each weighted feature, by feature.
-            padding: the value that fills unused places of an id matrix.
+            sparse: Columns of ids, or of lists of ids; see `recsys.sparse.from_columns`.
+            dense: Columns of numbers, one per sample.
+            label: The column of labels, finite numbers. Without it all labels are 0.
+            weights: The column of id weights of each weighted feature, by feature.
+            padding: The value that fills unused places of an id matrix.
 
         Returns:
             The batch, on the CPU if the columns are.
 
         Raises:
-            KeyError: a column does not exist.
-            TypeError: a column contains values that are not numbers.
-            ValueError: columns have different numbers of samples; a dense feature, label or weight
+            KeyError: A column does not exist.
+            TypeError: A column contains values that are not numbers.
+            ValueError: Columns have different numbers of samples; a dense feature, label or weight
                 is missing, NaN or infinite; or an id does not fit into int64. The message names
                 the column, the row and the value.
 
@@ -154,8 +154,8 @@ class Batch:
         """Copy to a device.
 
         Args:
-            device: the target device.
-            non_blocking: do not wait for the copy. Unpinned tensors are pinned first.
+            device: The target device.
+            non_blocking: Do not wait for the copy. Unpinned tensors are pinned first.
 
         Returns:
             A new batch; parts already on `device` are shared with this one.
@@ -183,7 +183,7 @@ class Batch:
         """Keep the memory from reuse until the work queued on `stream` is done.
 
         Args:
-            stream: a stream that reads this batch, other than the one it was created on.
+            stream: A stream that reads this batch, other than the one it was created on.
         """
         for name in _PARTS:
             getattr(self, name).record_stream(stream)
@@ -221,12 +221,12 @@ def check_rank(rank: int, world_size: int, batch_size: int) -> None:
     """Check that a rank is below the world size, and that batches have samples.
 
     Args:
-        rank: this process, from 0.
-        world_size: number of processes that share the data.
-        batch_size: samples per rank and step.
+        rank: This process, from 0.
+        world_size: Number of processes that share the data.
+        batch_size: Samples per rank and step.
 
     Raises:
-        ValueError: one of them is out of its range.
+        ValueError: One of them is out of its range.
     """
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(
@@ -243,13 +243,13 @@ def rank_in_job(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return the rank and the number of processes that share the data.
 
     Args:
-        rank: this process, from 0; None: its rank in the default process group, if there is one,
+        rank: This process, from 0; None: its rank in the default process group, if there is one,
             else 0.
-        world_size: number of processes; None: the size of the default process group, if there is
+        world_size: Number of processes; None: the size of the default process group, if there is
             one, else 1.
 
     Raises:
-        ValueError: one of them is None, and this is one of several processes (`WORLD_SIZE` of
+        ValueError: One of them is None, and this is one of several processes (`WORLD_SIZE` of
             torchrun) without a process group: each would read all samples.
 
     Example:
@@ -279,9 +279,9 @@ def rank_slice(num_samples: int, rank: int, world_size: int) -> slice:
     batch of an epoch is small; a slice may then be empty.
 
     Args:
-        num_samples: samples of one step over all ranks.
-        rank: this process, from 0.
-        world_size: number of processes.
+        num_samples: Samples of one step over all ranks.
+        rank: This process, from 0.
+        world_size: Number of processes.
 
     Returns:
         The slice of this rank. Slices of successive ranks are adjacent.
@@ -299,7 +299,7 @@ def of_worker(steps: Iterable[_T]) -> Iterator[_T]:
     A DataLoader reads from its workers in turn, so it yields all steps in their order.
 
     Args:
-        steps: the steps of an epoch, the same in every worker.
+        steps: The steps of an epoch, the same in every worker.
 
     Returns:
         The steps of this worker; all steps outside of a worker.
@@ -318,10 +318,10 @@ def check_path_manager_key(key: str) -> None:
     """Check that `path_manager_key` selects local files.
 
     Args:
-        key: the argument; must be `PATH_MANAGER_KEY`.
+        key: The argument; must be `PATH_MANAGER_KEY`.
 
     Raises:
-        ValueError: the key differs.
+        ValueError: The key differs.
     """
     if key != PATH_MANAGER_KEY:
         raise ValueError(

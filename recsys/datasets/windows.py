@@ -1,6 +1,6 @@
 """Windows: consecutive rows of a table as one large batch, which is shuffled and split at once.
 
-No function loops over samples. Legend: `F` features, `W` rows of a window, `N` ids.
+No function loops over samples. Shapes: `F` features, `W` rows of a window, `N` ids.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def split_rows(batch: Batch, edges: Sequence[int], order: _Array | None = None) 
     """Split a batch at rows.
 
     Args:
-        batch: a batch on the CPU.
-        edges: rising row numbers; the first is 0 and the last the number of rows.
+        batch: A batch on the CPU.
+        edges: Rising row numbers; the first is 0 and the last the number of rows.
         order: [W] int64, a permutation of the rows to split; None: the rows as they are.
 
     Returns:
@@ -88,7 +88,7 @@ def take_rows(batch: Batch, rows: _Array) -> Batch:
     """Return a batch of the chosen rows, in the given order.
 
     Args:
-        batch: a batch on the CPU.
+        batch: A batch on the CPU.
         rows: int64 numbers of the rows.
 
     Example:
@@ -121,7 +121,7 @@ def join_rows(batches: Sequence[Batch]) -> Batch:
     """Join batches of the same features, row after row.
 
     Args:
-        batches: at least one batch.
+        batches: At least one batch.
 
     Returns:
         A batch of all rows.

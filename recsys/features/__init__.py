@@ -1,8 +1,9 @@
 """Raw columns to batches: fitted on training data, saved, the same in training and serving.
 
-`columns` describes the columns of a table, `arrow` reads tables, `vocabulary` and `scaling` are the
-fitted parts, `fit` collects them from data in pieces, and `spec` is the `FeatureSpec` that joins
-them. The package needs pyarrow (extra `data`).
+`columns` defines the base class of columns; the kinds are in `id_columns`, `numeric`, `times` and
+`samples`. `arrow` reads tables, `vocabulary` and `scaling` are the fitted parts, `fit` collects
+them from data in pieces, and `spec` is the `FeatureSpec` that joins them. The package needs pyarrow
+(extra `data`).
 """
 
 from typing import TYPE_CHECKING
@@ -10,17 +11,11 @@ from typing import TYPE_CHECKING
 from recsys.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from recsys.features.columns import (
-        Categorical,
-        Group,
-        Hashed,
-        Ids,
-        Label,
-        Numeric,
-        SampleWeight,
-        Timestamp,
-    )
+    from recsys.features.id_columns import Categorical, Hashed, Ids
+    from recsys.features.numeric import Numeric
+    from recsys.features.samples import Group, Label, SampleWeight
     from recsys.features.spec import FeatureSpec
+    from recsys.features.times import Timestamp
 
 __all__ = [
     "Categorical",
@@ -34,8 +29,13 @@ __all__ = [
     "Timestamp",
 ]
 
-_COLUMNS = [name for name in __all__ if name != "FeatureSpec"]
 __getattr__ = lazy_names(
     __name__,
-    {"FeatureSpec": "features.spec", **dict.fromkeys(_COLUMNS, "features.columns")},
+    {
+        **dict.fromkeys(["Categorical", "Hashed", "Ids"], "features.id_columns"),
+        "FeatureSpec": "features.spec",
+        **dict.fromkeys(["Group", "Label", "SampleWeight"], "features.samples"),
+        "Numeric": "features.numeric",
+        "Timestamp": "features.times",
+    },
 )

@@ -1,6 +1,6 @@
 """Columns of Arrow tables, as flat arrays.
 
-Legend: `B` rows, `N` values.
+Shapes: `B` rows, `N` values.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Values(NamedTuple):
         """Raise an error that names the first bad value, if there is one.
 
         Args:
-            error: the type of the error.
-            rule: the requirement, such as "must be finite".
+            error: The type of the error.
+            rule: The requirement, such as "must be finite".
             bad: [N] bool.
-            hint: what to do.
+            hint: What to do.
         """
         if bad.any():
             place = int(bad.argmax())
@@ -89,11 +89,11 @@ class Keys(NamedTuple):
         """Check that the column has the kind of the training data.
 
         Args:
-            name: the column, for the message.
+            name: The column, for the message.
             wanted: "text" or "number"; None: both are legal.
 
         Raises:
-            TypeError: it has values of the other kind.
+            TypeError: It has values of the other kind.
         """
         has_values = len(self.numbers) and (self.is_missing is None or not self.is_missing.all())
         if wanted not in (None, self.kind) and has_values:
@@ -121,8 +121,8 @@ def column_of(table: Any, name: str) -> Any:
     """Return a column of an Arrow table as one array.
 
     Raises:
-        KeyError: there is no such column.
-        ValueError: several columns have the name, or the column is too large for one array.
+        KeyError: There is no such column.
+        ValueError: Several columns have the name, or the column is too large for one array.
     """
     count = table.column_names.count(name)
     if count == 0:
@@ -147,13 +147,13 @@ def read_values(table: Any, name: str, is_list: bool) -> Values:
     """Read a column with one value, or one list of values, per row.
 
     Args:
-        table: an Arrow table.
-        name: the column.
+        table: An Arrow table.
+        name: The column.
         is_list: True if the rows must be lists.
 
     Raises:
-        KeyError: there is no such column.
-        TypeError: rows are lists and must not be, or the reverse.
+        KeyError: There is no such column.
+        TypeError: Rows are lists and must not be, or the reverse.
     """
     array = _plain(column_of(table, name))
     kind = array.type
@@ -212,12 +212,12 @@ def read_keys(values: Values, unsigned: bool = False) -> Keys:
     """Read strings or whole numbers.
 
     Args:
-        values: the column.
+        values: The column.
         unsigned: True to keep the 64 bits of unsigned numbers from 2^63 on.
 
     Raises:
-        TypeError: the values have another type, or are numbers that are not whole.
-        ValueError: a number does not fit into int64, or bytes are not UTF-8.
+        TypeError: The values have another type, or are numbers that are not whole.
+        ValueError: A number does not fit into int64, or bytes are not UTF-8.
     """
     kind = values.array.type
     if _is_text(kind.value_type if pa.types.is_dictionary(kind) else kind):
@@ -286,17 +286,17 @@ def read_integers(
     """Read whole numbers.
 
     Args:
-        values: the column; booleans count as 0 and 1. Floats are legal if they are whole and exact,
+        values: The column; booleans count as 0 and 1. Floats are legal if they are whole and exact,
             because pandas stores whole numbers beside missing ones as floats.
-        rule: the legal values, for messages.
+        rule: The legal values, for messages.
         unsigned: True to keep the 64 bits of unsigned numbers from 2^63 on.
 
     Returns:
         [N] int64, with 0 for missing numbers; and [N] bool, True for missing numbers, or None.
 
     Raises:
-        TypeError: the values are not whole numbers.
-        ValueError: a number does not fit into int64.
+        TypeError: The values are not whole numbers.
+        ValueError: A number does not fit into int64.
     """
     array = decoded(values.array)
     kind = array.type
@@ -323,8 +323,8 @@ def read_numbers(values: Values) -> tuple[_Array, _Array | None]:
         [N] float64, with 0 for missing numbers; and [N] bool, True for missing numbers, or None.
 
     Raises:
-        TypeError: the values are not numbers.
-        ValueError: a number is NaN or infinite.
+        TypeError: The values are not numbers.
+        ValueError: A number is NaN or infinite.
     """
     array = decoded(values.array)
     kind = array.type
@@ -345,14 +345,14 @@ def to_float32(values: Values, numbers: _Array) -> _Array:
     """Convert the numbers of a column.
 
     Args:
-        values: the column, for messages.
+        values: The column, for messages.
         numbers: [N] float64, finite.
 
     Returns:
         [N] float32.
 
     Raises:
-        ValueError: a number is outside the range of float32.
+        ValueError: A number is outside the range of float32.
     """
     with np.errstate(over="ignore"):
         found = numbers.astype(np.float32)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from recsys.features.arrow import Values, key_kind, read_keys, read_values
-from recsys.features.columns import Categorical, Column, Group, Hashed, Numeric
-from recsys.features.scaling import Moments, Quantiles, read_scaled
+from recsys.features.arrow import Values, key_kind, read_values
+from recsys.features.columns import Column
+from recsys.features.scaling import Moments, Quantiles
 from recsys.features.vocabulary import Counts, Vocabulary
 
 __all__ = ["Fitted", "PartialFit"]
@@ -35,13 +37,6 @@ class Fitted(NamedTuple):
     """Kinds of the values of `Hashed` and `Group` columns, "text" or "number", by column. A column
     that the data did not have, or only missing values of, has none."""
 
-    def kind_of(self, column: Column) -> str | None:
-        """Return the kind of the values of a column of keys; None: it is not known."""
-        if isinstance(column, Categorical):
-            vocabulary = self.vocabularies.get(str(column.table))
-            return vocabulary.kind if vocabulary is not None and len(vocabulary.values) else None
-        return self.kinds.get(column.name)
-
 
 @final
 class PartialFit:
@@ -50,9 +45,16 @@ class PartialFit:
     `FeatureSpec.partial` makes one per part, in any process; `FeatureSpec.fit_parts` joins them.
 
     Args:
-        columns: the columns of the spec.
-        limit: number of distinct values of a vocabulary in memory; more are moved to temporary
+        columns: The columns of the spec.
+        limit: Number of distinct values of a vocabulary in memory; more are moved to temporary
             files.
+
+    Attributes:
+        num_rows: Number of rows.
+        counts: Counts of the values of vocabularies, by table.
+        moments: Mean, deviation and limits of numbers, by column.
+        quantiles: Quantiles of numbers, by column.
+        kinds: Kinds of values, "text" or "number", by column.
 
     Example:
         >>> import pyarrow as pa
@@ -67,48 +69,49 @@ class PartialFit:
         self.columns = list(columns)
         self.limit = limit
         self.num_rows = 0
-        self.counts: dict[str, Counts] = {}
-        self.moments: dict[str, Moments] = {}
-        self.quantiles: dict[str, Quantiles] = {}
+        self.counts: defaultdict[str, Counts] = defaultdict(partial(Counts, limit))
+        self.moments: defaultdict[str, Moments] = defaultdict(partial(Moments.of, np.empty(0)))
+        self.quantiles: defaultdict[str, Quantiles] = defaultdict(Quantiles)
         self.kinds: dict[str, str] = {}
-        for column in columns:
-            if isinstance(column, Categorical):
-                self.counts.setdefault(str(column.table), Counts(limit))
-            elif isinstance(column, Numeric):
-                self.moments[column.name] = Moments.of(np.empty(0))
-                if column.buckets is not None and column.spacing == "quantile":
-                    self.quantiles[column.name] = Quantiles()
 
     def add(self, table: Any) -> None:
         """Count the rows of an Arrow table. The types of a table without rows count, too.
 
         Raises:
-            KeyError: the table does not have a column.
-            TypeError: a column has values of another type, or texts after numbers.
-            ValueError: a value is NaN, infinite or out of its range.
+            KeyError: The table does not have a column.
+            TypeError: A column has values of another type, or texts after numbers.
+            ValueError: A value is NaN, infinite or out of its range.
         """
         for column in self.columns:
-            if isinstance(column, Categorical):
-                keys = read_keys(self._values(table, column.name, column.is_list))
-                self.counts[str(column.table)].add(column.name, keys)
-            elif isinstance(column, Numeric):
-                numbers, is_missing = read_scaled(column, self._values(table, column.name, False))
-                if is_missing is not None:
-                    numbers = numbers[~is_missing]
-                self.moments[column.name] = self.moments[column.name].merged(Moments.of(numbers))
-                if column.name in self.quantiles:
-                    self.quantiles[column.name].add(numbers)
-            elif isinstance(column, Hashed | Group) and column.name in table.column_names:
-                is_list = isinstance(column, Hashed) and column.is_list
-                array = self._values(table, column.name, is_list).array
-                if not table.num_rows or array.null_count < len(array):
-                    self._add_kind(column.name, key_kind(array.type))
+            column.fit(self, table)
         self.num_rows += table.num_rows
 
-    def _values(self, table: Any, name: str, is_list: bool) -> Values:
+    def values(self, table: Any, name: str, is_list: bool) -> Values:
+        """Read a column; messages of errors count the rows of all tables.
+
+        Args:
+            table: An Arrow table.
+            name: The column.
+            is_list: True if the rows must be lists.
+        """
         return read_values(table, name, is_list)._replace(first_row=self.num_rows)
 
-    def _add_kind(self, name: str, kind: str | None) -> None:
+    def add_kind(self, column: Column, table: Any) -> None:
+        """Add the kind of the values of a column, which the table may lack.
+
+        Args:
+            column: The column.
+            table: An Arrow table. Without rows, the type of the column counts.
+
+        Raises:
+            TypeError: Earlier values were texts and these are numbers, or the reverse.
+        """
+        if column.name in table.column_names:
+            array = self.values(table, column.name, column.is_list).array
+            if not table.num_rows or array.null_count < len(array):
+                self._check_kind(column.name, key_kind(array.type))
+
+    def _check_kind(self, name: str, kind: str | None) -> None:
         if kind is not None and self.kinds.setdefault(name, kind) != kind:
             raise TypeError(
                 f"Column {name!r} must have one kind of value in all data; received {kind}s after "
@@ -119,8 +122,8 @@ class PartialFit:
         """Add the statistics of another part.
 
         Raises:
-            ValueError: the other part is of other columns.
-            TypeError: a column has texts in one part and numbers in the other.
+            ValueError: The other part is of other columns.
+            TypeError: A column has texts in one part and numbers in the other.
         """
         if other.columns != self.columns:
             raise ValueError(
@@ -128,12 +131,12 @@ class PartialFit:
                 f"{[column.name for column in self.columns]} and "
                 f"{[column.name for column in other.columns]}, or with other settings."
             )
-        for name, counts in self.counts.items():
-            counts.merge(name, other.counts[name])
+        for name, counts in other.counts.items():
+            self.counts[name].merge(name, counts)
         for name, moments in other.moments.items():
             self.moments[name] = self.moments[name].merged(moments)
-        for name, quantiles in self.quantiles.items():
-            quantiles.merge(other.quantiles[name])
+        for name, quantiles in other.quantiles.items():
+            self.quantiles[name].merge(quantiles)
         for name, kind in other.kinds.items():
-            self._add_kind(name, kind)
+            self._check_kind(name, kind)
         self.num_rows += other.num_rows

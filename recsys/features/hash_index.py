@@ -1,6 +1,6 @@
 """Positions of distinct 64-bit numbers.
 
-Legend: `N` values.
+Shapes: `N` values.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
-__all__ = ["HashIndex"]
+__all__ = ["NumberPositions"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -18,7 +18,7 @@ _PROBES: Final = 64
 
 
 @final
-class HashIndex:
+class NumberPositions:
     """Positions of distinct numbers: a hash table with open addressing, at most half full.
 
     Numbers are searched together, probe by probe, instead of one by one. Numbers without a free
@@ -28,10 +28,10 @@ class HashIndex:
         numbers: [K] int64.
 
     Raises:
-        ValueError: numbers are not distinct.
+        ValueError: Numbers are not distinct.
 
     Example:
-        >>> HashIndex(np.array([7, -1])).find(np.array([-1, 3, 7])).tolist()
+        >>> NumberPositions(np.array([7, -1])).find(np.array([-1, 3, 7])).tolist()
         [1, -1, 0]
     """
 

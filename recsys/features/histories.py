@@ -1,6 +1,6 @@
 """Histories of users from a table of interactions, split by leave-one-out.
 
-Legend: `U` users.
+Shapes: `U` users.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def leave_one_out(
     the order of the table.
 
     Args:
-        data: a table of interactions, as for `recsys.datasets.table`.
-        user: column of users: texts or whole numbers.
-        item: column of items: texts or whole numbers.
-        time: column of times, dates or numbers, in any unit.
-        max_length: most items of a history.
-        min_length: users with fewer items are left out; at least 3.
+        data: A table of interactions, as for `recsys.datasets.table`.
+        user: Column of users: texts or whole numbers.
+        item: Column of items: texts or whole numbers.
+        time: Column of times, dates or numbers, in any unit.
+        max_length: Most items of a history.
+        min_length: Users with fewer items are left out; at least 3.
 
     Returns:
         Arrow tables by name: "train", "validation" and "test", each with the columns `user`, and
@@ -56,9 +56,9 @@ def leave_one_out(
         bits are days.
 
     Raises:
-        KeyError: there is no such column.
-        TypeError: a column has values of another type, such as texts as times.
-        ValueError: a value is missing, a number is out of its range, or no user has enough items.
+        KeyError: There is no such column.
+        TypeError: A column has values of another type, such as texts as times.
+        ValueError: A value is missing, a number is out of its range, or no user has enough items.
 
     Example:
         >>> data = {"user": [7, 7, 7, 7, 8], "item": [1, 2, 3, 4, 1], "time": [4, 1, 2, 3, 0]}
@@ -120,8 +120,8 @@ def _read_times(values: Values) -> tuple[Any, Any]:
     """Return times in their order, and as int64 without fractions.
 
     Raises:
-        TypeError: the values are neither times nor numbers.
-        ValueError: a time is missing, or does not fit into int64.
+        TypeError: The values are neither times nor numbers.
+        ValueError: A time is missing, or does not fit into int64.
     """
     array = decoded(values.array)
     kind = array.type

@@ -14,27 +14,18 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.base.arguments import repeated
-from recsys.features.columns import (
-    MISSING,
-    PART_SIZES,
-    Categorical,
-    Column,
-    Group,
-    Hashed,
-    Ids,
-    Label,
-    Numeric,
-    SampleWeight,
-    SparseColumn,
-    Timestamp,
-)
+from recsys.features.columns import Column
 from recsys.features.fit import Fitted
+from recsys.features.id_columns import Hashed, Ids
+from recsys.features.numeric import Numeric
 from recsys.features.spec import FeatureSpec
 
 __all__ = ["check_prepared_names", "prepared_spec", "prepared_table"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _SMALL: Final = 2**31
+_SUFFIXES: Final = {"groups": "_group", "sample_weights": "_weight"}
+"""Suffixes of columns that would have the name of a feature or a label, by part of the batch."""
 
 
 def prepared_spec(spec: FeatureSpec) -> FeatureSpec:
@@ -45,11 +36,11 @@ def prepared_spec(spec: FeatureSpec) -> FeatureSpec:
     feature or label is another column of the prepared tables, such as `user_group`.
 
     Args:
-        spec: a fitted spec.
+        spec: A fitted spec.
 
     Raises:
         RuntimeError: `spec` is not fitted.
-        ValueError: as for `check_prepared_names`.
+        ValueError: As for `check_prepared_names`.
 
     Example:
         >>> from recsys.features import Categorical, FeatureSpec, Label
@@ -61,13 +52,10 @@ def prepared_spec(spec: FeatureSpec) -> FeatureSpec:
     taken = check_prepared_names(spec.columns)
     columns: list[Column] = []
     for column in spec.columns:
-        if isinstance(column, Group | SampleWeight):
-            columns.append(_renamed(column, taken))
-        else:
-            columns += _prepared_columns(spec, column)
+        columns += _prepared_columns(column, fitted, taken)
     prepared = FeatureSpec(columns)
     dense = prepared.dense_names
-    keys = [column.name for column in columns if isinstance(column, Hashed | Group)]
+    keys = [column.name for column in columns if column.has_keys]
     prepared.fitted = Fitted(
         fitted.num_rows,
         {},
@@ -83,9 +71,9 @@ def prepared_table(spec: FeatureSpec, data: Any, *, labels: bool = True) -> Any:
     """Convert raw columns to row numbers, scaled numbers and labels.
 
     Args:
-        spec: a fitted spec.
-        data: as for `FeatureSpec.transform`.
-        labels: as for `FeatureSpec.transform`.
+        spec: A fitted spec.
+        data: As for `FeatureSpec.transform`.
+        labels: As for `FeatureSpec.transform`.
 
     Returns:
         A `pyarrow.Table`: row numbers as int32 (int64 if they need it, or for growing tables), or
@@ -93,10 +81,10 @@ def prepared_table(spec: FeatureSpec, data: Any, *, labels: bool = True) -> Any:
         int64. A feature without an id, and a missing one of several labels, is null.
 
     Raises:
-        KeyError: as for `FeatureSpec.transform`.
-        TypeError: as for `FeatureSpec.transform`.
-        ValueError: as for `FeatureSpec.transform`.
-        RuntimeError: as for `FeatureSpec.transform`.
+        KeyError: As for `FeatureSpec.transform`.
+        TypeError: As for `FeatureSpec.transform`.
+        ValueError: As for `FeatureSpec.transform`.
+        RuntimeError: As for `FeatureSpec.transform`.
 
     Example:
         >>> from recsys.features import Categorical, FeatureSpec, Label
@@ -113,70 +101,57 @@ def prepared_table(spec: FeatureSpec, data: Any, *, labels: bool = True) -> Any:
     by_label = dict(zip(spec.label_names, targets.T, strict=False))
     missing = None if batch.label_mask is None else ~batch.label_mask.numpy()
     found: dict[str, Any] = {}
-    for column in prepared_spec(spec).columns:
-        if isinstance(column, Numeric):
-            found[column.name] = np.ascontiguousarray(dense[column.name])
-        elif isinstance(column, Ids | Hashed):
-            bags = jagged[column.name]
+    prepared = prepared_spec(spec)
+    for column in prepared.columns:
+        name = column.name
+        if column.part == "dense_features":
+            found[name] = np.ascontiguousarray(dense[name])
+        elif column.part == "sparse_features":
+            bags = jagged[name]
             lengths = bags.lengths().numpy()
-            small = isinstance(column, Ids) and column.rows <= _SMALL
-            ids = bags.values().numpy().astype(np.int32 if small else np.int64)
-            found[column.name] = _bags(ids, lengths, column.is_list)
+            [feature] = column.features(prepared.fitted)
+            is_small = not feature.growing and feature.rows <= _SMALL
+            ids = bags.values().numpy().astype(np.int32 if is_small else np.int64)
+            found[name] = _bags(ids, lengths, column.is_list)
             if column.weights is not None:
                 weights = bags.weights().numpy()
                 found[column.weights] = _bags(weights, lengths, column.is_list)
         elif not labels:
             continue
-        elif isinstance(column, Label):
-            number = spec.label_names.index(column.name)
-            is_missing = None if missing is None else missing[:, number]
-            found[column.name] = pa.array(by_label[column.name], mask=is_missing)
-        elif isinstance(column, SampleWeight) and batch.sample_weights is not None:
-            found[column.name] = batch.sample_weights.numpy()
-        elif isinstance(column, Group) and batch.groups is not None:
-            found[column.name] = batch.groups.numpy()
+        elif column.part == "labels":
+            is_missing = None if missing is None else missing[:, spec.label_names.index(name)]
+            found[name] = pa.array(by_label[name], mask=is_missing)
+        else:
+            found[name] = getattr(batch, column.part).numpy()
     return pa.table(found)
 
 
-def _prepared_columns(spec: FeatureSpec, column: Column) -> list[Column]:
-    if isinstance(column, Numeric):
-        if column.buckets is None:
-            return [Numeric(column.name)]
-        rows = len(spec.fitted.edges[column.name]) + 2
-        return [Ids(column.name, rows=rows, special_rows=MISSING + 1)]
-    if isinstance(column, Timestamp):
-        names = [(f"{column.name}_{part}", part) for part in column.parts]
-        return [
-            Ids(name, rows=PART_SIZES[part] + 1, special_rows=MISSING + 1) for name, part in names
-        ]
-    if not isinstance(column, SparseColumn):
+def _prepared_columns(column: Column, fitted: Fitted, taken: Sequence[str]) -> list[Column]:
+    """Return the columns of prepared tables that have the features or the target of a column.
+
+    Args:
+        column: A column of raw tables.
+        fitted: The state of its spec.
+        taken: Names of the columns of all features and labels.
+    """
+    if column.part in _SUFFIXES:
+        name = column.name
+        while name in taken:
+            name += _SUFFIXES[column.part]
+        return [replace(column, name=name)]
+    if column.part == "labels":
         return [column]
-    weights = None if column.weights is None else f"{column.name}_weights"
-    if isinstance(column, Hashed) and column.growing:
-        return [
-            Hashed(
-                column.name,
-                rows=column.rows,
-                growing=True,
-                is_list=column.is_list,
-                weights=weights,
-                table=column.table,
-            )
-        ]
-    if isinstance(column, Categorical):
-        vocabulary = spec.fitted.vocabularies[str(column.table)]
-        rows, special_rows = vocabulary.num_rows, vocabulary.num_special_rows
-    else:
-        rows, special_rows = column.rows, getattr(column, "special_rows", 0)
+    if column.part == "dense_features":
+        return [Numeric(name) for name in column.feature_names()]
+    shared: dict[str, Any] = {
+        "is_list": column.is_list,
+        "weights": None if column.weights is None else f"{column.name}_weights",
+    }
     return [
-        Ids(
-            column.name,
-            rows=rows,
-            is_list=column.is_list,
-            weights=weights,
-            table=column.table,
-            special_rows=special_rows,
-        )
+        Hashed(one.name, rows=one.rows, growing=True, table=one.table, **shared)
+        if one.growing
+        else Ids(one.name, rows=one.rows, table=one.table, special_rows=one.special_rows, **shared)
+        for one in column.features(fitted)
     ]
 
 
@@ -184,13 +159,13 @@ def check_prepared_names(columns: Sequence[Column]) -> list[str]:
     """Check that a spec can be prepared, fitted or not.
 
     Args:
-        columns: the columns of the spec.
+        columns: The columns of the spec.
 
     Returns:
         The names of the columns of prepared features and labels.
 
     Raises:
-        ValueError: a feature and a label, or the weights of ids, would have one name.
+        ValueError: A feature and a label, or the weights of ids, would have one name.
 
     Example:
         >>> from recsys.features import Hashed, Label
@@ -199,11 +174,9 @@ def check_prepared_names(columns: Sequence[Column]) -> list[str]:
     """
     taken: list[str] = []
     for column in columns:
-        if isinstance(column, Timestamp):
-            taken += [f"{column.name}_{part}" for part in column.parts]
-        elif not isinstance(column, Group | SampleWeight):
-            taken.append(column.name)
-            if isinstance(column, SparseColumn) and column.weights is not None:
+        if column.part not in _SUFFIXES:
+            taken += column.feature_names() or [column.name]
+            if column.weights is not None:
                 taken.append(f"{column.name}_weights")
     if twice := repeated(taken):
         raise ValueError(
@@ -211,13 +184,6 @@ def check_prepared_names(columns: Sequence[Column]) -> list[str]:
             "Rename columns of the spec, or copy the column of the data under another name."
         )
     return taken
-
-
-def _renamed(column: Group | SampleWeight, taken: Sequence[str]) -> Column:
-    name = column.name
-    while name in taken:
-        name += "_group" if isinstance(column, Group) else "_weight"
-    return replace(column, name=name)
 
 
 def _bags(values: _Array, lengths: _Array, is_list: bool) -> Any:

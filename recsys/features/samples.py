@@ -1,118 +1,166 @@
-"""Labels, weights and groups of samples, and weights of ids.
+"""Columns of samples: labels, weights and groups.
 
-Legend: `B` rows, `N` values.
+Shapes: `B` rows, `T` labels.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from recsys.base.arguments import finite
 from recsys.features.arrow import Values, read_keys, read_numbers, read_values, to_float32
-from recsys.features.columns import Group, Label, SampleWeight, SparseColumn
+from recsys.features.columns import Column
 
-__all__ = ["read_group", "read_id_weights", "read_label", "read_weight"]
+if TYPE_CHECKING:
+    from recsys.features.fit import Fitted, PartialFit
+
+__all__ = ["Group", "Label", "LabelValues", "SampleWeight", "join_labels"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _REMOVE = "Remove the rows."
 
 
-def read_label(table: Any, column: Label, is_alone: bool) -> tuple[_Array, _Array | None]:
-    """Return [B] float32 labels, and [B] bool: whether they are present; None if all are.
+@final
+class LabelValues(NamedTuple):
+    """Values of a label."""
 
-    Args:
-        table: an Arrow table.
-        column: the description.
-        is_alone: whether there is one label, which each row needs; of several, each may be missing.
+    values: Values
+    """The column, for messages."""
+    numbers: _Array
+    """[B] float32; 0 if missing."""
+    is_missing: _Array | None
+    """[B] bool; None: nothing is missing."""
+
+
+@final
+@dataclass(frozen=True)
+class Label(Column):
+    """A label: numbers from `low` to `high`. Several labels make a matrix, for several tasks.
+
+    One of several labels may be missing in a row, such as the conversion of a sample without a
+    click: the row counts for the other tasks only.
 
     Raises:
-        TypeError: the values are not numbers.
-        ValueError: a label is NaN or out of its range; or it is missing, and alone.
+        TypeError: A value has another type.
+        ValueError: `low` is above `high`.
+
+    Example:
+        >>> Label("rating", high=5).high
+        5
     """
-    values = read_values(table, column.name, False)
-    numbers, is_missing = read_numbers(values)
-    is_present = None
-    if is_missing is not None and is_missing.any():
-        if is_alone:
+
+    name: str
+    """Name of the column."""
+    _: KW_ONLY
+    low: float = 0.0
+    """Smallest value."""
+    high: float = 1.0
+    """Largest value."""
+
+    part = "labels"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        subject = f"Label {self.name!r}"
+        if finite(f"{subject}: low", self.low) > finite(f"{subject}: high", self.high):
+            raise ValueError(
+                f"{subject}: low must not be above high; received {self.low} and {self.high}."
+            )
+
+    def read(self, table: Any, fitted: Fitted) -> list[LabelValues]:
+        """Read the labels. Labels that are missing become 0."""
+        values = read_values(table, self.name, False)
+        numbers, is_missing = read_numbers(values)
+        bad = (numbers < self.low) | (numbers > self.high)
+        if is_missing is not None:
+            bad &= ~is_missing
+        rule = f"must have labels from {self.low:g} to {self.high:g}"
+        values.reject(ValueError, rule, bad, "Set low and high of the Label.")
+        return [LabelValues(values, to_float32(values, numbers), is_missing)]
+
+
+@final
+@dataclass(frozen=True)
+class SampleWeight(Column):
+    """Weight of a sample in the loss: a number that is not negative.
+
+    Example:
+        >>> SampleWeight("weight").name
+        'weight'
+    """
+
+    name: str
+    """Name of the column."""
+
+    part = "sample_weights"
+
+    def read(self, table: Any, fitted: Fitted) -> list[_Array]:
+        """Read the weights."""
+        values = read_values(table, self.name, False)
+        numbers, is_missing = read_numbers(values)
+        if is_missing is not None:
             values.reject(ValueError, "must have no missing value", is_missing, _REMOVE)
-        is_present = ~is_missing
-        numbers = np.where(is_present, numbers, 0)
-    bad = (numbers < column.low) | (numbers > column.high)
-    rule = f"must have labels from {column.low:g} to {column.high:g}"
-    if is_present is not None:
-        bad &= is_present
-    values.reject(ValueError, rule, bad, "Set low and high of the Label.")
-    return to_float32(values, numbers), is_present
+        values.reject(ValueError, "must have weights from 0", numbers < 0, _REMOVE)
+        return [to_float32(values, numbers)]
 
 
-def read_weight(table: Any, column: SampleWeight) -> _Array:
-    """Return [B] float32 weights of samples.
+@final
+@dataclass(frozen=True)
+class Group(Column):
+    """Key of a group of samples, such as a session or a user: whole numbers or strings.
 
-    Raises:
-        TypeError: the values are not numbers.
-        ValueError: a weight is missing, NaN, infinite or negative.
+    Example:
+        >>> Group("session").name
+        'session'
     """
-    values = read_values(table, column.name, False)
-    numbers = _present(values)
-    values.reject(ValueError, "must have weights from 0", numbers < 0, _REMOVE)
-    return to_float32(values, numbers)
+
+    name: str
+    """Name of the column."""
+
+    has_keys = True
+    part = "groups"
+
+    def fit(self, statistics: PartialFit, table: Any) -> None:
+        """Add the kind of the keys."""
+        statistics.add_kind(self, table)
+
+    def read(self, table: Any, fitted: Fitted) -> list[_Array]:
+        """Read the keys: whole numbers, or hashes of texts."""
+        values = read_values(table, self.name, False)
+        keys = read_keys(values, unsigned=True)
+        keys.check_kind(self.name, self.value_kind(fitted))
+        if keys.is_missing is not None:
+            values.reject(ValueError, "must have no missing key", keys.is_missing, _REMOVE)
+        return [np.array(keys.hashed())]  # a copy: Arrow's memory is shared and read-only
 
 
-def read_group(table: Any, column: Group, kind: str | None) -> _Array:
-    """Return [B] int64 keys of groups: whole numbers, or hashes of texts.
+def join_labels(labels: Sequence[LabelValues], size: int) -> tuple[Tensor, Tensor | None]:
+    """Join the labels of a batch.
 
     Args:
-        table: an Arrow table.
-        column: the description.
-        kind: "text" or "number"; None: both are legal.
+        labels: T labels.
+        size: B, the number of rows.
+
+    Returns:
+        [B, T] float32, or [B] of one label or none; and the same shape of bool, False where one of
+        several labels is missing, or None.
 
     Raises:
-        TypeError: the values are not whole numbers or texts, or not of the kind.
-        ValueError: a key is missing.
+        ValueError: The only label is missing in a row.
     """
-    values = read_values(table, column.name, False)
-    keys = read_keys(values, unsigned=True)
-    keys.check_kind(column.name, kind)
-    if keys.is_missing is not None:
-        values.reject(ValueError, "must have no missing key", keys.is_missing, _REMOVE)
-    return np.array(keys.hashed())  # a copy: Arrow's memory is shared and read-only
-
-
-def read_id_weights(
-    table: Any, column: SparseColumn, lengths: _Array | None, is_missing: _Array | None
-) -> _Array:
-    """Return [N] float32 weights of ids.
-
-    Args:
-        table: an Arrow table.
-        column: the column of ids, with the name of the column of weights.
-        lengths: [B] int64, the number of ids of each row; None: one.
-        is_missing: [N] bool, True for missing ids, which need no weight; None: no id is missing.
-
-    Raises:
-        KeyError: there is no column of weights.
-        TypeError: the weights are not numbers.
-        ValueError: a row has another number of weights than of ids; or a weight is missing, NaN or
-            infinite.
-    """
-    values = read_values(table, str(column.weights), column.is_list)
-    found, wanted = np.asarray(values.lengths), np.asarray(lengths)
-    if column.is_list and not np.array_equal(found, wanted):
-        row = int((found != wanted).argmax())
-        raise ValueError(
-            f"Column {column.weights!r} must have one weight for each id of {column.name!r}; "
-            f"received {found[row]} weights and {wanted[row]} ids in row {row}."
-        )
-    numbers, lacks_weight = read_numbers(values)
-    if lacks_weight is not None:
-        bad = lacks_weight if is_missing is None else lacks_weight & ~is_missing
-        values.reject(ValueError, "must have a weight for each id", bad, "Write 1.")
-    return to_float32(values, numbers)
-
-
-def _present(values: Values) -> _Array:
-    numbers, is_missing = read_numbers(values)
-    if is_missing is not None:
-        values.reject(ValueError, "must have no missing value", is_missing, _REMOVE)
-    return numbers
+    numbers = [torch.from_numpy(label.numbers) for label in labels]
+    if len(labels) < 2:
+        for label in labels:
+            if label.is_missing is not None:
+                rule = "must have no missing value"
+                label.values.reject(ValueError, rule, label.is_missing, _REMOVE)
+        return (numbers[0] if numbers else torch.zeros(size)), None
+    missing = [np.zeros(size, bool) if one.is_missing is None else one.is_missing for one in labels]
+    mask = torch.from_numpy(~np.stack(missing, 1))
+    return torch.stack(numbers, 1), None if mask.all() else mask

@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from recsys.features import columns as kinds
-from recsys.features.columns import Column
+from recsys import features
+from recsys.features.columns import KINDS, Column
 from recsys.features.fit import Fitted
 from recsys.features.vocabulary import Vocabulary
 
@@ -26,27 +26,14 @@ __all__ = ["NAME", "describe", "from_bytes", "load_folder", "restore", "save_fol
 NAME: Final = "features.json"
 _FORMAT: Final = 2
 _FILES: Final = re.compile(r"features\.json|vocabulary-[0-9]+\.arrow")
-_KINDS: Final[dict[str, Any]] = {
-    kind.__name__: kind
-    for kind in (
-        kinds.Categorical,
-        kinds.Hashed,
-        kinds.Ids,
-        kinds.Numeric,
-        kinds.Timestamp,
-        kinds.Label,
-        kinds.SampleWeight,
-        kinds.Group,
-    )
-}
 
 
 def describe(columns: Sequence[Column], fitted: Fitted) -> dict[str, Any]:
     """Return a spec without the values of its vocabularies, as JSON has it.
 
     Args:
-        columns: the columns.
-        fitted: their state.
+        columns: The columns.
+        fitted: Their state.
     """
     return {
         "format": _FORMAT,
@@ -71,23 +58,23 @@ def restore(
     """Return the columns and the state of a description.
 
     Args:
-        found: the result of `describe`.
-        vocabularies: the vocabulary of each table.
-        place: where the description is, for messages.
+        found: The result of `describe`.
+        vocabularies: The vocabulary of each table.
+        place: Where the description is, for messages.
 
     Raises:
-        ValueError: the description is of another version, or damaged.
+        ValueError: The description is of another version, or damaged.
     """
     _check_format(found, place)
     columns: list[Column] = []
     try:
         for one in found["columns"]:
-            fields = {
+            fields: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in one.items()
                 if name != "kind"
             }
-            columns.append(_KINDS[one["kind"]](**fields))
+            columns.append(_kind_of(one["kind"], place)(**fields))
         fitted = Fitted(
             found["num_rows"],
             dict(vocabularies),
@@ -97,7 +84,7 @@ def restore(
             dict(found["kinds"]),
         )
         for column in columns:
-            _check_state(column, fitted)
+            column.check_fitted(fitted)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{place} is damaged: {error!r}. Save the spec again.") from error
     return columns, fitted
@@ -111,26 +98,28 @@ def _check_format(found: Mapping[str, Any], place: object) -> None:
         )
 
 
-def _check_state(column: Column, fitted: Fitted) -> None:
-    """Raise a KeyError if the fitted state of a column is missing."""
-    if isinstance(column, kinds.Categorical):
-        _ = fitted.vocabularies[str(column.table)]
-    elif isinstance(column, kinds.Numeric):
-        _ = fitted.means[column.name], fitted.deviations[column.name]
-        if column.buckets is not None:
-            _ = fitted.edges[column.name]
+def _kind_of(name: str, place: object) -> type[Column]:
+    """Return a kind of column. The kinds of this package are imported on first use."""
+    if name in features.__all__:
+        getattr(features, name)
+    if name not in KINDS:
+        raise ValueError(
+            f"{place} must have kinds of columns that are imported; received {name!r}. Import the "
+            "module that defines it."
+        )
+    return KINDS[name]
 
 
 def save_folder(folder: Path, columns: Sequence[Column], fitted: Fitted) -> None:
     """Write a spec into a new folder.
 
     Args:
-        folder: the folder. An older spec in it is replaced once the new one is complete.
-        columns: the columns.
-        fitted: their state.
+        folder: The folder. An older spec in it is replaced once the new one is complete.
+        columns: The columns.
+        fitted: Their state.
 
     Raises:
-        FileExistsError: the folder has other files.
+        FileExistsError: The folder has other files.
     """
     if folder.exists() and (not folder.is_dir() or not _has_spec(folder)):
         raise FileExistsError(
@@ -167,8 +156,8 @@ def load_folder(folder: Path) -> tuple[list[Column], Fitted]:
     """Read a spec that `save_folder` wrote.
 
     Raises:
-        FileNotFoundError: the folder has no spec, or a file of it is missing.
-        ValueError: a file is damaged, or of another version.
+        FileNotFoundError: The folder has no spec, or a file of it is missing.
+        ValueError: A file is damaged, or of another version.
     """
     path = folder / NAME
     if not path.is_file():

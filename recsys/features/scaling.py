@@ -1,4 +1,4 @@
-"""Sums and quantiles of numbers, and the transformations that are fitted on them."""
+"""Sums and quantiles of numbers, in pieces that merge."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from recsys.features.arrow import Values, read_numbers, to_float32
-from recsys.features.columns import Numeric
-
-__all__ = ["Moments", "Quantiles", "bucket_rows", "read_scaled"]
+__all__ = ["Moments", "Quantiles"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _BLOCK: Final = 1 << 16
@@ -135,7 +130,7 @@ class Quantiles:
         edge is at the smallest number, where it would divide nothing.
 
         Args:
-            buckets: number of buckets, at least 2.
+            buckets: Number of buckets, at least 2.
 
         Returns:
             [K] float64, rising; K is at most `buckets` - 1.
@@ -173,49 +168,3 @@ class Quantiles:
         weights = np.repeat(np.array(sizes, np.int64), [len(block) for block in blocks])
         order = np.argsort(numbers, kind="stable")
         return numbers[order], weights[order].cumsum()
-
-
-def read_scaled(column: Numeric, values: Values) -> tuple[_Array, _Array | None]:
-    """Read the numbers of a column; fill, clip and take logarithms by its description.
-
-    Args:
-        column: the description.
-        values: the column of the table.
-
-    Returns:
-        [N] float64, with 0 for numbers that are missing and not filled; and [N] bool, True for
-        these numbers, or None.
-
-    Raises:
-        TypeError: the values are not numbers.
-        ValueError: a number is NaN, infinite or, after clip and log, outside the range of float32;
-            or is -1 or less with `log1p`.
-    """
-    numbers, is_missing = read_numbers(values)
-    if is_missing is not None and column.missing is not None:
-        numbers = np.where(is_missing, column.missing, numbers)
-        is_missing = None
-    if column.clip is not None:
-        numbers = np.clip(numbers, *column.clip)
-    if column.log1p:
-        bad = numbers <= -1 if is_missing is None else (numbers <= -1) & ~is_missing
-        values.reject(ValueError, "must have numbers above -1 for log1p", bad, "Clip them.")
-        safe = numbers if is_missing is None else np.where(is_missing, 0.0, numbers)
-        # Arrow calls the C library's log1p, as the C++ core does. NumPy's differs in the last bit.
-        numbers = pc.log1p(pa.array(safe)).to_numpy(zero_copy_only=False)
-    to_float32(values, numbers)
-    return numbers, is_missing
-
-
-def bucket_rows(edges: _Array, numbers: _Array, is_missing: _Array | None) -> _Array:
-    """Return [N] int64 rows of buckets: 0 for missing numbers, then 1 + number of edges <= x.
-
-    Args:
-        edges: rising inner edges, [K] float64.
-        numbers: [N] float64.
-        is_missing: [N] bool, or None.
-    """
-    rows: _Array = np.searchsorted(edges, numbers, "right") + 1
-    if is_missing is not None:
-        rows[is_missing] = 0
-    return rows

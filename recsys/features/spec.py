@@ -1,15 +1,14 @@
 """`FeatureSpec`: the description of a model's inputs, fitted on training data.
 
-Legend: `B` rows, `N` values, `F` features.
+Shapes: `B` rows, `N` values, `F` features.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 import torch
@@ -17,31 +16,17 @@ from torch import Tensor
 
 from recsys.base.arguments import MissingKeyError, shown, whole, wrong_type
 from recsys.datasets.memory import table_of
-from recsys.datasets.tables import tables_of
+from recsys.datasets.sources import parts_of
 from recsys.datasets.utils import Batch
 from recsys.features import save
-from recsys.features.columns import (
-    MISSING,
-    PART_SIZES,
-    Categorical,
-    Column,
-    Group,
-    Hashed,
-    Ids,
-    Label,
-    Numeric,
-    SampleWeight,
-    SparseColumn,
-    Timestamp,
-    check_columns,
-)
+from recsys.features.columns import INPUTS, Column, Feature, check_columns
 from recsys.features.fit import Fitted, PartialFit
-from recsys.features.samples import read_group, read_label, read_weight
-from recsys.features.transform import jagged_of, read_bags, read_dense
+from recsys.features.samples import join_labels
+from recsys.features.transform import jagged_of
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.hashed_ids import HashedIds
 
-__all__ = ["Feature", "FeatureSpec"]
+__all__ = ["FeatureSpec"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _WINDOW: Final = 1 << 18
@@ -49,27 +34,15 @@ _WINDOW: Final = 1 << 18
 
 
 @final
-class Feature(NamedTuple):
-    """A feature with ids, and its table."""
-
-    name: str
-    table: str
-    rows: int
-    growing: bool
-    special_rows: int = 0
-    """Number of first rows that are not values of the data, such as missing and unknown."""
-
-
-@final
 class FeatureSpec:
     """Columns of a table and their features, the same in training and serving.
 
     Args:
-        columns: descriptions from `recsys.features`, in the order of the model's inputs.
+        columns: Descriptions from `recsys.features`, in the order of the model's inputs.
 
     Raises:
-        TypeError: a value is not a description of a column.
-        ValueError: two features have one name, or columns with one table differ in its settings.
+        TypeError: A value is not a description of a column.
+        ValueError: Two features have one name, or columns with one table differ in its settings.
 
     Example:
         >>> from recsys.features import Categorical, FeatureSpec, Label, Numeric
@@ -97,15 +70,9 @@ class FeatureSpec:
         """The fitted state.
 
         Raises:
-            RuntimeError: the spec has columns to fit and is not fitted.
+            RuntimeError: The spec has columns to fit and is not fitted.
         """
-        if self._fitted is None:
-            if any(isinstance(column, Categorical | Numeric) for column in self.columns):
-                raise RuntimeError(
-                    "The spec must be fitted. Call fit with training data, or load a saved spec."
-                )
-            return Fitted(0, {}, {}, {}, {}, {})
-        return self._fitted
+        return self._state_of(self.columns)
 
     @fitted.setter
     def fitted(self, fitted: Fitted) -> None:
@@ -119,17 +86,18 @@ class FeatureSpec:
     @property
     def is_weighted(self) -> bool:
         """True if ids have weights. Ids of columns without weights have the weight 1."""
-        return any(isinstance(c, SparseColumn) and c.weights is not None for c in self.columns)
+        return any(column.weights is not None for column in self.columns)
 
     @property
     def dense_names(self) -> list[str]:
         """Names of the dense features, in the order of their columns in a batch."""
-        return [c.name for c in self.columns if isinstance(c, Numeric) and c.buckets is None]
+        dense = [column for column in self.columns if column.part == "dense_features"]
+        return [name for column in dense for name in column.feature_names()]
 
     @property
     def label_names(self) -> list[str]:
         """Names of the labels, in the order of their columns in a batch."""
-        return [column.name for column in self.columns if isinstance(column, Label)]
+        return [column.name for column in self.columns if column.part == "labels"]
 
     def column_names(self, labels: bool = True) -> list[str]:
         """Return the names of the columns that `transform` reads.
@@ -139,15 +107,16 @@ class FeatureSpec:
         """
         read: dict[str, None] = {}
         for column in self.columns:
-            if labels or not isinstance(column, Label | SampleWeight | Group):
-                read[column.name] = None
-                if isinstance(column, SparseColumn) and column.weights is not None:
+            if labels or column.part in INPUTS:
+                read |= dict.fromkeys(column.column_names())
+                if column.weights is not None:
                     read[column.weights] = None
         return list(read)
 
     def fit_column_names(self) -> list[str]:
         """Return the names of the columns whose values `fit` reads."""
-        names = [c.name for c in self.columns if isinstance(c, Categorical | Numeric)]
+        fitted = [column for column in self.columns if column.needs_fit]
+        names = [name for column in fitted for name in column.column_names()]
         return names or self.column_names()[:1]
 
     def column_kinds(self) -> dict[str, str | None]:
@@ -158,38 +127,30 @@ class FeatureSpec:
             Columns of lists are left out: text files do not have them.
         """
         return {
-            column.name: None if self._fitted is None else self._fitted.kind_of(column)
+            column.name: None if self._fitted is None else column.value_kind(self._fitted)
             for column in self.columns
-            if isinstance(column, Categorical | Hashed | Group)
-            and not getattr(column, "is_list", False)
+            if column.has_keys and not column.is_list
         }
 
     def features(self) -> list[Feature]:
         """Return the features with ids, in the order of a batch.
 
         Raises:
-            RuntimeError: the spec is not fitted.
+            RuntimeError: The spec is not fitted.
         """
-        found: list[Feature] = []
-        for column in self.columns:
-            if isinstance(column, Categorical):
-                of = self.fitted.vocabularies[str(column.table)]
-                special = of.num_special_rows
-                found.append(Feature(column.name, str(column.table), of.num_rows, False, special))
-            elif isinstance(column, Hashed):
-                found.append(Feature(column.name, str(column.table), column.rows, column.growing))
-            elif isinstance(column, Ids):
-                special = column.special_rows
-                found.append(Feature(column.name, str(column.table), column.rows, False, special))
-            elif isinstance(column, Numeric) and column.buckets is not None:
-                rows = len(self.fitted.edges[column.name]) + 2
-                found.append(Feature(column.name, column.name, rows, False, MISSING + 1))
-            elif isinstance(column, Timestamp):
-                for part in column.parts:
-                    name = f"{column.name}_{part}"
-                    rows = PART_SIZES[part] + 1
-                    found.append(Feature(name, name, rows, False, MISSING + 1))
-        return found
+        sparse = [column for column in self.columns if column.part == "sparse_features"]
+        fitted = self._state_of(sparse)
+        return [feature for column in sparse for feature in column.features(fitted)]
+
+    def _state_of(self, columns: Iterable[Column]) -> Fitted:
+        """Return the fitted state, or an empty one if it has nothing of these columns."""
+        if self._fitted is not None:
+            return self._fitted
+        if any(column.needs_fit for column in columns):
+            raise RuntimeError(
+                "The spec must be fitted. Call fit with training data, or load a saved spec."
+            )
+        return Fitted(0, {}, {}, {}, {}, {})
 
     def tables(
         self, dim: int | Mapping[str, int], pooling: PoolingType = PoolingType.MEAN
@@ -197,12 +158,12 @@ class FeatureSpec:
         """Return a config for each table, with its number of special rows.
 
         Args:
-            dim: columns of each table, or of the table of each name.
-            pooling: pooling of all tables.
+            dim: Columns of each table, or of the table of each name.
+            pooling: Pooling of all tables.
 
         Raises:
             KeyError: `dim` has no entry for a table.
-            RuntimeError: the spec is not fitted.
+            RuntimeError: The spec is not fitted.
         """
         by_table: dict[str, list[Feature]] = {}
         for feature in self.features():
@@ -230,18 +191,18 @@ class FeatureSpec:
         """Return the values of the data that rows of a table stand for, such as recommended items.
 
         Args:
-            table: the table of a `Categorical` column.
-            rows: whole numbers of any shape, a tensor, an array or a list; -1 stands for no row.
+            table: The table of a `Categorical` column.
+            rows: Whole numbers of any shape, a tensor, an array or a list; -1 stands for no row.
 
         Returns:
             Objects, texts or whole numbers, of the shape of `rows`; None for missing, unknown and
             -1.
 
         Raises:
-            KeyError: no `Categorical` column has the table.
-            RuntimeError: the spec is not fitted.
+            KeyError: No `Categorical` column has the table.
+            RuntimeError: The spec is not fitted.
             TypeError: `rows` are not whole numbers.
-            ValueError: a row is outside the table.
+            ValueError: A row is outside the table.
 
         Example:
             >>> from recsys.features import Categorical, FeatureSpec
@@ -269,11 +230,11 @@ class FeatureSpec:
         """Write the fitted spec: `features.json` and an Arrow file per vocabulary.
 
         Args:
-            folder: a new folder, or one with an older spec, which is replaced.
+            folder: A new folder, or one with an older spec, which is replaced.
 
         Raises:
-            FileExistsError: the folder has other files.
-            RuntimeError: the spec is not fitted.
+            FileExistsError: The folder has other files.
+            RuntimeError: The spec is not fitted.
         """
         save.save_folder(Path(folder), self.columns, self.fitted)
 
@@ -282,11 +243,11 @@ class FeatureSpec:
         """Read a spec that `save` wrote.
 
         Args:
-            folder: the folder.
+            folder: The folder.
 
         Raises:
-            FileNotFoundError: the folder has no spec.
-            ValueError: a file is damaged, or of another version.
+            FileNotFoundError: The folder has no spec.
+            ValueError: A file is damaged, or of another version.
         """
         columns, fitted = save.load_folder(Path(folder))
         spec = FeatureSpec(columns)
@@ -297,7 +258,7 @@ class FeatureSpec:
         """Return the fitted spec as text and tensors of bytes, for a checkpoint's `extra`.
 
         Raises:
-            RuntimeError: the spec is not fitted.
+            RuntimeError: The spec is not fitted.
         """
         return {
             "description": json.dumps(save.describe(self.columns, self.fitted)),
@@ -311,10 +272,10 @@ class FeatureSpec:
         """Take the fitted state of a spec with the same columns.
 
         Args:
-            state: the result of `state_dict`.
+            state: The result of `state_dict`.
 
         Raises:
-            ValueError: the state is of other columns.
+            ValueError: The state is of other columns.
         """
         found = json.loads(state["description"])
         tensors: Mapping[str, Tensor] = state["vocabularies"]
@@ -335,19 +296,21 @@ class FeatureSpec:
         """Return the statistics of a part of the data, for `fit_parts`.
 
         Args:
-            data: as for `fit`.
-            limit: as for `fit`.
+            data: As for `fit`.
+            limit: As for `fit`.
 
         Raises:
-            KeyError: as for `fit`.
-            TypeError: as for `fit`.
-            ValueError: as for `fit`.
+            KeyError: As for `fit`.
+            TypeError: As for `fit`.
+            ValueError: As for `fit`.
         """
         part = PartialFit(self.columns, limit)
         kinds = dict.fromkeys(self.column_kinds())  # without the kinds of an earlier fit
-        for table in tables_of(data, self.fit_column_names(), kinds):
-            for start in range(0, max(table.num_rows, 1), _WINDOW):
-                part.add(table.slice(start, _WINDOW))
+        for rows in parts_of(data, self.fit_column_names(), kinds):
+            for start in range(0, max(rows.table.num_rows, 1), _WINDOW):
+                window = rows.slice(start, _WINDOW)
+                with window.located(part.num_rows):
+                    part.add(window.table)
         return part
 
     def fit(self, data: Any, *, limit: int = 50_000_000) -> FeatureSpec:
@@ -358,19 +321,19 @@ class FeatureSpec:
         kinds of the fitted spec.
 
         Args:
-            data: a path, glob, folder or URL of Parquet or CSV files, or a list of them; a table of
+            data: A path, glob, folder or URL of Parquet or CSV files, or a list of them; a table of
                 Arrow, pandas, polars or Hugging Face; a dict of columns; or an iterable of tables.
-            limit: largest number of distinct values of a vocabulary in memory. More values are
+            limit: Largest number of distinct values of a vocabulary in memory. More values are
                 counted in temporary files.
 
         Returns:
             This spec.
 
         Raises:
-            KeyError: a table does not have a column.
-            TypeError: a column has values of another type.
-            ValueError: there are not rows, or a value is NaN, infinite or out of its range. The
-                message names the column, the row and the value.
+            KeyError: A table does not have a column.
+            TypeError: A column has values of another type.
+            ValueError: There are not rows, or a value is NaN, infinite or out of its range. The
+                message names the column, the row and the value; in data of files, also the file.
         """
         return self.fit_parts([self.partial(data, limit=limit)])
 
@@ -378,13 +341,13 @@ class FeatureSpec:
         """Join statistics of parts of the data, as `fit` of all data.
 
         Args:
-            parts: results of `partial` of specs with the same columns, in any order.
+            parts: Results of `partial` of specs with the same columns, in any order.
 
         Returns:
             This spec.
 
         Raises:
-            ValueError: there are not rows, or a part is of another spec.
+            ValueError: There are not rows, or a part is of another spec.
         """
         joined = None
         for part in parts:
@@ -392,20 +355,10 @@ class FeatureSpec:
             joined.merge(part)
         if joined is None or not joined.num_rows:
             raise ValueError("fit needs at least one row; received none.")
-        vocabularies = {}
-        edges = {}
+        fitted = Fitted(joined.num_rows, {}, {}, {}, {}, dict(joined.kinds))
         for column in self.columns:
-            if isinstance(column, Categorical) and column.table not in vocabularies:
-                counts = joined.counts[str(column.table)]
-                found = counts.vocabulary(column.min_count, column.max_size)
-                vocabularies[str(column.table)] = found
-            elif isinstance(column, Numeric) and column.buckets is not None:
-                edges[column.name] = _edges_of(column, joined)
-        means = {name: moments.mean for name, moments in joined.moments.items()}
-        deviations = {name: moments.deviation for name, moments in joined.moments.items()}
-        self._fitted = Fitted(
-            joined.num_rows, vocabularies, means, deviations, edges, dict(joined.kinds)
-        )
+            column.finish_fit(joined, fitted)
+        self._fitted = fitted
         return self
 
     # -- transform ---------------------------------------------------------------------------------
@@ -414,7 +367,7 @@ class FeatureSpec:
         """Convert a table to a batch.
 
         Args:
-            data: a table of Arrow, pandas, polars or Hugging Face, or a dict of columns. Further
+            data: A table of Arrow, pandas, polars or Hugging Face, or a dict of columns. Further
                 columns are ignored. A column that states the value of missing numbers, such as
                 `Numeric("age", missing=0.0)`, may be absent; all its values are missing then.
             labels: False for a table without labels, sample weights and groups; labels are then 0.
@@ -426,66 +379,33 @@ class FeatureSpec:
             [B, number of labels] bool, False where one of several labels is missing, or None.
 
         Raises:
-            KeyError: the table does not have a column.
-            TypeError: a column has values of another type.
-            ValueError: a value is NaN, infinite or out of its range. The message names the column,
+            KeyError: The table does not have a column.
+            TypeError: A column has values of another type.
+            ValueError: A value is NaN, infinite or out of its range. The message names the column,
                 the row and the value.
-            RuntimeError: the spec is not fitted.
+            RuntimeError: The spec is not fitted.
         """
         table = table_of(data)
-        bags = [bag for column in self.columns for bag in read_bags(table, column, self.fitted)]
-        dense = [
-            read_dense(table, column, self.fitted)
-            for column in self.columns
-            if isinstance(column, Numeric) and column.buckets is None
-        ]
         size = table.num_rows
-        names = [feature.name for feature in self.features()]
-        weights = groups = None
-        found: list[Tensor] = []
-        present: list[_Array | None] = []
-        for column in self.columns if labels else ():
-            if isinstance(column, Label):
-                numbers, is_present = read_label(table, column, len(self.label_names) == 1)
-                found.append(torch.from_numpy(numbers))
-                present.append(is_present)
-            elif isinstance(column, SampleWeight):
-                weights = torch.from_numpy(read_weight(table, column))
-            elif isinstance(column, Group):
-                kind = self.fitted.kind_of(column)
-                groups = torch.from_numpy(read_group(table, column, kind))
-        stacked = torch.stack(found, 1) if len(found) > 1 else None
-        mask = None
-        if any(of_label is not None for of_label in present):
-            whole = np.ones(size, bool)
-            mask = torch.from_numpy(np.stack([whole if m is None else m for m in present], 1))
+        bags = self._read(table, "sparse_features")
+        dense = self._read(table, "dense_features")
+        targets, mask = join_labels(self._read(table, "labels") if labels else [], size)
+        weights, groups = (
+            [torch.from_numpy(array) for array in self._read(table, part)] if labels else []
+            for part in ("sample_weights", "groups")
+        )
         return Batch(
             torch.from_numpy(np.stack(dense, 1)) if dense else torch.zeros(size, 0),
-            jagged_of(names, bags, size, self.is_weighted),
-            (found[0] if found else torch.zeros(size)) if stacked is None else stacked,
+            jagged_of([one.name for one in self.features()], bags, size, self.is_weighted),
+            targets,
             tuple(self.dense_names),
             ",".join(self.label_names) if labels else "",
-            sample_weights=weights,
-            groups=groups,
+            sample_weights=weights[0] if weights else None,
+            groups=groups[0] if groups else None,
             label_mask=mask,
         )
 
-
-def _edges_of(column: Numeric, part: PartialFit) -> _Array:
-    """Return the inner edges of buckets, [K] float64; warn if edges are equal."""
-    moments, buckets = part.moments[column.name], column.buckets or 0
-    if not moments.count:
-        return np.empty(0)
-    if column.spacing == "uniform":
-        edges = np.unique(np.linspace(moments.low, moments.high, buckets + 1)[1:-1])
-    else:
-        edges = part.quantiles[column.name].edges(buckets)
-    if len(edges) < buckets - 1:
-        warnings.warn(
-            f"Numeric {column.name!r} has {len(edges) + 1} buckets instead of {buckets}: many "
-            "values are equal. Pass fewer buckets, or describe a column of few distinct whole "
-            "numbers by Categorical.",
-            UserWarning,
-            stacklevel=4,
-        )
-    return edges
+    def _read(self, table: Any, part: str) -> list[Any]:
+        """Return the values of the columns of a part of a batch."""
+        columns = [column for column in self.columns if column.part == part]
+        return [values for column in columns for values in column.read(table, self.fitted)]

@@ -39,13 +39,13 @@ class Split:
     are appended to a file.
 
     Args:
-        by: column of strings or whole numbers; None: single rows.
-        shares: shares of training, validation and test rows, or of groups; they add up to 1.
-        seed: another number for another division.
+        by: Column of strings or whole numbers; None: single rows.
+        shares: Shares of training, validation and test rows, or of groups; they add up to 1.
+        seed: Another number for another division.
 
     Raises:
-        TypeError: a value has another type.
-        ValueError: shares are negative or do not add up to 1.
+        TypeError: A value has another type.
+        ValueError: Shares are negative or do not add up to 1.
 
     Example:
         >>> data = pa.table({"user": ["ann", "bob", "ann", "cem"]})
@@ -80,14 +80,14 @@ class Split:
         """Return the number of each row's part in `PARTS`.
 
         Args:
-            table: an Arrow table with B rows.
-            file: name of the file.
+            table: An Arrow table with B rows.
+            file: Name of the file.
             rows: [B] int64, places of the rows in the file.
 
         Raises:
-            KeyError: the column is missing.
-            TypeError: the column has neither strings nor whole numbers.
-            ValueError: a value is missing.
+            KeyError: The column is missing.
+            TypeError: The column has neither strings nor whole numbers.
+            ValueError: A value is missing.
         """
         if self.by is None:
             keys = rows ^ np.int64(zlib.crc32(file.encode()) << 31)
@@ -111,13 +111,13 @@ class TimeSplit:
     """A division by time: training before `validation`, tests from `test` on, and the rest between.
 
     Args:
-        column: column of times, dates or numbers.
-        validation: first time of the validation data: a number, a date, a datetime, or an ISO 8601
+        column: Column of times, dates or numbers.
+        validation: First time of the validation data: a number, a date, a datetime, or an ISO 8601
             text such as "2024-05-01" for columns of times; a text without a zone is in UTC.
-        test: first time of the test data.
+        test: First time of the test data.
 
     Raises:
-        TypeError: a limit has another type.
+        TypeError: A limit has another type.
         ValueError: `validation` is above `test`.
 
     Example:

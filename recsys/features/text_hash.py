@@ -23,7 +23,7 @@ def hash_rows(
 
     Args:
         ids: [N] int64.
-        rows: number of rows of the table.
+        rows: Number of rows of the table.
 
     Returns:
         [N] int64 from 0 to `rows` - 1.
@@ -53,7 +53,7 @@ def hash_texts(texts: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
     Non-Cryptographic Hash Algorithm", IETF draft).
 
     Args:
-        texts: a `large_string` array of Arrow without nulls.
+        texts: A `large_string` array of Arrow without nulls.
 
     Returns:
         [N] int64, the 64 bits of the hash.
@@ -97,7 +97,7 @@ def text_buffers(texts: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]
     """Return the offsets and the bytes of texts, without a copy.
 
     Args:
-        texts: a `large_string` array of Arrow.
+        texts: A `large_string` array of Arrow.
 
     Returns:
         [N + 1] int64 offsets of the texts in the bytes, and uint8 bytes.

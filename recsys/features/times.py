@@ -1,67 +1,118 @@
-"""Parts of times."""
+"""Columns of times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 import pyarrow as pa
 
-from recsys.features.arrow import Values, decoded, read_integers
-from recsys.features.columns import UNITS, Timestamp
+from recsys.base.arguments import names
+from recsys.features.arrow import Values, decoded, read_integers, read_values
+from recsys.features.columns import MISSING, Column, Feature, one_of
+from recsys.features.transform import Bags
 
-__all__ = ["read_parts", "read_seconds"]
+if TYPE_CHECKING:
+    from recsys.features.fit import Fitted
+
+__all__ = ["PART_SIZES", "UNITS", "Timestamp", "read_seconds"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
+PART_SIZES: Final = {"hour": 24, "weekday": 7, "day": 31, "month": 12}
+"""Number of values of each part of a time."""
+UNITS: Final = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+"""Units of times that are whole numbers, as parts of a second."""
 _HOURS, _DAYS = 3600, 86_400
 _FIRST, _LAST = -62_135_596_800, 253_402_300_799  # seconds of the years 1 to 9999
 
 
-def read_parts(column: Timestamp, values: Values) -> list[_Array]:
-    """Return the rows of each part of the times: 0 if missing, else 1 + the part from 0.
+@final
+@dataclass(frozen=True)
+class Timestamp(Column):
+    """Parts of a time in UTC, each a feature: `NAME_hour`, `NAME_weekday` (Monday is 1) and so on.
 
-    Args:
-        column: the description.
-        values: the column of the table: times, dates, or whole numbers since 1970 in UTC.
-
-    Returns:
-        [N] int64 for each part.
+    Missing times have row 0 and parts start at row 1.
 
     Raises:
-        TypeError: the values are neither times nor whole numbers.
-        ValueError: a time is outside the years 1 to 9999, as of numbers with another unit.
+        TypeError: A value has another type.
+        ValueError: A part or the unit is unknown.
+
+    Example:
+        >>> Timestamp("seen", parts=("hour",)).unit
+        's'
     """
-    seconds, is_missing = read_seconds(values, UNITS[column.unit])
-    parts: dict[str, Callable[[], _Array]] = {
-        "hour": lambda: seconds // _HOURS % 24,
-        "weekday": lambda: (seconds // _DAYS + 3) % 7,  # day 0 was a Thursday
-        "day": lambda: _days(seconds) - _days(seconds).astype("M8[M]").astype("M8[D]"),
-        "month": lambda: _days(seconds).astype("M8[M]").astype(np.int64) % 12,
-    }
-    rows = []
-    for part in column.parts:
-        row: _Array = parts[part]().astype(np.int64) + 1
-        if is_missing is not None:
-            row[is_missing] = 0
-        rows.append(row)
-    return rows
+
+    name: str
+    """Name of the column: times or dates, or whole numbers since 1970."""
+    _: KW_ONLY
+    parts: tuple[str, ...] = ("hour", "weekday")
+    """Some of "hour", "weekday", "day" (of the month) and "month"."""
+    unit: Literal["s", "ms", "us", "ns"] = "s"
+    """Unit of whole numbers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        subject = f"Timestamp {self.name!r}"
+        parts = names(f"{subject}: parts", self.parts)
+        for part in parts:
+            one_of(f"{subject}: parts", part, PART_SIZES)
+        object.__setattr__(self, "parts", tuple(parts))
+        one_of(f"{subject}: unit", self.unit, UNITS)
+
+    def feature_names(self) -> list[str]:
+        """Return the names of the parts."""
+        return [f"{self.name}_{part}" for part in self.parts]
+
+    def features(self, fitted: Fitted) -> list[Feature]:
+        """Return the feature of each part."""
+        rows = [PART_SIZES[part] + 1 for part in self.parts]
+        return [
+            Feature(name, name, count, False, MISSING + 1)
+            for name, count in zip(self.feature_names(), rows, strict=True)
+        ]
+
+    def read(self, table: Any, fitted: Fitted) -> list[Bags]:
+        """Convert the times to rows: 0 if missing, else 1 + the part from 0."""
+        values = read_values(table, self.name, False)
+        seconds, is_missing = read_seconds(values, UNITS[self.unit])
+        bags = []
+        for part in self.parts:
+            rows: _Array = _PARTS[part](seconds).astype(np.int64) + 1
+            if is_missing is not None:
+                rows[is_missing] = MISSING
+            bags.append(Bags(rows, None, None))
+        return bags
+
+    def describe(
+        self, fitted: Fitted, table: Any, tensors: Mapping[str, str]
+    ) -> dict[str, Any] | None:
+        """Return the entry of the column in the manifest of a package."""
+        names = zip(self.parts, self.feature_names(), strict=True)
+        return {
+            "name": self.name,
+            "kind": "time",
+            "dtype": "int64",
+            "per_second": UNITS[self.unit],
+            "parts": [{"part": part, "tensor": tensors[name]} for part, name in names],
+        }
 
 
 def read_seconds(values: Values, per_second: int) -> tuple[_Array, _Array | None]:
     """Read times as whole seconds since 1970 in UTC.
 
     Args:
-        values: the column.
-        per_second: unit of whole numbers, as parts of a second.
+        values: The column.
+        per_second: Unit of whole numbers, as parts of a second.
 
     Returns:
         [N] int64, rounded down, with 0 for missing times; and [N] bool, True for missing times, or
         None.
 
     Raises:
-        TypeError: the values are neither times nor whole numbers.
-        ValueError: a time is outside the years 1 to 9999, as of numbers with another unit.
+        TypeError: The values are neither times nor whole numbers.
+        ValueError: A time is outside the years 1 to 9999, as of numbers with another unit.
     """
     array = decoded(values.array)
     if pa.types.is_date(array.type):
@@ -77,3 +128,12 @@ def read_seconds(values: Values, per_second: int) -> tuple[_Array, _Array | None
 
 def _days(seconds: _Array) -> _Array:
     return (seconds // _DAYS).astype("M8[D]")
+
+
+_PARTS: Final[dict[str, Callable[[_Array], _Array]]] = {
+    "hour": lambda seconds: seconds // _HOURS % 24,
+    "weekday": lambda seconds: (seconds // _DAYS + 3) % 7,  # day 0 was a Thursday
+    "day": lambda seconds: _days(seconds) - _days(seconds).astype("M8[M]").astype("M8[D]"),
+    "month": lambda seconds: _days(seconds).astype("M8[M]").astype(np.int64) % 12,
+}
+"""Each part of times in seconds since 1970, from 0."""

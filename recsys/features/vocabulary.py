@@ -15,13 +15,15 @@ import pyarrow.compute as pc
 
 from recsys.base.arguments import shown
 from recsys.features.arrow import Keys
-from recsys.features.columns import MISSING, UNKNOWN
-from recsys.features.hash_index import HashIndex
+from recsys.features.columns import MISSING
+from recsys.features.hash_index import NumberPositions
 from recsys.features.text_hash import hash_texts
 
 __all__ = ["Counts", "Vocabulary"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
+_UNKNOWN: Final = 1
+"""Row of the values that are not in a vocabulary."""
 _FIRST: Final = 2
 """Row of the first value of a vocabulary."""
 _PARTITIONS: Final = 64
@@ -35,10 +37,10 @@ class Vocabulary:
     """Rows of values: missing, unknown, then the values in their order.
 
     Args:
-        values: distinct values, an Arrow array of `large_string` or `int64`.
+        values: Distinct values, an Arrow array of `large_string` or `int64`.
 
     Raises:
-        ValueError: values are not distinct.
+        ValueError: Values are not distinct.
 
     Example:
         >>> from recsys.features.arrow import Values, read_keys
@@ -54,7 +56,7 @@ class Vocabulary:
         self.values = values
         self.kind = "number" if values.type == pa.int64() else "text"
         try:
-            self._index = HashIndex(self._hashes())
+            self._index = NumberPositions(self._hashes())
         except ValueError as error:
             first, later = _equal_hashes(self._hashes())
             raise ValueError(
@@ -89,7 +91,7 @@ class Vocabulary:
         """Return [N] int64, the row of each value.
 
         Args:
-            keys: values of the kind of the vocabulary, unless it is empty.
+            keys: Values of the kind of the vocabulary, unless it is empty.
         """
         if keys.is_missing is not None and keys.is_missing.all():
             return np.full(len(keys.numbers), MISSING)
@@ -97,7 +99,7 @@ class Vocabulary:
             places = self._index.find(keys.numbers)
         else:
             places = self._find_texts(keys.texts)[keys.numbers]
-        rows = np.where(places < 0, UNKNOWN, places + _FIRST)
+        rows = np.where(places < 0, _UNKNOWN, places + _FIRST)
         if keys.is_missing is not None:
             rows[keys.is_missing] = MISSING
         return rows
@@ -109,7 +111,7 @@ class Vocabulary:
             rows: int64, of any shape; -1 stands for no row.
 
         Raises:
-            ValueError: a row is outside the table.
+            ValueError: A row is outside the table.
         """
         if rows.size and not -1 <= int(rows.min()) <= int(rows.max()) < self.num_rows:
             raise ValueError(
@@ -136,7 +138,7 @@ class Counts:
     """Counts of the distinct values of a table's columns, in pieces that merge in any order.
 
     Args:
-        limit: number of distinct values in memory; above it, counts are moved to files.
+        limit: Number of distinct values in memory; above it, counts are moved to files.
 
     Example:
         >>> from recsys.features.arrow import Values, read_keys
@@ -165,11 +167,11 @@ class Counts:
         """Count values.
 
         Args:
-            name: the column, for messages.
-            keys: its values; missing ones are not counted.
+            name: The column, for messages.
+            keys: Its values; missing ones are not counted.
 
         Raises:
-            TypeError: earlier values were texts and these are numbers, or the reverse.
+            TypeError: Earlier values were texts and these are numbers, or the reverse.
         """
         numbers = keys.numbers if keys.is_missing is None else keys.numbers[~keys.is_missing]
         if not len(numbers):
@@ -187,7 +189,7 @@ class Counts:
         """Add the counts of another part of the data.
 
         Raises:
-            TypeError: one part has texts and the other numbers.
+            TypeError: One part has texts and the other numbers.
         """
         if other._kind is not None:
             for part in other._partitions():
@@ -206,8 +208,8 @@ class Counts:
         value. Strangers can choose such texts, and must not end a fit by them.
 
         Args:
-            min_count: least count of a value.
-            max_size: largest number of values; None: no limit.
+            min_count: Least count of a value.
+            max_size: Largest number of values; None: no limit.
         """
         kept = pa.schema([("value", _TYPES[self._kind or "number"]), ("count", pa.int64())])
         best = kept.empty_table()
@@ -227,7 +229,7 @@ class Counts:
                 f"of {_shown(values, first)}; so are {len(later) - 1} other texts. Spell a real "
                 "value in another way.",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         return Vocabulary(values.take(pa.array(np.delete(np.arange(len(values)), later))))
 

@@ -37,9 +37,9 @@ class FaissIndex:
             and take longer. Empty for the defaults of faiss, which search one cell of "IVF...".
 
     Raises:
-        ImportError: faiss is not installed.
+        ImportError: Faiss is not installed.
         TypeError: `ids` are not whole numbers.
-        RuntimeError: faiss does not know the kind or a parameter.
+        RuntimeError: Faiss does not know the kind or a parameter.
         ValueError: There is not one id per item, ids are equal, or no vector is finite.
 
     Example:

@@ -63,8 +63,8 @@ class Publisher:
 
     Raises:
         FileNotFoundError: The folder is not a version of a package.
-        ValueError: The model lacks a table of the package or has `HashedIds.overflow`, the interval
-            is not positive, or the model is a `DMPCollection`.
+        ValueError: The model lacks a table of the package or may have rows on the disk, the
+            interval is not positive, or the model is a `DMPCollection`.
 
     Example:
         >>> model, version = build(), "models/movies/1"  # doctest: +SKIP

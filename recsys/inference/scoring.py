@@ -26,8 +26,8 @@ from recsys.base.arguments import shown, whole
 from recsys.base.checked import checked
 from recsys.base.logs import logger
 from recsys.datasets.files import File
+from recsys.datasets.sources import read_parts
 from recsys.datasets.tables import Paths, files_of, unify_types
-from recsys.features.columns import Numeric
 from recsys.features.spec import FeatureSpec
 from recsys.inference.packages.columns import arguments_of, load_spec, names_of
 from recsys.inference.packages.predictor import Predictor
@@ -207,21 +207,16 @@ def _score_file(
 ) -> None:
     """Write the result of a file."""
     writer: Any = None
-    first = 0
     try:
-        for table in file.batches(columns):
-            for start in range(0, table.num_rows, batch_size):
-                rows = table.slice(start, batch_size)
-                try:
-                    outputs = predict(rows)
-                except (KeyError, TypeError, ValueError) as error:
-                    text = f"{file.path}, from row {first + start}: {error}"
-                    raise type(error)(text) from error
-                found = _joined(rows, keys, outputs, origin)
+        for rows in read_parts(file, columns):
+            for start in range(0, rows.table.num_rows, batch_size):
+                samples = rows.slice(start, batch_size)
+                with samples.located():
+                    outputs = predict(samples.table)
+                found = _joined(samples.table, keys, outputs, origin)
                 writer = writer or pq.ParquetWriter(part, found.schema)
                 writer.write_table(found)
-                bar(rows.num_rows, 0)
-            first += table.num_rows
+                bar(samples.table.num_rows, 0)
         if writer is None:  # an empty file: a row of missing values has the same columns
             row = pa.table({name: pa.nulls(1, file.schema.field(name).type) for name in columns})
             writer = pq.ParquetWriter(part, _joined(row, keys, predict(row), origin).schema)
@@ -286,8 +281,7 @@ def _scorer(
         stack.enter_context(evaluation_mode(model))
         names = fitted.column_names(labels=False)
         kinds = {name: kind for name, kind in fitted.column_kinds().items() if name in names}
-        numbers = [column for column in fitted.columns if isinstance(column, Numeric)]
-        optional = [column.name for column in numbers if column.missing is not None]
+        optional = [column.name for column in fitted.columns if column.is_optional]
         origin, tasks = model_of(model, fitted), fitted.label_names
         return _Scorer(
             lambda table: _run(model, fitted, table), names, optional, kinds, tasks, origin

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from recsys.sparse.value_checks import FINITE, check_values
 
-__all__ = ["Bags", "read_bags", "read_ids", "read_numbers", "read_weights"]
+__all__ = ["ColumnBags", "read_bags", "read_ids", "read_numbers", "read_weights"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _MIN_ID: Final = torch.iinfo(torch.int64).min
@@ -30,7 +30,7 @@ _MAX_SHOWN: Final = 300
 
 
 @final
-class Bags(NamedTuple):
+class ColumnBags(NamedTuple):
     """Values of a column, concatenated by row."""
 
     values: Tensor | _Array
@@ -74,7 +74,7 @@ def _exact(limit: int, dtype: object) -> _Rule:
 
 def read_bags(
     subject: str, column: Any, padding: int | None = None, *, as_codes: bool = False
-) -> Bags:
+) -> ColumnBags:
     """Read a column with one value, or one list of values, per row.
 
     Args:
@@ -110,7 +110,7 @@ def read_bags(
     return _of_lists(column)
 
 
-def read_ids(subject: str, bags: Bags) -> Tensor:
+def read_ids(subject: str, bags: ColumnBags) -> Tensor:
     """Convert the values of a column to ids.
 
     Args:
@@ -141,7 +141,7 @@ def read_ids(subject: str, bags: Bags) -> Tensor:
     return values.long()
 
 
-def read_weights(subject: str, bags: Bags) -> Tensor:
+def read_weights(subject: str, bags: ColumnBags) -> Tensor:
     """Convert the values of a column to weights of ids.
 
     Args:
@@ -177,7 +177,7 @@ def read_numbers(subject: str, column: Any) -> Tensor:
     """
     if isinstance(column, Tensor):  # no mask, which would wait for a GPU
         lengths = torch.ones(column.shape[:1], dtype=torch.int64)
-        bags = Bags(column, lengths, column.dim() != 1)
+        bags = ColumnBags(column, lengths, column.dim() != 1)
     else:
         bags = read_bags(subject, column)
     if bags.has_lists:
@@ -195,7 +195,7 @@ def read_numbers(subject: str, column: Any) -> Tensor:
 # -- columns to bags ---------------------------------------------------------------------------
 
 
-def _of_tensor(subject: str, values: Tensor, padding: int | None) -> Bags:
+def _of_tensor(subject: str, values: Tensor, padding: int | None) -> ColumnBags:
     if values.dim() not in (1, 2):
         raise ValueError(
             f"{subject} must be [samples] or [samples, ids]; received shape {tuple(values.shape)}."
@@ -210,16 +210,16 @@ def _of_tensor(subject: str, values: Tensor, padding: int | None) -> Bags:
     if values.dim() == 1:
         if values.is_floating_point():
             is_there = is_there & ~values.isnan()
-        return Bags(values[is_there], is_there.long(), False)
-    return Bags(values[is_there], is_there.sum(1), True)
+        return ColumnBags(values[is_there], is_there.long(), False)
+    return ColumnBags(values[is_there], is_there.sum(1), True)
 
 
-def _of_lists(column: Iterable[Any]) -> Bags:
+def _of_lists(column: Iterable[Any]) -> ColumnBags:
     rows = list(column)
     kinds = {getattr(row, "dtype", None) for row in rows}
     if len(kinds) == 1 and all(isinstance(row, np.ndarray) and row.ndim == 1 for row in rows):
         lengths = torch.tensor([len(row) for row in rows])
-        return Bags(_plain(np.concatenate(rows)), lengths, True)
+        return ColumnBags(_plain(np.concatenate(rows)), lengths, True)
     if set(map(type, rows)) in ({int}, {float}):
         values = _of_values(rows)
         if isinstance(values, Tensor):
@@ -241,10 +241,10 @@ def _of_lists(column: Iterable[Any]) -> Bags:
             parts.append(list(row))
             has_lists = True
     lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
-    return Bags(_of_values(list(itertools.chain.from_iterable(parts))), lengths, has_lists)
+    return ColumnBags(_of_values(list(itertools.chain.from_iterable(parts))), lengths, has_lists)
 
 
-def _of_arrow(subject: str, column: Any, as_codes: bool) -> Bags:
+def _of_arrow(subject: str, column: Any, as_codes: bool) -> ColumnBags:
     if hasattr(column, "unify_dictionaries"):
         column = column.unify_dictionaries()
     if hasattr(column, "combine_chunks"):
@@ -265,16 +265,16 @@ def _of_arrow(subject: str, column: Any, as_codes: bool) -> Bags:
                 f"{subject} must hold numbers or lists of numbers; received nested lists."
             )
         lengths = torch.tensor(column.value_lengths().fill_null(0).to_numpy()).long()
-        missing = Bags(np.full(len(inside.lengths), None), lengths, True)
+        missing = ColumnBags(np.full(len(inside.lengths), None), lengths, True)
         _check(subject, missing, inside.lengths == 0, _THERE)
-        return Bags(inside.values, lengths, True)
+        return ColumnBags(inside.values, lengths, True)
     is_there = column.is_valid().to_numpy(zero_copy_only=False)
     values = column.drop_null().to_numpy(zero_copy_only=False)
     if values.dtype.kind == "f":
         is_number = ~np.isnan(values)
         values, is_there = values[is_number], is_there.copy()
         is_there[is_there] = is_number
-    return Bags(_plain(values), torch.from_numpy(is_there).long(), False)
+    return ColumnBags(_plain(values), torch.from_numpy(is_there).long(), False)
 
 
 def _first_equal(names: Any) -> _Array:
@@ -288,7 +288,7 @@ def _first_equal(names: Any) -> _Array:
     return codes
 
 
-def _of_pandas(subject: str, column: Any, as_codes: bool) -> Bags:
+def _of_pandas(subject: str, column: Any, as_codes: bool) -> ColumnBags:
     if hasattr(column.dtype, "pyarrow_dtype"):
         return _of_arrow(subject, getattr(column, "array", column).__arrow_array__(), as_codes)
     names = getattr(column.dtype, "categories", None)
@@ -298,11 +298,11 @@ def _of_pandas(subject: str, column: Any, as_codes: bool) -> Bags:
     if column.dtype == object:
         return _of_lists(column.to_numpy())
     is_there = ~np.asarray(column.isna())
-    return Bags(_plain(column[is_there].to_numpy()), torch.from_numpy(is_there).long(), False)
+    return ColumnBags(_plain(column[is_there].to_numpy()), torch.from_numpy(is_there).long(), False)
 
 
-def _masked(values: _Array, is_there: _Array) -> Bags:
-    return Bags(_plain(values[is_there]), torch.from_numpy(is_there).long(), False)
+def _masked(values: _Array, is_there: _Array) -> ColumnBags:
+    return ColumnBags(_plain(values[is_there]), torch.from_numpy(is_there).long(), False)
 
 
 def _are_numbers(values: _Array) -> bool:
@@ -341,7 +341,7 @@ def _is_missing(value: object) -> bool:
 # -- values to ids and numbers -----------------------------------------------------------------
 
 
-def _numeric(subject: str, bags: Bags) -> Tensor:
+def _numeric(subject: str, bags: ColumnBags) -> Tensor:
     values = bags.values
     if not isinstance(values, Tensor):
         return torch.tensor(_each(subject, bags, _number_of), dtype=torch.float64)
@@ -385,7 +385,7 @@ def _number_of(value: Any) -> float | _Rule:
         return math.inf
 
 
-def _each(subject: str, bags: Bags, convert: Callable[[Any], Any]) -> list[Any]:
+def _each(subject: str, bags: ColumnBags, convert: Callable[[Any], Any]) -> list[Any]:
     """Convert the values one by one."""
     converted = []
     for place, value in enumerate(bags.values):
@@ -396,13 +396,13 @@ def _each(subject: str, bags: Bags, convert: Callable[[Any], Any]) -> list[Any]:
     return converted
 
 
-def _check(subject: str, bags: Bags, is_bad: Tensor, rule: _Rule) -> None:
+def _check(subject: str, bags: ColumnBags, is_bad: Tensor, rule: _Rule) -> None:
     """Raise an error for the first invalid value, if there is one."""
     if bool(is_bad.any()):
         _refuse(subject, bags, int(is_bad.nonzero()[0, 0]), rule)
 
 
-def _refuse(subject: str, bags: Bags, place: int, rule: _Rule) -> NoReturn:
+def _refuse(subject: str, bags: ColumnBags, place: int, rule: _Rule) -> NoReturn:
     value = bags.values[place]
     if isinstance(value, Tensor):
         value = value.item()

@@ -138,13 +138,17 @@ def _moments(moment: Callable[[], None]) -> Iterator[None]:
         return call
 
     class Parquet(pq.ParquetFile):  # type: ignore[misc]
-        read_row_group = around(pq.ParquetFile.read_row_group)
+        def iter_batches(self, *args: Any, **options: Any) -> Iterator[Any]:
+            moment()
+            for batch in super().iter_batches(*args, **options):
+                moment()
+                yield batch
 
     with (
         mock.patch.object(files, "version_of", around(files.version_of)),
         mock.patch.object(sources, "_lines", around(sources._lines)),
         mock.patch.object(sources, "_BLOCK_BYTES", _BLOCK),
-        mock.patch.object(csv, "read_csv", around(csv.read_csv)),
+        mock.patch.object(csv, "open_csv", around(csv.open_csv)),
         mock.patch.object(pq, "ParquetFile", Parquet),
     ):
         yield
@@ -163,8 +167,9 @@ def _read(reader: str, found: _Files, kind: str, folder: Path) -> Iterator[tuple
         return
     if reader == "tables":
         for file in datasets.readers.files_of(paths, **options):
-            for table in file.batches(["row", "version"]):
-                yield from zip(table["row"].to_pylist(), table["version"].to_pylist(), strict=True)
+            for part in sources.read_parts(file, ["row", "version"]):
+                columns = part.table.to_pydict()
+                yield from zip(columns["row"], columns["version"], strict=True)
                 found.moment()
         return
     options["labels"] = False

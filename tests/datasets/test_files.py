@@ -16,6 +16,7 @@ import pytest
 from recsys import datasets
 from recsys.datasets import sources
 from recsys.datasets.files import described
+from recsys.datasets.sources import read_parts
 from recsys.datasets.tables import files_of
 from recsys.features import FeatureSpec, Ids
 from tests.datasets import changes
@@ -114,10 +115,10 @@ def test_a_file_of_another_system(tmp_path: Path) -> None:
             system.pipe("/changes/a.parquet", (tmp_path / "a.parquet").read_bytes())
             if rows == 100:
                 (file,) = files_of("memory://changes/a.parquet")
-                assert sum(table.num_rows for table in file.batches()) == 100
+                assert sum(part.table.num_rows for part in read_parts(file, ["row"])) == 100
                 assert file.checksum() == files_of(tmp_path / "a.parquet")[0].checksum()
         with pytest.raises(ValueError, match=r"memory:/+changes/a\.parquet must not change"):
-            list(file.batches())
+            list(read_parts(file, ["row"]))
     finally:
         system.rm("/changes", recursive=True)
 

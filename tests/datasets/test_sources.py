@@ -6,6 +6,7 @@ import csv as python_csv
 import gzip
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from pyarrow import csv
 
 from recsys import datasets
 from recsys.datasets import sources
-from recsys.datasets.sources import TableSource, TextSource, source_of
+from recsys.datasets.sources import TableSource, read_parts, source_of
 from recsys.datasets.tables import files_of
 from recsys.datasets.utils import Batch
 from recsys.features import Categorical, FeatureSpec, Hashed, Ids, Label, Numeric, Timestamp
@@ -51,11 +52,11 @@ def test_blocks_have_each_line_once(tmp_path: Path, block: int, newline: str) ->
         )
         (file,) = files_of(path)
         with mock.patch.object(sources, "_BLOCK_BYTES", block):
-            source = TextSource(file)
-            tables = list(source.read([n for n, _ in source.sizes], ["row", "name", "age"]))
-            rows = [tuple(row.values()) for table in tables for row in table.to_pylist()]
+            source = source_of(file)
+            pairs = list(source.read([n for n, _ in source.sizes], ["row", "name", "age"]))
+            rows = [tuple(row.values()) for _, table in pairs for row in table.to_pylist()]
             assert rows == _read(path)
-            starts = [sum(table.num_rows for table in tables[:n]) for n in range(len(tables))]
+            starts = [sum(t.num_rows for m, t in pairs if m < n) for n, _ in source.sizes]
             assert [source.first_row(n) for n, _ in source.sizes] == starts
         assert len(source.sizes) == max(1, -(-path.stat().st_size // block))
 
@@ -116,6 +117,26 @@ def test_files_without_a_header(tmp_path: Path) -> None:
     with mock.patch.object(sources, "_BLOCK_BYTES", 30):
         reader = datasets.csv(path, SPEC, 8, format="tsv", read_options=options)
         assert _rows(reader) == list(range(50))
+
+
+def test_skipped_rows_are_of_the_first_block(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    lines = [f"{row},{row},1" for row in range(50)]
+    path.write_text("\n".join(["a,comment,line", "row,age,liked", "1,2,3", *lines]))
+    options = csv.ReadOptions(skip_rows=1, skip_rows_after_names=1)
+    with mock.patch.object(sources, "_BLOCK_BYTES", 50):
+        assert _rows(datasets.csv(path, SPEC, 8, read_options=options)) == list(range(50))
+        (file,) = files_of(path, read_options=options)
+        assert [len(part.table) for part in read_parts(file, ["row"])] == [50]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "csv.gz"])
+def test_lines_longer_than_a_part(tmp_path: Path, suffix: str) -> None:
+    """A unit is parsed at once. `pyarrow.csv` streams blocks of a mebibyte, and refuses them."""
+    path = tmp_path / f"rows.{suffix}"
+    data = "\n".join(["row,age,liked,note", *(f'{i},1,0,"{"x" * (i << 20)}"' for i in range(3))])
+    path.write_bytes(gzip.compress(data.encode(), 1) if suffix == "csv.gz" else data.encode())
+    assert _rows(datasets.csv(path, SPEC, 8)) == [0, 1, 2]
 
 
 def test_values_with_newlines(tmp_path: Path) -> None:
@@ -213,12 +234,79 @@ def test_row_groups_that_a_filter_excludes_are_not_read(tmp_path: Path) -> None:
     source = source_of(file, pa.compute.field("row") >= 75)
     assert source.sizes == [(7, 10), (8, 10), (9, 10)]
     assert [source.first_row(n) for n, _ in source.sizes] == [70, 80, 90]
-    assert [table.num_rows for table in source.read([7, 9], ["row"])] == [10, 10]
+    assert [(n, t.num_rows) for n, t in source.read([7, 9], ["row"])] == [(7, 10), (9, 10)]
+
+
+def test_large_row_groups_are_read_in_parts(tmp_path: Path) -> None:
+    table = pa.table({"row": range(150_000), "name": [str(i % 70_000) for i in range(150_000)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=140_000)
+    (file,) = files_of(tmp_path / "a.parquet")
+    parts = list(source_of(file, in_parts=True).read([0, 1], ["name", "row"]))
+    assert [(n, t.num_rows) for n, t in parts] == [(0, 65536), (0, 65536), (0, 8928), (1, 10_000)]
+    for in_parts in (True, False):
+        tables = [t for _, t in source_of(file, in_parts=in_parts).read([0, 1], ["row", "name"])]
+        found = pa.concat_tables([t.cast(table.schema) for t in tables])
+        assert found.equals(table.select(["row", "name"]))
+        kinds = {pa.types.is_dictionary(t.schema.field("name").type) for t in tables}
+        assert kinds == {not in_parts}
+    assert [part.first for part in read_parts(file, ["row"])] == [0, 65536, 131_072, 140_000]
+
+
+KINDS = ["parquet", "csv", "csv.gz", "newlines", "latin1", "no header"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_have_the_rows_of_the_units(tmp_path: Path, kind: str) -> None:
+    """Files are larger than a part. Errors name the line of the file."""
+    rows = [(i, f"Malmö {i % 900}" + ("\n" if kind == "newlines" else "")) for i in range(150_000)]
+
+    def write(name: str, rows: list[tuple[Any, str]]) -> Any:
+        path, options = tmp_path / name, {}
+        if kind == "parquet":
+            ids, names = zip(*rows, strict=True)
+            pq.write_table(pa.table({"row": ids, "name": names}), path.with_suffix(".parquet"))
+            return files_of(path.with_suffix(".parquet"))[0]
+        lines = ["row,name"] if kind != "no header" else []
+        data = "\n".join([*lines, *(f'{row},"{text}"' for row, text in rows)])
+        data_bytes = data.encode("latin1" if kind == "latin1" else "utf8")
+        path = path.with_suffix(".csv.gz" if kind == "csv.gz" else ".csv")
+        path.write_bytes(gzip.compress(data_bytes, 1) if kind == "csv.gz" else data_bytes)
+        if kind == "newlines":
+            options["parse_options"] = csv.ParseOptions(newlines_in_values=True)
+        elif kind == "latin1":
+            options["read_options"] = csv.ReadOptions(encoding="latin1")
+        elif kind == "no header":
+            options["read_options"] = csv.ReadOptions(column_names=["row", "name"])
+        return files_of(path, **options)[0]
+
+    file = write("a", rows)
+    parts = [part.table for part in read_parts(file, ["row", "name"])]
+    assert len(parts) > 1
+    assert max(map(len, parts)) < 70_000
+    with mock.patch.object(sources, "_BLOCK_BYTES", 1 << 19):
+        source = source_of(file)
+        units = [table for _, table in source.read([n for n, _ in source.sizes], ["row", "name"])]
+    for tables in (parts, units):
+        found = pa.concat_tables([table.cast(parts[0].schema) for table in tables])
+        assert list(zip(*found.to_pydict().values(), strict=True)) == rows
+    if kind == "parquet":
+        return
+    bad = write("b", [*rows[:130_000], ("x", "a"), *rows[130_001:]])
+    bad = replace(bad, schema=file.schema)
+    source = source_of(bad)
+    line = "130001" if kind == "no header" else "130002"
+    for read in (
+        lambda: list(read_parts(bad, ["row", "name"])),
+        lambda: list(source.read([n for n, _ in source.sizes], ["row", "name"])),
+    ):
+        with pytest.raises(ValueError, match=r"b\.csv.* cannot be read: .*'x'") as caught:
+            read()
+        assert f"line {line}:" in str(caught.value)
 
 
 def test_slices_of_a_table() -> None:
     source = TableSource({"row": list(range(1000))})
-    rows = [row for n, _ in source.sizes for t in source.read([n], ["row"]) for row in t["row"]]
+    rows = [row for n, _ in source.sizes for _, t in source.read([n], ["row"]) for row in t["row"]]
     assert [row.as_py() for row in rows] == list(range(1000))
     assert sum(count for _, count in source.sizes) == 1000
     assert TableSource({"row": []}).sizes == []

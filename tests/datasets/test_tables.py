@@ -20,19 +20,14 @@ from pyarrow import csv, fs
 
 from recsys.datasets.files import File, is_text
 from recsys.datasets.memory import table_of
-from recsys.datasets.tables import (
-    files_of,
-    kind_of,
-    located,
-    tables_of,
-    unify_types,
-)
+from recsys.datasets.sources import parts_of, read_parts
+from recsys.datasets.tables import files_of, kind_of, located, unify_types
 
 COLUMNS = {"x": [1, 2, 3], "name": ["a", None, "c"]}
 
 
 def _rows(data: Any, columns: Any = ("x", "name")) -> list[Any]:
-    return [row for table in tables_of(data, list(columns), {}) for row in table.to_pylist()]
+    return [row for part in parts_of(data, list(columns), {}) for row in part.table.to_pylist()]
 
 
 def test_paths_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -189,15 +184,24 @@ def test_keys_are_texts_in_text_files_where_texts_are_known() -> None:
         types([files[1], fixed], None)
 
 
+def _located(error: Exception, path: str) -> Exception:
+    with pytest.raises(type(error)) as caught, located(lambda row: (path, row + 100)):
+        raise error
+    return caught.value
+
+
 def test_errors_are_located() -> None:
-    found = located(ValueError("Column 'x' is 3 in row 12. Fix it."), lambda row: ("a", row + 100))
+    found = _located(ValueError("Column 'x' is 3 in row 12. Fix it."), "a")
     assert str(found) == "Column 'x' is 3 in row 112 of a. Fix it."
     received = "Column 'x' must be short; received 'found in row 3 of a' in row 12. Cut it."
-    found = located(ValueError(received), lambda row: ("b", row + 100))
+    found = _located(ValueError(received), "b")
     assert str(found) == received.replace("row 12", "row 112 of b")
-    found = located(KeyError("no column"), lambda row: ("a", row))
-    assert isinstance(found, KeyError)
+    found = _located(KeyError("no column"), "a")
     assert found.args == ("a: no column",)
+    for error in (RuntimeError("x in row 3"), ValueError("x in row 3")):  # no path: no file
+        assert _located(error, "") is error
+    error = RuntimeError("not of the data")
+    assert _located(error, "a") is error
 
 
 def test_paths_and_columns_that_are_wrong(tmp_path: Path) -> None:
@@ -250,9 +254,10 @@ def test_a_slow_consumer_holds_some_rows(tmp_path: Path, kind: str) -> None:
     (file,) = files_of(path)
     pool, rows, most = pa.default_memory_pool(), 0, 0
     before, size = pool.bytes_allocated(), table.nbytes
-    for number, batch in enumerate(file.batches(["b", "a"])):
-        assert batch.column_names == ["b", "a"]
-        rows += batch.num_rows
+    for number, part in enumerate(read_parts(file, ["b", "a"])):
+        assert part.table.column_names == ["b", "a"]
+        assert part.first == rows
+        rows += part.table.num_rows
         if number < 10:
             time.sleep(0.04)
         most = max(most, pool.bytes_allocated() - before)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from recsys.features import Categorical, Hashed, Ids, Numeric, Timestamp
-from recsys.features.columns import SparseColumn
 
 MASK = (1 << 64) - 1
 
@@ -60,7 +59,7 @@ def flat(rows: Sequence[Any], is_list: bool) -> list[Any]:
 
 
 def bags(
-    column: SparseColumn,
+    column: Categorical | Hashed | Ids,
     rows: Sequence[Any],
     weights: Sequence[Any] | None = None,
     known: dict[Any, int] | None = None,

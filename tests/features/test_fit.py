@@ -29,8 +29,17 @@ def test_a_bad_value_of_files_is_named_by_its_row(tmp_path: Path, row: int) -> N
     table = pa.table({"x": numbers})
     pq.write_table(table.slice(0, 100_000), tmp_path / "0.parquet")
     pq.write_table(table.slice(100_000), tmp_path / "1.parquet")
-    with pytest.raises(ValueError, match=f"'x' .*received inf in row {row}"):
+    file, place = divmod(row, 100_000)
+    rule = rf"^Column 'x' .*received inf in row {place} of {tmp_path}/{file}\.parquet\. Write null"
+    with pytest.raises(ValueError, match=rule):
         FeatureSpec([Numeric("x")]).fit(tmp_path)
+    with pytest.raises(ValueError, match=f"'x' .*received inf in row {row}\\. Write null"):
+        FeatureSpec([Numeric("x")]).fit([table.slice(0, 100_000), table.slice(100_000)])
+    texts = table.slice(0, 3).set_column(0, "x", pa.array(["a", "b", "c"]))
+    pq.write_table(texts, tmp_path / "2.parquet")
+    rule = rf"^{tmp_path}/2\.parquet: Column 'x' must have numbers; received string"
+    with pytest.raises(TypeError, match=rule):
+        FeatureSpec([Numeric("x")]).fit(tmp_path / "2.parquet")
 
 
 def test_columns_that_one_array_cannot_hold() -> None:

@@ -20,7 +20,7 @@ from pyarrow import csv
 from recsys import datasets
 from recsys.features import Categorical, FeatureSpec, Group, Hashed, Label, Numeric
 from recsys.inference import Predictor, package, quantize_embeddings, score
-from recsys.inference.packages.columns import Columns, raw_request
+from recsys.inference.packages.columns import PackageColumns, raw_request
 from recsys.modules.dlrm import DLRM
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.prepare import prepare
@@ -238,7 +238,7 @@ def test_served_as_trained(tmp_path: Path, is_fitted: bool) -> None:
         with pytest.raises(TypeError, match="'key' must have texts, as the data of fit"):
             package(model, tmp_path / "wrong", numbers, spec=spec)
         inputs = [{"features": [{"name": "key", "tensor": "key"}]}]
-        assert Columns(spec, missing).write(tmp_path, inputs)[0]["type"] == "text"  # of fit
+        assert PackageColumns(spec, missing).write(tmp_path, inputs)[0]["type"] == "text"  # of fit
     else:
         with pytest.raises(TypeError, match="'key' of the example table must have a value"):
             package(model, tmp_path / "missing", missing, spec=spec, programs=["torchscript"])

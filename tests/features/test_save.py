@@ -68,8 +68,9 @@ def test_a_fresh_process_has_the_same_batches(tmp_path: Path) -> None:
     code = (
         "import sys, torch\n"
         "from recsys.features import FeatureSpec\n"
+        "spec = FeatureSpec.load(sys.argv[1])\n"  # imports the kinds of columns
         "from tests.features.tables import rows_of\n"
-        "batch = FeatureSpec.load(sys.argv[1]).transform(rows_of(2, 50))\n"
+        "batch = spec.transform(rows_of(2, 50))\n"
         "kjt = batch.sparse_features\n"
         "torch.save([batch.dense_features, kjt.values(), kjt.lengths()], sys.argv[2])\n"
     )
@@ -132,7 +133,12 @@ def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None
         (lambda found: found["vocabularies"].pop("city"), ValueError, "is damaged"),
         (lambda found: found["means"].pop("age"), ValueError, "is damaged: .*'age'"),
         (lambda found: found["edges"].pop("size"), ValueError, "is damaged: .*'size'"),
-        (lambda found: found["columns"][0].update(kind="New"), ValueError, "is damaged: .*New"),
+        (
+            lambda found: found["columns"][0].update(kind="New"),
+            ValueError,
+            "must have kinds of columns that are imported; received 'New'. Import the module",
+        ),
+        (lambda found: found["columns"][0].update(kind=["New"]), ValueError, "is damaged"),
         (lambda found: found["columns"][0].update(more=1), ValueError, "is damaged: .*more"),
         (lambda found: found.update(columns=3), ValueError, "is damaged"),
     ],

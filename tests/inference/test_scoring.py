@@ -180,7 +180,8 @@ def test_a_stopped_job_continues(
     arguments = ["score", str(version), "--input", str(data), "--output", str(tmp_path / "out")]
     assert recsys.__main__.main([*arguments, "--keys", "user", "--batch-size", "4"]) == 1
     error = capsys.readouterr().err
-    assert f"{data / 'b.parquet'}, from row 8: Column 'row' must have row numbers" in error
+    assert "Column 'row' must have row numbers from 0 to 19; received 20 in row 9 of" in error
+    assert f" of {data / 'b.parquet'}. Send row numbers of the table." in error
     [written] = (tmp_path / "out").iterdir()
     assert written.name.startswith("a-")
     first = written.stat().st_mtime_ns
@@ -210,7 +211,7 @@ def test_processes_of_the_command(
     pq.write_table(bad, data / "1.parquet")
     assert recsys.__main__.main(arguments) == 1
     error = capsys.readouterr().err
-    assert f"{data / '1.parquet'}, from row 0: Column 'row' must have row numbers" in error
+    assert f"received 20 in row 9 of {data / '1.parquet'}. Send row numbers" in error
     pq.write_table(raw_table(10, 1), data / "1.parquet")
     assert recsys.__main__.main(arguments) == 0
     found = sorted(path.name[0] for path in out.iterdir())
@@ -475,6 +476,6 @@ def test_outputs_have_a_row_per_sample(
     """Also in a batch of one row, where a mean could be taken for it."""
     pq.write_table(pa.table({"x": [1.0, 2.0, 3.0]}), tmp_path / "a.parquet")
     spec = FeatureSpec([Numeric("x")]).fit(tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=rf"a\.parquet, from row 0: model must.* {received}"):
+    with pytest.raises(ValueError, match=rf"a\.parquet: model must.* {received}"):
         score(_WithIds(result), tmp_path / "a.parquet", tmp_path / "out", spec=spec, batch_size=1)
     assert list((tmp_path / "out").iterdir()) == []

@@ -23,21 +23,12 @@ from recsys.datasets.memory import table_of
 from recsys.datasets.utils import Batch
 from recsys.features.arrow import (
     Values,
-    key_kind,
     read_integers,
     read_keys,
     read_numbers,
     read_values,
 )
-from recsys.features.columns import (
-    UNITS,
-    Categorical,
-    Hashed,
-    Numeric,
-    SparseColumn,
-    Timestamp,
-)
-from recsys.features.samples import read_id_weights
+from recsys.features.id_columns import read_id_weights
 from recsys.features.save import save_folder
 from recsys.features.spec import FeatureSpec
 from recsys.features.text_hash import text_buffers
@@ -47,7 +38,7 @@ from recsys.inference.packages.safetensors import write_tensors
 
 __all__ = [
     "FOLDER",
-    "Columns",
+    "PackageColumns",
     "Texts",
     "arguments_of",
     "load_spec",
@@ -83,7 +74,7 @@ class Texts(NamedTuple):
 
 
 @final
-class Columns:
+class PackageColumns:
     """The raw columns of a package that is written; each has one use.
 
     Args:
@@ -106,10 +97,9 @@ class Columns:
 
     def vocabulary_of(self, feature: str | None) -> str | None:
         """Return the table of a `Categorical` feature; None for another feature."""
-        for column in self._spec.columns:
-            if isinstance(column, Categorical) and column.name == feature:
-                return column.table
-        return None
+        tables = {one.name: one.table for one in self._spec.features()}
+        table = None if feature is None else tables.get(feature)
+        return table if table in self._spec.fitted.vocabularies else None
 
     def write(self, part: Path, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Write the spec and its vocabularies; return the manifest's entries of the columns.
@@ -118,8 +108,9 @@ class Columns:
             part: The folder of the version.
             inputs: The manifest's entries of the model's inputs.
         """
+        fitted = self._spec.fitted
         vocabularies: dict[str, Tensor] = {}
-        for table, vocabulary in self._spec.fitted.vocabularies.items():
+        for table, vocabulary in fitted.vocabularies.items():
             vocabularies |= _sorted_by_hash(table, vocabulary)
         write_tensors(part / "columns.safetensors", vocabularies)
         tensors = {
@@ -127,7 +118,7 @@ class Columns:
             for one in inputs
             for feature in one.get("features", [])
         }
-        described = [self._describe(column, tensors) for column in self._spec.columns]
+        described = [one.describe(fitted, self._table, tensors) for one in self._spec.columns]
         found = [column for column in described if column is not None]
         weights = {column["weights"] for column in found if column.get("weights")}
         if twice := repeated([*(column["name"] for column in found), *weights]):
@@ -136,71 +127,9 @@ class Columns:
                 "the column under another name."
             )
         kinds = {column["name"]: column["type"] for column in found if column["kind"] == "hashed"}
-        fitted = self._spec.fitted
         fitted = fitted._replace(kinds={**fitted.kinds, **kinds})
         save_folder(part / FOLDER, self._spec.columns, fitted)
         return found
-
-    def _describe(self, column: object, tensors: Mapping[str, str]) -> dict[str, Any] | None:
-        if isinstance(column, Timestamp):
-            parts = [{"part": p, "tensor": tensors[f"{column.name}_{p}"]} for p in column.parts]
-            per_second = UNITS[column.unit]
-            rest = {"dtype": "int64", "per_second": per_second, "parts": parts}
-            return {"name": column.name, "kind": "time", **rest}
-        if isinstance(column, Numeric):
-            return self._describe_number(column, tensors)
-        if not isinstance(column, SparseColumn):
-            return None
-        kind = self._spec.fitted.kind_of(column)
-        kind = kind or _type_of(self._table, column.name, column.is_list)
-        rows = column.rows if isinstance(column, Hashed) and not column.growing else None
-        return {
-            "name": column.name,
-            "kind": type(column).__name__.lower(),
-            "dtype": "text" if kind == "text" else "int64",
-            "type": kind,
-            "is_list": column.is_list,
-            "weights": column.weights,
-            "tensor": tensors[column.name],
-            "table": column.table,
-            "rows": rows,
-        }
-
-    def _describe_number(self, column: Numeric, tensors: Mapping[str, str]) -> dict[str, Any]:
-        fitted = self._spec.fitted
-        low, high = column.clip or (None, None)
-        has_buckets = column.buckets is not None
-        found = {
-            "name": column.name,
-            "kind": "buckets" if has_buckets else "numeric",
-            "dtype": "float32" if self._is_single(column.name) else "float64",
-            "missing": column.missing,
-            "low": low,
-            "high": high,
-            "log1p": column.log1p,
-            "standardize": column.standardize,
-            "mean": fitted.means[column.name],
-            "deviation": fitted.deviations[column.name],
-        }
-        if has_buckets:
-            edges = fitted.edges[column.name].tolist()
-            found |= {"tensor": tensors[column.name], "edges": edges}
-        return found
-
-    def _is_single(self, name: str) -> bool:
-        names = self._table.column_names
-        return name in names and bool(self._table.schema.field(name).type == pa.float32())
-
-
-def _type_of(table: Any, name: str, is_list: bool) -> str:
-    """Return "text" or "number"."""
-    kind = key_kind(read_values(table, name, is_list).array.type)
-    if kind is None:
-        raise TypeError(
-            f"Column {name!r} of the example table must have a value, whose type requests have; "
-            "all are missing."
-        )
-    return kind
 
 
 def _sorted_by_hash(table: str, vocabulary: Vocabulary) -> dict[str, Tensor]:
@@ -338,8 +267,7 @@ def _raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, T
             found[f"{name}.missing"] = torch.from_numpy(is_missing.copy())
         if column.get("weights"):
             places = values.array.is_null().to_numpy(zero_copy_only=False)
-            described = Categorical(name, is_list=is_list, weights=column["weights"])
-            weights = read_id_weights(table, described, values.lengths, places)
+            weights = read_id_weights(table, column["weights"], values, places)
             found[column["weights"]] = torch.from_numpy(weights)
     return found
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-__all__ = ["Header", "Rows", "Update", "header_of", "parse"]
+__all__ = ["DeltaHeader", "Rows", "Update", "header_of", "parse"]
 
 Rows = tuple[Tensor, ...]
 """Changed rows of a table: row numbers, int64 `[R]`, ascending; and rows, uint8 `[R, row bytes]`.
@@ -42,7 +42,7 @@ class Update(NamedTuple):
 
 
 @final
-class Header(NamedTuple):
+class DeltaHeader(NamedTuple):
     """The header of a delta."""
 
     sequence: int
@@ -69,7 +69,7 @@ class Header(NamedTuple):
                 yield update.hashed["digests"].numpy().tobytes()
 
 
-def header_of(sequence: int, base: str, updates: Sequence[Update]) -> Header:
+def header_of(sequence: int, base: str, updates: Sequence[Update]) -> DeltaHeader:
     """Return the header of a delta.
 
     Args:
@@ -101,7 +101,7 @@ def header_of(sequence: int, base: str, updates: Sequence[Update]) -> Header:
         if update.hashed:
             add(f"{update.table}.digests", "U8", [count], count)
     text = json.dumps(header).encode()
-    return Header(sequence, base, text + b" " * (-len(text) % 8), updates)
+    return DeltaHeader(sequence, base, text + b" " * (-len(text) % 8), updates)
 
 
 def _words(update: Update) -> list[tuple[str, Tensor]]:
@@ -110,7 +110,7 @@ def _words(update: Update) -> list[tuple[str, Tensor]]:
     return [("ids", update.ids), *hashed]
 
 
-def parse(file: Path) -> tuple[Header, dict[str, Rows]]:
+def parse(file: Path) -> tuple[DeltaHeader, dict[str, Rows]]:
     """Read a delta and verify its checksum and structure.
 
     Returns:
@@ -129,7 +129,7 @@ def parse(file: Path) -> tuple[Header, dict[str, Rows]]:
         raise ValueError(f"{file} is damaged: {error}. Copy it again.") from None
 
 
-def _parsed(data: bytearray) -> tuple[Header, dict[str, Rows]]:
+def _parsed(data: bytearray) -> tuple[DeltaHeader, dict[str, Rows]]:
     first = 8 + int.from_bytes(data[:8], "little")
     if len(data) < 8 or first > len(data):
         raise ValueError("its header is longer than the file")
@@ -167,4 +167,4 @@ def _parsed(data: bytearray) -> tuple[Header, dict[str, Rows]]:
             tables[name] = ids, rows, hashed_ids, digests
     if found:
         raise ValueError(f"it has the unknown tensors {sorted(found)}")
-    return Header(int(metadata["sequence"]), metadata["base"], text, ()), tables
+    return DeltaHeader(int(metadata["sequence"]), metadata["base"], text, ()), tables

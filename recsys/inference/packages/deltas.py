@@ -29,7 +29,7 @@ from torch import Tensor
 
 from recsys.base.checked import checked
 from recsys.distributed.placement.file_checks import list_of, object_of, parse_json
-from recsys.inference.packages.delta_files import Header, Rows, Update, header_of, parse
+from recsys.inference.packages.delta_files import DeltaHeader, Rows, Update, header_of, parse
 from recsys.inference.packages.indexes import empty_index
 from recsys.inference.packages.manifest_rules import read_table
 from recsys.inference.quant.sources import SavedTables
@@ -458,7 +458,7 @@ def _publish(manifest: _Manifest, updates: Iterable[Update]) -> Path:
     return file
 
 
-def _write(out: BinaryIO, header: Header) -> None:
+def _write(out: BinaryIO, header: DeltaHeader) -> None:
     """Write a delta, then its checksum into the place of the zeros."""
     digest = hashlib.sha256()
     for data in header.data():

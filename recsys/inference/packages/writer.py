@@ -47,7 +47,7 @@ from recsys.modules.hashed_ids import HashedIds
 from recsys.modules.item_index import Recommend
 
 if TYPE_CHECKING:  # needs pyarrow
-    from recsys.inference.packages.columns import Columns
+    from recsys.inference.packages.columns import PackageColumns
 
 __all__ = ["package"]
 
@@ -129,11 +129,11 @@ def package(
     part = folder / f".part-{secrets.token_hex(8)}"
     part.mkdir()
     try:
-        columns: Columns | None = None
+        columns: PackageColumns | None = None
         if spec is not None:
-            from recsys.inference.packages.columns import Columns
+            from recsys.inference.packages.columns import PackageColumns
 
-            columns = Columns(spec, inputs)
+            columns = PackageColumns(spec, inputs)
             inputs = columns.arguments()
         manifest = _write_version(
             part, model, inputs, kinds, max_rows, dict(defaults or {}), columns
@@ -156,7 +156,7 @@ def _write_version(
     kinds: Sequence[str],
     max_rows: int,
     defaults: Mapping[str, float],
-    columns: Columns | None,
+    columns: PackageColumns | None,
 ) -> dict[str, Any]:
     (part / "tables").mkdir()
     (part / "deltas").mkdir()
@@ -222,7 +222,9 @@ def _write_version(
     return manifest
 
 
-def _outputs(model: nn.Module, expected: Any, columns: Columns | None) -> list[dict[str, Any]]:
+def _outputs(
+    model: nn.Module, expected: Any, columns: PackageColumns | None
+) -> list[dict[str, Any]]:
     """Return the entries of the outputs; rows that a recommender returns name their vocabulary."""
     entries = list(describe_outputs(expected))
     if columns is not None and isinstance(model, Recommend) and model.has_row_ids:

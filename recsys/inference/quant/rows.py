@@ -287,7 +287,7 @@ class ServedIndexes(nn.Module):
 
     Raises:
         ValueError: Another table reads the feature of a table with hashed ids, or such a table is
-            pruned or has an overflow.
+            pruned or may have rows on the disk.
     """
 
     def __init__(self, configs: Iterable[BaseEmbeddingConfig], device: torch.device) -> None:
@@ -303,12 +303,7 @@ class ServedIndexes(nn.Module):
                     f"Table {config.name!r} with HashedIds must keep all rows; received "
                     f"num_embeddings_post_pruning={config.num_embeddings_post_pruning}."
                 )
-            if config.ids.overflow is not None:
-                raise ValueError(
-                    f"Table {config.name!r} to quantize must have no HashedIds.overflow, whose "
-                    f"rows are partly on the disk; received {config.ids.overflow!r}. Leave out "
-                    "overflow."
-                )
+            config.ids.check_rows_in_memory(config.name, "Quantization")
             served = replace(config, ids=replace(config.ids, eviction=LRU(), admission=None))
             self._modules[config.name] = TableIndex(served, device)
         self._tables: dict[str, str] = {}

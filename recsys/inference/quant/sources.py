@@ -346,8 +346,8 @@ class SavedTables:
         values: All values of the model in the checkpoint.
 
     Raises:
-        CheckpointError: It is not a checkpoint, is damaged, or has rows of
-            `HashedIds.overflow`.
+        CheckpointError: It is not a checkpoint, is damaged, or has rows that were on
+            the disk.
     """
 
     def __init__(self, checkpoint: str | Path) -> None:

@@ -155,7 +155,10 @@ class BatchChecker:
             needs_sizes: Whether the host reads `length_per_key`.
         """
         is_variable, by_kernels = bags.stride_per_key_per_rank is not None, False
-        if bags.values.is_cpu and not is_variable and self._are_ids_good(bags, limits):
+        may_be_bad = self.mode is not BoundsCheckMode.NONE and limits.least != NO_LIMIT
+        if may_be_bad and bags.values.is_cpu:
+            may_be_bad = not bags.are_ids_below(limits.least)
+        if bags.values.is_cpu and not is_variable and not may_be_bad:
             return CheckedBatch(features, features, bags, bags, NO_COUNTS, limits, NO_FAULTS, False)
         safe, bad_bags = features, NO_FAULTS
         if self._device.type != "cpu":  # there check_features has raised
@@ -173,8 +176,10 @@ class BatchChecker:
         if by_kernels:
             return self._check_by_kernels(features, bags, given, limits)
         found, faults = bags, NO_FAULTS
-        bad_N = self._find_bad_ids(bags, limits)
-        if bad_N.numel():
+        bad_N = NO_FAULTS
+        if may_be_bad and bags.values.numel():
+            bad_N = find_bad_ids(bags.values, bags.offsets, limits.rows_K)
+        if bad_N.numel() and (not bad_N.is_cpu or bad_N.any()):
             bad_ids = bad_N.any()
             bags = bags._replace(values=bags.values.masked_fill(bad_N, 0))
             faults = torch.stack([torch.zeros_like(bad_ids), bad_ids])
@@ -202,21 +207,6 @@ class BatchChecker:
             )
         is_variable = given is not bags
         return CheckedBatch(features, safe, bags, safe_bags, counts_K, limits, faults, is_variable)
-
-    def _find_bad_ids(self, bags: Parts, limits: RowLimits) -> Tensor:
-        """Return `[N]` bool for ids outside their table, or an empty tensor if there are none."""
-        if not bags.values.numel() or self._are_ids_good(bags, limits):
-            return NO_FAULTS
-        bad_N = find_bad_ids(bags.values, bags.offsets, limits.rows_K)
-        return NO_FAULTS if bad_N.is_cpu and not bad_N.any() else bad_N
-
-    def _are_ids_good(self, bags: Parts, limits: RowLimits) -> bool:
-        """Return whether no id can be bad, without a wait for a device."""
-        return (
-            self.mode is BoundsCheckMode.NONE
-            or limits.least == NO_LIMIT
-            or (bags.values.is_cpu and bags.are_ids_below(limits.least))
-        )
 
     def bad_ids_raise(self) -> bool:
         """Return whether bad ids raise an error."""

@@ -13,7 +13,7 @@ import torch
 
 from recsys.features import Categorical, FeatureSpec
 from recsys.inference import Predictor, package, quantize_embeddings, score
-from recsys.inference.packages.columns import Columns
+from recsys.inference.packages.columns import PackageColumns
 from recsys.inference.packages.writer import _outputs
 from recsys.modules.embedding_configs import EmbeddingConfig
 from recsys.modules.embedding_modules import EmbeddingCollection
@@ -76,7 +76,7 @@ def test_a_row_outside_the_vocabulary_is_an_error_of_its_request() -> None:
 
 def test_outputs_name_their_vocabulary() -> None:
     recommend, spec = build()
-    columns = Columns(spec, pa.table({"history": pa.array(HISTORIES)}))
+    columns = PackageColumns(spec, pa.table({"history": pa.array(HISTORIES)}))
     of_others = ItemIndex(recommend.index.items, torch.arange(100, 105))
     plain = ItemIndex(recommend.model.embedding_collection.embeddings["items"].weight)
     expected = torch.zeros(4, 5), torch.zeros(4, 5, dtype=torch.int64)
