@@ -30,7 +30,7 @@ TARGETS = (0.3819660112501051, 0.6180339887498949, 1.0)
 OF_ROWS = ("auc", "auprc", "rauc")
 OF_NUMBERS = ("mse", "nmse", "mae", "rauc", "xauc", "ndcg", "calibration", "average", "scalar")
 SCALED = ("sum_weights", "weighted_sum_predictions", "num_positive_samples", "num_missing_labels")
-"""Results that grow with the weights: no size of them is small."""
+"""Results that grow with the weights, and are compared by their relative error alone."""
 
 
 @dataclass(frozen=True)
