@@ -7,7 +7,7 @@ import pkgutil
 
 import recsys
 
-# Left out of every walk without Triton: importing them raises, and says that they are optional.
+# Left out of every walk without Triton: importing them raises an error about the missing package.
 TRITON_MODULES = frozenset(
     f"recsys.kernels.{name}"
     for name in (

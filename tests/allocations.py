@@ -1,4 +1,4 @@
-"""How much memory code asks for, whatever the device: also on `meta`."""
+"""Memory that code allocates, on any device: also on `meta`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Allocations(TorchDispatchMode):
-    """Holds the storages of all that operations return, but for those of `known` tensors."""
+    """Keep the storages of all results of operations, except the storages of `known` tensors."""
 
     def __init__(self, *known: torch.Tensor) -> None:
         super().__init__()
@@ -27,5 +27,5 @@ class Allocations(TorchDispatchMode):
 
     @property
     def num_bytes(self) -> int:
-        """The sum, with what was freed again: storages are held, so that none is counted twice."""
+        """The sum, with freed memory: storages are kept, so that none is counted twice."""
         return sum(storage.nbytes() for storage in self._found.values())

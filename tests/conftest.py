@@ -30,7 +30,7 @@ from tests.slow import is_slow
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases of the slow tier, and those that need Triton."""
+    """Mark the cases of the slow tier, and the cases that need Triton."""
     for item in items:
         if is_slow(item.nodeid):
             item.add_marker("slow")

@@ -29,7 +29,7 @@ def members_of(value: Any, path: Path = ()) -> Iterator[Path]:
 
 
 def damaged(value: Any, count: int, seed: int) -> Iterator[tuple[Path, str, Any]]:
-    """Yield damaged copies, in each of which one member is removed, repeated or replaced.
+    """Yield damaged copies; in each, one member is removed, repeated or replaced.
 
     All members have a turn before one has a second.
 

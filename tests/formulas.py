@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 Formula = Callable[..., np.ndarray]
-"""Of the state, by its names, and the inputs, all float64: what the module gives."""
+"""The module's output, from its state by name and its inputs, all float64."""
 
 STEP = 1e-6
 

@@ -1,7 +1,7 @@
 """Full texts of the errors and warnings in `recsys/`, as `tests/messages.txt` lists them.
 
-`python -m tests.messages` writes the list anew. Tests match the variable parts of a message only: a
-table, a number, an argument. A better sentence then changes the list and no test, and a review
+`python -m tests.messages` writes the list again. Tests match the variable parts of a message only:
+a table, a number, an argument. A better sentence then changes the list and no test, and a review
 reads the change of the list.
 """
 

@@ -11,12 +11,12 @@ T = TypeVar("T")
 def check_each(
     check: Callable[[T], None], cases: Iterable[T], name: Callable[[T], object] = str
 ) -> None:
-    """Runs a check on every case, and fails at the end with what each offender raised.
+    """Run a check on every case, and fail at the end with the error of each offender.
 
     Args:
         check: raises if a case is wrong.
         cases: at least one.
-        name: says which case it was.
+        name: returns the name of a case.
     """
     offenders, count = [], 0
     for case in cases:

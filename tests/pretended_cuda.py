@@ -1,9 +1,9 @@
-"""A CUDA device that is not there: what would code that runs on one wait for?
+"""A pretended CUDA device, which records where code on a GPU would wait.
 
 Under :class:`PretendedCuda` memory of the CPU answers as memory of ``cuda:0``: ``tensor.device``,
-``is_cuda`` and ``is_cpu`` say so, so that code takes its CUDA branches, with real values. Every
-storage is followed: what is made on the device, or computed from what is on it, is on it. Noted
-are, in the order in which they happen,
+``is_cuda`` and ``is_cpu`` report it, so that code takes its CUDA branches, with real values. Every
+storage is followed: results made on the device, or computed from tensors on it, are on it. Notes
+are taken, in the order of events, of
 
 - reads: values of the device that the host asks for (``item``, ``tolist``, ``cpu()``, ``bool``),
   and events that it waits for;
@@ -11,8 +11,8 @@ are, in the order in which they happen,
 - uploads that wait: from memory that is not pinned, or without ``non_blocking``;
 - mixtures: operations on tensors of the device and of the host, which raise on CUDA.
 
-What kernels do inside is not seen, nor is time, nor the order of streams. Triton's kernels run in
-its interpreter.
+Operations inside kernels, time and the order of streams are not seen. Triton's kernels run in its
+interpreter.
 """
 
 from __future__ import annotations
@@ -74,20 +74,20 @@ _PINNED: dict[int, StorageWeakRef] = {}
 
 
 class _Event:
-    """What was recorded is done, or not yet; that the host waits for it is noted."""
+    """An event that is done, or not yet; the host's wait for it is noted."""
 
     def __init__(self, device: PretendedCuda) -> None:
         self._device, self._is_awaited = device, False
 
     def record(self, stream: object = None) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def query(self) -> bool:
         """Done unless the device is behind."""
         return self._is_awaited or not self._device.is_behind
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Note that the host waits."""
         self._is_awaited = True
         self._device.note("read", "an event")
 
@@ -167,7 +167,7 @@ class PretendedCuda(TorchFunctionMode):
                 yield module, name, partial(on_device, name, getattr(module, name))
 
     def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        with self:  # no mode is on while `backward` is called: what it calls is to be seen, too
+        with self:  # no mode is on while `backward` is called: this one must see its operations
             return _RUN_BACKWARD(*args, **kwargs)
 
     def forget(self) -> None:
@@ -175,7 +175,7 @@ class PretendedCuda(TorchFunctionMode):
         self.notes = []
 
     def is_on_device(self, tensor: object) -> bool:
-        """Whether a tensor's memory is the device's."""
+        """Return True if a tensor's memory is the device's."""
         return isinstance(tensor, Tensor) and _holds(self._device, tensor)
 
     def put(self, tree: object) -> None:
@@ -266,7 +266,7 @@ class PretendedCuda(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Every operation, those of backward too."""
+    """Notes of every operation, also in backward."""
 
     def __init__(self, device: PretendedCuda) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _GRACE_S = 5.0  # how long the other ranks get to report after one has failed
-_START_S = 240.0  # how long a process may take to start and to import what the function needs
+_START_S = 240.0  # the time in which a process must start and import the function's modules
 
 
 class RankError(AssertionError):
@@ -29,7 +29,7 @@ class RankError(AssertionError):
 
 
 def _stacks_path(store_path: str, rank: int) -> str:
-    """Where a rank writes what it is doing shortly before its time is over."""
+    """Return the file of a rank's stack, which it writes shortly before its time is over."""
     return f"{store_path}-{rank}"
 
 
@@ -51,7 +51,7 @@ def _serve(conn: Connection) -> None:
                 conn.send_bytes(pickle.dumps((False, traceback.format_exc())))
                 continue
             if len(sys.modules) != num_modules:
-                # What was imported stays: a collection need not look through it after every
+                # Imported modules stay: a collection need not look through them after every
                 # function, which takes 0.2 s, longer than many a function.
                 num_modules = len(sys.modules)
                 gc.freeze()
@@ -132,7 +132,7 @@ class RankPool:
         return ""
 
     def _answers(self, world_size: int, timeout: float) -> dict[int, tuple[bool, Any]]:
-        """What each rank says next, of those that say something in time."""
+        """Return each rank's next answer, without ranks that do not answer in time."""
         answers: dict[int, tuple[bool, Any]] = {}
         rank_of = {conn: rank for rank, (_, conn) in enumerate(self._workers[:world_size])}
         deadline = time.monotonic() + timeout

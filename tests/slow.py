@@ -292,5 +292,5 @@ if HAS_COMPAT:
 
 
 def is_slow(nodeid: str) -> bool:
-    """Whether a case is left to the slow tier."""
+    """Return True if a case is left to the slow tier."""
     return nodeid in QUICK_CASE_OF or nodeid.partition("[")[0] in QUICK_CASE_OF

@@ -1,6 +1,6 @@
-"""Bad input never passes silently: what a user sees for each kind of it.
+"""Bad input never passes silently: a user's view of each kind of it.
 
-Every message names the subject, what was received, and what to do.
+Every message names the subject, the received value, and the remedy.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def test_ranks_that_are_not_there(tmp_path: Path) -> None:
             assert all(math.isfinite(value) and value > 0 for value in of_rank.values())
         (of_few,), (of_many,) = by_world["16"], by_world["64"]
         assert of_few["operators"] == of_many["operators"]  # no loop over ranks calls any
-    # every rank looks up for all, by bag: the buffers of what it sends and receives grow with them
+    # every rank looks up for all, by bag: its send and receive buffers grow with their number
     by_bag, by_id, in_parts = (
         [found["rounds"][plan][world][0]["peak_of_output"] for world in ("16", "64")]
         for plan in ("row_wise by bag", "row_wise", "row_wise by bag, 8 collections")

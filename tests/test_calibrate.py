@@ -1,4 +1,4 @@
-"""Calibration on two ranks: what it measures is what the planner then reads."""
+"""Calibration on two ranks: the planner reads the measured values."""
 
 from __future__ import annotations
 

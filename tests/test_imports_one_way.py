@@ -16,8 +16,8 @@ ROOT = Path(recsys.__file__).parent
 
 # In the order in which a batch walks through them; each may import those before it.
 ROAD = ["base", "kernels", "sparse", "optim", "modules", "distributed", "inference"]
-# The rooms of `distributed`: what each may import of it. Other files there, which users name, may
-# import them all; a folder that is not here stands above those files.
+# The rooms of `distributed`, with the other rooms that each may import. Other files there, which
+# users name, may import them all; a folder that is not here stands above those files.
 INSIDE = {
     "ranks": [],
     "placement": ["ranks"],
@@ -35,7 +35,7 @@ ABOVE = {
     "planner/planners.py": {"default_sharders"},
     "planner/tables_file.py": {"default_sharders", "embedding", "embeddingbag"},
 }
-# Beside the road; each may import what is listed.
+# Beside the road; each may import the listed packages.
 BESIDE = {
     "datasets": ["base", "kernels", "sparse"],
     "features": ["base", "kernels", "sparse", "modules", "datasets"],
@@ -67,7 +67,7 @@ ALLOWED["inference"] += ["datasets", "features"]  # raw columns, imported by pac
 ALLOWED |= {room: [*others, room] for room, others in BESIDE.items()} | TOP
 ALLOWED |= {path: ["base"] for path in PATHS}
 
-# What is scripted calls FBGEMM's ops by name: TorchScript must not depend on this package.
+# Scripted code calls FBGEMM's ops by name: TorchScript must not depend on this package.
 CALLS_FBGEMM_OPS = {"kernels", "inference"}
 
 COMPAT = tuple(folder.replace("/", ".") for folder in FOLDERS)
@@ -80,7 +80,7 @@ def room_of(path: Path) -> str:
 
 
 def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes except those that only a type checker sees."""
+    """Yield all nodes except the nodes under `TYPE_CHECKING`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for other in node.orelse:
@@ -130,7 +130,7 @@ def test_inner_rooms_import_only_rooms_before_them(
 
 
 def test_no_stage_and_no_state_reads_the_environment() -> None:
-    """What a job's variables say is in the layout and the ranks' environment."""
+    """The values of a job's variables are in the layout and the ranks' environment."""
     readers = {"os", "recsys.base.arguments.setting", "recsys.distributed.ranks.node"}
     found = {
         str(path): names

@@ -1,4 +1,4 @@
-"""``python -m recsys plan``: plans without a GPU, and says in one line what is wrong."""
+"""``python -m recsys plan``: plans without a GPU, and reports wrong input in one line."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ prepare.prepare(spec, sys.argv[1], sys.argv[2], row_group_rows=10, file_rows=20,
 
 
 def test_a_killed_job_leaves_no_data(tmp_path: Path) -> None:
-    """Readers of the folder find nothing, and the next job names what is left."""
+    """Readers of the folder find nothing, and the next job names the unfinished files."""
     pq.write_table(pa.table({"x": range(200)}), tmp_path / "a.parquet")
     command = [sys.executable, "-c", _KILLED, str(tmp_path / "a.parquet"), str(tmp_path / "ready")]
     done = subprocess.run(command, capture_output=True, check=False, cwd=Path.cwd())

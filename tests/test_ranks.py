@@ -61,7 +61,7 @@ def _end_rank_0_first(ended: Path) -> None:
     if dist.get_rank() == 0:
         weakref.finalize(dist.group.WORLD, ended.touch)
     else:
-        time.sleep(0.5)  # connects another group, say
+        time.sleep(0.5)  # such as to connect another group
         assert not ended.exists()
 
 

@@ -1,4 +1,4 @@
-"""What the quick run leaves out has a quick case beside it, and both are there."""
+"""Every slow case has a quick case beside it, and both exist."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from recsys.kernels.types import PoolingType
 
 
 class OtherPooling(enum.Enum):
-    """As another library has it."""
+    """An enum of another library."""
 
     MEAN = 7
 

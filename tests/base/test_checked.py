@@ -1,4 +1,4 @@
-"""Checks by annotations: what each annotation accepts, and how errors read."""
+"""Checks by annotations: the values that each annotation accepts, and the texts of errors."""
 
 from __future__ import annotations
 

@@ -34,5 +34,5 @@ def test_messages_begin_with_the_rank() -> None:
 def test_they_reach_handlers_of_the_root_logger(caplog: pytest.LogCaptureFixture) -> None:
     from recsys.base.logs import logger
 
-    logger.warning("heard")
-    assert caplog.messages == ["heard"]
+    logger.warning("received")
+    assert caplog.messages == ["received"]

@@ -17,7 +17,7 @@ from recsys.base.step_stages import Stage, long_section, observe, waiting
 
 
 class Recorder:
-    """Keeps what is reported."""
+    """Keeps the reported events."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Stage, str]] = []

@@ -27,7 +27,7 @@ def test_our_batches_are_pipelineable() -> None:
 def test_a_class_of_ones_own_must_say_how() -> None:
     class Half(Pipelineable):
         def record_stream(self, stream: torch.Stream) -> None:
-            """Nothing."""
+            """Do nothing."""
 
     with pytest.raises(TypeError, match="to"):
         Half()  # type: ignore[abstract]

@@ -1,9 +1,9 @@
-"""What the cases of the folder `cases` return, under TorchRec or under its names here.
+"""Answers of the cases of the folder `cases`, under TorchRec or under its names here.
 
 A case is a public function without arguments, in a module of that folder. It imports torch and
-torchrec alone, inside itself, and returns what it looked at. `python -m tests.compat.answers` asks
+torchrec alone, inside itself, and returns its observations. `python -m tests.compat.answers` asks
 TorchRec (`make peers`) and writes each module's answers beside it, as JSON; with names of modules,
-only theirs. The tests of this folder hold ours against them, and those of tests/parity TorchRec's.
+only theirs. The tests of this folder compare ours with them, and tests/parity compares TorchRec's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def described(value: Any) -> Any:
 
 
 def raises(function: Callable[[], Any]) -> bool:
-    """Whether a call raises."""
+    """Return True if a call raises."""
     try:
         function()
     except Exception:
@@ -71,7 +71,7 @@ def cases_of(topic: str) -> dict[str, Callable[[], Any]]:
 
 
 def answer_of(case: Callable[[], Any]) -> Any:
-    """What a case returns, with torch's generator at zero; warnings are not looked at."""
+    """Return a case's result, with torch's generator at zero; warnings are ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -79,14 +79,14 @@ def answer_of(case: Callable[[], Any]) -> Any:
 
 
 def recorded(topic: str) -> dict[str, Any]:
-    """What TorchRec answered."""
+    """Return TorchRec's recorded answers."""
     path = CASES / f"{topic}.json"
     answers: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return answers
 
 
 def asked(topic: str) -> dict[str, Any]:
-    """What TorchRec answers, in a process of its own."""
+    """Return TorchRec's answers, in a process of its own."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.compat.answers", "--print", topic],
         capture_output=True,

@@ -1,8 +1,8 @@
-"""What TorchRec says of the names we share: ``python -m tests.compat.facts`` writes facts.txt.
+"""TorchRec's facts of the names we share: ``python -m tests.compat.facts`` writes facts.txt.
 
 It needs TorchRec (``make peers``). A line names a class or function, and then, for it and its
-methods, each argument that has a default, as ``argument=default``; ``...`` is a default that no
-other process prints alike. ``+name`` is a public method or attribute of a class.
+methods, each argument that has a default, as ``argument=default``; ``...`` is a default whose text
+differs between processes. ``+name`` is a public method or attribute of a class.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def defaults_of(function: Any) -> dict[str, str]:
 
 
 def members_of(kind: type) -> list[str]:
-    """What a class has in public, beside what all of its sort have."""
+    """Return the public members of a class, without the members of all classes of its sort."""
     fields = getattr(kind, "__dataclass_fields__", {})
     names = {*dir(kind), *fields} - COMMON
     return sorted(name for name in names if not name.startswith("_"))
@@ -66,7 +66,7 @@ def objects_of(theirs: Any) -> Iterator[tuple[str, Any]]:
 
 
 def line_of(dotted: str, theirs: Any) -> str | None:
-    """The line of a name; None for what is neither a class nor a function."""
+    """Return the line of a name; None for a value that is neither a class nor a function."""
     if not callable(theirs) or (inspect.isclass(theirs) and issubclass(theirs, enum.Enum)):
         return None
     words = [dotted]

@@ -1,7 +1,7 @@
-"""What a script prints, under TorchRec or under its names here.
+"""Outputs of scripts, under TorchRec or under its names here.
 
-`python -m tests.compat.printed` writes scripts/printed.json: what the scripts of that folder print
-under TorchRec (`make peers`), in one process and in two.
+`python -m tests.compat.printed` writes scripts/printed.json: the outputs of the scripts of that
+folder under TorchRec (`make peers`), in one process and in two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 SCRIPTS = Path(__file__).with_name("scripts")
 FILE = SCRIPTS / "printed.json"
 NEEDS_CUDA = {"quantized"}
-"""What TorchRec cannot run on a CPU: it shards quantized tables for GPUs, whatever the device."""
+"""Scripts that TorchRec cannot run on a CPU: it shards quantized tables for GPUs on any device."""
 ROOT = Path(__file__).parents[2]
 
 ABORTED = "terminate called without an active exception"
@@ -24,7 +24,7 @@ ABORTED = "terminate called without an active exception"
 
 
 def printed(script: Path, *, processes: int | None = None, by_peer: bool = False) -> dict[str, Any]:
-    """What a script prints last, as JSON; with a number of processes, torchrun starts it."""
+    """Return the last output of a script, from JSON; torchrun starts a number of processes."""
     launcher = (
         []
         if processes is None

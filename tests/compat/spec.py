@@ -2,8 +2,8 @@
 
 ``python -m tests.compat.spec FILE...`` takes documents as text: blocks between lines of three
 backquotes, or, where there are none, the paragraphs that are Python. Blocks of one document share
-their names, as in a notebook. What a browser's copy lost of indentation is put back, CUDA becomes
-the CPU, and names that a document uses without making them are supplied. Shell lines, output and
+their names, as in a notebook. Indentation that a browser's copy lost is put back, CUDA becomes the
+CPU, and names that a document uses without making them are supplied. Shell lines, output and
 paragraphs that are cut off are left out.
 
 Exit code 0 if every statement ran under both sets of names.
@@ -49,7 +49,7 @@ SUPPLIED = {
 
 
 class Outcome(NamedTuple):
-    """What came of one block under one set of names."""
+    """The result of one block under one set of names."""
 
     statements: int
     failures: list[str]
@@ -98,7 +98,7 @@ def _closed(part: str) -> str:
 
 
 def _does_something(code: ast.Module, *, strict: bool) -> bool:
-    """Whether it is no output or sentence that happens to be Python; strict: nor a single word."""
+    """Return False for output or a sentence that is valid Python; strict: also for one word."""
     kinds = (ast.Import, ast.ImportFrom, ast.Assign, ast.FunctionDef, ast.ClassDef, ast.For)
     if any(isinstance(statement, kinds) for statement in code.body):
         return True
@@ -109,9 +109,9 @@ def _does_something(code: ast.Module, *, strict: bool) -> bool:
 
 
 def indented(text: str) -> str:
-    """Puts back the indentation of Python that has lost all of it.
+    """Put back the indentation of Python that has lost all of it.
 
-    A loop's body is its first line and those that read what the loop sets; a function's body ends
+    A loop's body is its first line and the lines that read the loop's names; a function's body ends
     with ``return`` or where another one begins.
 
     Example:
@@ -148,7 +148,7 @@ def indented(text: str) -> str:
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Yields lines, those that brackets join as one."""
+    """Yield lines; lines within brackets are joined as one."""
     pending: list[str] = []
     for line in text.split("\n"):
         pending.append(line)
@@ -164,7 +164,7 @@ def _logical_lines(text: str) -> Iterator[str]:
 
 
 class _OurNames(ast.NodeTransformer):
-    """Does what docs/migrating.md says: every name from where it lives here."""
+    """Follows docs/migrating.md: imports every name from its home here."""
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
         if (node.module or "").partition(".")[0] != "torchrec":
@@ -268,10 +268,10 @@ def _work(arguments: argparse.Namespace) -> None:
 
 
 def outcomes_of(path: Path) -> list[tuple[str, Outcome, Outcome]]:
-    """Runs a document twice, each in a process of its own.
+    """Run a document twice, each in a process of its own.
 
     Returns:
-        Per block its first line, and what came of it under TorchRec's names and under ours.
+        Per block its first line, and its outcomes under TorchRec's names and under ours.
     """
     found = []
     for names in ("torchrec", "recsys"):

@@ -1,4 +1,4 @@
-"""Short cases return here what they return under TorchRec: values, dtypes, shapes, or an error."""
+"""Short cases return the same here as under TorchRec: values, dtypes, shapes, or an error."""
 
 from __future__ import annotations
 

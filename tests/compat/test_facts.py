@@ -1,4 +1,4 @@
-"""Defaults and public members of shared names are TorchRec's, but for those listed with reasons."""
+"""Defaults and public members of shared names are TorchRec's, except for a list with reasons."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ DIFFERENT = {
     r"NoopEmbeddingStats\.log\(\w+\)": "takes what it is given",
     r"TowerQPSMetric\((warmup_steps|batch_size_stages)\)": "taken by keyword, as metrics' own are",
 }
-"""What differs, as a pattern, and why."""
+"""Patterns of differing names, and the reasons."""
 
 
 def ours_of(dotted: str) -> object:
@@ -200,7 +200,7 @@ def differences(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def unexplained(lines: Iterable[str]) -> list[str]:
-    """What differs from the lines of facts without a reason."""
+    """Return the differences from the lines of facts that have no reason."""
     return [
         f"{name} {how}"
         for name, how in differences(lines)

@@ -1,4 +1,4 @@
-"""The statements that `recsys.compat.imports` prints import what the table says."""
+"""The statements that `recsys.compat.imports` prints import the names of the table."""
 
 from __future__ import annotations
 

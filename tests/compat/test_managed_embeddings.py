@@ -80,7 +80,7 @@ MODULES = (
 
 
 class ManagedModel(nn.Module):
-    """As `cases.Model`, with a managed collection; ``rows`` are those of the last batch."""
+    """`cases.Model` with a managed collection; ``rows`` are the last batch's rows."""
 
     def __init__(self, case: ManagedCase) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def losses(*, by_peer: bool) -> list[dict[str, list[float]]]:
-    """What each rank's steps cost, plainly and pipelined."""
+    """Return the loss of each rank's steps, plainly and pipelined."""
     how = [] if by_peer else ["-m", "recsys.compat"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for _ in range(4):

@@ -1,7 +1,7 @@
-"""Scripts written for TorchRec run under its names here and print what they print there.
+"""Scripts written for TorchRec run under its names here and print TorchRec's output.
 
-They are what a user would write from TorchRec's documents, and import torch and torchrec alone.
-What TorchRec printed is in scripts/printed.json: `python -m tests.compat.printed` asks it anew.
+They are a user's scripts after TorchRec's documents, and import torch and torchrec alone.
+TorchRec's output is in scripts/printed.json: `python -m tests.compat.printed` writes it again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_it_prints_what_torchrec_printed(name: str, processes: int | None) -> No
 
 @pytest.mark.parametrize("processes", [None, 2])
 def test_a_quantized_model_becomes_a_program(processes: int | None) -> None:
-    """TorchRec cannot say what it prints, so it is compared with itself."""
+    """TorchRec cannot run this script, so its output is compared with itself."""
     found = printed(SCRIPTS / "quantized.py", processes=processes)
     assert found["keys"] == ["product", "user"]
     assert found["shape"] == [3, 128]
@@ -48,7 +48,7 @@ def test_a_quantized_model_becomes_a_program(processes: int | None) -> None:
 
 
 def all_true(fact: Any) -> bool:
-    """Whether a fact, or each of those of all ranks, is true."""
+    """Return True if a fact, or the facts of all ranks, are true."""
     return all(fact) if isinstance(fact, list) else fact is True
 
 

@@ -1,4 +1,4 @@
-"""Argument names and order are TorchRec's, but for the arguments listed as not ours."""
+"""Argument names and order are TorchRec's, except for the arguments listed as not ours."""
 
 from __future__ import annotations
 

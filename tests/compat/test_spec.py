@@ -1,4 +1,4 @@
-"""The runner of documents: what it takes for code, and that it finds what does not run."""
+"""The runner of documents: the text that it takes for code, and its findings of failing code."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ OTHER_MEANING = {
 }
 
 
-# Whose names are those of other classes elsewhere in TorchRec, too.
+# Modules whose names are also names of other classes elsewhere in TorchRec.
 ROOMS = (
     "torchrec.quant.",
     "torchrec.models.deepfm.",

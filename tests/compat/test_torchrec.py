@@ -134,7 +134,7 @@ def test_modules_hold_our_objects(torchrec: Any) -> None:
 
 
 def test_a_module_serves_what_others_define(torchrec: Any) -> None:
-    """As TorchRec's do, which hold what they import from each other."""
+    """Modules have the names that they import from each other, as TorchRec's do."""
     from torchrec.distributed.embeddingbag import EmbeddingBagCollection
     from torchrec.distributed.shard import get_default_sharders
     from torchrec.metrics.rec_metric import RecComputeMode, RecTaskInfo

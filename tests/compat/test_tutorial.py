@@ -1,4 +1,4 @@
-"""What TorchRec's introduction calls, in its order, on data of our own, and what it sees printed.
+"""The calls of TorchRec's introduction, in its order, on data of our own, with its output.
 
 The calls run in a process of their own, once with TorchRec's names and once with ours.
 """

@@ -1,8 +1,8 @@
-"""Runs everything, and writes what came of it: ``make conformance``.
+"""Runs everything, and writes the results: ``make conformance``.
 
 python -m tests.conformance [--pools 2]
 python -m tests.conformance --only topology=2x2 wire=fp8  # some of the matrix; writes nothing
-python -m tests.conformance --only topology=2x2 --update  # some anew, the rest as it was found
+python -m tests.conformance --only topology=2x2 --update  # some again, the rest as it was found
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BATCH_S = 300.0
 
 
 def _compare(pool: RankPool, batch: Sequence[Cell]) -> list[list[str]]:
-    """For each cell what any rank found."""
+    """Return the differences of each cell, of all ranks."""
     world_size, _ = TOPOLOGIES[batch[0].topology]
     by_rank = pool(world_size, compare_all, [c.case() for c in batch], timeout=_BATCH_S)
     return [list(itertools.chain(*found)) for found in zip(*by_rank, strict=True)]
@@ -62,7 +62,7 @@ def summary(chosen: Sequence[Cell], found: Sequence[list[str]]) -> dict[str, Any
 
 
 def run_matrix(chosen: Sequence[Cell], pools: int) -> list[list[str]]:
-    """Compares cells; those that share an unsharded run on the same pool."""
+    """Compare cells; cells that share an unsharded run are on the same pool."""
 
     def work(pool: RankPool, batch: Sequence[Cell]) -> list[list[str]]:
         return singly_if_failed(partial(_compare, pool), batch, _end_of)
@@ -71,7 +71,7 @@ def run_matrix(chosen: Sequence[Cell], pools: int) -> list[list[str]]:
 
 
 def updated(chosen: Sequence[Cell], found: Sequence[list[str]]) -> dict[str, Any]:
-    """The result of the whole matrix: what was just found, and what was found of the rest."""
+    """Return the result of the whole matrix: the new result of some cells, the old of others."""
     old = earlier()["differences"]
     new = dict(zip(chosen, found, strict=True))
     everything = list(cells())
@@ -114,7 +114,7 @@ def outcomes_by_strategies(tried: Sequence[Move], outcomes: Sequence[str]) -> di
 
 
 def main() -> None:
-    """Runs what the command line asks for."""
+    """Run the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], metavar="AXIS=VALUE")
     parser.add_argument("--update", action="store_true", help="write what was found of --only")

@@ -1,15 +1,15 @@
-"""How far a narrow wire may lead the tables, the outputs and the optimizer's state.
+"""Bounds on the errors of a narrow wire in the tables, the outputs and the optimizer's state.
 
-A value x that travels arrives with an error of at most ``relative |x| + of_largest m``, m being the
-largest magnitude that travels with it (the table in ``recsys/distributed/ranks/wire.py``). What
-reaches a sample, or a row, is a sum of such values with known weights, so its error is at most
-the same sum over the bounds: a second collection computes it, with bounds in place of weights. The
-loss is linear, so that the gradients of later steps do not depend on the errors of earlier ones.
+A value x that is sent arrives with an error of at most ``relative |x| + of_largest m``. There m is
+the largest magnitude that is sent with it (the table in ``recsys/distributed/ranks/wire.py``). A
+sample, or a row, receives a sum of such values with known weights, so its error is at most the same
+sum over the bounds: a second collection computes it, with bounds in place of weights. The loss is
+linear, so that the gradients of later steps do not depend on the errors of earlier ones.
 
-An optimizer turns an error E of a row's gradients into one of its weights. SGD multiplies it by
-the learning rate. The others step by ``lr n / (d + eps)``, where n is a mean of the gradients so
-far, or the last one, and d is a root of a sum or mean of their squares: a norm, which moves by at
-most C, the sum of E over the steps. Then
+An optimizer turns an error E of a row's gradients into one of its weights. SGD multiplies it by the
+learning rate. The others step by ``lr n / (d + eps)``. There n is a mean of the gradients so far,
+or the last one. The divisor d is a root of a sum or mean of their squares: a norm, which moves by
+at most C, the sum of E over the steps. Then
 
     |step error| <= lr (|n's error| + |n| / (d + eps) |d's error|) / eps
 
@@ -35,7 +35,7 @@ from recsys.sparse import KeyedJaggedTensor
 from tests.conformance.matrix import UNIT
 from tests.distributed.cases import Case, Model, concat_batches, samples_of
 
-# rows that are split within a node are added up there, also those of a row-wise table
+# rows that are split within a node are added up there, also rows of a row-wise table
 _TWO_HOPS = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
 
 
@@ -76,11 +76,11 @@ class Bounds:
     states: dict[str, dict[str, Tensor]]
     gradients: dict[str, Tensor]
     dense: Tensor
-    """Of each row of the dense layer."""
+    """A bound for each row of the dense layer."""
 
 
 def hops_of(case: Case) -> int:
-    """How often a value may be rounded between its table and its sample."""
+    """Return the largest number of roundings of a value between its table and its sample."""
     crosses = case.node_size is not None and 1 < case.node_size < case.world_size
     return 2 if crosses and any(kind in _TWO_HOPS for kind in case.types) else 1
 
@@ -132,7 +132,7 @@ def _step_error(case: Case, lost: Tensor, sums: Tensor, eps: float) -> Tensor:
 
 
 def _states(case: Case, sums: Tensor, squares: Tensor) -> dict[str, Tensor]:
-    """By name; means of gradients and of their squares weigh none by more than 1."""
+    """Return bounds by state name; means of gradients and squares have weights of at most 1."""
     if case.optimizer in (RowWiseAdagrad, PartialRowWiseAdam):
         squares = squares.mean(1)
     return {
@@ -144,7 +144,7 @@ def _states(case: Case, sums: Tensor, squares: Tensor) -> dict[str, Tensor]:
 
 
 def _shared_by(case: Case, step: int) -> int:
-    """How many gradients at most are added up before they travel."""
+    """Return the largest number of gradients that are added up before the exchange."""
     batches = case.batches(step)
     if case.pooled and case.variable_batch:
         return max(samples_of(batch) for batch in batches)

@@ -1,7 +1,7 @@
-"""Checkpoints between any two plans: what one saves, another loads and trains on.
+"""Checkpoints between any two plans: a model saved under one plan trains on under another.
 
-Every run sees the same samples, whatever its number of ranks, so that all are compared with one
-unsharded run that never stopped: after loading, and after three more steps.
+Runs on all numbers of ranks see the same samples, so that all are compared with one unsharded run
+that never stopped: after loading, and after three more steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SAMPLES = 12
 
 
 class SameSamples(Case):
-    """A case whose samples do not depend on the number of ranks, and loss on all of them alike."""
+    """A case whose samples and loss do not depend on the number of ranks."""
 
     is_weighted = False
 
@@ -204,13 +204,13 @@ def _upstream(case: SameSamples, step: int, rank: int) -> Callable[[Tensor], Ten
 
 
 def load_into(place: Place, optimizer: str, path: str) -> list[str]:
-    """Loads and trains on; returns in what it differs from the run that never stopped."""
+    """Load and train; return the differences from the run that never stopped."""
     case = place.case(optimizer)
     expected = _unsharded(optimizer, case)
     model = shard(case, case.plan(crc32(str(place).encode()) + 1))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(7.0)  # whatever the load leaves unset will show
+            parameter.fill_(7.0)  # shows each value that the load leaves unset
     load_checkpoint(path, model, model.fused_optimizer)
     found = Findings(exact=False)
 
@@ -236,7 +236,7 @@ def load_into_all(places: list[Place], optimizer: str, path: str) -> list[list[s
 
 
 def try_moves(pool: RankPool, moves: Sequence[Move], timeout: float = 200.0) -> list[list[str]]:
-    """Makes moves from one checkpoint; returns for each what any rank found."""
+    """Make moves from one checkpoint; return the differences of each, of all ranks."""
     optimizer, saved = moves[0].optimizer, moves[0].saved
     found: dict[Place, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -28,13 +28,13 @@ _WHOLE_ROWS = {*_WHOLE_COLUMNS, ShardingType.COLUMN_WISE, ShardingType.TABLE_COL
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of training on one process."""
+    """The results of training on one process."""
 
     keys: list[str]
     weights: list[dict[str, Tensor]]
     """The tables before each step."""
     outputs: list[list[Tensor]]
-    """Of each step, the part of each rank."""
+    """Each step's outputs, split by rank."""
     upstream: list[Tensor]
     """The gradient of each step's output, of all ranks joined."""
     gradients: dict[str, Tensor]
@@ -78,7 +78,7 @@ def _unsharded(case: Case) -> Run:
     weights, outputs, upstream = [], [], []
 
     def gradient(output: Tensor) -> Tensor:
-        """Of the mean over ranks of their losses."""
+        """Return the gradient of the mean over ranks of their losses."""
         outputs.append([part.clone() for part in case.parts(output, step)])
         own = [upstream_of(case, step, rank, part) for rank, part in enumerate(outputs[-1])]
         upstream.append(case.join(own, step) * (1 / case.world_size))
@@ -107,12 +107,12 @@ def _bounds(case: Case, wire: CommType, hops: int) -> Bounds:
 
 
 def _placeless(case: Case) -> Case:
-    """The case less what the unsharded model does not know."""
+    """Return the case without the settings of sharding."""
     return replace(case, types=(), node_size=None, wire=CommType.FP32, loss_scale=None)
 
 
 def is_exact(case: Case) -> bool:
-    """Whether sharding promises each bit: nothing is added up in another order.
+    """Return True if sharding promises equal bits: sums keep their order.
 
     Samples that share a bag add up their gradients before these are divided by the number of ranks,
     the unsharded model after; that is the same for powers of two.
@@ -133,7 +133,7 @@ def _local_parts(value: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
 
 
 class Findings:
-    """Collects differences; all ranks finish their exchanges before any complains."""
+    """Collects differences; all ranks finish their exchanges before any raises an error."""
 
     def __init__(self, *, exact: bool) -> None:
         self.found: list[str] = []
@@ -155,13 +155,13 @@ class Findings:
             whole = expected[place]
             error = (part.detach() - whole).abs()
             limit = allowed if bound is None else allowed + bound[place]
-            # so that what is not a number fails, too
+            # so that NaN fails, too
             if part.numel() and not bool((error <= limit).all()):
                 self.found.append(f"{what}: off by {float(error.max()):.3g}")
 
 
 def compare(case: Case) -> list[str]:
-    """Trains a case on this rank with the others; returns in what it differs from the unsharded.
+    """Train a case on this rank with the others; return the differences from the unsharded model.
 
     Every rank must call it.
     """
@@ -203,7 +203,7 @@ def compare(case: Case) -> list[str]:
 def _compare_gradients(
     model: nn.Module, expected: Run, bounds: Bounds | None, found: Findings
 ) -> None:
-    """Those of tables without an optimizer."""
+    """Compare gradients of tables without an optimizer."""
     for path, table in model.module.ebc.named_modules():
         if not isinstance(table, TableShards) or not expected.gradients:
             continue

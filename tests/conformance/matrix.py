@@ -18,13 +18,13 @@ from recsys.optim import Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from tests.distributed.cases import Case
 
 UNIT = 2.0**-20
-"""The size of gradients: so small that fp16 loses them unless they are scaled while they travel."""
+"""The size of gradients: so small that fp16 loses them unless they are scaled on the wire."""
 LOSS_SCALE = 2.0**12
 _EPS = 4 * UNIT
 
 STRATEGIES = {kind.value: (kind,) for kind in ShardingType} | {"mixed": tuple(ShardingType)}
 TOPOLOGIES = {"1": (1, 1), "2": (2, 2), "3": (3, 3), "4": (4, 4), "2x1": (2, 1), "2x2": (4, 2)}
-"""By ``nodes x ranks per node``, or ranks on one node: ranks, ranks per node."""
+"""Ranks, and ranks per node, by ``nodes x ranks per node`` or by ranks on one node."""
 KINDS = {
     "sum": {"pooling": PoolingType.SUM, "weighted": False},
     "mean": {"pooling": PoolingType.MEAN, "weighted": False},
@@ -91,9 +91,9 @@ AXES: dict[str, Sequence[str]] = {
 
 
 def cells() -> Iterator[Cell]:
-    """All combinations, those that share an unsharded run together.
+    """Yield all combinations, with cells of one unsharded run together.
 
-    On a single rank nothing travels, so there is one wire.
+    A single rank sends nothing, so there is one wire.
     """
     for values in itertools.product(*AXES.values()):
         cell = Cell(**dict(zip(AXES, values, strict=True)))

@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def versions() -> dict[str, str]:
-    """Those that matter for a result."""
+    """Return the versions of the packages that matter for a result."""
     found = {"python": platform.python_version()}
     for name in ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec"):
         try:
@@ -65,9 +65,9 @@ def singly_if_failed(
     batch: Sequence[Any],
     failed: Callable[[RankError], Any],
 ) -> list[Any]:
-    """Does a batch of jobs; one by one if it fails as a whole.
+    """Run a batch of jobs, and run them one by one if it fails as a whole.
 
-    ``failed`` says what comes of a job that fails by itself.
+    ``failed`` returns the result of a job that fails by itself.
     """
     try:
         return work(batch)
@@ -78,7 +78,7 @@ def singly_if_failed(
 
 
 def write(name: str, result: dict[str, Any], seconds: float) -> None:
-    """Writes a result with what it was obtained by."""
+    """Write a result with its date, duration and versions."""
     stamp = {"date": datetime.now(UTC).date().isoformat(), "seconds": round(seconds)}
     RESULTS.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**stamp, "versions": versions(), **result}, indent=1)

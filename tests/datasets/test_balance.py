@@ -175,7 +175,7 @@ def test_batches_without_a_state_are_read_again():
 
 
 def test_epochs_have_other_orders():
-    """Of a reader, of a DataLoader below, and of a batch sampler."""
+    """Orders of a reader, of a DataLoader below, and of a batch sampler."""
     lengths = [*range(1, 25)]
 
     def collate(rows):

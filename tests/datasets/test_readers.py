@@ -119,7 +119,7 @@ def test_rows_that_are_appended_to_text_move_no_others(
         assert {row: after[row] for row in before} == before
     assert len({*of_users.values()}) == 3
     assert all(of_users[row] == of_users[row % 40] for row in of_users)
-    # numbers by what is inferred, and texts by the kind of the fitted spec
+    # numbers by the inferred kind, and texts by the kind of the fitted spec
     known = FeatureSpec([*spec.columns, Hashed("user", rows=9)]).fit({"row": [0], "user": ["a"]})
     texts = pa.table({"user": [f"{row % 40:03}" for row in range(200)]})
     wanted = by_user.parts_of(texts, "", np.arange(200))

@@ -61,7 +61,7 @@ def _random(folder: Path, rank: int, world_size: int) -> RandomRecDataset:
 
 
 def _rows_of(item: Any) -> list[Any]:
-    """What tells rows apart."""
+    """Return the values that identify rows."""
     if isinstance(item, Batch):
         return [tuple(np.round(row, 4)) for row in item.dense_features.tolist()]
     return [tuple(item.values())]
@@ -145,7 +145,7 @@ def test_a_real_loader(tmp_path: Path, build: Callable[..., IterableDataset[Any]
     found = list(DataLoader(data, batch_size=None, num_workers=2))
     assert [*map(_rows_of, found)] == [*map(_rows_of, alone)]
     names = {(batch.dense_names, batch.label_name) for batch in (*alone, *found)}
-    assert len(names) == 1  # they travel with a batch
+    assert len(names) == 1  # they are sent with a batch
 
 
 def test_a_real_loader_of_rows(tmp_path: Path) -> None:

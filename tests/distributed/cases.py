@@ -63,9 +63,9 @@ NEED_WHOLE_ROWS = (LAMB, LarsSGD, PartialRowWiseLAMB)
 
 
 class Model(nn.Module):
-    """A collection under a dense layer; returns the collection's values, and the layer's.
+    """A collection under a dense layer; returns the outputs of both.
 
-    ``keys`` are those of the last output.
+    `keys` contains the keys of the last output.
     """
 
     def __init__(self, case: Case) -> None:
@@ -94,10 +94,10 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """Everything random about one comparison; the same on every rank. What is None is random."""
+    """Settings of one comparison, equal on every rank; a setting of None is drawn at random."""
 
     sizes: ClassVar[tuple[int, ...]] = (0, 1, 3, 6)
-    """Of batches."""
+    """Batch sizes to draw from."""
     seed: int
     world_size: int
     types: tuple[ShardingType, ...] = (
@@ -117,7 +117,7 @@ class Case:
     loss_scale: float | None = None
     hyperparameters: tuple[tuple[str, float], ...] = (("lr", 0.1),)
     feeds_back: bool = True
-    """Whether the dense layer's gradient reaches the tables."""
+    """True if the dense layer's gradient reaches the tables."""
 
     def configs(self) -> list[Any]:
         rng = random.Random(self.seed)
@@ -213,7 +213,7 @@ class Case:
         return batches
 
     def parts(self, values: Tensor, step: int) -> list[Tensor]:
-        """Cuts the unsharded model's values, of all ranks' batches joined, into those of each."""
+        """Split the unsharded model's values for all ranks' batches into each rank's values."""
         batches = self.batches(step)
         if self.pooled:
             return list(values.split([samples_of(batch) for batch in batches]))
@@ -383,7 +383,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same(received: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: Any) -> None:
-    """Holds tensors by name, to 1e-5 unless told otherwise."""
+    """Compare tensors by name, to 1e-5 unless `tolerance` differs."""
     assert received.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
@@ -392,7 +392,7 @@ def assert_same(received: dict[str, Tensor], expected: dict[str, Tensor], **tole
 
 
 class Collectives(Counter[str]):
-    """How often each was called, by name, and with what."""
+    """Number of calls of each collective by name, and their arguments."""
 
     def __init__(self) -> None:
         super().__init__()

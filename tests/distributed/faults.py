@@ -63,7 +63,7 @@ def _limit_disk() -> None:
 
 
 LOOP, DENSE = r"the loop between two steps", "the forward pass after output_dist of ebc"
-# by name: at which point of a step, what happens there, and what is said of rank 1
+# by name: the point of a step, the fault at that point, and the message about rank 1
 FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
     "raise": ("dense", _raise, f"raised ValueError: no such label, in {DENSE}"),
     "hang": ("data", lambda: time.sleep(600), rf"has been in {LOOP} \(data, logs\) for \d+ s"),
@@ -89,13 +89,13 @@ FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
     "bad id": ("ids", lambda: None, "raised IndexError: On rank 1: Id 5000 .*, in input_dist"),
     "disk": ("save", _limit_disk, r"raised CheckpointError: (?s:.*), in save_checkpoint"),
 }
-CHAINED = {"disk": 3}  # an error, what caused it, and what was told of another rank's
+CHAINED = {"disk": 3}  # an error, its cause, and the report of another rank's error
 STACKS = {
     "hang",
     "hang in C",
     "stop",
     "stop in pause",
-}  # faults after which each rank shows what it does
+}  # faults after which each rank shows its stack
 
 
 class Model(nn.Module):
@@ -118,7 +118,7 @@ class Model(nn.Module):
 
 
 def train(fault: str, out: Path, *, watched: bool) -> None:
-    """What each rank does."""
+    """Train on one rank until the fault."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
     rank, step = dist.get_rank(), 0
     where, happens, _ = FAULTS[fault]
@@ -165,7 +165,7 @@ def workers_of(agent: int) -> dict[int, int]:
 
 
 def play(fault: str, ranks: int, out: Path, *, watched: bool = True) -> dict[str, Any]:
-    """Runs a job to its end; returns what was seen, with what is wrong under "lacks"."""
+    """Run a job to its end; return its observed results, with the failed checks under "lacks"."""
     command = [
         *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={ranks}", "-m", "tests.distributed.faults"),
@@ -198,7 +198,7 @@ def play(fault: str, ranks: int, out: Path, *, watched: bool = True) -> dict[str
         if any(map(lives, workers.values())):
             lacks.append("no process is left")
     finally:
-        for process in (job.pid, *workers.values()):  # whatever it was, it ends
+        for process in (job.pid, *workers.values()):  # ends every process, also after an error
             if lives(process):
                 os.kill(process, signal.SIGKILL)
         job.wait()

@@ -1,10 +1,10 @@
-"""A training job for tests: the same losses, to rounding, however many ranks it runs on.
+"""A training job for tests: the same losses, to rounding, on any number of ranks.
 
     torchrun ... -m tests.distributed.job FOLDER [--steps 30] [--save-every 5] [--pause 0.1]
 
-The samples of a step are those of all ranks together, dealt out among them. The job saves, goes on
-from what was saved, and notes each step's loss in a file. Its plan depends on the ranks and on the
-nodes that there are: with several, a table's rows are added up within a node first.
+The ranks of a step share a fixed set of samples. The job saves, resumes from the last save, and
+records each step's loss in a file. Its plan depends on the numbers of ranks and nodes: with several
+nodes, a table's rows are added up within a node first.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def samples(step: int, rank: int, world_size: int) -> Batch:
 
 
 class Job:
-    """The model on these ranks, with its optimizer; goes on from what is saved."""
+    """The model on these ranks, with its optimizer; resumes from the last save."""
 
     def __init__(self, saves: Path | None, shift: int = 0) -> None:
         self.env = ShardingEnv.default()

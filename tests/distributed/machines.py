@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 MACHINES = ("recsys-a", "recsys-b")
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 HOLDS_S = 75  # longer than the watchdog waits for a sign of life
-# by name: what the first machine reports of rank 1, and the most seconds until it ends
+# by name: the first machine's report of rank 1, and the most seconds until it ends
 FAULTS: dict[str, tuple[str, float]] = {
     "killed": ("rank 1 is gone, its process has ended; it was last seen in", 10),
     "stopped in pause": (r"rank 1 has sent no heartbeat for \d+ s, last seen in evaluation", 75),
@@ -42,7 +42,7 @@ HEALTHY = ("cloned", "holds the lock in pause")
 
 
 def train(case: str, out: Path) -> None:
-    """What each rank does: collectives for some seconds, and the fault on rank 1."""
+    """Run collectives on one rank for some seconds, and the fault on rank 1."""
     dist.init_process_group("gloo", timeout=timedelta(minutes=30))
     rank = dist.get_rank()
     with Watchdog() as watchdog:
@@ -110,7 +110,7 @@ def start(node: int, case: str, out: Path) -> subprocess.Popen[bytes]:
 
 
 def play(case: str, out: Path) -> str:
-    """Runs a job; returns what was seen, which begins with "right" or "wrong"."""
+    """Run a job; return the result, a text that begins with "right" or "wrong"."""
     with network():
         jobs = [start(node, case, out) for node in range(2)]
         try:

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PORT = 29_511  # nobody else is in there
+PORT = 29_511  # no other job of the tests uses this port
 RENDEZVOUS = "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """Where commands of a node run, its address, and the name of its network device."""
+    """A node: the prefix of its commands, its address, and the name of its network device."""
 
     prefix: tuple[str, ...]
     address: str
@@ -30,7 +30,7 @@ class Node:
 
     @property
     def is_apart(self) -> bool:
-        """Whether it has a network of its own."""
+        """True if the node has a network of its own."""
         return bool(self.prefix)
 
     def torchrun(

@@ -50,7 +50,7 @@ def train_pipelined(
     step: Callable[[nn.Module, Any], float],
     in_one_call: bool = True,
 ) -> list[float]:
-    """Trains on the batches, each of which all sharded modules read.
+    """Train on the batches; all sharded modules read every batch.
 
     Args:
         model: whose sharded modules are pipelined.
@@ -92,7 +92,7 @@ def _values(output: Any) -> Tensor:
 
 
 def interleave(module: Any, first: tuple[Any, ...], second: tuple[Any, ...]) -> list[Tensor]:
-    """Looks up two batches, both of which are under way before either is looked up."""
+    """Look up two batches; the exchanges of both start before the first lookup."""
     one, other = module.create_context(), module.create_context()
     counts_of_one = module.input_dist(one, *first)
     counts_of_other = module.input_dist(other, *second)

@@ -47,7 +47,7 @@ def test_settings_reach_data_parallel(ranks: RankPool) -> None:
 
 
 class _Unusual(_Unused):
-    """A model whose output is no tensor."""
+    """A model whose output is not a tensor."""
 
     def __init__(self, output: str, *args: Any) -> None:
         super().__init__(*args)
@@ -150,7 +150,7 @@ def test_dense_parts_keep_their_gradients(ranks: RankPool) -> None:
 
 
 class _Deep(nn.Module):
-    """Layers whose gradients become ready in another order than that of the parameters."""
+    """Layers whose gradients become ready in another order than the parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class _Deep(nn.Module):
 
 
 def _resume(settings: dict[str, Any]) -> bool:
-    """Whether a model that is built anew between two steps trains on as one that is not."""
+    """Return True if a model rebuilt between two steps trains like one that is kept."""
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = DistributedModelParallel(
@@ -247,7 +247,7 @@ def test_buckets_that_torch_keeps_stay(ranks: RankPool) -> None:
     assert sizes(is_of_torch=False) == expected
 
 
-# -- what is left alone ----------------------------------------------------------------------------
+# -- parts left alone ------------------------------------------------------------------------------
 
 
 def _keep_own(how: str) -> list[float]:

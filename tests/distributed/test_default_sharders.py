@@ -1,4 +1,4 @@
-"""The sharders that need not be passed; `recsys.inference` adds those of quantized modules."""
+"""The default sharders; `recsys.inference` adds sharders of quantized modules."""
 
 from __future__ import annotations
 

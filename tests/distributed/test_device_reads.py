@@ -62,7 +62,7 @@ S = ShardingType
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sharded, and how: the strategies take turns among the tables."""
+    """The sharded tables and their strategies; the strategies take turns among the tables."""
 
     types: tuple[ShardingType, ...]
     kind: str = "pooled"
@@ -127,7 +127,7 @@ BY_ID = [
 
 
 class Model(nn.Module):
-    """A collection, and the sum of what it returns, weighted so that gradients differ."""
+    """A collection, and the sum of its outputs, weighted so that gradients differ."""
 
     def __init__(self, plan: Plan, device: str = "meta") -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def _keep(found: dict[str, Tensor], step: int, model: Model, batch: KeyedJaggedT
 
 
 def _train_unsharded(plan: Plan, samples: Sequence[int]) -> dict[str, Tensor]:
-    """As `_train` of one rank, on the CPU."""
+    """Do the same as `_train` on one rank, on the CPU."""
     model, found = Model(plan, "cpu"), dict[str, Tensor]()
     optimizer = {EmbOptimType.ADAM: torch.optim.Adam}.get(plan.optimizer, RowWiseAdagrad)
     settings = {"lr": 0.1, "eps": 1e-3}
@@ -292,7 +292,7 @@ def _read_once(plan: Plan, triton: bool) -> list[tuple[str, str, str]]:
         notes = list(cuda.notes)
     is_pooled = plan.kind not in ("sequence", "distinct")
     assert ("make_safe" in cuda.launched) is triton
-    assert checked.called is (plan in TOLD_PARTS)  # sizes that nobody needs cost nothing
+    assert checked.called is (plan in TOLD_PARTS)  # unused sizes cost nothing
     lays_out = triton and is_pooled and not plan.alone
     if triton and not plan.alone:
         ragged = "_ragged" * (plan.kind == "variable" or plan.by_id)
@@ -608,7 +608,7 @@ def test_a_bad_batch_of_one_rank_is_raised_later(fault: str, by: str, triton: bo
             assert {kind for kind, _, _ in cuda.notes} <= {"upload"}
             assert found.shape[1] == 8
             assert bool(torch.isfinite(found).all())  # nothing foreign was read
-            tables(good)  # what was found has not arrived
+            tables(good)  # the report of the bad batch has not arrived
         cuda.is_behind = by == "check_ids"
         tell = {
             "a later batch": lambda: tables(good),
@@ -618,12 +618,12 @@ def test_a_bad_batch_of_one_rank_is_raised_later(fault: str, by: str, triton: bo
         with pytest.raises((ValueError, IndexError), match=text) as raised:
             tell()
         assert str(raised.value).startswith("On rank 0: ")
-        tables.check_ids()  # it was told
+        tables.check_ids()  # the error was already raised
         assert tables(good).values().shape == (1, 8)
 
 
 def _with_parts(batch: KeyedJaggedTensor, sizes: list[int] | None) -> KeyedJaggedTensor:
-    """A batch with the sizes that it is said to have."""
+    """A batch with the given sizes, right or wrong."""
     parts = batch.parts()._replace(length_per_key=sizes)._asdict()
     return KeyedJaggedTensor.from_parts(**parts)
 
@@ -694,7 +694,7 @@ def test_a_bad_batch_of_known_sizes_is_raised_later(
             assert bags.offsets[-1] == len(bags.indices)
             assert bool(((bags.indices >= 0) & (bags.indices < 3)).all())
         jagged = list(found.values()) if isinstance(found, dict) else []
-        for one in jagged:  # its lengths are those of its rows
+        for one in jagged:  # its lengths add up to its rows
             assert int(one.lengths().sum()) == len(one.values()) == int(one.offsets()[-1])
         values = torch.cat([one.values() for one in jagged]) if jagged else found.values()
         assert bool(torch.isfinite(values).all())
@@ -702,13 +702,13 @@ def test_a_bad_batch_of_known_sizes_is_raised_later(
         assert all(bool(torch.isfinite(weight).all()) for weight in tables.parameters())
         after = [tensor for tensor in batch.parts() if isinstance(tensor, Tensor)]
         assert all(map(torch.equal, before, after))
-        tables(good.to(CUDA)).wait()  # what was found has not arrived
+        tables(good.to(CUDA)).wait()  # the report of the bad batch has not arrived
         cuda.is_behind = by == "check_ids"
         tell = tables.check_ids if by == "check_ids" else lambda: tables(good.to(CUDA))
         with pytest.raises((ValueError, IndexError), match=text) as raised:
             tell()
         assert str(raised.value).startswith("On rank 0: ")
-        tables.check_ids()  # it was told
+        tables.check_ids()  # the error was already raised
 
 
 @pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
@@ -944,7 +944,7 @@ def test_replicas_beside_a_lookup_of_the_whole_batch_need_counts() -> None:
         sharded(batch)
         cuda.forget()
         found = sharded(batch).values()
-        # the CPU's permute forgives a wrong number of ids: that the host asked is what is seen
+        # the CPU's permute accepts a wrong number of ids: the test checks the host's read
         assert [kind for kind, _, _ in cuda.notes] == ["read"]
         assert torch.equal(found, expected)
 
@@ -1002,7 +1002,7 @@ def _on_device(*tables: EmbeddingBagConfig) -> EmbeddingBagCollection:
 def test_unsharded_batches_are_checked_by_kernels(
     kind: str, mode: str, is_told: bool, keys: str
 ) -> None:
-    """Equal to the CPU's, in another order than the tables, with keys that nobody reads."""
+    """Equal to the CPU's results, in another order than the tables, with unread keys."""
     lengths = torch.tensor([[1, 2], [0, 1], [3, 0], [2, 1]])
     ids = torch.tensor([9, 9, 9, 4, 0, 2, 1, 0, 1, 2])
     if mode == "IGNORE":
@@ -1083,7 +1083,7 @@ def test_bad_ids_of_unsharded_tables_do_what_the_mode_says(
         else:
             with pytest.raises(IndexError, match=text):
                 tables.check_ids()
-        tables.check_ids()  # it was told
+        tables.check_ids()  # the error was already raised
 
 
 @pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
@@ -1093,7 +1093,7 @@ def test_a_later_batch_raises_for_an_earlier_one_unsharded(triton: bool) -> None
         tables(_good((1, 30)).to(CUDA))
         with pytest.raises(IndexError, match=r"Id 30 at position \d of feature 'g'"):
             tables(_good().to(CUDA))
-        tables(_good().to(CUDA))  # it was told
+        tables(_good().to(CUDA))  # the error was already raised
 
 
 @needs_triton
@@ -1228,7 +1228,7 @@ def test_tables_are_drawn_where_they_are(device: torch.device) -> None:
         model = DistributedModelParallel(model, device=CUDA)
         found = {name: parameter.detach() for name, parameter in model.module.named_parameters()}
         assert all(map(cuda.is_on_device, found.values()))
-        # but for where each lookup's tables begin, nothing goes from the host to the device
+        # except the first table of each lookup, no value is copied from the host to the device
         assert {what for _, what, _ in cuda.notes} <= {"torch.tensor on the device"}
         assert {where.partition(":")[0] for _, _, where in cuda.notes} <= {
             "recsys/kernels/tbe_layout.py"

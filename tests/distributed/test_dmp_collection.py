@@ -224,7 +224,7 @@ def _sync(case: Case) -> None:
     with counted_collectives() as counts:
         model.sync()
     assert is_same(states_of(model))
-    # weights and states together; those of replicated tables, which all ranks of a group have alike
+    # weights and states together; all ranks of a group have equal replicated tables
     assert counts["all_reduce"] == 2
     with pytest.raises(ValueError, match=r"include_optimizer_state.*rank 0 has .*, rank 1 has "):
         model.sync(include_optimizer_state=group == 0)
@@ -247,14 +247,14 @@ def _sync(case: Case) -> None:
     assert sum(given) == counts["all_reduce"] > 2  # each lookup's weights and states
     assert_same(whole_state(twin), whole_state(model), rtol=0, atol=0)
     assert_same(states_of(twin), states_of(model), rtol=0, atol=0)
-    # every group moves its tables alike
+    # every group moves its tables in the same way
     before = whole_state(model) | states_of(model)
     tables = EachType(1, 2, types=case.types[1:2]).plan().plan["ebc"]
     tables["table_wise"] = parameter_sharding(ShardingType.ROW_WISE, 12, 8, [0, 1])
     model.reshard(ShardingPlan({"ebc": tables}, made_for=MADE_FOR_TWO))
     assert model.plan.plan["ebc"]["table_wise"].sharding_type == "row_wise"
     assert_same(whole_state(model) | states_of(model), before, rtol=0, atol=0)
-    # a state dict is that of this rank's group, and loads
+    # a state dict is of this rank's group, and loads
     before = whole_state(model)
     state = {name: value.clone() + 1 for name, value in before.items()}
     model.load_state_dict(state)
@@ -334,7 +334,7 @@ def _use_in_two_splits() -> tuple[State, list[int]]:
 
 
 def _loop(rows_of_all: bool) -> State:
-    """An unsharded model per group; the sequences' one is of all ranks, if they say so."""
+    """Train an unsharded model per group, and average their tables after each step."""
     models = [TwoCollections() for _ in range(2)]
     for _ in range(3):
         before = models[0].rows.state_dict()["embeddings.rows.weight"].clone()
@@ -352,7 +352,7 @@ def _loop(rows_of_all: bool) -> State:
 
 
 class WithLoss(nn.Module):
-    """As a pipeline calls it: returns the loss, and more."""
+    """A model for a pipeline: returns the loss, and more."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What sequences have beyond the property suite: distinct ids, indices, lookups of many ids."""
+"""Sequences beyond the property suite: deduplicated ids, indices, lookups of many ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users do around a sharded collection leaves it right."""
+"""Common uses of a sharded collection outside of training steps leave it correct."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class FpModel(nn.Module):
 
 
 class FpCase(Case):
-    """As `Case`, with processors."""
+    """`Case` with feature processors."""
 
     is_weighted = True
 
@@ -94,7 +94,7 @@ class FpCase(Case):
         return ShardingPlan({"fp": super().plan(seed).plan["ebc"]})
 
 
-# that of the tables has none left to do
+# the second sharder also shards the tables inside, so the first one has no module left
 SHARDERS = [EmbeddingBagCollectionSharder(), FeatureProcessedEmbeddingBagCollectionSharder()]
 
 
@@ -161,7 +161,7 @@ def test_mixed_plans_train_as_unsharded(ranks: RankPool, seed: int) -> None:
 
 
 def _use(case: FpCase) -> None:
-    """What a user does around training."""
+    """Check the optimizer's tables, and the training of a copy and of a loaded model."""
     rank = dist.get_rank()
     model = shard(case, sharders=SHARDERS)
     _train(case, model, range(1), rank)

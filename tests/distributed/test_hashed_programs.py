@@ -1,7 +1,7 @@
 """Random programs on tables with hashed ids, over ranks, against plain dicts of whole numbers.
 
 A program trains, evaluates, loses batches, saves, loads under other plans, moves and resizes
-tables. After each step the whole state equals that of an `Oracle` per table. By hand, longer:
+tables. After each step the whole state equals the state of an `Oracle` per table. By hand, longer:
 
     python -m tests.distributed.test_hashed_programs --minutes 30
 """
@@ -118,7 +118,7 @@ class ProgramCase(HashedCase):
 
     @property
     def deferred(self) -> bool:
-        """Whether the sharders choose the optimizer, whose updates wait for a step."""
+        """True if the sharders choose the optimizer, whose updates wait for a step."""
         return self.optimizer is None
 
     def configs(self) -> list[Any]:
@@ -299,7 +299,7 @@ class Program:
         self.check_output(values.detach(), batches[self.rank], rows)
 
     def save(self, delta: bool, seed: int) -> None:
-        """Saves; every second time the job goes on in another model under another plan."""
+        """Save; every second time, continue in another model under another plan."""
         self.saves += 1
         save_checkpoint(self.folder, self.model, self.model.fused_optimizer, delta=delta)
         if self.saves % 2 == 0:

@@ -198,7 +198,7 @@ def _load_less_on_one_rank(given: str) -> str:
         state = None if given == "None" else state
     with pytest.raises((RuntimeError, TypeError)) as raised:
         model.load_state_dict(state)
-    assert is_same(whole_state(model), before)  # exchanges go on
+    assert is_same(whole_state(model), before)  # exchanges still work
     return f"{raised.type.__name__}: {raised.value}"
 
 
@@ -402,7 +402,7 @@ def test_a_copy_is_equal_and_independent(ranks: RankPool, how: str) -> None:
 def _copy_out_of_reach() -> list[str]:
     case, messages = case_of(2), []
     model = shard(case)
-    # as torch says of a group that serves GPUs only
+    # torch's answer for a group that serves GPUs only
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
         copied = model.copy(CPU)

@@ -1,4 +1,4 @@
-"""A sharded pool holds what the unsharded one holds after the updates of all ranks in turn."""
+"""A sharded pool equals the unsharded one after the updates of all ranks in turn."""
 
 from __future__ import annotations
 

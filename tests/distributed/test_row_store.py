@@ -191,7 +191,7 @@ class Program:
         assert_equal_rows(rows_of_models(self.models[:1]), before)
 
     def save(self, goes_aside: bool, seed: int) -> None:
-        """Saves, and goes on in other models under another plan."""
+        """Save, and continue in other models under another plan."""
         self.saves += 1
         models = []
         for name, case, model in zip("ab", self.cases, self.models, strict=True):

@@ -193,7 +193,7 @@ class Tower(nn.Module):
 
 
 class ShardedTower(ShardedModule):
-    """The same as a sharded module of its own, which says what of it is sharded."""
+    """The same tower as a sharded module of its own, which names its sharded parts."""
 
     def __init__(self, ebc: ShardedEmbeddingBagCollection, over: nn.Linear) -> None:
         super().__init__()

@@ -113,7 +113,7 @@ def test_tables_of_1_to_3_columns(ranks: RankPool, optimizer: type[torch.optim.O
 
 
 class OnAllRanks(Case):
-    """Tables of enough rows for every rank, split over all of them; batches are mostly alike."""
+    """Tables with enough rows for every rank, split over all; most batches have one size."""
 
     sizes: ClassVar[tuple[int, ...]] = (3, 3, 3, 3, 0)
 
@@ -128,7 +128,7 @@ class OnAllRanks(Case):
 
 
 def _train_by_sums(case: Case) -> tuple[int, int]:
-    """As over NCCL, where sums are made on the way."""
+    """Train as over NCCL, which reduces sums during the exchange."""
     with (
         mock.patch.object(ShardingEnv, "prefers_reduce_scatter", return_value=True),
         mock.patch.object(comm, "reduce_scatter", wraps=comm.reduce_scatter) as sums,
@@ -293,7 +293,7 @@ def test_bags_are_short_where_those_of_all_ranks_are(
 
 
 def _kept(case_name: str) -> tuple[list[bool], list[torch.Size]]:
-    """Return whether bucketizing was asked where ids went, and what is kept when they are sent."""
+    """Return the requests for positions from bucketizing, and the shapes of the kept positions."""
     rank = torch.distributed.get_rank()
     sharded = shard(EachType(0, 2, (ShardingType.ROW_WISE,))).module.ebc
     number = 1 + 9 * (case_name == "both" or (case_name == "rank 0" and rank == 0))

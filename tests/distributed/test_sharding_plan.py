@@ -1,4 +1,4 @@
-"""Plans by hand: what each helper places where, as TorchRec 1.8.0 does unless a test says not."""
+"""Plans by hand: the placement of each helper equals TorchRec 1.8.0's, except where noted."""
 
 from __future__ import annotations
 

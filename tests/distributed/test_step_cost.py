@@ -1,7 +1,7 @@
-"""What a step costs besides its kernels: Python calls, operations, copies and collectives.
+"""Costs of a step besides its kernels: Python calls, operations, copies and collectives.
 
-The counts are the same on every run. They may fall; where they must rise, the reason goes with the
-new number.
+The counts are the same on every run. They may fall; where they must rise, the commit of the new
+number gives the reason.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _sharded(types: tuple[ShardingType, ...], kind: str) -> Any:
 
 
 def _count(types: tuple[ShardingType, ...], kind: str) -> tuple[int, int, int, int]:
-    """Calls of the library's functions, operations, those that copy, and collectives."""
+    """Count calls of the library's functions, operations, copies and collectives."""
     sharded = _sharded(types, kind)
 
     def step() -> None:
@@ -179,6 +179,6 @@ def test_a_batch_goes_through_few_classes_files_and_calls(
 ) -> None:
     """Counts of the sharded collection; DistributedModelParallel adds one class and one file."""
     for classes, files, calls in ranks(2, _way, kind):
-        assert len(classes) <= 17, classes  # also that of the one check of ids
+        assert len(classes) <= 17, classes  # also of the one check of ids
         assert len(files) <= 11, files
         assert calls <= 62, calls

@@ -1,4 +1,4 @@
-"""Awaitables stand for their result; plans print and parse; the environment says who is there."""
+"""Awaitables stand for their result; plans print and parse; the environment names the ranks."""
 
 from __future__ import annotations
 
@@ -413,7 +413,7 @@ class TestCacheParams:
 
 
 as_in_streams = mock.patch.object(ShardingEnv, "exchanges_in_streams", True)
-"""As over NCCL: over gloo no groups are made beside the given one."""
+"""Exchanges as over NCCL: over gloo no groups are made beside the given one."""
 
 
 @as_in_streams
@@ -522,7 +522,7 @@ def _groups_of_exchanges(members: list[int]) -> None:
         assert str(dist.get_backend_config(group)) == str(dist.get_backend_config(parent))
     # these two, and one for asynchronous saves
     assert len(dist.distributed_c10d._world.pg_map) == num_groups + 3
-    # another group of these ranks does not make them anew: their names would be taken
+    # another group of these ranks does not make them again: their names would be taken
     again = dist.new_group(members, timeout=timedelta(seconds=50), use_local_synchronization=True)
     dist.destroy_process_group(parent)
     assert ShardingEnv.from_process_group(again).for_ids.process_group is of_ids
@@ -607,7 +607,7 @@ def test_where_the_rows_of_a_kernel_lie() -> None:
 def test_a_copy_moves_what_lies_on_one_device() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"))
     cpu, meta = torch.device("cpu"), torch.device("meta")
-    stayed = copy_to_device(model, meta, cpu)  # what is on meta has nothing to move
+    stayed = copy_to_device(model, meta, cpu)  # modules on meta have nothing to move
     assert [p.device.type for p in stayed.parameters()] == ["cpu", "cpu", "meta", "meta"]
     moved = copy_to_device(model, cpu, meta)
     assert {p.device.type for p in moved.parameters()} == {"meta"}

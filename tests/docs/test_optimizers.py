@@ -1,4 +1,4 @@
-"""The numbers of docs/optimizers.md are those of the committed measurement."""
+"""The numbers of docs/optimizers.md equal the committed measurement."""
 
 from __future__ import annotations
 

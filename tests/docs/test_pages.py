@@ -140,7 +140,7 @@ def test_files_that_pages_name_exist() -> None:
 
 
 def test_the_address_of_the_repository_has_one_place() -> None:
-    """It is `[project.urls]` in pyproject.toml: absent before publication (RELEASING.md)."""
+    """The place is `[project.urls]` in pyproject.toml: empty before publication (RELEASING.md)."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation.get("repository-code", "") == REPOSITORY
     assert SETTINGS["repo_url"] == ""  # docs/build.py sets it

@@ -33,7 +33,7 @@ ANY_PYTHON = re.compile(r"^[ \t]*(?:```+|~~~+)[ \t]*\{?\.?py(?:thon3?|con)?\b", 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code, and what the page says it prints (None: the page does not say)."""
+    """A block of code, and its output on the page (None: the page shows no output)."""
 
     line: int
     code: str
@@ -89,7 +89,7 @@ def run_page(page: Path, folder: Path, compare: bool, package: str | None = None
 
 @pytest.fixture
 def without_torchrec() -> Iterator[None]:
-    """Takes back what a page about moving from TorchRec installs."""
+    """Remove the modules that a page about moving from TorchRec installs."""
     yield
     if compat := sys.modules.get("recsys.compat.torchrec"):
         compat.uninstall()

@@ -1,11 +1,11 @@
-"""Kills the processes of the DLRM example while it trains, and compares what it ends with.
+"""Kills the processes of the DLRM example while it trains, and compares the final checkpoints.
 
     python -m tests.examples.kills [--ranks 2] [--one 10] [--all 5] [--agent 5] [--seed 0]
 
 A job of several ranks under torchrun trains with `--resume auto`. At a random moment one of its
-ranks is killed (signal 9), or all of them, which torchrun starts again; or torchrun's agent, after
-which no worker may live for 10 s, and the same command is started again. The job must save at its
-end what a job saves that nobody disturbed: weights, optimizer states, position and random
+ranks is killed (signal 9), or all of them, which torchrun starts again. Or torchrun's agent is
+killed: then no worker may live for 10 s, and the same command is started again. At its end the job
+must save the same checkpoint as an undisturbed job: weights, optimizer states, position and random
 generators, each with its CRC.
 """
 
@@ -44,7 +44,7 @@ def start(out: Path, ranks: int) -> subprocess.Popen[bytes]:
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/checkpoints.md says why
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/checkpoints.md gives the reason
     }
     with out.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -64,7 +64,7 @@ def workers_of(agent: int) -> list[int]:
 
 
 def lives(process: int) -> bool:
-    """Whether a process runs; one that has ended and was not asked for does not."""
+    """Return True if a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -115,7 +115,7 @@ def kill(how: str, out: Path, ranks: int, chance: random.Random) -> dict[str, ob
 
 
 def main() -> None:
-    """Prints what was found, as JSON."""
+    """Print the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for how, times in (("one", 10), ("all", 5), ("agent", 5)):
         parser.add_argument(f"--{how}", type=int, default=times, help="kills of this kind")

@@ -122,7 +122,7 @@ def _run_criteo(data: Path, out: Path) -> str:
         *("--embedding-dim", "8", "--out", str(out)),
     )
     auc = _auc(output, "DLRM, sharded")
-    assert auc > 0.75  # the first category tells the label; guessing gives 0.5
+    assert auc > 0.75  # the first category determines the label; guessing gives 0.5
     assert _auc(output, "unsharded, from the checkpoint") == pytest.approx(auc, abs=1e-4)
     assert _auc(output, "int8 TorchScript, fresh process") == pytest.approx(auc, abs=0.002)
     return output

@@ -28,7 +28,7 @@ from tests.ranks import RankPool
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "dlrm" / "train.py"
 CPU, SIZE, DENSE = torch.device("cpu"), 4, 3
-SIZES = (SIZE, SIZE, 3, SIZE, 1, SIZE)  # of which 3 and 1 do not fit
+SIZES = (SIZE, SIZE, 3, SIZE, 1, SIZE)  # sizes 3 and 1 do not fit
 
 
 class _Graph:
@@ -46,7 +46,7 @@ class _Graph:
         self._gradients = [gradient.clone() for gradient in found]
 
     def replay(self, *given: Tensor) -> Tensor:
-        """Writes over what the replay before has shown; inputs may broadcast, as on a GPU."""
+        """Overwrite the output of the last replay; inputs may broadcast, as on a GPU."""
         graph = self
 
         class Replay(torch.autograd.Function):

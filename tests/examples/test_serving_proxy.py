@@ -1,4 +1,4 @@
-"""The proxy of examples/serving in front of a server that records what it receives."""
+"""The proxy of examples/serving in front of a server that records its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of a stream: each event is read once, and the job goes on where it was."""
+"""The example of a stream: each event is read once, and the job resumes at its position."""
 
 from __future__ import annotations
 

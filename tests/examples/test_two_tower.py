@@ -55,7 +55,7 @@ def start(release: Path, out: Path, *launch: str) -> subprocess.Popen[str]:
 
 
 def output_of(jobs: list[subprocess.Popen[str]]) -> str:
-    """What the jobs print, once they have ended well."""
+    """Return the output of the jobs, after they have ended well."""
     try:
         printed = [job.communicate(timeout=240)[0] for job in jobs]
     finally:
@@ -82,6 +82,6 @@ def test_likes_are_among_the_nearest(release: Path, tmp_path: Path, machines: in
     found = re.findall(r"^test: .*two towers (\S+), the most liked (\S+)$", output_of(jobs), re.M)
     assert len(found) == 1  # one rank speaks
     towers, popular = map(float, found[0])
-    # 50 of about 190 unseen films; those of the user's own taste are about 45
+    # 50 of about 190 unseen films; about 45 of them match the user's taste
     assert popular < 0.5
     assert towers > 0.8

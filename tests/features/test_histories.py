@@ -87,7 +87,7 @@ def _coded(values, seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_type_of_column_gives_the_same_histories(seed):
-    """Equal values are one user and one item, whatever codes a dictionary has for them."""
+    """Equal values are one user and one item, under any codes of a dictionary."""
     draw = random.Random(seed)
     rows = [
         (draw.choice("abc"), f"item {draw.randrange(8)}", draw.randrange(9, 12)) for _ in range(40)

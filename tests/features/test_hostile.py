@@ -22,7 +22,7 @@ from tests.features.tables import rows_of, spec
 
 SIZE = 40
 DAY = datetime.date(2024, 2, 29)
-# columns by what they read
+# columns by the type that they read
 TEXTS, NUMBERS = ["city", "name"], ["born"]
 KEYS = ["user", "item", "session"]
 IDS = ["genre"]

@@ -56,7 +56,7 @@ def ids_in(batches: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_digits_in_a_text_file_are_the_texts_of_the_fitted_spec(tmp_path: Path, seed: int) -> None:
-    """Whatever is inferred from a file; leading zeros stay."""
+    """The fitted spec decides, not the inference from a file; leading zeros stay."""
     draw = random.Random(seed)
     keys = [draw.choice([*DIGITS, None]) for _ in range(60)]
     for number in range(3):
@@ -83,7 +83,7 @@ def test_digits_in_a_text_file_are_the_texts_of_the_fitted_spec(tmp_path: Path, 
 
 
 def test_a_column_with_texts_in_one_text_file_is_text_in_all(tmp_path: Path) -> None:
-    """As it is within a file, at the first fit and at each read."""
+    """The kind holds for all files, like within a file, at the first fit and at each read."""
     (tmp_path / "a.csv").write_text("key,age,ok\n007,1,0\n,1,1\n")
     (tmp_path / "b.csv").write_text("key,age,ok\nbob,1,0\n")
     (tmp_path / "c.csv").write_text("key,age,ok\n2024-05-01,1,0\n")

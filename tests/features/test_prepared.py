@@ -166,7 +166,7 @@ def test_a_column_has_several_roles() -> None:
 
 
 def test_a_table_without_rows() -> None:
-    """As a block of an engine may be."""
+    """A block of an engine may be empty."""
     columns = [Categorical("city"), Numeric("age"), Label("ok"), Label("stars", high=5)]
     table = raw_table(9, 0)
     for chosen in (columns, columns[:3], columns[:2]):

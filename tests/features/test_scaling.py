@@ -102,7 +102,7 @@ def test_transform_equals_scikit_learn(seed: int) -> None:
     theirs = FunctionTransformer(np.log1p).fit_transform(other[:, None])[:, 0]
     np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
-    for numbers in (training, np.round(training)):  # whole numbers lie on edges
+    for numbers in (training, np.round(training)):  # whole numbers fall on edges
         spec = FeatureSpec([Numeric("x", buckets=10, spacing="uniform")]).fit({"x": numbers})
         theirs = KBinsDiscretizer(10, encode="ordinal", strategy="uniform").fit(numbers[:, None])
         for asked in (numbers, other, np.round(other)):

@@ -114,7 +114,7 @@ def test_texts_and_numbers_are_not_mixed(kind: str) -> None:
         keys_of(values, other).check_kind("c", wanted)
     assert vocabulary.rows_of(keys_of([None, None], other)).tolist() == [0, 0]
     assert vocabulary.rows_of(keys_of([], other)).tolist() == []
-    # a dictionary with entries, of which no value is used
+    # a dictionary with entries, without a used value
     unused = pa.DictionaryArray.from_arrays(pa.array([None], pa.int8()), pa.array(["z"]))
     assert vocabulary.rows_of(read_keys(Values("c", unused, None))).tolist() == [0]
 

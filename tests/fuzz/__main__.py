@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz``: minutes of random cases; prints what is wrong, and the seeds."""
+"""``python -m tests.fuzz``: minutes of random cases; prints failed cases with their seeds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def search(
     undone: str | None = None,
     stop: bool = False,
 ) -> list[tuple[Case, str]]:
-    """Plays cases for some minutes; returns those with a complaint."""
+    """Run cases for some minutes; return the failed ones, with the reason."""
     end = time.monotonic() + 60 * minutes
     start, found, played = time.monotonic(), [], 0
     for case in cases(seed, fault):
@@ -53,7 +53,7 @@ def search(
 
 
 def main() -> int:
-    """Runs what the command line asks for; exits with 1 if anything was found."""
+    """Run the search of the command line; exit with 1 after a find."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0, help="how long (5)")
     parser.add_argument("--seed", type=int, default=0, help="of the first case (0)")

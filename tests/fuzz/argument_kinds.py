@@ -27,7 +27,7 @@ class Color(enum.Enum):
 
 @dataclass(frozen=True)
 class Kind:
-    """What an argument may be."""
+    """The legal values of an argument."""
 
     right: Callable[[], Any]
     is_legal: Callable[[Any], bool | None]
@@ -186,7 +186,7 @@ def subclass(right: type, base: type) -> Kind:
 
 
 def function(right: Callable[..., Any]) -> Kind:
-    """What can be called."""
+    """A callable."""
     return Kind(lambda: right, lambda value: None if callable(value) else False)
 
 

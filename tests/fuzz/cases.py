@@ -30,30 +30,30 @@ class Table:
 
 @dataclass(frozen=True)
 class Batch:
-    """The ids of one rank: by feature the bags of its samples; and what they come as."""
+    """The ids of one rank, by feature the bags of its samples; and their form as tensors."""
 
     bags: dict[str, list[list[int]]]
     weights: dict[str, list[list[float]]] | None = None
     inverse: dict[str, list[int]] | None = None
-    """By feature the bag that each sample reads; None: the bag of its own."""
+    """The bag that each sample reads, by feature; None: the bag of its own."""
     by_offsets: bool = False
     narrow: bool = False
-    """Whether ids and lengths are int32."""
+    """True if ids and lengths are int32."""
 
     @property
     def num_samples(self) -> int:
-        """Of every feature."""
+        """The number of samples of every feature."""
         first = next(iter(self.bags))
         return len(self.bags[first] if self.inverse is None else self.inverse[first])
 
     def bag_of(self, feature: str, sample: int) -> int:
-        """Which of the feature's bags a sample reads."""
+        """Return the bag of a feature that a sample reads."""
         return sample if self.inverse is None else self.inverse[feature][sample]
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the ranks do, and what is wrong with it."""
+    """The work of the ranks, and the fault in it."""
 
     seed: int
     world: int
@@ -62,14 +62,14 @@ class Case:
     optimizer: str
     rate: float
     steps: tuple[tuple[Batch, ...], ...]
-    """By step and rank."""
+    """Batches by step and rank."""
     sequence: bool = False
     weighted: bool = False
     distinct: bool = False
     deferred: bool = False
     fault: str | None = None
     bad_rank: int = 0
-    """On which the fault is; where it is one of a single rank."""
+    """The rank of the fault, if it is on a single rank."""
 
     def __str__(self) -> str:
         kind = "sequence" if self.sequence else "weighted" if self.weighted else "pooled"
@@ -81,7 +81,7 @@ class Case:
 
 
 def draw(seed: int, fault: str | None = None, **wanted: object) -> Case:
-    """Draws a case; a fault's own ``wanted`` values take the place of what was drawn."""
+    """Draw a case; a fault's own ``wanted`` values replace the drawn ones."""
     rng = random.Random(seed)
     world = int(wanted.get("world") or rng.randint(1, 3))  # type: ignore[call-overload]
     sequence = bool(wanted.get("sequence", rng.random() < 0.3))

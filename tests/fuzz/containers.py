@@ -1,4 +1,4 @@
-"""Random containers through random operations: each field equals that of a plain-Python model."""
+"""Random containers through random operations: each field equals a plain-Python model's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.saved import through_torch_save
 
 
 def _check(given: KeyedJaggedTensor, model: Model) -> None:
-    """Compares every field; a shallow copy keeps what is derived here from the batch itself."""
+    """Compare every field; a shallow copy keeps derived values out of the batch itself."""
     kjt = copy.copy(given)
     assert kjt.keys() == model.keys
     assert kjt.stride() == model.stride, ("stride", kjt.stride(), model.stride)
@@ -106,7 +106,7 @@ def _check_fake(rng: random.Random, kjt: KeyedJaggedTensor, model: Model) -> Non
 
 
 def _check_wrong_cache(rng: random.Random, kjt: KeyedJaggedTensor, model: Model) -> None:
-    """A number per key that does not fit is named, whatever else is right."""
+    """Check that a wrong number per key is named, even if all others are right."""
     if not model.keys:
         return
     name, right = rng.choice(list(caches(model).items()))
@@ -387,7 +387,7 @@ def _keyed(rng: random.Random) -> str | None:
 
 
 def complaint_about(pool: RankPool, seed: int) -> str | None:
-    """What is wrong in the case of a seed, or None."""
+    """Return the error in the case of a seed, or None."""
     rng = random.Random(seed)
     kind = rng.choices([_keyed_jagged, _jagged, _keyed], [8, 1, 1])[0]
     return kind(rng) or sharded_tables.complaint_about(seed)

@@ -37,7 +37,7 @@ UNSIGNED = ["uint8", "uint16", "uint32", "uint64"]
 
 @dataclass
 class Sparse:
-    """A column of ids: what it holds for Python, and how it is given."""
+    """A column of ids: its values in Python, and the form in which it is given."""
 
     bags: list[list[Any] | None]
     has_lists: bool
@@ -226,7 +226,7 @@ def _draw_table(rng: Random, is_huge: bool, has_weights: bool) -> Table:
 
 
 def _break(rng: Random, table: Table) -> Broken | None:
-    """Puts one fault into the columns, and returns what the error must say."""
+    """Put one fault into the columns, and return the expected message."""
     kinds = ["id", "rows"]
     kinds += ["dense"] * (2 * bool(table.dense)) + ["label"] * (table.label is not None)
     weighed = {k: s for k, s in table.sparse.items() if s.weights and any(map(bool, s.bags))}
@@ -329,7 +329,7 @@ def _from(table: Table, columns: Any) -> Batch:
     )
 
 
-# -- what is right -----------------------------------------------------------------------------
+# -- expected values -------------------------------------------------------------------------------
 
 
 def _float32(value: Any) -> float:
@@ -389,7 +389,7 @@ class _Model:
 
 
 def _travel(rng: Random, batch: Batch) -> Batch:
-    """Copies a batch in one of the ways in which batches travel."""
+    """Copy a batch in a random way: not at all, by copy, pickle, `to` or a tree map."""
     ways: list[Callable[[Batch], Batch]] = [
         lambda b: b,
         copy.copy,

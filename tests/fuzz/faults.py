@@ -1,4 +1,4 @@
-"""What may be wrong with a case, how it is made, and what the error must say."""
+"""Faults of a case, the functions that make them, and the expected errors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Stage = Literal["batch", "configs", "plan", "model", "rates", "save", "data", "s
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong.
+    """One fault.
 
     Attributes:
-        stage: at which it is made.
-        make: what makes it: changes what it is given, or returns something in its place.
-        says: what the error must match; None: it is no error, and the result must be right.
-        on_all: whether it is on every rank, not on one.
-        wanted: what the case must be like.
+        `stage`: of the case, at which the fault is made.
+        `make`: the function that makes it: changes its argument, or returns another one.
+        `says`: a pattern of the error; None: there is no error, and the result must be right.
+        `on_all`: True if the fault is on every rank, not on one.
+        `wanted`: settings that the case must have.
     """
 
     stage: Stage
@@ -41,7 +41,7 @@ class Fault:
 
 
 def _rebuilt(kjt: KeyedJaggedTensor, **changes: Any) -> KeyedJaggedTensor:
-    """The same batch, but for what changes; lengths take the place of offsets."""
+    """Return the same batch except for `changes`; lengths take the place of offsets."""
     variable = kjt.variable_stride_per_key()
     parts: dict[str, Any] = {
         "keys": kjt.keys(),

@@ -1,7 +1,7 @@
 """``python -m tests.fuzz.kinds KIND --cases 2000``: random inputs of one kind of fault.
 
 Each kind is a module with one function, `complaint_about(pool, seed)`: it makes a case from the
-seed, runs it, and returns what is wrong, or None. The same seed makes the same case.
+seed, runs it, and returns the error, or None. The same seed makes the same case.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FINDS: dict[str, list[int]] = {
 
 
 def search(pool: RankPool, kind: str, seeds: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """Yields seed and complaint of the cases that are wrong."""
+    """Yield seed and error of the failed cases."""
     module = importlib.import_module(f"tests.fuzz.{kind}")
     for seed in seeds:
         complaint = module.complaint_about(pool, seed)
@@ -35,7 +35,7 @@ def search(pool: RankPool, kind: str, seeds: Iterable[int]) -> Iterator[tuple[in
 
 
 def main() -> int:
-    """Runs what the command line asks for; exits with 1 if anything was found."""
+    """Run the search of the command line; exit with 1 after a find."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.kinds", description=__doc__)
     parser.add_argument("kind", choices=FINDS)
     parser.add_argument("--cases", type=int, default=2000, help="how many (2000)")

@@ -23,19 +23,19 @@ from tests.metrics.formulas import Results, Rows
 from tests.ranks import RankPool
 
 FUNCTIONS = ("auc()", "log_loss()", "normalized_entropy()", "AUC", "BinnedAUC", "NormalizedEntropy")
-# What it gives depends on the clock.
+# The result of TOWER_QPS depends on the clock.
 NAMES = [*(str(m) for m in RecMetricEnum if m is not RecMetricEnum.TOWER_QPS), *FUNCTIONS]
 BATCH_SIZE = 40
 TARGETS = (0.3819660112501051, 0.6180339887498949, 1.0)
 OF_ROWS = ("auc", "auprc", "rauc")
 OF_NUMBERS = ("mse", "nmse", "mae", "rauc", "xauc", "ndcg", "calibration", "average", "scalar")
 SCALED = ("sum_weights", "weighted_sum_predictions", "num_positive_samples", "num_missing_labels")
-"""Results that grow with the weights: nothing says what is small."""
+"""Results that grow with the weights, and are compared by their relative error alone."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed, and from what."""
+    """A metric, its options, and the batches that it reads."""
 
     metric: str
     options: dict[str, Any]
@@ -46,10 +46,10 @@ class Case:
     """Samples of a rank."""
     validates: bool
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    """Of predictions, labels and weights."""
+    """Dtypes of predictions, labels and weights."""
     without_weights: bool
     batches: list[list[Rows]]
-    """By rank."""
+    """Batches by rank."""
 
     @property
     def world(self) -> int:
@@ -221,7 +221,7 @@ def _put_nan(draw: random.Random, metric: str, batches: list[list[Rows]]) -> Non
 
 
 def _tensors(case: Case, rows: Rows) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What `update` is given."""
+    """Return the arguments of `update`."""
     p, y, w = (
         torch.tensor(values, dtype=torch.float64).to(dtype)
         for values, dtype in zip((rows.p, rows.y, rows.w), case.dtypes, strict=True)
@@ -373,7 +373,7 @@ def _expected_of_rows(case: Case, rows: Rows) -> Results:
 
 
 def expected(case: Case) -> Results:
-    """What every rank must find."""
+    """Return the expected results of every rank."""
     by_rank = [[_as_rounded(case, rows) for rows in of_rank] for of_rank in case.batches]
     if case.metric in FUNCTIONS:
         return _expected_of_function(case, formulas.joined([r for part in by_rank for r in part]))
@@ -416,7 +416,7 @@ def _is_near(case: Case, value: float, wanted: float) -> bool:
 
 
 def complaint_about(pool: RankPool, seed: int) -> str | None:
-    """What is wrong with the results of a case; None if they are right."""
+    """Return the error in the results of a case; None if they are right."""
     case = make_case(seed)
     of_ranks = pool(case.world, compute, seed) if case.world > 1 else [compute(seed)]
     wanted = expected(case)

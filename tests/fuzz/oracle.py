@@ -1,4 +1,4 @@
-"""What training a case must give: NumPy in float64, from the definitions; nothing of recsys.
+"""Expected results of training a case: NumPy in float64, from the definitions; nothing of recsys.
 
 One loss per rank, ``sum(output * factor)``; tables learn from the mean over ranks of its gradients.
 """
@@ -21,7 +21,7 @@ def initial(table: Table) -> np.ndarray:
 
 
 def factors(shape: tuple[int, ...], rank: int, step: int) -> np.ndarray:
-    """What the outputs of a rank are multiplied by in its loss."""
+    """Return the factors of a rank's outputs in its loss."""
     numbers = np.arange(int(np.prod(shape)), dtype=np.float64).reshape(shape)
     return np.cos(0.37 * numbers + rank + 2.0 * step)
 

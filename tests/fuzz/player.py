@@ -1,4 +1,4 @@
-"""Plays a case on the ranks, and judges what they say."""
+"""Plays a case on the ranks, and checks their results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _KINDS = {
 
 
 class Result(NamedTuple):
-    """What one rank has to say."""
+    """The results of one rank."""
 
     outputs: list[list[np.ndarray]]
     tables: dict[str, np.ndarray]
@@ -107,7 +107,7 @@ class _Player:
         self.fault = None if case.fault is None else FAULTS[case.fault]
 
     def is_faulty(self, stage: str) -> bool:
-        """Whether this rank makes the fault at this stage."""
+        """Return True if this rank makes the fault at this stage."""
         here = self.fault is not None and self.fault.stage == stage
         return here and (self.fault.on_all or self.rank == self.case.bad_rank)  # type: ignore[union-attr]
 
@@ -234,7 +234,7 @@ def play(case: Case, undone: str | None = None) -> Result:
 
 
 def complaint_about(pool: RankPool, case: Case, undone: str | None = None) -> str | None:
-    """Plays a case; returns what is wrong with what came of it, None if nothing is."""
+    """Play a case; return the error in its results, or None if they are right."""
     says = None if case.fault is None else FAULTS[case.fault].says
     try:
         results = pool(case.world, play, case, undone, timeout=TIME_LIMIT_S)

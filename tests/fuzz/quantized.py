@@ -1,4 +1,4 @@
-"""Random models, plans and rows: a sharded model is quantized to what the unsharded one is."""
+"""Random models, plans and rows: sharded and unsharded models have equal quantized rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ranks import RankError, RankPool
 
 
 def complaint_about(pool: RankPool, seed: int) -> str | None:
-    """What differs for the case of a seed, or None."""
+    """Return the difference for the case of a seed, or None."""
     rng = random.Random(seed)
     num_ranks = rng.randint(1, 3)
     case = Case(seed, num_ranks, tuple(ShardingType), optimizer=None, pooled=rng.random() < 0.6)

@@ -133,7 +133,7 @@ def _features(rng: random.Random, weighted: bool) -> KeyedJaggedTensor:
 
 
 def draw(seed: int, world: int, rank: int) -> Job:
-    """The job of one rank; what must be the same on all ranks is."""
+    """Draw the job of one rank; the settings that ranks must share are equal on all."""
     rng = random.Random(seed)
     pooled = rng.random() < 0.7
     weighted = pooled and rng.random() < 0.3
@@ -174,7 +174,7 @@ def draw(seed: int, world: int, rank: int) -> Job:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Builds, trains, saves, loads and moves; returns what came of it."""
+    """Build, train, save, load and move; return the results."""
     model_ = _Model(job)
     weights = model_.tables.table_weights()
     for (name, weight), (kind, settings), trains, half in zip(
@@ -441,7 +441,7 @@ def _play(seed: int, difference: str, bad_rank: int | None) -> tuple[str, dict[s
 
 
 def complaint_about(pool: RankPool, seed: int) -> str | None:
-    """What is wrong with the case of a seed; None if nothing is."""
+    """Return the error in the case of a seed, or None."""
     rng = random.Random(seed)
     difference = list(DIFFERENCES)[seed % len(DIFFERENCES)]
     world = rng.choice((2, 2, 3))

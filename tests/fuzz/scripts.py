@@ -187,7 +187,7 @@ def _different(found: list[Tensor], wanted: list[Tensor], atol: float) -> list[i
 
 
 def complaint_about(pool: RankPool, seed: int) -> str | None:
-    """What TorchScript does otherwise than Python for a module of a seed, or None."""
+    """Return the difference between TorchScript and Python for a module of a seed, or None."""
     del pool  # one process
     rng = random.Random(seed)
     torch.manual_seed(seed)

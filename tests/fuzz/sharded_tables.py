@@ -1,4 +1,4 @@
-"""Random tables in random parts through random operations: each result equals that of the whole."""
+"""Random tables in random parts through random operations: results equal the whole table's."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ REDUCED: list[Callable[[Any], Any]] = [
 
 
 def complaint_about(seed: int) -> str | None:
-    """What is wrong in the case of a seed, or None."""
+    """Return the error in the case of a seed, or None."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     dtype = rng.choice([torch.float32, torch.float32, torch.float64])

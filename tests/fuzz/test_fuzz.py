@@ -12,8 +12,8 @@ from tests.fuzz.player import complaint_about
 from tests.fuzz.undo import UNDONE
 from tests.ranks import RankPool
 
-# Seed and fault of what the fuzzer has found in the library; the first ones in the last version
-# without it, in five minutes.
+# Seeds and faults of the fuzzer's finds in the library; the first ones in the last version without
+# it, in five minutes.
 FINDS: list[tuple[int, str | None]] = [
     (1, "negative length"),
     (3, "dim of True"),

@@ -63,7 +63,7 @@ def _iterated(owner: str, configs: Any, kind: type) -> Any:
 
 
 def _alone(env: Any, what: str, work: Callable[[], Any]) -> list[Any]:
-    """Work that other ranks hear nothing of."""
+    """Do work without sharing its errors with other ranks."""
     result = [work()] * env.world_size
     if env.world_size > 1:
         torch.distributed.all_gather_object(result, result[0], group=env.process_group)
@@ -131,4 +131,4 @@ UNDONE: dict[str, Callable[[], Patches]] = {
     ],
     "saving fails on all": lambda: [_instead("distributed.checkpoint.save:on_every_rank", _alone)],
 }
-"""By what is taken out, how."""
+"""The patches that remove a check, by its name."""

@@ -70,7 +70,7 @@ def _apart() -> Iterator[None]:
 
 
 def _shows(text: str, value: Any) -> bool:
-    """Whether a message shows a value, its type or one of its parts."""
+    """Return True if a message shows a value, its type or one of its parts."""
     words = [repr(value)[:15], type(value).__name__]
     if isinstance(value, enum.Enum):
         words += [value.name, str(value.value)]
@@ -97,19 +97,19 @@ def _shows(text: str, value: Any) -> bool:
 
 
 def _is_own(error: BaseException) -> bool:
-    """Whether the library raised an error itself, not torch or Python below it."""
+    """Return True if the library raised an error itself, not torch or Python below it."""
     frames = traceback.extract_tb(error.__traceback__)
     return frames[-1].filename.startswith(_HOME)
 
 
 def _is_clear_refusal(call: Call, name: str, value: Any, error: Exception) -> bool:
-    """Whether an error tells that an argument's type is wrong."""
+    """Return True if an error reports that an argument's type is wrong."""
     text = str(error)
     if isinstance(error, TypeError) and f"argument '{name}'" in text:  # torch names it and its type
         return True
     words = [name, name.removesuffix("s"), *call.words.get(name, ())]
     is_named = any(re.search(rf"\b{re.escape(word)}\b", text) for word in words)
-    is_of_class = re.search(r"takes an? .*; received", text)  # which names what it should be
+    is_of_class = re.search(r"takes an? .*; received", text)  # which names the expected type
     is_own = isinstance(error, CLEAR) and _is_own(error)
     if not _is_full(value) and re.search(r"at least|one .*or more|none|empty", text):
         return isinstance(error, CLEAR)
@@ -117,15 +117,15 @@ def _is_clear_refusal(call: Call, name: str, value: Any, error: Exception) -> bo
 
 
 def _is_full(value: Any) -> bool:
-    """Whether a value is no container, or one with elements."""
+    """Return True if a value is not a container, or is one with elements."""
     return not isinstance(value, list | tuple | set | dict) or bool(value)
 
 
 def _is_clear_misfit(call: Call, name: str, value: Any, error: Exception) -> bool:
-    """Whether an error tells that a value of the right type does not fit the others.
+    """Return True if an error reports that a value of the right type does not fit the others.
 
-    Errors of torch about shapes and dtypes count, and those of functions and batches that the
-    caller gave.
+    Errors of torch about shapes and dtypes count, and so do errors of functions and batches that
+    the caller gave.
     """
     if callable(value) or isinstance(value, Iterator) or isinstance(error, StopIteration):
         return True
@@ -139,7 +139,7 @@ def _is_clear_misfit(call: Call, name: str, value: Any, error: Exception) -> boo
 
 
 def complaint_about_call(call: Call, name: str, value: Any, is_alike: bool) -> str | None:
-    """What is wrong with a call whose argument has this value, or None."""
+    """Return the error in a call whose argument has this value, or None."""
     kind = call.arguments[name]
     legal = True if is_alike else kind.is_legal(value)
     try:

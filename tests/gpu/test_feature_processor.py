@@ -53,4 +53,4 @@ def test_long_bags_are_raised_by_check_lengths(
     assert processors(_batch(3).to("cuda")).weights().isfinite().all()
     with pytest.raises(ValueError, match="received 3 ids in bag 0 of feature 'b'"):
         processors.check_lengths()
-    processors.check_lengths()  # told once
+    processors.check_lengths()  # raises once

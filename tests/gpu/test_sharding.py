@@ -136,7 +136,7 @@ def test_what_is_wrong_with_a_batch_is_raised_later(nccl: torch.device, fault: s
     bad = KeyedJaggedTensor(FEATURES, values, lengths=lengths)
     before = model(batch).values()
     torch.cuda.synchronize()
-    torch.cuda._sleep(4_000_000_000)  # what is found arrives after the call
+    torch.cuda._sleep(4_000_000_000)  # the result of the check arrives after the call
     assert model(bad).values().shape == before.shape
     error, text = {
         "ids": (IndexError, "On rank 0: Id 1000000 at position"),

@@ -1,6 +1,6 @@
 """A bad id has one sentence in training, evaluation, programs and packages.
 
-`cpp/test_core.py` compares the errors of the C++ core with those of `check_request`.
+`cpp/test_core.py` compares errors of the C++ core with errors of `check_request`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loaded programs: what they refuse, and what they make of strided tensors."""
+"""Loaded programs: the inputs that they refuse, and their results for strided tensors."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class Scores(nn.Module):
 
 
 def _strided_example() -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
-    """One row whose stride is not that of a row, and parts that are strided."""
+    """Return one row with the stride of a wider row, and strided parts."""
     _, ids, lengths, weights = _weighted(1)
     wide = torch.ones(1, 9)[:, :5]
     features = KeyedJaggedTensor(["x", "y", "z"], _strided(ids), _strided(weights), lengths)

@@ -1,4 +1,4 @@
-"""Deltas of a model that trains: base and deltas equal the model, whatever its sharding."""
+"""Deltas of a model that trains: base and deltas equal the model, under any sharding."""
 
 from __future__ import annotations
 

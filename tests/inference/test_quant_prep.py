@@ -45,7 +45,7 @@ def test_the_order_of_features_is_kept_if_asked_for(is_kept: bool) -> None:
     quantized: Any = quantize_embeddings(model)
     collection = quantized[0]
     expected = collection(_batch()).values()
-    for keys in ("xyz", "zxy", "zxy", "xyz"):  # and found anew where it is another
+    for keys in ("xyz", "zxy", "zxy", "xyz"):  # positions are computed again for another order
         assert torch.equal(collection(_batch(keys=keys)).values(), expected)
     once, again = (collection._positions(_batch()) for _ in range(2))
     assert once == again == [0, 1, 2]

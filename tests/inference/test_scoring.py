@@ -104,7 +104,7 @@ def test_a_package_describes_its_columns(packaged: tuple[Path, nn.Module, Featur
 def test_files_are_scored_by_processes(
     packaged: tuple[Path, nn.Module, FeatureSpec], tmp_path: Path
 ) -> None:
-    """The results of two processes together are those of one, and those of the model."""
+    """The results of two processes together equal the results of one, and of the model."""
     version, model, spec = packaged
     tables = [raw_table(100 * (i + 1), i) for i in range(3)]
     for i, table in enumerate(tables):
@@ -270,7 +270,7 @@ def test_results_of_another_origin_are_computed_again(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of another file, package, delta, module or setting; said in one line, others stay."""
+    """Another file, package, delta, module or setting is logged in one line; other results stay."""
     version, _, spec = packaged
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()
@@ -323,7 +323,7 @@ def test_results_of_another_origin_are_computed_again(
 def test_raw_requests_are_checked_as_training_data(
     packaged: tuple[Path, nn.Module, FeatureSpec],
 ) -> None:
-    """By the conversion for the C++ core; the plain predictor uses the spec itself."""
+    """The conversion for the C++ core checks them; the plain predictor uses the spec itself."""
     with Predictor(packaged[0]) as predictor:
         columns = predictor.manifest["columns"]
     strings, floats = pa.list_(pa.string()), pa.list_(pa.float32())
@@ -415,7 +415,7 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
 def test_a_column_that_states_its_value_may_be_absent(
     tmp_path: Path, is_package: bool, suffix: str
 ) -> None:
-    """As in `transform`; files that have the column may be among the others."""
+    """The same holds in `transform`; files that have the column may be among the others."""
     rows = {"city": ["a", "b", "a"], "price": [1.0, 2.0, 4.0], "ok": [0, 1, 0]}
     spec = FeatureSpec([Categorical("city"), Numeric("price", missing=0.5), Label("ok")]).fit(rows)
     tables = EmbeddingBagCollection(tables=spec.tables(4))

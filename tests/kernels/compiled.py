@@ -46,11 +46,11 @@ def empty(shape: int | tuple[int, ...], dtype: torch.dtype = torch.int64) -> tor
 
 
 def num_compiled(script: str, folder: Path, capability: int = 90) -> int:
-    """How many kernels compile for a compute capability, with what a script launches them on.
+    """Return the number of kernels that compile for a compute capability in a script of launches.
 
     In the script kernels are compiled with the very arguments of a launch, and do not run. `empty`
-    makes a tensor, of int64 if no dtype is given. `built` lists what was compiled. What else the
-    script prints that ends in True counts, too.
+    makes a tensor, of int64 if no dtype is given. `built` lists the compiled kernels. Other lines
+    of the script's output that end in True count, too.
     """
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     paths = [str(Path(__file__).parents[2]), kept.get("PYTHONPATH", "")]

@@ -47,7 +47,7 @@ class Case:
 
     @property
     def by_rank(self) -> RankedBags | None:
-        """Those of each rank, if there are several."""
+        """The bags of each rank, if there are several ranks."""
         if self.bags is None or self.num_ranks == 1:
             return None
         draws = np.random.default_rng(self.seed)
@@ -56,11 +56,11 @@ class Case:
 
     @property
     def given_bags(self) -> np.ndarray | None:
-        """As `TableBatchedEmbedding` takes them."""
+        """The numbers of bags, as an argument of `TableBatchedEmbedding`."""
         return self.bags_F if self.by_rank is None else self.by_rank.bags_FR
 
     def slices(self) -> list[slice]:
-        """Of each bag, feature by feature, what is its own of the flat output."""
+        """Return the slice of the flat output of each bag, feature by feature."""
         bags = self.given_bags
         assert bags is not None
         by_rank, place = bags.reshape(len(bags), -1), 0
@@ -230,7 +230,7 @@ def ragged_oracle(
 
 
 def padded_offsets(case: Case, offsets: Tensor) -> Tensor:
-    """Offsets of a ragged batch with empty bags behind those of each feature."""
+    """Return offsets of a ragged batch with empty bags behind the bags of each feature."""
     assert case.bags is not None
     bounds, begin, padded = offsets.tolist(), 0, []
     for count in case.bags:
@@ -241,7 +241,7 @@ def padded_offsets(case: Case, offsets: Tensor) -> Tensor:
 
 
 def flat_of_padded(case: Case, padded: Tensor) -> Tensor:
-    """What a rectangular lookup of `padded_offsets` returned, as the ragged one does; autograd."""
+    """Convert the output of a lookup of `padded_offsets` to the ragged output; has autograd."""
     assert case.bags is not None
     columns = padded.split([case.dims[t] for t in case.feature_table_map], dim=1)
     bags = [bag for c, n in zip(columns, case.bags, strict=True) for bag in c[:n].unbind()]

@@ -91,8 +91,10 @@ for length in (512, 8192):
 
 
 def test_memory_grows_with_the_number_of_values():
-    """All scores of 8,192 values and two heads have 512 MiB, and the pass backward needs four
-    such tensors; those of a block have 4 MiB."""
+    """All scores of 8,192 values and two heads have 512 MiB, and backward needs four such tensors.
+
+    The scores of a block have 4 MiB.
+    """
     done = subprocess.run(
         [sys.executable, "-c", MEASURE], check=True, capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""Triton's kernels of attention compute the formula; cases are those of PyTorch's operations."""
+"""Triton's kernels of attention compute the formula, in the same cases as PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def on_triton(query, key, value, offsets, rules, bias):
     empty = torch.empty
 
     def filled(*size, **known):
-        """What kernels do not write is NaN."""
+        """Return a tensor of NaN, which shows values that kernels do not write."""
         return empty(*size, **known).fill_(torch.nan)
 
     parts = [part.to(DEVICE) for part in (query, key, value, offsets)]

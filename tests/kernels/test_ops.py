@@ -40,7 +40,7 @@ def both(function, *args, **kwargs):
 
 @st.composite
 def jagged(draw):
-    """Lengths [F, B], values [N] that tell their position, weights [N] or None."""
+    """Lengths [F, B], values [N] that equal their position, weights [N] or None."""
     num_features, batch = draw(st.integers(1, 4)), draw(st.integers(0, 4))
     lengths = draw(
         st.lists(st.integers(0, 3), min_size=num_features * batch, max_size=num_features * batch)

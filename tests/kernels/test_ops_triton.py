@@ -34,7 +34,7 @@ GUARD = 64  # values around a buffer that must stay as they are
 
 
 def _case(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which segments are picked, and the sizes of all; some are empty, some long."""
+    """Return the picked segments, and the sizes of all; some are empty, some long."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, [3, 40, 900][seed % 3], rng.integers(1, 60))
     sizes *= rng.random(sizes.size) < 0.7
@@ -57,7 +57,7 @@ def test_lengths_add_up_to_offsets(number: int, dtype: torch.dtype) -> None:
 
 
 def test_blocks_of_sums_are_added_up_in_several_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops_triton, "_SCANNED", 16)  # of 150 blocks, of which 16 at once are read
+    monkeypatch.setattr(ops_triton, "_SCANNED", 16)  # of 150 blocks, 16 are read at once
     lengths = torch.arange(16 * 150 - 5, device=DEVICE)
     assert torch.equal(complete_cumsum(lengths)[1:], lengths.cumsum(0))
 

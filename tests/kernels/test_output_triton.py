@@ -29,14 +29,14 @@ Blocks = list[list[tuple[int, int]]]
 
 
 def _in_guards(values: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-    """A copy of values with NaN around it, and what says whether that is untouched."""
+    """Return a copy of values with NaN around it, and a function that checks this NaN."""
     around = torch.full((values.numel() + 2 * GUARD,), torch.nan, dtype=values.dtype).to(DEVICE)
     inner = around[GUARD : GUARD + values.numel()].view(values.shape).copy_(values)
     return inner, lambda: bool(around[:GUARD].isnan().all() and around[-GUARD:].isnan().all())
 
 
 def _guarded(kernel: Callable[[], Any]) -> Any:
-    """What a kernel returns, NaN where it wrote nothing; it writes nothing beside."""
+    """Return a kernel's result, NaN where it wrote nothing; check that it wrote nothing beside."""
     checks = []
 
     def empty(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

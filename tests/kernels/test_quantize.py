@@ -1,4 +1,4 @@
-"""Rows are quantized by blocks; what each row becomes is written down here anew, in numpy."""
+"""Rows are quantized by blocks; the expected rows are computed here with numpy."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_a_move_to_another_kind_of_device_lays_the_rows_out_anew(
     lookup = _lookup()
     batch = (torch.tensor([1, 9, 3]), torch.tensor([0, 2, 3]), None)
     expected, rows = lookup(*batch), [lookup.table_rows(t).clone() for t in range(2)]
-    # no GPU here: this CPU is what the tables move to, and a CUDA layout is read on the CPU
+    # no GPU here: the tables move to this CPU, which reads a CUDA layout
     monkeypatch.setitem(quantized_lookup._ROW_ALIGNMENT, "cpu", 16)
     lookup.device_type = "elsewhere"
     lookup.to("cpu")

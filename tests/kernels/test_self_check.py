@@ -34,7 +34,7 @@ if HAS_TRITON:
 
 @pytest.fixture
 def new_gpu(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A process that starts on a GPU of which no results are known."""
+    """A process that starts on a GPU without known results."""
     monkeypatch.setattr(self_check, "_pending", set(NAMES))
     monkeypatch.setattr(self_check, "_gpu_name", lambda device: "A New GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -56,7 +56,7 @@ def _offsets() -> list[int]:
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is pretended")
 class TestOnAPretendedDevice:
-    """What happens to kernels that are sound, and to one that is broken."""
+    """Self-checks of sound kernels, and of a broken one."""
 
     def test_a_sound_kernel_is_compared_once(
         self, new_gpu: str, monkeypatch: pytest.MonkeyPatch

@@ -52,7 +52,7 @@ def test_pytorch_gives_the_same(name: str) -> None:
 
 
 def _broken(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel with another last value in its result, or in what it changes."""
+    """A kernel with another last value in its result, or in the tensor that it updates."""
 
     def broken(*args: Any) -> Any:
         found = kernel(*args)

@@ -28,7 +28,7 @@ GUARD = 64  # values around a buffer that must stay as they are, and must not be
 
 @contextmanager
 def guards() -> Iterator[None]:
-    """What kernels return has NaN around it, which stays, and in it, where they write nothing."""
+    """Fill results of kernels with NaN, and check that the NaN around them stays."""
     kept = list[Tensor]()
 
     def empty(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -71,7 +71,7 @@ def settings(
 
 
 def kernels_agree(s: LookupSettings) -> bool:
-    """Whether FBGEMM's CPU kernels, forced, give what the torch kernels give."""
+    """Return True if FBGEMM's CPU kernels, forced, give the torch kernels' results."""
     assert s.optimizer is not None
     if s.optimizer.algorithm not in FUSED_ON_CPU:
         name = FBGEMM_NAMES.get(s.optimizer.algorithm)

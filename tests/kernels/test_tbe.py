@@ -147,7 +147,7 @@ def test_deferred_equals_fused(case: Case, algorithm: EmbOptimType) -> None:
     assert_same(fused, deferred)
 
 
-# torch.optim.Adagrad builds sparse tensors without saying whether to check them
+# torch.optim.Adagrad builds sparse tensors and sets no `check_invariants`
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("mode", [UpdateMode.FUSED, UpdateMode.DEFERRED])
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_moments_in_the_fused_update_equal_moments_with_row_gradients(case: Case
             statistics.append(tbe.deferred.row_statistics())
         for a, b in zip(*statistics, strict=True):
             torch.testing.assert_close(a, b)
-        # twice what the columns here have: as if another rank had as much
+        # twice the statistics of the columns here: as if another rank had as much
         for tbe in (fused, reduced):
             tbe.deferred.step(
                 [2 * s / d.dim for s, d in zip(statistics[1], tbe.layout.tables, strict=True)]
@@ -362,7 +362,7 @@ def test_moments_in_the_fused_update_equal_moments_with_row_gradients(case: Case
 @needs_fbgemm
 @pytest.mark.parametrize("residue", [1e-15, 1e-9])
 def test_a_row_whose_gradients_cancel_out_keeps_its_weights(residue: float) -> None:
-    """Whatever rounding leaves of the gradients in the statistics, and the kernel then finds."""
+    """Rounding leaves a rest of the gradients in the statistics, and the kernel then finds zero."""
     spec = spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
     case = replace(SMALL, rows=(4,), dims=(8,), feature_table_map=(0,))
     tbe = case.build(spec, UpdateMode.DEFERRED, "fbgemm")
@@ -424,7 +424,7 @@ def test_a_row_moves_where_the_kernel_finds_a_quarter_of_its_state(
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_two_backward_passes_before_a_step_add_up_where_batches_are_kept(backend: str) -> None:
-    """As of a model that calls a module twice: the first batch's gradients must not be lost."""
+    """A model that calls a module twice must not lose the first batch's gradients."""
     spec = spec_of(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
     kept, reduced = (SMALL.build(spec, UpdateMode.DEFERRED, backend) for _ in range(2))
     kept.deferred.keeps_batch = True
@@ -699,7 +699,7 @@ ragged_cases = cases(neighbours=True, ragged=True)
 def train_padded(
     tbe: TableBatchedEmbedding, case: Case, parameters: list[Tensor] | None = None
 ) -> list[Tensor]:
-    """What `train` returns of a ragged case, by a rectangle of as many empty bags as it takes."""
+    """Return the result of `train` for a ragged case, filled up to a rectangle by empty bags."""
     return train(tbe, case, parameters=parameters, padded=True)
 
 
@@ -837,7 +837,7 @@ APART = replace(
     num_ranks=3,
     weighted=False,
 )
-"""Tables of one width, no two features of which share one: a kernel may read them rank by rank."""
+"""Tables of one width, each read by one feature: a kernel may read them rank by rank."""
 RATES = {"one": (0.1, 0.1, 0.1), "several": (0.1, 0.5, 0.2)}
 
 
@@ -940,7 +940,7 @@ def test_fbgemm_serves_bags_of_their_own(
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_a_gradient_that_is_one_value_for_all_bags(backend: str) -> None:
-    """As of `sum()`, whose gradient takes the memory of one number."""
+    """The gradient of `sum()`, which takes the memory of one number."""
     case = replace(RAGGED, dims=(4, 4, 4), weighted=False)
     pair = [case.build(spec_of(EmbOptimType.SGD), UpdateMode.FUSED, backend) for _ in range(2)]
     indices, offsets, _ = case.batch(0)

@@ -410,7 +410,7 @@ def test_features_without_ids_have_bags_of_their_own() -> None:
 
 
 def test_bags_of_several_ranks_train_at_each_tables_rate() -> None:
-    """Which the module does not do: PyTorch looks up and updates then."""
+    """The module has one rate for all: PyTorch looks up and updates instead."""
     spec = OptimizerSpec(algorithm=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.1)
     case = replace(RAGGED, num_ranks=3)
     pair = [case.build(spec, UpdateMode.FUSED) for _ in range(2)]

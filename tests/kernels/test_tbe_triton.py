@@ -1,4 +1,4 @@
-"""What Triton updates is what PyTorch updates; on a CPU by Triton's interpreter."""
+"""Updates by Triton equal updates by PyTorch; on a CPU by Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Ids of a batch, and gradients of its bags; what is made of them, in float64."""
+    """Ids of a batch, gradients of its bags, and the expected sums in float64."""
 
     rows: np.ndarray
     source: np.ndarray
@@ -139,7 +139,7 @@ RATES = np.array([0.5, 9.0, 0.25, 0.125], np.float32)
 
 @dataclass
 class Tables:
-    """Weights and state of tables, and what an update must make of them, in float64."""
+    """Weights and state of tables, and the expected results of an update in float64."""
 
     spec: OptimizerSpec
     rates: np.ndarray | None

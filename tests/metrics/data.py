@@ -1,4 +1,4 @@
-"""Random outputs of a model, alike in every process."""
+"""Random outputs of a model, equal in every process."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Rows:
     session: list[int]
     group: list[int]
     sizes: list[int]
-    """Of the sessions of GAUC, which follow one another."""
+    """Sizes of the sessions of GAUC, which follow one another."""
     tensor: list[float]
     classes: list[list[float]] = field(default_factory=list)
 
@@ -47,7 +47,7 @@ def joined(batches: Sequence[Rows]) -> Rows:
 
 
 def divide(part: float, whole: float) -> float:
-    """As floats of tensors are divided."""
+    """Divide like floats of tensors: by zero, the result is infinite or NaN."""
     if whole != 0:
         return part / whole
     return math.nan if part == 0 or math.isnan(part) else math.copysign(math.inf, part)
@@ -59,7 +59,7 @@ def dot(*columns: Sequence[float]) -> float:
 
 
 def rest(values: Sequence[float]) -> list[float]:
-    """What is left to one."""
+    """Return the difference of each value from one."""
     return [1.0 - value for value in values]
 
 
@@ -84,7 +84,7 @@ def logs_of_shares(a: float, b: float) -> tuple[float, float]:
 
 
 def entropy_of(positive: float, negative: float) -> float:
-    """Of the base rate."""
+    """Return the entropy of the base rate."""
     if positive + negative == 0:
         return math.nan
     log_p, log_n = logs_of_shares(positive, negative)
@@ -99,18 +99,18 @@ def normalized(loss: Sequence[float], y: Sequence[float], w: Sequence[float]) ->
 
 
 def has_nan(*columns: Sequence[float]) -> bool:
-    """Whether a value is not a number."""
+    """Return True if a value is not a number."""
     return any(math.isnan(value) for column in columns for value in column)
 
 
 def scaled(weights: Sequence[float]) -> list[float]:
-    """By a power of two, exactly, so that products stay in range."""
+    """Scale weights by a power of two, exactly, so that products stay in range."""
     most = max(map(abs, weights), default=0.0)
     return [math.ldexp(w, -math.frexp(most)[1]) for w in weights] if most else list(weights)
 
 
 def area(p: Sequence[float], y: Sequence[float], w: Sequence[float]) -> float:
-    """Under the ROC curve, from all pairs; NaN for one class."""
+    """Return the area under the ROC curve, from all pairs; NaN for one class."""
     if has_nan(p, y, w):
         return math.nan
     w = scaled(w)
@@ -139,7 +139,7 @@ def average_precision(p: Sequence[float], y: Sequence[float], w: Sequence[float]
 
 
 def share_in_order(p: Sequence[float], y: Sequence[float], w: Sequence[float]) -> float:
-    """Of pairs that are not against each other, half of equal ones; weights do not count."""
+    """Return the share of pairs in the labels' order, half for equal ones; weights do not count."""
     if has_nan(p, y):
         return math.nan
     pairs = list(itertools.combinations(range(len(p)), 2))
@@ -281,14 +281,14 @@ def xauc(batches: Sequence[Rows]) -> float:
 
 
 def squared_errors(rows: Rows, around: float | None = None) -> list[float]:
-    """Of the predictions, or of a number in their place."""
+    """Return squared errors of the predictions, or of a number in their place."""
     return [
         ((p if around is None else around) - y) ** 2 for p, y in zip(rows.p, rows.y, strict=True)
     ]
 
 
 def r_squared(rows: Rows) -> float:
-    """One less the squared error by that of the labels' mean."""
+    """One minus the squared error over the squared error of the labels' mean."""
     mean, total = divide(dot(rows.y, rows.w), math.fsum(rows.w)), math.fsum(rows.w)
     if total == 0:
         return math.nan
@@ -303,7 +303,7 @@ def recalibrated(p: Sequence[float], rate: float) -> list[float]:
 
 
 def cali_free_ne(rows: Rows) -> float:
-    """Log loss by that of the mean prediction."""
+    """Log loss divided by the log loss of the mean prediction."""
     p, y, w = rows.p, rows.y, rows.w
     positive, negative, total = dot(y, w), dot(rest(y), w), math.fsum(w)
     if total == 0:

@@ -44,7 +44,7 @@ def test_directions(name: str, direction: bool | None) -> None:
 
 
 def test_names_of_qualities_have_a_direction() -> None:
-    """All names of metrics but those of counts, averages and calibration."""
+    """All names of metrics except counts, averages and calibration."""
     without = {str(name) for name in MetricName if is_larger_better(str(name)) is None}
     words = "average avg batch calibration ctr examples label missing model num optim qps recali"
     words += " scalar sum tensor throughput weighted"

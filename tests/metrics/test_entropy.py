@@ -52,7 +52,7 @@ def test_accumulated_and_merged_equals_whole():
 
 @pytest.mark.parametrize("label", [0, 1])
 def test_one_class_has_no_entropy(label):
-    """Whatever the weights round to, and in whatever order they are added up."""
+    """For any rounding of the weights, in any order of their sums."""
     metric = NormalizedEntropy()
     for seed in range(8):
         weights = torch.rand(33, generator=torch.Generator().manual_seed(seed)).double() * 0.1

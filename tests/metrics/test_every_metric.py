@@ -175,7 +175,7 @@ def areas_of_sessions(batches: list[Batch]) -> list[float]:
 
 
 def expected_of(batches: list[Batch]) -> dict[str, Any]:
-    """What sums give over some batches, by what comes before the task and after the span."""
+    """Return results of sums over some batches, by their keys without task and span."""
     p, y, w = rows_of(batches, "click_prediction", "click_label", "click_weight")
     expected: dict[str, Any] = test_sum_metrics.oracle(batches, "click")
     expected["serving_ne|ne"] = expected["ne|ne"]
@@ -213,7 +213,7 @@ def expected_of(batches: list[Batch]) -> dict[str, Any]:
 
 
 def samples_per_second(parts: list[list[Batch]], in_spans: list[list[Batch]]) -> float:
-    """Of the batches of a span that are not of the warm-up."""
+    """Return the rate over the batches of a span after the warm-up."""
     samples = seconds = 0.0
     for part, span in zip(parts, in_spans, strict=True):
         timed = [batch for batch in part if len(batch["tensor"])][WARMUP:]
@@ -224,7 +224,7 @@ def samples_per_second(parts: list[list[Batch]], in_spans: list[list[Batch]]) ->
 
 
 def expected_of_rows(parts: list[list[Batch]]) -> dict[str, float]:
-    """What areas are over the last rows of each rank."""
+    """Return the areas over the last rows of each rank."""
     names = ("click_prediction", "click_label", "click_weight", "grouping_keys")
     of_ranks = [[c[-WINDOW:] for c in rows_of(part, *names)] for part in parts]
     p, y, w, group = (np.concatenate(columns) for columns in zip(*of_ranks, strict=True))
@@ -291,7 +291,7 @@ UNREAD: dict[Any, set[str]] = {
     RecMetricEnum.UNWEIGHTED_NE: {"weight"},
     RecMetricEnum.RAUC: {"weight"},
 }
-# Results of some of what a metric reads.
+# Results that leave out a part of the metric's inputs.
 UNREAD_BY = {
     "label_average": {"prediction"},
     "prediction_average": {"label"},

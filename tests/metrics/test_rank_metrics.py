@@ -1,4 +1,4 @@
-"""Metrics of the window's rows, over ranks: what is gathered, and what is computed from it."""
+"""Metrics of the window's rows, over ranks: the gathered rows, and the results of them."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_scores_of_any_sign(dtype):
 
 
 def test_a_group_of_one_class_has_no_area():
-    """Rounding of sums over other groups is no weight of the class that is missing."""
+    """Rounding of sums over other groups does not count as weight of the missing class."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.arange(400) // 4
     scores, weights = torch.rand(2, 400, generator=generator, dtype=torch.float64)

@@ -87,7 +87,7 @@ def test_ties_count_by_the_expected_value():
 
 
 def test_a_tie_that_goes_on_is_not_known():
-    """Its other items may be among the first, too: the metrics are NaN, not those of the order."""
+    """Other items of the tie may be among the first, too: their order must not decide."""
     found, scores = torch.tensor([[5, 6, 7]]), torch.tensor([[3.0, 2.0, 2.0]])
     for target, is_known in ((5, True), (6, False), (9, False)):
         metrics = RetrievalMetrics([1, 2], CPU)

@@ -214,7 +214,7 @@ def test_gauc_is_over_sessions_of_both_classes() -> None:
 
 @pytest.mark.parametrize("kind", ["tenths", "random", "of any size"])
 def test_gauc_of_weights_that_are_not_whole(kind: str) -> None:
-    """The rounding of sums over sessions is no weight of the class that a session lacks."""
+    """The rounding of sums over sessions does not count as weight of a session's missing class."""
     generator = torch.Generator().manual_seed(0)
     p, w = torch.rand(2, 400, generator=generator, dtype=torch.float64)
     y = (torch.rand(400, generator=generator) < 0.5).double()

@@ -59,7 +59,7 @@ def ne(p, y, w):
 
 
 def oracle(batches, task):
-    """All results over some batches, by what comes before the task and after the span."""
+    """Return all results over some batches, by their keys without task and span."""
     p, y, w = (column(batches, f"{task}_{kind}") for kind in ("prediction", "label", "weight"))
     segment, tensor = column(batches, "grouping_keys"), column(batches, "tensor")
     log_loss = sk.log_loss(y, p, sample_weight=w)
@@ -357,7 +357,7 @@ UNDEFINED = {
 def test_one_class_divides_by_zero_and_not_by_rounding(
     num_ranks: int, label: float, ranks: RankPool
 ) -> None:
-    """Sums over ranks are rounded in an order of their own for each place of what is reduced."""
+    """Each place of a reduced tensor is rounded in an order of its own."""
     expected = UNDEFINED[label]
     for found in ranks(num_ranks, one_class_on_rank, label):
         names = {key: key.partition("|")[2].partition(" ")[0] for key in found}
@@ -375,7 +375,7 @@ def test_predictions_of_one_only() -> None:
     batch["a_weight"] = torch.full((16,), 0.1)
     module.update(batch)
     found = module.compute()
-    # Always predicting the mean is what they do.
+    # All predictions equal their mean.
     assert found["cali_free_ne-a|window_cali_free_ne"].item() == pytest.approx(1.0)
     loss = -math.log(1e-12) * (1.0 - batch["a_label"].mean().item())
     rate = batch["a_label"].mean().item()

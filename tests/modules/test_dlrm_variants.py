@@ -87,12 +87,12 @@ def test_follows_the_formula(build, formula):
     for part in (model.dense_arch, model.inter_arch, model.over_arch):
         randomise(part)
     with torch.no_grad():
-        for weight in model.sparse_arch.parameters():  # sums of which are exact in fp32
+        for weight in model.sparse_arch.parameters():  # their sums are exact in fp32
             weight.copy_(torch.randint(-64, 65, weight.shape) / 64)
     tables = {name: p for name, p in model.named_parameters() if name.startswith("sparse_arch")}
 
     class InDouble(nn.Module):
-        """Tables stay fp32; what they give is widened."""
+        """Tables stay fp32; their outputs are widened."""
 
         def __init__(self):
             super().__init__()

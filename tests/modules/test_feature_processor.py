@@ -1,4 +1,4 @@
-"""Feature processors: what they make of a batch, and their names in the state dict."""
+"""Feature processors: their results for a batch, and their names in the state dict."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_rows_that_are_no_items_are_left_out():
 
 
 def test_special_rows_are_not_recommended():
-    """By the vectors of the model, and by those of the table."""
+    """With the vectors of the model, and with the vectors of the table."""
     films = EmbeddingConfig(9, 8, "films", feature_names=["history", "target"], num_special_rows=2)
     model = NextItem(EmbeddingCollection(tables=[films]), SASRec(8, 9), "in_batch").eval()
     weight = model.embedding_collection.embeddings["films"].weight

@@ -1,4 +1,4 @@
-"""Pools hold what a dict of rows would hold."""
+"""Pools have the same rows as a dict."""
 
 from __future__ import annotations
 

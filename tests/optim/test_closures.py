@@ -48,7 +48,7 @@ def lbfgs(params: list[Tensor]) -> torch.optim.Optimizer:
 
 
 class Ascending(torch.optim.SGD):
-    """As SAM: the gradient at a point that the first gradient leads to."""
+    """An optimizer like SAM: it takes the gradient at a point that the first gradient leads to."""
 
     def step(self, closure: Any = None) -> Any:
         assert closure is not None

@@ -1,4 +1,4 @@
-"""Loss scaling over ranks: gradients are unscaled wherever they are, inf skips the step of all."""
+"""Loss scaling over ranks: all gradients are unscaled, and inf skips the step on all ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _ids(rank: int, step: int) -> np.ndarray:
 
 
 def _factors(rank: int, step: int, bad: float) -> np.ndarray:
-    """What the loss multiplies the pooled values by."""
+    """Return the factors of the pooled values in the loss."""
     factors = np.random.default_rng(100 + 10 * step + rank).standard_normal(DIM * len(TABLES))
     if rank == 1 and step == BAD_STEP:
         factors[-1] = factors[2] = bad

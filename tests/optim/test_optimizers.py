@@ -56,7 +56,7 @@ def test_dense_layers_train_as_with_torch(ours, theirs, kwargs: dict[str, float]
 
 @pytest.mark.parametrize("owned", [False, True])
 def test_a_weight_decay_of_adam_warns_once(owned: bool) -> None:
-    """It is that of AdamW, and not that of torch.optim.Adam."""
+    """Weight decay works as in AdamW, and not as in torch.optim.Adam."""
     optimizers._warn_of_decoupled_decay.cache_clear()
 
     def make(optimizer_class: Any, decay: float) -> None:

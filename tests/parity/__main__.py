@@ -1,4 +1,4 @@
-"""Runs both in full, ours and TorchRec 1.8.0, and writes what came of it.
+"""Runs both in full, ours and TorchRec 1.8.0, and writes the results.
 
 python -m tests.parity [--part training] [--pools 2]
 """
@@ -29,7 +29,7 @@ def compare_batch(pool: PeerPool, batch: Sequence[Cell]) -> list[str]:
 
 
 def _compare(pool: PeerPool, cell: Cell, attempts: int = 2) -> str:
-    """Tries again if ranks do not answer: those of a node sometimes wait for each other."""
+    """Compare, and try again without answers: ranks of a node sometimes wait for each other."""
     world_size, _ = TOPOLOGIES[cell.topology]
     try:
         return outcome_of(pool(world_size, compare_with_peer, cell, timeout=_CELL_S))
@@ -71,7 +71,7 @@ def _checkpoints(pools: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs what the command line asks for."""
+    """Run the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pools", type=int, default=2, help="groups of ranks side by side")
     parser.add_argument("--part", choices=["training", "checkpoints"])

@@ -1,7 +1,7 @@
 """The checkpoint matrix in TorchRec, through torch.distributed.checkpoint, as its user would.
 
-It is held to itself: what is loaded must be what was saved, and three more steps must equal those
-of the run that never stopped.
+It is compared with itself: loaded values must equal the saved ones, and three more steps must equal
+three steps of the run that never stopped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _train(case: SameSamples, model: nn.Module, dense: Any, steps: range) -> lis
 
 
 def _held(model: nn.Module, optimizer: Any) -> Parts:
-    """What this rank holds of weights and optimizer state."""
+    """Return this rank's parts of weights and optimizer state."""
     values = dict(model.state_dict())
     for name, states in optimizer.state_dict()["state"].items():
         for key, value in states.items():
@@ -60,7 +60,7 @@ def _held(model: nn.Module, optimizer: Any) -> Parts:
 
 
 def save_from(place: Place, optimizer: str, path: str) -> str:
-    """Trains, saves and trains on; what came of it is written beside the checkpoint."""
+    """Train, save and train on; write the results beside the checkpoint."""
     import torch.distributed.checkpoint as dcp
 
     case = place.case(optimizer, _PeerCase)
@@ -182,7 +182,7 @@ _known: dict[tuple[ShardingType, str], str] = {}
 
 
 def _on_one_rank(pool: PeerPool, strategy: ShardingType, optimizer: str) -> str:
-    """Why a strategy cannot run on one rank; empty if it can."""
+    """Return the reason why a strategy cannot run on one rank; empty if it can."""
     if (strategy, optimizer) not in _known:
         with tempfile.TemporaryDirectory() as folder:
             place = Place(strategy=strategy, world_size=1)

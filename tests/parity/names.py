@@ -1,10 +1,9 @@
-"""Which names of TorchRec resolve here: `python -m tests.parity.names [--peer FOLDER]`.
+"""Names of TorchRec that resolve here: `python -m tests.parity.names [--peer FOLDER]`.
 
 It imports every module of TorchRec in a process of its own, from FOLDER if one is given (another
-release, unpacked), and asks of each public name there, defined or imported from another of its
-modules, whether it is resolved here, refused with a reason, or left. Of the names of its API
-reference and of its packages it compares members, arguments and defaults. The list is written to
-names-RELEASE.txt.
+release, unpacked). Each public name there, defined or imported from another of its modules, is
+resolved here, refused with a reason, or left. Of the names of its API reference and of its packages
+it compares members, arguments and defaults. The list is written to names-RELEASE.txt.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ NEWER = {
     r"DryRunRequest\(planner_config\)": "for the executor, which is the user's: any value",
     r"\w*Optimizer\w*\.scratch_buffers": "optimizers here keep no buffers beside their state",
 }
-"""What of 1.9 differs from 1.8, and why it is not here."""
+"""Differences of 1.9 from 1.8, and the reasons why they are not here."""
 WALK = """
 import contextlib, importlib, io, json, pkgutil, sys, warnings
 warnings.simplefilter("ignore")
@@ -93,7 +92,7 @@ def facts_of(module: ModuleType) -> dict[str, Any]:
 
 
 def names_of(peer: Path | None) -> dict[str, Any]:
-    """What the walk through a TorchRec found."""
+    """Return the findings of a walk through a TorchRec."""
     path = os.pathsep.join(str(folder) for folder in (ROOT, peer) if folder)
     run = subprocess.run(
         [sys.executable, "-c", WALK],
@@ -107,7 +106,7 @@ def names_of(peer: Path | None) -> dict[str, Any]:
 
 
 def state_of(module: str, name: str, home: str) -> str:
-    """Whether a name is resolved, refused (with the reason) or left."""
+    """Return the state of a name: resolved, refused (with the reason) or left."""
     if home_of(module, name) is not None:
         return "resolved"
     reason = reason_of(f"{module}.{name}") or reason_of(home)
@@ -115,7 +114,7 @@ def state_of(module: str, name: str, home: str) -> str:
 
 
 def share(states: list[str]) -> str:
-    """How many of the states are which."""
+    """Return the counts of the states, and the share of resolved names."""
     counts = Counter(state.partition(":")[0] for state in states)
     rate = counts["resolved"] / max(1, len(states))
     return f"{len(states)} names: {dict(sorted(counts.items()))}, {rate:.1%} resolved"

@@ -26,7 +26,7 @@ Slices = tuple[slice, ...]
 
 
 class ParityCase(Case):
-    """Three tables, two of which read the same feature; batches of one size, as the peer needs."""
+    """Three tables, two with the same feature; batches of one size, as the peer needs."""
 
     sizes = (4,)
 
@@ -82,9 +82,9 @@ class ParityCase(Case):
 
 @contextmanager
 def peer_mood() -> Iterator[None]:
-    """Lets TorchRec warn, which is an error in our ranks, and forget earlier process groups.
+    """Let TorchRec warn, which is an error in our ranks, and forget earlier process groups.
 
-    It keeps those of a node for the life of the process; our ranks serve several jobs.
+    It keeps the groups of a node for the life of the process; our ranks serve several jobs.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -109,7 +109,7 @@ class PeerPool:
         self._pools: dict[int, RankPool] = {}
 
     def __call__(self, world_size: int, fn: Any, *args: Any, timeout: float = 60.0) -> list[Any]:
-        """As :class:`~tests.ranks.RankPool`."""
+        """Call a function on ranks, like :class:`~tests.ranks.RankPool`."""
         pool = self._pools.setdefault(world_size, RankPool())
         return pool(world_size, fn, *args, timeout=timeout)
 
@@ -273,7 +273,7 @@ def _plan(case: Case, seed: int) -> Any:
 
 
 def parts_of(value: Tensor) -> Iterator[tuple[Slices, Tensor]]:
-    """What this rank holds of a value of the peer's state dict, and where it belongs."""
+    """Yield this rank's parts of a value of the peer's state dict, with their positions."""
     from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torch.distributed.tensor import DTensor
 

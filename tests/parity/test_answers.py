@@ -1,4 +1,4 @@
-"""TorchRec returns what is recorded of it, to which tests/compat/test_answers holds ours."""
+"""TorchRec returns the recorded answers; tests/compat/test_answers compares ours with them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Ours and TorchRec agree wherever TorchRec can run, but for differences that are explained.
+"""Ours and TorchRec agree in all cases that TorchRec can run, except for explained differences.
 
-Each test says how many of the seven strategies must be equal: an explanation alone does not pass.
+Each test gives the number of strategies, of seven, that must be equal: an explanation alone does
+not pass.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def described(error: BaseException) -> str:
 
 
 def last_line(error: RankError) -> str:
-    """What a rank says last."""
+    """Return the last line of a rank's error."""
     return str(error).strip().splitlines()[-1][:200]
 
 
@@ -106,7 +106,7 @@ def compare_with_peer(cell: Cell) -> str:
 
 
 def outcome_of(by_rank: list[str]) -> str:
-    """The worst of what the ranks saw; a lost connection only tells that another rank failed."""
+    """Return the worst outcome of ranks; a lost connection only follows another rank's error."""
 
     def severity(found: str) -> int:
         return 0 if found == EQUAL else 1 if "gloo/transport" in found else 2

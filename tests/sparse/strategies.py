@@ -13,7 +13,7 @@ Bags = list[list[int]]
 
 @dataclass
 class Batch:
-    """A KeyedJaggedTensor and what must be in it: the bags of each feature."""
+    """A KeyedJaggedTensor and its expected content: the bags of each feature."""
 
     kjt: KeyedJaggedTensor
     bags: dict[str, Bags]
@@ -52,7 +52,7 @@ def batches(draw, prefix="f", stride=None, is_weighted=None, dtype=None, variabl
 
 
 def weights_of(values: Tensor) -> Tensor:
-    """Weights that tell which value they belong to."""
+    """Return weights that identify their values."""
     return values.float() + 0.5
 
 

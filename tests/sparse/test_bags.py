@@ -1,4 +1,4 @@
-"""What JaggedTensor and KeyedJaggedTensor share: every tensor at hand is moved, pinned and kept."""
+"""Common parts of JaggedTensor and KeyedJaggedTensor: every tensor is moved, pinned and kept."""
 
 from __future__ import annotations
 

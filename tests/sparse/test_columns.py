@@ -281,7 +281,7 @@ def test_what_is_no_column_is_refused(column: Any) -> None:
 
 def test_columns_of_libraries_that_give_arrow() -> None:
     class Series:
-        """As of polars."""
+        """A column like polars'."""
 
         def __init__(self, values: list[Any]) -> None:
             self._values = values

@@ -41,7 +41,7 @@ def test_what_ranks_send_each_other_comes_together(data, is_weighted, mode):
     assert ("weights" in labels, "strides" in labels) == (is_weighted, mode == "variable")
 
     for rank in range(num_ranks):
-        parts = []  # per tensor, what each rank sends to this one
+        parts = []  # per tensor, the part of each rank for this one
         for label in range(len(labels)):
             pieces = [
                 kjt.dist_tensors()[label].split(kjt.dist_splits(key_splits)[label])[rank]

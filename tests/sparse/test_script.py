@@ -61,7 +61,7 @@ def test_scripted_containers_have_the_methods_of_the_real_ones() -> None:
 
 
 class Rearranged(nn.Module):
-    """What models do with a batch before they look it up."""
+    """Operations of models on a batch before its lookup."""
 
     def forward(self, kjt: KeyedJaggedTensor, order: list[int]) -> list[KeyedJaggedTensor]:
         parts = kjt.permute(order).split([1, 0, 2])
@@ -95,7 +95,7 @@ class Asked(nn.Module):
 
 
 class Columns(nn.Module):
-    """What models do with embeddings and with jagged ones."""
+    """Operations of models on pooled and on jagged embeddings."""
 
     def forward(self, kt: KeyedTensor, jagged: JaggedTensor) -> list[Tensor]:
         found = KeyedTensor.regroup([kt], [["b", "a"], ["b"]])

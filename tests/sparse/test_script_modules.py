@@ -74,7 +74,7 @@ def tensors_of(found: Any) -> list[Tensor]:
 
 
 class Scores(nn.Module):
-    """Looks features up, by whatever does; a module of the user's own that holds a collection."""
+    """Scores from the lookups of any collection; a module of the user's own."""
 
     def __init__(self, tables: nn.Module) -> None:
         super().__init__()

@@ -256,7 +256,7 @@ def test_weights_of_ids_are_named_by_feature_and_bag(place: int, where: str, bad
     message = f"EmbeddingBagCollection: weights must be finite; received {bad} in {where}"
     with pytest.raises(ValueError, match=message):
         ebc(_batch(weights))
-    # what is computed from parameters is no input
+    # a value computed from parameters does not count as input
     assert not ebc(_batch(weights.requires_grad_())).values().isfinite().all()
 
 

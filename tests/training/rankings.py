@@ -62,7 +62,7 @@ class Case:
             return (self.vectors * query).sum(1, dtype=np.float32)
 
     def is_broken(self, user: int) -> bool:
-        """Whether the query is not finite."""
+        """Return True if the query is not finite."""
         history = self.histories[user]
         return bool(history) and not np.isfinite(self.vectors[history[-1]]).all()
 
@@ -162,7 +162,7 @@ def expected(case: Case, user: int, targets: Sequence[int], k: int) -> list[floa
 
 
 def _orders(tie: list[int], targets: Sequence[int]) -> list[list[int]]:
-    """Return the orders of a tie; items that are not targets are -1, as they are alike."""
+    """Return the orders of a tie; items that are not targets are interchangeable, and are -1."""
     own = [row for row in tie if row in targets]
     found = []
     for places in itertools.permutations(range(len(tie)), len(own)):

@@ -1,4 +1,4 @@
-"""`ResumableBatches` yields each batch of an epoch once, wherever it is saved."""
+"""`ResumableBatches` yields each batch of an epoch once, for a save at any batch."""
 
 from __future__ import annotations
 

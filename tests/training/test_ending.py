@@ -36,7 +36,7 @@ def _start(folder: Path, *arguments: str, ranks: int = 1, **settings: object) ->
 
 
 def _end(job: subprocess.Popen[str]) -> tuple[int, list[str]]:
-    """Return the exit code of a job and what it printed before torchrun's own report."""
+    """Return the exit code of a job and its output before torchrun's own report."""
     _, text = job.communicate(timeout=120)
     lines = text.partition("failed (exitcode")[0].splitlines()
     return job.returncode, [line for line in lines if "torch/distributed/elastic" not in line]

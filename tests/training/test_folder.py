@@ -1,4 +1,4 @@
-"""Folders of jobs: what counts as a job, and what is removed."""
+"""Folders of jobs: the files that count as a job, and the files that are removed."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_other_seen_items_are_not_ranked():
 
 
 def test_a_target_that_was_seen():
-    """It is ranked with the items that were not seen, or the sample is left out."""
+    """A seen target is ranked with the unseen items, or its sample is left out."""
     model, names = next_item(20), ["history", "target"]
     ids, lengths = torch.tensor([5, 6, 5, 6, 6, 5, 6, 5]), torch.tensor([4, 0, 4, 0])
     features = KeyedJaggedTensor(names, ids, lengths=lengths)

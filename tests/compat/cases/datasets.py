@@ -250,7 +250,7 @@ def rows_of_criteo() -> Any:
 
 
 def files_of_scripts() -> Any:
-    """What the scripts write: names, shapes, and categories; a shuffle keeps what it shuffles."""
+    """Return the scripts' files: names, shapes, and categories; a shuffle keeps its values."""
     import numpy as np
     from torchrec.datasets.scripts import contiguous_preproc_criteo as contiguous
     from torchrec.datasets.scripts import npy_preproc_criteo as npy

@@ -11,7 +11,7 @@ from tests.compat.cases.distributed import CPU, _tables, _world
 
 
 def _trained(fused_params: Any, how: Any, lr: float = 0.5, in_backward: bool = False) -> Any:
-    """Return what a step of the script's SGD does to tables sharded in given ways."""
+    """Return the effect of a step of the script's SGD on tables sharded in given ways."""
     import torchrec
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder

@@ -31,7 +31,7 @@ def _tables() -> Any:
 
 
 def _filled(module: nn.Module) -> nn.Module:
-    """The same weights on both sides, whatever draws initial ones."""
+    """Set the same weights on both sides, for any initial ones."""
     generator = torch.Generator().manual_seed(1)
     for _, parameter in sorted(module.named_parameters()):
         parameter.data = torch.rand(parameter.shape, generator=generator) - 0.5

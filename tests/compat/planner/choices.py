@@ -1,4 +1,4 @@
-"""What the parts that there are choose, of random options with random costs; prints it as JSON.
+"""Choices of the existing parts, of random options with random costs; prints them as JSON.
 
 Runs under TorchRec and under its names here, as ``extensions.py`` does.
 """
@@ -42,7 +42,7 @@ PROPOSERS = {
 
 
 def random_options(rng, tables, kinds_of_each, has_ties):
-    """Options of some tables; with ties, most numbers are alike."""
+    """Options of some tables; with ties, most numbers are equal."""
     most = 4 if has_ties else 1000
     modules = {path: torch.nn.Linear(1, 1) for path in ("a", "b", "c")}
 

@@ -1,9 +1,9 @@
-"""Parts of a planner, written for TorchRec; prints what plans they lead to, as JSON.
+"""Parts of a planner, written for TorchRec; prints the plans of a planner with them, as JSON.
 
     python extensions.py                        # under TorchRec
     python -m recsys.compat extensions.py       # under its names here
 
-Costs and memory are those of this file where a choice depends on them, so that both agree.
+This file sets the costs and the memory on which a choice depends, so that both agree.
 """
 
 import copy
@@ -166,7 +166,7 @@ class RoundRobin(Partitioner):
 
 
 class FewestParts(PerfModel):
-    """Likes shards to be few, those of the first tables most of all."""
+    """Prefers few shards, for the first tables most of all."""
 
     def rate(self, plan):
         weights = {name: place + 1 for place, name in enumerate(reversed(NAMES))}

@@ -17,5 +17,5 @@ needs_peer = pytest.mark.skipif(not PEER_IS_HERE, reason="needs TorchRec: make p
 
 @functools.cache
 def printed(script: str, *, by_peer: bool = False) -> dict[str, Any]:
-    """What a script of this folder prints last, as JSON."""
+    """Return the last output of a script of this folder, from JSON."""
     return scripts.printed(Path(__file__).with_name(script), by_peer=by_peer)

@@ -147,7 +147,7 @@ def test_prefetch_coefficients_count_ids_rows_and_bytes() -> None:
         assert with_cache.shards[0].perf is not None
         return with_cache.shards[0].perf.prefetch_compute
 
-    ids = 8 * (3 + 5)  # a rank's, a fourth of which each of four ranks has, from four ranks
+    ids = 8 * (3 + 5)  # a rank's ids; each of four ranks receives a fourth of them, from four ranks
     drawn = torch.randint(0, 50, (2000, ids), generator=torch.Generator().manual_seed(0))
     rows = sum(len(ids_of_batch.unique()) for ids_of_batch in drawn) / len(drawn)
     assert milliseconds(2.0, 0.0, 0.0) == 2 * ids

@@ -1,4 +1,4 @@
-"""Trains, saves by torch.distributed.checkpoint, loads into a new model, and goes on alike."""
+"""Trains, saves by torch.distributed.checkpoint, loads into a new model, and trains both on."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Two towers: a user's vector and an item's, whose product says whether the user likes the item."""
+"""Two towers: a user's vector and an item's; their product is the score of the item."""
 
 import json
 import os

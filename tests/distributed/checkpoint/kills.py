@@ -1,13 +1,13 @@
-"""Kills processes while they save, and loads what is left.
+"""Kills processes while they save, and loads the checkpoint that remains.
 
     python -m tests.distributed.checkpoint.kills [--kills 60] [--savers 2] [--aside] [--delta]
 
 A job of two ranks saves version after version of a model whose values are all the version's number.
 Some time later one of its ranks is killed (signal 9), the other soon after. Then the folder must
-load, with the values of one version, which is none before the last that was reported as saved; and
-the next job goes on in the same folder. With two savers, two jobs save into it at once. With
-`--aside` saves are asynchronous, and the values change while one is under way. With `--delta` a
-version adds one to a hundredth of the rows, and every fifth is full.
+load, with the values of one version, which is not older than the last reported save. The next job
+continues in the same folder. With two savers, two jobs save into it at once. With `--aside` saves
+are asynchronous, and the values change while one is under way. With `--delta` a version adds one to
+a hundredth of the rows, and every fifth is full.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def expected(number: int) -> torch.Tensor:
 def save_for_ever(
     path: Path, rank: int, store: Path, saved: Path, aside: bool, delta: bool
 ) -> None:
-    """Saves until it is killed, or the other rank was; says in a file what is saved."""
+    """Save until this rank or the other one is killed; record each saved version in a file."""
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(store), RANKS),
@@ -156,10 +156,10 @@ def end(children: list[int], first: int) -> None:
 
 
 def check(path: Path, at_least: int) -> int:
-    """Loads; returns the number of the version.
+    """Load the checkpoint and return the number of its version.
 
     Raises:
-        AssertionError: if it is not that of one version, or of one before the last that was saved.
+        AssertionError: if the values are of several versions, or older than `at_least`.
     """
     model = build()
     extra = load_checkpoint(path, model)
@@ -172,7 +172,7 @@ def check(path: Path, at_least: int) -> int:
 
 
 def try_kills(kills: int, savers: int, seed: int, aside: bool, delta: bool) -> dict[str, int]:
-    """Kills so many jobs, one after the other; returns what the loads found."""
+    """Kill `kills` jobs, one after the other; return counts of the loads' results."""
     chance = random.Random(seed)
     random.seed(seed)
     found = {"kills": 0, "loaded": 0, "unfinished versions left": 0, "versions saved": 0}
@@ -200,7 +200,7 @@ def try_kills(kills: int, savers: int, seed: int, aside: bool, delta: bool) -> d
 
 
 def main() -> None:
-    """Prints what was found, as JSON."""
+    """Print the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=60, help="jobs that are killed")
     parser.add_argument("--savers", type=int, default=1, help="jobs at once")

@@ -1,4 +1,4 @@
-"""A save goes on while the model trains, and has the values of the moment it was asked for."""
+"""A save runs while the model trains, and contains the values at the time of its call."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _trains_meanwhile(path: str, kind: str) -> None:
     assert not all(torch.equal(trained[name], value) for name, value in expected.items())
     kept = {name: buffer.data_ptr() for name, buffer in _buffers[model].items()}
     assert save_checkpoint_async(path, model, optimizer).wait().name == "step-2"
-    assert {n: b.data_ptr() for n, b in _buffers[model].items()} == kept  # no memory anew
+    assert {n: b.data_ptr() for n, b in _buffers[model].items()} == kept  # no new memory
     other, _, fresh = _all_of(kind)
     assert load_checkpoint(f"{path}/step-1", other, fresh) == {"steps": 2}
     found = _state(other, fresh)

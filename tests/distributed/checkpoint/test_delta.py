@@ -1,4 +1,4 @@
-"""Deltas: base and deltas are the full checkpoint, on any ranks, whatever happens to a save."""
+"""Deltas: base and deltas equal the full checkpoint, on any ranks, also after a failed save."""
 
 from __future__ import annotations
 

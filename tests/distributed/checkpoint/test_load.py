@@ -1,6 +1,6 @@
-"""The plan is not in the checkpoint: what one saves, another loads, optimizer state too.
+"""The plan is not in the checkpoint: models under other plans load it, with the optimizer state.
 
-All strategies, and training that goes on: tests/conformance/test_checkpoints.py.
+All strategies, and training after a load: tests/conformance/test_checkpoints.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _load(case: Case, path: str, plan_seed: int) -> dict:
     model = shard(case, case.plan(plan_seed))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(7.0)  # whatever the load leaves unset will show
+            parameter.fill_(7.0)  # shows each value that the load leaves unset
     optimizer = _optimizer(model)
     extra = load_checkpoint(path, model, optimizer)
     assert extra == {"epoch": 3}

@@ -36,7 +36,7 @@ class Loader:
 
 
 class Sharing(Loader):
-    """May go on with other ranks."""
+    """A loader that can resume on another number of ranks."""
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         self.position = sum(state["position"] for state in states)

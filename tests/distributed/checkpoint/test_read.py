@@ -89,7 +89,7 @@ def test_errors_say_what_there_is(tmp_path: Path) -> None:
 
 
 def _count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many bytes of blocks are read from now on, and kept of those."""
+    """Count the bytes of blocks that later calls read, and the bytes that they keep."""
     counts = [0, 0]
     read_block = BlockReader._read
 

@@ -1,4 +1,4 @@
-"""A save that fails says why, alike on every rank, and leaves the version before.
+"""A save that fails raises the same error on every rank, and leaves the version before.
 
 Processes that are killed while they save are in `kills.py`.
 """
@@ -43,7 +43,7 @@ from tests.ranks import RankPool
 
 
 def _save(path: str, extra: dict[str, Any] | None = None, **arguments: Any) -> str:
-    """Returns the error's text; an error that is no Exception ends the test."""
+    """Save, and return the text of an `Exception`; another error ends the test."""
     model = _filled(2.0)
     try:
         save_checkpoint(path, model, model.fused_optimizer, extra, **arguments)

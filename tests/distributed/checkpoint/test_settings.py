@@ -1,4 +1,4 @@
-"""Learning rates and the like go on where they were; another optimizer's state is refused."""
+"""Learning rates and schedules resume at their values; another optimizer's state is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TorchRec saved by torch.distributed.checkpoint is loaded, the optimizer's state too."""
+"""Checkpoints that TorchRec saved by torch.distributed.checkpoint load, with optimizer state."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _die_while_saving(path: Path, step: int | None = None) -> Path:
-    """Leaves what a killed process leaves: its files, and the lock file that nobody holds."""
+    """Leave the remains of a killed process: its files, and a lock file without an owner."""
     with new_version(path, step) as folder:
         names = {name: (folder / name).read_bytes() for name in _names(folder)}
     folder.mkdir()

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node=2 -m tests.distributed.checkpoint.torchrec_save \
         table_wise RowWiseAdagrad FOLDER
 
-What each rank holds is left in `FOLDER/rank-N.pt`, the checkpoint in `FOLDER/saved`.
+Each rank writes its tables to `FOLDER/rank-N.pt`; the checkpoint is `FOLDER/saved`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FEATURES = ["f0", "f1"]
 
 
 def parts_of(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """Where each part that this rank holds begins, and its values."""
+    """Return the offsets and the values of each part on this rank."""
     if isinstance(value, torch.Tensor) and type(value).__name__ != "DTensor":
         if hasattr(value, "local_shards"):
             return [

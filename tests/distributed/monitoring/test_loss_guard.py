@@ -56,7 +56,7 @@ def test_a_spike_is_above_the_median_and_does_not_move_it(tmp_path: Path) -> Non
     for _ in range(3):
         with pytest.raises(BadLossError, match=r"is 6.1, 3.0 times the median of the last 11 \(2"):
             guard.check(torch.tensor(6.1), None)
-    for _ in range(11):  # it follows what is usual
+    for _ in range(11):  # the limit follows the recent losses
         guard.check(torch.tensor(5.0), None)
     assert not guard.check(torch.tensor(14.9), None)
 
@@ -75,7 +75,7 @@ def test_what_cannot_be_saved_does_not_hide_the_loss(tmp_path: Path) -> None:
 
 
 class Event:
-    """Of a device that is behind."""
+    """An event of a device that is behind."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -89,7 +89,7 @@ class Event:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it is not on the CPU."""
+    """A tensor whose flags claim another device than the CPU."""
 
     is_cpu = False  # type: ignore[assignment]
 
@@ -141,7 +141,7 @@ def test_all_ranks_skip_or_none(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def _trains_through_a_pipeline(folder: Path) -> bool:
-    """Whether the tables are those from before the bad batch."""
+    """Return True if the tables have their values from before the bad batch."""
     model, optimizer = build("dlrm")
     guard = LossGuard(folder)
     batches = [samples(dist.get_rank(), step) for step in (0, 1, 0, 1)]

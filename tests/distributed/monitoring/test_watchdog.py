@@ -82,7 +82,7 @@ def _hooks() -> tuple[object, ...]:
 
 
 def _trains_beside_a_late_rank(declares: bool) -> list[str]:
-    """What the watchdogs print while rank 1 sleeps between two steps."""
+    """Return the watchdogs' output while rank 1 sleeps between two steps."""
     model, optimizer = build("mixed")
     batch = samples(dist.get_rank(), 0)
     plain(model, optimizer, [batch])
@@ -132,7 +132,7 @@ def _raise_in(stage: Stage, module: str, error: Exception) -> None:
 
 
 def _raises_alike_and_alone() -> tuple[list[str], list[str]]:
-    """What ranks print of an error of both, and of one that follows from another rank's."""
+    """Return the ranks' output for an error of both, and for an error after another rank's."""
     both: list[str] = []
     one: list[str] = []
     with mock.patch.object(Watchdog, "_log", lambda _, text: both.append(text)):

@@ -16,7 +16,7 @@ from recsys.distributed.placement.layout import (
 )
 from recsys.kernels.types import PoolingType
 
-# Tables are named by a letter; "g" is the one lookup group unless said otherwise.
+# Tables are named by a letter; "g" is the one lookup group unless a test names another.
 
 
 def rect(rows: tuple[int, int], cols: tuple[int, int], rank: int) -> Rect:

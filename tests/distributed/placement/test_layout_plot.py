@@ -1,4 +1,4 @@
-"""Pictures of few and many tables on few and many ranks; what is on them, not how it looks."""
+"""Pictures of few and many tables on few and many ranks: their content, not their style."""
 
 from __future__ import annotations
 

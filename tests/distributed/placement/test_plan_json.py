@@ -1,4 +1,4 @@
-"""Plan files: what is written is read, what is wrong is named, and an edited plan runs."""
+"""Plan files: written plans are read back, errors name the wrong value, and an edited plan runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan's layout without ranks is that of the sharded module."""
+"""A plan's layout without ranks equals the layout of the sharded module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems to search, and the slow, obvious ways to check what was found."""
+"""Problems to search, and slow, obvious ways to check the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When nothing fits: what is said to help does, and less of it does not."""
+"""When no plan fits: the advised change is enough, and a smaller one is not."""
 
 from __future__ import annotations
 

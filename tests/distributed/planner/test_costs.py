@@ -1,4 +1,4 @@
-"""What parts of tables cost: each term by what is known of it."""
+"""Costs of shards: each term against its formula."""
 
 from __future__ import annotations
 

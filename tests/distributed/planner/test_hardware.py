@@ -1,4 +1,4 @@
-"""One rank: what is allowed, and how numbers are spread over ranks."""
+"""One rank: its valid values, and the spread of numbers over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What constraints and statistics say of tables reaches the planner, or is refused."""
+"""Constraints and statistics of tables reach the planner, or are refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TestTraffic:
         assert table.load(BATCH) == (600, 200)
 
     def test_batch_sizes_of_features(self) -> None:
-        # what has fewer samples is filled up with empty bags
+        # empty bags fill up features with fewer samples
         table = constrained("f", "g", pooling_factors=[3.0, 1.0], batch_sizes=[50, 200])
         assert table.load(BATCH) == (3 * 50 + 200, 2 * 200)
         small = ParameterConstraints(batch_sizes=[10])
@@ -148,7 +148,7 @@ class TestStats:
         (table,) = tables_of(module, [sharder], demand, "cpu", batch_size=BATCH)
         distinct = uniform_distinct(1000, 20 * BATCH)
         assert table.load(BATCH)[0] == pytest.approx(distinct)
-        # rows are those of all draws of all ranks
+        # all draws of all ranks touch rows
         rows = table.touched(1000, 4 * distinct)
         assert rows == pytest.approx(uniform_distinct(1000, 4 * 20 * BATCH))
 

@@ -1,4 +1,4 @@
-"""Options: what is allowed, where it goes, and that their parts are those of the plan."""
+"""Options: the allowed ones, their ranks, and their parts, which equal the plan's parts."""
 
 from __future__ import annotations
 

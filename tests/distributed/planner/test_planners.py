@@ -550,7 +550,7 @@ def test_all_sharders_there_are_unless_told() -> None:
 
 
 def test_every_rank_gets_the_plan_of_rank_0(ranks: RankPool) -> None:
-    # hosts that are alike report a little more or less memory
+    # identical hosts report a little more or less memory
     first, second = ranks(2, _plan_together, 100.0, {"mib": 101.0})
     assert first == second
     assert first.plan[""]["a"].sharding_type == "row_wise"

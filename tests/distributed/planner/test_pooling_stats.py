@@ -1,4 +1,4 @@
-"""What a sample of batches tells of the ids to come, against draws from known distributions."""
+"""Statistics of future ids from a sample of batches, against draws from known distributions."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TestHitRate:
         law = chances(exponent)
         skew = IdSkew(seen(law, 200_000), ROWS)
         best = law[: int(share * ROWS)].sum()
-        # of rows that are alike the sample cannot tell which are best
+        # among rows of equal frequency the sample cannot find the best
         assert skew.hit_rate(share * ROWS) == pytest.approx(best, abs=0.03)
         assert skew.hit_rate(0) == 0
 

@@ -1,4 +1,4 @@
-"""Presets are what docs/topology.md says, with its sources."""
+"""Presets equal the numbers of docs/topology.md, with its sources."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_a_plan_that_lacks_a_table_is_not_rated() -> None:
 
 
 def two_nodes(pooled: bool, kind: str, ranks: list[int], local_size: int = 4) -> float:
-    """What a table costs that lies so, on two nodes of four."""
+    """Return the cost in ms of a table under a strategy, on two nodes of four ranks."""
     topology = Topology.preset("H100", 8, local_world_size=4)
     constraints = {"t": ParameterConstraints(pooling_factors=[8.0])}  # longer than the parts
     planner = EmbeddingShardingPlanner(topology, 64, constraints=constraints)

@@ -1,4 +1,4 @@
-"""The report says true things: every number in it is what the rating, or planning again, gives."""
+"""The report is correct: every number in it equals the rating, or the result of planning again."""
 
 from __future__ import annotations
 

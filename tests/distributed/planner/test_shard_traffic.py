@@ -112,8 +112,8 @@ def test_few_ids_return_by_id_where_sums_cross_between_nodes() -> None:
 def test_rows_in_a_node_return_in_two_hops_by_bag(device: str) -> None:
     part = ShardSpec(ROWS // 4, 8, FUSED, in_node=True, row_parts=4)
     load = traffic_of_shard(table(1), part, topology(device, 4), SAMPLES)
-    # its own samples, and those of the rank with its place in the other node, from four ranks;
-    # then of its own samples the share that it owns, as each of the four does
+    # first its own samples and the samples of its peer in the other node, from four ranks; then its
+    # share of its own samples, like each of the four
     first, then = 2 * SAMPLES * 4, RANKS * SAMPLES / 4
     if device == "cuda":
         first = 2 * SAMPLES

@@ -179,7 +179,7 @@ _wait = comm.Pending.wait
 
 
 def wait_longer(pending: comm.Pending, *how: bool, **named: bool) -> Tensor:
-    """Waits until gloo's threads, too, have let go of what was sent."""
+    """Wait until gloo's threads, too, have released the sent tensors."""
     result = _wait(pending, *how, **named)
     time.sleep(0.002)
     return result
@@ -222,7 +222,7 @@ SIZES = dict(zip(EVERY_WAY, [(n, 16) for n in (1000, 501, 77, 300, 301, 90, 1001
 def of_ranks(
     ranks: RankPool, cases: Sequence[Case], world_size: int = 2, node_size: int = 2
 ) -> list[list[tuple[Found, Found]]]:
-    """Returns what was predicted and found, by case and rank."""
+    """Return the predicted and the allocated bytes, by case and rank."""
     by_rank = ranks(world_size, all_predicted_and_allocated, cases, node_size, timeout=120.0)
     return [list(of_case) for of_case in zip(*by_rank, strict=True)]
 
@@ -268,7 +268,7 @@ def random_kind(random_: random.Random) -> tuple[str, list[int]]:
 
 
 def test_all_bytes_of_ten_random_plans(ranks: RankPool) -> None:
-    """Of one model: weights and state exactly, all together within 10 %."""
+    """Plans of one model: weights and state exactly, all together within 10 %."""
     sizes = {"a": (20_000, 32), "b": (5_000, 64), "c": (500, 16), "d": (10_000, 32), "e": (50, 64)}
     tables = Tables(sizes)
     random_ = random.Random(0)
@@ -330,9 +330,9 @@ def test_rows_of_short_bags_take_buffers_of_ids() -> None:
     topology, quarter = Topology(4, "cpu", ddr_cap=1 << 30), ShardSpec(250, 64, FUSED, row_parts=4)
     storage = StorageModel(topology, BATCH).shard_storage(TABLE, quarter)
     ids = 4 * BATCH * 3 // 4  # of all ranks' samples, that are in a quarter of the rows
-    of_ids = ids * 4 + 2 * ids * 4  # with lengths, which did not travel, and offsets
-    sent_back = BATCH * 3 * 64 * 4  # of its own samples, in place of those of two bags
-    # gradients of what was looked up arrive in the order of the lookups
+    of_ids = ids * 4 + 2 * ids * 4  # with lengths, which are not sent, and offsets
+    sent_back = BATCH * 3 * 64 * 4  # of its own samples, in place of the rows of two bags
+    # the gradients of looked-up rows arrive in the order of the lookups
     expected = of_ids + ids * 64 * 4 + sent_back - BATCH * 2 * 64 * 4
     assert storage.buffers.device == expected
     # fewer ids than bags: less is sent back than the gradients of the embeddings, which counts not
@@ -400,7 +400,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated() -> N
                 tables.build(), env=ShardingEnv.from_local(), device=CPU, planner=refusing
             )
 
-    build()  # what is made once, such as imports
+    build()  # memory that is allocated once, such as for imports
     assert peak_bytes(build) < 10_000
     fitting = Tables({"b": (1_000, 16)})
     assert peak_bytes(lambda: _shard(fitting)) >= 1_000 * 16 * 4  # so it would have been seen

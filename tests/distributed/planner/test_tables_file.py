@@ -1,4 +1,4 @@
-"""Tables files: what they say is planned, and what is wrong in them is named."""
+"""Tables files: their tables are planned, and errors name the wrong value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files: what is written is read, and what is wrong in them is named."""
+"""Topology files: written files are read back, and errors name the wrong value."""
 
 from __future__ import annotations
 

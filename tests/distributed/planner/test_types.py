@@ -1,4 +1,4 @@
-"""What a user may demand of a plan."""
+"""Planner settings: reservations of memory, and a user's demands of a plan."""
 
 from __future__ import annotations
 

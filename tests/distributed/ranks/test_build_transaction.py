@@ -1,4 +1,4 @@
-"""A sharded model is built on all ranks or on none, and ranks that differ hear of it."""
+"""A sharded model is built on all ranks or on none, and ranks that differ raise an error."""
 
 from __future__ import annotations
 
@@ -117,11 +117,11 @@ def _build(how: str, both: dict[str, Any], of_rank_1: dict[str, Any]) -> tuple[s
                 )
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-    dist.barrier()  # nobody waits for anybody
+    dist.barrier()  # neither rank waits for the other
     return error, model["ebc"] is ebc and ebc.init_seed == seed  # type: ignore[index]
 
 
-# What both ranks do, what rank 1 does otherwise, and what both are told.
+# Settings of both ranks, differing settings of rank 1, and the error on both.
 DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a table is missing from a plan": (
         {},
@@ -410,7 +410,7 @@ def test_a_gpu_is_shared_freely_without_nccl() -> None:
 @pytest.mark.parametrize(
     ("current", "local_rank", "count", "expected"),
     [
-        (0, "1", 2, 1),  # nobody has called set_device
+        (0, "1", 2, 1),  # without a call of set_device
         (0, None, 2, 0),
         (2, "1", 4, 2),  # somebody has
         (0, "1", 1, 0),  # each process sees one GPU, its own

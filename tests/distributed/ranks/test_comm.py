@@ -1,4 +1,4 @@
-"""What the remaining ranks say when one is lost."""
+"""Errors of the remaining ranks after the loss of one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STAGES = {
     "quantize": (1, r"quantize the model \(quantize_embeddings\)"),
     "save": (0, "meet in the stage 'Saving [^']+'"),
 }
-"""By what the ranks do: the rank that is lost, and what the others say of the stage."""
+"""The lost rank and a pattern of the other ranks' message, by the ranks' work."""
 
 _SCRIPT = """
 import os, sys, time
@@ -134,7 +134,7 @@ for child in children:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what each rank of each case has said, in files."""
+    """A folder with files of the messages of each rank in each case."""
     folder = tmp_path_factory.mktemp("lost")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     cases = [f"{what}:{lost}" for what, (lost, _) in _STAGES.items()]

@@ -1,4 +1,4 @@
-"""Who is late is told apart by what ranks say of themselves."""
+"""Heartbeats identify the late rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks share a node."""
+"""The ranks of a node."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Recorder(Position):  # type: ignore[misc]  # final for users
 
 
 def _places_of_a_step() -> tuple[list[tuple[str, str]], int]:
-    """Where a rank has been, and how many exchanges it has started in a step."""
+    """Return the positions of a rank in a step, and its number of exchanges."""
     model, optimizer = build("mixed")
     batch = samples(dist.get_rank(), 0)
     plain(model, optimizer, [batch])

@@ -61,7 +61,7 @@ def everything(model: DistributedModelParallel) -> dict[str, Tensor]:
 
 
 def _move_and_go_on(case: Case) -> list[dict[str, Tensor]]:
-    """What the model is before and after the move, and what a placed one would look up."""
+    """Move a model to another plan and train it; return its final state and its outputs."""
     rank = dist.get_rank()
     model = shard(case, case.plan(0))
     train(case, model, range(3), rank)
@@ -204,7 +204,7 @@ def test_lookups_of_which_no_table_moves_are_left_alone(ranks: RankPool) -> None
     ranks(2, _others_stay)
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- refused plans ---------------------------------------------------------------------------------
 
 
 def _refused(name: str) -> str:
@@ -262,7 +262,7 @@ def test_what_cannot_move_is_refused_on_every_rank(
 
 
 def _move_wrapped(seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """What a collection inside another module finds after a move and without."""
+    """Return lookups of a wrapped collection, after a move and without one."""
     rank = dist.get_rank()
     case = FpCase(seed=seed, world_size=dist.get_world_size(), optimizer=RowWiseAdagrad)
     models = [shard(case, case.plan(0), sharders=SHARDERS) for _ in range(2)]

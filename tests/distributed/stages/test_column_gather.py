@@ -1,4 +1,4 @@
-"""What lies in blocks is laid out as a loop over them does, and back.
+"""Blocks are laid out as by a plain loop, in both directions.
 
 `tests/kernels/test_output_triton.py` has the kernels for a GPU do the same.
 """

@@ -38,7 +38,7 @@ def _streams(own_is_split: np.ndarray, is_split: np.ndarray) -> Any:
 def _by_loops(
     bags: np.ndarray, ids: np.ndarray, is_split: np.ndarray, is_by_id: bool
 ) -> dict[str, list[Any]]:
-    """What is looked up, what lengths go, and what is by id, stream by stream."""
+    """Return the counts of lookups and of lengths, and the by-id flags, stream by stream."""
     found: dict[str, list[Any]] = {"bags": [], "lengths": [], "by_id": []}
     flat = zip(bags.ravel().tolist(), ids.ravel().tolist(), is_split.ravel().tolist(), strict=True)
     for num_bags, num_ids, split in flat:

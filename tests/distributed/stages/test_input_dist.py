@@ -1,4 +1,4 @@
-"""What is wrong with one rank's input is raised on every rank, before any row changes."""
+"""Invalid input of one rank is raised on every rank, before any row changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _with_id(batch_size: int, feature: int, position: int, bad: int) -> KeyedJag
 
 
 def _raise_everywhere(case: Case, failing: int, kind: str) -> str:
-    """Returns this rank's error; checks that tables are as before and training goes on."""
+    """Return this rank's error; check that tables are unchanged and training continues."""
     model = shard(case)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     table = case.configs()[0]
@@ -228,7 +228,7 @@ def _error_of(call: Callable[[], object]) -> str:
 
 
 def _look_up_fault(kind: str, fault: str) -> str:
-    """Returns this rank's error where rank 1 has the fault; checks that training goes on."""
+    """Return this rank's error where rank 1 has the fault; check that training continues."""
     collection = _collection(kind)
     plan = construct_module_sharding_plan(
         collection, {"t": table_wise(rank=0), "u": row_wise()}, world_size=2, device_type="cpu"
@@ -436,7 +436,7 @@ class _Towers(nn.Module):
 
 
 def _out_of_step(how: str) -> list[str]:
-    """Two steps of which the second is out of step; returns the errors, of a step after it, too."""
+    """Run three steps in which the ranks differ in the second; return this rank's errors."""
     rank = dist.get_rank()
     model: Any = DistributedModelParallel(_Towers(), device=CPU).module
     features = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))

@@ -1,4 +1,4 @@
-"""Who trains a table, and at which rate: its own optimizer, a torch optimizer, or nobody."""
+"""Optimizers of a table and their rates: its own optimizer, a torch optimizer, or none."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_no_gradient_is_kept(ranks: RankPool) -> None:
     ranks(2, _nothing_left_to_step, EachType(5, 2, optimizer=RowWiseAdagrad))
 
 
-# -- nobody ----------------------------------------------------------------------------------------
+# -- no optimizer ----------------------------------------------------------------------------------
 
 
 def _freeze(case: Case, frozen: list[str]) -> None:

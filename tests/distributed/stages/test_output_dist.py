@@ -1,4 +1,4 @@
-"""The output stages alone: what lookups would give is made by hand, and so is what must arrive."""
+"""The output stages alone: the lookups' outputs and the expected results are made by hand."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _tables(world_size: int, combine: PoolingType, seed: int) -> list[PlacedTabl
 
 
 def _part(stream: Stream, column: int, sample: int) -> float:
-    """What a lookup gives, whole numbers: sums of them are exact."""
+    """Return a lookup's output as whole numbers: their sums are exact."""
     return float((31 * column + 17 * sample + 7 * stream.rect.row_start) % 13)
 
 
@@ -425,7 +425,7 @@ def test_what_is_sent_stands_in_the_order_of_the_ranks_it_goes_to(
 
 
 def _sized(sizes: np.ndarray) -> Any:
-    """A batch of which the sizes matter alone."""
+    """A batch with sizes only."""
     return SimpleNamespace(
         stage=STAGE,
         shape=SimpleNamespace(batch_sizes_R=sizes),

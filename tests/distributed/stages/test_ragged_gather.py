@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Ragged(NamedTuple):
-    """A random case: what is given, and what loops make of it, in float64."""
+    """A random case: the inputs, and the results of plain loops in float64."""
 
     blocks: list[Ranges]
     width: int
@@ -122,7 +122,7 @@ def ragged(seed: int) -> Ragged:
         divisors[:, start:end] = np.maximum(counts[place], 1)[:, None]
     rows_K = np.array([len(rows) for _, rows, _ in given])
     size = sum(len(rows) * sum(b - a for a, b in columns) for columns, rows, _ in given)
-    # of which sums are exact in any order
+    # values with exact sums in any order
     buffer = (rng.integers(-64, 64, size) / 8).astype(np.float32)
     grad = (rng.integers(-64, 64, divisors.shape) / 8).astype(np.float32)
     rectangle, spread, at = np.zeros(divisors.shape), np.zeros(buffer.size), 0

@@ -43,7 +43,7 @@ def rows_of(seed: int) -> Rows:
     num_slots = int(rng.integers(1, 5))
     counts = rng.integers(0, 14, num_slots) * (rng.random(num_slots) < 0.8)
     keys = rng.permutation(num_slots) if seed % 3 else np.arange(num_slots)
-    unread = int(rng.integers(0, 3)) * (seed % 2)  # ids before those of each key
+    unread = int(rng.integers(0, 3)) * (seed % 2)  # ids in front of each key's own
     first_of_key = np.cumsum(counts[keys] + unread) - counts[keys]
     starts = np.empty(num_slots, dtype=np.int64)
     starts[keys] = first_of_key

@@ -1,4 +1,4 @@
-"""The gradient of a batch's weights under sharding is that of the unsharded collection."""
+"""The gradient of a batch's weights is equal with and without sharding."""
 
 from __future__ import annotations
 

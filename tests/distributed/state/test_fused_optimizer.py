@@ -1,4 +1,4 @@
-"""What tables own: deferred updates, clipping, rates, decay and row states, whatever the plan."""
+"""State of tables under any plan: deferred updates, clipping, rates, decay and row states."""
 
 from __future__ import annotations
 
@@ -531,7 +531,7 @@ def _warmed(model: DistributedModelParallel) -> KeyedOptimizer:
 
 
 def _load_and_train(case: Owned, batches_of: Owned, folder: str) -> None:
-    """Resumes on other ranks, each of which takes what some of the old ones took."""
+    """Resume on other ranks; each rank trains on the batches of some of the old ranks."""
     sharded = shard(case, case.plan(seed=5))
     optimizer = _warmed(sharded)
     load_checkpoint(folder, sharded, optimizer)

@@ -48,7 +48,7 @@ def test_is_the_mean_of_all_ranks_in_buckets_of_any_size(ranks: RankPool) -> Non
 
 
 def _average_large() -> int:
-    """How much memory a mean of 20 MB of one tensor and 4 MB of many takes, by what is made."""
+    """Return the bytes allocated by a mean of 20 MB of one tensor and 4 MB of many."""
     made: list[int] = []
     original = torch.cat
 

@@ -1,4 +1,4 @@
-"""A table of a state dict, of which each rank holds parts."""
+"""A table of a state dict whose parts are on several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations on a table of which each rank holds parts, compared with those on the whole."""
+"""Operations on a table with parts on each rank, compared with operations on the whole table."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_kinds_of_operations() -> None:
 def _an_error_of_an_operation() -> None:
     table = table_of(torch.ones(4, 3, dtype=torch.int64), dist.get_rank(), 2)
     with pytest.raises(RuntimeError, match="floating point or complex"):
-        table.norm()  # on every rank alike, so that none waits for another
+        table.norm()  # an error on every rank, so that none waits for another
     assert table.sum() == 12
 
 

@@ -163,12 +163,12 @@ def _saves(folder: Path, save: Callable[..., Any]) -> None:
     with torch.no_grad():
         for values in optimizer.state_dict()["state"].values():
             values["sum"].fill_(dist.get_world_size())
-    # the saves of one state must not share what they write
+    # the saves of one state must not share files
     state = {"model": get_model_state_dict(model), "optimizer": optimizer.state_dict()}
     pending = save(state, checkpoint_id=folder)
     if pending is not None and hasattr(pending, "result"):
         with torch.no_grad():
-            for value in state["model"].values():  # training goes on
+            for value in state["model"].values():  # training continues
                 value.zero_()
         pending.result()
     other = model_of(2)

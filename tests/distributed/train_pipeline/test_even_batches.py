@@ -38,7 +38,7 @@ def _loss(pooled: Tensor) -> Tensor:
 
 
 def _run(case: Case, policy: str) -> tuple[list[bool], int, list[Tensor]]:
-    """Which steps were made up; collectives of the epoch; the tables after it."""
+    """Return the flags of filler steps, the epoch's number of collectives, and the final tables."""
     rank = dist.get_rank()
     model = shard(case)
     fillers = []
@@ -109,7 +109,7 @@ def test_what_is_wrong_is_said() -> None:
 
 
 def _without_data(case: Case, policy: str, without: tuple[int, ...]) -> list[bool] | str:
-    """Which steps were made up, or this rank's error."""
+    """Return the flags of filler steps, or this rank's error."""
     rank = dist.get_rank()
     model = shard(case)
     fillers = []

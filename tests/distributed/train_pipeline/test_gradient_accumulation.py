@@ -71,7 +71,7 @@ def test_numbers_are_checked(settings: dict[str, int]) -> None:
 
 
 def _on_ranks() -> list[int]:
-    """Trains by hand and accumulated; returns how many buckets travel with each batch."""
+    """Train by hand and accumulated; return the number of buckets sent with each batch."""
     batches = [samples(dist.get_rank(), step) for step in range(1, 5)]
     model, optimizer = build("towers")
     for place, batch in enumerate(batches):

@@ -29,7 +29,7 @@ from tests.ranks import RankPool
 
 @dataclass
 class Samples:
-    """What the model is given: features at two places, one of them deep."""
+    """Input of the model: features at two places, one of them deep."""
 
     user: KeyedJaggedTensor
     rest: dict[str, tuple[KeyedJaggedTensor]]

@@ -1,4 +1,4 @@
-"""Pipelines train as a plain loop does, bit for bit, while the next batches' ids travel."""
+"""Pipelines train like a plain loop, bit for bit, while they exchange the next batches' ids."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def test_wrong_declarations_are_refused(ranks: RankPool) -> None:
 
 
 def _order() -> list[str]:
-    """What rank 0 and 1 exchange in the fourth step, and when they compute."""
+    """Return the order of the exchanges and of the dense layers in the fourth step."""
     model, optimizer = build("dlrm")
     pipeline: Any = TrainPipelineSparseDist(model, optimizer, CPU)
     batches = iter([samples(dist.get_rank(), step) for step in range(STEPS)])
@@ -460,7 +460,7 @@ def test_a_bad_batch_is_raised_when_its_turn_comes(ranks: RankPool, make: Any) -
         assert steps == 4
         assert message.startswith("On rank 1: ")
         assert "17" in message
-        assert is_same  # and training goes on without it
+        assert is_same  # and training continues without it
 
 
 def _stale() -> None:

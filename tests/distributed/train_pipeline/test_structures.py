@@ -53,7 +53,7 @@ STEPS, ODD = 6, 3
 
 
 def _one_odd_batch(make: Any, structure: str) -> tuple[list[int], str, bool]:
-    """Steps that raised, the last message, and whether the others are those of a plain loop."""
+    """Return the steps that raised, the last message, and True if outputs equal a plain loop's."""
     rank = dist.get_rank()
     batches: list[Any] = [samples(rank, step) for step in range(STEPS)]
     good = [batch for step, batch in enumerate(batches) if step != ODD]
@@ -132,7 +132,7 @@ def test_one_rank_with_another_structure_is_named_on_every_rank(
         assert re.search(
             r"Module '(a|b)' reads its features from argument 0\['(first|second)'\]", message
         )
-        assert is_same  # training goes on without it
+        assert is_same  # training continues without it
 
 
 def _one_odd_batch_in_evaluation(how: str) -> list[int]:
@@ -164,7 +164,7 @@ def test_also_in_other_pipelines(ranks: RankPool, how: str) -> None:
 
 
 def _all_odd(make: Any, even: bool) -> bool:
-    """Whether a model that takes both structures trains as in a plain loop."""
+    """Return True if a model that accepts both structures trains as in a plain loop."""
     batches: list[Any] = [samples(dist.get_rank(), step) for step in range(STEPS)]
     for step in (2, ODD):
         batches[step] = (batches[step],)

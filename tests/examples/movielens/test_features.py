@@ -1,4 +1,4 @@
-"""The array operations give what a loop over ratings gives, and no feature knows its own future."""
+"""The array operations equal a loop over ratings, and no feature knows its own future."""
 
 import numpy as np
 import pyarrow.compute as pc
@@ -51,7 +51,7 @@ def test_past_sums_equal_a_loop(group_N):
 
 @pytest.mark.parametrize("visible", SPLITS.values(), ids=SPLITS)
 def test_the_present_and_the_future_cannot_change_a_feature(visible):
-    """Whatever the ratings from some moment on, features of all samples up to it stay the same."""
+    """Features of all samples up to a moment do not depend on the ratings after it."""
     moment = np.quantile(TIME, 0.6)
     other = np.random.default_rng(1).integers(1, 6, NUM)
     changed = with_column(RATINGS, "rating", np.where(moment <= TIME, other, RATING))

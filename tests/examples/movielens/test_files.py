@@ -130,7 +130,7 @@ def test_ratings_of_unknown_users_and_items_are_named(tmp_path, layout, users, i
         if listed is None:
             continue
         whole = (tmp_path / listed).read_bytes().splitlines(keepends=True)
-        (tmp_path / listed).write_bytes(b"".join(whole[:-1]))  # but for its last line
+        (tmp_path / listed).write_bytes(b"".join(whole[:-1]))  # except its last line
         with pytest.raises(
             ValueError, match=rf"ratings of 1 {kind}_ids .* not in .*{listed}, such as"
         ):

@@ -11,7 +11,7 @@ from tests.fuzz.argument_kinds import Kind
 
 @dataclass(frozen=True)
 class Call:
-    """What is called, with which arguments."""
+    """A function and its arguments."""
 
     name: str
     function: Callable[..., object]

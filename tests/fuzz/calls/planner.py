@@ -98,7 +98,7 @@ def _none(value: object) -> bool:
 
 
 def _apply(generator: Any) -> object:
-    """Place a table by a generator: some only check what they are given then."""
+    """Place a table by a generator: some check their arguments only then."""
     weight = torch.nn.Parameter(torch.ones(10, 8))
     return generator(weight, 2, 2, "cpu", EmbeddingBagCollectionSharder())
 

@@ -1,4 +1,4 @@
-"""Exported models of clicks and of sequences return what the models return.
+"""Exported models of clicks and of sequences return the models' outputs.
 
 Packages of them are in `tests/inference/cpp/test_library.py`, beside the core that serves them.
 """

@@ -1,4 +1,4 @@
-"""Packages of all kinds of models: what a predictor returns equals what the model returns."""
+"""Packages of all kinds of models: a predictor's outputs equal the model's outputs."""
 
 from __future__ import annotations
 

@@ -481,7 +481,7 @@ def test_copies_look_up_the_same(make: Callable[[], Any], copied: Callable[[Any]
     torch.testing.assert_close(_flat(other(_batch())), expected, rtol=0, atol=0)
     assert list(other.state_dict()) == list(module.state_dict())
     assert other.training is module.training is False
-    # and they are copies: their rows are what they look up, and only theirs
+    # and they are copies: their lookups read their own rows only
     for name, buffer in other.named_buffers():
         if "weight" in name:
             buffer.zero_()

@@ -194,7 +194,7 @@ def _mixed(kind: str) -> None:
         with torch.no_grad():
             assert torch.equal(found(features), expected(features))
         own = {value.data_ptr() for value in sharded.parameters()}
-        assert not own & {value.data_ptr() for value in found.parameters()}  # training goes on
+        assert not own & {value.data_ptr() for value in found.parameters()}  # training continues
     assert sharded.training
 
 
@@ -224,7 +224,7 @@ def _with_a_norm(dst: int | None) -> bool:
     for value in norm.buffers():
         value.fill_(rank + 5)
     found = quantize_embeddings(model, dst=dst)
-    assert [value.min().item() for value in norm.buffers()] == [rank + 5] * 3  # training goes on
+    assert [value.min().item() for value in norm.buffers()] == [rank + 5] * 3  # training continues
     return all(bool((value == 5).all()) for value in found[1].buffers())
 
 

@@ -45,7 +45,7 @@ class Oracle:
     lines: int
     seed: int
     entries: dict[int, Entry] = field(default_factory=dict)
-    """By row of the table."""
+    """Entries by row of the table."""
     cells: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """Sketches, by first row of the line, and bucket."""
 

@@ -148,7 +148,7 @@ def test_a_pinned_row_does_not_expire() -> None:
     [("lru", 1), ("lfu", 8), ("lfu without decay", 8), ("distance", 8), ("distance, 4", 1)],
 )
 def test_the_row_of_the_lowest_score_is_evicted(name: str, kept: int) -> None:
-    """Of a home bucket, 8 ids are used in 8 steps, 8 others once and later; 7 ids are new."""
+    """In a home bucket, 8 ids are used in 8 steps, 8 others once and later; 7 ids are new."""
     index = index_of(SETTINGS[name], num_regions=1)
     crowd = ids_of_line(800, 7)
     homes = twin.locate(index, torch.tensor(crowd)).homes.tolist()

@@ -172,7 +172,7 @@ def run(program: Path, steps: int) -> str:
 
 
 def test_digests_are_compared_alike_by_all_instructions(tmp_path: Path) -> None:
-    """Those of this machine, of any machine of its kind, and without vectors."""
+    """Instructions of this machine, of any machine of its kind, and without vectors."""
     expected = run(compiled(tmp_path, "-O2"), 100)
     for flag in ("-march=native", "-DRECSYS_PORTABLE"):
         assert run(compiled(tmp_path, "-O2", flag), 100) == expected

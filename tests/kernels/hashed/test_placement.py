@@ -80,7 +80,7 @@ def _check(index: IdIndex, ids: torch.Tensor, rows: torch.Tensor, scores: list[f
         assert all(row_of[id_] == -1 for _, id_ in sorted(own)[room:])
         assert all(row_of[id_] // LINE == line for id_ in kept)
         assert all(row_of[id_] % (index.lines * LINE) for id_ in kept)  # not the shared row
-        for home in range(4):  # those that fit are at home, the best first
+        for home in range(4):  # ids that fit are at home, the best first
             at_home = [id_ for id_ in kept if homes[id_] == home]
             fit = at_home[: 16 - (home == 0 and room < LINE)]
             assert all(row_of[id_] // 16 == line * 4 + home for id_ in fit)

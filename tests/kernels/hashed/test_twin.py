@@ -120,7 +120,7 @@ def test_the_hash_is_the_finalizer_of_splitmix64() -> None:
 
 
 def test_bits_of_the_hash_do_not_overlap() -> None:
-    """Of the most regions: each field has its bits, those of the digest are the lowest 16."""
+    """With the most regions: each field has its own bits, and the digest has the lowest 16."""
     index = index_of(settings_of(), lines=1, num_regions=1 << 14)
     places = twin.locate(index, torch.tensor([id_of_hash(2**64 - 1 - (3 << 16), 7)]))
     assert [int(value) for value in places[1:]] == [2**14 - 1, 2**14 - 1, 0, 255]
@@ -145,7 +145,7 @@ def test_ids_of_one_line_only_damage_this_line(name: str) -> None:
 
 
 def test_counts_age_so_that_rare_ids_are_not_admitted() -> None:
-    """Of ids that occur once, few are admitted, however many occurred before."""
+    """Few ids that occur once are admitted, even after many other ids."""
     index = index_of(settings_of(admission="at_least", admission_value=2), lines=1)
     admitted = 0
     for step in range(1, 101):

@@ -50,7 +50,7 @@ def build(kind: str) -> nn.Module:
 
 
 def batch(kind: str, seed: int, size: int = 5) -> tuple[Tensor, KeyedJaggedTensor]:
-    """Return samples, of which the first has neither tags nor a history."""
+    """Return samples; the first has neither tags nor a history."""
     draw = torch.Generator().manual_seed(seed)
     names = [*FEATURES, *(["seen", "item"] if kind == "din" else [])]
     bags = [i % 3 for i in range(size)]

@@ -338,7 +338,7 @@ def test_the_end_of_a_hold_does_not_end_another() -> None:
 
 
 def test_tables_of_one_lookup_count_their_own_batches(tmp_path: Path) -> None:
-    """Also after one was loaded alone: its batches are not those of the others."""
+    """Tables count their own batches, also after one table was loaded alone."""
     rules = HashedIds(eviction=DistanceLFU(2), ttl=30, admission=Probability(0.5), num_regions=1)
 
     def tables_of(*names: str) -> Any:
@@ -391,7 +391,7 @@ def test_a_load_of_other_modules_changes_nothing() -> None:
 
 
 def is_zero(collection: Any) -> bool:
-    """Whether an id that the table does not have reads zeros."""
+    """Return True if an id that the table does not have reads zeros."""
     batch = KeyedJaggedTensor(list(NAMES), torch.tensor([-9]), lengths=torch.tensor([1, 0]))
     was_training = collection.training
     with torch.no_grad():

@@ -143,7 +143,7 @@ def test_evaluation_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_evaluation_with_more_ids_than_rows(tmp_path: Path) -> None:
-    """As many ids as there are rows read theirs, the others read the row of unknown ids."""
+    """Ids read their own rows until all rows are in use; other ids read the row of unknown ids."""
     module, large = collection(tmp_path, 64), collection(None, 16_384)
     draw = random.Random(0)
     for _ in range(300):

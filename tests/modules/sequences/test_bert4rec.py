@@ -92,7 +92,7 @@ EXAMPLE = {"vocab_size": ITEMS, "max_len": 16, "emb_dim": 8, "nhead": 2, "num_la
 
 
 def train(rank: int, world_size: int, *, sharded: bool) -> dict[str, Tensor]:
-    """Train on a rank's histories, padded as TorchRec's example does, or on those of all ranks."""
+    """Train on a rank's histories, padded as in TorchRec's example, or on all ranks' histories."""
     torch.manual_seed(0)
     model: nn.Module = BERT4Rec(**EXAMPLE, dropout=0.0)
     tables = model.embedding_collection.parameters()

@@ -17,7 +17,7 @@ from recsys.optim import RowWiseAdagrad
 from tests.distributed.cases import Case, shard
 from tests.ranks import RankPool
 
-# torch.compile itself looks at the `.grad` of what comes from a graph break
+# torch.compile itself looks at the `.grad` of tensors from a graph break
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
@@ -60,7 +60,7 @@ def test_one_named_graph_break(pooled: bool, sharded: bool) -> None:
     dynamo.reset()
     dynamo.utils.counters.clear()
     torch.compile(Over(model), backend="eager")(case.batches(3)[0])
-    (reason,) = dynamo.utils.counters["graph_break"]  # counted once per frame it lies in
+    (reason,) = dynamo.utils.counters["graph_break"]  # counted once per frame that contains it
     assert REASON in reason
 
 

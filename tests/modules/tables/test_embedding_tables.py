@@ -1,4 +1,4 @@
-"""What users do to modules, followed by training: the lookup must keep reading the parameters."""
+"""Changes of modules, followed by training: the lookup must keep reading the parameters."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_training_goes_on_as_if_nothing_had_happened(
     change: Callable[[EmbeddingBagCollection], EmbeddingBagCollection], owner: str, when: str
 ) -> None:
     if change is via_new_parameter and when == "fresh":
-        owner = "user"  # nobody has seen yet that the old parameter owned an optimizer
+        owner = "user"  # no lookup has seen yet that the old parameter owned an optimizer
     steps = range(2) if when == "trained" else range(0)
     plain, changed = build(owner), build(owner)
     train(plain, owner, steps)

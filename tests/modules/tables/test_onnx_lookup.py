@@ -1,4 +1,4 @@
-"""Lookups in operations that ONNX has equal those of the collections; so do ONNX programs."""
+"""Lookups in operations of ONNX, and ONNX programs, equal lookups of the collections."""
 
 from __future__ import annotations
 

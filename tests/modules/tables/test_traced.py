@@ -62,7 +62,7 @@ def _ids(need_indices: bool) -> EmbeddingCollection:
 
 
 class Sum(nn.Module):
-    """What a model does with dense features and a collection."""
+    """A model of dense features and a collection."""
 
     def __init__(self, collection: nn.Module) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ def test_processors_called_feature_by_feature_run_eagerly_or_are_refused() -> No
     found = torch.compile(model, backend="eager")(features)
     assert torch.equal(found.values(), model(features).values())
     torch._dynamo.reset()
-    # how torch 2.13 says it, or torch 2.11
+    # the message of torch 2.13, or of torch 2.11
     said = "feature processors (in a dict run eagerly|of the whole batch)"
     with pytest.raises(Exception, match=said):
         torch.compile(model, backend="eager", fullgraph=True)(features)
