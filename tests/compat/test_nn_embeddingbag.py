@@ -31,7 +31,7 @@ from tests.compat.again import again
 from tests.distributed import test_shard as core
 from tests.distributed.cases import CPU, assert_same, whole, whole_state
 from tests.distributed.pipeline_client import in_turn, interleave
-from tests.inference.quant.test_sources.py tests.inference.test_export.py tests.inference.test_tracer import Mixed
+from tests.inference.quant.test_sources import Mixed
 from tests.ranks import RankPool
 
 ROWS, DIM = 13, 8

@@ -115,7 +115,7 @@ class ShardMetadata:
             for name, numbers in given.items():
                 whole_list(f"{type(self).__name__}.{name}", numbers, length=2)
         if type(self.placement) is str:
-            self.placement = TensorPlace(self.placement)
+            self.placement = Placement(self.placement)
 
     @property
     def rank(self) -> int:
@@ -128,11 +128,11 @@ class ShardMetadata:
 
 
 @final
-class TensorPlace(str):
+class Placement(str):
     """Rank and device of a shard: a text `"rank:<rank>/<device>"` with methods for its parts.
 
     Example:
-        >>> TensorPlace("rank:3/cuda:1").rank(), TensorPlace("rank:3/cuda:1").device()
+        >>> Placement("rank:3/cuda:1").rank(), Placement("rank:3/cuda:1").device()
         (3, device(type='cuda', index=1))
     """
 
@@ -166,7 +166,7 @@ def placement_rank(placement: object) -> int:
     rank = getattr(placement, "rank", None)
     if callable(rank):
         rank = rank()
-    return rank if isinstance(rank, int) else TensorPlace(placement).rank()
+    return rank if isinstance(rank, int) else Placement(placement).rank()
 
 
 @final

@@ -19,7 +19,7 @@ from recsys.distributed.planner.assignment import Assignment
 from recsys.distributed.planner.formatting import mib, shorten
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import Reach, TableOption
-from recsys.distributed.planner.placement import InfeasibleError, Placement, Problem, Ranks
+from recsys.distributed.planner.placement import InfeasibleError, Problem, Ranks, SearchResult
 from recsys.distributed.planner.plan_cost import PlanCost, TableCost
 from recsys.distributed.planner.search import search
 from recsys.distributed.planner.shard_arrays import ShardArrays
@@ -61,7 +61,7 @@ def plan_again(
     *,
     seconds: float | None = None,
     tolerance: float = 1e-3,
-) -> Placement | None:
+) -> SearchResult | None:
     """Place tables on a machine.
 
     Args:

@@ -16,7 +16,7 @@ from typing import final
 import numpy as np
 
 from recsys.distributed.planner.options import Reach
-from recsys.distributed.planner.placement import Choice, Method, Placement
+from recsys.distributed.planner.placement import Choice, Method, SearchResult
 from recsys.distributed.planner.shard_arrays import Flags, Floats, Ints, ShardArrays
 
 OVERFULL = 1e6  # load of a rank whose memory is exceeded
@@ -253,11 +253,11 @@ class Assignment:
 
     def placement(
         self, bound_ms: float, started: float, method: Method, timed_out: bool = False
-    ) -> Placement:
+    ) -> SearchResult:
         """Return the result of a search that started at a given time; all tables must be placed."""
         ms_R, _ = self.exact_loads()
         indices_T = enumerate(self.arrays.index_O[self.option_T].tolist())
-        return Placement(
+        return SearchResult(
             choices=tuple(
                 Choice(option=i, ranks=tuple(self.ranks_of(t).tolist())) for t, i in indices_T
             ),

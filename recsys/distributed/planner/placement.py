@@ -74,7 +74,7 @@ class Choice:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class SearchResult:
     """Best placement found, and its distance from the optimum.
 
     Attributes:

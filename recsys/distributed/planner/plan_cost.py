@@ -13,7 +13,7 @@ from recsys.distributed.placement.plan import ParameterSharding
 from recsys.distributed.planner.costs import Cost
 from recsys.distributed.planner.option_lister import OptionLister
 from recsys.distributed.planner.options import Shards, TableOption
-from recsys.distributed.planner.placement import Placement
+from recsys.distributed.planner.placement import SearchResult
 from recsys.distributed.planner.tables import Bytes, PlannedTable, RankMemory
 from recsys.distributed.planner.topology import Topology
 
@@ -94,7 +94,7 @@ class PlanCost:
     lister: OptionLister
     tables: tuple[TableCost, ...]
     budgets: tuple[Bytes, ...]
-    placement: Placement | None = None
+    placement: SearchResult | None = None
     batch: RankMemory = field(default_factory=RankMemory)
     is_custom: bool = False
     unconstrained: tuple[PlannedTable, ...] = ()

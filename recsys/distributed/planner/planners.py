@@ -42,7 +42,7 @@ from recsys.distributed.planner.constants import BATCH_SIZE
 from recsys.distributed.planner.model_tables import check_kernels, tables_of
 from recsys.distributed.planner.option_lister import OptionLister, ShardEstimator
 from recsys.distributed.planner.options import TableOption
-from recsys.distributed.planner.placement import InfeasibleError, Placement
+from recsys.distributed.planner.placement import InfeasibleError, SearchResult
 from recsys.distributed.planner.plan_cost import PlanCost, TableCost
 from recsys.distributed.planner.pooling_stats import PoolingStats
 from recsys.distributed.planner.rating import RatedPlan
@@ -199,7 +199,7 @@ class EmbeddingShardingPlanner:
 
     def _search(
         self, module: nn.Module, sharders: Sharders, listed: _Listed
-    ) -> tuple[list[Bytes], Placement]:
+    ) -> tuple[list[Bytes], SearchResult]:
         """Return the memory that is free for tables, and an option and ranks for each table."""
         with no_collection():
             budgets = self._budgets(module, [table for table, _ in listed])
@@ -222,7 +222,7 @@ class EmbeddingShardingPlanner:
         sharders: Sharders,
         listed: _Listed,
         budgets: Sequence[Bytes],
-        placement: Placement,
+        placement: SearchResult,
     ) -> RatedPlan:
         """Return the plan of a placement."""
         kinds = self._topology.kinds
@@ -310,7 +310,7 @@ class EmbeddingShardingPlanner:
         sharders: Sharders,
         rated: Sequence[TableCost],
         budgets: Sequence[Bytes],
-        placement: Placement | None = None,
+        placement: SearchResult | None = None,
     ) -> PlanCost:
         lifted = unconstrained(self._constraints)
         under = {**self._constraints, **lifted}

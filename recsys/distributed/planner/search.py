@@ -16,7 +16,7 @@ from recsys.distributed.planner.assignment import OVERFULL, Assignment
 from recsys.distributed.planner.bounds import Relaxation
 from recsys.distributed.planner.exact import count_variables, solve_exactly
 from recsys.distributed.planner.local_search import LocalSearch
-from recsys.distributed.planner.placement import Method, Placement, Problem
+from recsys.distributed.planner.placement import Method, Problem, SearchResult
 from recsys.distributed.planner.shard_arrays import Floats, Ints, ShardArrays
 
 _CEILINGS = (0.7, 0.5, 0.35)  # longest shards, in units of the bound
@@ -37,7 +37,7 @@ _MAX_NODES = 300  # of the search tree, without a time limit
 
 def search(
     problem: Problem, *, seed: int = 0, time_limit: float | None = None, tolerance: float = 2e-3
-) -> Placement:
+) -> SearchResult:
     """Place all tables.
 
     Equal arguments give equal placements, unless a time limit ends the search.
@@ -244,7 +244,7 @@ class _Search:
                 self._exact = solved.finished
                 return
 
-    def placement(self, started: float) -> Placement:
+    def placement(self, started: float) -> SearchResult:
         """Return the best placement.
 
         Raises:

@@ -14,9 +14,9 @@ from recsys.distributed.planner.options import Reach, Shards, TableOption
 from recsys.distributed.planner.placement import (
     Choice,
     InfeasibleError,
-    Placement,
     Problem,
     Ranks,
+    SearchResult,
 )
 from recsys.distributed.planner.search import search
 from recsys.distributed.planner.tables import Bytes, RankMemory
@@ -116,7 +116,7 @@ def problem_without_tables(problem: Problem) -> Problem:
     return Problem(ranks=problem.ranks, tables=[])
 
 
-def check(problem: Problem, found: Placement) -> None:
+def check(problem: Problem, found: SearchResult) -> None:
     """Fails unless the placement keeps all rules and is described truly."""
     num_ranks, node_size = len(problem.ranks), problem.ranks.node_size or len(problem.ranks)
     assert len(found.choices) == len(problem.tables)
@@ -250,7 +250,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-def search_or_none(problem: Problem) -> Placement | None:
+def search_or_none(problem: Problem) -> SearchResult | None:
     """The best placement, or None if it is certain that nothing fits."""
     try:
         return search(problem, tolerance=0.0)

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from recsys.distributed.planner.placement import Placement
+from recsys.distributed.planner.placement import SearchResult
 from tests.distributed.planner.search_cases import shards
 
 
-def placement(load: float, bound: float) -> Placement:
-    return Placement(
+def placement(load: float, bound: float) -> SearchResult:
+    return SearchResult(
         choices=(),
         load_ms=(load,),
         bound_ms=bound,

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from recsys.distributed.planner.options import Reach
 from recsys.distributed.planner.placement import (
     InfeasibleError,
-    Placement,
     Problem,
     Ranks,
+    SearchResult,
 )
 from recsys.distributed.planner.search import search
 from tests.distributed.planner.search_cases import (
@@ -31,7 +31,7 @@ from tests.distributed.planner.search_cases import (
 ROOM = (1000, 0)
 
 
-def answer(found: Placement) -> Placement:
+def answer(found: SearchResult) -> SearchResult:
     """The placement without what depends on the machine."""
     return dataclasses.replace(found, seconds=0.0)
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import save, save_file
 from torch import Tensor
 
-from recsys.features.columns import Categorical, Hashed, Ids, Numeric
+from recsys.features import Categorical, Hashed, Ids, Numeric
 from recsys.features.fit import Fitted
 from recsys.features.save import save_folder
 from recsys.features.vocabulary import Vocabulary
