@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("recsys/compat", "tests/compat", "tests/parity")
-"""What is about `recsys.compat` only."""
+"""Folders that only `recsys.compat` needs."""
 HAS_COMPAT = importlib.util.find_spec("recsys.compat") is not None
 
 
@@ -35,7 +35,7 @@ LISTS: dict[str, Callable[[str], bool]] = {
 
 
 def expected(names: Iterable[str]) -> set[str]:
-    """Return the paths and modules that exist here: without `recsys.compat`, those of the rest.
+    """Return the paths and modules that exist here, with or without `recsys.compat`.
 
     Args:
         names: Paths and modules that a page names.
@@ -45,7 +45,7 @@ def expected(names: Iterable[str]) -> set[str]:
 
 
 def copy_without_compat(target: Path) -> None:
-    """Copy the files of the repository, except those of `recsys.compat`.
+    """Copy the files of the repository, except the files of `recsys.compat`.
 
     Args:
         target: A folder that does not exist.

@@ -1,4 +1,4 @@
-"""Calls of `recsys.compat`, which `tests.fuzz.calls.public` adds to those of the other rooms."""
+"""Calls of `recsys.compat`, which `tests.fuzz.calls.public` adds to the calls of the core."""
 
 from __future__ import annotations
 

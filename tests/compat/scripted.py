@@ -12,7 +12,7 @@ processor = PositionWeightedProcessor
 
 
 class Pooled(nn.Module):
-    """What a tower makes of its embeddings."""
+    """The part of a tower after its embeddings."""
 
     def forward(self, pooled: KeyedTensor) -> Tensor:
         """The embeddings as they are."""

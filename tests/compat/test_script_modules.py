@@ -1,4 +1,4 @@
-"""Modules that only TorchRec scripts use are compiled by TorchScript as those of the core are."""
+"""TorchScript compiles the modules that only TorchRec scripts use, as the modules of the core."""
 
 from __future__ import annotations
 
