@@ -22,7 +22,7 @@ from tests.without_compat import HAS_COMPAT
 
 @functools.cache
 def all_calls() -> list[Call]:
-    """All calls, in order of their folder. Calls of `recsys.compat` are at the end, if it exists."""
+    """All calls, in order of their folder; calls of `recsys.compat` at the end, if it exists."""
     rooms = [sparse, optim, modules, datasets, metrics, planner, distributed, training, inference]
     if HAS_COMPAT:
         rooms.append(importlib.import_module("tests.compat.calls"))
