@@ -408,7 +408,7 @@ def _check_one_each(function: str, **given: Sequence[object] | None) -> None:
     lists = {name: value for name, value in given.items() if isinstance(value, list)}
     if len({len(value) for value in lists.values()}) > 1 or [] in lists.values():
         raise ValueError(
-            f"{function}: {' and '.join(lists)} must have the same length, one entry per shard; "
+            f"{function}: {' and '.join(lists)} must have one entry per shard; "
             f"received {' and '.join(str(value) for value in lists.values())}."
         )
 

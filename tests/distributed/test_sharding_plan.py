@@ -209,12 +209,15 @@ class _OnlyWhole(EmbeddingBagCollectionSharder):
     ("make", "message"),
     [
         (lambda: column_wise(), r"column_wise needs .* received neither"),
-        (lambda: column_wise(ranks=[]), r"in each of ranks; received \[\]"),
+        (lambda: column_wise(ranks=[]), r"ranks must have one entry per shard; received \[\]"),
         (
             lambda: column_wise(ranks=[0], size_per_rank=[4, 4]),
-            r"in each of ranks, size_per_rank; received \[0\], \[4, 4\]",
+            r"ranks and size_per_rank must .* received \[0\] and \[4, 4\]",
         ),
-        (lambda: row_wise(([5, 5], ["cpu"])), r"each of sizes, placement; received \[5, 5\], \['c"),
+        (
+            lambda: row_wise(([5, 5], ["cpu"])),
+            r"sizes and placement must .* received \[5, 5\] and \['c",
+        ),
         (lambda: row_wise(([10], "cpu"), num_buckets=2), r"sizes_placement or num_buckets; rec"),
         (lambda: grid_shard([]), r"received none\. Write grid_shard"),
         (
