@@ -189,7 +189,7 @@ COMPILES = """
 for chunk, dtype in ((64, None), (1, torch.bfloat16)):
     width = 4 * chunk
     is_full = dtype is not None
-    columns = output_triton.Columns(
+    columns = output_triton.GatherColumns(
         empty((4, 7)),
         empty(5) if is_full else None,
         empty(4, torch.int32) if is_full else None,

@@ -56,9 +56,9 @@ def test_rows_are_laid_out_and_back_as_by_pytorch(seed: int) -> None:
 
 
 COMPILES = """
-columns = output_triton.Columns(empty((4, 4)), None, empty(8, torch.int32), 256, 64, 32)
+columns = output_triton.GatherColumns(empty((4, 4)), None, empty(8, torch.int32), 256, 64, 32)
 counts = empty((3, 5), torch.int32)
-for ids in (ragged_triton.Ids(empty(60), empty(41, torch.int32), 2, 3, 8), None):
+for ids in (ragged_triton.RaggedIds(empty(60), empty(41, torch.int32), 2, 3, 8), None):
     batch = ragged_triton.Ragged(columns, empty((4, 4)), empty(99), 2, ids)
     ragged_triton.gather_ragged(empty(500, torch.float32), 5, batch, counts)
     ragged_triton.scatter_grad_ragged(empty((5, 256), torch.float32).t().t(), 500, batch, counts)
