@@ -98,7 +98,7 @@ class Numeric(Column):
         return self.missing is not None
 
     def features(self, fitted: Fitted) -> list[Feature]:
-        """Return the feature of the buckets."""
+        """Return the sparse feature whose ids are bucket numbers."""
         if self.buckets is None:
             return []
         rows = len(fitted.edges[self.name]) + 2

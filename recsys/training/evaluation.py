@@ -98,9 +98,9 @@ class BinaryMetrics:
             strict=True,
         )
         for i, column in enumerate(columns):
-            for metrics in (self._auc[i : i + 1], self._entropy[i : i + 1]):
-                for metric in metrics:
-                    metric.update(*column)
+            self._entropy[i].update(*column)
+            if self._auc:
+                self._auc[i].update(*column)
 
     def _weights_of_tasks(
         self, weights: Tensor | None, mask: Tensor | None, size: int

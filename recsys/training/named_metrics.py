@@ -146,6 +146,12 @@ class NamedMetrics:
                 f"classes; received {sorted(given)} and tasks {list(tasks)}."
             )
         self.tasks = list(tasks)
+        self._group_names = {chosen.group_by for chosen in self._chosen} - {""}
+        self._tensor_names = {
+            chosen.task_fields["tensor_name"]
+            for chosen in self._chosen
+            if "tensor_name" in chosen.task_fields
+        }
         self._losses: BinaryMetrics | MeanOfLosses = (
             MeanOfLosses(device)
             if self._has_classes
@@ -171,16 +177,10 @@ class NamedMetrics:
         _, logits, labels = output
         weights, mask = (getattr(batch, name, None) for name in ("sample_weights", "label_mask"))
         size = len(labels)
-        groups = {
-            chosen.group_by: _groups_of(batch, chosen.group_by, size)
-            for chosen in self._chosen
-            if chosen.group_by
-        }
-        tensors = {
-            name: _groups_of(batch, name, size)
-            for chosen in self._chosen
-            if (name := chosen.task_fields.get("tensor_name"))
-        }
+        groups, tensors = (
+            {name: _column_of(batch, name, size) for name in names}
+            for names in (self._group_names, self._tensor_names)
+        )
         if self._has_classes:
             self._tasks[0].update(logits, labels, weights, None, groups, tensors)
             return
@@ -377,8 +377,8 @@ def _result_name(key: str) -> str:
     return name.removeprefix("lifetime_").removeprefix("window_")
 
 
-def _groups_of(batch: Any, name: str, size: int) -> Tensor:
-    """Return the ids of a feature of a batch with one id for each sample, `[B]`."""
+def _column_of(batch: Any, name: str, size: int) -> Tensor:
+    """Return a feature with one id for each sample, or an attribute of the batch, `[B]`."""
     features = getattr(batch, "sparse_features", batch)
     keys = features.keys() if isinstance(features, KeyedJaggedTensor) else []
     if name in keys:

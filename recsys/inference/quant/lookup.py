@@ -487,7 +487,7 @@ class PositionProcessor(Served):
 
 
 def position_processor(module: nn.Module) -> PositionProcessor | None:
-    """Convert a feature processor with position weights only for a program; None for others."""
+    """Convert a processor that only has position weights for a program. Return None for others."""
     if type(module) is PositionWeightedModuleCollection:
         return PositionProcessor(module.position_weights_dict)
     if isinstance(module, FeatureProcessorDictWrapper):

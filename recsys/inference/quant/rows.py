@@ -325,12 +325,13 @@ class ServedIndexes(nn.Module):
         return index
 
     def rows_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return a batch with rows in place of hashed ids, int64 if there are some."""
-        keys, sizes = features.keys(), features.length_per_key()
+        """Replace hashed ids of a batch by table rows; ids become int64 if there are any."""
+        keys = features.keys()
         hashed = [i for i, key in enumerate(keys) if key in self._tables]
-        parts = list(features.values().long().split(sizes))
         if not hashed:
             return features
+        sizes = features.length_per_key()
+        parts = list(features.values().long().split(sizes))
         indexes = [self.table(self._tables[keys[i]]).index for i in hashed]
         ids = torch.cat([parts[i] for i in hashed])
         hashed_sizes = [sizes[i] for i in hashed]
