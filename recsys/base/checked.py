@@ -7,6 +7,7 @@ import enum
 import functools
 import inspect
 import pathlib
+import re
 import sys
 import types
 import typing
@@ -86,8 +87,8 @@ def checked_late(function: _Function) -> _Function:
     """Check the types of a function's arguments only after it has raised an error.
 
     For functions that run with every batch. If an argument has a wrong type, the error of
-    `checked` replaces the error. All other errors are kept, and so is a TypeError of this library,
-    which names the received value.
+    `checked` replaces the error. All other errors are kept, and so is a TypeError that names an
+    argument of the function and the received value.
 
     Args:
         function: Function to call.
@@ -109,7 +110,7 @@ def checked_late(function: _Function) -> _Function:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if not (isinstance(error, TypeError) and "received" in str(error)):
+            if not (isinstance(error, TypeError) and _names_an_argument(function, args, error)):
                 _check_call(function, args, kwargs)
             raise
 
@@ -124,8 +125,7 @@ def _check_call(
 ) -> tuple[Any, ...]:
     """Return the converted positional arguments; converts `kwargs` in place."""
     rules, code = _rules_of(function), function.__code__
-    owner = function.__qualname__.rpartition("<locals>.")[2]
-    subject = type(args[0]).__name__ if args and owner.endswith(".__init__") else owner
+    subject = _subject_of(function, args)
     given = list(args)
     for place, name in enumerate(code.co_varnames[: min(code.co_argcount, len(args))]):
         if name in rules and name not in unchecked:
@@ -134,6 +134,20 @@ def _check_call(
         if name in rules and name not in unchecked:
             kwargs[name] = _keep(rules[name], f"{subject}.{name}", value)
     return tuple(given)
+
+
+def _subject_of(function: Callable[..., Any], args: Sequence[Any]) -> str:
+    """Return the name of a function in errors, or of the class that an `__init__` makes."""
+    owner = function.__qualname__.rpartition("<locals>.")[2]
+    return type(args[0]).__name__ if args and owner.endswith(".__init__") else owner
+
+
+def _names_an_argument(function: Callable[..., Any], args: Sequence[Any], error: Exception) -> bool:
+    """Return True if an error begins with an argument of a function and has the received value."""
+    name = re.split(r"[ \[:]", str(error), maxsplit=1)[0].removeprefix(
+        f"{_subject_of(function, args)}."
+    )
+    return name in function.__code__.co_varnames and "received" in str(error)
 
 
 def check_fields(owner: object) -> None:
@@ -338,8 +352,10 @@ def _rule_of_list(kind: Any, one: _Rule | None) -> _Rule:
         if isinstance(value, str) and one is _PLAIN[str]:
             names(subject, value)
         is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes)
-        if is_list and kind not in once:
-            is_list = not isinstance(value, torch.Tensor | Iterator | Mapping)
+        if is_list:
+            is_list = not isinstance(value, Mapping) and (
+                kind in once or not isinstance(value, torch.Tensor | Iterator)
+            )
         if not is_list:
             wrong_type(subject, words, value)
         if not isinstance(value, collections.abc.Collection):

@@ -125,6 +125,8 @@ class BinaryCriteoUtils:
             >>> BinaryCriteoUtils.get_file_row_ranges_and_remainder([5, 8], rank=0, world_size=2)
             ({0: (0, 4), 1: (0, 1)}, 1)
         """
+        if min(lengths, default=0) < 0:
+            raise ValueError(f"lengths must be numbers of rows, at least 0; received {lengths}.")
         last_row = sum(lengths) - 1 if last_row is None else last_row
         if not 0 <= rank < world_size or not 0 <= start_row <= last_row + 1 <= sum(lengths):
             raise ValueError(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from recsys.base.arguments import MissingKeyError, instance, names, setting
+from recsys.base.arguments import MissingKeyError, instance, names, setting, shown
 from recsys.base.checked import checked_late
 from recsys.base.streamable import Pipelineable
 from recsys.kernels import ops
@@ -129,6 +129,14 @@ class Batch:
         if isinstance(dense, str):
             names("Batch.from_columns: dense", dense)
         weights = {} if weights is None else weights
+        wanted = dict.fromkeys([*sparse, *dense, *weights.values(), *([label] if label else [])])
+        try:
+            columns = {name: columns[name] for name in wanted}
+        except KeyError as error:
+            raise MissingKeyError(
+                f"Batch.from_columns: columns must have {[*wanted]}; received {shown(columns)}, "
+                f"without {error}."
+            ) from None
         named = {f: (f"Column {name!r}", columns[name]) for f, name in weights.items()}
         unknown = sorted(named.keys() - set(sparse))
         if unknown:

@@ -216,13 +216,14 @@ class PlainModel(nn.Module):
     def __init__(self, model: nn.Module, inputs: Sequence[object]) -> None:
         super().__init__()
         model = served_part(model)
+        arguments = arguments_by_name(model, inputs)
         with torch.no_grad():
             self.expected = model(*inputs)
         self.output_names = list(_plain(self.expected, self.expected))
         for jagged in pytree.tree_leaves(inputs, is_leaf=is_jagged):
             if is_jagged(jagged):
                 jagged.lengths()  # a program takes lengths instead of offsets
-        found, self._structure = pytree.tree_flatten_with_path(arguments_by_name(model, inputs))
+        found, self._structure = pytree.tree_flatten_with_path(arguments)
         self._leaves = [leaf for _, leaf in found]
         self._places = _places_of_tensors(found)
         self.tensors = self._tensors_in(inputs)

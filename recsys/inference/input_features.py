@@ -101,7 +101,18 @@ def jagged_inputs(
 
 
 def arguments_by_name(model: nn.Module, inputs: Sequence[object]) -> dict[str, object]:
-    """Return the arguments of a model by the names of its parameters."""
+    """Return the arguments of a model by the names of its parameters.
+
+    Raises:
+        TypeError: The model takes another number of arguments.
+    """
+    try:
+        inspect.signature(model.forward).bind(*inputs)
+    except TypeError as error:
+        raise TypeError(
+            f"inputs must be the arguments of {type(model).__name__}.forward, in order; "
+            f"received {len(inputs)}: {error}."
+        ) from None
     names = []
     for name, parameter in inspect.signature(model.forward).parameters.items():
         is_last = parameter.kind is inspect.Parameter.VAR_POSITIONAL

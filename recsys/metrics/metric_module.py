@@ -158,6 +158,7 @@ class RecMetricModule(torch.nn.Module):
                 mapping("model_out", model_out)
                 raise
             except KeyError as error:
+                mapping("model_out", model_out)
                 raise ValueError(
                     f"model_out must have {error}, a key of a task; received {sorted(model_out)}."
                 ) from None

@@ -147,8 +147,8 @@ def apply_optimizer_in_backward(
         stochastic_rounding,
     )
     warn_of_decay(optimizer_class, optimizer_kwargs.get("weight_decay"))
-    if isinstance(params, Tensor | Mapping):
-        wrong_type("apply_optimizer_in_backward.params", "an iterable of nn.Parameter", params)
+    if isinstance(params, Tensor):
+        wrong_type("apply_optimizer_in_backward.params", "a list of nn.Parameters", params)
     params = list(params)
     for place, parameter in enumerate(params):
         subject = f"apply_optimizer_in_backward.params[{place}]"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recsys.base.arguments import finite, flag
+from recsys.base.arguments import finite, flag, shown
 from recsys.base.checked import checked, checked_late
 from recsys.optim.nested_state import (
     check_same_keys,
@@ -440,7 +440,13 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def __init__(
         self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]
     ) -> None:
-        self._optimizer = optim_factory(list(params.values()))
+        try:
+            self._optimizer = optim_factory(list(params.values()))
+        except TypeError as error:
+            raise TypeError(
+                "KeyedOptimizerWrapper.optim_factory must be a function of a list of parameters; "
+                f"received {shown(optim_factory)}, which raised: {error}"
+            ) from error
         super().__init__(params, self._optimizer.state, self._optimizer.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

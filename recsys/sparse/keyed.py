@@ -150,7 +150,7 @@ class KeyedTensor:
             The keyed tensor.
 
         Raises:
-            ValueError: As the constructor.
+            ValueError: As the constructor, or the shapes of the tensors differ.
 
         Example:
             >>> KeyedTensor.from_tensor_list(["a", "b"], [torch.ones(1, 1), torch.zeros(1, 2)])
@@ -158,6 +158,13 @@ class KeyedTensor:
                 "a": [[1.0]]
                 "b": [[0.0, 0.0]]
         """
+        others = {_sizes_but(tensor, cat_dim, key_dim) for tensor in tensors}
+        if None in others or len(others) != 1:
+            raise ValueError(
+                f"KeyedTensor.from_tensor_list: tensors must have the dimensions key_dim={key_dim} "
+                f"and cat_dim={cat_dim}, and equal sizes in all but cat_dim; received tensors of "
+                f"the shapes {[tuple(tensor.shape) for tensor in tensors]}."
+            )
         widths = [tensor.shape[key_dim] for tensor in tensors]
         return KeyedTensor(keys, widths, torch.cat(tensors, dim=cat_dim), key_dim)
 
@@ -236,7 +243,7 @@ class KeyedTensor:
             subject = "KeyedTensor.regroup: keyed_tensors"
             wrong_type(subject, "a list of KeyedTensors", keyed_tensors)
         key_dims = {kt._key_dim for kt in keyed_tensors}
-        if any(isinstance(cast(object, group), str) for group in groups):
+        if any(isinstance(cast(object, g), str) for g in [groups, *groups]):
             wrong_type("KeyedTensor.regroup: groups", "a list of lists of keys", groups)
         if len(key_dims) != 1:
             if not keyed_tensors:
@@ -345,6 +352,14 @@ Run = tuple[int, int, int]
 
 
 @functools.lru_cache(maxsize=128)
+def _sizes_but(tensor: Tensor, cat_dim: int, key_dim: int) -> tuple[int, ...] | None:
+    """Return the sizes of a tensor without `cat_dim`; None if it lacks one of the dimensions."""
+    dim = tensor.dim()
+    if not (-dim <= cat_dim < dim and -dim <= key_dim < dim):
+        return None
+    return (*tensor.shape[: cat_dim % dim], *tensor.shape[cat_dim % dim + 1 :])
+
+
 def _plan_regroup(
     keys_per_source: tuple[tuple[str, ...], ...],
     widths_per_source: tuple[tuple[int, ...], ...],

@@ -34,7 +34,7 @@ class KJTList(Pipelineable):
 
     @checked_late
     def __init__(self, features: Sequence[KeyedJaggedTensor]) -> None:
-        if isinstance(cast(object, features), str):
+        if isinstance(cast(object, features), str | bytes):
             wrong_type("KJTList.features", "a list of KeyedJaggedTensors", features)
         self.features = list(features)
         for place, batch in enumerate(self.features):

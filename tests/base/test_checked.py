@@ -204,6 +204,11 @@ def test_late_checks_say_why_a_call_failed() -> None:
         divide(3)
     with pytest.raises(TypeError, match=r"divide.by must be a whole number; received '2'"):
         divide([1], by="2")
+    # an error of a function below it names that function's argument
+    with pytest.raises(TypeError, match=r"divide.parts must be a list of .*; received 3"):
+        divide(3, message="KeyedTensor.__getitem__.key must be text; received 0")
+    with pytest.raises(TypeError, match="key must be text"):
+        divide([3], message="KeyedTensor.__getitem__.key must be text; received 0")
 
 
 def test_late_checks_keep_other_errors() -> None:

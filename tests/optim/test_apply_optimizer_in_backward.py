@@ -71,7 +71,7 @@ def test_a_parameter_without_a_gradient_is_refused() -> None:
         (None, r"params must be a list of nn.Parameters; received None"),
         ([1], r"params\[0\] must be an nn.Parameter; received 1"),
         (iter(["a"]), r"params\[0\] must be an nn.Parameter; received 'a'"),
-        ({}, r"params must be an iterable of nn.Parameter; received {}"),
+        ({}, r"params must be a list of nn.Parameters; received {}"),
     ],
 )
 def test_what_is_no_parameter_is_refused(params: Any, message: str) -> None:

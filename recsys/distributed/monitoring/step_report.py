@@ -114,7 +114,8 @@ class StepReport:
 
     def data(self, batches: Iterable[B]) -> Iterator[B]:
         """Yield batches and measure the time to read them."""
-        if isinstance(batches, str | bytes) or not isinstance(batches, Iterable):
+        is_scalar = isinstance(batches, torch.Tensor) and not batches.dim()
+        if is_scalar or isinstance(batches, str | bytes) or not isinstance(batches, Iterable):
             wrong_type("StepReport.data: batches", "an iterable of batches", batches)
         source = iter(batches)
         while True:

@@ -110,7 +110,7 @@ class PoolingStats:
             TypeError: A batch contains no KeyedJaggedTensor, or a single batch was passed.
             ValueError: There is no batch.
         """
-        if isinstance(batches, str | bytes) or not isinstance(
+        if isinstance(batches, str | bytes | torch.Tensor) or not isinstance(
             batches, Iterable | KeyedJaggedTensor
         ):
             wrong_type("PoolingStats.from_batches.batches", "a list of batches", batches)

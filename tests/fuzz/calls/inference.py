@@ -167,7 +167,7 @@ CALLS = [
         "device_memory_size": maybe(whole(1 << 30)), "ddr_cap": maybe(whole(1 << 30)),
         "constraints": maybe(CONSTRAINTS), "sharding_plan": maybe(Kind(
             lambda: None, lambda value: False)),
-    }),
+    }, words={"device_memory_size": ("does not fit",), "ddr_cap": ("does not fit",)}),
     Call("QuantEmbeddingBagCollectionSharder", QuantEmbeddingBagCollectionSharder, {
         "fused_params": maybe(mapping(dict)), "shardable_params": maybe(texts(["t"])),
     }),
