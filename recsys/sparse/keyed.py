@@ -243,7 +243,7 @@ class KeyedTensor:
             subject = "KeyedTensor.regroup: keyed_tensors"
             wrong_type(subject, "a list of KeyedTensors", keyed_tensors)
         key_dims = {kt._key_dim for kt in keyed_tensors}
-        if any(isinstance(cast(object, g), str) for g in [groups, *groups]):
+        if any(isinstance(group, str) for group in [groups, *groups]):
             wrong_type("KeyedTensor.regroup: groups", "a list of lists of keys", groups)
         if len(key_dims) != 1:
             if not keyed_tensors:
