@@ -4,7 +4,8 @@
 #   make serve      after make train: serve the model by NVIDIA Triton, on loopback
 #   make stream     train on a stream of clicks while Triton serves, and measure the freshness
 #   make test       the test suite; pass arguments with ARGS="-k jagged"
-#   make test SLOW=1  the test suite with its slow cases, as CI runs it
+#   make test REST=1  the cases that notice few faults more, which `make test` leaves out
+#   make test SLOW=1  the whole test suite with its slow cases
 #   make conformance  every sharding type, compared with the unsharded model and TorchRec; an hour
 #   make predictor  build the C++ core for serving packages into build/predictor/
 #   make bench      CPU benchmarks against TorchRec
@@ -55,7 +56,8 @@ $(TRITON)/.unpacked:
 
 # Two processes run one file each at a time. One process, with a debugger: ARGS="-n 0 --pdb"
 test: $(call stamp,test) $(if $(SLOW),$(call stamp,triton) $(call stamp,onnx))
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(if $(SLOW),,-m "not slow") $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile \
+	  $(if $(SLOW),,-m $(if $(REST),"rest","not slow and not rest")) $(ARGS)
 
 # Needs CMake, a C++17 compiler and OpenSSL's headers (libssl-dev).
 predictor: $(BASE)

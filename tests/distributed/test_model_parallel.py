@@ -549,9 +549,3 @@ def test_a_model_is_wrapped_once() -> None:
         )
     with pytest.raises(TypeError, match=r"module must be an nn\.Module; received 3"):
         DistributedModelParallel(3, device=CPU)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("plan", [{}, {"ebc": 1}, "plan.json"])
-def test_a_plan_is_a_sharding_plan(plan: Any) -> None:
-    with pytest.raises(TypeError, match=r"plan must be a ShardingPlan; received"):
-        DistributedModelParallel(EachType(0, 1).model(), device=CPU, plan=plan)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -111,19 +109,6 @@ class TestCheckTables:
             "embeddings.a.weight",
             "embeddings.b.weight",
         ]
-
-    @pytest.mark.parametrize(
-        ("tables", "message"),
-        [
-            ("films", "tables must be a list of EmbeddingBagConfigs; received 'films'"),
-            ([EmbeddingConfig(10, 4, "t", feature_names=["f"])], "received EmbeddingConfig"),
-            ({"t": 1}, r"tables\[0\] must be an EmbeddingBagConfig; received 't'"),
-            (None, "must be a list of EmbeddingBagConfigs; received None"),
-        ],
-    )
-    def test_other_things_are_no_tables(self, tables: Any, message: str) -> None:
-        with pytest.raises(TypeError, match=message):
-            EmbeddingBagCollection(tables=tables)
 
     def test_no_tables_at_all(self) -> None:
         tables = EmbeddingBagCollection(tables=iter([]))

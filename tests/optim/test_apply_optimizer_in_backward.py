@@ -65,20 +65,6 @@ def test_a_parameter_without_a_gradient_is_refused() -> None:
     assert attached_optimizer(layer.weight) is None  # nor is the one before it updated
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (None, r"params must be a list of nn.Parameters; received None"),
-        ([1], r"params\[0\] must be an nn.Parameter; received 1"),
-        (iter(["a"]), r"params\[0\] must be an nn.Parameter; received 'a'"),
-        ({}, r"params must be a list of nn.Parameters; received {}"),
-    ],
-)
-def test_what_is_no_parameter_is_refused(params: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1})
-
-
 def test_spec_of_a_parameter() -> None:
     parameter = nn.Parameter(torch.ones(3, 2))
     assert attached_optimizer(parameter) is None

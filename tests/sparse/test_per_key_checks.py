@@ -47,23 +47,6 @@ def test_the_argument_that_does_not_fit_is_named(
         KeyedJaggedTensor(KEYS, *parts, **given)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"length_per_key": [1.0, 3.0]}, "length_per_key must be a list of integers"),
-        ({"length_per_key": 3}, "length_per_key must be a list of integers; received 3"),
-        ({"stride_per_key": 3}, "stride_per_key must be a list of integers; received 3"),
-        ({"stride_per_key_per_rank": [2, 2]}, "stride_per_key_per_rank must be a list of lists"),
-        ({"stride": 2.0}, "stride must be an integer; received 2.0"),
-        ({"keys": "ab"}, "keys must be a list of names; received 'ab'"),
-    ],
-)
-def test_wrong_types_are_named(given: dict[str, Any], message: str) -> None:
-    arguments = {"keys": KEYS, "values": VALUES, "lengths": LENGTHS, **given}
-    with pytest.raises(TypeError, match=rf"^KeyedJaggedTensor\.{message}"):
-        KeyedJaggedTensor(**arguments)
-
-
 def test_wrong_lengths_are_blamed_on_lengths() -> None:
     lengths = torch.tensor([1, 0, 3, 1])
     with pytest.raises(ValueError, match=r"^KeyedJaggedTensor\.lengths must add up"):

@@ -134,10 +134,3 @@ def test_a_pipe_is_no_file_of_values(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "t.npy")
     with pytest.raises(CheckpointError, match="must be a regular file"):
         load_table(nn.ModuleDict({"t": nn.Embedding(5, 3)}), "t", tmp_path / "t.npy")
-
-
-def test_arguments_of_load_table_are_named() -> None:
-    with pytest.raises(TypeError, match=r"load_table\.model must be an nn.Module"):
-        load_table("t", "t", np.zeros((5, 3)))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"load_table\.table must be the name of a table"):
-        load_table(nn.Embedding(5, 3), 3, np.zeros((5, 3)))  # type: ignore[arg-type]

@@ -606,26 +606,3 @@ def _default_plan() -> list[int] | None:
 
 def test_plans_for_the_ranks_there_are(ranks: RankPool) -> None:
     assert ranks(3, _default_plan) == [[0, 1, 2]] * 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"topology": "H100:4"}, "topology must be a Topology.*received 'H100:4'"),
-        ({"batch_size": "4"}, "batch_size must be a whole number.*received '4'"),
-        ({"timeout_seconds": "1"}, "timeout_seconds must be a number.*received '1'"),
-        ({"constraints": {"a": {}}}, r"constraints\['a'\] must be .* ParameterConstraints; .*{}"),
-        ({"pooling_stats": {}}, "pooling_stats must be .*PoolingStats.*received {}"),
-        ({"storage_reservation": 0.1}, "storage_reservation must .*usable.*received 0.1"),
-        ({"estimator": object()}, "estimator must .*estimate"),
-    ],
-)
-def test_arguments_of_the_wrong_type(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        EmbeddingShardingPlanner(**arguments)
-
-
-@pytest.mark.parametrize("factors", [20.0, ["1"]])
-def test_pooling_factors_are_a_list_of_numbers(factors: Any) -> None:
-    with pytest.raises(TypeError, match="pooling_factors must be a list of numbers, one for each"):
-        ParameterConstraints(pooling_factors=factors)
