@@ -31,12 +31,12 @@ _LIMIT_S = 1800
 
 
 class Result(NamedTuple):
-    """What the tests say about a fault."""
+    """The first test that notices a fault."""
 
     path: str
     fault: Fault
     num_tests: int
-    """How many tests execute the line."""
+    """Number of tests that execute the line."""
     tier: str
     """The tier that notices the fault; "none", or "not run" if no test executes the line."""
     test: str

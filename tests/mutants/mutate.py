@@ -71,7 +71,7 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, ast.AST]]:
-    """Yield kinds, places in a node and what they become."""
+    """Yield kinds, places in a node and their replacements."""
     if not isinstance(node, ast.expr | ast.stmt):
         return
     changed = copy.deepcopy(node)

@@ -1,8 +1,8 @@
 """A plugin of pytest that records the lines of `recsys` that each test executes, and its seconds.
 
-`python -m tests.mutants trace FOLDER` runs the suite with it. Ranks of the pool and the processes
-that a test starts are recorded under the test that started them, except what they execute before
-they are killed.
+`python -m tests.mutants trace FOLDER` runs the suite with it. Lines of the
+ranks of the pool, and of the processes that a test starts, count for this test; those of a killed
+process are lost.
 """
 
 from __future__ import annotations
