@@ -1,7 +1,7 @@
 """A plugin of pytest that records the lines of `recsys` that each test executes, and its seconds.
 
-`python -m tests.mutants trace FOLDER` runs the suite with it. Lines of the ranks of the pool, and of
-the processes that a test starts, count for this test. A killed process leaves no lines.
+`python -m tests.mutants trace FOLDER` runs the suite with it. Lines of the ranks of the pool and of
+processes that a test starts count for this test. A killed process leaves no lines.
 """
 
 from __future__ import annotations
