@@ -1,9 +1,9 @@
 """Mutation tests: `python -m tests.mutants trace FOLDER`, then `choose` or `run` with the folder.
 
 `trace` runs the suite and records the lines that each test executes. `choose` writes the cases that
-`make test` leaves out, `tests/rest.txt`. `run` draws changes over all lines of `recsys`, and runs for
-each the tests that execute the line up to the first failure: the cases of `make test`, then the
-rest, then the slow cases. It works on copies of the last commit.
+`make test` leaves out, `tests/rest.txt`. `run` draws changes over all lines of `recsys`. For each
+it runs the tests of the line up to the first failure: the cases of `make test`, then the rest, then
+the slow cases. It works on copies of the last commit.
 """
 
 from __future__ import annotations
