@@ -265,7 +265,7 @@ class PooledRows:
         self._stage, self._batch_sizes = stage, ctx.shape.batch_sizes_R
         self._num_samples, self._counts = int(samples[rank]), ctx.prepared.bag_counts
         self._gather, receives = stage.gather, stage.widths * self._num_samples
-        # a reduce-scatter needs blocks of one size; all ranks know all sizes, so their decisions agree
+        # a reduce-scatter needs blocks of one size; all ranks decide by the same sizes
         # docs/decisions/row_split.md, "Reduce-scatter over NCCL"
         self.adds_up = bool(stage.adds_up and self._num_samples and np.ptp(samples) == 0)
         if self.adds_up:
