@@ -156,7 +156,7 @@ class ShardedCollection(OwnShardsModule):
             construction.load(
                 module.init_seed,
                 lambda seed: load_tables(self._stages.tables, module, construction.env, seed),
-                # `init_fn` is code of the user
+                # `init_fn` is code of the user; it runs after the last exchange
                 may_fail_alone=any(config.init_fn is not None for config in settings.configs),
             )
 

@@ -149,7 +149,7 @@ def build_stages(
         is_weighted=settings.is_weighted,
         # one rank sends no ids: repeated ids cost no exchange
         distinct=settings.distinct and env.world_size > 1,
-        # of all tables, not of this rank's: every rank takes part in the exchanges of backward
+        # a rank without tables that train takes part in the exchanges of backward, too
         trains=any(option.requires_grad for option in settings.options),
         owner=settings.owner,
         path=settings.path,

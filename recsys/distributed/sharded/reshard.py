@@ -112,7 +112,7 @@ def prepare_move(
     Raises:
         ValueError: If the plan does not fit, or tables cannot move.
     """
-    # they are rows of the old shards
+    # held gradients are rows of the old shards
     # docs/decisions/optimizers.md, "Deferred tables hold row gradients"
     if stages.finisher.deferred.wait_for_step:
         raise ValueError(
