@@ -149,11 +149,14 @@ class ShardedCollection(OwnShardsModule):
             self._build(settings)
             construction.set_device(settings.device)
             construction.add(path, self._facts(settings, self._stages))
+            # after _build, because train() reads the stages
             self.train(module.training)
+            # both run after all ranks agree, so that an error leaves no rank inside a collective
             construction.connect(self._stages.output_dist.connect)
             construction.load(
                 module.init_seed,
                 lambda seed: load_tables(self._stages.tables, module, construction.env, seed),
+                # `init_fn` is code of the user; it runs after the last exchange
                 may_fail_alone=any(config.init_fn is not None for config in settings.configs),
             )
 
@@ -299,6 +302,8 @@ class ShardedCollection(OwnShardsModule):
             output: The result of `compute`.
         """
         lookups = iter(output)
+        # the rest stays an iterator: the output stage looks up during the exchange in a node
+        # docs/decisions/row_split.md, "Sums inside a node; sequences return by id"
         replicas = list(islice(lookups, len(self._stages.replicas)))
         trains = self._stages.input_dist.module.trains and torch.is_grad_enabled()
         return self.output_type(self._stages.output_dist.start(ctx, lookups, replicas, trains))
@@ -349,6 +354,8 @@ class ShardedCollection(OwnShardsModule):
                     "ctx; received another batch's, or one that is pending. Call "
                     "compute(ctx, input_dist(ctx, features).wait().wait())."
                 )
+        # a backward pass raised an error: the gradients of its batch must not join this one's
+        # docs/decisions/structure.md, "One value per batch, one class per exchange"
         if self._stages.finisher.under_way:
             self._stages.finisher.reset()
         received = ctx.received
@@ -361,6 +368,8 @@ class ShardedCollection(OwnShardsModule):
         for lookup, given in zip(lookups, bags, strict=True):
             hashed = lookup.hashed
             rows = nullcontext(given) if hashed is None else rows_found(hashed, given)
+            # closed before the yield: rows lent by the disk have their own weights again
+            # docs/decisions/hashed_ids.md, "Rows on the disk: a log that gives them back"
             with step_stages.running((Stage.LOOKUP, path)), rows as found:
                 inputs = found.indices, found.offsets, found.weights
                 sizes = found.ids_of_tables, found.of_features
@@ -393,8 +402,11 @@ class ShardedCollection(OwnShardsModule):
         then raises the error of invalid ids, lengths or inverse indices. Lookups stay within their
         tables meanwhile.
         """
+        # docs/decisions/compile.md, "A sharded collection is a graph break"
         if torch.compiler.is_dynamo_compiling():
             return run_eagerly(self, features)  # type: ignore[no-any-return]
+        # a pipeline may have sent the ids of this batch already
+        # docs/decisions/exchange.md, "Pipelines read headers a step after they were sent"
         ask = prefetched_output.get()
         output = None if ask is None else ask(self, features)
         if output is not None:
@@ -458,11 +470,13 @@ class ShardedCollection(OwnShardsModule):
         )
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__getstate__())  # type: ignore[no-untyped-call]
+        # replaces the registries of parameters and submodules, which belong to the original
         nn.Module.__init__(other)
         other._build(settings)
         with torch.no_grad():
             for name, table in self._stages.tables.items():
                 other._stages.tables[name].copy_from(table)
+        # a scheduler sets rates in the groups only; the settings keep the first ones
         rates = [group["lr"] for group in self._fused_optimizer.param_groups]
         for group, rate in zip(other._fused_optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -506,6 +520,8 @@ class ShardedCollection(OwnShardsModule):
 
     def _swap_in(self, settings: CollectionSettings, stages: CollectionStages) -> None:
         """Adopt other stages and their tables; the optimizer object is preserved."""
+        # both outlive a batch
+        # docs/decisions/structure.md, "One value per batch, one class per exchange"
         stages.input_dist.end_of_data = self._stages.input_dist.end_of_data
         stages.input_dist.late = self._stages.input_dist.late
         self._settings = settings

@@ -88,8 +88,11 @@ class CollectionSettings:
         return group_settings(name, self.plan[name], option, rects, pooling, self.device)
 
     def _needs_one_width(self, number: int, rects: Sequence[Rect]) -> bool:
+        # on a CPU the host knows the number of ids of each width
+        # docs/decisions/exchange.md, "The host waits for the device once per step"
         if self.device.type != "cuda":
             return False
+        # a replicated table has no shards
         dims = [rect.num_cols for rect in rects] or [self.configs[number].embedding_dim]
         group = self._group_of(number, rects)
         return needs_one_width(group, dims, self.device, replicated=not rects)
@@ -144,7 +147,9 @@ def build_stages(
         mode=settings.bounds_check_mode,
         is_pooled=layout.is_pooled,
         is_weighted=settings.is_weighted,
+        # one rank sends no ids: repeated ids cost no exchange
         distinct=settings.distinct and env.world_size > 1,
+        # a rank without tables that train takes part in the exchanges of backward, too
         trains=any(option.requires_grad for option in settings.options),
         owner=settings.owner,
         path=settings.path,
@@ -198,6 +203,8 @@ def _tables(
         )
         if option.optimizer is not None:
             for shard in shards[index]:
+                # in_backward_optimizer_filter must leave out the shards, as it does the whole table
+                # docs/decisions/optimizers.md, "A table without an optimizer is a plain parameter"
                 mark_in_backward(shard.parameter, option.source)
     return tables
 
@@ -221,7 +228,11 @@ def facts_of(
                 f"ids out of range {settings.bounds_check_mode.name}",
                 f"output {settings.output_dtype}",
                 f"on the wire {stable(settings.codecs)}",
+                # it decides between reduce-scatter and all-to-all
+                # docs/decisions/row_split.md, "Reduce-scatter over NCCL"
                 f"deterministic {torch.are_deterministic_algorithms_enabled()}",
+                # on a GPU without Triton a rank pads bags, and sizes on the wire differ
+                # docs/decisions/ragged.md, "Missing bags are not returned"
                 f"leaves out bags {stages.input_dist.leaves_out}",
                 stable(dict(switches)),
             )

@@ -25,11 +25,13 @@ def default_device(env: ShardingEnv) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    # set by init_process_group(device_id=...)
     bound = getattr(group, "bound_device_id", None)
     if bound is not None:
         return torch.device(bound)
     current = torch.cuda.current_device()
     local_rank = setting("LOCAL_RANK", least=0) or 0
+    # a launcher may show each process one GPU, which is GPU 0 for every local rank
     chosen = current == 0 and local_rank < torch.cuda.device_count()
     return torch.device("cuda", local_rank if chosen else current)
 

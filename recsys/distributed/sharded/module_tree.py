@@ -64,6 +64,7 @@ def check_untied(model: nn.Module, weights: Iterable[nn.Parameter]) -> None:
     first: dict[int, str] = {}
     spans: list[tuple[int, int, bool, str]] = []
     for path, module in model.named_modules():
+        # model.named_parameters() would omit the second use of a shared parameter
         for name, weight in module._parameters.items():
             if weight is None:
                 continue
@@ -73,6 +74,7 @@ def check_untied(model: nn.Module, weights: Iterable[nn.Parameter]) -> None:
                     raise _tied(first[id(weight)], use)
                 continue
             first[id(weight)] = use
+            # tensors on meta and empty ones have no address; a subclass may have none of its own
             if type(weight) is nn.Parameter and not weight.is_meta and weight.numel():
                 start = weight.data_ptr()
                 size = weight.numel() * weight.element_size()
@@ -81,6 +83,7 @@ def check_untied(model: nn.Module, weights: Iterable[nn.Parameter]) -> None:
     for start, stop, placed_too, use in sorted(spans):
         if start < end and (is_placed or placed_too):
             raise _tied(before, use)
+        # a span inside an earlier one must not hide the rest of the earlier one
         if stop > end:
             end, is_placed, before = stop, placed_too, use
 

@@ -25,6 +25,7 @@ Moves: TypeAlias = ShardingPlan | Mapping[str, Mapping[str, ParameterSharding]]
 """Plan entries by path of the module and name of the table."""
 
 _KEPT = ("bounds_check_mode", "output_dtype", "stochastic_rounding", "cache_params")
+# the last one, the size of a cache, may change: no result depends on it
 _FIXED = _KEPT[:3]
 
 
@@ -54,6 +55,7 @@ def merged_plan(
                     "Leave it None."
                 )
         kept = {field: getattr(before, field) for field in _KEPT if getattr(entry, field) is None}
+        # a copy, since the caller may change or reuse the entry
         plan[name] = replace(copy.deepcopy(entry), **kept)
     return plan
 
@@ -110,6 +112,8 @@ def prepare_move(
     Raises:
         ValueError: If the plan does not fit, or tables cannot move.
     """
+    # held gradients are rows of the old shards
+    # docs/decisions/optimizers.md, "Deferred tables hold row gradients"
     if stages.finisher.deferred.wait_for_step:
         raise ValueError(
             f"Gradients of the tables of {settings.path!r} wait for a step, and would be lost by "
@@ -120,9 +124,11 @@ def prepare_move(
             remedy = "Save a checkpoint, and load it under the new plan."
             config.ids.check_rows_in_memory(config.name, "reshard", remedy)
     after = replace(settings, plan=merged_plan(settings.path, settings.plan, plan))
+    # old shards stay until the commit: an error on any rank leaves the module as it is
     moved = build_stages(after, stages.lookups, stages.replicas)
     check_moves(stages.tables, moved.tables)
     construction.connect(moved.output_dist.connect)
+    # a move copies values, so the seed is not read
     construction.load(0, lambda _: move_tables(stages.tables, moved.tables, settings.env))
     return after, moved
 

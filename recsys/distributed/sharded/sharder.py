@@ -85,6 +85,7 @@ class OwnShardsModule(ShardedModule):
         return run_on_all_ranks(self.env, "load a state dict", load)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # `fn` may come from to(), half() or cuda(): only a tensor shows its effect
         probe = fn(torch.empty(0, device=self.device))
         if probe.device != self.device or probe.dtype != torch.float32:
             raise ValueError(
@@ -136,6 +137,7 @@ def copy_to_device(module: M, current_device: torch.device | None, to_device: to
         id(inner): cast(ShardedModule, inner).copy(to_device)
         for _, inner in outermost(module, is_inner(module))
     }
+    # deepcopy takes the sharded modules from this memo instead of copying them
     copied = copy.deepcopy(module, copies)
     move_tensors(copied, to_device, is_inner(copied), current_device)
     return copied

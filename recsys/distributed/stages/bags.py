@@ -22,6 +22,7 @@ from recsys.kernels.hashed.twin import mix64, signed
 from recsys.modules.tables.batch_checker import NO_FAULTS, CheckedBatch
 from recsys.sparse.keyed_bags import Parts
 
+# docs/decisions/ragged.md, "Missing bags are not returned"
 _MAX_KEPT = 0.9  # padding is left out if at most this share of the values would be kept
 _FEW_SEGMENTS = 8  # up to this number, segments are moved one by one, which saves a copy
 
@@ -33,6 +34,7 @@ def one_bag_per_key(bags: Parts, counts_K: Tensor) -> Parts:
         bags: The bags, of one batch size.
         counts_K: Ids of each feature.
     """
+    # a batch without samples has one offset, which stands for all features
     offsets = bags.offsets[:: bags.stride or 1].expand(len(bags.keys) + 1)
     return bags._replace(weights=None, lengths=counts_K, offsets=offsets, stride=1)
 
@@ -71,7 +73,9 @@ def rows_of_regions(
         .repeat_interleave(counts_F, dim=0, output_size=ids_N.numel())
         .unbind(1)
     )
+    # the C library computes the same bits; a region must not depend on the device of the batch
     mixed = mix64(ids_N ^ seed_N)
+    # the clamp avoids a shift by 64 (one region); the mask removes the copied sign bits
     regions = (mixed >> (64 - bits_N).clamp(max=63)) & ((1 << bits_N) - 1)
     return torch.where(rows_N > 0, regions * rows_N, ids_N), is_hashed_N
 
@@ -98,6 +102,7 @@ def keep_distinct(bags: Parts, *, are_wide: bool = False) -> tuple[Parts, Tensor
     )
     if are_wide:  # two words per id
         words, order = torch.sort(bags.values.long())
+        # stable: equal ids of a feature stay adjacent
         keys_sorted, by_key = torch.sort(key_N[order], stable=True)
         words, order = words[by_key], order[by_key]
         is_first = torch.ones_like(words, dtype=torch.bool)
@@ -114,6 +119,8 @@ def keep_distinct(bags: Parts, *, are_wide: bool = False) -> tuple[Parts, Tensor
     values = (found if are_wide else found & _ID_MASK).to(bags.values.dtype)
     lengths = counts_K.new_zeros(num_keys + 1)
     lengths.index_add_(0, keys_sorted, is_first.to(lengths.dtype))
+    # positions after the last distinct id belong to the extra feature
+    # docs/decisions/exchange.md, "The host waits for the device once per step"
     lengths[num_keys] = num_ids - lengths.sum()
     offsets, keys = ops.complete_cumsum(lengths), [*bags.keys, ""]
     return bags._replace(keys=keys, values=values, lengths=lengths, offsets=offsets), inverse
@@ -162,6 +169,7 @@ def select_bags(
     elif module.is_weighted:
         assert bags.weights is not None
         carried = [bags.weights]
+    # move_segments has no autograd: weights that need a gradient take the other path
     on_host = not routes.reads_whole and not (carried and carried[0].requires_grad)
     for select, positions, is_whole in features:
         values, offsets, picked = bags.values, bags.offsets, carried
@@ -194,6 +202,7 @@ def bags_of_streams(streams: Streams, routes: Routes, checked: CheckedBatch) -> 
     longest = checked.bags.stride
     bags_D: np.ndarray = np.array(checked.given.stride_per_key())[routes.stream_keys]
     kept, padded = int(bags_D @ streams.dims_D), longest * int(streams.dims_D.sum())
+    # the number of bags has the bits above COUNT_BITS, below the sign
     fits = longest < 1 << (63 - COUNT_BITS)
     return bags_D if fits and padded and kept <= _MAX_KEPT * padded else bags_D[:0]
 
@@ -212,5 +221,6 @@ def sent_places(
     found, places = list(replica_places), prepared.segments.places
     if places:
         counts = header.counts_G if routes.use_raw else header.counts_G[routes.num_keys :]
+        # rows of replicas follow the received rows, as in the buffer of Exchange.start_forward
         found.insert(0, ops.move_segments(joined(places), routes.sent, counts))
     return joined(found) if found else prepared.counts_G.new_empty(0)

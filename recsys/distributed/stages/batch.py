@@ -212,6 +212,7 @@ def _record_stream(value: object, stream: torch.Stream) -> None:
         inner = value
     elif isinstance(value, Mapping):
         inner = list(value.values())
+    # pending_headers contains the contexts again: without the exception the recursion has no end
     elif is_dataclass(value) and not isinstance(value, comm.Pending | BatchContext):
         inner = [getattr(value, own.name) for own in fields(value)]
     for part in inner:

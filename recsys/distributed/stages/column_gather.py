@@ -51,6 +51,7 @@ class _ChunkIndex:
         self.sample_B1 = torch.arange(batch_size, device=first_E.device).unsqueeze(1)
         sources_BE = first_E * batch_size + place_E
         sources_BE = sources_BE + self.sample_B1 * width_E
+        # entries cover the buffer exactly once, so their number bounds the indexes
         fits = sources_BE.numel() < 2**31
         self._dtype = torch.int32 if fits else torch.int64
         self.sources = sources_BE.flatten().to(self._dtype)
@@ -97,6 +98,8 @@ class ColumnGather:
         mean_slots: Sequence[MeanSlot] = (),
     ) -> None:
         self._width, self._device, self.mean_slots = width, device, mean_slots
+        # the widest rows that divide every block: few rows make a short index
+        # docs/decisions/output.md, "One gather for the output"
         self.chunk = gcd(
             width, *(edge for block in blocks for stretch in block for edge in stretch)
         )
@@ -109,6 +112,8 @@ class ColumnGather:
         widths = np.array([len(chunks) for chunks in of_blocks], dtype=np.int64)
         chunks = np.concatenate([none, *of_blocks])
         firsts = np.cumsum(widths) - widths
+        # stable: partial sums of a chunk are added up in the order of the blocks
+        # docs/decisions/output.md, "One kernel on a GPU"
         order = np.argsort(chunks, kind="stable")
         entries = np.stack(  # as kernels read it: row after row
             [
@@ -134,6 +139,7 @@ class ColumnGather:
             num_ranks: Number of ranks of the exchange; one rank encodes nothing.
         """
         may = self.entries_4E.is_cuda and ops.HAS_TRITON and num_ranks > 1
+        # values of fp8 and int8 share scales: their formats have no cast, and are decoded first
         forward, backward = (wire if may and wire.cast else EXACT for wire in codecs)
         return forward, backward
 
@@ -199,12 +205,15 @@ class ColumnGather:
             narrow = wire.cast, wire.loss_scale
             return scatter_grad(grad_BD, self.columns, of_means, scale, num_sent, *narrow)
         if self.mean_slots:
+            # autograd may pass the same tensor to other nodes
             grad_BD = grad_BD.clone()
             self.divide(grad_BD, counts)
         index = self._index(grad_BD.shape[0])
         grad_N = grad_BD.reshape(-1, self.chunk).index_select(0, index.targets).view(-1)
         sent = grad_N[:num_sent]
         if scale != 1.0:
+            # gradients of replicas, behind `sent`, are not scaled
+            # docs/decisions/output.md, "One kernel on a GPU"
             sent.mul_(scale)
         return grad_N, sent
 
@@ -220,6 +229,7 @@ class ColumnGather:
         from recsys.kernels.output_triton import GatherColumns
 
         edges = (edge for _, *columns in self.mean_slots for edge in columns)
+        # a unit must not contain columns of two slots: it has one divisor
         unit = gcd(self.chunk, _MAX_UNIT, *edges)
         means_U: Tensor | None = None
         if self.mean_slots:
@@ -255,6 +265,8 @@ class PooledRows:
         self._stage, self._batch_sizes = stage, ctx.shape.batch_sizes_R
         self._num_samples, self._counts = int(samples[rank]), ctx.prepared.bag_counts
         self._gather, receives = stage.gather, stage.widths * self._num_samples
+        # a reduce-scatter needs blocks of one size; all ranks decide by the same sizes
+        # docs/decisions/row_split.md, "Reduce-scatter over NCCL"
         self.adds_up = bool(stage.adds_up and self._num_samples and np.ptp(samples) == 0)
         if self.adds_up:
             self._gather, receives = stage.sums, receives[:1]
@@ -272,6 +284,7 @@ class PooledRows:
         """
         sent, num_groups = self._stage.sent, len(self._stage.sent.group_widths)
         if num_groups > 1:
+            # columns side by side: the samples of each rank are then one contiguous block
             values = torch.cat(tuple(lookups[:num_groups]), dim=1).reshape(-1)
         elif num_groups:
             values = lookups[0].reshape(-1)

@@ -38,7 +38,9 @@ def raise_faults(ctx: BatchContext, flags_R: np.ndarray) -> str:
     own_flag = int(flags_R[stage.module.env.rank])
     check_same_call(flags_R)
     if ctx.is_good and own_flag & (Flag.FAILED | Flag.WARNED):
+        # waits for the device, but only for a batch with faults
         error, warning = stage.checker.describe(ctx.checked)
     if (flags_R & Flag.FAILED).any():
+        # a collective: every rank has the same flags, so every rank enters it
         raise_together(stage.module.env, "exchange a bad batch", error)
     return warning

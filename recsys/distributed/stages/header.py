@@ -42,6 +42,8 @@ _paths: dict[int, str] = {}  # bits that identify a module -> its path
 
 def module_bits(path: str) -> int:
     """Return the flag bits that identify the module of a path."""
+    # hash() of a string differs between processes. Two paths may share their 24 bits:
+    # check_same_call then misses a difference
     bits = (crc32(path.encode()) & 0xFFFFFF) << 8
     _paths[bits] = path
     return bits
@@ -175,6 +177,8 @@ def ragged_shape(fixed: BatchShape, header: BatchHeader, streams: Streams) -> Ba
     words_RS, sent_D, ids_D = header.words_RS, fixed.bags_sent_D, fixed.ids_sent_D
     bags_RS = np.where(is_variable_R[:, None], words_RS >> COUNT_BITS, fixed.bags_received_RS)
     ids_RS = words_RS & _COUNT
+    # sender and owner compare the same two counts, so both find the same streams
+    # docs/decisions/row_split.md, "Short bags: rows return by id"
     by_id_RS = is_by_id & streams.own_is_split & (ids_RS < bags_RS)
     by_id_D = is_by_id & streams.is_split & (ids_D < sent_D)
     return BatchShape(

@@ -78,6 +78,7 @@ from recsys.modules.tables.batch_checker import (
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import Parts, check_features
 
+# docs/decisions/row_split.md, "Short bags: rows return by id"
 _MAX_IDS = 0.5  # bags are short that have at most this share of ids per bag of a row block,
 _MIN_VALUES = 1 << 16  # if so many values or more would return for them
 _NONE = np.zeros(0, dtype=np.int64)
@@ -164,6 +165,8 @@ class InputDist:
                 refuse_training(self._not_trained[0])
             ctx.routes, ctx.checked = routes, checked = self._check(features)
             ctx.prepared = self._split(checked.bags, routes, checked)
+        # the other ranks wait for this rank's header, with or without an error
+        # docs/decisions/exchange.md, "One payload behind one header"
         except Exception as error:
             ctx.is_good, ctx.error, ctx.flag = False, error, failure_flag(error)
         return ctx
@@ -179,6 +182,7 @@ class InputDist:
             names=self.module.feature_names,
         )
         if bags.keys != self._keys:
+            # the feature that has the rest of the batch after its distinct ids
             num_padding = 1 if self.module.distinct else 0
             routes = build_routes(
                 self.module.layout,
@@ -211,6 +215,7 @@ class InputDist:
         weights, needs_grad, places = list[Tensor](), False, list[Tensor]()
         if self.module.is_weighted:
             assert bags.weights is not None
+            # their gradients return by an exchange of their own: see with_weight_gradients
             weights = [bags.weights.detach()]
             needs_grad = torch.is_grad_enabled() and bags.weights.requires_grad
         if needs_grad or self.keeps_places or not self.module.is_pooled:
@@ -334,6 +339,7 @@ class InputDist:
         if not ctx.is_good:
             ctx.flag = flag
             total = sum(streams.header_sizes)
+            # receivers read only the first word of a failed batch
             return torch.full((total,), flag, dtype=torch.int64, device=self.module.device)
         prepared, faults = ctx.prepared, ctx.checked.faults
         if prepared.weights_need_grad:
@@ -352,6 +358,8 @@ class InputDist:
         else:
             head = ops.upload([flag, size], self.module.device)
             if faults.numel():
+                # set on the device, as the host would have to wait for the faults
+                # docs/decisions/exchange.md, "The host waits for the device once per step"
                 head[FLAG] |= faults[0] * Flag.FAILED
                 head[FLAG] |= faults[1] * flag_of_bad_ids(self.checker)
             words = torch.cat([head, counts_G])[order]
@@ -376,6 +384,7 @@ class InputDist:
         if self.late.pending:
             self.late.read_arrived()
         flags_R = header.flags_R
+        # `ctx.flag` lacks the bits that header_of adds for faults: equal flags mean no fault
         is_usual = ctx.is_good and bool((flags_R == ctx.flag).all())
         if not is_usual:
             ctx.is_absent = bool((flags_R & Flag.ABSENT).all())
@@ -397,9 +406,12 @@ class InputDist:
         shape = BatchShape(
             sizes_R, counts_RS, bags_RS, bags_RS, ids_D, bags_D, bags_D, none, none, False, False
         )
+        # one variable rank makes all ranks ragged; one rank with long bags keeps all by bag
+        # docs/decisions/ragged.md, "Missing bags are not returned"
         if (flags_R & Flag.VARIABLE).any() or (flags_R & Flag.SHORT).all():
             shape = ragged_shape(shape, header, streams)
         ctx.shape = shape
+        # equal on all ranks: edges[-1] counts all destinations, and a header always has the counts
         if streams.edges[-1] and ids_D.size and not routes.is_identity:
             per_id = streams.num_parts - 1
             received_RS = shape.lengths_received_RS + per_id * shape.ids_received_RS
@@ -410,6 +422,8 @@ class InputDist:
                 self.per_rank(shape.lengths_sent_D + per_id * ids_D),
                 received_RS.sum(1).tolist(),
             )
+        # the payload is a copy of these tensors
+        # docs/decisions/structure.md, "One value per batch, one class per exchange"
         for sent in (segments.lengths, segments.values, segments.weights):
             sent.clear()
         if not shape.is_by_id:
@@ -431,6 +445,7 @@ class InputDist:
         routes, shape, header = ctx.routes, ctx.shape, ctx.header
         replicas, places, lookups = list[LookupInput](), list[Tensor](), list[LookupInput]()
         anchors: list[Tensor] = []
+        # before the wait below, so that this work overlaps with the exchange
         if routes.replicas:
             replicas, places = select_bags(routes.replicas, ctx)
         if ctx.pending_ids is not None:
@@ -485,6 +500,8 @@ def _pack(
         return pack(*words, ops.upload(plan, stage.module.device), total, word)
     parts = [*segments.lengths, *segments.values]
     for weights in segments.weights:
+        # the bits of a weight, in a float type as wide as the words
+        # docs/decisions/exchange.md, "One payload behind one header"
         parts.append(weights.to(stage.streams.weight_word).view(word))
     total, at = sum(map(torch.numel, parts)), 0
     source = torch.empty(total, dtype=word, device=stage.module.device)
@@ -539,6 +556,7 @@ def _split_bags(
             own = own._replace(of_features=bags_RS[:, first:last].T)
         if bags.indices.is_cuda or group.is_hashed:
             of_tables = np.bincount(group.feature_table_map, ids_S[first:last], len(group.tables))
+            # bincount with weights returns float64, which is exact up to 2^53
             own = own._replace(ids_of_tables=of_tables.astype(np.int64).tolist())
         found.append(own)
     return found
@@ -567,6 +585,7 @@ def _are_bags_short(streams: Streams, bags: Parts, bags_D: np.ndarray, most_ids:
     else:
         num_bags, num_values = bags.stride * len(dims), bags.stride * int(dims.sum())
     is_worth_it = num_values >= _MIN_VALUES and num_ids <= min(_MAX_IDS, most_ids) * num_bags
+    # a rank without ids must not keep the other ranks from returning rows by id
     return is_worth_it or not num_ids
 
 
@@ -598,6 +617,7 @@ def start_together(contexts: Sequence[BatchContext]) -> None:
         headers = [sent, *(ctx.stage.header_of(ctx) for ctx in contexts[1:])]
         all_sizes = [ctx.stage.streams.header_sizes for ctx in contexts]
         parts = [h.split(of_stage) for h, of_stage in zip(headers, all_sizes, strict=True)]
+        # all-to-all sends one block per rank: the words of all modules for a rank must be adjacent
         sent = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
         sizes = [sum(of_rank) for of_rank in zip(*all_sizes, strict=True)]
         width = sum(ctx.stage.streams.header_width for ctx in contexts)
@@ -620,6 +640,8 @@ def _copy_headers(pending: comm.Pending, contexts: Sequence[BatchContext]) -> Co
             parts += [ctx.prepared.counts_G, ctx.prepared.given_counts_K.to(arrived.dtype)]
     host, event = torch.cat(parts), None
     if host.is_cuda:
+        # a copy to memory that is not pinned would block the host here
+        # docs/decisions/exchange.md, "Pipelines read headers a step after they were sent"
         whole, host = host, torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
         host.copy_(whole, non_blocking=True)
         event = torch.cuda.Event()

@@ -157,6 +157,8 @@ def build_lookups(
                 for t, r in zip(group.tables, group.rects, strict=True)
             ],
             feature_table_map=group.feature_table_map
+            # rows then return in the order of arrival
+            # docs/decisions/row_split.md, "Sums inside a node; sequences return by id"
             * (num_sources if reads_by_rank(group, pooled=pooled) else 1),
             pooling=settings.pooling,
             weights_dtype=settings.weights_dtype,

@@ -55,6 +55,7 @@ def may_add_up(
         device: Device of the embeddings.
         codecs: Wire formats of embeddings and of gradients.
     """
+    # docs/decisions/row_split.md, "Reduce-scatter over NCCL"
     is_exact = codecs == (EXACT, EXACT)
     is_uniform = len(blocks) > 1 and blocks[0] and all(block == blocks[0] for block in blocks)
     return bool(env.prefers_reduce_scatter(device) and is_exact and is_uniform)
@@ -64,6 +65,7 @@ def node_columns(layout: Layout, node: int) -> Ranges:
     """Return the output columns, ascending, whose partial sums are added up within a node."""
     members = range(node * layout.node_size, (node + 1) * layout.node_size)
     streams = (stream for rank in members for stream in layout.streams[rank])
+    # the row shards of a column block have equal columns: the set counts them once
     return merge_ranges(sorted(set(_columns(layout, streams, in_node=True))))
 
 
@@ -84,6 +86,7 @@ class NodeHop:
 
     tasks = ExchangeName.EMBEDDINGS_IN_NODE, ExchangeName.GRADIENTS_IN_NODE
     has_exchange = True
+    # gradients arrive here from the main exchange, which scales them
     grad_scale = 1.0
     backward = NO_UPDATES
 
@@ -96,6 +99,7 @@ class NodeHop:
         self.sample_ranks = range(place, env.world_size, self.size)
         group_widths = [g.width for g in layout.groups[env.rank] if g.in_node]
         ranks, width = np.arange(env.world_size), sum(group_widths)
+        # a rank of the node receives the samples of all ranks with its local rank as one block
         by_place = ranks.reshape(-1, self.size).T.flatten().astype(np.int32)
         widths = np.full(self.size, width)
         self.sent = SentBlocks(group_widths, widths, [(ranks, width)], by_place)
@@ -106,9 +110,11 @@ class NodeHop:
         self.widths = np.array([width_of(block) for block in blocks])
         parts = [_within(columns, block) for block in blocks]
         self.gather = ColumnGather(parts, self.width, device)
+        # the chunk is 0 on a node without such tables
         self.codecs = codecs.fitted(self.gather.chunk or 1)
         self.read_codecs = self.gather.of_codecs(self.codecs, self.size)
         self.adds_up = may_add_up(parts, env, device, self.codecs)
+        # after a reduce-scatter the equal blocks arrive as one sum
         self.sums = ColumnGather(parts[:1], self.width, device) if self.adds_up else self.gather
 
     @cached_property

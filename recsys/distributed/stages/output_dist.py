@@ -101,6 +101,7 @@ class Exchange:
         Returns:
             Function that waits for the output; call it once.
         """
+        # without this input, a rank whose lookups need no gradient would miss the reverse exchange
         own = [] if anchors else [torch.empty(0, device=self.stage.device, requires_grad=trains)]
         arriving = _ToBuffer.apply(  # type: ignore[no-untyped-call]
             self, len(lookups), *anchors, *own, *lookups, *replicas
@@ -132,6 +133,7 @@ class Exchange:
             self._pending = comm.all_to_all(
                 self.env, stage.tasks[0], sent, *sizes_R, buffer[:at], wire
             )
+        # after the start, so that the copies overlap with the exchange
         for replica, size in zip(replicas, sizes, strict=True):
             buffer[at : at + size].copy_(replica.reshape(-1))
             at += size
@@ -197,12 +199,15 @@ class _ToBuffer(torch.autograd.Function):
             return (None, None, grad.new_empty(0), *ctx.exchange.finish_backward(grad))
 
 
+# a node of its own: layers between the call and the first use of the output overlap
+# docs/decisions/output.md, "Lazy results overlap exchange and compute"
 class _ToOutput(torch.autograd.Function):
     """Autograd edge from the receive buffer to the output: finishes forward, starts backward."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, buffer: Tensor) -> Tensor:
         ctx.exchange = exchange
+        # recsys.optim.GradScaler finds tables that are updated in backward by this entry
         ctx.metadata[TABLE_UPDATES] = exchange.stage.backward.updates
         with step_stages.running((Stage.OUTPUT_DIST, exchange.path)):
             return exchange.finish_forward(buffer)
@@ -319,6 +324,7 @@ class OutputDist(OutputStage[KeyedTensor]):
         if self.adds_up:
             summed = [blocks[0], *self.replica_blocks]
             self.sums = ColumnGather(summed, layout.width, device, self.means)
+            # docs/decisions/row_split.md, "Short bags: rows return by id"
             if env.node_size < env.world_size:  # sums are made in each node first
                 self.most_ids = 1 / env.node_size
         self.sent = self._sent_blocks()
@@ -342,6 +348,7 @@ class OutputDist(OutputStage[KeyedTensor]):
             widths_R[sample_ranks] += hop.width
             sums = sample_ranks, hop.width
             if flat_width:
+                # stable: a rank's rows of lookups precede its sums, as in `blocks` of the receiver
                 order = np.argsort(np.concatenate([ranks, sample_ranks]), kind="stable")
                 sent = sent._replace(blocks=[*sent.blocks, sums], order=order.astype(np.int32))
             else:  # this rank sends the node's sums only
@@ -351,6 +358,7 @@ class OutputDist(OutputStage[KeyedTensor]):
     def connect(self) -> None:
         """Create the process groups of the module's exchanges; a collective call."""
         super().connect()
+        # created while the model is built, where a lost rank ends the job at once
         for hop in self.hops:
             _ = hop.env
 
@@ -372,6 +380,7 @@ class OutputDist(OutputStage[KeyedTensor]):
         for hop in self.hops:
             node = hop.env  # created by all ranks, also of nodes without sums
             if hop.width:
+                # the layout puts these lookups first; others run during the exchange in the node
                 in_node = list(islice(lookups, len(hop.sent.group_widths)))
                 rows_in_node = hop.rows(node.rank, ctx)
                 exchange = Exchange(hop, node, rows_in_node, ctx.stage.module.path)

@@ -56,6 +56,7 @@ def send_ids(
     what, num_ranks = ExchangeName.POOL_IDS, env.world_size
     if error is not None and num_ranks == 1:
         raise error
+    # a failed rank sends -1 to all ranks, so that all of them raise
     sizes = torch.full((num_ranks,), _FAILED, device=device)
     if error is None:
         first_rank = torch.arange(copies, device=device) * (num_ranks // copies)
@@ -91,6 +92,7 @@ def start_rows(
     pending = comm.all_to_all(env, what, head.reshape(-1), send_sizes, receive_sizes)
     if len(rows) == 1:
         return lambda: [pending.wait().view(sum(receive), width)]
+    # the sizes of the other parts depend on the received lengths
     received = pending.wait().view(sum(receive), width)
     is_sent, send_sizes = _used(head, rows[1].shape[1], send)
     is_used, receive_sizes = _used(received, rows[1].shape[1], receive)

@@ -116,6 +116,7 @@ class RaggedGather:
         chunks_K = self.widths_K // self.chunk
         first_K, self._filled = np.cumsum(chunks_K) - chunks_K, np.flatnonzero(chunks_K)
         first_E, _, place_E, chunk_E = self.columns.host_entries_4E
+        # a block without columns shares its start with the next block and must not be found
         self._block_E: np.ndarray = self._filled[np.searchsorted(first_K[self._filled], first_E)]
         # on the host: chunks per row of each block, and of earlier blocks
         self.chunks_K = torch.from_numpy(chunks_K.astype(np.int32))
@@ -127,6 +128,7 @@ class RaggedGather:
     def groups(self) -> BlockGroups:
         """Groups of blocks with the same columns."""
         _, width_E, place_E, chunk_E = self.columns.host_entries_4E
+        # any entry of a chunk may stand for it: ColumnGather sorts entries by chunk
         chosen_C = np.searchsorted(chunk_E, np.arange(self.columns.num_chunks))
         _, group_C = np.unique(self._block_E[chosen_C], return_inverse=True)
         group_K = np.full(len(self.widths_K), -1)
@@ -230,6 +232,7 @@ class RaggedBatch:
             first_K = np.where(ids.segment_K == NO_SEGMENT, 0, starts[ids.segment_K])
         rows, num_rows = torch.from_numpy(rows_K.astype(np.int32)), int(rows_K.sum())
         shift_K = torch.from_numpy(first_K - (np.cumsum(rows_K) - rows_K))
+        # running sums of chunks stay below num_values
         fits = max(num_samples * num_chunks, self.num_values) < 2**31
         dtype = torch.int32 if fits else torch.int64
         block_N = torch.repeat_interleave(rows, output_size=num_rows)
@@ -265,6 +268,8 @@ class RaggedBatch:
         targets_M, num_chunks = self._targets_M, num_samples * gather.columns.num_chunks
         numbers = torch.bincount(targets_M, minlength=num_chunks)
         offsets = functional.pad(numbers.cumsum(0, dtype=targets_M.dtype), (1, 0))
+        # stable: parts of a chunk are added up in the order of the blocks, rank by rank
+        # docs/decisions/row_split.md, "Short bags: rows return by id"
         index = torch.sort(targets_M, stable=True).indices.to(targets_M.dtype)
         rows = functional.embedding_bag(
             index, buffer.view(-1, gather.chunk), offsets, mode="sum", include_last_offset=True

@@ -139,6 +139,7 @@ def _slots_of_rounds(split_keys: Sequence[int], num_keys: int, whole: bool) -> l
     """
     if not whole:
         return [list(range(len(split_keys)))] if split_keys else []
+    # docs/decisions/exchange.md, "The host waits for the device once per step"
     slots_of_key: list[list[int]] = [[] for _ in range(num_keys)]
     for slot, key in enumerate(split_keys):
         slots_of_key[key].append(slot)
@@ -166,6 +167,7 @@ def _blocks_of(
         known = iter(edges_of)
         rows = np.array(
             [
+                # a table with fewer blocks gets empty ones at its end, which no id falls into
                 (edges + edges[-1:] * num_edges)[:num_edges]
                 for edges in (next(known) if slot >= 0 else unused for slot in slots)
             ]

@@ -44,6 +44,8 @@ class RowGather:
         self._dim, self._chunk = dim, chunk
         self._on_device: tuple[Tensor, Tensor, int, int] | tuple[()] = ()
         self._target = places_N  # for each chunk of the buffer the chunk of the output
+        # index_copy_ and index_select suffice for whole rows in the order of the batch
+        # docs/decisions/output.md, "One kernel on a GPU"
         if dim == chunk and not shifts_S.any():
             return
         streams = np.stack([counts_S, chunks_S, shifts_S, first_S])

@@ -86,6 +86,7 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
         counts_K, order = exchanged.counts_K, self.slot_order
         if ctx.stage.module.distinct:
             counts_K, order = ctx.header.given_counts_K, []
+            # its backward adds up the gradients of repeated ids before they are sent
             rows = rows.index_select(0, exchanged.repeats(inverse.split(counts_K.tolist())))
         if rows.dtype is not self.dtype:
             rows = rows.to(self.dtype)

@@ -121,6 +121,8 @@ def streams_of(module: StagedModule) -> Streams:
     # received: [rank][part][stream]; read: [part][streams in the order of lookups]
     order = np.arange(world_size * num_parts * num_received)
     by_part = order.reshape(world_size, num_parts, num_received).transpose(1, 0, 2)
+    # row numbers count from the shard's first row. All tables are examined, so that both ends agree
+    # docs/decisions/exchange.md, "One payload behind one header"
     narrow = not any(
         table.hashed or rect.num_rows >= 2**31 for table in layout.tables for rect in table.rects
     )
@@ -134,6 +136,7 @@ def streams_of(module: StagedModule) -> Streams:
         split_dims=dims[is_split],
         header_sizes=[len(segments) + COUNTS for segments in layout.send_segments],
         header_width=num_received + COUNTS,
+        # each destination's words begin with flag and batch size
         count_words=np.arange(len(sent)) + (destinations + 1) * COUNTS,
         num_parts=num_parts,
         reading=reading,

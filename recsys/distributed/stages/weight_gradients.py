@@ -50,6 +50,7 @@ def with_weight_gradients(ctx: BatchContext, bags: LookupInput) -> tuple[LookupI
             return None
         # the output stage divided gradients by the number of ranks, for the tables
         whole = arrived * env.world_size
+        # an id is sent once for each table and column shard that reads it, hence the sum
         return whole.new_zeros(num_ids).index_add_(0, places, whole)
 
     weights, anchor = _CarryWeights.apply(  # type: ignore[no-untyped-call]

@@ -62,7 +62,9 @@ class BERTBlock(nn.Module):
         self.max_length = whole("BERTBlock.max_length", max_length)
         self.attention_in = nn.Linear(dim, 3 * dim, device=device)
         self.attention_out = nn.Linear(dim, dim, device=device)
+        # layer norm follows each sum, as in BERT (arXiv:1810.04805); SASRec has it before
         self.attention_norm = nn.LayerNorm(dim, device=device)
+        # the factor 4 is BERT's
         self.forward_in = nn.Linear(dim, 4 * dim, device=device)
         self.forward_out = nn.Linear(4 * dim, dim, device=device)
         self.forward_norm = nn.LayerNorm(dim, device=device)
@@ -75,8 +77,11 @@ class BERTBlock(nn.Module):
             x: `[N, D]`, at most `max_length` values in each bag.
         """
         x = x.trim()
+        # trim() has removed values after the last bag, which belong to no history
+        # docs/decisions/ragged.md, "Values after the last bag are never read"
         rows = x.values()
         parts = self.attention_in(rows).unflatten(1, (3, self.num_heads, -1)).unbind(1)
+        # a masked item is predicted from both sides
         read = ops.attention(
             *(ops.with_values(x, part) for part in parts), max_length=self.max_length, causal=False
         )
@@ -179,4 +184,5 @@ class BERT4Rec(nn.Module):
 
 
 def _init(weight: Tensor) -> Tensor:
+    # initializer_range of BERT's code
     return nn.init.normal_(weight, std=0.02)

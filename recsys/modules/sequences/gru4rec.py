@@ -67,7 +67,9 @@ class GRU4Rec(nn.Module):
             whole("GRU4Rec.dim", dim),
             hidden,
             whole("GRU4Rec.num_layers", num_layers),
+            # read by the padded form only: a PackedSequence has its own order
             batch_first=True,
+            # torch warns of a dropout between layers if there is one layer
             dropout=dropout if num_layers > 1 else 0.0,
             device=device,
         )
@@ -87,16 +89,23 @@ class GRU4Rec(nn.Module):
         x = x.trim()
         rows = self.dropout(x.values())
         if torch.compiler.is_compiling():
+            # the number of steps of a PackedSequence depends on the data and cannot be traced
             fits = (x.lengths() <= self.max_length).all()
+            # longer histories would be cut by the padding; the host does not wait for this check
             torch._assert_async(fits, f"Bags must have at most {self.max_length} values.")
             padded, _ = self.gru(ops.pad(ops.with_values(x, rows), self.max_length))
+            # row of a value in the padded [M * max_length, D]
             places = ops.bags_of(x) * self.max_length + ops.positions(x).values()
             return ops.with_values(x, self.linear(padded.flatten(0, 1).index_select(0, places)))
+        # nn.GRU refuses a batch without steps
         if not rows.shape[0]:
             return ops.with_values(x, self.linear(rows.new_zeros(0, self.gru.hidden_size)))
         places = ops.positions(x).values()
+        # the second argsort inverts the first: the rank of each bag, the longest first
         longest_first = x.lengths().argsort(descending=True, stable=True).argsort()
+        # position first, then rank: in each step the first n rows belong to the n longest bags
         order = (places * x.lengths().shape[0] + longest_first[ops.bags_of(x)]).argsort()
+        # the count of each position is the batch size of its step; torch reads these on the host
         packed = PackedSequence(rows.index_select(0, order), places.bincount().cpu())
         read: Tensor = self.gru(packed)[0].data
         return ops.with_values(x, self.linear(read.index_select(0, order.argsort())))

@@ -20,6 +20,7 @@ from recsys.sparse import JaggedTensor, ops
 
 __all__ = ["HSTU", "HSTULayer"]
 
+# numbers of bits of a distance in int64, 0 to 63
 _TIME_BUCKETS: Final = 64
 
 
@@ -72,6 +73,7 @@ class HSTULayer(nn.Module):
         self.output_norm = nn.LayerNorm(inner, device=device)
         self.linear_out = nn.Linear(inner, dim, device=device)
         self.dropout = nn.Dropout(check_dropout("HSTULayer", dropout))
+        # distances from -(max_length - 1) to max_length - 1; causal attention reads those from 0
         self.position_bias = _table(num_heads, 2 * max_length - 1, device)
         self.time_bias = _table(num_heads, _TIME_BUCKETS, device) if has_time else None
 
@@ -92,13 +94,17 @@ class HSTULayer(nn.Module):
         gates, *parts = projected.view(rows.shape[0], 4, self.num_heads, self.head_dim).unbind(1)
         read = ops.attention(
             *(ops.with_values(x, part) for part in parts),
+            # longer bags raise an error on a CPU; Triton's kernels compute them in full
+            # docs/decisions/triton.md, "Attention inside bags"
             max_length=self.max_length,
             kind="silu",
             position_bias=self.position_bias,
             time_bias=self.time_bias,
+            # ops.attention refuses times without a bias; callers may give them to any encoder
             times=times if self.time_bias is not None else None,
             num_targets=num_targets,
         )
+        # attention without a softmax has no bound: the paper normalizes it to stabilize training
         gated = self.output_norm(read.values().flatten(1)) * gates.flatten(1)
         return ops.with_values(x, rows + self.linear_out(self.dropout(gated)))
 

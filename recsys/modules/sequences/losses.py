@@ -45,6 +45,7 @@ def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
         tensor([0.1269, 0.6931])
     """
     negative = _columns(positive, negative)
+    # softplus(-x) is -log(sigmoid(x)) without overflow, or log(0), for scores of any size
     return functional.softplus(negative - positive.unsqueeze(1)).mean(1)
 
 
@@ -66,6 +67,7 @@ def binary_loss(positive: Tensor, negative: Tensor) -> Tensor:
         tensor([1.3863])
     """
     negative = _columns(positive, negative)
+    # -log(1 - sigmoid(x)) is softplus(x)
     return functional.softplus(-positive) + functional.softplus(negative).mean(1)
 
 
@@ -138,8 +140,10 @@ def sampled_softmax_loss(
     positive = (queries * positives).sum(1)
     negative = queries @ negatives.T
     if log_q is not None and len(negative_ids):
+        # K * q draws are expected; the target is always in the sum and needs no correction
         negative = negative - _of_ids(log_q, negative_ids) - math.log(len(negative_ids))
     is_target = positive_ids.unsqueeze(1) == negative_ids
+    # exp(-inf) is 0, and the column of the target keeps the sum finite
     negative = negative.masked_fill(is_target, float("-inf"))
     return torch.cat([positive.unsqueeze(1), negative], 1).logsumexp(1) - positive
 
@@ -175,8 +179,10 @@ def in_batch_softmax_loss(
     _check_queries(queries, positives)
     scores = queries @ positives.T
     if log_q is not None:
+        # all columns are samples, the target too: log(N) would cancel
         scores = scores - _of_ids(log_q, ids)
     own = torch.arange(ids.shape[0], device=ids.device)
+    # a query keeps its own target, on the diagonal
     is_hit = (ids.unsqueeze(1) == ids) & (own.unsqueeze(1) != own)
     return functional.cross_entropy(
         scores.masked_fill(is_hit, float("-inf")), own, reduction="none"
@@ -206,6 +212,7 @@ def _of_ids(log_q: Tensor, ids: Tensor) -> Tensor:
 
 def _check_ids(ids: Tensor, count: int, rule: str) -> None:
     """Raise an error if an id on the CPU is out of range; a GPU asserts this itself."""
+    # reading ids of a GPU would wait for it
     if is_readable(ids) and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < count:
         raise ValueError(
             f"{rule}; received {count} for ids from {int(ids.min())} to {int(ids.max())}."

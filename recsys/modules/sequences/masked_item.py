@@ -88,14 +88,17 @@ class MaskedItem(nn.Module):
         history, targets = features[self.history], features[self.target]
         last = ops.slice(targets, -1)
         if self.training:
+            # targets are the history one item later: with its first item they are all items
             x = ops.concat([ops.slice(history, 0, 1), targets])
             x, labels = mask_items(x, self.mask_id, self.probability)
         else:
             x = self._followed(history)
             labels = x.values().new_full(x.values().shape, -100)
+            # the last value of a bag is the mask; without a target its label stays -100
             labels[x.offsets()[1:][last.lengths() > 0] - 1] = last.values()
         encoded = self._encode(x)
         is_asked = labels >= 0
+        # selected before the last layer, as a row of logits has vocab_size columns
         logits = self.model.out(encoded.values()[is_asked])
         losses = nn.functional.cross_entropy(logits, labels[is_asked].long(), reduction="none")
         weights = getattr(batch, "sample_weights", None)
@@ -188,6 +191,7 @@ def mask_items(
     x = x.trim()
     ids = x.values()
     draw = torch.rand(ids.shape, generator=generator, device=ids.device)
+    # there is no ops.min; negation is exact, so that the comparison below finds the draw
     least = -ops.max(ops.with_values(x, -draw))  # a history's lowest draw is masked at least
     is_masked = (draw < probability) | (draw == ops.expand(least, x).values())
     return ops.with_values(x, ids.masked_fill(is_masked, mask_id)), ids.masked_fill(

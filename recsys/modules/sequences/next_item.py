@@ -126,12 +126,15 @@ class NextItem(nn.Module):
         queries = encoded.values()
         targets, targets_of = features[self.target], rows[self.target]
         check_equal_lengths(features[self.history], targets)
+        # ids may be int32, which cross_entropy refuses
+        # docs/decisions/ragged.md, "Values after the last bag are never read"
         ids, positives = targets.trim().values().long(), targets_of.trim().values()
         losses = self._losses(queries, positives, ids, rows, features)
         weights = getattr(batch, "sample_weights", None)
         weighted = losses
         if weights is not None:
             weighted = losses * ops.expand(weights, targets).values()
+        # not by the sum of weights: a sample's loss must not depend on other weights of its batch
         loss = weighted.sum() / max(1, losses.shape[0])
         return loss, (loss.detach(), _last(encoded).detach(), ids)
 
@@ -158,6 +161,7 @@ class NextItem(nn.Module):
         """
         configs = self.embedding_collection.embedding_configs()
         names = [name for config in configs for name in config.feature_names]
+        # one sample, whose bag of targets has every id; other features are empty
         lengths = torch.tensor([num_items * (name == self.target) for name in names], device=device)
         ids = torch.arange(num_items, device=device)
         rows = self.embedding_collection(KeyedJaggedTensor(names, ids, lengths=lengths))
@@ -189,11 +193,13 @@ class NextItem(nn.Module):
             return in_batch_softmax_loss(queries, positives, ids, self.log_q)
         candidates = rows[self.candidates].trim().values()
         if self.loss == "full":
+            # row i is item i: with_catalogue lists the ids in ascending order
             return full_softmax_loss(queries, candidates, ids)
         if self.loss == "sampled":
             others = features[self.candidates].trim().values().long()
             return sampled_softmax_loss(queries, positives, candidates, ids, others, self.log_q)
         if not queries.shape[0]:
+            # view(0, -1, D) raises; the sum keeps the graph, as other ranks exchange in backward
             return queries.sum(1)
         _check_candidates(features[self.history], features[self.candidates])
         of_each = candidates.view(queries.shape[0], -1, queries.shape[1])
@@ -207,6 +213,7 @@ def _check_candidates(history: JaggedTensor, candidates: JaggedTensor) -> None:
     lengths, found = history.lengths(), candidates.lengths()
     if is_readable(lengths) and is_readable(found):
         count = int(found.sum()) // int(lengths.sum())
+        # the second term finds bags without candidates if `count` is 0
         is_wrong = (found != lengths * count) | (found < lengths)
         if is_wrong.any():
             bag = int(is_wrong.long().argmax())

@@ -66,6 +66,7 @@ class PositionEmbedding(nn.Module):
             ValueError: On a CPU, a bag is longer.
         """
         lengths, most = x.lengths(), self.positions.num_embeddings
+        # on a GPU nn.Embedding asserts the range, without a wait of the host
         if is_readable(lengths) and lengths.numel() and int(lengths.max()) > most:
             raise ValueError(
                 f"Bags must have at most max_length={most} values; received "
@@ -74,8 +75,10 @@ class PositionEmbedding(nn.Module):
         places = ops.positions(x, from_end=self.from_end).values()
         if num_targets is not None:
             first = (x.lengths() - num_targets).index_select(0, ops.bags_of(x))
+            # candidates are alternatives: each has the position after the history
             places = places.minimum(first)
         rows = x.trim().values()
+        # the factor is of arXiv:1706.03762, section 3.4. `to` keeps rows of 16 bits from promotion
         rows = rows * rows.shape[1] ** 0.5 + self.positions(places).to(rows.dtype)
         return ops.with_values(x, self.dropout(rows))
 

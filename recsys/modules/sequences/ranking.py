@@ -107,6 +107,7 @@ class Ranking(nn.Module):
         """
         rows = self.embedding_collection(sparse_features)
         candidates = rows[self.candidate].trim()
+        # the paper of HSTU alternates items and actions; their sum halves the length
         history = ops.add(rows[self.history], rows[self.actions])
         times = None
         if self.times is not None and self.candidate_times is not None:

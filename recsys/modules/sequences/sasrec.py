@@ -60,6 +60,7 @@ class SASRecBlock(nn.Module):
         self.attention_norm = nn.LayerNorm(dim, device=device)
         self.attention_in = nn.Linear(dim, 3 * dim, device=device)
         self.forward_norm = nn.LayerNorm(dim, device=device)
+        # D hidden columns and no layer after the attention, as in the paper
         self.forward_in = nn.Linear(dim, dim, device=device)
         self.forward_out = nn.Linear(dim, dim, device=device)
         self.dropout = nn.Dropout(check_dropout("SASRecBlock", dropout))
@@ -74,6 +75,7 @@ class SASRecBlock(nn.Module):
         rows = x.values()
         projected = self.attention_in(self.attention_norm(rows))
         parts = projected.unflatten(1, (3, self.num_heads, -1)).unbind(1)
+        # causal by default: a value must not read the item that it predicts
         read = ops.attention(
             *(ops.with_values(x, part) for part in parts), max_length=self.max_length
         )
@@ -117,6 +119,7 @@ class SASRec(nn.Module):
         super().__init__()
         whole("SASRec.num_blocks", num_blocks)
         self.max_length = max_length
+        # from the end, as the paper pads at the front: its last position is the latest item
         self.positions = PositionEmbedding(dim, max_length, dropout, from_end=True, device=device)
         self.blocks = nn.Sequential(
             *(
