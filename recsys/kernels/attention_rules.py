@@ -69,4 +69,5 @@ def time_buckets(distances: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # Inductor of torch 2.13 cannot compile vectors of frexp
         powers = 1 << torch.arange(63, device=distances.device)
         return torch.bucketize(lengths, powers.double(), right=True)
-    return torch.frexp(lengths).exponent.long()
+    # the largest distances are 2^63 in float64, which has one bit more
+    return torch.frexp(lengths).exponent.long().clamp(max=63)

@@ -70,7 +70,7 @@ def test_long_bags_are_named():
 
 
 def test_time_buckets_are_numbers_of_bits():
-    numbers = [0, 1, 2, 3, 4, 2**31, 2**40 - 1, 2**52 - 1, 2**52, 2**62]
+    numbers = [0, 1, 2, 3, 4, 2**31, 2**40 - 1, 2**52 - 1, 2**52, 2**62, 2**63 - 1]
     found = time_buckets(torch.tensor(numbers))
     assert found.tolist() == [number.bit_length() for number in numbers]
     assert torch.equal(time_buckets(-torch.tensor(numbers)), found)

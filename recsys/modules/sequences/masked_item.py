@@ -23,9 +23,9 @@ __all__ = ["MaskedItem", "mask_items"]
 class MaskedItem(nn.Module):
     """Train `BERT4Rec` on batches of `NextItem`, with histories and their next items.
 
-    In training, some of the items of a history and its last target are masked; in evaluation, a mask
-    follows the history. The ids are masked in the forward pass: a pipeline must not look them up before, so
-    use `Trainer(..., pipeline=False)`.
+    In training, some of the items of a history and its last target are masked; in evaluation, a
+    mask follows the history. The ids are masked in the forward pass: a pipeline must not look them
+    up before, so use `Trainer(..., pipeline=False)`.
 
     Args:
         model: Its `max_len` is at least the length of a history plus 1.
@@ -77,8 +77,8 @@ class MaskedItem(nn.Module):
 
         Returns:
             The loss for `backward`, 0 for a batch without values; and, detached, the loss, the
-            vectors of the users `[M, D + 1]` and the ids of the last targets. Rank items in evaluation
-            mode only: in training, the encoder may read a target.
+            vectors of the users `[M, D + 1]` and the ids of the last targets. Rank items in
+            evaluation mode only: in training, the encoder may read a target.
 
         Raises:
             KeyError: A feature is missing.
