@@ -62,6 +62,7 @@ def attend(
     if torch.compiler.is_compiling():
         return padded_forward(query, key, value, offsets, rules, bias)
     has_triton = not why_not_triton(query, key, value, bias)
+    # autograd finds tensors among the arguments only, not those inside `bias`
     found: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         query, key, value, bias.position, bias.time, offsets, rules, bias, has_triton
     )
@@ -136,6 +137,7 @@ class _Attention(torch.autograd.Function):
             log_sums, result = attention_triton.attention_forward(
                 query, key, value, offsets, rules, bias
             )
+            # only the backward pass of softmax reads its output; SiLU need not keep it
             out = None if log_sums is None else result
         else:
             result = blocks_forward(query, key, value, offsets, rules, bias)
@@ -148,6 +150,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, position, time, offsets, log_sums, out = ctx.saved_tensors
         parts = gradient, query, key, value, offsets
+        # the saved tensors, as autograd checks that they were not written to since the forward pass
         bias = ctx.bias._replace(position=position, time=time)
         if ctx.has_triton:
             from recsys.kernels import attention_grad_triton

@@ -47,6 +47,8 @@ class _Group(NamedTuple):
 
 def _groups(offsets: Tensor, heads: int, max_length: int) -> Iterator[_Group]:
     """Yield all bags with values, in groups, the longest first."""
+    # the host waits for lengths here, unlike for Triton's kernels
+    # docs/decisions/triton.md, "Attention inside bags"
     starts = offsets.detach().cpu().long()
     lengths = starts.diff()
     order = lengths.argsort(descending=True, stable=True)
@@ -57,10 +59,13 @@ def _groups(offsets: Tensor, heads: int, max_length: int) -> Iterator[_Group]:
             "Truncate them with recsys.sparse.ops.truncate."
         )
     device, first = offsets.device, 0
+    # lengths descend, so the first empty bag ends the groups
     while first < len(ordered) and ordered[first]:
         longest, work, last = ordered[first], 0, first
+        # so few bags that a block of `_BLOCK_QUERIES` queries has at most `_BLOCK_SCORES` scores
         most = max(1, _BLOCK_SCORES // (heads * longest * min(longest, _BLOCK_QUERIES)))
         while last < len(ordered) and ordered[last] and last - first < most:
+            # a bag has a score for each pair of its values
             more = work + ordered[last] ** 2
             if (last + 1 - first) * longest**2 > _MOST_PADDED * more:
                 break
@@ -101,6 +106,7 @@ def _scatter(result: Tensor, group: _Group, found: Tensor) -> None:
         result[group.rows.flatten()] = found.flatten(0, 1).to(result.dtype)
     else:
         is_real = _is_real(group)
+        # padding has the row of the bag's last value, whose result it must not overwrite
         result[group.rows[is_real]] = found[is_real].to(result.dtype)
 
 
@@ -135,6 +141,7 @@ def padded_forward(
     block = _block(parts, group, rules, bias, queries, rules.max_length)
     shares = _shares(block, rules)[0].flatten(0, 1)
     found = torch.bmm(shares, parts.value.flatten(0, 1)).flatten(0, 1)
+    # `output_size`: a compiler needs a shape that does not depend on the lengths
     of_values = bags.repeat_interleave(lengths, output_size=num_values)
     place = torch.arange(num_values, device=bags.device) - starts.index_select(0, of_values)
     num_heads = value.shape[1]
@@ -214,6 +221,7 @@ def blocks_backward(
     """
     found = [torch.empty_like(part) for part in (query, key, value)]
     of_bias = [
+        # fp64: an entry adds up gradients of very many scores, block after block
         None if part is None else torch.zeros_like(part, dtype=torch.float64)
         for part in (bias.position, bias.time)
     ]
@@ -221,6 +229,7 @@ def blocks_backward(
         parts = _parts(query, key, value, bias, group)
         out = _gather(gradient, group).to(parts.value.dtype)
         if not group.is_even:
+            # queries of padding repeat the last value, whose gradient must count once
             out = out * _is_real(group)[:, None, :, None]
         of_query = list[Tensor]()
         of_key, of_value = torch.zeros_like(parts.key), torch.zeros_like(parts.value)
@@ -257,6 +266,7 @@ def _parts(query: Tensor, key: Tensor, value: Tensor, bias: Bias, group: _Group)
     def of_group(part: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return _gather_by_head(part, group).to(kind)
+        # otherwise each product of a block copies the transposed view again
         return _gather(part, group).to(kind).contiguous()
 
     def times_of(times: Tensor | None) -> Tensor | None:
@@ -313,6 +323,7 @@ def _block(
         buckets = time_buckets(apart).clamp(max=bias.time.shape[1] - 1)
         scores += bias.time[:, buckets].transpose(0, 1).to(scores.dtype)
     if rules.causal:
+        # padding is behind all values of its bag, so this mask covers it, too
         masked = (j > i)[None, None]
     elif not group.is_even:
         masked = (j >= group.lengths.view(-1, 1, 1, 1)) & (i != j)  # a query reads some key

@@ -52,9 +52,11 @@ def _add_to_positions(
 ):
     """Add gradients of scores [Q, K] to the gradients of a head's row of `Bias.position`."""
     lines = tl.arange(0, BLOCK)
+    # the least and the greatest distance: if they agree, all pairs share one entry
     low = tl.minimum(first, target) - tl.minimum(at + BLOCK - 1, target)
     high = tl.minimum(first + BLOCK - 1, target) - tl.minimum(at, target)
     low, high = position_entry(low, POSITIONS), position_entry(high, POSITIONS)
+    # `relaxed` in all branches: no program of this launch reads the sums
     if low == high:  # both blocks far apart, or targets
         tl.atomic_add(table + low, tl.sum(of_scores) * factor, sem="relaxed")
     else:
@@ -255,10 +257,13 @@ def attention_backward(
         positions = torch.zeros(bias.position.shape, dtype=torch.float32, device=device)
     if bias.time is not None:
         shape = num_programs(tensors), *bias.time.shape
+        # A row per program: sums have a fixed order. Programs without a block write
+        # no row, hence zeros. See docs/decisions/triton.md, "Attention inside bags".
         times = torch.zeros(shape, dtype=torch.float32, device=device)
     results = found[0], gradient, out, log_sums, deltas, positions, times
     num_times = 1 if bias.time is None else bias.time.shape[1]
     num_places = triton.next_power_of_2(num_times)
+    # in this order: the first launch writes `deltas`, the second one reads them
     launch_attention(_queries_backward, tensors, results, rules, TIME_PLACES=num_places)
     launch_attention(_keys_backward, tensors, (*found[1:], gradient, log_sums, deltas), rules)
     of_position = of_time = None

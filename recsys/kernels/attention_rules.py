@@ -65,6 +65,7 @@ def time_buckets(distances: Tensor) -> Tensor:
         >>> time_buckets(torch.tensor([0, -1, 2, 3, 4, 2**62])).tolist()
         [0, 1, 2, 2, 3, 63]
     """
+    # float64 comes first: `abs` of int64 overflows for -2^63
     lengths = distances.double().abs()
     if torch.compiler.is_compiling():  # Inductor of torch 2.13 cannot compile vectors of frexp
         powers = 1 << torch.arange(63, device=distances.device)

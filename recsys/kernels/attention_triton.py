@@ -98,8 +98,10 @@ def launch_attention(
         TIMES=1 if tensors.time is None else tensors.time.shape[1],
         IS_SOFTMAX=is_softmax,
         IS_CAUSAL=rules.causal,
+        # each new constant compiles the kernel again, and a bit length is seldom new
         STEPS=num_bags.bit_length(),
         BLOCK=_block(tensors),
+        # fp32 needs more registers; docs/decisions/triton.md, "Attention inside bags"
         num_warps=8 if tensors.query.dtype == torch.float32 else 4,
         **known,
     )
@@ -126,6 +128,7 @@ def block_of(t, num_bags, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     target = length
     if t.num_targets is not None:
         target -= tl.load(t.num_targets + low).to(tl.int32)
+        # the host checks no values, which would wait: reads stay in the bag for any number
         target = tl.minimum(tl.maximum(target, 0), length)
     first = (program - start // BLOCK - low) * BLOCK
     return start, length, target, first.to(tl.int32)
@@ -203,6 +206,7 @@ def time_entries(t, i, j, start, length, TIMES: tl.constexpr):
     key_times = tl.load(t.key_times + start + j, mask=j < length, other=0).to(tl.int64)
     distances = tl.abs(query_times[:, None] - key_times[None, :]).to(tl.float64)
     bits = distances.to(tl.int64, bitcast=True)
+    # `frexp` from the bits of an fp64: its exponent is biased by 1022; the exponent of 0 is below 0
     exponents = ((bits >> 52) & 2047).to(tl.int32) - 1022
     return tl.minimum(tl.maximum(exponents, 0), TIMES - 1)
 
@@ -223,6 +227,7 @@ def scores_of(
     TIMES: tl.constexpr,
 ):
     """Return the scores [Q, K] of positions `i` and `j` of a bag, with bias, in fp32."""
+    # Triton's default for fp32 is TF32, with 10 bits of mantissa
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     if t.position is not None:
         distances = tl.minimum(i, target)[:, None] - tl.minimum(j, target)[None, :]
@@ -270,6 +275,7 @@ def _attend(
     start, length, target, first = block_of(t, num_bags, STEPS, BLOCK)
     if first >= length:
         return
+    # int64: `head * num_values` can exceed int32
     head, lines = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK)
     i = first + lines
     queries = load_block(t.query, start + first, head, length - first, HEADS, COLUMNS, BLOCK)
@@ -299,6 +305,7 @@ def _attend(
         out = tl.dot(shares.to(values.dtype), values, out, input_precision="ieee")
     if IS_SOFTMAX:
         is_real = i < length
+        # lines past the bag read no key: 1 avoids 0 / 0 and log(0)
         sums = tl.where(is_real, sums, 1.0)
         out /= sums[:, None]
         places = head * num_values + start + i

@@ -93,6 +93,7 @@ def find_bad_ids(indices: Tensor, offsets: Tensor, num_rows_F: Tensor) -> Tensor
         return torch.zeros_like(indices, dtype=torch.bool)
     if num_rows_F.numel() == 1:
         return ((indices < 0) | (indices >= num_rows_F)) & (num_rows_F != NO_LIMIT)
+    # without `output_size` the host waits for the sum of the counts
     limit_N = num_rows_F.repeat_interleave(offsets[::num_bags].diff(), output_size=indices.numel())
     return ((indices < 0) | (indices >= limit_N)) & (limit_N != NO_LIMIT)
 
@@ -137,6 +138,7 @@ def bad_id_message(
     places = bad_N.nonzero().flatten()
     place = int(places[0])
     num_bags = (offsets.numel() - 1) // len(feature_names)
+    # `right`: empty bags before the id's bag start at the same offset
     bag = int(torch.searchsorted(offsets.contiguous(), place, right=True)) - 1
     feature, sample = divmod(bag, num_bags)
     rows = int(num_rows_per_feature[feature])
@@ -183,6 +185,8 @@ class AsyncChecks:
             result: [any] on the device, small.
             read: Called with the copy after it has arrived, to raise or warn.
         """
+        # pinned memory and an event, so that no copy waits
+        # docs/decisions/exchange.md, "The host waits for the device once per step"
         copied = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
         copied.copy_(result, non_blocking=True)
         done = torch.cuda.Event()
@@ -192,6 +196,7 @@ class AsyncChecks:
     def read_arrived(self) -> None:
         """Report the results of finished checks."""
         while self.pending and self.pending[0][1].query():
+            # removed before it is read: `read` may raise, and an error is reported once
             copied, _, read = self.pending.pop(0)
             read(copied)
 

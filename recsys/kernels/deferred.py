@@ -86,9 +86,12 @@ class DeferredGradients:
             self._ids_of_tables = [a + b for a, b in zip(known, ids_of_tables, strict=True)]
         else:  # known only if all batches have it
             self._ids_of_tables = None
+        # one pass at most is kept as a batch: an earlier one becomes row gradients
         self._reduce()
         if all(trained):
             self._held = (grad, batch)
+            # rows at once, instead of a batch that stays in memory until the step
+            # docs/decisions/optimizers.md, "Deferred tables hold row gradients"
             if not self.keeps_batch or self._pending is not None:
                 self._reduce()
         else:
@@ -103,10 +106,13 @@ class DeferredGradients:
         """
         layout, optimizer = self._layout, self._kernel.optimizer
         assert optimizer is not None
+        # from the kept batch, without row gradients if the kernel needs none
+        # docs/decisions/optimizers.md, "Column shards keep the fused row-wise Adagrad"
         made = None if self._held is None else self._kernel.row_statistics(*self._held)
         if made is not None:
             fresh, sums = made
             if sums is not None:
+                # the kernel has summed the rows already: the batch is not needed any more
                 self._held, self._pending = None, sums
         else:
             self._reduce()
@@ -120,6 +126,8 @@ class DeferredGradients:
         if not self._statistics:
             return found
         ids = self._ids_of_tables
+        # known numbers of ids are the sizes, without a wait
+        # docs/decisions/exchange.md, "The host waits for the device once per step"
         if layout.device.type == "cuda" and ids is not None:  # there is an entry per id
             sizes = [[ids[table] for table in group.tables] for group in layout.groups]
         else:

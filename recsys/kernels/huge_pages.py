@@ -36,6 +36,7 @@ def new_array(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     num_bytes = size * array.element_size()
     is_large = num_bytes >= _LEAST and device.type == "cpu" and type(array) is Tensor
     advise = _advise() if is_large else None
+    # the array must not be written yet; docs/decisions/hashed_ids.md, "Huge pages"
     if advise is not None:
         start = -(-array.data_ptr() // _PAGE) * _PAGE  # whole pages inside the array
         end = (array.data_ptr() + num_bytes) // _PAGE * _PAGE

@@ -148,6 +148,7 @@ def starts_of_features(offsets: Tensor, bags_F: np.ndarray) -> Tensor:
 def inverse_bag_length(offsets: Tensor, num_ids: int) -> Tensor:
     """Return 1 / (number of ids of its bag) for each id: [N] fp32."""
     lengths = offsets.diff()
+    # an empty bag has 1 / 0, which is repeated zero times
     return lengths.float().reciprocal_().repeat_interleave(lengths, output_size=num_ids)
 
 
@@ -175,6 +176,7 @@ def as_rectangle(batch: LookupBatch) -> LookupBatch:
     assert bags_F is not None
     ends_F = np.cumsum(bags_F)
     starts_F1, ends_F1 = upload(np.stack([ends_F - bags_F, ends_F]), device).unsqueeze(2).unbind()
+    # behind its last bag a feature repeats the offset of its end: these bags are empty
     places_FB = torch.minimum(starts_F1 + torch.arange(int(bags_F.max()), device=device), ends_F1)
     offsets = batch.offsets.index_select(0, places_FB.flatten())
     offsets = torch.cat([offsets, batch.offsets[-1:]])

@@ -117,6 +117,7 @@ def complete_cumsum(lengths_M: Tensor) -> Tensor:
         return ops_triton.complete_cumsum(lengths_M)
     if device_type in FBGEMM_DEVICES:
         return torch.ops.fbgemm.asynchronous_complete_cumsum(lengths_M)  # type: ignore[no-any-return]
+    # without `dtype`, `cumsum` widens int32 to int64
     return torch.nn.functional.pad(lengths_M.cumsum(0, dtype=lengths_M.dtype), (1, 0))
 
 
@@ -360,6 +361,7 @@ def block_bucketize(
     feature_N = _features_of(bag_N, num_bags, block_sizes_F.numel(), batch_size_per_feature)
     bucket_N, start_N = _find_buckets(values_N, feature_N, block_sizes_F, num_buckets, boundaries)
     destination_N = bucket_N * num_bags + bag_N
+    # stable, as in FBGEMM: ids of a bag keep their order inside a bucket
     order_N = destination_N.argsort(stable=True)
     lengths = lengths_FB.new_zeros(num_buckets * num_bags)
     lengths.index_add_(0, destination_N, torch.ones_like(destination_N, dtype=lengths.dtype))

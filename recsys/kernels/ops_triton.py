@@ -48,6 +48,7 @@ def launch(
 def last_at_most(sorted_ptr, stride, places, low, high, STEPS: tl.constexpr):
     """Return for each place the last index in [low, high) whose number is at most the place."""
     for _ in tl.static_range(STEPS):
+        # Steps after the end keep `low`. So STEPS is a bit length, and each length compiles once.
         middle = (low + high) // 2
         goes_up = tl.load(sorted_ptr + middle * stride) <= places
         low = tl.where(goes_up, middle, low)
@@ -62,6 +63,7 @@ def _segments_of(sorted_ptr, stride, number, first, last, places, STEPS: tl.cons
     high = last_at_most(sorted_ptr, stride, last, low, number, STEPS) + 1
     nothing = tl.zeros_like(places).to(tl.int32)
     segments = nothing + low
+    # a block within one segment, as most are if segments are long, needs no search per place
     if high - low > 1:
         segments = last_at_most(sorted_ptr, stride, places, segments, nothing + high, STEPS)
     return segments
@@ -98,6 +100,8 @@ def _add_up_blocks(tensors, total, BLOCK: tl.constexpr):
     program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], dtype=out_ptr.dtype.element_ty)
     first = 0
+    # each program adds up the blocks before it again, which saves a third launch
+    # docs/decisions/triton.md, "Kernels of the input stage"
     while first < program:
         before += tl.load(sums_ptr + first + lanes, mask=first + lanes < program, other=0)
         first += BLOCK
@@ -123,6 +127,7 @@ def complete_cumsum(lengths_M: Tensor) -> Tensor:
     """
     lengths_M, total = lengths_M.contiguous(), lengths_M.numel()
     out = lengths_M.new_empty(total + 1)
+    # one program at least: it writes the leading zero
     number = max(1, triton.cdiv(total, _SCANNED))
     sums = lengths_M.new_empty(number)
     if number > 1:
@@ -151,6 +156,7 @@ def _pack(
     from_places -= num_lengths
     is_id = (from_places >= 0) & (from_places < num_ids)
     ids = tl.load(ids_ptr + from_places, mask=is_id, other=0)
+    # words of 32 or 64 bits; docs/decisions/exchange.md, "One payload behind one header"
     word = out_ptr.dtype.element_ty
     words = tl.where(is_length, lengths.to(word), ids.to(word))
     if weights_ptr is not None:
@@ -251,6 +257,7 @@ def _make_safe(
     safe_lengths_ptr, safe_offsets_ptr, safe_ids_ptr, counts_ptr = safe
     first = tl.program_id(0).to(tl.int64) * BLOCK
     places = first + tl.arange(0, BLOCK)
+    # by an earlier launch: within one launch a block could not know the flags of all blocks
     is_bad = tl.load(found_ptr) != 0
     is_first, before, after = places == 0, 0, num_ids  # bad: all ids in the first bag,
     if known_ptr is not None:  # or in the first bag of their feature
@@ -425,6 +432,8 @@ def _build_header(tensors, flag, batch_size, if_bags, if_ids, total, BLOCK: tl.c
     is_real = words < total
     places = tl.load(places_ptr + words, mask=is_real, other=0)
     bad_bags, bad_ids = tl.load(found_ptr), tl.load(found_ptr + 1)
+    # the header reports bad batches to all ranks before any row is read
+    # docs/decisions/exchange.md, "One payload behind one header"
     flag |= tl.where(bad_bags != 0, if_bags, 0) | tl.where(bad_ids != 0, if_ids, 0)
     counts = tl.load(counts_ptr + places - 2, mask=is_real & (places >= 2), other=0)
     values = tl.where(places == 0, flag, tl.where(places == 1, batch_size, counts))

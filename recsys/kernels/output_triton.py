@@ -86,6 +86,7 @@ def mean_factors(means_ptr, counts_ptr, units, samples, num_samples):
     places = slots[None, :] * num_samples + samples[:, None]
     counts = tl.load(counts_ptr + places, mask=slots[None, :] >= 0, other=1)
     counts = tl.maximum(counts, 1).to(tl.float32)
+    # rounded as in PyTorch: Triton's `/` is approximate, and results equal the twin bit for bit
     return tl.div_rn(tl.full(counts.shape, 1.0, tl.float32), counts)[:, :, None]
 
 
@@ -107,6 +108,8 @@ def _places(
 def _read(t, num_narrow, starts, places, is_there, LOSS_SCALE: tl.constexpr):
     """Return the values of units of the buffer, 0 for absent ones."""
     if t.narrow is not None:
+        # a unit is within one block, so its start decides for all its columns
+        # docs/decisions/output.md, "One kernel on a GPU"
         is_narrow = starts < num_narrow
         values = tl.load(t.narrow + places, mask=is_there & is_narrow, other=0.0)
         values = values.to(tl.float32)
@@ -142,6 +145,7 @@ def _gather(
         values = tl.zeros([BLOCK_B, BLOCK_U, UNIT], tl.float32)
         i, longest = 0, tl.max(numbers)
         while i < longest:
+            # chunks with fewer entries read their last entry again, and mask it
             entries = begins + tl.minimum(i, numbers - 1)
             starts, places = _places(
                 t, num_entries, entries, units, samples, num_samples, CHUNK, UNIT
@@ -179,6 +183,7 @@ def _scatter_grad(
     chunks = units // (CHUNK // UNIT)
     columns = (units[:, None] * UNIT + tl.arange(0, UNIT)[None, :]).to(tl.int64)
     places = samples[:, None, None] * row_stride + columns[None, :, :] * column_stride
+    # without a mask: `own_tile` has only places in bounds
     values = tl.load(t.matrix + places).to(tl.float32)
     if t.means is not None:
         values *= mean_factors(t.means, t.counts, units, samples, num_samples)
@@ -192,6 +197,8 @@ def _scatter_grad(
         starts, places = _places(t, num_entries, entries, units, samples, num_samples, CHUNK, UNIT)
         is_there = is_real & (i < numbers)[None, :, None]
         is_sent = starts < num_sent
+        # gradients of replicas are not sent and not scaled
+        # docs/decisions/output.md, "One kernel on a GPU"
         given = tl.where(is_sent, values * scale, values)
         if t.narrow is not None:  # the buffer does not hold the values to send
             narrow = (given * LOSS_SCALE).to(t.narrow.dtype.element_ty)

@@ -79,6 +79,7 @@ def take_columns(rows: Tensor, bits: int, start: int, end: int) -> Tensor:
         tensor([[3.9999, 4.9999]])
     """
     header = HEADER_BYTES[bits]
+    # `start` is a multiple of 4: whole bytes for any number of bits
     first, last = header + start * bits // 8, row_bytes(end - start, bits) + start * bits // 8
     if first == header and last == rows.shape[1]:
         return rows

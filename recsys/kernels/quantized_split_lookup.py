@@ -89,8 +89,10 @@ class QuantizedSplitLookup(QuantizedLookup):
             is_later = ids >= start
             block_N = block_N + is_later
             later.append(is_later.sum())
+        # one wait for the numbers of all blocks
         num_later: list[int] = torch.stack(later).tolist()
         num_later.append(0)
+        # this sort need not be stable, since `places` inverts any order
         order = torch.sort(block_N)[1]
         sorted_ids = ids.index_select(0, order)
         found: list[Tensor] = []

@@ -158,7 +158,7 @@ def _move_ragged(
         values = tl.load(t.matrix + matrix_places).to(tl.float32)
         if t.means is not None:
             values *= mean_factors(t.means, t.counts, units, samples, num_samples)
-    # blocks with a row per bag
+    # blocks with a row per bag; docs/decisions/ragged.md, "Missing bags are not returned"
     blocks = tl.load(t.batch + groups)
     ends = tl.load(t.batch + groups + 1)
     i, longest = 0, tl.max(ends - blocks)
@@ -169,14 +169,17 @@ def _move_ragged(
         exists = is_real & (samples[:, None] < num_rows)[:, :, None]
         starts = (before + samples[:, None] * widths + in_row) * CHUNK
         values = _moved(values, t.buffer, starts, in_chunk, exists, GATHERS)
+        # a list has two numbers per block
         blocks += 2
         i += 2
-    # blocks with a row per id
+    # blocks with a row per id; docs/decisions/row_split.md, "Short bags: rows return by id"
     if t.places is not None:
         segments = tl.load(t.batch + num_groups + 1 + groups)[None, :]
+        # in `Ragged.batch`, the starts of lists and the first segments come before
         starts_ptr = t.batch + 2 * num_groups + 1
         of_buckets_ptr = starts_ptr + num_rounds * num_buckets * num_features
         of_buckets_ptr += tl.load(t.chunks + 3 * num_chunks + chunks)[None, :]
+        # segments are numbered by round, then bucket, then feature; masks leave out -1
         before_round = segments // (num_buckets * num_features) * ids_of_round
         bags = segments % num_features * num_samples + samples[:, None]
         ids = tl.load(t.offsets + bags, mask=segments >= 0, other=0).to(tl.int64)

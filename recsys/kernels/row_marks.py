@@ -41,6 +41,7 @@ class RowMarks:
     def __init__(self, layout: StorageLayout, watched: Sequence[Tensor]) -> None:
         self._layout = layout
         self._watched = list(watched)
+        # a bit per consumer; docs/decisions/hashed_ids.md, "Deltas by marks"
         self._bits: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._bytes: Tensor | None = None
         self._versions: list[int] = []
@@ -86,6 +87,7 @@ class RowMarks:
                 self._layout.num_rows, dtype=torch.uint8, device=self._layout.device
             )
             self._versions = self._current_versions()
+        # first: a write that is found later would mark all rows for the new consumer
         self._check_writes()
         self._bits[consumer] = min(free)
         self._clear(consumer)
@@ -118,9 +120,11 @@ class RowMarks:
     ) -> Iterator[None]:
         """Context of a write by the lookup; marks the rows of a batch or of row gradients."""
         if not self.exist:
+            # the last consumer may have been collected without `remove`
             self._bytes = None
             yield
             return
+        # before the write by the lookup, which changes the versions, too
         self._check_writes()
         yield
         if batch is not None:
@@ -181,6 +185,7 @@ class RowMarks:
         self._bytes.bitwise_and_(_ALL - (1 << self._bits[consumer]))
 
     def _current_versions(self) -> list[int]:
+        # inference tensors have no version: reading it raises an error
         return [tensor._version for tensor in self._watched if not tensor.is_inference()]
 
     def _check_writes(self) -> None:

@@ -61,6 +61,7 @@ def check_scaled_loss(scaler: GradScaler, outputs: Iterable[Any]) -> None:
             in_backward.update(dict.fromkeys(updates.in_backward))
         elif _steps_in_backward(getattr(node, "variable", None)):
             shapes.append(list(node.variable.shape))
+    # `get_scale` comes last, as it waits for the device
     if (in_backward or shapes) and scaler.get_scale() != 1.0:
         what = f"tables {_shown(list(in_backward))}" if in_backward else f"parameters of {shapes}"
         raise ValueError(
@@ -81,6 +82,7 @@ def _steps_in_backward(leaf: Tensor | None) -> bool:
 def _nodes_behind(outputs: Iterable[Any]) -> Iterator[Any]:
     """Yield each autograd node that a backward pass from the outputs reaches."""
     pending: list[Any] = [output.grad_fn for output in outputs if isinstance(output, Tensor)]
+    # `next_functions` has None for inputs without a gradient
     seen: set[Any] = {None}
     while pending:
         node = pending.pop()

@@ -140,5 +140,6 @@ def _triton_version() -> str:
 
 
 def _device_of(args: tuple[Any, ...]) -> torch.device:
+    # a `RowUpdate` is a tuple with the tensors
     first = args[0] if isinstance(args[0], tuple) else args
     return next(value.device for value in first if isinstance(value, Tensor))

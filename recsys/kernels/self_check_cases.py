@@ -40,6 +40,7 @@ _FEATURES, _BAGS = 3, 700
 
 
 def _integers(seed: int, high: int, *size: int) -> Tensor:
+    # on the CPU, so that inputs are the same for all devices
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(high, size, generator=generator)
 
@@ -112,6 +113,7 @@ def _make_safe(device: torch.device) -> Results:
         safe = safe_lengths(lengths, flag, num_ids, sizes)
         bad_ids = find_bad_ids(batch.ids, batch.offsets, rows_F)
         safe_ids = batch.ids.masked_fill(bad_ids | flag, 0)
+        # ids are not checked if bags are bad, since their features are unknown
         flags = torch.stack([flag, bad_ids.any() & ~flag]).int()
         safe_offsets = functional.pad(safe.cumsum(0), (1, 0))
         expected = flags, safe, safe_offsets, safe_ids, sizes[1]
@@ -120,6 +122,7 @@ def _make_safe(device: torch.device) -> Results:
 
 
 def _row_ids(device: torch.device) -> Results:
+    # rows of the last feature exceed int32
     batch, base_F = _Batch.on(device), torch.tensor([0, 100, 2**33], device=device)
     expected = batch.ids + base_F[batch.bag_of_id // _BAGS]
     yield ops_triton.row_ids(batch.ids.int(), batch.offsets, base_F), expected
@@ -159,6 +162,7 @@ def _columns(device: torch.device, is_split: bool) -> tuple[Any, Tensor | None, 
             placed,
         )
     means = torch.tensor([0, 0, -1, -1, 1, 1, -1, -1], dtype=torch.int32, device=device)
+    # powers of two: products with their inverses are exact, as quotients are
     counts = torch.tensor([1, 2, 4, 0])[_integers(2, 4, 2, _SAMPLES)].to(device)
     for slot, chunk in ((0, 0), (1, 2)):
         divided = counts[slot].clamp(min=1).unsqueeze(1)
@@ -180,6 +184,7 @@ def _gather(device: torch.device) -> Results:
         expected = torch.zeros_like(divisors).view(_SAMPLES, -1, _CHUNK)
         for block, place, chunk in placed:
             expected[:, chunk] += blocks[block, :, place]
+        # fp16 has all whole numbers up to 2,048
         sent = buffer[: buffer.numel() // 2].half() * 2
         expected = expected.view(_SAMPLES, -1) / divisors
         yield output_triton.gather(buffer, _SAMPLES, columns, counts), expected
@@ -202,6 +207,7 @@ def _scatter_grad(device: torch.device) -> Results:
         found, sent = output_triton.scatter_grad(
             grad, columns, counts, 0.5, num_sent, torch.float16, 2.0
         )
+        # in another dtype, values to send are not in the buffer
         yield found[num_sent:], flat[num_sent:]
         yield sent, (flat[:num_sent] * 2).half()
 
@@ -379,6 +385,7 @@ class _Attention(NamedTuple):
 
     @staticmethod
     def on(device: torch.device) -> Iterator[_Attention]:
+        # one bag is empty, and one has several blocks
         lengths = torch.tensor([3, 0, 150, 40])
         offsets, num = functional.pad(lengths.cumsum(0), (1, 0)), int(lengths.sum())
         query, key, value, gradient = (

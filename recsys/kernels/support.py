@@ -80,6 +80,7 @@ def choose_backend(
             continue
         reason = kernel.refusal(settings, role)
         if reason is not None:
+            # FBGEMM has several classes of one name; the reason of the preferred one is reported
             refused.setdefault(kernel.name, f"not {kernel.name}: {reason}")
         elif wanted in (None, kernel.name):
             break
@@ -115,6 +116,8 @@ def shared_optimizer(
         >>> shared_optimizer(spec, torch.device("cpu"), UpdateMode.FUSED).learning_rate
         0.0
     """
+    # on CUDA the fused update has one rate per launch
+    # docs/decisions/optimizers.md, "Tables of one lookup have their own learning rates"
     if device.type == "cuda" and update_mode is UpdateMode.FUSED:
         return spec
     return replace(spec, learning_rate=0.0)

@@ -255,6 +255,7 @@ class TableBatchedEmbedding:
             return self._meta_output(batch)
         if torch.is_grad_enabled() and torch.is_autocast_enabled(self.layout.device.type):
             warn_of_fp16(self._updates, self.layout.device.type)
+        # the module updates all of its tables or none
         if self._updater.has_own_graph and (
             parameters is None or all(p.requires_grad for p in parameters)
         ):
@@ -410,6 +411,7 @@ class TableBatchedEmbedding:
             with self.marks.writes(batch):
                 kernel.update(grad, batch)
         else:
+            # `update` would change frozen tables, too
             found = kernel.drop_frozen(kernel.row_gradients(grad, batch), trained)
             with self.marks.writes(by_group=found):
                 kernel.apply(found)
@@ -461,6 +463,7 @@ class _Lookup(torch.autograd.Function):
     ) -> Tensor:
         ctx.metadata[TABLE_UPDATES] = tbe._updates
         ctx.tbe, ctx.ids_of_tables, ctx.bags = tbe, ids_of_tables, (bags, by_rank)
+        # saved, so that autograd raises if a batch is written to before its backward pass
         ctx.save_for_backward(indices, offsets, weights)
         batch = LookupBatch(indices, offsets, weights, bags, by_rank)
         if by_rank is None:

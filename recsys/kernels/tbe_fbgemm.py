@@ -239,6 +239,8 @@ class FbgemmCpuKernel(TorchKernel):
         parts = FeatureParts(batch._replace(weights=as_sum.weights), self.layout.num_features)
         pooled = geometry is self._geometry  # else bags of one id
         columns = grad.split(list(self.layout.feature_dims), 1) if pooled else ()
+        # FBGEMM takes one rate per call
+        # docs/decisions/optimizers.md, "Tables of one lookup have their own learning rates"
         for rate, (features, own_geometry) in self._parts.items():
             positions, own = parts.of(features)
             if not own.indices.numel():
@@ -303,6 +305,8 @@ class FbgemmCpuKernel(TorchKernel):
         then add less than was subtracted, and divide by the root of a tiny or negative state. Such
         a row has no gradient and keeps its weights.
         """
+        # row gradients and an update in PyTorch take longer
+        # docs/decisions/optimizers.md, "Column shards keep the fused row-wise Adagrad"
         final, in_danger = [], []
         for group, (rows, statistic), moment in zip(
             self.layout.groups, statistics, row_moments, strict=True
@@ -315,6 +319,7 @@ class FbgemmCpuKernel(TorchKernel):
             below_zero = (lowered < 0).nonzero().flatten()
             if below_zero.numel():
                 at, matrix = rows.index_select(0, below_zero), group.matrix(self.storage)
+                # a sound row ends near `wanted`: a quarter leaves room for rounding
                 least = wanted.index_select(0, below_zero) / 4
                 in_danger.append((state, at, least, matrix, matrix.index_select(0, at)))
         self.update(grad, batch)

@@ -417,6 +417,7 @@ def _without_waits(module: Any) -> Any:
         np.cumsum(bags_FR, axis=1, out=of_ranks[:, 1:])
         of_features = np.concatenate([[0], np.cumsum(of_ranks[:, -1])])
         numbers = np.concatenate([of_features, of_ranks.ravel(), [0]]).astype(np.int32)
+        # two int32 per word: of an odd number of them, the 0 at the end fills the last word
         words = np.concatenate([rows, numbers[: numbers.size // 2 * 2].view(np.int64)])
         uploaded = upload(words, self.current_device)
         narrow = uploaded[rows.size :].view(torch.int32)

@@ -77,6 +77,7 @@ class DimGroup:
 
     def table_of_row(self, rows: Tensor) -> Tensor:
         """Return the table of each row of the group's matrix: [K] indices into `tables`."""
+        # `right`: an empty table starts at the same row as the table after it, which has the row
         return torch.searchsorted(self.row_starts, rows, right=True).sub_(1)
 
     def matrix(self, storage: Tensor) -> Tensor:
@@ -181,6 +182,7 @@ class StorageLayout:
     def new_states(self, optimizer: OptimizerSpec | None) -> dict[str, Tensor]:
         """Allocate flat optimizer state by name, zeros; per-table state is on the host."""
         sizes = {"element": self.num_elements, "row": self.num_rows, "table": len(self.tables)}
+        # steps are on the host, where an update reads them without a wait
         host = None if self.device.type != "meta" else self.device
         return {
             name: torch.zeros(sizes[kind], device=host)
@@ -204,6 +206,7 @@ class StorageLayout:
 
     def check_storage(self, weights: Tensor, dtype: torch.dtype) -> None:
         """Raise ValueError unless the weights can be adopted as storage."""
+        # types of devices only: `cuda` has no index, the device of a tensor has one
         if (
             weights.shape != (self.num_elements,)
             or weights.dtype is not dtype

@@ -109,9 +109,11 @@ class TorchKernel(Backend):
         layout, is_ragged = self.layout, batch.bags is not None
         num_bags = (batch.offsets.numel() - 1) // layout.num_features
         if self.pooling is PoolingType.NONE:
+            # one group: `LookupSettings` refuses different dims without pooling
             (group,) = layout.groups
             row_ids = row_ids_of(group, batch)
             return group.matrix(self.storage).index_select(0, row_ids).to(self.output_dtype)
+        # `view(-1, 0, dim)` of the pooled rows would be ambiguous
         if num_bags == 0 and not is_ragged:
             return batch.indices.new_empty(0, layout.total_dim, dtype=self.output_dtype)
         pieces: list[Tensor | None] = [None] * layout.num_features
@@ -138,6 +140,7 @@ class TorchKernel(Backend):
         out = torch.empty(batch.indices.numel(), dtype=torch.float32, device=grad.device)
         if not batch.indices.numel():
             return out
+        # the gradient of a weight does not contain the weight
         for group, positions, part in self._group_parts(batch._replace(weights=None)):
             gradients, source, scale = self._gradient_of_ids(grad, batch, group, part)
             rows = group.matrix(self.storage).index_select(0, part.indices).float()
@@ -200,6 +203,7 @@ class TorchKernel(Backend):
             rows: [K] int64 rows of their tables, ordered by table, without duplicates.
             write: Writes the new weights; called for each dim.
         """
+        # `drop_cache` does not write back the rows that were trained in the cache
         self.flush()
         kinds = {} if self.settings.owned is None else self.settings.owned.rule.state
         for group in self.layout.groups:
@@ -209,6 +213,7 @@ class TorchKernel(Backend):
                 continue
             rows_k = group.select(rows, sizes) + upload(starts, rows.device)
             write(group, group.matrix(self.storage), rows_k)
+            # `step` is a number of the table, which a reset row keeps
             for name, kind in kinds.items():
                 if kind == "element":
                     group.matrix(self.states[name]).index_fill_(0, rows_k, 0.0)
@@ -230,6 +235,8 @@ class TorchKernel(Backend):
             zip(self.layout.groups, row_gradients, strict=True)
         ):
             moment = None if row_moments is None else row_moments[i]
+            # on CUDA there is an entry per id
+            # docs/decisions/exchange.md, "The host waits for the device once per step"
             self._apply_to(group, rows, grads, moment, repeats=rows.is_cuda)
 
     def apply_dense(self, gradients: Tensor, touched: Tensor | None = None) -> None:
@@ -251,6 +258,7 @@ class TorchKernel(Backend):
                 ]
             )
             return
+        # `apply` counts a step, `_apply_to` does not; without `touched`, optimizers have no steps
         if touched is not None:
             advance_step(self.states)
         for group in groups:
@@ -261,6 +269,7 @@ class TorchKernel(Backend):
                 apply_dense_update(spec, matrix, states, grads, rate)
                 continue
             # the host does not know which: all rows are updated, and the others are restored
+            # docs/decisions/exchange.md, "The host waits for the device once per step"
             live = [matrix, *states.values()]
             old = [tensor.clone() for tensor in live]
             self._apply_to(group, torch.arange(group.num_rows, device=grads.device), grads)
@@ -379,6 +388,7 @@ class TorchKernel(Backend):
         for group, _, part in self._group_parts(batch) if batch.indices.numel() else ():
             given = self._gradient_of_ids(grad, batch, group, part)
             found[group.number] = reduce(part.indices, group.num_rows, *given)
+        # an entry for each group, with or without ids: callers zip results with the layout's groups
         none = torch.empty(0, dtype=torch.int64, device=grad.device)
         return [
             found.get(g.number)

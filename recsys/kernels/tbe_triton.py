@@ -54,6 +54,7 @@ class TritonKernel(TorchKernel):
         """Make one optimizer step in place, from the gradient of the output."""
         from recsys.kernels.update_triton import sum_and_update
 
+        # row gradients are not stored; docs/decisions/triton.md, "Updates in two passes"
         for group, given in self._sorted_parts(grad, batch):
             sum_and_update(self._update_of(group), *given)
 
@@ -62,6 +63,7 @@ class TritonKernel(TorchKernel):
     ) -> tuple[list[RowStatistics], list[RowGradients] | None] | None:
         """Return the statistics of each dim group, and the row gradients of the same kernel."""
         assert self.optimizer is not None
+        # with L2 decay a statistic contains the weights, which the kernel does not read
         if self.optimizer.decay(WeightDecayMode.L2) or not batch.indices.numel():
             return None
         found = self._by_group(_sums_and_squares, grad, batch)
@@ -79,6 +81,7 @@ class TritonKernel(TorchKernel):
     ) -> None:
         from recsys.kernels.update_triton import update_entries
 
+        # `repeats` is not read: the kernel updates a row at its first entry in any case
         update_entries(self._update_of(group), rows, grads, moment)
 
     def _update_of(self, group: DimGroup) -> RowUpdate:

@@ -80,6 +80,7 @@ class BoundsCheckMode(enum.Enum):
     def _missing_(cls, value: object) -> BoundsCheckMode | None:
         """Return the mode with FBGEMM's number: `BoundsCheckMode(1)` warns."""
         members = list(cls)
+        # `isinstance` would accept a bool as a number
         if type(value) is int and 0 <= value < len(members):
             return members[value]
         return None
@@ -148,6 +149,7 @@ class LookupSettings:
         on_host = self.device.type in ("cpu", "meta")
         if self.location is None:
             place = EmbeddingLocation.HOST if on_host else EmbeddingLocation.DEVICE
+            # the class is frozen; readers of `location` find no None
             object.__setattr__(self, "location", place)
         elif on_host is not (self.location is EmbeddingLocation.HOST):
             raise ValueError(

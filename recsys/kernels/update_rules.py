@@ -37,6 +37,7 @@ class EmbOptimType(enum.Enum):
     """Optimizers that a table can own. Names as in FBGEMM, whose users know them."""
 
     SGD = "sgd"
+    # an equal value makes an alias, not another member
     EXACT_SGD = "sgd"
     EXACT_ADAGRAD = "exact_adagrad"
     EXACT_ROWWISE_ADAGRAD = "exact_row_wise_adagrad"
@@ -279,6 +280,7 @@ def _move_by_rowwise_adagrad(touched: TouchedRows) -> Tensor:
     root_K = touched.advance("sum", touched.moment).sqrt_().add_(touched.spec.eps)
     if touched.spec.decay(WeightDecayMode.DECOUPLE):
         return touched.move_along(touched.gradients / root_K.unsqueeze(1))
+    # one factor per row: [K, D] is read and written once instead of twice
     return touched.gradients * (root_K.reciprocal_().unsqueeze(1) * touched.rate)
 
 
@@ -326,11 +328,13 @@ def _scale_of_sgd(all_rows: TouchedRows) -> Tensor:
     rate = all_rows.rate
     if isinstance(rate, Tensor):
         return rate
+    # `addcmul_` takes no numbers, only tensors
     return torch.full((), rate, device=all_rows.gradients.device)
 
 
 def _scale_of_adagrad(all_rows: TouchedRows) -> Tensor:
     g_RD = all_rows.gradients
+    # `sqrt` copies: the sum is the live state
     root_RD = all_rows.state["sum"].addcmul_(g_RD, g_RD).sqrt().add_(all_rows.spec.eps)
     return root_RD.reciprocal_().mul_(all_rows.rate)
 
@@ -348,6 +352,7 @@ _ADAM_STATE: Mapping[str, StateKind] = {
 }
 _ROW_WISE_ADAM_STATE: Mapping[str, StateKind] = {**_ADAM_STATE, "exp_avg_sq": "row"}
 
+# without `torch_classes`, as LAMB is made from it and has none
 _ADAM = UpdateRule(
     move=lambda touched: touched.move_along(_adam_direction(touched)),
     state=_ADAM_STATE,

@@ -94,6 +94,7 @@ def _move_rows(
 ):
     """Update rows, each by its gradient; `update_rules` has the formulas."""
     columns = tl.arange(0, WIDTH)
+    # `sort_rows` narrows rows to int32, which elements of a table can exceed
     at = rows.to(tl.int64)[:, None] * DIM + columns[None, :]
     mask = is_meant[:, None] & (columns < DIM)[None, :]
     old = tl.load(u.weight + at, mask=mask, other=0).to(tl.float32)
@@ -112,8 +113,10 @@ def _move_rows(
         else:
             moments = tl.sum(sums * sums, 1) / DIM
         state = tl.load(u.state + rows, mask=is_meant, other=0) + moments
+        # rounded to the nearest, as in PyTorch; Triton's `/` and `sqrt` of fp32 are approximate
         scale = tl.div_rn(rates, tl.sqrt_rn(state) + u.eps)
-    # Several threads may read the same values: all of them must have read before one writes.
+    # Several threads may read the same values: all of them must have read before one writes
+    # docs/decisions/triton.md, "Updates in two passes"
     tl.debug_barrier()
     if u.state is not None:
         tl.store(u.state + rows, state, mask=is_meant)
@@ -183,6 +186,7 @@ def _sum_blocks(
     if scale_ptr is not None:
         sums *= tl.load(scale_ptr + ids, mask=is_real, other=0)[:, None]
     # from the end to the front, so that an entry has the sum of its row from there on
+    # the operands of a scan have equal shapes
     ends = is_last.to(tl.int32)[:, None] + tl.zeros([BLOCK, WIDTH], tl.int32)
     _, sums = tl.associative_scan((ends, sums), 0, _add_segments, reverse=True)
 
@@ -195,6 +199,8 @@ def _sum_blocks(
     tl.store(heads_ptr + at, sums, mask=is_head[:, None] & is_column)
     tl.store(tails_ptr + at, sums, mask=is_tail[:, None] & is_column)
     is_meant = begins & (is_tail == 0)
+    # The memory is uninitialized, so entries without a sum get 0. `_sum_spans` overwrites the first
+    # entries of rows that continue in other blocks.
     if target.rows is not None:
         tl.store(target.rows + places, rows.to(tl.int64), mask=is_real)
         sums = tl.where(is_meant[:, None], sums, 0.0)
@@ -249,6 +255,7 @@ def _sum_spans(
     goes_on = tl.load(rows_ptr + last + 1, mask=last + 1 < num_ids, other=-1) == row
     begins_here = tl.load(rows_ptr + block * BLOCK - 1, mask=block > 0, other=-1) != row
     if goes_on & begins_here:
+        # rows are sorted, so blocks that begin with the row are neighbours
         low = block + 1  # the last block that begins with the row is in [low, high)
         high = num_blocks.to(tl.int64)
         while high - low > 1:
@@ -272,6 +279,7 @@ def _sum_spans(
         own = tl.load(rows_ptr + places, mask=places <= last, other=-1) == row
         nothing = tl.zeros([1], tl.int64)
         sums = (tl.sum(sums, 0) + tail)[None, :]
+        # the row's entries are the last of the block, so their number gives the first one
         place = nothing + last + 1 - tl.sum(own.to(tl.int32))
         _write(target, sums, nothing + row, place, nothing == 0, STEPS, DIM, WIDTH)
 
@@ -400,6 +408,8 @@ def _sum(
     known = _sizes(dim)
     block = known["BLOCK"]
     num_blocks = triton.cdiv(num_ids, block)
+    # full groups only, which `_sum_heads` reads without masks
+    # docs/decisions/triton.md, "Updates in two passes"
     num_supers = num_ids // (block * block) if num_blocks > _FEW_BLOCKS else 0
     parts = gradients.new_empty(2 * num_blocks + num_supers, dim, dtype=torch.float32)
     heads, tails, supers = parts.split([num_blocks, num_blocks, num_supers])
@@ -415,6 +425,7 @@ def _sum(
 
 def _sizes(dim: int) -> dict[str, int]:
     """Return the constants for rows of some columns, and the number of warps."""
+    # Triton's blocks have powers of two; columns from `dim` on are masked
     width = triton.next_power_of_2(dim)
     block = min(max(_TILE // width, _LEAST), _MOST)
     num_warps = min(max(block * width // 1024, 1), 8)
@@ -424,6 +435,7 @@ def _sizes(dim: int) -> dict[str, int]:
 def _as_argument(update: RowUpdate) -> tuple[_Update, int]:
     """Return the argument of kernels, and the steps of their search for the table of a row."""
     spec, weight, state, rate, starts = update
+    # None instead of 0: Triton compiles the kernel without the term
     l2 = spec.decay(WeightDecayMode.L2) or None
     decoupled = spec.decay(WeightDecayMode.DECOUPLE) or None
     if isinstance(rate, Tensor):

@@ -28,6 +28,7 @@ SOURCES = tuple(FOLDER / f"{name}.c" for name in (NAME, "new_rows", "records", "
 HEADER = FOLDER / "mix64.h"
 PREBUILT = FOLDER / f"{NAME}.so"
 """The library of a wheel for Linux on x86-64; not in other wheels."""
+# no contraction to fused multiply-adds, whose bits would differ from PyTorch's
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC")
 CPU_FLAGS = (("-march=native",), ())
 """Flags of the CPU, the preferred first; not every compiler has them."""
@@ -72,6 +73,7 @@ def _loaded() -> Loaded:
             stacklevel=2,
         )
         return Loaded(None, reason)
+    # ctypes reads results as C's `int` otherwise
     for name in ("recsys_map_ids", "recsys_read_parts"):
         getattr(loaded.library, name).restype = ctypes.c_int64
     for name in ("recsys_init_rows", "recsys_region_rows"):
@@ -135,6 +137,7 @@ def _built(cached: Path | None) -> Loaded:
                 return Loaded(ctypes.CDLL(str(cached)), str(cached))
             except OSError:
                 pass
+        # a loaded library stays mapped when the folder is deleted
         return Loaded(ctypes.CDLL(str(built)), "in memory, as the cache folder cannot be written")
 
 
@@ -226,10 +229,12 @@ def _move(source: Path, target: Path) -> None:
     """Move a file into the cache folder, under its name only once it is complete."""
     for folder in reversed(target.parents):
         folder.mkdir(mode=0o755, exist_ok=True)  # without the umask only the owner may write
+    # in the same folder: `os.replace` is atomic within one file system only
     handle, temporary = tempfile.mkstemp(prefix=target.name, dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(source.read_bytes())
+        # `mkstemp` lets only the owner read, but a library of root serves other users, too
         os.chmod(temporary, 0o755)
         os.replace(temporary, target)
     except OSError:

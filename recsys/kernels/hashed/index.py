@@ -110,6 +110,7 @@ def geometry(num_embeddings: int, max_regions: int = 64) -> tuple[int, int]:
 
 
 @final
+# identity and weak references: `native` caches groups of tables by their first index
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
 class IdIndex:
     """Index of the rows of one shard: whole consecutive regions of a table.
@@ -193,6 +194,7 @@ class IdIndex:
             num_regions=num_regions,
             first_region=first_region,
             last_region=last_region,
+            # `locate` multiplies lines by 32 bits of the hash, within int64; in C they have 32 bits
             lines=whole("lines of a region", lines, 1, (1 << 31) // num_regions),
             seed=seed,
             ids=torch.zeros(size, dtype=torch.int64, device=device),
@@ -290,6 +292,8 @@ def map_ids(
             f"step must be from 1 to 2^31 - 1, and pin at most step; received {step} and {pin}."
         )
     pin = max(pin, 0)
+    # the twin takes over ten times as long
+    # docs/decisions/hashed_ids.md, "A C file, and a twin in PyTorch"
     library = build.library() if ids.device.type == "cpu" else None
     now = step, pin, is_training, returns_old
     if library is not None:

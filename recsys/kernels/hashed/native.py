@@ -64,8 +64,10 @@ def map_tables(
     tables = _tables(indexes)
     tables[:, -RESULTS - 1] = sizes
     rows = torch.empty_like(ids)
+    # the C file allocates no results: at most each id gets a new row
     new = torch.empty(2, ids.numel() if is_training else 0, dtype=torch.int64)
     old = torch.empty(new.shape[1] if returns_old else 0, 2, dtype=torch.int64)
+    # ctypes would pass plain integers as C's `int`, of 32 bits
     result = library.recsys_map_ids(
         ctypes.c_void_p(tables.ctypes.data),
         ctypes.c_int64(len(indexes)),
@@ -81,6 +83,7 @@ def map_tables(
     if result < 0:
         raise MemoryError(f"There is no memory to map {ids.numel()} ids. Map smaller batches.")
     if result:
+        # the result is a table with an id of another shard, counted from 1; this call raises
         twin.check_regions(indexes[result - 1], ids.split(list(sizes))[result - 1])
     counts = torch.from_numpy(tables[:, -RESULTS:].copy())
     new_sizes: list[int] = tables[:, 1 - RESULTS].tolist()
@@ -162,7 +165,9 @@ def init_rows(
     tables[:, 0] = sizes
     tables[:, 1] = [column for column, *_ in draws]
     tables[:, 2] = [seed for _, seed, *_ in draws]
+    # the C file reads the bits of the last two numbers as doubles
     tables[:, 3:].view(np.float64)[:] = [numbers for _, _, *numbers in draws]
+    # names keep the copies alive until the call returns
     rows, ids = rows.contiguous(), ids.contiguous()
     library.recsys_init_rows(
         ctypes.c_void_p(tables.ctypes.data),
@@ -184,12 +189,14 @@ def _tables(indexes: Sequence[IdIndex]) -> np.ndarray:
         known is not None
         and known.addresses == addresses
         and len(known.indexes) == len(indexes)
+        # an address alone may belong to a new index with other settings
         and all(ref() is index for ref, index in zip(known.indexes, indexes, strict=True))
     )
     if not is_known:
         for index in indexes:
             _check_arrays(index)
         tables = np.array(list(map(_numbers, indexes)), dtype=np.int64)
+        # weak references: a value that refers to its key would keep the key alive
         known = _Group(tuple(map(weakref.ref, indexes)), addresses, tables)
         _GROUPS[indexes[0]] = known
     assert known is not None

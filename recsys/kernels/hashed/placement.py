@@ -54,6 +54,7 @@ def choose_rows(index: IdIndex, ids: Tensor, scores: Tensor, step: int) -> tuple
     seen = index.seen[others] if index.seen.numel() else None
     other_scores = scores_of(index.settings, step, index.last_used[others], seen)
     lines = torch.cat([spots.lines, others // LINE])
+    # stable sorts from the last key to the first: id, score, given or not, line
     order = torch.cat([ids, index.ids[others]]).argsort(stable=True)
     order = order[torch.cat([scores, other_scores])[order].argsort(descending=True, stable=True)]
     order = order[(order >= len(ids)).long().argsort(stable=True)]  # given ids first
@@ -63,12 +64,14 @@ def choose_rows(index: IdIndex, ids: Tensor, scores: Tensor, step: int) -> tuple
     is_kept[order] = _rank_in_group(lines[order]) < capacity[order]
 
     is_free = torch.ones_like(index.ids, dtype=torch.bool)
+    # shared rows, the first of each region
     is_free[:: index.lines * LINE] = False
     is_free[others[is_kept[len(ids) :]]] = False
     rows = rows.masked_fill(~is_kept[: len(ids)], -1)
     is_free[rows[rows >= 0]] = False
     order = order[order < len(ids)]
     order = order[is_kept[order] & (rows[order] < 0)]
+    # all ids try their home buckets before any id gets another row of its line
     for size, group in ((WAYS, spots.lines * (LINE // WAYS) + spots.homes), (LINE, spots.lines)):
         order = order[group[order].argsort(stable=True)]
         given = _free_rows(is_free, group[order], size)

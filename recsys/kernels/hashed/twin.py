@@ -126,6 +126,7 @@ class _Table:
     def __init__(self, index: IdIndex, step: int, pin: int) -> None:
         self.index, self.settings, self.step, self.pin = index, index.settings, step, pin
         # rows last used before this step are expired
+        # `pin` is the limit, since a pinned row does not expire
         self.oldest = min(step - self.settings.ttl, pin) if self.settings.ttl else 0
         self.ids, self.digests = index.ids.view(-1, LINE), index.digests.view(-1, LINE)
         self.last_used = index.last_used.view(-1, LINE)
@@ -145,6 +146,7 @@ class _Table:
             evicted = int(old[:, 1].sum())
             rows[is_unknown] = given[inverse]
             refused = int((is_admitted & (given < 0)).sum())
+            # by line, then by id: `unique` has sorted the ids
             order = (given // LINE).argsort(stable=True)
             order = order[given[order] >= 0]
             new_rows, new_ids, old = given[order], unknown[order], old[order]
@@ -181,6 +183,7 @@ class _Table:
                 )
             else:
                 more = (seen + 1).clamp(max=MAX_SEEN)
+            # an id counts once per step, also if several calls of the step contain it
             self.index.seen[rows] = torch.where(last_used == self.step, seen, more).int()
         self.index.last_used[rows] = self.step
 
@@ -219,6 +222,7 @@ class _Table:
         if settings.admission == "at_least":
             return self.admit_by_count(spots)
         if settings.admission == "probability":
+            # the increment of splitmix64 (2^64 / golden ratio); an id is drawn again in each step
             mixed = mix64(spots.hashes + signed(self.step * 0x9E3779B97F4A7C15))
             return shift_right(mixed, 32) < settings.admission_value
         return torch.ones_like(ids, dtype=torch.bool)
@@ -278,6 +282,7 @@ class _Table:
         lowest = self.lowest(lines, is_evictable & is_home)
         ways = torch.where(rank.amin(1) <= LINE, _first(rank == rank.amin(1, keepdim=True)), lowest)
         rows = lines * LINE + ways
+        # an expired row is free, but still has the id that loses it here
         is_taken = (self.index.digests[rows] != 0) & ~is_own.any(1)
         old = torch.stack([self.index.ids[rows] * is_taken, is_taken.long()], 1)
         self.index.ids[rows] = ids
@@ -311,13 +316,16 @@ def scores_of(settings: IndexSettings, step: int, last_used: Tensor, seen: Tenso
     last_used = last_used.long()
     if settings.eviction == "distance_lfu":
         assert seen is not None
+        # at least 1 for rows that may be evicted: rows of the current step are pinned
         distance = (step - last_used).double()
         power = distance
+        # products as in the C file: `pow` may round differently
         for _ in range(settings.exponent - 1):
             power = power * distance
         return seen.double() / power
     if settings.eviction == "lfu":
         assert seen is not None
+        # the last use decides between equal counts; both have 31 bits
         return (decayed(settings, step, seen.long(), last_used) << 31) + last_used
     return last_used
 
