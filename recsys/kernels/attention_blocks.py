@@ -123,6 +123,9 @@ def padded_forward(
 ) -> Tensor:
     """Return attention of all bags as one group, for compilers: no shape depends on lengths."""
     starts, lengths = offsets[:-1].long(), offsets.diff().long()
+    # a longer bag would read values of the next bag; the host does not wait for this check
+    fits = (lengths <= rules.max_length).all()
+    torch._assert_async(fits, f"Bags must have at most max_length={rules.max_length} values.")
     places = torch.arange(rules.max_length, device=offsets.device)
     places = places.minimum(lengths.unsqueeze(1) - 1).clamp(min=0)
     rows = starts.unsqueeze(1) + places
