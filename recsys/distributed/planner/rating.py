@@ -27,7 +27,7 @@ class RatedPlan(ShardingPlan):
         rating: Milliseconds and bytes of each rank and table; None for a plan that was loaded.
     """
 
-    # a plan equals the same plan without a rating
+    # plans are compared by their placements alone
     rating: PlanCost | None = field(default=None, compare=False, repr=False)
     _explanation: Explanation | None = field(default=None, init=False, compare=False, repr=False)
 
