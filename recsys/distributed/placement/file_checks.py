@@ -48,6 +48,7 @@ def parse_json(text: str, subject: str) -> object:
         return dict(pairs)
 
     try:
+        # without the hook, json takes the last of repeated keys
         value: object = json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError as error:
         raise ValueError(f"{subject} must be JSON; received text with {error}.") from None
@@ -248,6 +249,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def wrong_type(subject: str, rule: str, value: object) -> NoReturn:
     """Raise TypeError for a value of another type."""
+    # YAML has values that JSON lacks, such as dates
     text = json.dumps(value, default=str)
     shown = text if len(text) <= 60 else f"{text[:60]}..."
     raise TypeError(f"{subject} must be {rule}; received {shown}.")

@@ -131,6 +131,8 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimiz
     params = optimizer_params(fused_params)
     chosen = params.pop("optimizer", None)
     update_mode = to_update_mode(params.pop("update_mode", UpdateMode.FUSED))
+    # `RowState.PER_SHARD` trains other weights, so it must be requested:
+    # docs/decisions/optimizers.md, "A row state per shard is named by its columns"
     row_state = to_row_state(params.pop("row_state", RowState.EXACT))
     names = sorted(EmbOptimType.__members__)
     if chosen is None:
@@ -139,6 +141,7 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any]) -> TableOptimiz
             f"for; add 'optimizer': one of EmbOptimType.{{{', '.join(names)}}}. No table gets an "
             "optimizer by default."
         )
+    # FBGEMM's enum has the same names
     name = chosen if isinstance(chosen, str) else getattr(chosen, "name", str(chosen))
     if name not in EmbOptimType.__members__:
         raise ValueError(
@@ -200,6 +203,8 @@ def optimizer_of_table(
     if attached is not None:
         return attached.table_optimizer()
     settings = adapt_settings(fused_params, sharding)
+    # None: backward fills the `.grad` of the table:
+    # docs/decisions/optimizers.md, "A table without an optimizer is a plain parameter"
     return optimizer_from_fused_params(settings) if optimizer_params(settings) else None
 
 

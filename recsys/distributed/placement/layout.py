@@ -169,6 +169,7 @@ def check_tiling(table: PlacedTable) -> None:
                 f"The shards of table {table.name!r} must cover its {what} 0..{size}; they end "
                 f"at {reached}."
             )
+    # the ranges alone do not show missing or repeated cells
     cells = {(rect.row_start, rect.col_start) for rect in table.rects}
     if not len(table.rects) == len(cells) == len(rows) * len(cols):
         raise ValueError(
@@ -331,6 +332,8 @@ def build_layout(
     split_slots = tuple(i for i, slot in enumerate(slots) if num_blocks[slot.table] > 1)
     is_pooled = all(table.combine is not PoolingType.NONE for table in tables)
     node_size = node_size or world_size
+    # found in the placement, so that no strategy needs a special case:
+    # docs/decisions/row_split.md, "Sums inside a node; sequences return by id"
     in_node = frozenset(
         index
         for index, table in enumerate(tables)
@@ -347,11 +350,16 @@ def build_layout(
     owned: list[list[_Part]] = [[] for _ in range(world_size)]
     replicated: list[_Part] = []
     for index, table in enumerate(tables):
+        # a number in place of the key, which need not be sortable
         group = first.setdefault((table.group, table.hashed is not None), index)
+        # a lookup of several widths by PyTorch's kernels would need the number of ids of each:
+        # docs/decisions/exchange.md, "The host waits for the device once per step"
         is_apart = table.one_width or not is_pooled
         block_of = {start: block for block, start in enumerate(table.row_starts)}
         for rect in table.rects or [table.whole]:
+            # 0 joins rectangles of all widths in one lookup
             width = rect.num_cols if is_apart else 0
+            # a replica has no row blocks
             block = block_of.get(rect.row_start, 0)
             # tables with two hops are looked up first
             order = (index not in in_node, group, width, index, block, rect.col_start)
@@ -415,6 +423,7 @@ def _plan_lookups(
     streams: list[Stream] = []
     segments: list[int] = []
     groups: list[PlacedLookup] = []
+    # sorted by the order alone, since rectangles have none
     for (is_flat, *_), group in groupby(
         sorted(owned, key=itemgetter(0)), key=lambda part: part[0][:3]
     ):

@@ -113,7 +113,9 @@ class ShardMetadata:
         num_dims = len(self.shard_offsets)
         if num_dims != len(self.shard_sizes) or num_dims > 2:
             for name, numbers in given.items():
+                # raises for at least one of them
                 whole_list(f"{type(self).__name__}.{name}", numbers, length=2)
+        # not isinstance: a `Placement` is a str, too
         if type(self.placement) is str:
             self.placement = Placement(self.placement)
 
@@ -193,6 +195,7 @@ def warn_once(setting: str, value: object, advice: str) -> None:
     """
     if setting not in _warned_of:
         _warned_of.add(setting)
+        # level 4 is the caller of the class, above warn_once, __post_init__ and __init__
         warnings.warn(f"{setting} is ignored; received {value!r}. {advice}", stacklevel=4)
 
 

@@ -68,6 +68,7 @@ class ShardingPlan:
     """
 
     plan: dict[str, EmbeddingModuleShardingPlan] = field(default_factory=dict)
+    # plans are compared by their placements alone
     made_for: PlanRanks | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -134,10 +135,12 @@ def _entry(sharding: ParameterSharding, made_for: PlanRanks) -> dict[str, object
     shards = spec.shards if spec is not None else []
     if ranks is None:
         ranks = [shard.rank for shard in shards]
+    # a plan does not contain the sizes of tables
     size = [
         max((shard.shard_offsets[i] + shard.shard_sizes[i] for shard in shards), default=0)
         for i in (0, 1)
     ]
+    # torch's `_remote_device` is not equal to its text
     placed = [replace(shard, placement=str(shard.placement)) for shard in shards]
     follows = not shards or _shards_of(kind, size, ranks, made_for) == placed
     if follows and ranks:
@@ -148,6 +151,7 @@ def _entry(sharding: ParameterSharding, made_for: PlanRanks) -> dict[str, object
         entry["shards"] = [_shard(shard, made_for) for shard in shards]
     for name, (attribute, _, shown) in _SETTINGS.items():
         value = getattr(sharding, attribute)
+        # CacheParams may have no load factor
         if value is not None and shown(value) is not None:
             entry[name] = shown(value)
     return entry
@@ -200,6 +204,7 @@ def _guess_ranks(plan: ShardingPlan) -> PlanRanks:
     ranks = {rank for e in entries for rank in e.ranks or ()} | {shard.rank for shard in shards}
     world_size = max(ranks, default=0) + 1
     gpus = [re.search(r"cuda(:\d+)?$", str(shard.placement)) for shard in shards]
+    # each node numbers its GPUs from 0, so the largest number shows the size of a node
     numbers = [int((gpu[1] or ":0")[1:]) for gpu in gpus if gpu is not None]
     local_size = max(numbers, default=world_size - 1) + 1
     return PlanRanks(
@@ -365,14 +370,17 @@ def _pair(subject: str, value: object, rule: str, least: int = 0) -> list[int]:
 def _ranks(subject: str, value: object, world_size: int) -> list[int]:
     ranks: list[int] = []
     for given in files.list_of(subject, value):
+        # so few digits that `int` accepts them
         run = re.fullmatch(r"(\d{1,18})-(\d{1,18})", given) if isinstance(given, str) else None
         if isinstance(given, str) and (run is None or int(run[1]) > int(run[2])):
             raise ValueError(
                 f'{subject} must hold numbers, and runs of them such as "0-7"; received {given!r}.'
             )
         first, last = (int(run[1]), int(run[2])) if run else (given, given)
+        # both ends are checked before the range, which a wrong number would make huge
         _read_rank(subject, first, world_size)
         ranks += range(first, _read_rank(subject, last, world_size) + 1)
+        # runs may overlap, so there can be more than `world_size`
         if len(ranks) > MOST_RANKS:
             raise ValueError(f"{subject} must name at most {MOST_RANKS} ranks; received more.")
     if not ranks:

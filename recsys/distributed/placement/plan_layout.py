@@ -112,7 +112,12 @@ def place_tables(
             hashed = IdHash(
                 seed=config.ids.seed, num_regions=num_regions, region_rows=rows // num_regions
             )
+            # row blocks are whole regions, the parts that ranks own:
+            # docs/decisions/hashed_ids.md,
+            # "Rows addressed by ids, instead of a remap in front of the table"
             rects = rects_of_regions(config.name, rects, hashed)
+            # each column shard would need a part of the records at a load:
+            # docs/decisions/hashed_ids.md, "Rows on the disk: a log that gives them back"
             if config.ids.has_rows_on_disk and any(rect.num_cols < dim for rect in rects):
                 raise ValueError(
                     f"Table {config.name!r} with rows on the disk must be table_wise, row_wise "

@@ -95,6 +95,7 @@ def _in_proportion(num_rows: int, sizes: Sequence[int], world_size: int) -> list
             f"device_memory_sizes must be one per rank; received {len(sizes)} for {world_size} "
             "ranks."
         )
+    # the last rank has the rest, since quotients are rounded down
     rows = [num_rows * size // sum(sizes) for size in sizes[:-1]]
     return split_by_sizes([*rows, num_rows - sum(rows)])
 

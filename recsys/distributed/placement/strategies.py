@@ -88,6 +88,7 @@ def grid_of(
     cells = ((row, column) for column in columns for row in rows)
     return [
         Rect(row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)
+        # not strict: small tables have fewer blocks than ranks
         for ((top, bottom), (left, right)), rank in zip(cells, ranks, strict=False)
     ]
 
@@ -269,6 +270,7 @@ def rects_of(
                 f"The plan places a shard of table {name!r} on rank {rect.rank}, but there are "
                 f"{world_size} ranks (0..{world_size - 1}). Make the plan for this world size."
             )
+    # a plan may list an empty shard for each rank without rows
     kept = [rect for rect in rects if rect.num_rows > 0 and rect.num_cols > 0]
     return tuple(_merge_neighbors(kept))
 
@@ -338,6 +340,7 @@ def pooling_of_parts(pooling: PoolingType, rects: Sequence[Rect]) -> PoolingType
 
 def _merge_neighbors(rects: Sequence[Rect]) -> list[Rect]:
     """Merge column neighbors of the same rows and rank, if all rows are split the same way."""
+    # with several row blocks, the result might be no grid
     if len({(rect.row_start, rect.row_end) for rect in rects}) > 1:
         return list(rects)
     merged: list[Rect] = []

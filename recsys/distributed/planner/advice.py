@@ -47,6 +47,8 @@ def problem_of(
         options: Options of each table.
     """
     ranks = Ranks(
+        # a reservation may exceed the memory; a negative capacity would count as a rank that is
+        # full before any table is placed
         memory_caps=[(max(budget.device, 0), max(budget.host, 0)) for budget in budgets],
         kinds=topology.kinds,
         node_size=topology.local_world_size,
@@ -126,6 +128,8 @@ def gains_of(rating: PlanCost, *, left: Callable[[], float], least: float = 0.01
     for text, tables, budgets in () if rating.is_custom else _changes(rating):
         if left() <= 0:
             return
+        # no time limit for one change, so its result is reproducible; a gap of `least` could hide a
+        # gain of this size
         found = plan_again(rating.lister, tables, budgets, tolerance=least / 2)
         if found is not None and found.slowest_ms <= rating.slowest_ms * (1 - least):
             yield Gain(text=text, slowest_ms=found.slowest_ms)
@@ -213,11 +217,14 @@ def alternatives(
     own = _shape(table.option)
     others = [option for option in options if _shape(option) != own]
     ranks = _ranks_without(rating, table)
+    # each option is a table of its own: options of one table would lose the dominated ones, and the
+    # index of an option would not be its number
     arrays = ShardArrays(Problem(ranks=ranks, tables=[[option] for option in others]))
     assignment = Assignment(arrays, arrays.most_ms())
     found: dict[tuple[ShardingType, object], Alternative] = {}
     for index, option in enumerate(others):
         assignment.add(index, assignment.best_ranks(index)[0])
+        # not the running sums, since repeated `add` and `remove` accumulate rounding errors
         ms_R, free_RM = assignment.exact_loads()
         over = arrays.both_pools(np.maximum(-free_RM, 0).max(axis=0))
         other = Alternative(
@@ -240,6 +247,7 @@ def _ranks_without(rating: PlanCost, table: TableCost) -> Ranks:
     loads = [cost.total for cost in rating.costs]
     used = [stored.total for stored in rating.storage]
     for rank, shard, shard_ms in table.shards:
+        # the difference of sums of floats may be slightly negative
         loads[rank] = max(loads[rank] - shard_ms, 0.0)
         used[rank] = Bytes(*map(sub, used[rank], shard.memory))
     return replace(problem.ranks, base_ms=loads, base_memory=used)
@@ -370,6 +378,7 @@ class InfeasibilityReport:
                 table.name: replace(
                     self.constraints.get(table.name, ParameterConstraints()),
                     compute_kernels=[kernel],
+                    # True is an error with this kernel
                     enforce_hbm=None,
                 )
                 for table in self._tables
@@ -386,9 +395,10 @@ class InfeasibilityReport:
             if self._fits(tables, enough):
                 break
             too_few, enough = enough, 2 * enough
-        else:
+        else:  # without `break`: no number of nodes within the limits was found
             return None
         while enough - too_few > 1 and time.monotonic() < deadline:
+            # invariant: `enough` nodes fit, `too_few` nodes do not
             middle = (too_few + enough) // 2
             fits = self._fits(tables, middle)
             too_few, enough = (too_few, middle) if fits else (middle, enough)
@@ -397,6 +407,7 @@ class InfeasibilityReport:
     def _fits(self, tables: Sequence[PlannedTable], num_nodes: int) -> bool:
         """Return whether a placement is found on this machine with another number of nodes."""
         topology = self.lister.topology.with_nodes(num_nodes)
+        # the order in which `with_nodes` repeats the ranks
         budgets = [self.budgets[r % len(self.budgets)] for r in range(topology.world_size)]
         limits = {"seconds": _SEARCH_SECONDS, "tolerance": _ANY_GAP}
         return plan_again(self.lister.on(topology), tables, budgets, **limits) is not None

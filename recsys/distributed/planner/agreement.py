@@ -40,12 +40,14 @@ def facts_of(lister: OptionLister, tables: Sequence[PlannedTable], reservation: 
     texts: dict[int, str] = {}  # by identity: values that tables share are formatted once
 
     def text_of(shared: object) -> str:
+        # the tables keep these objects alive, so no other object gets their identity
         if id(shared) not in texts:
             value = [*shared.items()] if isinstance(shared, Mapping) else shared
             texts[id(shared)] = stable(value)
         return texts[id(shared)]
 
     facts = {name: str(getattr(lister, name)) for name in ("batch_size", "batches_in_flight")}
+    # stable: the default `repr` of an object has its address, which differs between ranks
     facts["storage_reservation"] = stable(reservation)
     for name in ("world_size", "local_world_size", "compute_device", "lookup", "collectives"):
         facts[f"topology.{name}"] = repr(getattr(topology, name))
@@ -80,6 +82,7 @@ def check_agreement(group: dist.ProcessGroup, facts: Facts | Exception, topology
     """
     caps = tuple(getattr(topology, cap) for cap in _CAPS)
     seen = agree(group, _STAGE, facts, caps, _mismatch)
+    # all ranks compare the same numbers, so all raise or none
     for number, cap in enumerate(_CAPS):
         sizes = [caps[number] for caps in seen]
         for rank, size in enumerate(sizes):
@@ -94,6 +97,7 @@ def _mismatch(text: str) -> PlannerError:
 
 def planning_ranks(pg: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the group of ranks that plan together, by default all; None for a single rank."""
+    # a torch without distributed has no `is_initialized`
     if pg is None and dist.is_available() and dist.is_initialized():
         pg = dist.group.WORLD
     return None if pg is None or dist.get_world_size(pg) == 1 else pg
@@ -111,6 +115,7 @@ def made_by_rank_0(pg: dist.ProcessGroup | None, make: Callable[[], _T]) -> _T:
     answer: _T | Exception | None = None
     if dist.get_rank(pg) == 0:
         try:
+            # the other ranks wait in the broadcast, so an error must not skip it
             answer = make()
         except Exception as error:  # raised below on every rank
             answer = error

@@ -40,9 +40,11 @@ class Assignment:
 
     def __init__(self, arrays: ShardArrays, unit_ms: float) -> None:
         self.arrays = arrays
+        # the unit is 0 if no shard takes time
         self._unit_ms = max(unit_ms, 1e-300)
         self._ms_R = arrays.base_R.copy()
         self._free_RM = arrays.free_RM.copy()
+        # at least 1, as penalties divide by it
         self._full_M = np.maximum(arrays.free_RM.max(axis=0, initial=1.0), 1.0)
         self.option_T = np.full(arrays.num_tables, -1)
         # with thousands of tables on thousands of ranks there are millions of shards
@@ -55,6 +57,7 @@ class Assignment:
 
     def copy(self) -> Assignment:
         """Return an independent copy."""
+        # the problem is shared, since it does not change
         twin = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, np.ndarray):
@@ -72,6 +75,7 @@ class Assignment:
         for m in range(free_XM.shape[-1]):
             free_X = free_XM[..., m]
             if (free_X < 0).any():
+                # the penalty grows with the missing bytes, so each step toward a fit is a gain
                 penalty_X = OVERFULL * (1 - free_X / self._full_M[m])
                 load_X = load_X + np.where(free_X < 0, penalty_X, 0.0)
         return load_X
@@ -109,6 +113,7 @@ class Assignment:
         """Put unplaced shards on ranks, at most one on each."""
         slots_N = self.count_R[ranks_N]
         if slots_N.max(initial=0) >= self.slots_RS.shape[1]:
+            # doubled, so that the copies of all growth together cost linear time
             self.slots_RS = np.hstack([self.slots_RS, np.full_like(self.slots_RS, -1)])
         self.slots_RS[ranks_N, slots_N] = shards_N
         self._slot_P[shards_N] = slots_N
@@ -119,6 +124,8 @@ class Assignment:
     def lift(self, shards_N: Ints) -> None:
         """Remove shards from their ranks, at most one from each."""
         ranks_N, slots_N = self.rank_P[shards_N], self._slot_P[shards_N]
+        # the last shard of a rank fills the gap; its old slot is cleared last, since it may be the
+        # shard that is removed
         last_N = self.count_R[ranks_N] - 1
         moved_N = self.slots_RS[ranks_N, last_N]
         self.slots_RS[ranks_N, slots_N] = moved_N
@@ -129,6 +136,7 @@ class Assignment:
         self._shift(ranks_N, *self.arrays.added_by(shards_N, ranks_N), -1.0)
 
     def _shift(self, ranks_N: Ints, cost_N: Floats, memory_NM: Floats, sign: float) -> None:
+        # `+=` through an index array counts a repeated rank once, so ranks must be distinct
         self._ms_R[ranks_N] += sign * cost_N
         self._free_RM[ranks_N] -= sign * memory_NM
         self.load_R[ranks_N] = self.loads(self._ms_R[ranks_N], self._free_RM[ranks_N])
@@ -161,6 +169,7 @@ class Assignment:
         load_R = self.loads(self._ms_R + cost, left_RM)
         if self._even_memory:
             for m, full in enumerate(self._full_M):
+                # a full memory and a load of one unit count the same
                 np.maximum(load_R, 1 - left_RM[:, m] / full, out=load_R)
         return load_R
 
@@ -175,8 +184,11 @@ class Assignment:
         ends = np.flatnonzero(np.diff(arrays.run_P[shards[order]])) + 1
         used: Ints = np.empty(0, dtype=np.int64)
         for places in np.split(order, ends):  # identical shards
+            # all ranks are compared once for a whole run; each takes at most one shard of a table
             load_R = self._loads_with(int(shards[places[0]]))
             load_R[used] = np.inf
+            # stable: ties choose the lowest rank, and equal problems give equal plans:
+            # docs/decisions/planner.md, "Bounds, packing, and exact solutions of small problems"
             ranks[places] = np.argsort(load_R, kind="stable")[: len(places)]
             peak = max(peak, float(load_R[ranks[places[-1]]]))
             used = np.append(used, ranks[places])
@@ -189,6 +201,7 @@ class Assignment:
         longest = int(shards[order[0]])
         # longest shard on the least loaded rank of the node, and so on
         before_JS = self._loads_with(longest).reshape(-1, size)
+        # runs are numbered in order, so equal ends mean identical shards, and sorted loads suffice
         if arrays.run_P[shards[0]] == arrays.run_P[shards[-1]]:
             load_JN = np.sort(before_JS, axis=1)[:, : len(shards)]
         else:
@@ -218,6 +231,7 @@ class Assignment:
             noise: Factors that perturb the order.
             even_memory: Whether to balance the share of used memory as well as the load.
         """
+        # read by `_loads_with`; local search afterwards compares loads only
         self._even_memory = even_memory
         # load of the longest shard of each option; FIXED options are first
         size_N = self.arrays.longest_O[options] / self._unit_ms
@@ -262,6 +276,7 @@ class Assignment:
                 Choice(option=i, ranks=tuple(self.ranks_of(t).tolist())) for t, i in indices_T
             ),
             load_ms=tuple(ms_R.tolist()),
+            # rounding errors may put the bound above the placement
             bound_ms=min(bound_ms, float(ms_R.max())),
             method=method,
             seconds=time.monotonic() - started,

@@ -68,6 +68,8 @@ class Relaxation:
     def __init__(self, arrays: ShardArrays) -> None:
         self._arrays = arrays
         self._most_ms = arrays.most_ms()
+        # equal ranks are interchangeable and share their prices:
+        # docs/decisions/planner.md, "Bounds, packing, and exact solutions of small problems"
         self._of_kind_KR = arrays.kind_R == np.arange(arrays.num_kinds)[:, None]
         self._size_K = np.maximum(self._of_kind_KR.sum(axis=1), 1)
         self._base_K = self._of_kind_KR @ arrays.base_R

@@ -100,6 +100,8 @@ class CostModel:
         self._local_size = topology.local_world_size
         self._batch_size = batch_size
 
+        # measured speeds if the topology has them, else bandwidths:
+        # docs/decisions/planner.md, "Costs are bytes over measured speeds"
         def ms_per_byte(kind: str, num_ranks: int, num_nodes: int) -> float:
             return topology.transfer_ms(kind, 1.0, num_ranks, num_nodes, self._hardware)
 
@@ -126,15 +128,20 @@ class CostModel:
         laid_out = load.arriving + load.by_id * load.rows  # by id: sorted by rank first
         placed = 2 * laid_out * num_cols * _VALUE_BYTES * self._copy
         if load.in_two_hops:
-            # each rank of the node sums and forwards an equal share of the samples
+            # each rank of the node sums and forwards an equal share of the samples:
+            # docs/decisions/row_split.md, "Sums inside a node; sequences return by id"
             summed = values * _VALUE_BYTES * self._all_reduce_in_node
             moved = summed if load.adds_up else there_and_back * self._exchange_in_node
             moved += there_and_back / self._local_size * self._exchange_of_nodes
         elif load.adds_up:
+            # reduce-scatter, and all-gather in backward: the two halves of an all-reduce:
+            # docs/decisions/row_split.md, "Reduce-scatter over NCCL"
             moved = values * _VALUE_BYTES * self._all_reduce
         else:
             moved = there_and_back * self._exchange
         sums = 0.0
+        # the statistic of a row needs the columns of all owners:
+        # docs/decisions/optimizers.md, "Column shards keep the fused row-wise Adagrad"
         if table.trains and table.adds_up_rows(num_cols):
             sums = 2 * table.touched(num_rows, ids) * _VALUE_BYTES
         return Cost(
@@ -165,6 +172,7 @@ class CostModel:
         hardware = self._hardware
         pooling = ids / bags if bags else 0.0  # of the shard: with rows on n ranks, 1/n of the ids
         speed = self._topology.lookup_speed(num_cols, pooling, hardware)
+        # rows in host memory pass its memory bus and the link to the device
         host_bw = min(hardware.ddr_mem_bw, hardware.hbm_to_ddr_mem_bw)
         if kernel is EmbeddingComputeKernel.FUSED_UVM:
             speed = LookupSpeed(host_bw, host_bw, host_bw)

@@ -55,10 +55,13 @@ def solve_exactly(
         seconds: Time limit.
         max_nodes: Limit of the search tree, which is reproducible, unlike a time limit.
     """
+    # imported when a problem is solved, since scipy is slow to import:
+    # docs/decisions/planner.md, "Bounds, packing, and exact solutions of small problems"
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     program = _Program(arrays, options, unit_ms=known_ms)
     integral = np.append(0, np.ones(program.num_columns - 1))
+    # slightly below the bound, whose rounding error could exclude the optimum
     low = (1 - integral) * min(bound_ms / known_ms, 1.0) * (1 - _ZERO)
     limits = {"time_limit": seconds, **({"node_limit": max_nodes} if max_nodes else {})}
     result = milp(
@@ -66,8 +69,10 @@ def solve_exactly(
         integrality=integral,
         bounds=Bounds(low, np.ones(program.num_columns)),
         constraints=LinearConstraint(*program.rows()),
+        # the default of HiGHS, 1e-4, is above the 1e-5 of `SearchResult.optimal`
         options={"mip_rel_gap": 1e-7, **limits},
     )
+    # 0: optimal; 2: infeasible; other values: a limit or an error
     finished = result.status in (0, 2)
     assignment = None
     if result.x is not None:
@@ -75,6 +80,7 @@ def solve_exactly(
         if assignment.peak >= OVERFULL:  # fits only within the solver's tolerance
             assignment, finished = None, False
     # status 2: nothing below the limit
+    # None: a limit ended the solver before it had a bound
     bound = 1.0 if result.status == 2 else result.mip_dual_bound or 0.0
     return Solved(
         assignment=assignment,
@@ -175,8 +181,10 @@ class _Program:
                     here = run.column_of_rank[node * size : (node + 1) * size]
                     self._add_sum(here, column, len(run.shards))
             for columns in zip(*(run.column_of_rank for run in of_group), strict=True):
+                # at most one shard of the table on a rank
                 self._add([(column, 1.0) for column in columns], -np.inf, 1)
             runs += of_group
+        # Reach.NODES: each group has a node of its own
         for columns in zip(*nodes_of_groups, strict=True):
             self._add_sum(columns, chosen, 1, at_most=True)
         return runs
@@ -210,12 +218,15 @@ class _Program:
             of_table.setdefault(int(arrays.table_O[option]), []).append(of_option)
         for peaks in of_table.values():
             self._add([(column, 1.0) for column, _ in peaks], 1, 1)
+            # the rows of the ranks imply this for whole numbers; it raises the bound of the
+            # relaxation
             self._add([*peaks, (0, -1.0)], -np.inf, 0)
 
     def _add_ranks(self) -> None:
         """Add the load and the memory of each rank."""
         arrays, all_R = self._arrays, np.arange(self._arrays.num_ranks)
         unit_X = np.append(self._unit_ms, np.maximum(arrays.free_RM.max(axis=0, initial=0), 1))
+        # rows of time: costs minus the load of the slowest rank are at most minus the base
         free_RX = np.column_stack([-arrays.base_R, arrays.free_RM]) / unit_X
         terms = [[[(0, -1.0)], *(_Terms() for _ in arrays.pools)] for _ in arrays.kind_R]
         for option, column in self._column_of.items():
@@ -227,6 +238,7 @@ class _Program:
                 parts.append((run.column_of_rank, *arrays.added_by(alike_R, all_R)))
             for columns, cost_N, memory_NM in parts:
                 taken_NX = np.column_stack([cost_N, memory_NM]) / unit_X
+                # not strict: a FIXED option may have fewer shards than there are ranks
                 for of_rank, where, taken_X in zip(terms, columns, taken_NX, strict=False):
                     for of_row, taken in zip(of_rank, taken_X, strict=True):
                         of_row.append((where, taken))
@@ -238,6 +250,7 @@ class _Program:
         """Return the placement of a solution."""
         assignment = Assignment(self._arrays, unit_ms)
         for option, column in self._column_of.items():
+            # the solver returns binary variables with a tolerance
             if values[column] < 0.5:
                 continue
             ranks = np.zeros(len(self._arrays.shards_of(option)), dtype=np.int64)

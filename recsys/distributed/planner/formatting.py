@@ -13,6 +13,7 @@ def ms(milliseconds: float) -> str:
         >>> ms(0.01204), ms(99.96), ms(1234.5)
         ('0.0120 ms', '100 ms', '1,234 ms')
     """
+    # `#.3g` would show 99.95 as "100."
     if milliseconds >= 99.95:
         return f"{milliseconds:,.0f} ms"
     return f"{milliseconds:#.3g} ms" if milliseconds >= 1e-4 else "0 ms"
@@ -60,6 +61,7 @@ def show_ranks(ranks: Sequence[int], most: int = 4) -> str:
         >>> show_ranks([0, 1, 2, 5])
         '0-2, 5'
     """
+    # rank minus position is constant within a run
     steady = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
     runs = [[rank for _, rank in run] for _, run in steady]
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]

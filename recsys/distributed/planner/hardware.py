@@ -55,6 +55,7 @@ class Hardware:
     """
 
     compute_device: str
+    # ranks with equal numbers are of one kind, even if their labels differ
     name: str = field(default="", compare=False)
     hbm_cap: int
     ddr_cap: int
@@ -113,6 +114,7 @@ def check_number(subject: str, name: str, value: object) -> float:
         >>> check_number("Topology.hbm_cap", "hbm_cap", 2e9)
         2000000000
     """
+    # integers of NumPy are `numbers.Real` but not `int`; a bool is an `int`
     if isinstance(value, bool) or not isinstance(value, int | float | numbers.Real):
         raise TypeError(f"{subject} must be a number; received {value!r}.")
     number, is_bytes = float(value), name.endswith("_cap")
@@ -159,6 +161,7 @@ def per_rank(owner: str, name: str, value: object, world_size: int) -> tuple[Any
             return check_number(subject, name, one)
         return one if isinstance(one, str) else wrong_type(subject, "text", one)
 
+    # a text is a sequence, too
     if isinstance(value, str) or not isinstance(value, Sequence):
         return (check(subject, value),) * world_size
     if len(value) != world_size:

@@ -99,11 +99,14 @@ class LocalSearch:
             if best.peak <= self._target or since >= patience or self._is_over():
                 break
             trial = assignment.copy()
+            # every second perturbation forces cheapest options:
+            # docs/decisions/planner.md, "Bounds, packing, and exact solutions of small problems"
             if number % 2:
                 self._reassign(trial)
             else:
                 self._force_cheaper(trial)
             self.descend(trial, _STEPS_AFTER_PERTURBATION)
+            # equal scores are accepted, so that the search can leave a plateau
             if self._score(trial) <= score:
                 assignment, score = trial, self._score(trial)
             if trial.peak <= best.peak:
@@ -120,6 +123,7 @@ class LocalSearch:
             if self._is_over():
                 return
             now, ranks_now = int(assignment.option_T[table]), assignment.ranks_of(table).copy()
+            # `ranks_now` is a copy: `ranks_of` returns a view, which `remove` overwrites
             limit = assignment.peak
             assignment.remove(table)
             chosen = now, ranks_now
@@ -157,6 +161,8 @@ class LocalSearch:
         """Return the score of an assignment: mean of its peak and its mean load."""
         if assignment.peak >= OVERFULL:
             return assignment.peak
+        # the gap that remains is mostly a mix of expensive options, spread evenly:
+        # docs/decisions/planner.md, "Bounds, packing, and exact solutions of small problems"
         return 0.5 * (assignment.peak + float(assignment.load_R.mean()))
 
     def _is_over(self) -> bool:
@@ -198,6 +204,7 @@ class LocalSearch:
             return np.delete(np.arange(num_ranks), rank)
         order = np.argsort(assignment.load_R, kind="stable")[:-1]
         order = order[order != rank]
+        # enough for both halves even if a tie for the highest load dropped another rank than `rank`
         others = self._random.choice(len(order) - most // 2, most - most // 2, replace=False)
         return np.concatenate([order[: most // 2], order[most // 2 :][others]])
 
@@ -257,6 +264,7 @@ class LocalSearch:
             now = int(assignment.option_T[table])
             options = self._cheap_T[table]
             options = options[self._price_O[options] - self._price_O[now] <= slack]
+            # a copy: `ranks_of` returns a view, which `remove` overwrites
             ranks_now = assignment.ranks_of(table).copy()
             assignment.remove(table)
             left = float(assignment.load_R[ranks_now].max())

@@ -142,6 +142,7 @@ class LookupTable:
         """Return the bandwidths in bytes per millisecond."""
         x = math.log(max(pooling, 1e-9))  # mostly empty features have less than one id
         right = bisect_left(self._dims, dim)
+        # one dim at either end, so that the curve is constant outside
         near = self._dims[max(right - 1, 0) : right + 1]
         xs = tuple(float(d) for d in near)
         of_dims = [[curve.at(x) for curve in self._curves[d]] for d in near]
@@ -161,6 +162,7 @@ def largest_collectives(
     """
     names = ("kind", "world_size", "bytes")
     groups = _sorted(points, "collectives", names, "{} of {} ranks and {} bytes")
+    # sorted by bytes last; the share of latency is smallest in the longest transfer
     largest = {(kind, world_size): of[-1] for (kind, world_size), of in groups.items()}
     # the logarithms keep the last bits, on which the choice among equally good plans depends
     return {

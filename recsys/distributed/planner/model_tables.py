@@ -65,6 +65,7 @@ def tables_of(
     tables = [table for reader in readers for table in reader.tables(stats)]
     named = [(name, of) for reader in readers for name, of in reader.constraints.items()]
     known = {name for name, _ in named}
+    # by identity: a reader replaces constraints that belong to another table of this name
     unused = constraints.keys() - {name for name, of in named if of is constraints.get(name)}
     for name in sorted(unused & known):
         raise _refusal(
@@ -139,6 +140,7 @@ class _ModuleReader:
                 if isinstance(pools, EmbeddingBagCollectionInterface):
                     self._is_weighted = pools.is_weighted()
         self._is_pooled = PoolingType.NONE not in self._poolings.values()
+        # one object for all tables: `PlannedTable.same_options` compares identities
         none = ParameterConstraints()
         self.constraints = {name: constraints.get(name, none) for name in self.weights}
         for name, own in self.constraints.items():
@@ -198,10 +200,14 @@ class _ModuleReader:
                 is_pooled=self._is_pooled,
                 is_mean=self._poolings.get(name) is PoolingType.MEAN,
                 is_weighted=self._is_weighted or constraints.is_weighted,
+                # only then a reduce-scatter is certain before a plan exists:
+                # docs/decisions/row_split.md, "Reduce-scatter over NCCL"
                 is_alone=sent <= {name},
                 wire_bytes=(there.bytes_per_value, back.bytes_per_value),
                 num_regions=0 if rules is None else geometry(len(weight), rules.num_regions)[1],
                 index_row_bytes=0 if rules is None else index_row_bytes(rules),
+                # one table with hashed ids widens the payload of its whole module:
+                # docs/decisions/exchange.md, "One payload behind one header"
                 sends_wide_ids=bool(self._hashed),
                 constraints=constraints,
                 kernels=kernels[name],
@@ -209,6 +215,7 @@ class _ModuleReader:
 
     def _kernels_of_tables(self) -> dict[str, _Kernels]:
         """Return the kernels of each table; unconstrained tables share one mapping."""
+        # one mapping, since `PlannedTable.same_options` compares identities
         usual = _kernels(self._sharder, None, None, self._device)
         kernels = {}
         for name, own in self.constraints.items():
@@ -275,6 +282,8 @@ class _ModuleReader:
                 bags *= own.num_poolings[place]
             ids = draws = ids * bags
             if dedups:
+                # each rank removes repeated ids of a feature before it splits them by rows:
+                # docs/decisions/row_split.md, "Sums inside a node; sequences return by id"
                 ids = uniform_distinct(rows, of_rank := draws * self._batch_size)
                 ids = (ids if skew is None else skew.distinct(of_rank)) / self._batch_size
             found.append(_Traffic(draws=draws, ids=ids, bags=bags, skew=skew))
@@ -320,6 +329,7 @@ def _kernels(
         if name in (types or [name]):
             usable = [EmbeddingComputeKernel(k) for k in sharder.compute_kernels(name, device)]
             if asked is None:
+                # tables are in host memory only if the user allows it
                 usable = [kernel for kernel in usable if kernel not in UVM_KERNELS][:1]
             else:
                 usable = [of for of in map(EmbeddingComputeKernel, asked) if of in usable]

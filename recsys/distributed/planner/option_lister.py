@@ -185,6 +185,8 @@ class OptionLister:
             in_node: Whether all row shards of some columns are in one node.
         """
         replicated = kind is ShardingType.DATA_PARALLEL
+        # the traffic of a shard depends on the number of its siblings, not only on its size:
+        # docs/decisions/row_split.md, "Short bags: rows return by id"
         row_parts = table.row_parts(blocks)
         shards = []
         for count, rows, cols in blocks:
@@ -221,6 +223,7 @@ class OptionLister:
         elif kind is ShardingType.GRID_SHARD:
             yield from self._grids(table)
         elif kind is ShardingType.ROW_WISE and (world_size > 1 or is_requested):
+            # powers of two, so that the number of options grows with the logarithm of the ranks
             sizes = [2**i for i in range(1, world_size.bit_length()) if 2**i < world_size]
             for num_ranks in [world_size, *reversed(sizes)]:
                 reach = Reach.FIXED if num_ranks == world_size else Reach.ANYWHERE
@@ -257,6 +260,7 @@ def _fits_regions(table: PlannedTable, blocks: Sequence[Block]) -> bool:
     if not table.num_regions:
         return True
     sizes = (rows for count, rows, _ in blocks for _ in range(count))
+    # each block of columns repeats the row blocks; the modulo removes the last edge
     edges = {edge % table.rows for edge in accumulate(sizes, initial=0)} | {table.rows}
     return has_region_for_each(region_edges(edges, table.rows // table.num_regions))
 

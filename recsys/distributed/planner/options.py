@@ -27,6 +27,7 @@ class Reach(Enum):
 
 
 @final
+# no slots: `cached_property` needs a `__dict__`
 @dataclass(frozen=True, kw_only=True)
 class Shards:
     """Consecutive identical shards of a table.

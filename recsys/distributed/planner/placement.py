@@ -108,10 +108,12 @@ class SearchResult:
     @property
     def optimal(self) -> bool:
         """True if no placement is better by more than one part in 100,000."""
+        # bounds of the exact search have the tolerance of the solver, one millionth
         return self.gap <= 1e-5
 
 
 @final
+# `eq` would make the exception unhashable
 @dataclass(eq=False, kw_only=True)
 class InfeasibleError(ValueError):
     """Error that no placement fits into memory, for callers that know the names of tables.

@@ -65,7 +65,9 @@ class TableCost:
         if (sharding.sharding_type, sharding.compute_kernel) != (kind, kernel):
             return False
         if sharding.sharding_spec is None:
+            # a rank has no shard if the rows or columns do not suffice for all
             return sharding.ranks is None or set(self.ranks) <= set(sharding.ranks)
+        # values per rank: `rects_of` merges neighboring shards of a rank
         sizes, own = Counter[int](), Counter[int]()
         for entry in sharding.sharding_spec.shards:
             sizes[entry.rank] += math.prod(entry.shard_sizes)
@@ -143,6 +145,8 @@ class PlanCost:
     @property
     def step_ms(self) -> float:
         """Milliseconds of a step, if each phase ends on all ranks before the next one starts."""
+        # overlap of exchanges with lookups is not modelled:
+        # docs/decisions/planner.md, "Costs are bytes over measured speeds"
         phases: list[float] = [max(of) for of in zip(*(c.parts for c in self.costs), strict=True)]
         return self.topology.slowest.step_ms + sum(phases)
 

@@ -179,6 +179,7 @@ class EmbeddingShardingPlanner:
         self, module: nn.Module, sharders: Sharders, pg: dist.ProcessGroup | None
     ) -> RatedPlan:
         """Return the plan of a group of ranks; None is this process alone."""
+        # equal inputs give equal lists on all ranks, so rank 0 sends options as indices
         listed = self._agreed(pg, lambda: self._listed(module, sharders))
         found = made_by_rank_0(pg, lambda: self._search(module, sharders, listed))
         return self._planned(module, sharders, listed, *found)
@@ -330,12 +331,14 @@ class EmbeddingShardingPlanner:
         """Return the memory of each rank that is free for tables."""
         batch = self._lister.storage.batch_storage(tables).total.device
         own = sum(p.numel() * p.element_size() for p in module.parameters())
+        # quantized rows are buffers, so `module.parameters()` lacks them
         dense_bytes = own - sum(
             t.rows * t.dim * t.element_bytes for t in tables if not t.is_quantized
         )
         return [
             Bytes(
                 self._reservation.usable(rank.memory_cap, dense_bytes) - batch,
+                # dense parameters are in the memory of the compute device
                 self._reservation.usable(rank.ddr_cap, None),
             )
             for rank in self._topology.hardware

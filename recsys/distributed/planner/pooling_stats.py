@@ -47,6 +47,7 @@ def uniform_distinct(rows: float, draws: float) -> float:
     """
     if rows <= 1:
         return float(rows)
+    # rows * (1 - (1 - 1 / rows) ** draws) without its cancellation in large tables
     return -rows * math.expm1(draws * math.log1p(-1 / rows))
 
 

@@ -27,6 +27,7 @@ class RatedPlan(ShardingPlan):
         rating: Milliseconds and bytes of each rank and table; None for a plan that was loaded.
     """
 
+    # plans are compared by their placements alone
     rating: PlanCost | None = field(default=None, compare=False, repr=False)
     _explanation: Explanation | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -75,6 +76,7 @@ class RatedPlan(ShardingPlan):
                 "A plan must be rated before it is reported; received a plan without rating. Call "
                 "planner.rate(module, sharders, plan)."
             )
+        # checked in each call, since `plan` can be edited between two reports
         rated = {(t.table.path, t.table.name): t for t in self.rating.tables}
         entries = {(path, name): e for path, of in self.plan.items() for name, e in of.items()}
         for path, name in [*entries, *rated]:
@@ -119,6 +121,7 @@ def _labels(rating: PlanCost) -> dict[int, str]:
         return dict.fromkeys(range(len(order)), "")
     labels = dict.fromkeys(order[:_SLOWEST], " slowest")
     labels |= {order[len(order) // 2]: " median", order[-1]: " fastest"}
+    # of equally full ranks, `max` returns the slowest, which is shown anyway
     fullest = max(order, key=lambda rank: rating.memory[rank][0].device)
     labels[fullest] = f"{labels.get(fullest, '')} fullest"
     return labels

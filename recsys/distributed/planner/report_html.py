@@ -23,6 +23,7 @@ def report_html(explanation: Explanation) -> str:
     """Return the page."""
     rating = explanation.rating
     tables = [_table_row(explanation, table) for table in explanation.tables[:_MOST_TABLES]]
+    # `$` placeholders, since CSS and JavaScript contain braces
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     return Template(template).substitute(
         scope=explanation.scope(),
@@ -54,6 +55,7 @@ def _times(rating: PlanCost) -> str:
     for rank, cost in enumerate(rating.costs[:_MOST_RANKS]):
         shares = [*((part, most) for part in cost.parts), (cost.total, slowest)]
         cells = [f'<td class=h style="--v:{100 * x / of:.0f}">{x:.3f}' for x, of in shares]
+        # HTML allows rows and cells without end tags; a page has thousands of them
         rows.append(f"<tr><td>{rank}{''.join(cells)}")
     head = [(name, "") for name in ("rank", *COST_PARTS, "total")]
     scale = f"up to {ms(most)} for parts, {ms(slowest)} for totals"
@@ -74,6 +76,7 @@ def _memory(rating: PlanCost) -> str:
 
 
 def _bar(used: int, budget: int) -> str:
+    # a reservation larger than the memory leaves a negative budget
     share = used / budget if budget > 0 else float(used > 0)
     full = ' class="full"' if share >= 0.95 else ""
     return (
@@ -88,6 +91,7 @@ def _table_row(explanation: Explanation, rated: TableCost) -> str:
     table, size = rated.table, sum(rated.memory)
     others = "<br>".join(map(escape, explanation.others(rated)))
     return (
+        # the script sorts by `data-k`, where the text has units or separators
         f'<tr><td class=t>{escape(table.full_name)}<td data-k="{table.rows}">{table.rows:,}'
         f"<td>{table.dim}<td class=t>{escape(explanation.place(rated))}"
         f"<td>{rated.busiest_ms:.4f}<td>{rated.work_ms:.4f}"

@@ -66,6 +66,7 @@ class Explanation:
             memory = "host memory" if other.host else "memory"
             return f"{name}: does not fit, {size_of(other.bytes_over)} of {memory} short"
         change = other.slowest_ms / slowest_ms - 1 if slowest_ms else 0.0
+        # smaller changes would show as 0.0%
         if abs(change) >= 5e-4:
             return f"{name}: slowest rank {ms(other.slowest_ms)} ({change:+.1%})"
         more = other.work_ms - rated.work_ms
@@ -145,6 +146,7 @@ class Explanation:
             full = [
                 rank
                 for rank, (used, budget) in enumerate(rating.memory)
+                # 0 <: an unused memory is not full, even if no byte of it is free
                 if 0 < used[pool] >= _NEARLY_FULL * budget[pool]
             ]
             if full:

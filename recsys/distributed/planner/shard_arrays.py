@@ -78,6 +78,7 @@ class ShardArrays:
         runs = [run for o in self.options if o.reach is not Reach.FIXED for run in o.shards]
         counts = [run.count for run in runs]
         self.first_O = np.concatenate([[0], np.cumsum(num_shards, dtype=np.int64)])
+        # int32, since there may be millions of shards
         self.table_P = np.repeat(self.table_O.astype(np.int32), num_shards)
         self.run_P = np.repeat(np.arange(len(runs), dtype=np.int32), counts)
         self.cost_PK, self.memory_PM = self._numbers(runs)
@@ -103,12 +104,14 @@ class ShardArrays:
     @cached_property
     def misses_O(self) -> Floats:
         """Bytes by which the option's worst shard exceeds the rank where it fits best."""
+        # mostly few rows, as ranks have equal memories
         free_XM = np.unique(self.free_RM, axis=0)
         over = [np.maximum(self.memory_PM - free, 0).sum(axis=1) for free in free_XM]
         misses_O = self._largest(np.min(over, axis=0), 0.0)
         least_M = list(zip(self.pools, free_XM.min(axis=0).tolist(), strict=True))
         for option in np.flatnonzero(self.is_fixed_O):
             runs = self.options[option].shards
+            # only options that exceed the smallest rank need their arrays, of one row for each rank
             if not all(run.memory[pool] <= free for run in runs for pool, free in least_M):
                 _, memory_NM = self.fixed(int(option))
                 over_NM = np.maximum(memory_NM - self.free_RM[: len(memory_NM)], 0)
@@ -161,6 +164,7 @@ class ShardArrays:
     def fixed(self, option: int) -> tuple[Floats, Floats]:
         """Return the load that a FIXED option adds to the first N ranks, [N] and [N, M]."""
         shards = self.options[option].shards
+        # `options` keeps the shards alive, so the key stays valid
         found = self._fixed.get(id(shards))
         if found is None:
             cost_NK, memory_NM = self._numbers(shards)
@@ -174,6 +178,7 @@ class ShardArrays:
         """Return the cost on each kind and the bytes of every shard of some runs."""
         kinds = self.num_kinds
         both_PX = _numbers(runs).reshape(-1, kinds + 2)
+        # copies, since slices would not be contiguous
         pools = [kinds + pool for pool in self.pools]
         return np.array(both_PX[:, :kinds], order="C"), np.array(both_PX[:, pools], order="C")
 
@@ -182,6 +187,7 @@ def _undominated(options: Sequence[TableOption]) -> list[int]:
     """Return the options that no other one dominates in every shard; of equals the first."""
     groups: dict[object, list[int]] = {}
     for index, option in enumerate(options):
+        # an option dominates another one only if both may use the same ranks
         groups.setdefault((option.reach, option.num_ranks), []).append(index)
     kept = []
     for group in groups.values():

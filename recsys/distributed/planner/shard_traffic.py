@@ -70,6 +70,8 @@ def traffic_of_shard(
         rows = bags if table.is_pooled else ids
         return ShardTraffic(ids, bags, bags, rows, rows)
     two_hops = shard.in_node and topology.num_nodes > 1
+    # the engine reduce-scatters over NCCL and in fp32 only:
+    # docs/decisions/row_split.md, "Reduce-scatter over NCCL"
     adds_up = topology.compute_device == "cuda" and table.wire_bytes == _EXACT
     if two_hops:
         adds_up &= parts == topology.local_world_size
@@ -77,6 +79,8 @@ def traffic_of_shard(
         adds_up &= parts == topology.world_size and table.is_alone
         most_ids = _MOST_IDS
         if adds_up and topology.num_nodes > 1:
+            # `parts` is the world size here: at most as many ids per bag as nodes:
+            # docs/decisions/row_split.md, "Short bags: rows return by id"
             most_ids = min(most_ids, 1 / topology.local_world_size)
         if all_ids <= most_ids * parts * bags:
             return ShardTraffic(ids, 0.0, ids, ids, ids, by_id=True)

@@ -101,6 +101,8 @@ class StorageModel:
         optimizer = table.optimizer
         if optimizer is None:
             return 0, 0.0
+        # row gradients stay until the step of the optimizer:
+        # docs/decisions/optimizers.md, "Deferred tables hold row gradients"
         if optimizer.is_deferred:
             touched = table.touched(num_rows, ids)
             return int(touched * (num_cols * _VALUE_BYTES + _ROW_ID_BYTES)), 0.0

@@ -38,6 +38,7 @@ _NOTHING = Bytes(0)
 class Summable:
     """Base of dataclasses that are added field by field."""
 
+    # slots of a subclass save nothing if its base has a `__dict__`
     __slots__ = ()
 
     def __add__(self, other: Self) -> Self:
@@ -165,6 +166,8 @@ class PlannedTable:
     @property
     def has_gradient(self) -> bool:
         """True if backward produces a gradient of the table's size."""
+        # it includes the zeros of rows without ids:
+        # docs/decisions/optimizers.md, "A table without an optimizer is a plain parameter"
         return self.trains and self.optimizer is None
 
     @property
@@ -258,6 +261,8 @@ class PlannedTable:
     @property
     def id_bytes(self) -> int:
         """Bytes of an id, of a length, and of a weight when it is sent."""
+        # 64-bit words for tables of 2^31 rows:
+        # docs/decisions/exchange.md, "One payload behind one header"
         return 4 if self.rows < 2**31 and not self.sends_wide_ids else 8
 
     @property
@@ -279,6 +284,8 @@ class PlannedTable:
 
     def adds_up_rows(self, cols: int) -> bool:
         """Return whether ranks that own some of the columns must first sum one value per row."""
+        # such as the mean square of row-wise Adagrad:
+        # docs/decisions/optimizers.md, "Column shards keep the fused row-wise Adagrad"
         return cols < self.dim and self.optimizer is not None and self.optimizer.exchanges_row_state
 
     @property
@@ -290,6 +297,9 @@ class PlannedTable:
     def allows(self, sharding_type: ShardingType, kernel: EmbeddingComputeKernel) -> bool:
         """Return whether the table's ids and its optimizer support a sharding type and a kernel."""
         optimizer = self.optimizer
+        # replicas would have to agree on evictions:
+        # docs/decisions/hashed_ids.md,
+        # "Rows addressed by ids, instead of a remap in front of the table"
         if self.num_regions and sharding_type is ShardingType.DATA_PARALLEL:
             return False  # replicas would give their rows to different ids
         if optimizer is None:
@@ -305,5 +315,6 @@ class PlannedTable:
 _SPLIT_COLUMNS = frozenset(
     (ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID_SHARD)
 )
+# constraints and kernels are not hashable; `same_options` compares their identities
 _NO_FACTS = {"path", "name", "constraints", "kernels"}
 _FACTS = operator.attrgetter(*(f.name for f in fields(PlannedTable) if f.name not in _NO_FACTS))

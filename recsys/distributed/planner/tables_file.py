@@ -111,6 +111,7 @@ def read_tables(path: str | Path) -> TablesFile:
     constraints: dict[str, ParameterConstraints] = {}
     for index, row in enumerate(members["tables"]):
         numbered = f"{subject}: tables[{index}]"
+        # the name comes first, unchecked otherwise, so that further errors name the table
         name = files.read_members(numbered, row, dict.fromkeys(_NAMED), dict.fromkeys(_TABLE))[
             "name"
         ]
@@ -118,6 +119,7 @@ def read_tables(path: str | Path) -> TablesFile:
         if name in constraints:
             raise ValueError(f"{owner} must occur once; received it again as tables[{index}].")
         needed = _NAMED if "optimizer" in members else _WITH_OPTIMIZER
+        # settings of the table override settings of the file
         table = {**_DEFAULTS, **members, **files.read_members(owner, row, needed, _TABLE, _HINT)}
         is_pooled, weighted = kind = _kind(table)
         if weighted and not is_pooled:
@@ -146,6 +148,7 @@ def _kind(table: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def _constraints(owner: str, table: Mapping[str, Any]) -> ParameterConstraints:
+    # the default has one entry: a feature named like the table
     num_features = len(table.get("features", "1"))
     factors = table["pooling_factors"]
     numbers = factors if isinstance(factors, list) else [factors] * num_features
@@ -211,8 +214,10 @@ def _collection(
     )
     optimizers = {table["name"]: OPTIMIZERS[table["optimizer"]] for table in tables}
     for name, parameter in collection.named_parameters():
+        # parameters are named `embedding_bags.TABLE.weight`, and names of tables have no dots
         optimizer = optimizers[name.split(".")[-2]]
         if optimizer is not None:
+            # no cost depends on the rate, so any one serves
             optim.apply_optimizer_in_backward(optimizer, [parameter], {"lr": 0.01})
     return collection
 
@@ -245,6 +250,7 @@ def _parse_yaml(text: str, subject: str) -> object:
         """YAML loader that rejects repeated keys; the default loader uses the last one."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+            # a list: unhashable keys are an error of the base class
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
             twice = next((key for key in keys if keys.count(key) > 1), None)
             if twice is not None:

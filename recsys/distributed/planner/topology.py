@@ -187,11 +187,13 @@ class Topology:
         step_ms: float | Sequence[float] = 0.0,
         custom_topology_data: CustomTopologyData | None = None,
     ) -> None:
+        # first statement, so that locals are the arguments alone
         numbers = {name: value for name, value in locals().items() if name in NUMBERS}
         check_device("Topology", compute_device)
         whole("Topology.world_size", world_size)
         local_world_size = _local_size(world_size, local_world_size)
         for name, of in numbers.items():
+            # a check only: arguments must be valid even if custom_topology_data overrides them
             if of is not None:
                 per_rank("Topology", name, of, world_size)
         if custom_topology_data is not None:
@@ -210,6 +212,7 @@ class Topology:
         memory_bw = columns["ddr_mem_bw"]
         columns.setdefault("intra_host_bw", tuple(bw / 4 if on_cpu else 3.0e8 for bw in memory_bw))
         hardware = build_hardware(compute_device, columns)
+        # assignment to an attribute of a frozen class is an error
         self.__dict__.update(vars(Topology.from_hardware(hardware, local_world_size)))
 
     @classmethod
@@ -449,6 +452,7 @@ class Topology:
         sizes = [size for measured, size in self._collectives if measured == kind]
         near = min(sizes, key=lambda s: (abs(math.log(s / num_ranks)), -s), default=1)
         near_nodes = math.ceil(near / self.local_world_size)
+        # 1: no measurement, or one of a single rank, which transfers nothing
         if near == 1 or (near_nodes > 1) != (num_nodes > 1):
             return modelled
         most, ms = self._collectives[kind, near]

@@ -72,6 +72,7 @@ def read(text: str, subject: str) -> dict[str, Any]:
         _HINT,
     )
     world_size, owner = members.pop("world_size"), f"{subject}: hardware"
+    # `per_rank` checks the values, since each may be a list
     unchecked = dict.fromkeys(NUMBERS), {"name": None}
     given = files.read_members(owner, members["hardware"], *unchecked, _HINT)
     columns = {name: per_rank(owner, name, own, world_size) for name, own in given.items()}
@@ -81,6 +82,7 @@ def read(text: str, subject: str) -> dict[str, Any]:
 
 
 def _points(subject: str, rows: object, *, kind: type[_Point]) -> tuple[_Point, ...]:
+    # the constructor of a point checks the values
     readers = dict.fromkeys(f.name for f in fields(kind))
     points = []
     for index, row in enumerate(files.list_of(subject, rows)):
@@ -88,5 +90,6 @@ def _points(subject: str, rows: object, *, kind: type[_Point]) -> tuple[_Point, 
         try:
             points.append(kind(**members))
         except (TypeError, ValueError) as error:
+            # callers distinguish TypeError from ValueError
             raise type(error)(f"{subject}[{index}]: {error}") from None
     return tuple(points)

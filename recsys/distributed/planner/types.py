@@ -151,7 +151,9 @@ class ParameterConstraints:
         for message, holds in rules.items():
             if not holds:
                 raise ValueError(f"ParameterConstraints.{message}")
+        # plans have torch's type instead of the enum
         self.output_dtype = None if dtype is None else torch.float32
+        # after the conversions: values of TorchRec's enums have other types than the fields
         check_fields(self)
 
     def _check_choices(self, name: str, kinds: type[Enum]) -> None:

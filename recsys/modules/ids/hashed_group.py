@@ -137,12 +137,15 @@ class HashedGroup:
             [index.index for index in self.indexes[tables]],
             ids,
             sizes,
+            # 0 in `last_used` marks a free row
             max(step, 1),
             step - behind,
             is_training,
             returns_old=is_training and bool(self._store),
         )
         if is_training:
+            # deltas contain the row states, and the last use is one:
+            # docs/decisions/hashed_ids.md, "Deltas by marks"
             self._tbe.marks.mark_rows(mapped.rows, self._expand_sizes(tables, sizes))  # last use
             for counter in self._counters[tables]:
                 counter.step = step
@@ -163,6 +166,8 @@ class HashedGroup:
         A batch of evaluation borrows rows for ids that have theirs on the disk. These must have
         their own weights again before anything else reads them.
         """
+        # CPU lookups are synchronous, so nothing else sees the table meanwhile:
+        # docs/decisions/hashed_ids.md, "Rows on the disk: a log that gives them back"
         return bool(self._store) and not is_training
 
     @contextlib.contextmanager

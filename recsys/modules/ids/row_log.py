@@ -132,6 +132,7 @@ class RowLog:
             self.folder, lock = _new_folder(self.parent, name)
         except OSError as error:
             self._fail("create its folder", error)
+        # arguments without a reference to the log, which would keep it alive
         self._end = weakref.finalize(self, _remove, self.folder, lock, os.getpid())
 
     def __len__(self) -> int:
@@ -178,6 +179,7 @@ class RowLog:
         """
         self._check()
         if ids.numel():
+            # a record begins with its id, so that `_compact` knows the ids of a file
             own = ids.contiguous().view(torch.uint8).view(-1, _ID_BYTES)
             self._write(ids, torch.cat([own, records], 1).numpy())
 
@@ -210,6 +212,7 @@ class RowLog:
         numbers = self._numbers.take(ids)
         is_known = numbers >= 0
         numbers = numbers[is_known]
+        # before `_invalidate`, which may delete the files of these records
         records = self._read(numbers.numpy())
         self._invalidate(numbers.numpy())
         return is_known, records
@@ -240,12 +243,15 @@ class RowLog:
             if not segment.live:
                 continue
             target = folder / f"{prefix}-{number}.rows"
+            # a full file never changes, and its deletion leaves the link:
+            # docs/decisions/hashed_ids.md, "Rows on the disk: a log that gives them back"
             if segment.records < self._per_segment or not _link(segment.path, target):
                 shutil.copyfile(segment.path, target)
                 _sync(target)
             elif not segment.is_synced:
                 _sync(target)
                 segment.is_synced = True
+            # a copy, since `_invalidate` writes to this array
             is_live = segment.is_live[: segment.records].copy()
             saved.append(SavedSegment(target.name, segment.records, segment.crc, is_live))
         return saved
@@ -266,6 +272,7 @@ class RowLog:
             is_here = segments == number
             crcs[is_here] = self._segments[number].crcs[rows[is_here]]
         try:
+            # `reshape` returns a view, so the records are in `found` afterwards
             self._read_sorted(numbers[order], found.reshape(-1))
         except OSError as error:
             self._fail("read it", error)
@@ -297,6 +304,7 @@ class RowLog:
         """Append records, which begin with their ids, or copies from a file that was removed."""
         first = 0
         while first < len(records):
+            # again for each part: `_invalidate` below may compact a file and append to the last one
             number, segment = self._last()
             part = records[first : first + self._per_segment - segment.records]
             try:
@@ -312,6 +320,7 @@ class RowLog:
             own = slice(first, first + len(part))
             old = self._numbers.put(ids[own], torch.arange(at, at + len(part)))
             first += len(part)
+            # the old places of copies are in the file that `_compact` has removed
             if not is_copy and bool((old >= 0).any()):
                 self._invalidate(old[old >= 0].numpy())
 
@@ -334,7 +343,7 @@ class RowLog:
             try:
                 found = np.fromfile(segment.path, np.uint8)
                 records = found.reshape(self._per_segment, self._size)[segment.is_live]
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError) as error:  # of `reshape`: the file was truncated
                 self._fail("read it", OSError(errno.EIO, str(error)))
             self._check_records(records, segment.crcs[segment.is_live])
             self._write(_ids_of(torch.from_numpy(records)), records, is_copy=True)
@@ -346,6 +355,7 @@ class RowLog:
             return
         segments, positions = np.divmod(numbers, self._per_segment)
         is_first = np.ones(len(numbers), dtype=np.bool_)
+        # consecutive numbers may be in two files
         is_first[1:] = (np.diff(numbers) != 1) | (np.diff(segments) != 0)
         starts = np.flatnonzero(is_first)
         sizes = np.diff(starts, append=len(numbers))
@@ -364,6 +374,7 @@ class RowLog:
                 native.read_parts(library, *task, out)
 
             if len(tasks) > 1:
+                # `list`, since `map` alone neither waits for the reads nor raises their errors
                 list(_threads().map(read, tasks))
             else:
                 read(tasks[0])
@@ -462,6 +473,7 @@ def _new_folder(parent: Path, name: str) -> tuple[Path, int]:
         lock = os.open(_lock_of(folder), os.O_RDWR | os.O_CREAT | os.O_EXCL)
         with contextlib.suppress(BlockingIOError):  # another process takes it for a leftover
             _take_lock(lock)
+            # 0 links: another process deleted the file before it was locked
             if os.fstat(lock).st_nlink:
                 folder.mkdir()
                 return folder, lock
@@ -478,6 +490,7 @@ def _remove_leftovers(parent: Path, host: str) -> None:
             lock = os.open(path, os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # the lock file is deleted last: without it, no later log would find the folder
                 shutil.rmtree(path.with_suffix(""), ignore_errors=True)
                 path.unlink()
             finally:

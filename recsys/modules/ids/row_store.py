@@ -28,6 +28,7 @@ def fields_of(tbe: TableBatchedEmbedding, table: int) -> list[RecordField]:
 def _arrays(tbe: TableBatchedEmbedding, table: int) -> dict[str, Tensor]:
     """Return the arrays of a table with values of each row; live, [rows] or [rows, columns]."""
     states = tbe.states[table].items()
+    # sorted, so that records have one order; states without dimensions are of the whole table
     return {"weight": tbe.weights[table], **{n: s for n, s in sorted(states) if s.dim()}}
 
 
@@ -102,6 +103,7 @@ class RowStore:
             if not sizes[t] or log is None:
                 continue
             lost = olds[t][:, 1].bool()
+            # first, since `_scatter` writes to the same rows
             log.append(olds[t][lost, 0], self._gather(t, rows[t][lost]))
             comes_back, records = log.take(ids[t])
             if records.numel():
@@ -131,6 +133,7 @@ class RowStore:
         ):
             log = self._indexes[t].log
             if t in self._tables and log is not None and len(log):
+                # `own_rows` is a view of `rows`, so the caller sees the rows that are lent
                 found = self._lend(t, log, own_rows, own_ids)
                 if found is not None:
                     lent.append((self._tbe.weights[t], *found))
@@ -139,6 +142,8 @@ class RowStore:
         finally:
             with torch.no_grad():
                 for weights, places, values in lent:
+                    # also after an error: nothing else may see the lent rows:
+                    # docs/decisions/hashed_ids.md, "Rows on the disk: a log that gives them back"
                     weights.index_copy_(0, places, values)
 
     @torch.no_grad()
@@ -152,14 +157,18 @@ class RowStore:
         if not known.numel():
             return None
         weights = self._tbe.weights[table]
+        # among so many rows, at least as many as `known` are not read
         is_read = torch.zeros(min(len(weights), rows.numel() + known.numel()), dtype=torch.bool)
         is_read[rows[rows < len(is_read)]] = True
         places = (~is_read).nonzero().flatten()[: known.numel()]
+        # a small table may have too few rows to lend; the other ids stay unknown
         known = known[: places.numel()]
         if not known.numel():
             return None
+        # a copy, since `places` is a tensor of indices
         own = weights[places]
         weights.index_copy_(0, places, split_records(log.read(known), log.fields)["weight"])
+        # both are ascending, since `unique` sorts; an id above the last one would be out of range
         at = torch.searchsorted(known, unknown).clamp_(max=known.numel() - 1)
         lent = torch.where(known[at] == unknown, places[at], -1)[inverse]
         rows[is_unknown] = torch.where(lent >= 0, lent, rows[is_unknown])

@@ -45,6 +45,7 @@ def rows_of_table(index: TableIndex, ids: Tensor, is_training: bool) -> Tensor:
     Returns:
         int64 `[N]`.
     """
+    # at least 1, since 0 in `last_used` marks a free row
     step = max(index.step + is_training, 1)
     pin = step - PINNED_BATCHES + 1
     mapped = map_ids([index.index], ids.long(), [ids.numel()], step, pin, is_training)

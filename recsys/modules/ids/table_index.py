@@ -133,6 +133,7 @@ class TableIndex(nn.Module):
             if name == "sketch":
                 values = values.view(-1, 4)
             self.register_buffer(name, values, persistent=values.numel() > 0)
+        # not saved: `restore` computes the digests from the ids
         self.register_buffer("digests", self._index.digests, persistent=False)
         for name in ("steps", "init_seed"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64, device="cpu"))
@@ -185,6 +186,7 @@ class TableIndex(nn.Module):
 
     def stats(self) -> HashedIdStats:
         """Return counts since the module was made; waits for the device."""
+        # the first row of each region is for unknown ids
         rows = self.ids.numel() - self.ids.numel() // self._region_rows
         used = int((self.last_used > 0).sum())
         return HashedIdStats(rows, used, *self.counts.tolist())
