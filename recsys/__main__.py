@@ -49,15 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for name, (_, description) in _COMMANDS.items()
     }
-    given = sys.argv[1:] if arguments is None else arguments
-    command = next((word for word in given if not word.startswith("-")), None)
+    words = sys.argv[1:] if arguments is None else arguments
+    command = next((word for word in words if not word.startswith("-")), None)
     if command is None or command not in parsers:
-        parser.parse_args(given)  # exits: prints the help, the version or an error
+        parser.parse_args(words)  # exits: prints the help, the version or an error
         raise AssertionError
     module = importlib.import_module(_COMMANDS[command][0])
     if hasattr(module, "add_arguments"):
         module.add_arguments(parsers[command])
-    exit_code: int = module.main(parser.parse_args(given))
+    exit_code: int = module.main(parser.parse_args(words))
     return exit_code
 
 

@@ -161,11 +161,11 @@ def measure_collectives(watch: Stopwatch) -> Iterator[CollectivePoint]:
     for size in SIZES:
         if size // 4 < world_size:
             continue  # fewer numbers than ranks
-        given = torch.zeros(size // 4 // world_size * world_size, device=watch.device)
-        times = watch.median_ms(partial(_exchange, given), partial(dist.all_reduce, given))
+        buffer = torch.zeros(size // 4 // world_size * world_size, device=watch.device)
+        times = watch.median_ms(partial(_exchange, buffer), partial(dist.all_reduce, buffer))
         for kind, ms in zip(("all_to_all", "all_reduce"), times, strict=True):
             yield CollectivePoint(
-                kind=kind, world_size=world_size, bytes=4 * len(given), ms=max(ms, 1e-6)
+                kind=kind, world_size=world_size, bytes=4 * len(buffer), ms=max(ms, 1e-6)
             )
 
 
@@ -183,9 +183,9 @@ def measure_hardware(watch: Stopwatch, found: Hardware) -> Hardware:
         return dataclasses.replace(found, name="measured", ddr_mem_bw=memory_bw, step_ms=step_ms)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     on_host = source.cpu().pin_memory()
-    one = torch.zeros(1, device=device)
+    scalar = torch.zeros(1, device=device)
     link_ms, launch_ms = watch.median_ms(
-        lambda: source.copy_(on_host, non_blocking=True), lambda: one.add_(1)
+        lambda: source.copy_(on_host, non_blocking=True), lambda: scalar.add_(1)
     )
     return dataclasses.replace(
         found,
@@ -344,12 +344,12 @@ def median_of(rounds: Sequence[Sequence[_Measured]]) -> list[_Measured]:
         >>> median_of([[slow], [point], [point]]) == [point]
         True
     """
-    found = []
+    results = []
     for same in zip(*rounds, strict=True):
         names = [f.name for f in dataclasses.fields(same[0]) if f.name.endswith(("ms", "_bw"))]
         medians = {name: statistics.median(getattr(m, name) for m in same) for name in names}
-        found.append(dataclasses.replace(same[0], **medians))
-    return found
+        results.append(dataclasses.replace(same[0], **medians))
+    return results
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

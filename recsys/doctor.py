@@ -141,19 +141,19 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 
 def _judge_namesakes(facts: Facts) -> Iterator[Finding]:
-    for found in facts.namesakes:
+    for namesake in facts.namesakes:
         text = (
-            f"A package named recsys of another project is installed ({found}). `import recsys` "
+            f"A package named recsys of another project is installed ({namesake}). `import recsys` "
             "imports the one that was installed last. Remove the other package, and install this "
             "one again."
         )
-        yield Finding("problem", text, f"pip uninstall -y {found.partition(' ')[0]}")
+        yield Finding("problem", text, f"pip uninstall -y {namesake.partition(' ')[0]}")
 
 
 def _judge_python_and_torch(facts: Facts) -> Iterator[Finding]:
     if facts.python < (3, 11):
-        found = ".".join(map(str, facts.python))
-        yield Finding("problem", f"Python must be 3.11 or newer; this is {found}.")
+        version = ".".join(map(str, facts.python))
+        yield Finding("problem", f"Python must be 3.11 or newer; this is {version}.")
     if _release(facts.torch) < _release("2.11"):
         text = f"torch must be 2.11 or newer; installed is {facts.torch}."
         yield Finding("problem", text, f'pip install "torch=={_newest_torch()}.*"')
@@ -172,21 +172,21 @@ def _judge_python_and_torch(facts: Facts) -> Iterator[Finding]:
 
 
 def _judge_fbgemm(facts: Facts) -> list[Finding]:
-    found = ", ".join(f"{name} {version}" for name, version in facts.distributions.items())
+    versions = ", ".join(f"{name} {version}" for name, version in facts.distributions.items())
     kernels, reinstall = facts.kernels, _reinstall_fbgemm(facts)
     if len(facts.distributions) > 1:
-        text = f"Distributions that overwrite each other's files are installed: {found}."
+        text = f"Distributions that overwrite each other's files are installed: {versions}."
         return [Finding("problem", text, reinstall)]
     if not facts.distributions and kernels.fbgemm is None and kernels.load_error is None:
         text = "FBGEMM is not installed; everything works, on slower kernels in PyTorch."
         return [Finding("note", text, reinstall)]
     if "fbgemm-gpu-genai" in facts.distributions:
-        return [Finding("problem", f"{found} has no embedding kernels.", reinstall)]
-    misfits = [*_judge_variant(facts), *_judge_pair(facts, found or str(kernels.fbgemm))]
+        return [Finding("problem", f"{versions} has no embedding kernels.", reinstall)]
+    misfits = [*_judge_variant(facts), *_judge_pair(facts, versions or str(kernels.fbgemm))]
     if misfits:
         return misfits
     if kernels.load_error is not None:
-        text = f"The kernels do not load ({found or 'no FBGEMM'}): {kernels.load_error}"
+        text = f"The kernels do not load ({versions or 'no FBGEMM'}): {kernels.load_error}"
         return [Finding("problem", text, reinstall)]
     if not kernels.has_cpu_kernels:
         text = f"FBGEMM {kernels.fbgemm} lacks CPU kernels with the arguments that we pass."
@@ -336,8 +336,8 @@ def _version_of(distribution: str) -> str | None:
 
 def _namesakes() -> tuple[str, ...]:
     """Return other distributions with a package `recsys`."""
-    found = importlib.metadata.packages_distributions().get("recsys", [])
-    others = {name for name in found if name.replace("_", "-") != DISTRIBUTION} | {"recsys"}
+    distributions = importlib.metadata.packages_distributions().get("recsys", [])
+    others = {name for name in distributions if name.replace("_", "-") != DISTRIBUTION} | {"recsys"}
     return tuple(f"{name} {version}" for name in sorted(others) if (version := _version_of(name)))
 
 

@@ -117,8 +117,8 @@ def _plan(options: argparse.Namespace) -> int:
         timeout_seconds=options.timeout,
     )
     if options.rate:
-        given = ShardingPlan.from_json(_existing("--rate", options.rate))
-        plan = planner.rate(tables.model, tables.sharders, given)
+        rated_plan = ShardingPlan.from_json(_existing("--rate", options.rate))
+        plan = planner.rate(tables.model, tables.sharders, rated_plan)
     else:
         plan = planner.plan(tables.model, tables.sharders)
     if not plan.plan:
@@ -141,8 +141,8 @@ def _plan(options: argparse.Namespace) -> int:
 def _existing(option: str, given: str, rule: str = "a file that can be read") -> Path:
     path = Path(given)
     if not path.exists() or path.is_dir():
-        found = "it is a folder" if path.is_dir() else "there is no such file"
-        raise ValueError(f"{option} must be {rule}; received {given!r}, and {found}.")
+        what = "it is a folder" if path.is_dir() else "there is no such file"
+        raise ValueError(f"{option} must be {rule}; received {given!r}, and {what}.")
     return path
 
 
@@ -189,7 +189,7 @@ def _tables_of_model(given: str) -> TablesFile:
 def _named(error: Exception, file: str) -> Exception:
     """Return the error of a user's file with its line, instead of a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).name == Path(file).name]
-    if not own:
+    user_frames = [frame for frame in frames if Path(frame.filename).name == Path(file).name]
+    if not user_frames:
         return error
-    return ValueError(f"{file}, line {own[-1].lineno}: {type(error).__name__}: {error}")
+    return ValueError(f"{file}, line {user_frames[-1].lineno}: {type(error).__name__}: {error}")

@@ -138,7 +138,7 @@ def prepare(
     files = unify_types(files_of(paths, format, **csv_options), names, kinds)
     if not spec.is_fitted:
         progress = _Progress("fit", len(files))
-        empty = [Part(one.schema.empty_table().select(names), one.path, 0) for one in files]
+        empty = [Part(file.schema.empty_table().select(names), file.path, 0) for file in files]
         parts = _parts(files, spec.fit_column_names(), progress, 0)
         spec.fit(chain(empty, parts), limit=limit)
     progress = _Progress("write", len(files))
@@ -293,9 +293,9 @@ def _read_spec(given: str) -> tuple[FeatureSpec, dict[str, Any]]:
     if not path.endswith(".py"):
         raise ValueError(f"--spec must be FILE.py, FILE.py:NAME or a folder; received {given!r}.")
     module = runpy.run_path(path)
-    found = module.get(name or "spec")
-    if not isinstance(found, FeatureSpec):
+    spec = module.get(name or "spec")
+    if not isinstance(spec, FeatureSpec):
         raise ValueError(
-            f"--spec: {path} must have a FeatureSpec named {name or 'spec'!r}; received {found!r}."
+            f"--spec: {path} must have a FeatureSpec named {name or 'spec'!r}; received {spec!r}."
         )
-    return found, module.get("csv_options", {})
+    return spec, module.get("csv_options", {})

@@ -68,14 +68,14 @@ def finite(
         1.0
     """
     number(subject, value)
-    given = float(value)  # type: ignore[arg-type]
+    result = float(value)  # type: ignore[arg-type]
     rules = ["finite"]
     rules += [] if least is None else [f">= {least:g}"]
     rules += [] if below is None else [f"< {below:g}"]
-    low, high = least is not None and given < least, below is not None and given >= below
-    if low or high or not math.isfinite(given):
+    low, high = least is not None and result < least, below is not None and result >= below
+    if low or high or not math.isfinite(result):
         raise ValueError(f"{subject} must be {' and '.join(rules)}; received {value}.")
-    return given
+    return result
 
 
 _Number = TypeVar("_Number")

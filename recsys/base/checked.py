@@ -126,14 +126,14 @@ def _check_call(
     """Return the converted positional arguments; converts `kwargs` in place."""
     rules, code = _rules_of(function), function.__code__
     subject = _subject_of(function, args)
-    given = list(args)
+    positional = list(args)
     for place, name in enumerate(code.co_varnames[: min(code.co_argcount, len(args))]):
         if name in rules and name not in unchecked:
-            given[place] = _keep(rules[name], f"{subject}.{name}", args[place])
+            positional[place] = _keep(rules[name], f"{subject}.{name}", args[place])
     for name, value in kwargs.items():
         if name in rules and name not in unchecked:
             kwargs[name] = _keep(rules[name], f"{subject}.{name}", value)
-    return tuple(given)
+    return tuple(positional)
 
 
 def _subject_of(function: Callable[..., Any], args: Sequence[Any]) -> str:
@@ -372,8 +372,8 @@ def _rule_of_list(kind: Any, one: _Rule | None) -> _Rule:
 
 def _plural(words: str) -> str:
     known = {"text": "text", "a whole number": "whole numbers", "a number": "numbers"}
-    one = words.removeprefix("a ").removeprefix("an ")
-    return known.get(words, one if " " in one else f"{one}s")
+    singular = words.removeprefix("a ").removeprefix("an ")
+    return known.get(words, singular if " " in singular else f"{singular}s")
 
 
 def _rule_of_mapping(key: _Rule | None, one: _Rule | None) -> _Rule:

@@ -63,11 +63,11 @@ def explain(error: RuntimeError, group: dist.ProcessGroup | None, what: str) -> 
     """
     if not is_lost_contact(error):
         return error  # such as out of memory
-    own = dist.get_rank()
+    rank = dist.get_rank()
     reason = ask_watchdog() if ask_watchdog is not None else None
-    who = reason or _ask_ranks(group, own)
+    who = reason or _ask_ranks(group, rank)
     return LostContactError(
-        f"Rank {own} of {dist.get_world_size()} lost contact with the others when the ranks were "
+        f"Rank {rank} of {dist.get_world_size()} lost contact with the others when the ranks were "
         f"to {what}. {who}: look for the first error in the logs of the ranks; a process may have "
         "been killed, or be out of memory, or have ended without this call, which every rank must "
         f"make. Error of the exchange: {error}"

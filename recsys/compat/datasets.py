@@ -85,10 +85,10 @@ def idx_split_train_val(
         ValueError: The share is out of range.
     """
     _check_share(train_perc)
-    given = key_fn, train_perc, decimal_places
+    settings = key_fn, train_perc, decimal_places
     return (
-        _Chosen(datapipe, lambda: lambda number: train_filter(*given, number)),
-        _Chosen(datapipe, lambda: lambda number: val_filter(*given, number)),
+        _Chosen(datapipe, lambda: lambda number: train_filter(*settings, number)),
+        _Chosen(datapipe, lambda: lambda number: val_filter(*settings, number)),
     )
 
 

@@ -55,7 +55,12 @@ def hashed(
     pairs = zip(keys, ids, strict=True)
     return with_ids(
         features,
-        torch.cat([functions[key](own) if key in functions else own for key, own in pairs]),
+        torch.cat(
+            [
+                functions[key](feature_ids) if key in functions else feature_ids
+                for key, feature_ids in pairs
+            ]
+        ),
     )
 
 
@@ -69,10 +74,10 @@ class ReturnsRows(ShardedCollection):
     def output_dist(self, ctx: BatchContext, output: Iterable[Tensor]) -> LazyAwaitable[Any]:
         """Start sending embeddings and rows to the ranks of their samples."""
         pending = super().output_dist(ctx, output)
-        wait, given, configs = return_rows(ctx), ctx.given, self.configs()
-        assert isinstance(given, KeyedJaggedTensor)
+        wait, bags, configs = return_rows(ctx), ctx.given, self.configs()
+        assert isinstance(bags, KeyedJaggedTensor)
         vars(pending)["rows"] = LazyAwaitable(
-            lambda: features_in_order(with_ids(given, wait()), configs)
+            lambda: features_in_order(with_ids(bags, wait()), configs)
         )
         return pending
 

@@ -88,10 +88,12 @@ def add_params_from_parameter_sharding(
     """
     params = {} if fused_params is None else fused_params
     cache = parameter_sharding.cache_params
-    found = {name: getattr(cache, field) for name, field in CACHE_SETTINGS.items()} if cache else {}
+    settings = (
+        {name: getattr(cache, field) for name, field in CACHE_SETTINGS.items()} if cache else {}
+    )
     for name in ("stochastic_rounding", *TABLE_SETTINGS):
-        found[name] = getattr(parameter_sharding, name)
-    params.update((name, value) for name, value in found.items() if value is not None)
+        settings[name] = getattr(parameter_sharding, name)
+    params.update((name, value) for name, value in settings.items() if value is not None)
     return params
 
 
@@ -111,8 +113,8 @@ def convert_to_fbgemm_types(fused_params: dict[str, Any]) -> dict[str, Any]:
         {'output_dtype': <SparseType.FP16: 'fp16'>, 'eps': 1e-08}
     """
     for name in ("cache_precision", "output_dtype"):
-        given = fused_params.get(name)
-        if isinstance(given, DataType | torch.dtype):
-            name_of = given.value if isinstance(given, DataType) else given
+        value = fused_params.get(name)
+        if isinstance(value, DataType | torch.dtype):
+            name_of = value.value if isinstance(value, DataType) else value
             fused_params[name] = fbgemm_element_type(name_of)
     return fused_params

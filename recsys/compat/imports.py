@@ -38,9 +38,9 @@ def imports_here(source: str) -> Iterator[tuple[int, list[str]]]:
         if isinstance(node, ast.ImportFrom) and _is_theirs(node.module or "") and not node.level:
             yield node.lineno, [_statement(node.module or "", alias) for alias in node.names]
         elif isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names if _is_theirs(alias.name)]
-            if found:
-                yield node.lineno, [f"# {name}: import its names one by one" for name in found]
+            names = [alias.name for alias in node.names if _is_theirs(alias.name)]
+            if names:
+                yield node.lineno, [f"# {name}: import its names one by one" for name in names]
 
 
 def _is_theirs(module: str) -> bool:

@@ -134,11 +134,11 @@ class ManagedCollisionModule(nn.Module):
         """
         if write_weights is not None:
             _refuse("remap", "write_weights", None, write_weights, "Store them by row yourself.")
-        given = list(features.values())
-        sizes = [f.values().numel() for f in given]
-        rows = self.rows_of(torch.cat([f.values() for f in given])).split(sizes)
+        inputs = list(features.values())
+        sizes = [f.values().numel() for f in inputs]
+        rows = self.rows_of(torch.cat([f.values() for f in inputs])).split(sizes)
         pairs = zip(features.items(), rows, strict=True)
-        return {name: _with_values(f, own) for (name, f), own in pairs}
+        return {name: _with_values(f, feature_rows) for (name, f), feature_rows in pairs}
 
     def forward(
         self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True
@@ -202,8 +202,10 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         if not isinstance(eviction_policy, EvictionPolicy):
             wrong_type(f"{kind}.eviction_policy", "one of three policies", eviction_policy)
         whole(f"{kind}.eviction_interval", eviction_interval)
-        own = {"output_global_offset": (0, output_global_offset)}
-        _refuse_others(kind, {**own, "output_segments": (None, output_segments)}, _SHARDS)
+        ignored_settings = {"output_global_offset": (0, output_global_offset)}
+        _refuse_others(
+            kind, {**ignored_settings, "output_segments": (None, output_segments)}, _SHARDS
+        )
         ids = HashedIds(eviction=eviction_policy.eviction, admission=eviction_policy.admission)
         settings = name, input_hash_size, input_hash_func, buckets
         super().__init__(zch_size, device, ids, *settings)
@@ -277,17 +279,19 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         persist_hash_zch_bucket: bool = True,
     ) -> None:
         kind = "HashZchManagedCollisionModule"
-        own = {"output_segments": (None, output_segments), "start_bucket": (0, start_bucket)}
+        settings = {"output_segments": (None, output_segments), "start_bucket": (0, start_bucket)}
         if end_bucket != total_num_buckets:
-            own["end_bucket"] = (None, end_bucket)
-        _refuse_others(kind, own, _SHARDS)
+            settings["end_bucket"] = (None, end_bucket)
+        _refuse_others(kind, settings, _SHARDS)
         _refuse_others(kind, {"is_inference": (False, is_inference)}, "Call eval() on the model.")
-        own = {
+        settings = {
             "track_id_freq": (False, track_id_freq),
             "enable_per_feature_lookups": (False, enable_per_feature_lookups),
             "write_runtime_meta_dim": (0, write_runtime_meta_dim),
         }
-        _refuse_others(kind, own, "A row has no other values than its id and the time of its use.")
+        _refuse_others(
+            kind, settings, "A row has no other values than its id and the time of its use."
+        )
         per_feature = HashZchEvictionPolicyName.PER_FEATURE_TTL_EVICTION
         if eviction_policy_name is per_feature:
             raise ValueError(

@@ -61,14 +61,14 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
         allow_in_place_embed_weight_update: bool = False,
     ) -> None:
         super().__init__()
-        given = managed_collision_collection.embedding_configs()
-        if embedding_module.configs() != given:
+        hashed_configs = managed_collision_collection.embedding_configs()
+        if embedding_module.configs() != hashed_configs:
             raise ValueError(
                 "managed_collision_collection must have the tables of the embedding collection in "
-                f"its order; received {[c.name for c in given]} for "
+                f"its order; received {[c.name for c in hashed_configs]} for "
                 f"{[c.name for c in embedding_module.configs()]}. Pass both the same configs."
             )
-        names = [feature for config in given for feature in config.feature_names]
+        names = [feature for config in hashed_configs for feature in config.feature_names]
         if return_remapped_features and len(set(names)) < len(names):
             raise ValueError(
                 "return_remapped_features must be False if two tables read a feature; received "
@@ -433,8 +433,8 @@ class BaseManagedCollisionEmbeddingCollectionSharder(
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the sharding types of tables with hashed ids: all but data-parallel."""
-        found = self._e_sharder.sharding_types(compute_device_type)
-        return [kind for kind in found if kind != ShardingType.DATA_PARALLEL.value]
+        types = self._e_sharder.sharding_types(compute_device_type)
+        return [kind for kind in types if kind != ShardingType.DATA_PARALLEL.value]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Return the compute kernels that the sharder of the embedding collection supports."""

@@ -129,8 +129,10 @@ class DeltaStore:
         """Delete the batches before a number; None: all."""
         if up_to_idx is None:
             self.per_fqn_lookups = {}
+            return
         for fqn, lookups in self.per_fqn_lookups.items():
-            self.per_fqn_lookups[fqn] = [one for one in lookups if one.batch_idx >= up_to_idx]  # type: ignore[operator]
+            kept = [lookup for lookup in lookups if lookup.batch_idx >= up_to_idx]
+            self.per_fqn_lookups[fqn] = kept
 
     def compact(self, start_idx: int, end_idx: int) -> None:
         """Join the batches of a range of numbers to one batch with the first number.
@@ -143,19 +145,19 @@ class DeltaStore:
                 f"start_idx must be below end_idx; received {start_idx} and {end_idx}."
             )
         for fqn, lookups in self.per_fqn_lookups.items():
-            inner = [one for one in lookups if start_idx <= one.batch_idx < end_idx]
+            inner = [lookup for lookup in lookups if start_idx <= lookup.batch_idx < end_idx]
             if len(inner) > 1:
                 rows = self._unique(inner)
                 self.per_fqn_lookups[fqn] = [
-                    *(one for one in lookups if one.batch_idx < start_idx),
+                    *(lookup for lookup in lookups if lookup.batch_idx < start_idx),
                     IndexedLookup(start_idx, rows.ids, rows.states),
-                    *(one for one in lookups if one.batch_idx >= end_idx),
+                    *(lookup for lookup in lookups if lookup.batch_idx >= end_idx),
                 ]
 
     def get_indexed_lookups(self, start_idx: int, end_idx: int) -> dict[str, list[IndexedLookup]]:
         """Return the batches of a range of numbers, by table."""
         return {
-            fqn: [one for one in lookups if start_idx <= one.batch_idx < end_idx]
+            fqn: [lookup for lookup in lookups if start_idx <= lookup.batch_idx < end_idx]
             for fqn, lookups in self.per_fqn_lookups.items()
         }
 
@@ -166,27 +168,27 @@ class DeltaStore:
             ValueError: States are missing or present against the mode.
         """
         return {
-            fqn: self._unique([one for one in lookups if one.batch_idx >= from_idx])
+            fqn: self._unique([lookup for lookup in lookups if lookup.batch_idx >= from_idx])
             for fqn, lookups in self.per_fqn_lookups.items()
         }
 
     def _unique(self, lookups: Sequence[IndexedLookup]) -> UniqueRows:
-        given = [one.states for one in lookups if one.states is not None]
-        if len(given) != (0 if self.updateMode is UpdateMode.NONE else len(lookups)):
+        states = [lookup.states for lookup in lookups if lookup.states is not None]
+        if len(states) != (0 if self.updateMode is UpdateMode.NONE else len(lookups)):
             raise ValueError(
                 "states must be given with all ids, or with none in mode NONE; received "
-                f"{len(given)} states of {len(lookups)} batches in mode {self.updateMode.name}."
+                f"{len(states)} states of {len(lookups)} batches in mode {self.updateMode.name}."
             )
         if not lookups:
             return UniqueRows(torch.empty(0, dtype=torch.int64), None)
-        ids = torch.cat([one.ids for one in lookups])
-        if not given:
+        ids = torch.cat([lookup.ids for lookup in lookups])
+        if not states:
             return UniqueRows(ids.unique(), None)
         ordered, order = ids.sort(stable=True)
         differ, end = ordered[1:] != ordered[:-1], ordered.new_ones(1, dtype=torch.bool)
         parts = [differ, end] if self.updateMode is UpdateMode.LAST else [end, differ]
         chosen = order[torch.cat(parts)] if ids.numel() else order
-        return UniqueRows(ids[chosen], torch.cat(given)[chosen])
+        return UniqueRows(ids[chosen], torch.cat(states)[chosen])
 
 
 class ModelDeltaTracker:
@@ -251,8 +253,8 @@ class ModelDeltaTracker:
         Raises:
             ValueError: The consumer is unknown.
         """
-        found = self._of(consumer).take().items()
-        named = {name.removesuffix(".weight"): rows for name, rows in found}
+        changed = self._of(consumer).take().items()
+        named = {name.removesuffix(".weight"): rows for name, rows in changed}
         return {
             fqn: rows for fqn, rows in named.items() if self._skipped.isdisjoint(fqn.split("."))
         }
@@ -289,13 +291,13 @@ class ModelDeltaTracker:
 
     def fqn_to_feature_names(self) -> dict[str, list[str]]:
         """Return the features of each table, by path of the table."""
-        found = {}
+        names = {}
         for path, module in self.get_tracked_modules().items():
             for config in module.configs():
                 for name, _ in module.named_modules():
                     if name.partition(".")[2] == config.name:
-                        found[f"{path}.{name}" if path else name] = list(config.feature_names)
-        return found
+                        names[f"{path}.{name}" if path else name] = list(config.feature_names)
+        return names
 
     def get_tracked_modules(self) -> dict[str, TableCollection | ShardedCollection]:
         """Return the collections of tables, by path."""

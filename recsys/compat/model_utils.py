@@ -64,7 +64,7 @@ def parse_model_outputs(
         >>> parse_model_outputs("label", "prediction", "", out)
         (tensor([1., 1.]), tensor([0., 0.]), None)
     """
-    found: list[Tensor | None] = []
+    selected: list[Tensor | None] = []
     for kind, name in (
         ("label", label_name), ("prediction", prediction_name), ("weight", weight_name)
     ):  # fmt: skip
@@ -72,14 +72,14 @@ def parse_model_outputs(
             raise ValueError(
                 f"model_out must have the {kind} {name!r}; received {list(model_out)}."
             )
-        found.append(torch.atleast_1d(model_out[name].squeeze()) if name else None)
-    sizes = {len(tensor) for tensor in found if tensor is not None}
+        selected.append(torch.atleast_1d(model_out[name].squeeze()) if name else None)
+    sizes = {len(tensor) for tensor in selected if tensor is not None}
     if len(sizes) > 1:
         raise AssertionError(
             f"labels, predictions and weights must have the same number of samples; received "
             f"{sizes}."
         )
-    labels, predictions, weights = found
+    labels, predictions, weights = selected
     assert labels is not None
     return labels, predictions, weights
 
@@ -141,11 +141,11 @@ def parse_task_model_outputs(
         >>> parse_task_model_outputs([RecTaskInfo("click")], out)[0]
         {'click': tensor([1.])}
     """
-    found: tuple[ByTask, ByTask, ByTask] = {}, {}, {}
+    selected: tuple[ByTask, ByTask, ByTask] = {}, {}, {}
     for task in tasks:
         names = (task.label_name, task.prediction_name, task.weight_name)
         parsed = [t for t in parse_model_outputs(*names, model_out) if t is not None]
         if any(tensor.numel() for tensor in parsed):
-            for by_task, tensor in zip(found, parsed, strict=True):
+            for by_task, tensor in zip(selected, parsed, strict=True):
                 by_task[task.name] = tensor
-    return *found, parse_required_inputs(model_out, required_inputs_list or ())
+    return *selected, parse_required_inputs(model_out, required_inputs_list or ())

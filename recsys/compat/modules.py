@@ -242,11 +242,11 @@ def convert_list_of_modules_to_modulelist(
     Raises:
         AssertionError: A list has another length.
     """
-    given = list(modules)
-    assert len(given) == sizes[0], f"expected {sizes[0]} modules; received {len(given)}"
+    items = list(modules)
+    assert len(items) == sizes[0], f"expected {sizes[0]} modules; received {len(items)}"
     if len(sizes) > 1:
-        given = [convert_list_of_modules_to_modulelist(inner, sizes[1:]) for inner in given]
-    return nn.ModuleList(given)
+        items = [convert_list_of_modules_to_modulelist(inner, sizes[1:]) for inner in items]
+    return nn.ModuleList(items)
 
 
 def reorder_inverse_indices(

@@ -33,8 +33,8 @@ def return_rows(ctx: BatchContext) -> Callable[[], Tensor]:
     streams, env, device = stage.streams, stage.module.env, stage.module.device
     counts_RS = shape.ids_received_RS
     sizes = counts_RS.reshape(-1)[streams.reading]
-    own = stage.module.layout.streams[env.rank]
-    starts_S = np.array([stream.rect.row_start for stream in own], dtype=np.int64)
+    rank_streams = stage.module.layout.streams[env.rank]
+    starts_S = np.array([stream.rect.row_start for stream in rank_streams], dtype=np.int64)
     starts = np.tile(starts_S, env.world_size)[streams.reading]
     none = torch.empty(0, dtype=torch.int64, device=device)
     rows_M = joined([bags.indices.long() for bags in ctx.received.lookups] or [none])

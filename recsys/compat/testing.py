@@ -126,9 +126,9 @@ def assert_state_buffers_parameters_equal(
         "named_parameters": check_named_parameters,
         "state_dict": check_state_dict,
     }
-    one, other = map(get_state_buffers_parameters, (model_1, model_2))
+    names, other = map(get_state_buffers_parameters, (model_1, model_2))
     for part in (part for part, is_checked in chosen.items() if is_checked):
-        torch.testing.assert_close(dict(one[part]), dict(other[part]), rtol=0, atol=0)
+        torch.testing.assert_close(dict(names[part]), dict(other[part]), rtol=0, atol=0)
 
 
 def keyed_jagged_tensor_equals(
@@ -263,7 +263,7 @@ def is_signature_compatible(
         previous_signature.return_annotation == current_signature.return_annotation
         and all(kind in after for kind in before if kind in _ANY_NUMBER)
         and before[_BY_POSITION] == (after[_BY_POSITION] if takes_any else positional)
-        and all(one in after[_BY_KEYWORD] for one in before[_BY_KEYWORD])
+        and all(parameter in after[_BY_KEYWORD] for parameter in before[_BY_KEYWORD])
     )
 
 
@@ -272,8 +272,8 @@ _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _by_kind(signature: inspect.Signature) -> dict[Any, list[inspect.Parameter]]:
-    found: dict[Any, list[inspect.Parameter]] = {_BY_POSITION: [], _BY_KEYWORD: []}
+    by_kind: dict[Any, list[inspect.Parameter]] = {_BY_POSITION: [], _BY_KEYWORD: []}
     for parameter in signature.parameters.values():
         is_named = parameter.kind is not _BY_KEYWORD and parameter.kind not in _ANY_NUMBER
-        found.setdefault(_BY_POSITION if is_named else parameter.kind, []).append(parameter)
-    return found
+        by_kind.setdefault(_BY_POSITION if is_named else parameter.kind, []).append(parameter)
+    return by_kind

@@ -148,15 +148,15 @@ class EmbeddingTowerCollection(nn.Module):
         """
         outputs = []
         for place, (tower, reads) in enumerate(zip(self.towers, self._input_params, strict=True)):
-            given = {"features": features, "weighted_features": weighted_features}
-            read = [name for name, is_read in zip(given, reads, strict=True) if is_read]
-            missing = [name for name in read if given[name] is None]
+            inputs = {"features": features, "weighted_features": weighted_features}
+            read = [name for name, is_read in zip(inputs, reads, strict=True) if is_read]
+            missing = [name for name in read if inputs[name] is None]
             if missing:
                 raise ValueError(
                     f"towers[{place}] reads {' and '.join(read)}; received None for "
                     f"{' and '.join(missing)}."
                 )
-            outputs.append(tower(*(given[name] for name in read)))
+            outputs.append(tower(*(inputs[name] for name in read)))
         return torch.cat(outputs, dim=1)
 
     def script_form(self) -> nn.Module:

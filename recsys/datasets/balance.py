@@ -194,8 +194,8 @@ class BalancedBatches(IterableDataset[Batch]):
         first, last = edges[self.rank : self.rank + 2].tolist()
         mine = take_rows(batch, order[first:last])
         counts = np.ones(size) if self.mean_over == "samples" else lengths.astype(np.float64)
-        own = counts[order[first:last]].sum()
-        weight = own * world_size / counts.sum() if own else 0.0
+        rank_samples = counts[order[first:last]].sum()
+        weight = rank_samples * world_size / counts.sum() if rank_samples else 0.0
         weights = torch.full((last - first,), weight)
         if mine.sample_weights is not None:
             weights = weights * mine.sample_weights
@@ -242,12 +242,12 @@ class BalancedSampler(Sampler[list[int]]):
     ) -> None:
         rank, world_size = rank_in_job(rank, world_size)
         check_rank(rank, world_size, batch_size)
-        given: _Array = np.asarray(lengths)
-        self.lengths: _Array = given.astype(np.int64)
-        if given.ndim != 1 or (self.lengths != given).any() or (self.lengths < 0).any():
+        lengths_N: _Array = np.asarray(lengths)
+        self.lengths: _Array = lengths_N.astype(np.int64)
+        if lengths_N.ndim != 1 or (self.lengths != lengths_N).any() or (self.lengths < 0).any():
             raise ValueError(
                 "lengths must be whole numbers, [samples], not negative; received "
-                f"{given.dtype} {list(given.shape)}, the least {given.min(initial=0)}."
+                f"{lengths_N.dtype} {list(lengths_N.shape)}, the least {lengths_N.min(initial=0)}."
             )
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.shuffle, self.seed = flag("shuffle", shuffle), whole("seed", seed, 0)

@@ -169,14 +169,14 @@ def _blame_line(lines: Sequence[bytes], path: str, first_line: int, num_fields: 
     if lines[0].startswith(b"\x1f\x8b"):
         raise ValueError(f"{path} is gzipped: its name must end in .gz. Rename it.")
     for number, line in enumerate(lines, first_line):
-        found = line.count(b"\t") + 1
-        if found != num_fields or not line.endswith(b"\n"):
+        num_found = line.count(b"\t") + 1
+        if num_found != num_fields or not line.endswith(b"\n"):
             ended = "a newline at the end" if line.endswith(b"\n") else "no newline at the end"
             label = "a label" if num_fields == _NUM_FIELDS else "no label"
             raise ValueError(
                 f"{path}, line {number}: must have {num_fields} fields between tabs ({label}, "
                 f"{INT_FEATURE_COUNT} counts, {CAT_FEATURE_COUNT} categories) and a newline; "
-                f"received {found} fields and {ended}. "
+                f"received {num_found} fields and {ended}. "
                 "The file is truncated or damaged: download it again."
             )
     raise AssertionError("some line must have had a wrong number of fields")
@@ -234,9 +234,9 @@ class CriteoDataset(IterableDataset[Batch]):
         self.paths = [Path(path) for path in paths]
         for path in self.paths:
             if not path.is_file():
-                found = "a folder" if path.is_dir() else "nothing"
+                what = "a folder" if path.is_dir() else "nothing"
                 raise FileNotFoundError(
-                    f"{path} must be a file of Criteo click logs; received {found}."
+                    f"{path} must be a file of Criteo click logs; received {what}."
                 )
         self.keys = DEFAULT_CAT_NAMES
         self._num_embeddings_K = np.array(rows)
@@ -250,8 +250,8 @@ class CriteoDataset(IterableDataset[Batch]):
         for step in of_worker(steps):
             mine = rank_slice(len(step.lines), self._rank, self._world_size)
             first_line = step.first_line + mine.start
-            own = step._replace(lines=step.lines[mine], first_line=first_line)
-            yield self._to_batch(own.parse())
+            rank_step = step._replace(lines=step.lines[mine], first_line=first_line)
+            yield self._to_batch(rank_step.parse())
 
     def _to_batch(self, rows: CriteoRows) -> Batch:
         present_BK = rows.categories_BK >= 0

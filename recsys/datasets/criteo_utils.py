@@ -290,11 +290,11 @@ class BinaryCriteoUtils:
         for kind, (folder, columns) in kinds.items():
             names = [f"day_{day}_{kind}.npy" for day in range(days)]
             read = [_with_columns(Path(folder) / name, columns) for name in names]
-            found = [len(array) for array in read[:-1]]
-            if found != sizes:
+            rows_per_day_read = [len(array) for array in read[:-1]]
+            if rows_per_day_read != sizes:
                 raise ValueError(
                     f"The {kind} files in {folder} must have the rows of rows_per_day {sizes}; "
-                    f"received {found}."
+                    f"received {rows_per_day_read}."
                 )
             start = 0
             for name, size in zip(names[:-1], sizes, strict=True):

@@ -122,10 +122,10 @@ def version_of(system: Any, path: str) -> tuple[int, ...]:
     """
     if isinstance(system, fs.LocalFileSystem):
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except FileNotFoundError:
             return ()
-        return found.st_size, found.st_mtime_ns, found.st_ino
+        return status.st_size, status.st_mtime_ns, status.st_ino
     info = system.get_file_info(path)
     return info.size or 0, info.mtime_ns or 0
 

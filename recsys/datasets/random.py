@@ -146,8 +146,8 @@ class RandomRecDataset(IterableDataset[Batch]):
         if seed != self._worker_seed:
             self._worker_seed = seed
             if self._manual_seed is not None:
-                own = np.random.SeedSequence((self._manual_seed % 2**64, number))
-                seed = int(own.generate_state(1, np.uint64)[0])
+                sequence = np.random.SeedSequence((self._manual_seed % 2**64, number))
+                seed = int(sequence.generate_state(1, np.uint64)[0])
             self._generator.manual_seed(seed)
 
     def _make_batch(self) -> Batch:

@@ -115,13 +115,13 @@ def csv(
         >>> [batch.sparse_features.lengths().tolist() for batch in csv(path, spec, batch_size=8)]
         [[1, 0]]
     """
-    given = {
+    csv_options = {
         "read_options": read_options,
         "parse_options": parse_options,
         "convert_options": convert_options,
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    return _read_files(paths, format, spec, batch_size, options, **given)
+    csv_options = {name: value for name, value in csv_options.items() if value is not None}
+    return _read_files(paths, format, spec, batch_size, options, **csv_options)
 
 
 def table(data: Any, spec: Spec, batch_size: int, **options: Any) -> TableReader:

@@ -195,8 +195,10 @@ def criteo_terabyte(
         (1, 7, '0a')
     """
     is_checked = row_mapper is criteo_row
-    given = [path_of(f"criteo_terabyte.paths[{place}]", path) for place, path in enumerate(paths)]
-    read = partial(_read_criteo, given, is_checked, open_kw)
+    checked_paths = [
+        path_of(f"criteo_terabyte.paths[{place}]", path) for place, path in enumerate(paths)
+    ]
+    read = partial(_read_criteo, checked_paths, is_checked, open_kw)
     return _Rows(read, row_mapper, rank, world_size)
 
 

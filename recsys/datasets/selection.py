@@ -125,7 +125,7 @@ class Selection:
         Raises:
             ValueError: A file is damaged, or a value does not have the type of its column.
         """
-        found = []
+        kept = []
         start = 0
         while start < len(units):  # one opening for units of one file
             source = units[start].source
@@ -136,9 +136,9 @@ class Selection:
             parts = self.sources[source].read([*by_number], self.columns)
             for number, pairs in itertools.groupby(parts, lambda pair: pair[0]):
                 table = pa.concat_tables([table for _, table in pairs])
-                found.append(self._select(table, by_number[number]))
+                kept.append(self._select(table, by_number[number]))
             start = stop
-        return [rows for rows in found if rows.table.num_rows]
+        return [rows for rows in kept if rows.table.num_rows]
 
     def _select(self, table: Any, unit: Unit) -> Rows:
         is_kept: _Array | None = None
@@ -227,13 +227,13 @@ def filter_columns(filter: Any, schema: Any) -> list[str]:
     """
     if filter is None:
         return []
-    found = []
+    columns = []
     for i, name in enumerate(schema.names):
         rest = schema.remove(i).empty_table()
         try:
             ds.dataset(rest).scanner(columns={"kept": filter}).to_table()
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, KeyError):
-            found.append(name)
+            columns.append(name)
     try:
         ds.dataset(schema.empty_table()).scanner(columns={"kept": filter}).to_table()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, KeyError) as error:
@@ -241,4 +241,4 @@ def filter_columns(filter: Any, schema: Any) -> list[str]:
             f"filter must be an expression of the columns {schema.names}; received {filter}: "
             f"{error}"
         ) from error
-    return found
+    return columns

@@ -204,9 +204,9 @@ class TextSource:
 
         def text_of(error: Exception) -> str:
             text = str(error)
-            if (found := re.search(r"Row #(\d+)", text)) is not None:
-                line = int(found[1]) + sum(self._data(n).count(b"\n") for n in range(number))
-                text = f"{text[: found.start()]}line {line}{text[found.end() :]}"
+            if (match := re.search(r"Row #(\d+)", text)) is not None:
+                line = int(match[1]) + sum(self._data(n).count(b"\n") for n in range(number))
+                text = f"{text[: match.start()]}line {line}{text[match.end() :]}"
             return text
 
         yield from self._file.checked(blocks(), text_of)

@@ -253,25 +253,25 @@ class ClickModel:
         return Clicks(pa.table(columns), probabilities)
 
     def _gaps(self, rng: np.random.Generator, size: int) -> _Array:
-        found: _Array = rng.random(size) < self.missing
-        return found
+        gaps: _Array = rng.random(size) < self.missing
+        return gaps
 
 
 def _sigmoid(logits: _Array) -> _Array:
-    found: _Array = 1 / (1 + np.exp(-logits))
-    return found
+    chances: _Array = 1 / (1 + np.exp(-logits))
+    return chances
 
 
 def _skewed(rng: np.random.Generator, count: int, size: int) -> _Array:
     """Return [size] int64 numbers below `count`, with Zipf's distribution."""
     reached = (1 / np.arange(1, count + 1) ** _SKEW).cumsum()
-    found: _Array = np.searchsorted(reached, rng.random(size) * reached[-1], "right")
-    return found
+    numbers: _Array = np.searchsorted(reached, rng.random(size) * reached[-1], "right")
+    return numbers
 
 
 def _ids(numbers: _Array) -> _Array:
     """Return distinct int64 for small numbers, half of them negative."""
-    found: _Array = (
+    ids: _Array = (
         (numbers + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # odd: distinct mod 2^64
     ).view(np.int64)
-    return found
+    return ids

@@ -314,8 +314,8 @@ class TableReader(IterableDataset[Batch]):
                 "divide='batches' the number may change."
             )
         if (self.divide == "batches" or self.world_size == 1) and rows != self._step_rows():
-            own, rest = divmod(rows, self.world_size)
-            remedy = f"Resume on {before}" if rest else f"Pass batch_size={own}"
+            rank_rows, rest = divmod(rows, self.world_size)
+            remedy = f"Resume on {before}" if rest else f"Pass batch_size={rank_rows}"
             raise ValueError(
                 f"A step must keep its {rows} rows of all ranks together; received {ranks}, with "
                 f"batch_size={self.batch_size}. {remedy}."

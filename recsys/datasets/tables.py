@@ -99,11 +99,11 @@ def located(place_of: Callable[[int], tuple[str, int]]) -> Iterator[None]:
         kind = next(kinds[k] for k in kinds if isinstance(error, k))
         text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
         # the last one: the received value may have these words, too
-        found = re.search(r"in row (\d+)(?!.*in row \d)", text, re.DOTALL)
-        if found is None:
+        match = re.search(r"in row (\d+)(?!.*in row \d)", text, re.DOTALL)
+        if match is None:
             raise kind(f"{path}: {text}") from error
-        path, row = place_of(int(found[1]))
-        text = f"{text[: found.start()]}in row {row} of {path}{text[found.end() :]}"
+        path, row = place_of(int(match[1]))
+        text = f"{text[: match.start()]}in row {row} of {path}{text[match.end() :]}"
         raise kind(text) from error
 
 
@@ -139,17 +139,17 @@ def unify_types(
         for file in files:
             if name not in file.schema.names:
                 continue
-            found = file.schema.field(name).type
-            kind = kind_of(found)
+            file_type = file.schema.field(name).type
+            kind = kind_of(file_type)
             if kind is None or kind.endswith("of nothing"):
                 continue
-            first = first or (file, found)
+            first = first or (file, file_type)
             if kind != (expected := kind_of(first[1])):
                 raise TypeError(
                     f"Column {name!r} must have one kind of values in all files; received "
                     f"{expected} in {first[0].path} and {kind} in {file.path}. Convert one of them."
                 )
-            widest = _wider(widest, found) if is_text(file) else widest
+            widest = _wider(widest, file_type) if is_text(file) else widest
         if first is not None and kind_of(widest) in (None, kind_of(first[1])):
             types[name] = first[1] if pa.types.is_null(widest) else widest
     return [_with_types(file, types) if is_text(file) else file for file in files]
@@ -202,8 +202,8 @@ def files_of(paths: Paths, format: str | None = None, **csv_options: Any) -> lis
         raise FileNotFoundError("paths must have at least one path; received none.")
     return [
         _open(system, path, shown, format, csv_options)
-        for one in listed
-        for system, path, shown in _found(os.fspath(one))
+        for address in listed
+        for system, path, shown in _found(os.fspath(address))
     ]
 
 
@@ -258,20 +258,20 @@ def _open(
         if kind == "parquet":
             made: Any = ds.ParquetFileFormat()
         else:
-            given = dict(options)
-            if kind == "tsv" and "parse_options" not in given:
-                given["parse_options"] = csv.ParseOptions(delimiter="\t")
-            if "convert_options" not in given:
-                given["convert_options"] = csv.ConvertOptions(
+            settings = dict(options)
+            if kind == "tsv" and "parse_options" not in settings:
+                settings["parse_options"] = csv.ParseOptions(delimiter="\t")
+            if "convert_options" not in settings:
+                settings["convert_options"] = csv.ConvertOptions(
                     null_values=[""], strings_can_be_null=True
                 )
-            made = ds.CsvFileFormat(**given)
-            if given.get("read_options") is not None:
-                encoding = given["read_options"].encoding
+            made = ds.CsvFileFormat(**settings)
+            if settings.get("read_options") is not None:
+                encoding = settings["read_options"].encoding
         fragment = made.make_fragment(path, filesystem=system)
         schema = fragment.physical_schema
         if kind != "parquet" and is_utf8(encoding):
-            schema = _sampled_schema(fragment, given)
+            schema = _sampled_schema(fragment, settings)
     except READ_ERRORS as error:
         text = described(str(error))
         raise ValueError(f"{shown} cannot be read as {kind}: {text}") from error

@@ -216,8 +216,8 @@ def _members_of(batch: Batch) -> tuple[dict[str, Any], object]:
 
 def _batch_of(members: Iterable[Any], rest: Any) -> Batch:
     batch = Batch.__new__(Batch)  # unchecked: the members may be no tensors after a tree_map
-    given, names, label = rest
-    parts = {**dict.fromkeys(_OPTIONAL_PARTS), **dict(zip(given, members, strict=True))}
+    columns, names, label = rest
+    parts = {**dict.fromkeys(_OPTIONAL_PARTS), **dict(zip(columns, members, strict=True))}
     batch.__setstate__({**parts, "dense_names": tuple(names), "label_name": label})
     return batch
 
@@ -266,9 +266,9 @@ def rank_in_job(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """
     if rank is not None and world_size is not None:
         return rank, world_size
-    found = 0, 1
+    rank_and_size = 0, 1
     if dist.is_available() and dist.is_initialized():
-        found = dist.get_rank(), dist.get_world_size()
+        rank_and_size = dist.get_rank(), dist.get_world_size()
     elif (started := setting("WORLD_SIZE") or 1) > 1:
         raise ValueError(
             "A reader needs rank and world_size, or a process group to take them from; received "
@@ -277,7 +277,9 @@ def rank_in_job(rank: int | None, world_size: int | None) -> tuple[int, int]:
             "torch.distributed.init_process_group first, or pass both; with rank=0 and "
             "world_size=1 this process reads all samples."
         )
-    return found[0] if rank is None else rank, found[1] if world_size is None else world_size
+    return rank_and_size[0] if rank is None else rank, rank_and_size[
+        1
+    ] if world_size is None else world_size
 
 
 def rank_slice(num_samples: int, rank: int, world_size: int) -> slice:

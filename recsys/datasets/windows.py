@@ -140,15 +140,15 @@ def join_rows(batches: Sequence[Batch]) -> Batch:
     num_ids = [part.sum(1).tolist() for part in lengths]
 
     def joined(tensors: Sequence[Tensor]) -> Tensor:
-        pieces = [one.split(sizes) for one, sizes in zip(tensors, num_ids, strict=True)]
+        pieces = [tensor.split(sizes) for tensor, sizes in zip(tensors, num_ids, strict=True)]
         return torch.cat([piece for pair in zip(*pieces, strict=True) for piece in pair])
 
     ids = jagged[0]
     if keys:
         weights = None
         if ids.weights_or_none() is not None:
-            weights = joined([one.weights() for one in jagged])
-        values = joined([one.values() for one in jagged])
+            weights = joined([jagged_part.weights() for jagged_part in jagged])
+        values = joined([jagged_part.values() for jagged_part in jagged])
         ids = KeyedJaggedTensor(keys, values, weights, torch.cat(lengths, 1))
     if any(batch.label_mask is not None for batch in batches):
         batches = [_with_mask(batch) for batch in batches]

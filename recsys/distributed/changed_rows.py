@@ -85,7 +85,7 @@ class ChangedRows:
             is missing.
         """
         taken: dict[int, list[Tensor]] = {}
-        found: dict[str, list[tuple[int, Tensor]]] = {}
+        changed: dict[str, list[tuple[int, Tensor]]] = {}
         for part in self._parts():
             marks = part.marks
             if id(marks) not in taken:
@@ -95,9 +95,9 @@ class ChangedRows:
                 if is_new or self._all:
                     marks.mark_all(self)
                 taken[id(marks)] = marks.take(self)
-            found.setdefault(part.name, []).append((part.first_row, taken[id(marks)][part.place]))
+            changed.setdefault(part.name, []).append((part.first_row, taken[id(marks)][part.place]))
         self._all = False
-        return {name: _rows_of(parts) for name, parts in found.items()}
+        return {name: _rows_of(parts) for name, parts in changed.items()}
 
     def _parts(self) -> Iterator[_Part]:
         model = self._model()

@@ -139,8 +139,10 @@ class DMPCollection(DistributedModelParallel):
         configs = self._configs = list(submodule_configs or ())
         splits = [_Split(sharding_group_size, node_group_size, use_inter_host_allreduce)]
         splits += [
-            _Split(one.sharding_group_size, one.node_group_size, one.use_inter_host_allreduce)
-            for one in configs
+            _Split(
+                config.sharding_group_size, config.node_group_size, config.use_inter_host_allreduce
+            )
+            for config in configs
         ]
         _agree_on(env, world_size, splits, configs, custom_all_reduce is not None)
         groups = {split: split.groups(env) for split in dict.fromkeys(splits)}
@@ -173,10 +175,10 @@ class DMPCollection(DistributedModelParallel):
         group, *others = self._envs
         device = resolve_device(self.env, device)
         by_type = sharders_by_type(sharders)
-        env_of = dict(zip([one.module for one in self._configs], others, strict=True))
+        env_of = dict(zip([config.module for config in self._configs], others, strict=True))
         if plan is None:
-            own = [sharder for kind, sharder in by_type.items() if kind not in env_of]
-            plan = plan_model(module, self.env, group, device, own, planner)
+            whole = [sharder for kind, sharder in by_type.items() if kind not in env_of]
+            plan = plan_model(module, self.env, group, device, whole, planner)
         plan = _joined(module, plan, self._envs, self._configs, by_type)
         return replace_modules(module, plan, by_type, group, device, env_of), plan, device
 
@@ -321,14 +323,14 @@ class _Split:
         A collective call, which creates process groups once.
         """
         rows = self.rows(env.world_size)
-        own = next(row for row in rows if env.rank in row)
+        ranks = next(row for row in rows if env.rank in row)
         if len(rows) == 1:
             group = ShardingEnv(env.world_size, env.rank, env.process_group)
         else:
-            group = env.of_ranks(own)
-            place = own.index(env.rank)
+            group = env.of_ranks(ranks)
+            place = ranks.index(env.rank)
             group.replicas = env.of_ranks([row[place] for row in rows])
-        group.node_size = self.node_size or _ranks_per_node(own)
+        group.node_size = self.node_size or _ranks_per_node(ranks)
         return group
 
 
@@ -400,30 +402,30 @@ def _joined(
     """Return the plan of the model, with the entries of configurations for their types."""
     if not configs:
         return plan
-    for given, group in zip((plan, *(one.plan for one in configs)), groups, strict=True):
-        if not isinstance(given, ShardingPlan):
-            wrong_type("The plan of a model", "a ShardingPlan", given)
-        check_made_for(given, group.world_size)
+    for group_plan, group in zip((plan, *(other.plan for other in configs)), groups, strict=True):
+        if not isinstance(group_plan, ShardingPlan):
+            wrong_type("The plan of a model", "a ShardingPlan", group_plan)
+        check_made_for(group_plan, group.world_size)
     paths = {
         path: type(child)
         for path, child in outermost(module, lambda child: has_tables(child, sharders))
     }
     joined = dict(plan.plan)
     for config in configs:
-        own = [path for path, kind in paths.items() if kind is config.module]
-        if not own:
+        paths_of_type = [path for path, kind in paths.items() if kind is config.module]
+        if not paths_of_type:
             raise ValueError(
                 "DMPCollectionConfig.module must be the type of a sharded module; received "
                 f"{config.module.__name__}, and the model has "
                 f"{sorted({kind.__name__ for kind in paths.values()})}."
             )
-        lacking = [path for path in own if path not in config.plan.plan]
+        lacking = [path for path in paths_of_type if path not in config.plan.plan]
         unknown = sorted(config.plan.plan.keys() - paths.keys())
         if lacking or unknown:
             raise ValueError(
                 f"The plan of a DMPCollectionConfig must name the modules of its type, "
-                f"{config.module.__name__}, by their paths {own}; received one that lacks "
-                f"{lacking}, and names {unknown}, which are not sharded modules."
+                f"{config.module.__name__}, by their paths {paths_of_type}; received one that "
+                f"lacks {lacking}, and names {unknown}, which are not sharded modules."
             )
-        joined |= {path: config.plan.plan[path] for path in own}
+        joined |= {path: config.plan.plan[path] for path in paths_of_type}
     return ShardingPlan(joined)

@@ -109,12 +109,12 @@ class FullyShardWrapper:
         units = [(path, child) for path, child in outermost(model, is_leaf) if is_unit(child)]
         if self.modules is None:
             return units
-        found = dict(model.named_modules())
+        modules = dict(model.named_modules())
         for path in self.modules:
-            if path not in found or not is_unit(found[path]):
+            if path not in modules or not is_unit(modules[path]):
                 raise ValueError(
                     "FullyShardWrapper.modules must be paths of modules with trained parameters "
                     "and no sharded table in them, which the model calls; received "
                     f"{path!r}. The largest are {[path for path, _ in units]}."
                 )
-        return [(path, found[path]) for path in sorted(set(self.modules))]
+        return [(path, modules[path]) for path in sorted(set(self.modules))]

@@ -219,14 +219,14 @@ class ShardedObjectPool(ObjectPool[T], OwnShardsModule, Generic[T]):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        state = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         names = [name for name, _ in self.named_buffers()]
-        unexpected_keys += [prefix + name for name in given if strict and name not in names]
-        missing_keys += [prefix + name for name in names if name not in given]
-        for name in given.keys() & names:
+        unexpected_keys += [prefix + name for name in state if strict and name not in names]
+        missing_keys += [prefix + name for name in names if name not in state]
+        for name in state.keys() & names:
             try:
                 with torch.no_grad():
-                    self._whole(name).copy_(given[name])
+                    self._whole(name).copy_(state[name])
             except (ValueError, RuntimeError) as error:
                 error_msgs.append(f"{prefix}{name}: {error}")
 

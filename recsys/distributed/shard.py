@@ -283,10 +283,10 @@ def replace_modules(
     def is_leaf(child: nn.Module) -> bool:
         return has_tables(child, sharders) or is_sharded(child)
 
-    given = {p: m for p, m in outermost(module, is_leaf) if not is_sharded(m)}
+    unsharded = {p: m for p, m in outermost(module, is_leaf) if not is_sharded(m)}
     tables = [
         weight
-        for child in given.values()
+        for child in unsharded.values()
         for weight in sharders[type(child)].shardable_parameters(child).values()
     ]
     check_untied(module, tables)
@@ -299,7 +299,7 @@ def replace_modules(
         )
     made: dict[int, nn.Module] = {}
     with build_on_all_ranks(env) as construction:
-        for path, child in given.items():
+        for path, child in unsharded.items():
             construction.path = path
             shard_one = sharders[type(child)].shard
             # a custom sharder may lack the argument
@@ -371,15 +371,15 @@ def sharded_names(module: nn.Module) -> set[str]:
 
 def with_own_parts(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state with whole values of fully sharded parameters split to this rank's shards."""
-    own = _fully_sharded(module)
+    sharded = _fully_sharded(module)
     return {
         name: distribute_tensor(
-            value.to(own[name].device),
-            own[name].device_mesh,
-            own[name].placements,
+            value.to(sharded[name].device),
+            sharded[name].device_mesh,
+            sharded[name].placements,
             src_data_rank=None,
         )
-        if name in own and isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if name in sharded and isinstance(value, Tensor) and not isinstance(value, DTensor)
         else value
         for name, value in state.items()
     }
@@ -422,8 +422,8 @@ def materialize_dense(module: nn.Module, device: torch.device) -> None:
         ValueError: If a module has no `reset_parameters`.
     """
     for path, child in walk(module, _stays):
-        own = (*child.parameters(recurse=False), *child.buffers(recurse=False))
-        if _stays(child) or not any(tensor.is_meta for tensor in own):
+        tensors = (*child.parameters(recurse=False), *child.buffers(recurse=False))
+        if _stays(child) or not any(tensor.is_meta for tensor in tensors):
             continue
         if not hasattr(child, "reset_parameters"):
             raise ValueError(

@@ -120,8 +120,10 @@ def row_wise(
     _check_one_each("row_wise", sizes=sizes, placement=devices)
 
     def split(rows: int, dim: int, local_size: int, world_size: int) -> list[Rect]:
-        own = bucket_rows(rows, num_buckets or 0, world_size) if sizes is None else sizes
-        return grid_of(_blocks("row_wise", "rows", rows, own), [(0, dim)], range(len(own)))
+        rank_rows = bucket_rows(rows, num_buckets or 0, world_size) if sizes is None else sizes
+        return grid_of(
+            _blocks("row_wise", "rows", rows, rank_rows), [(0, dim)], range(len(rank_rows))
+        )
 
     return _generator(ShardingType.ROW_WISE, split, devices, compute_kernel)
 

@@ -204,8 +204,8 @@ def lengths_of(array: Any) -> _Array:
     ):
         lengths: _Array = np.diff(array.offsets.to_numpy())
         return lengths.astype(np.int64)
-    found = pc.fill_null(pc.list_value_length(array), 0)
-    return np.array(found.to_numpy(zero_copy_only=False), np.int64)
+    list_lengths = pc.fill_null(pc.list_value_length(array), 0)
+    return np.array(list_lengths.to_numpy(zero_copy_only=False), np.int64)
 
 
 def read_keys(values: Values, unsigned: bool = False) -> Keys:
@@ -263,11 +263,11 @@ def _encoded(array: Any) -> tuple[Any, Any] | None:
     """Return the positions of strings and the distinct strings; None if bytes are not UTF-8."""
     try:
         if not pa.types.is_dictionary(array.type):
-            found = array.cast(pa.large_string()).dictionary_encode()
-            return found.indices, found.dictionary
+            encoded = array.cast(pa.large_string()).dictionary_encode()
+            return encoded.indices, encoded.dictionary
         # a dictionary may have equal entries
-        found = array.dictionary.cast(pa.large_string()).dictionary_encode()
-        return found.indices.take(array.indices), found.dictionary
+        encoded = array.dictionary.cast(pa.large_string()).dictionary_encode()
+        return encoded.indices.take(array.indices), encoded.dictionary
     except pa.ArrowInvalid:
         return None
 
@@ -332,8 +332,8 @@ def read_numbers(values: Values) -> tuple[_Array, _Array | None]:
         array = array.cast(pa.float64())
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise TypeError(f"Column {values.name!r} must have numbers; received {kind}. Cast it.")
-    found, is_missing = _without_nulls(array)
-    numbers = found.astype(np.float64, copy=False)
+    present, is_missing = _without_nulls(array)
+    numbers = present.astype(np.float64, copy=False)
     is_finite = np.isfinite(numbers)
     if not is_finite.all():
         hint = "Write null for a missing number."
@@ -355,12 +355,12 @@ def to_float32(values: Values, numbers: _Array) -> _Array:
         ValueError: A number is outside the range of float32.
     """
     with np.errstate(over="ignore"):
-        found = numbers.astype(np.float32)
-    is_finite = np.isfinite(found)
+        converted = numbers.astype(np.float32)
+    is_finite = np.isfinite(converted)
     if not is_finite.all():
         rule = "must have numbers in the range of float32"
         values.reject(ValueError, rule, ~is_finite, "Clip or scale them.")
-    return found
+    return converted
 
 
 def decoded(array: Any) -> Any:

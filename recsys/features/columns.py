@@ -224,12 +224,12 @@ def check_columns(columns: Sequence[Column]) -> None:
         if column.table is None:
             continue
         first = by_table.setdefault(column.table, column)
-        one, other = (_table_settings(column) for column in (first, column))
-        differing = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+        left, other = (_table_settings(column) for column in (first, column))
+        differing = [name for name in {**left, **other} if left.get(name) != other.get(name)]
         if differing:
             texts = [
                 ", ".join(f"{name}={settings[name]!r}" for name in differing if name in settings)
-                for settings in (one, other)
+                for settings in (left, other)
             ]
             raise ValueError(
                 f"Columns of one table must have the same settings; received {texts[0]} for "

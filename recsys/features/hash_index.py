@@ -76,9 +76,9 @@ class NumberPositions:
             if not len(waiting):
                 return positions
             slots = self._next(slots)
-            found: _Array = self._slots[slots]
-            positions[waiting] = found
-            again = (self._numbers[found] != numbers[waiting]) & (found >= 0)
+            candidates: _Array = self._slots[slots]
+            positions[waiting] = candidates
+            again = (self._numbers[candidates] != numbers[waiting]) & (candidates >= 0)
             waiting, slots = waiting[again], slots[again]
         positions[waiting] = -1
         if len(self._rest):

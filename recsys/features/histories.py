@@ -86,14 +86,14 @@ def leave_one_out(
     starts, ends = edges[:-1][is_kept], edges[1:][is_kept]
     own_users = columns[user].array.take(pa.array(order[starts]))
     items, times = columns[item].array.take(pa.array(order)), times[order]
-    found: dict[str, Any] = {}
+    histories: dict[str, Any] = {}
     for name, left_out in (("train", 3), ("validation", 2), ("test", 1)):
         lasts = ends - left_out  # positions after the history
         has_some = lasts > starts
         firsts, stops = np.maximum(starts, lasts - max_length)[has_some], lasts[has_some]
         offsets, rows = _ranges(firsts, stops)
         earlier_offsets, earlier_rows = _ranges(starts[has_some], firsts)
-        found[name] = pa.table(
+        histories[name] = pa.table(
             {
                 "user": own_users.filter(pa.array(has_some)),
                 "history": _lists(offsets, items.take(pa.array(rows))),
@@ -102,7 +102,7 @@ def leave_one_out(
                 "times": _lists(offsets, pa.array(times[rows])),
             }
         )
-    return found
+    return histories
 
 
 def _present_keys(values: Values) -> Keys:

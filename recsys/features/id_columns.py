@@ -268,12 +268,12 @@ def read_id_weights(table: Any, name: str, ids: Values, is_missing: _Array | Non
             infinite.
     """
     values = read_values(table, name, ids.lengths is not None)
-    found, wanted = np.asarray(values.lengths), np.asarray(ids.lengths)
-    if ids.lengths is not None and not np.array_equal(found, wanted):
-        row = int((found != wanted).argmax())
+    lengths, wanted = np.asarray(values.lengths), np.asarray(ids.lengths)
+    if ids.lengths is not None and not np.array_equal(lengths, wanted):
+        row = int((lengths != wanted).argmax())
         raise ValueError(
             f"Column {name!r} must have one weight for each id of {ids.name!r}; "
-            f"received {found[row]} weights and {wanted[row]} ids in row {row}."
+            f"received {lengths[row]} weights and {wanted[row]} ids in row {row}."
         )
     numbers, lacks_weight = read_numbers(values)
     if lacks_weight is not None:

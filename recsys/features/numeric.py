@@ -198,7 +198,7 @@ class Numeric(Column):
         is_single = (
             self.name in table.column_names and table.schema.field(self.name).type == pa.float32()
         )
-        found = {
+        entry = {
             "name": self.name,
             "kind": "numeric" if self.buckets is None else "buckets",
             "dtype": "float32" if is_single else "float64",
@@ -212,5 +212,5 @@ class Numeric(Column):
         }
         if self.buckets is not None:
             edges = fitted.edges[self.name].tolist()
-            found |= {"tensor": tensors[self.name], "edges": edges}
-        return found
+            entry |= {"tensor": tensors[self.name], "edges": edges}
+        return entry

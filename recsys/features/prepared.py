@@ -100,30 +100,30 @@ def prepared_table(spec: FeatureSpec, data: Any, *, labels: bool = True) -> Any:
     targets = targets[:, None] if targets.ndim == 1 else targets
     by_label = dict(zip(spec.label_names, targets.T, strict=False))
     missing = None if batch.label_mask is None else ~batch.label_mask.numpy()
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     prepared = prepared_spec(spec)
     for column in prepared.columns:
         name = column.name
         if column.part == "dense_features":
-            found[name] = np.ascontiguousarray(dense[name])
+            columns[name] = np.ascontiguousarray(dense[name])
         elif column.part == "sparse_features":
             bags = jagged[name]
             lengths = bags.lengths().numpy()
             [feature] = column.features(prepared.fitted)
             is_small = not feature.growing and feature.rows <= _SMALL
             ids = bags.values().numpy().astype(np.int32 if is_small else np.int64)
-            found[name] = _bags(ids, lengths, column.is_list)
+            columns[name] = _bags(ids, lengths, column.is_list)
             if column.weights is not None:
                 weights = bags.weights().numpy()
-                found[column.weights] = _bags(weights, lengths, column.is_list)
+                columns[column.weights] = _bags(weights, lengths, column.is_list)
         elif not labels:
             continue
         elif column.part == "labels":
             is_missing = None if missing is None else missing[:, spec.label_names.index(name)]
-            found[name] = pa.array(by_label[name], mask=is_missing)
+            columns[name] = pa.array(by_label[name], mask=is_missing)
         else:
-            found[name] = getattr(batch, column.part).numpy()
-    return pa.table(found)
+            columns[name] = getattr(batch, column.part).numpy()
+    return pa.table(columns)
 
 
 def _prepared_columns(column: Column, fitted: Fitted, taken: Sequence[str]) -> list[Column]:
@@ -148,10 +148,16 @@ def _prepared_columns(column: Column, fitted: Fitted, taken: Sequence[str]) -> l
         "weights": None if column.weights is None else f"{column.name}_weights",
     }
     return [
-        Hashed(one.name, rows=one.rows, growing=True, table=one.table, **shared)
-        if one.growing
-        else Ids(one.name, rows=one.rows, table=one.table, special_rows=one.special_rows, **shared)
-        for one in column.features(fitted)
+        Hashed(feature.name, rows=feature.rows, growing=True, table=feature.table, **shared)
+        if feature.growing
+        else Ids(
+            feature.name,
+            rows=feature.rows,
+            table=feature.table,
+            special_rows=feature.special_rows,
+            **shared,
+        )
+        for feature in column.features(fitted)
     ]
 
 

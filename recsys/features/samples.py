@@ -161,6 +161,8 @@ def join_labels(labels: Sequence[LabelValues], size: int) -> tuple[Tensor, Tenso
                 rule = "must have no missing value"
                 label.values.reject(ValueError, rule, label.is_missing, _REMOVE)
         return (numbers[0] if numbers else torch.zeros(size)), None
-    missing = [np.zeros(size, bool) if one.is_missing is None else one.is_missing for one in labels]
+    missing = [
+        np.zeros(size, bool) if task.is_missing is None else task.is_missing for task in labels
+    ]
     mask = torch.from_numpy(~np.stack(missing, 1))
     return torch.stack(numbers, 1), None if mask.all() else mask

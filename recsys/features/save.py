@@ -68,13 +68,13 @@ def restore(
     _check_format(found, place)
     columns: list[Column] = []
     try:
-        for one in found["columns"]:
+        for entry in found["columns"]:
             fields: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value
-                for name, value in one.items()
+                for name, value in entry.items()
                 if name != "kind"
             }
-            columns.append(_kind_of(one["kind"], place)(**fields))
+            columns.append(_kind_of(entry["kind"], place)(**fields))
         fitted = Fitted(
             found["num_rows"],
             dict(vocabularies),
@@ -129,17 +129,17 @@ def save_folder(folder: Path, columns: Sequence[Column], fitted: Fitted) -> None
     part = folder.with_name(f".{folder.name}-{secrets.token_hex(8)}")
     part.mkdir()
     try:
-        found = describe(columns, fitted)
+        description = describe(columns, fitted)
         for number, (name, vocabulary) in enumerate(fitted.vocabularies.items()):
             file = f"vocabulary-{number}.arrow"
             data = to_bytes(vocabulary)
             (part / file).write_bytes(data)
-            found["vocabularies"][name] |= {
+            description["vocabularies"][name] |= {
                 "file": file,
                 "sha256": hashlib.sha256(data).hexdigest(),
             }
-        found["sha256"] = _checksum(found)
-        (part / NAME).write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+        description["sha256"] = _checksum(description)
+        (part / NAME).write_text(json.dumps(description, indent=1, allow_nan=False) + "\n")
         if folder.exists():
             old = part.with_name(part.name + "-old")
             os.rename(folder, old)
@@ -163,24 +163,24 @@ def load_folder(folder: Path) -> tuple[list[Column], Fitted]:
     if not path.is_file():
         raise FileNotFoundError(f"{folder} must be a folder that FeatureSpec.save wrote.")
     try:
-        found = json.loads(path.read_text())
+        description = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}. Save the spec again.") from error
-    if not isinstance(found, dict):
+    if not isinstance(description, dict):
         raise ValueError(f"{path} is damaged: it has no description. Save the spec again.")
-    _check_format(found, path)
-    if found.get("sha256") != _checksum(found):
+    _check_format(description, path)
+    if description.get("sha256") != _checksum(description):
         raise ValueError(f"{path} is damaged: it differs from its checksum. Save the spec again.")
     vocabularies = {}
-    for name, one in found.get("vocabularies", {}).items():
-        data = (folder / one["file"]).read_bytes()
-        if hashlib.sha256(data).hexdigest() != one["sha256"]:
+    for name, vocabulary in description.get("vocabularies", {}).items():
+        data = (folder / vocabulary["file"]).read_bytes()
+        if hashlib.sha256(data).hexdigest() != vocabulary["sha256"]:
             raise ValueError(
-                f"{folder / one['file']} is damaged: it differs from its checksum. Save the spec "
-                "again."
+                f"{folder / vocabulary['file']} is damaged: it differs from its checksum. Save the "
+                "spec again."
             )
         vocabularies[name] = from_bytes(data)
-    return restore(found, vocabularies, path)
+    return restore(description, vocabularies, path)
 
 
 def to_bytes(vocabulary: Vocabulary) -> bytes:

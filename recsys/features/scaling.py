@@ -119,8 +119,8 @@ class Quantiles:
         if not len(numbers):
             return numbers
         places = np.searchsorted(reached, shares * reached[-1], "left")
-        found: _Array = numbers[np.minimum(places, len(numbers) - 1)]
-        return found
+        values: _Array = numbers[np.minimum(places, len(numbers) - 1)]
+        return values
 
     def edges(self, buckets: int) -> _Array:
         """Return the inner edges of buckets with equal shares of the numbers, as far as possible.
@@ -144,21 +144,23 @@ class Quantiles:
         shares = np.arange(1, buckets) / buckets
         numbers, reached = self._sorted()
         quantiles = self.at(shares)
-        found: list[float] = []
+        edges: list[float] = []
         for value, count in zip(*np.unique(quantiles, return_counts=True), strict=True):
             first = int(np.searchsorted(numbers, value, "left"))
             after = int(np.searchsorted(numbers, value, "right"))
             below = reached[first - 1] / reached[-1] if first else 0.0
             up_to = reached[after - 1] / reached[-1]
-            own = shares[quantiles == value].mean()
+            value_share = shares[quantiles == value].mean()
             is_single = count == 1 and up_to - below >= 1 / buckets
             is_last = after == len(numbers)
-            is_nearer_above = is_single and not is_last and up_to - own < own - below
+            is_nearer_above = (
+                is_single and not is_last and up_to - value_share < value_share - below
+            )
             if first and not is_nearer_above:
-                found.append(float(value))
+                edges.append(float(value))
             if not is_last and (not first or is_nearer_above or count > 1):
-                found.append(float(numbers[after]))
-        return np.unique(found)
+                edges.append(float(numbers[after]))
+        return np.unique(edges)
 
     def _sorted(self) -> tuple[_Array, _Array]:
         """Return the numbers, rising, and how many numbers each one and those before stand for."""

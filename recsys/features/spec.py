@@ -217,12 +217,14 @@ class FeatureSpec:
                 f"{shown(table)}. Other tables do not store values."
             )
         try:
-            found = rows.detach().cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
+            row_numbers = (
+                rows.detach().cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
+            )
         except (TypeError, ValueError):  # such as lists of unequal lengths
-            found = np.asarray(None)
-        if found.dtype.kind not in "iu" and found.size:
+            row_numbers = np.asarray(None)
+        if row_numbers.dtype.kind not in "iu" and row_numbers.size:
             raise TypeError(f"rows must be whole numbers of one shape; received {shown(rows)}.")
-        return vocabularies[table].values_of(found.astype(np.int64))
+        return vocabularies[table].values_of(row_numbers.astype(np.int64))
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -277,12 +279,12 @@ class FeatureSpec:
         Raises:
             ValueError: The state is of other columns.
         """
-        found = json.loads(state["description"])
+        description = json.loads(state["description"])
         tensors: Mapping[str, Tensor] = state["vocabularies"]
         vocabularies = {
             name: save.from_bytes(data.numpy().tobytes()) for name, data in tensors.items()
         }
-        columns, fitted = save.restore(found, vocabularies, "The state")
+        columns, fitted = save.restore(description, vocabularies, "The state")
         if tuple(columns) != self.columns:
             raise ValueError(
                 f"The state must be of the columns {list(self.columns)}; received the state of "
@@ -396,7 +398,7 @@ class FeatureSpec:
         )
         return Batch(
             torch.from_numpy(np.stack(dense, 1)) if dense else torch.zeros(size, 0),
-            jagged_of([one.name for one in self.features()], bags, size, self.is_weighted),
+            jagged_of([feature.name for feature in self.features()], bags, size, self.is_weighted),
             targets,
             tuple(self.dense_names),
             ",".join(self.label_names) if labels else "",

@@ -103,6 +103,6 @@ def text_buffers(texts: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]
         [N + 1] int64 offsets of the texts in the bytes, and uint8 bytes.
     """
     _, offsets, data = texts.buffers()
-    found = np.frombuffer(offsets, np.int64)[texts.offset :][: len(texts) + 1]
+    bounds = np.frombuffer(offsets, np.int64)[texts.offset :][: len(texts) + 1]
     is_empty = data is None or data.size == 0
-    return found, np.empty(0, np.uint8) if is_empty else np.frombuffer(data, np.uint8)
+    return bounds, np.empty(0, np.uint8) if is_empty else np.frombuffer(data, np.uint8)

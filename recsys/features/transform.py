@@ -41,8 +41,8 @@ def jagged_of(
         size: Number of rows.
         is_weighted: True to give ids without weights the weight 1.
     """
-    one = np.ones(size, np.int64)
-    lengths = [one if bag.lengths is None else bag.lengths for bag in bags]
+    ones = np.ones(size, np.int64)
+    lengths = [ones if bag.lengths is None else bag.lengths for bag in bags]
     weights = None
     if is_weighted:
         plain = [

@@ -120,9 +120,9 @@ class Vocabulary:
             )
         flat = rows.reshape(-1)
         places = pa.array(flat - _FIRST, mask=flat < _FIRST)
-        found = np.empty(len(flat), object)
-        found[:] = self.values.take(places).to_pylist()
-        return found.reshape(rows.shape)
+        values = np.empty(len(flat), object)
+        values[:] = self.values.take(places).to_pylist()
+        return values.reshape(rows.shape)
 
     def _find_texts(self, texts: Any) -> _Array:
         places = self._index.find(hash_texts(texts))
@@ -177,8 +177,8 @@ class Counts:
         if not len(numbers):
             return
         if keys.texts is None:
-            found, counts = np.unique(numbers, return_counts=True)
-            values = pa.array(found)
+            distinct, counts = np.unique(numbers, return_counts=True)
+            values = pa.array(distinct)
         else:
             counts = np.bincount(numbers, minlength=len(keys.texts))
             values = keys.texts.filter(pa.array(counts > 0))
@@ -300,8 +300,8 @@ def _shown(values: Any, place: int) -> str:
 def _merged(parts: list[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
-    found = pa.concat_tables(parts).group_by("value").aggregate([("count", "sum")])
-    return found.select(["value", "count_sum"]).rename_columns(["value", "count"])
+    merged = pa.concat_tables(parts).group_by("value").aggregate([("count", "sum")])
+    return merged.select(["value", "count_sum"]).rename_columns(["value", "count"])
 
 
 def _ordered(table: Any) -> Any:

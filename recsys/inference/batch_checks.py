@@ -116,12 +116,12 @@ def read_sizes(values: Tensor, lengths_KB: Tensor, is_needed: bool) -> list[int]
     if not torch.jit.is_scripting() and torch.compiler.is_compiling():  # type: ignore[attr-defined]
         return _traced_sizes(values, lengths_KB, is_needed)
     num_negative = (lengths_KB < 0).sum().view(1)
-    found: list[int] = torch.cat([lengths_KB.sum(1), num_negative]).tolist()
-    sizes = found[:-1]
-    if found[-1] > 0 or sum(sizes) != values.numel():
+    counts: list[int] = torch.cat([lengths_KB.sum(1), num_negative]).tolist()
+    sizes = counts[:-1]
+    if counts[-1] > 0 or sum(sizes) != values.numel():
         raise ValueError(
             f"lengths must not be negative and must add up to the number of ids, {values.numel()}; "
-            f"received {found[-1]} negative lengths and a sum of {sum(sizes)}."
+            f"received {counts[-1]} negative lengths and a sum of {sum(sizes)}."
         )
     return sizes
 

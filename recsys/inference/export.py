@@ -223,16 +223,16 @@ class PlainModel(nn.Module):
         for jagged in pytree.tree_leaves(inputs, is_leaf=is_jagged):
             if is_jagged(jagged):
                 jagged.lengths()  # a program takes lengths instead of offsets
-        found, self._structure = pytree.tree_flatten_with_path(arguments)
-        self._leaves = [leaf for _, leaf in found]
-        self._places = _places_of_tensors(found)
+        leaves, self._structure = pytree.tree_flatten_with_path(arguments)
+        self._leaves = [leaf for _, leaf in leaves]
+        self._places = _places_of_tensors(leaves)
         self.tensors = self._tensors_in(inputs)
         self._none = self._tensors_in(samples_of(inputs, slice(0)))
         tried = range(min(max(batch_sizes(inputs), default=0), _MAX_TRIED))
         self._single = [self._tensors_in(samples_of(inputs, slice(i, i + 1))) for i in tried]
         for i, tensor in zip(self._places, self.tensors, strict=True):
             self._leaves[i] = tensor
-        self.names = [name_of(found[i][0]) for i in self._places]
+        self.names = [name_of(leaves[i][0]) for i in self._places]
         are_jagged = [
             is_jagged(leaf)
             for leaf in pytree.tree_leaves(inputs, is_leaf=is_jagged)
@@ -472,10 +472,10 @@ def _plain(output: Any, like: object, name: str = "") -> dict[str, Any]:
             f"An exported model returns tensors and jagged tensors, also in lists, tuples and "
             f"dicts; received {type(like).__name__} {name!r}."
         )
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for key in keys:
-        found |= _plain(output[key], like[key], f"{name}.{key}".lstrip("."))  # type: ignore[index]
-    return found
+        tensors |= _plain(output[key], like[key], f"{name}.{key}".lstrip("."))  # type: ignore[index]
+    return tensors
 
 
 def _check_one_device(model: nn.Module) -> None:

@@ -97,8 +97,8 @@ class FaissIndex:
         vectors = queries.where(is_finite, 0.0).contiguous().numpy()
         size = min(len(self._ids), k + longest)
         while True:
-            found, places = self._index.search(vectors, size)
-            scores, rows = torch.from_numpy(found), torch.from_numpy(places)
+            similarities, places = self._index.search(vectors, size)
+            scores, rows = torch.from_numpy(similarities), torch.from_numpy(places)
             # Scores that overflow are first, and are not found: search items after them.
             if size == len(self._ids) or not ((rows >= 0) & scores.isposinf()).any():
                 break

@@ -82,14 +82,14 @@ def features_of_inputs(
         lookups = {}
         for i in taggable:
             lookups |= _try_marks(model, inputs, slots, [i]) or {}
-    found: dict[str, list[InputFeature]] = {name: [] for name in jagged}
+    by_input: dict[str, list[InputFeature]] = {name: [] for name in jagged}
     for i, (name, key) in enumerate(slots):
         feature = InputFeature(key, None, None, None)
         for rows, table, path in lookups.get(i, ()):
             if feature.rows is None or (rows is not None and rows < feature.rows):
                 feature = replace(feature, rows=rows, table=table, module=path)
-        found[name].append(feature)
-    return {name: tuple(features) for name, features in found.items()}
+        by_input[name].append(feature)
+    return {name: tuple(features) for name, features in by_input.items()}
 
 
 def jagged_inputs(
@@ -158,14 +158,14 @@ def _try_marks(
     model: nn.Module, inputs: Sequence[object], slots: _Slots, marked: Sequence[int]
 ) -> _Found | None:
     """Return the lookups of some features whose ids arrive unchanged; None if the model fails."""
-    found: list[_Found] = []
+    lookups: list[_Found] = []
     for sign in (1, -1):  # a model may replace ids above or below the range of a table
         trial = _Trial(model, inputs, slots, set(marked), sign)
         try:
-            found.append(trial.run())
+            lookups.append(trial.run())
         except Exception:  # of the model, for example for an id that it reads by itself
             return None
-    above, below = found
+    above, below = lookups
     return {i: above[i] & below[i] for i in above.keys() & below.keys()}
 
 
@@ -194,8 +194,8 @@ class _Trial:
         self._ends = [0]
         """The marks of the i-th feature are from `_ends[i]` up to `_ends[i + 1]`."""
         self._found: _Found = {}
-        given = jagged_inputs(model, inputs)
-        batches = iter([self._marked(name, batch, slots, marked) for name, batch in given.items()])
+        jagged = jagged_inputs(model, inputs)
+        batches = iter([self._marked(name, batch, slots, marked) for name, batch in jagged.items()])
         leaves, structure = pytree.tree_flatten(list(inputs), is_leaf=is_jagged)
         leaves = [next(batches) if is_jagged(leaf) else leaf for leaf in leaves]
         self._inputs = pytree.tree_unflatten(leaves, structure)
@@ -219,22 +219,24 @@ class _Trial:
         marked: set[int],
     ) -> JaggedTensor | KeyedJaggedTensor:
         """Return a batch with marked ids; each feature has at least one id per sample."""
-        own = [i for i, (owner, _) in enumerate(slots) if owner == name]
+        feature_slots = [i for i, (owner, _) in enumerate(slots) if owner == name]
         if not _has_ids(batch):
-            self._ends += [self._ends[-1]] * len(own)
+            self._ends += [self._ends[-1]] * len(feature_slots)
             return batch
-        lengths_KB = batch.lengths().view(len(own), -1)
+        lengths_KB = batch.lengths().view(len(feature_slots), -1)
         num_ids = lengths_KB.sum(1, keepdim=True)
         lengths = lengths_KB.where(num_ids > 0, 1).flatten()
         values = []
         first = _first_mark(batch.values().dtype)
-        for i, ids in zip(own, batch.values().split(num_ids.flatten().tolist()), strict=True):
+        for i, ids in zip(
+            feature_slots, batch.values().split(num_ids.flatten().tolist()), strict=True
+        ):
             count = len(ids) or lengths_KB.shape[1]
             start = self._ends[-1]
             self._ends.append(start + count)
             marks = torch.arange(start, start + count, device=ids.device, dtype=ids.dtype) + first
-            given = ids if len(ids) else marks.new_zeros(count)
-            values.append(marks * self._sign if i in marked else given)
+            feature_ids = ids if len(ids) else marks.new_zeros(count)
+            values.append(marks * self._sign if i in marked else feature_ids)
         ids = torch.cat(values)
         weights = batch.weights_or_none()
         if weights is not None:
@@ -247,19 +249,19 @@ class _Trial:
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Record the marks that a lookup receives, and replace all ids by 0."""
-        name, given = (None, args[0]) if args else next(iter(kwargs.items()))
-        if isinstance(given, KeyedJaggedTensor):
+        name, features = (None, args[0]) if args else next(iter(kwargs.items()))
+        if isinstance(features, KeyedJaggedTensor):
             assert isinstance(module, QuantizedCollection)
-            for key, batch in given.to_dict().items():
+            for key, batch in features.to_dict().items():
                 for config in module.configs():
                     if key in config.feature_names:
                         rows = rows_left(config) if config.ids is None else None
                         lookup = _Lookup(rows, config.name, path)
                         self._note(batch.values(), lookup)
-            zeros: object = given.with_values(torch.zeros_like(given.values()))
-        elif isinstance(given, Tensor) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            self._note(given.flatten(), _Lookup(module.num_embeddings, path, path))
-            zeros = torch.zeros_like(given)
+            zeros: object = features.with_values(torch.zeros_like(features.values()))
+        elif isinstance(features, Tensor) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            self._note(features.flatten(), _Lookup(module.num_embeddings, path, path))
+            zeros = torch.zeros_like(features)
         else:
             return args, kwargs
         return ((zeros, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: zeros})

@@ -38,10 +38,10 @@ def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, tuple[Tensor, T
         >>> [part.shape for part in get_table_to_weights_from_tbe(model)["t"]]
         [torch.Size([10, 64]), torch.Size([10, 4])]
     """
-    found: dict[str, tuple[Tensor, Tensor | None]] = {}
+    weights: dict[str, tuple[Tensor, Tensor | None]] = {}
     for collection in _collections(model):
-        found.update(collection.quantized_weights())
-    return found
+        weights.update(collection.quantized_weights())
+    return weights
 
 
 @checked

@@ -180,16 +180,16 @@ class AOTIProgram:
             RuntimeError: The program raised an error.
         """
         if len(tensors) != len(self.inputs):
-            names = ", ".join(found.name for found in self.inputs)
+            names = ", ".join(entry.name for entry in self.inputs)
             raise TypeError(
                 f"The program takes {len(self.inputs)} tensors ({names}); received {len(tensors)}."
             )
         sizes: dict[str, int] = {}
         ready = [
-            found.validated(tensor, self.device, sizes)
-            for found, tensor in zip(self.inputs, tensors, strict=True)
+            entry.validated(tensor, self.device, sizes)
+            for entry, tensor in zip(self.inputs, tensors, strict=True)
         ]
-        by_name = {found.name: tensor for found, tensor in zip(self.inputs, ready, strict=True)}
+        by_name = {entry.name: tensor for entry, tensor in zip(self.inputs, ready, strict=True)}
         for jagged in self.jagged:
             jagged.check(by_name)
         return self.compiled(*ready)

@@ -168,7 +168,7 @@ class Publisher:
             rounds.extend(_rounds_of(self._model, self._weights, self._changed.take()))
 
         def copy(number: int) -> list[_Piece]:
-            return [one.copy() for one in rounds[number]] if number < len(rounds) else []
+            return [piece.copy() for piece in rounds[number]] if number < len(rounds) else []
 
         try:
             self._together(choose)
@@ -186,18 +186,18 @@ class Publisher:
     def _end_writing(self) -> Path | None:
         """Wait for the delta that is being written; every rank raises its error."""
         writing, self._writing = self._writing, None
-        found: list[Path | None] = [None]
+        written: list[Path | None] = [None]
 
         def wait() -> None:
             if writing is not None:
-                found[0] = writing.result()
+                written[0] = writing.result()
 
         try:
             self._together(wait)
         except Exception:
             self._changed.mark_all()
             raise
-        return found[0]
+        return written[0]
 
     def _together(self, work: Callable[[], None]) -> None:
         """Do the work of this rank; every rank raises the error of any rank."""
@@ -212,9 +212,9 @@ class Publisher:
         """Write a delta; runs in the thread of rank 0."""
         tables = {}
         for weight, entry in self._tables.items():
-            own = [piece for piece in pieces if piece.weight == weight]
-            if any(piece.rows.numel() for piece in own):
-                tables[entry["name"]] = _joined(own, entry)
+            table_pieces = [piece for piece in pieces if piece.weight == weight]
+            if any(piece.rows.numel() for piece in table_pieces):
+                tables[entry["name"]] = _joined(table_pieces, entry)
         if not tables:
             return None
         file = write_delta(self._version, tables)
@@ -230,15 +230,15 @@ class Publisher:
         weights = [name for name in names if SavedTables.is_table(name)]
         for entry in read_manifest(self._version)["tables"]:
             path, _, name = entry["name"].rpartition(".")
-            found = [n for n in weights if n.split(".")[-2] in (entry["name"], name)]
-            if len(found) > 1:
-                found = [n for n in found if n.startswith(f"{path}.")]
-            if len(found) != 1:
+            matches = [n for n in weights if n.split(".")[-2] in (entry["name"], name)]
+            if len(matches) > 1:
+                matches = [n for n in matches if n.startswith(f"{path}.")]
+            if len(matches) != 1:
                 raise ValueError(
                     f"Publisher.model must have the table {entry['name']!r} of {self._version} "
-                    f"once; received {found or weights}."
+                    f"once; received {matches or weights}."
                 )
-            self._tables[found[0]] = entry
+            self._tables[matches[0]] = entry
         if self._url is not None:
             upload(self._version, self._url)
 
@@ -295,9 +295,9 @@ def _rounds_of(
         index = (state[names[0]], state[names[1]]) if names[0] in state else None
         for at, values in _parts_of(state[name], rank):
             rows = changed[name]
-            own = rows[(rows >= at[0]) & (rows < at[0] + len(values))]
+            shard_rows = rows[(rows >= at[0]) & (rows < at[0] + len(values))]
             step = max(_ROUND_BYTES // (4 * values.shape[1] + 16), 1)
-            for part in own.split(step) if own.numel() else ():
+            for part in shard_rows.split(step) if shard_rows.numel() else ():
                 yield [_Source(name, part, at, values, index, rank)]
 
 
@@ -310,11 +310,11 @@ def _parts_of(value: Tensor, rank: int) -> list[tuple[tuple[int, ...], Tensor]]:
 
 def _rows_at(value: Tensor, rank: int, rows: Tensor) -> Tensor:
     """Return values of rows that this rank holds."""
-    found = torch.zeros(len(rows), dtype=value.dtype)
+    gathered = torch.zeros(len(rows), dtype=value.dtype)
     for at, values in _parts_of(value, rank):
         is_here = (rows >= at[0]) & (rows < at[0] + len(values))
-        found[is_here.cpu()] = values[rows[is_here] - at[0]].cpu()
-    return found
+        gathered[is_here.cpu()] = values[rows[is_here] - at[0]].cpu()
+    return gathered
 
 
 def _gather(env: ShardingEnv, pieces: list[_Piece]) -> list[_Piece]:
@@ -324,7 +324,7 @@ def _gather(env: ShardingEnv, pieces: list[_Piece]) -> list[_Piece]:
     gathered: list[list[_Piece]] | None = [[]] * env.world_size if env.rank == 0 else None
     with explained(env.process_group, _WHAT), waiting(_WHAT):
         dist.gather_object(pieces, gathered, group=env.process_group, group_dst=0)
-    return [piece for own in gathered or () for piece in own]
+    return [piece for rank_pieces in gathered or () for piece in rank_pieces]
 
 
 def _joined(pieces: list[_Piece], entry: Mapping[str, Any]) -> tuple[Tensor, ...]:

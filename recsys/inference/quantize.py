@@ -245,8 +245,8 @@ def quantize_state_dict(
 def _qconfig(
     dtype: torch.dtype, output_dtype: torch.dtype, per_table: dict[str, torch.dtype]
 ) -> QuantConfig:
-    for given in (dtype, *per_table.values()):
-        to_data_type(given)
+    for table_dtype in (dtype, *per_table.values()):
+        to_data_type(table_dtype)
     return QuantConfig(
         activation=PlaceholderObserver.with_args(dtype=output_dtype),
         weight=PlaceholderObserver.with_args(dtype=dtype),
@@ -256,15 +256,15 @@ def _qconfig(
 
 def _class_named(name: str) -> type[nn.Module]:
     try:
-        found = pkgutil.resolve_name(name)
+        class_ = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"quantization_mapping must name classes, such as 'recsys.modules.embedding_modules."
             f"EmbeddingBagCollection'; received {name!r}. {error}"
         ) from error
-    if not isinstance(found, type) or not issubclass(found, nn.Module):
+    if not isinstance(class_, type) or not issubclass(class_, nn.Module):
         raise ValueError(f"quantization_mapping must name classes of modules; received {name!r}.")
-    return found
+    return class_
 
 
 def _replace(
@@ -293,10 +293,10 @@ def _replace(
         saved = SavedTables(checkpoint)
         model = with_saved_values(model if inplace else copy.deepcopy(model), saved)
         inplace = True
-    found = _checked(model, mapping, qconfigs)
+    replaced = _checked(model, mapping, qconfigs)
     paths = {id(child): path for path, child in model.named_modules()}
     quantized: dict[int, nn.Module] = {}
-    for key, (trained, kind) in found.items():
+    for key, (trained, kind) in replaced.items():
         made = cast(Any, mapping[kind]).from_float
         if saved is not None:
             made = partial(_from_saved, mapping[kind], saved, paths[key])
@@ -318,15 +318,15 @@ _Found = dict[int, tuple[nn.Module, type[nn.Module]]]
 def _checked(
     model: nn.Module, mapping: _Mapping, qconfigs: Mapping[type[nn.Module], QuantConfig]
 ) -> _Found:
-    found: _Found = {}
-    _find(model, type(model).__name__, mapping, found)
-    if not found:
+    replaced: _Found = {}
+    _find(model, type(model).__name__, mapping, replaced)
+    if not replaced:
         raise ValueError(
             f"{type(model).__name__} must contain one of {[kind.__name__ for kind in mapping]} to "
             "quantize; received none. A quantized model cannot be quantized again."
         )
     _check_names(model, qconfigs)
-    return found
+    return replaced
 
 
 def _unsharded(
@@ -352,11 +352,11 @@ def _unsharded(
         if isinstance(model, DMPCollection):
             model.check_averaged()
         _check_dense(model)
-        found = _checked(get_unwrapped_module(model), mapping, qconfigs)
+        replaced = _checked(get_unwrapped_module(model), mapping, qconfigs)
         device = None if dst in (None, env.rank) else torch.device("meta")
-        return found, {
+        return replaced, {
             key: _configured(child, qconfigs[kind], partial(_like, mapping[kind], device))
-            for key, (child, kind) in found.items()
+            for key, (child, kind) in replaced.items()
         }
 
     prepared: tuple[_Found, dict[int, nn.Module]] | Exception
@@ -370,8 +370,8 @@ def _unsharded(
         agree(env.process_group, "quantize the model (quantize_embeddings)", result, None)
     if isinstance(prepared, Exception):
         raise prepared
-    found, quantized = prepared
-    for key, (child, _) in found.items():
+    replacements, quantized = prepared
+    for key, (child, _) in replacements.items():
         cast(QuantizedCollection, quantized[key]).quantize(child)
     copied = copy.deepcopy(get_unwrapped_module(model), dict[int, Any](quantized))
     _copy_buffers(copied, {id(module) for module in quantized.values()}, env)
@@ -429,15 +429,15 @@ def _find(module: nn.Module, path: str, mapping: _Mapping, found: _Found) -> Non
 
 
 def _check_names(model: nn.Module, qconfigs: Mapping[type[nn.Module], QuantConfig]) -> None:
-    given = {name for q in qconfigs.values() for name in q.per_table_weight_dtype or {}}
-    if given and qconfigs.keys() <= _INFERENCE.keys():
+    names = {name for q in qconfigs.values() for name in q.per_table_weight_dtype or {}}
+    if names and qconfigs.keys() <= _INFERENCE.keys():
         tables = {
             config.name
             for child in model.modules()
             if isinstance(child, TableCollection | ShardedCollection)
             for config in child.configs()
         }
-        unknown = sorted(given - tables)
+        unknown = sorted(names - tables)
         if unknown:
             raise ValueError(
                 f"per_table_weight_dtype must name tables of the model, {sorted(tables)}; received "
@@ -449,16 +449,16 @@ def _copy_buffers(model: nn.Module, quantized: set[int], env: ShardingEnv) -> No
     """Fill buffers, such as the statistics of a batch norm, with the values of rank 0."""
     if env.process_group is None or env.world_size == 1:
         return
-    own = [
+    buffers = [
         buffer
         for _, module in walk(model, lambda child: id(child) in quantized)
         if id(module) not in quantized
         for buffer in module.buffers(recurse=False)
     ]
-    if own:
-        sent = [buffer.cpu() for buffer in own] if env.rank == 0 else []
+    if buffers:
+        sent = [buffer.cpu() for buffer in buffers] if env.rank == 0 else []
         values = broadcast_object(env.process_group, "send buffers", sent)
-        for buffer, value in zip(own, values, strict=True):
+        for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)
 
 

@@ -100,7 +100,7 @@ def quantization_report(
         >>> report.tables[0].bytes_before, report.tables[0].bytes_after
         (25600, 8000)
     """
-    found = []
+    entries = []
     saved = None if isinstance(trained, nn.Module) else SavedTables(trained)
     for path, collection in quantized.named_modules():
         if not isinstance(collection, QuantizedCollection):
@@ -118,13 +118,13 @@ def quantization_report(
             else:
                 assert isinstance(trained, nn.Module)
                 blocks = _blocks_of(trained, path, config)
-            found.append(_report(path, config, rows, blocks))
-    if not found:
+            entries.append(_report(path, config, rows, blocks))
+    if not entries:
         raise ValueError(
             "quantization_report.quantized must have quantized tables; received none. Call "
             "quantize_embeddings first."
         )
-    return QuantizationReport(tuple(found))
+    return QuantizationReport(tuple(entries))
 
 
 def _blocks_of(

@@ -55,8 +55,10 @@ def model_of(model: nn.Module, spec: FeatureSpec) -> Origin:
     for name, value in sorted(parts.items()):
         digest.update(f"{name} {getattr(value, 'dtype', '')}".encode())
         shards = getattr(value, "local_shards", None)
-        for one in [value] if shards is None else [shard.tensor for shard in shards()]:
-            digest.update(_bytes_of(one) if isinstance(one, Tensor) else repr(one).encode())
+        for tensor in [value] if shards is None else [shard.tensor for shard in shards()]:
+            digest.update(
+                _bytes_of(tensor) if isinstance(tensor, Tensor) else repr(tensor).encode()
+            )
     state = spec.state_dict()
     digest.update(state["description"].encode())
     for name, data in sorted(state["vocabularies"].items()):
@@ -86,8 +88,8 @@ def difference(result: Path, origin: Mapping[str, Any]) -> str | None:
     """
     try:
         metadata = pq.read_schema(result).metadata or {}
-        found = json.loads(metadata[METADATA])
-        changed = [word for key, word in _WORDS.items() if found[key] != origin[key]]
+        saved = json.loads(metadata[METADATA])
+        changed = [word for key, word in _WORDS.items() if saved[key] != origin[key]]
     except (pa.ArrowInvalid, OSError, KeyError, TypeError, ValueError):
         return "a file without its origin"
     return f"another version of {' and '.join(changed)}" if changed else None
@@ -107,22 +109,22 @@ def named_outputs(
     Raises:
         ValueError: No output is known to be a logit.
     """
-    found = dict(outputs)
-    only = next(iter(found.values())) if len(found) == 1 else None
+    named = dict(outputs)
+    only = next(iter(named.values())) if len(named) == 1 else None
     if only is not None and len(tasks) > 1 and only.shape[1:] == (len(tasks),):
-        found = dict(zip(tasks, only.T, strict=True))
+        named = dict(zip(tasks, only.T, strict=True))
     if not has_probabilities:
-        return found
+        return named
     added = {}
-    for name, values in found.items():
+    for name, values in named.items():
         added[name] = values
         is_number = values.dtype.kind == "f" and values.size == len(values)
-        if is_number and (name in tasks or len(found) == 1):
+        if is_number and (name in tasks or len(named) == 1):
             key = "probability" if name == "output" else f"{name}_probability"
             with np.errstate(over="ignore"):  # exp of a large number: the probability is 0
                 added[key] = (1 / (1 + np.exp(-values.astype(np.float64)))).astype(np.float32)
-    if len(added) == len(found):
-        shapes = {name: list(values.shape) for name, values in found.items()}
+    if len(added) == len(named):
+        shapes = {name: list(values.shape) for name, values in named.items()}
         raise ValueError(
             f"probabilities must be of a model with one logit, or with outputs named by the labels "
             f"{list(tasks)}; received the outputs {shapes}. Leave out probabilities."

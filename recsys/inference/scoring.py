@@ -160,7 +160,7 @@ def _score_files(
         def named(table: Any) -> _Outputs:
             outputs = named_outputs(scorer.predict(table), scorer.tasks, probabilities)
             copied = {*keys} & {*scorer.tasks}
-            return {f"{n}_output" if n in copied else n: one for n, one in outputs.items()}
+            return {f"{n}_output" if n in copied else n: values for n, values in outputs.items()}
 
         for (file, target), columns, origin, is_kept in zip(
             mine, columns_of, origins, are_current, strict=True
@@ -182,17 +182,19 @@ def _are_current(results: Sequence[Path], origins: Sequence[Origin], folder: Pat
         origins: The origin of each result of this call.
         folder: The folder of the results, for the message.
     """
-    found = [
+    differences = [
         difference(result, origin) if result.exists() else None
         for result, origin in zip(results, origins, strict=True)
     ]
-    changed = [one for one in found if one is not None]
+    changed = [text for text in differences if text is not None]
     if changed:
         logger.warning(
             "score computes %s of %s results in %s again: they are of %s.",
             len(changed), len(results), folder, ", or ".join(dict.fromkeys(changed)),
         )  # fmt: skip
-    return [result.exists() and one is None for result, one in zip(results, found, strict=True)]
+    return [
+        result.exists() and text is None for result, text in zip(results, differences, strict=True)
+    ]
 
 
 def _score_file(
@@ -213,9 +215,9 @@ def _score_file(
                 samples = rows.slice(start, batch_size)
                 with samples.located():
                     outputs = predict(samples.table)
-                found = _joined(samples.table, keys, outputs, origin)
-                writer = writer or pq.ParquetWriter(part, found.schema)
-                writer.write_table(found)
+                result = _joined(samples.table, keys, outputs, origin)
+                writer = writer or pq.ParquetWriter(part, result.schema)
+                writer.write_table(result)
                 bar(samples.table.num_rows, 0)
         if writer is None:  # an empty file: a row of missing values has the same columns
             row = pa.table({name: pa.nulls(1, file.schema.field(name).type) for name in columns})
@@ -293,8 +295,12 @@ def _scorer(
             f"{model} must be a package with raw columns. Write it by package(..., spec=spec)."
         )
     names = names_of(columns)
-    kinds = {one["name"]: one["type"] for one in columns if "type" in one and not one["is_list"]}
-    optional = [one["name"] for one in columns if one.get("missing") is not None]
+    kinds = {
+        described["name"]: described["type"]
+        for described in columns
+        if "type" in described and not described["is_list"]
+    }
+    optional = [described["name"] for described in columns if described.get("missing") is not None]
     tasks, origin = load_spec(Path(model)).label_names, package_of(Path(model), predictor)
     return _Scorer(lambda table: dict(predictor(table)), names, optional, kinds, tasks, origin)
 
@@ -303,8 +309,8 @@ def _scorer(
 def _run(model: nn.Module, spec: FeatureSpec, table: Any) -> _Outputs:
     batch = spec.transform(table, labels=False)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    found = model(*arguments_of(spec, batch.to(device)))
-    outputs = found if isinstance(found, dict) else {"output": found}
+    output = model(*arguments_of(spec, batch.to(device)))
+    outputs = output if isinstance(output, dict) else {"output": output}
     for name, value in outputs.items():
         if not isinstance(value, Tensor) or value.shape[:1] != (table.num_rows,):
             received = f"shape {list(value.shape)}" if isinstance(value, Tensor) else shown(value)

@@ -21,14 +21,14 @@ def model_inside(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: The model returns the loss of sequences.
     """
-    found = get_unwrapped_module(model)
-    if isinstance(found, MaskedItem | NextItem):
+    inner = get_unwrapped_module(model)
+    if isinstance(inner, MaskedItem | NextItem):
         raise ValueError(
-            f"The model must return scores; received {type(found).__name__}, which returns the "
+            f"The model must return scores; received {type(inner).__name__}, which returns the "
             "loss of training. Package Recommend(model, ItemIndex(model.items(num_items, device)), "
             "k=10), and score the package."
         )
-    return found.model if isinstance(found, DLRMTrain) else model
+    return inner.model if isinstance(inner, DLRMTrain) else model
 
 
 def served_part(model: nn.Module) -> nn.Module:

@@ -90,7 +90,7 @@ def shard_quant_model(
     _kind_of("sharding_device", sharding_device, ("meta", "cuda", "cpu"))
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1; received {world_size}.")
-    found = _found(model, sharders)
+    modules = _found(model, sharders)
     device = local_devices(compute, world_size)[0]
     if sharding_plan is not None and constraints:
         raise ValueError(
@@ -103,16 +103,16 @@ def shard_quant_model(
         hbm_cap, ddr_cap = None, min(caps, default=None)
     topology = Topology(world_size, compute, hbm_cap, ddr_cap, local_world_size=world_size)
     if sharding_plan is None:
-        plan = _planned(model, found, topology, constraints or {})
+        plan = _planned(model, modules, topology, constraints or {})
     else:
         plan = sharding_plan
-        check_plan_paths(plan, found.keys())
+        check_plan_paths(plan, modules.keys())
         if caps:
-            _planner(found, topology, {}).rate(model, _sharders_of(found), plan)
+            _planner(modules, topology, {}).rate(model, _sharders_of(modules), plan)
     env = ShardingEnv.from_local(world_size)
     sharded = {
         id(child): sharder.shard(child, plan.plan[path], env, device, module_fqn=path)
-        for path, (child, sharder) in found.items()
+        for path, (child, sharder) in modules.items()
         if path in plan.plan  # constraints may keep a module on its device
     }
     return copy.deepcopy(model, dict(sharded)), plan
@@ -133,17 +133,17 @@ def _found(model: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None) -> _
             if isinstance(child, QuantizedCollection):
                 by_type[type(child)] = sharder = QuantizedSharder()
                 sharder.replaces = type(child)
-    found = {
+    modules = {
         path: (child, by_type[type(child)])
         for path, child in outermost(model, lambda child: type(child) in by_type)
         if by_type[type(child)].shardable_parameters(child)
     }
-    if not found:
+    if not modules:
         raise ValueError(
             f"{type(model).__name__} must have a quantized collection to shard; received none. "
             "Call quantize_embeddings first."
         )
-    return found
+    return modules
 
 
 def _sharders_of(found: _Found) -> list[ModuleSharder[Any]]:
@@ -175,9 +175,9 @@ def _planned(
     simple = dict(constraints)
     for child, sharder in found.values():
         for name in sharder.shardable_parameters(child):
-            own = simple.get(name, ParameterConstraints())
-            if own.sharding_types is None:
-                simple[name] = replace(own, sharding_types=["table_wise"])
+            constraint = simple.get(name, ParameterConstraints())
+            if constraint.sharding_types is None:
+                simple[name] = replace(constraint, sharding_types=["table_wise"])
     try:
         return _planner(found, topology, simple).plan(model, _sharders_of(found))
     except PlannerError:

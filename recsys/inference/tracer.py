@@ -80,8 +80,8 @@ class Tracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         (features,) = (*args, *kwargs.values())
         served = m.served if isinstance(m, QuantizedCollection) else m
-        found = self.create_proxy("call_module", path.lstrip("."), (features,), {})
-        return found if isinstance(features, fx.Proxy) else served.wrap_proxy(found, features)
+        proxy = self.create_proxy("call_module", path.lstrip("."), (features,), {})
+        return proxy if isinstance(features, fx.Proxy) else served.wrap_proxy(proxy, features)
 
     def create_arg(self, a: Any) -> Any:
         """Convert an argument of a traced call.

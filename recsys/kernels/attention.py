@@ -63,10 +63,10 @@ def attend(
         return padded_forward(query, key, value, offsets, rules, bias)
     has_triton = not why_not_triton(query, key, value, bias)
     # autograd finds tensors among the arguments only, not those inside `bias`
-    found: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+    output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         query, key, value, bias.position, bias.time, offsets, rules, bias, has_triton
     )
-    return found
+    return output
 
 
 # -- choice of a way -------------------------------------------------------------------------------
@@ -155,9 +155,9 @@ class _Attention(torch.autograd.Function):
         if ctx.has_triton:
             from recsys.kernels import attention_grad_triton
 
-            of_position, of_time, *found = attention_grad_triton.attention_backward(
+            of_position, of_time, *gradients = attention_grad_triton.attention_backward(
                 *parts, log_sums, out, ctx.rules, bias
             )
         else:
-            of_position, of_time, *found = blocks_backward(*parts, ctx.rules, bias)
-        return *found, of_position, of_time, None, None, None, None
+            of_position, of_time, *gradients = blocks_backward(*parts, ctx.rules, bias)
+        return *gradients, of_position, of_time, None, None, None, None

@@ -71,26 +71,26 @@ def _groups(offsets: Tensor, heads: int, max_length: int) -> Iterator[_Group]:
                 break
             work, last = more, last + 1
         bags = order[first:last]
-        own = lengths[bags]
-        places = torch.arange(longest).minimum(own.unsqueeze(1) - 1)
+        group_lengths = lengths[bags]
+        places = torch.arange(longest).minimum(group_lengths.unsqueeze(1) - 1)
         rows = (starts[bags].unsqueeze(1) + places).to(device)
         is_even = ordered[last - 1] == longest
-        yield _Group(rows, own.to(device), bags.to(device), is_even)
+        yield _Group(rows, group_lengths.to(device), bags.to(device), is_even)
         first = last
 
 
 def _gather(values: Tensor, group: _Group) -> Tensor:
     """Return [G, H, L, columns] of a group."""
-    found = values.index_select(0, group.rows.flatten())
-    return found.view(*group.rows.shape, *values.shape[1:]).transpose(1, 2)
+    gathered = values.index_select(0, group.rows.flatten())
+    return gathered.view(*group.rows.shape, *values.shape[1:]).transpose(1, 2)
 
 
 def _gather_by_head(values: Tensor, group: _Group) -> Tensor:
     """Return [G, H, L, columns] of a group; `transpose` would ask a compiler for empty groups."""
     heads = torch.arange(values.shape[1], device=values.device).unsqueeze(1)
     rows = group.rows.unsqueeze(1) * values.shape[1] + heads
-    found = values.flatten(0, 1).index_select(0, rows.flatten())
-    return found.view(*rows.shape, values.shape[2])
+    gathered = values.flatten(0, 1).index_select(0, rows.flatten())
+    return gathered.view(*rows.shape, values.shape[2])
 
 
 def _is_real(group: _Group) -> Tensor:
@@ -143,15 +143,15 @@ def padded_forward(
     queries = range(rules.max_length)
     block = _block(parts, group, rules, bias, queries, rules.max_length)
     shares = _shares(block, rules)[0].flatten(0, 1)
-    found = torch.bmm(shares, parts.value.flatten(0, 1)).flatten(0, 1)
+    output = torch.bmm(shares, parts.value.flatten(0, 1)).flatten(0, 1)
     # `output_size`: a compiler needs a shape that does not depend on the lengths
     of_values = bags.repeat_interleave(lengths, output_size=num_values)
     place = torch.arange(num_values, device=bags.device) - starts.index_select(0, of_values)
     num_heads = value.shape[1]
     heads = torch.arange(num_heads, device=bags.device)
     places = (of_values.unsqueeze(1) * num_heads + heads) * rules.max_length + place.unsqueeze(1)
-    found = found.index_select(0, places.flatten()).view(num_values, num_heads, value.shape[2])
-    return found.to(value.dtype)
+    output = output.index_select(0, places.flatten()).view(num_values, num_heads, value.shape[2])
+    return output.to(value.dtype)
 
 
 # -- blocks ----------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def blocks_backward(
         rules: The rules.
         bias: Terms of the scores.
     """
-    found = [torch.empty_like(part) for part in (query, key, value)]
+    gradients = [torch.empty_like(part) for part in (query, key, value)]
     of_bias = [
         # fp64: an entry adds up gradients of very many scores, block after block
         None if part is None else torch.zeros_like(part, dtype=torch.float64)
@@ -253,13 +253,13 @@ def blocks_backward(
             queries = parts.query[:, :, first : first + block.scores.shape[2]]
             of_key[:, :, :keys] += of_scores.transpose(2, 3) @ queries
         of_parts = torch.cat(of_query, 2), of_key, of_value
-        for result, one in zip(found, of_parts, strict=True):
-            _scatter(result, group, one)
+        for result, of_part in zip(gradients, of_parts, strict=True):
+            _scatter(result, group, of_part)
     of_position, of_time = (
         None if total is None else total.to(part)
         for total, part in zip(of_bias, (bias.position, bias.time), strict=True)
     )
-    return of_position, of_time, found[0], found[1], found[2]
+    return of_position, of_time, gradients[0], gradients[1], gradients[2]
 
 
 def _parts(query: Tensor, key: Tensor, value: Tensor, bias: Bias, group: _Group) -> _Parts:

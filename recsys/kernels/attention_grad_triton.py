@@ -250,7 +250,7 @@ def attention_backward(
     """
     tensors = tensors_of(query, key, value, offsets, bias)
     gradient, device = gradient.contiguous(), query.device
-    found = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in tensors[:3]]
+    gradients = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in tensors[:3]]
     deltas = None if log_sums is None else torch.empty_like(log_sums)
     positions = times = None
     if bias.position is not None:
@@ -260,15 +260,15 @@ def attention_backward(
         # A row per program: sums have a fixed order. Programs without a block write
         # no row, hence zeros. See docs/decisions/triton.md, "Attention inside bags".
         times = torch.zeros(shape, dtype=torch.float32, device=device)
-    results = found[0], gradient, out, log_sums, deltas, positions, times
+    results = gradients[0], gradient, out, log_sums, deltas, positions, times
     num_times = 1 if bias.time is None else bias.time.shape[1]
     num_places = triton.next_power_of_2(num_times)
     # in this order: the first launch writes `deltas`, the second one reads them
     launch_attention(_queries_backward, tensors, results, rules, TIME_PLACES=num_places)
-    launch_attention(_keys_backward, tensors, (*found[1:], gradient, log_sums, deltas), rules)
+    launch_attention(_keys_backward, tensors, (*gradients[1:], gradient, log_sums, deltas), rules)
     of_position = of_time = None
     if bias.position is not None and positions is not None:
         of_position = positions.to(bias.position.dtype)
     if bias.time is not None and times is not None:
         of_time = times.sum(0).to(bias.time.dtype)
-    return of_position, of_time, found[0], found[1], found[2]
+    return of_position, of_time, gradients[0], gradients[1], gradients[2]

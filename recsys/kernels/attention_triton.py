@@ -59,8 +59,8 @@ class _Tensors(NamedTuple):
 
 def tensors_of(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, bias: Bias) -> _Tensors:
     """Return the tensors of all kernels, contiguous."""
-    given = query, key, value, offsets, *bias
-    return _Tensors(*(None if part is None else part.contiguous() for part in given))
+    tensors = query, key, value, offsets, *bias
+    return _Tensors(*(None if part is None else part.contiguous() for part in tensors))
 
 
 def _block(tensors: _Tensors) -> int:

@@ -122,9 +122,9 @@ class DeferredGradients:
                 for group, (rows, grads) in groups
             ]
         self._statistics = fresh
-        found = [torch.empty(0, device=layout.device)] * len(layout.tables)
+        statistics = [torch.empty(0, device=layout.device)] * len(layout.tables)
         if not self._statistics:
-            return found
+            return statistics
         ids = self._ids_of_tables
         # known numbers of ids are the sizes, without a wait
         # docs/decisions/exchange.md, "The host waits for the device once per step"
@@ -136,8 +136,8 @@ class DeferredGradients:
             layout.groups, self._statistics, sizes, strict=True
         ):
             for table, part in zip(group.tables, statistic.split(of_table), strict=True):
-                found[table] = part
-        return found
+                statistics[table] = part
+        return statistics
 
     def take_dense(self) -> list[Tensor]:
         """Return and drop the gradient of the whole storage.

@@ -317,7 +317,7 @@ def make_safe(
         offsets: `[F * B + 1]` of the same dtype.
         ids_N: `[N]` int32 or int64.
         num_rows_F: `[F]` int64 rows of the table that each feature reads. `NO_LIMIT` for a feature
-            without a table: every id is good, and a negative id becomes 0.
+            without a table: every id is good and stays, also a negative one.
         known_F1: `[F + 1]` int64 start of each feature's ids, and the end, if the host knows them.
             Bags that disagree are bad.
         unpadded: Lengths and offsets before features were padded to one batch size. These are
@@ -329,24 +329,24 @@ def make_safe(
         0 in place of a bad id, or all 0 if bags are bad. Then `[F]` int64 ids per feature.
     """
     lengths, offsets, ids_N = lengths.contiguous(), offsets.contiguous(), ids_N.contiguous()
-    found = torch.zeros(2, dtype=torch.int32, device=ids_N.device)
+    counts = torch.zeros(2, dtype=torch.int32, device=ids_N.device)
     safe = torch.empty_like(lengths), torch.empty_like(offsets), torch.empty_like(ids_N)
     counts_F = torch.empty_like(num_rows_F)
     num_bags, num_ids, num_features = lengths.numel(), ids_N.numel(), num_rows_F.numel()
     known = None if known_F1 is None else known_F1.contiguous()
     per_feature = num_bags // num_features
     if unpadded is not None:
-        own = tuple(part.contiguous() for part in unpadded)
-        grid = triton.cdiv(own[0].numel(), _BLOCK)
-        sizes = own[0].numel(), num_ids, 1
-        launch(_find_bad_bags, grid, (found, *own, None), *sizes, BLOCK=_BLOCK)
+        original = tuple(part.contiguous() for part in unpadded)
+        grid = triton.cdiv(original[0].numel(), _BLOCK)
+        sizes = original[0].numel(), num_ids, 1
+        launch(_find_bad_bags, grid, (counts, *original, None), *sizes, BLOCK=_BLOCK)
     if unpadded is None or known is not None:
-        grid, tensors = triton.cdiv(num_bags, _BLOCK), (found, lengths, offsets, known)
+        grid, tensors = triton.cdiv(num_bags, _BLOCK), (counts, lengths, offsets, known)
         launch(_find_bad_bags, grid, tensors, num_bags, num_ids, per_feature, BLOCK=_BLOCK)
     launch(
         _make_safe,
         triton.cdiv(max(num_bags + 1, num_ids), _BLOCK),
-        (found, lengths, offsets, ids_N, num_rows_F, known),
+        (counts, lengths, offsets, ids_N, num_rows_F, known),
         (*safe, counts_F),
         num_bags,
         num_ids,
@@ -356,7 +356,7 @@ def make_safe(
         STEPS=num_features.bit_length(),
         BLOCK=_BLOCK,
     )
-    return found, *safe, counts_F
+    return counts, *safe, counts_F
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_features", "bags_of_feature"])

@@ -199,12 +199,12 @@ def _scatter_grad(
         is_sent = starts < num_sent
         # gradients of replicas are not sent and not scaled
         # docs/decisions/output.md, "One kernel on a GPU"
-        given = tl.where(is_sent, values * scale, values)
+        sent_values = tl.where(is_sent, values * scale, values)
         if t.narrow is not None:  # the buffer does not hold the values to send
-            narrow = (given * LOSS_SCALE).to(t.narrow.dtype.element_ty)
+            narrow = (sent_values * LOSS_SCALE).to(t.narrow.dtype.element_ty)
             tl.store(t.narrow + places, narrow, mask=is_there & is_sent)
             is_there &= starts >= num_sent
-        tl.store(t.buffer + places, given, mask=is_there)
+        tl.store(t.buffer + places, sent_values, mask=is_there)
         i += 1
 
 

@@ -209,7 +209,7 @@ class QuantizedLookup(nn.Module):
             indices, offsets = indices.long(), offsets.long()
         else:
             indices, offsets = indices.int(), offsets.int()
-        found: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
+        output: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
             storage,
             self.no_host_weights,
             self.placements,
@@ -231,7 +231,7 @@ class QuantizedLookup(nn.Module):
             self.no_cache_locations,
             self.row_alignment,
         )
-        return found.float() if self.is_widened else found
+        return output.float() if self.is_widened else output
 
     @torch.jit.unused
     def stored_tables(self) -> list[Tensor]:

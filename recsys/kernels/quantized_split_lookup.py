@@ -95,17 +95,17 @@ class QuantizedSplitLookup(QuantizedLookup):
         # this sort need not be stable, since `places` inverts any order
         order = torch.sort(block_N)[1]
         sorted_ids = ids.index_select(0, order)
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         start = 0
         for i, block in enumerate(self.blocks):
             end = ids.numel() - num_later[i]
             rows = sorted_ids[start:end] - self._first_rows[i]
             stored: Tensor = block.stored_rows(0)  # type: ignore[operator]
-            found.append(stored.index_select(0, rows.to(stored.device)).to(ids.device))
+            parts.append(stored.index_select(0, rows.to(stored.device)).to(ids.device))
             start = end
         places = torch.empty_like(order)
         places.scatter_(0, order, torch.arange(order.numel(), device=ids.device))
-        return torch.cat(found), places
+        return torch.cat(parts), places
 
     @torch.jit.unused
     def stored_tables(self) -> list[Tensor]:

@@ -126,9 +126,9 @@ def split_by_table(
 ) -> list[RowGradients]:
     """Split row gradients of dim groups by table: unique rows, numbered within their table."""
     per_table: dict[int, RowGradients] = {}
-    found = [without_repeats(of_group) for of_group in row_gradients]
+    distinct = [without_repeats(of_group) for of_group in row_gradients]
     for group, (rows, grads), sizes in zip(
-        layout.groups, found, rows_per_table(layout, found), strict=True
+        layout.groups, distinct, rows_per_table(layout, distinct), strict=True
     ):
         firsts = accumulate(group.table_rows, initial=0)
         parts = zip(rows.split(sizes), grads.split(sizes), strict=True)

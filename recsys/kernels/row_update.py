@@ -40,7 +40,7 @@ def init_state(spec: OptimizerSpec, weight: Tensor) -> dict[str, Tensor]:
     shapes = {"element": tuple(weight.shape), "row": (weight.shape[0],), "table": ()}
     return {
         # A step is read by the host, so it lives there, as torch.optim's does.
-        name: torch.zeros(shapes[kind], device=None if kind == "table" else weight.device)
+        name: torch.zeros(shapes[kind], device="cpu" if kind == "table" else weight.device)
         for name, kind in spec.rule.state.items()
     }
 

@@ -78,10 +78,10 @@ def digest_of_kernels(folder: Path | None = None) -> str:
     Args:
         folder: Folder of the modules; None: the folder of this module.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for module in _MODULES:
-        found.update(((folder or Path(__file__).parent) / f"{module}.py").read_bytes())
-    return found.hexdigest()[:16]
+        digest.update(((folder or Path(__file__).parent) / f"{module}.py").read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _check_first_use(name: str, device: torch.device) -> None:
@@ -110,8 +110,8 @@ def _difference(name: str, device: torch.device) -> str:
     _pending.discard(name)  # the case calls the kernel
     try:
         with torch.no_grad():
-            for found, expected in CASES[name](device):
-                torch.testing.assert_close(found, expected)
+            for result, expected in CASES[name](device):
+                torch.testing.assert_close(result, expected)
     except AssertionError as error:
         return f"another result: {' '.join(str(error).split())}"
     except Exception as error:  # for example of Triton's compiler

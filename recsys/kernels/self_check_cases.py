@@ -117,8 +117,8 @@ def _make_safe(device: torch.device) -> Results:
         flags = torch.stack([flag, bad_ids.any() & ~flag]).int()
         safe_offsets = functional.pad(safe.cumsum(0), (1, 0))
         expected = flags, safe, safe_offsets, safe_ids, sizes[1]
-        found = ops_triton.make_safe(lengths, batch.offsets, batch.ids, rows_F, known)
-        yield from zip(found, expected, strict=True)
+        results = ops_triton.make_safe(lengths, batch.offsets, batch.ids, rows_F, known)
+        yield from zip(results, expected, strict=True)
 
 
 def _row_ids(device: torch.device) -> Results:
@@ -137,9 +137,9 @@ def _places_of_bags(device: torch.device) -> Results:
 
 def _build_header(device: torch.device) -> Results:
     counts, places = _integers(0, 2**40, 3000).to(device), _integers(1, 3002, 3000).to(device)
-    for found, flag in (([0, 0], 4), ([1, 1], 7)):
+    for bad_counts, flag in (([0, 0], 4), ([1, 1], 7)):
         words = torch.cat([torch.tensor([flag, 17], device=device), counts])
-        flags = torch.tensor(found, dtype=torch.int32, device=device)
+        flags = torch.tensor(bad_counts, dtype=torch.int32, device=device)
         yield ops_triton.build_header(places, counts, flags, 4, 17, 1, 2), words[places]
 
 
@@ -201,14 +201,14 @@ def _scatter_grad(device: torch.device) -> Results:
             blocks[block, :, place] = divided[:, chunk]
         blocks[0] *= 0.5
         flat, num_sent = blocks.view(-1), blocks[0].numel()
-        found, sent = output_triton.scatter_grad(grad, columns, counts, 0.5, num_sent)
-        yield found, flat
+        scattered, sent = output_triton.scatter_grad(grad, columns, counts, 0.5, num_sent)
+        yield scattered, flat
         yield sent, flat[:num_sent]
-        found, sent = output_triton.scatter_grad(
+        scattered, sent = output_triton.scatter_grad(
             grad, columns, counts, 0.5, num_sent, torch.float16, 2.0
         )
         # in another dtype, values to send are not in the buffer
-        yield found[num_sent:], flat[num_sent:]
+        yield scattered[num_sent:], flat[num_sent:]
         yield sent, (flat[:num_sent] * 2).half()
 
 
@@ -310,20 +310,20 @@ _VERY_MANY = 1, 70_000, False  # so many ids that a launch adds up groups of blo
 
 def _sum_by_row(device: torch.device) -> Results:
     for shape in _SHAPES:
-        given, sums, first = _Gradients.of(device, *shape)
-        rows = given[0]
+        gradients, sums, first = _Gradients.of(device, *shape)
+        rows = gradients[0]
         expected = torch.zeros(rows.numel(), shape[0], device=device)
         expected[first] = sums[rows[first]]
-        found = update_triton.sum_by_row(*given, True)
-        yield from zip(found, (rows, expected, (expected**2).sum(1)), strict=True)
+        result = update_triton.sum_by_row(*gradients, True)
+        yield from zip(result, (rows, expected, (expected**2).sum(1)), strict=True)
 
 
 def _sum_into(device: torch.device) -> Results:
     for shape in (*_SHAPES, _VERY_MANY):
-        given, sums, _ = _Gradients.of(device, *shape)
-        found = torch.zeros_like(sums)
-        update_triton.sum_into(found, *given)
-        yield found, sums
+        gradients, sums, _ = _Gradients.of(device, *shape)
+        result = torch.zeros_like(sums)
+        update_triton.sum_into(result, *gradients)
+        yield result, sums
 
 
 def _updated(
@@ -347,22 +347,22 @@ def _updated(
         weight = _integers(12, 9, _TABLE_ROWS, grads.shape[1]).float().to(device)
         state = torch.ones(_TABLE_ROWS, device=device)
         weight_after, states_after = weight.clone(), {"sum": state.clone()}
-        own = () if is_sgd else moments
+        states = () if is_sgd else moments
         kernel(
             update_triton.RowUpdate(spec, weight, None if is_sgd else state, rates, starts),
             *given,
-            *own,
+            *states,
         )
-        update_rows(spec, weight_after, states_after, rows, grads, rate_of_rows, None, *own)
+        update_rows(spec, weight_after, states_after, rows, grads, rate_of_rows, None, *states)
         yield weight, weight_after
         yield state, states_after["sum"]
 
 
 def _sum_and_update(device: torch.device) -> Results:
     for shape in _SHAPES:
-        given, sums, first = _Gradients.of(device, *shape)
-        rows = given[0][first]
-        yield from _updated(device, update_triton.sum_and_update, given, rows, sums[rows])
+        gradients, sums, first = _Gradients.of(device, *shape)
+        rows = gradients[0][first]
+        yield from _updated(device, update_triton.sum_and_update, gradients, rows, sums[rows])
 
 
 def _update_entries(device: torch.device) -> Results:
@@ -415,23 +415,23 @@ def _near(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _attention_forward(device: torch.device) -> Results:
-    for given in _Attention.on(device):
-        found = attention_triton.attention_forward(*given.parts, given.rules, given.bias)[1]
-        yield _near(found, blocks_forward(*given.parts, given.rules, given.bias))
+    for case in _Attention.on(device):
+        output = attention_triton.attention_forward(*case.parts, case.rules, case.bias)[1]
+        yield _near(output, blocks_forward(*case.parts, case.rules, case.bias))
 
 
 def _attention_backward(device: torch.device) -> Results:
-    for given in _Attention.on(device):
-        known = given.rules, given.bias
-        log_sums, out = attention_triton.attention_forward(*given.parts, *known)
-        found = attention_grad_triton.attention_backward(
-            given.gradient, *given.parts, log_sums, out, *known
+    for case in _Attention.on(device):
+        known = case.rules, case.bias
+        log_sums, out = attention_triton.attention_forward(*case.parts, *known)
+        gradients = attention_grad_triton.attention_backward(
+            case.gradient, *case.parts, log_sums, out, *known
         )
-        expected = blocks_backward(given.gradient, *given.parts, *known)
-        for one, other in zip(found, expected, strict=True):
-            assert one is not None
+        expected = blocks_backward(case.gradient, *case.parts, *known)
+        for gradient, other in zip(gradients, expected, strict=True):
+            assert gradient is not None
             assert other is not None
-            yield _near(one, other)
+            yield _near(gradient, other)
 
 
 CASES: Mapping[str, Callable[[torch.device], Results]] = {

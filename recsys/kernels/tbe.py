@@ -259,12 +259,12 @@ class TableBatchedEmbedding:
         if self._updater.has_own_graph and (
             parameters is None or all(p.requires_grad for p in parameters)
         ):
-            own = self._updater.look_up_and_update(batch)
-            if own is not None:
-                if own.grad_fn is not None:
-                    own.grad_fn.metadata[TABLE_UPDATES] = self._updates  # type: ignore[index]
-                    own.register_hook(partial(_mark, self.marks, batch))
-                return own
+            output = self._updater.look_up_and_update(batch)
+            if output is not None:
+                if output.grad_fn is not None:
+                    output.grad_fn.metadata[TABLE_UPDATES] = self._updates  # type: ignore[index]
+                    output.register_hook(partial(_mark, self.marks, batch))
+                return output
         if self.settings.location is EmbeddingLocation.MANAGED_CACHING:
             raise ValueError(
                 "Tables in MANAGED_CACHING that share a lookup must all train, at one learning "
@@ -412,9 +412,9 @@ class TableBatchedEmbedding:
                 kernel.update(grad, batch)
         else:
             # `update` would change frozen tables, too
-            found = kernel.drop_frozen(kernel.row_gradients(grad, batch), trained)
-            with self.marks.writes(by_group=found):
-                kernel.apply(found)
+            gradients = kernel.drop_frozen(kernel.row_gradients(grad, batch), trained)
+            with self.marks.writes(by_group=gradients):
+                kernel.apply(gradients)
 
     def _parameter_gradients(
         self, grad: Tensor, batch: LookupBatch, trained: Sequence[bool]
@@ -425,7 +425,7 @@ class TableBatchedEmbedding:
             flat = self._updater.dense_gradients(grad, batch).to(dtype)
             pieces = self.layout.table_views(flat)
         else:
-            found = split_by_table(self.layout, self._updater.row_gradients(grad, batch))
+            gradients = split_by_table(self.layout, self._updater.row_gradients(grad, batch))
             pieces = [
                 torch.sparse_coo_tensor(
                     rows.unsqueeze(0),
@@ -434,7 +434,7 @@ class TableBatchedEmbedding:
                     is_coalesced=True,
                     check_invariants=False,
                 )
-                for weight, (rows, grads) in zip(self.weights, found, strict=True)
+                for weight, (rows, grads) in zip(self.weights, gradients, strict=True)
             ]
         return [g if wanted else None for g, wanted in zip(pieces, trained, strict=True)]
 

@@ -147,7 +147,7 @@ class FbgemmCpuKernel(TorchKernel):
         layout = self.layout
         self._geometry = Geometry.of(layout, range(layout.num_features))
         self._one_table = Geometry.of_one_table(layout)
-        self._learning_rate = torch.zeros(1)
+        self._learning_rate = torch.zeros(1, device="cpu")
         self._parts: dict[float, tuple[Tensor, Geometry]] = {}  # the features of each rate
 
     def use_rates(self, rates: float | tuple[float, ...]) -> None:
@@ -242,18 +242,20 @@ class FbgemmCpuKernel(TorchKernel):
         # FBGEMM takes one rate per call
         # docs/decisions/optimizers.md, "Tables of one lookup have their own learning rates"
         for rate, (features, own_geometry) in self._parts.items():
-            positions, own = parts.of(features)
-            if not own.indices.numel():
+            positions, part_batch = parts.of(features)
+            if not part_batch.indices.numel():
                 continue
             if pooled:
                 own_grad = torch.cat([columns[f] for f in features.tolist()], 1)
-                own = own._replace(offsets=own.offsets.to(own.indices.dtype))
+                part_batch = part_batch._replace(
+                    offsets=part_batch.offsets.to(part_batch.indices.dtype)
+                )
             else:
                 own_geometry, own_grad = geometry, grad.index_select(0, positions)
-                own = LookupBatch(
+                part_batch = LookupBatch(
                     as_sum.indices.index_select(0, positions), torch.arange(len(positions) + 1)
                 )
-            self._update_at(rate, own_geometry, own_grad, own)
+            self._update_at(rate, own_geometry, own_grad, part_batch)
 
     def _update_at(self, rate: float, geometry: Geometry, grad: Tensor, batch: LookupBatch) -> None:
         spec = self.optimizer

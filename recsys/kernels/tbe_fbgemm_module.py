@@ -192,7 +192,7 @@ class FbgemmCudaKernel(TorchKernel):
             if (buffer := getattr(self.module, f"{prefix}_{place}")).numel()
         }
         self._counts_steps = "step" in spec.rule.state
-        self.steps_T = torch.zeros(len(layout.tables))
+        self.steps_T = torch.zeros(len(layout.tables), device="cpu")
         self._checked_version = -1
         self._pending: WeakSet[_Step] = WeakSet()  # of forward passes without their backward
         if self._counts_steps:

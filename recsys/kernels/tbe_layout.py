@@ -183,7 +183,7 @@ class StorageLayout:
         """Allocate flat optimizer state by name, zeros; per-table state is on the host."""
         sizes = {"element": self.num_elements, "row": self.num_rows, "table": len(self.tables)}
         # steps are on the host, where an update reads them without a wait
-        host = None if self.device.type != "meta" else self.device
+        host = torch.device("cpu") if self.device.type != "meta" else self.device
         return {
             name: torch.zeros(sizes[kind], device=host)
             if kind == "table"

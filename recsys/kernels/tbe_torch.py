@@ -162,11 +162,11 @@ class TorchKernel(Backend):
         if uses_triton(out, max(self.layout.feature_dims)):
             from recsys.kernels.update_triton import sum_into
 
-            for group, given in self._sorted_parts(grad, batch):
-                sum_into(group.matrix(out), *given)
+            for group, part in self._sorted_parts(grad, batch):
+                sum_into(group.matrix(out), *part)
             return out
-        found = self.row_gradients(grad, batch)
-        for group, (rows, grads) in zip(self.layout.groups, found, strict=True):
+        gradients = self.row_gradients(grad, batch)
+        for group, (rows, grads) in zip(self.layout.groups, gradients, strict=True):
             put_rows(group.matrix(out), rows, grads)
         return out
 
@@ -338,8 +338,8 @@ class TorchKernel(Backend):
         """Return the rate of a dim group, or its tables' rates, on the host, if they differ."""
         if isinstance(self.rates, float):
             return self.rates
-        own = [self.rates[t] for t in group.tables]
-        return own[0] if len(set(own)) == 1 else torch.tensor(own)
+        rates = [self.rates[t] for t in group.tables]
+        return rates[0] if len(set(rates)) == 1 else torch.tensor(rates)
 
     def _rate_of_rows(self, group: DimGroup, rows: Tensor | None) -> float | Tensor:
         rate = self._rate_of_tables(group)
@@ -384,14 +384,14 @@ class TorchKernel(Backend):
 
     def _by_group(self, reduce: Reduce[Reduced], grad: Tensor, batch: LookupBatch) -> list[Reduced]:
         """Reduce the gradients of each dim group by row."""
-        found = {}
+        reduced = {}
         for group, _, part in self._group_parts(batch) if batch.indices.numel() else ():
-            given = self._gradient_of_ids(grad, batch, group, part)
-            found[group.number] = reduce(part.indices, group.num_rows, *given)
+            id_gradients = self._gradient_of_ids(grad, batch, group, part)
+            reduced[group.number] = reduce(part.indices, group.num_rows, *id_gradients)
         # an entry for each group, with or without ids: callers zip results with the layout's groups
         none = torch.empty(0, dtype=torch.int64, device=grad.device)
         return [
-            found.get(g.number)
+            reduced.get(g.number)
             or reduce(none, g.num_rows, grad.new_empty(0, g.dim).float(), none, None)
             for g in self.layout.groups
         ]

@@ -55,8 +55,8 @@ class TritonKernel(TorchKernel):
         from recsys.kernels.update_triton import sum_and_update
 
         # row gradients are not stored; docs/decisions/triton.md, "Updates in two passes"
-        for group, given in self._sorted_parts(grad, batch):
-            sum_and_update(self._update_of(group), *given)
+        for group, part in self._sorted_parts(grad, batch):
+            sum_and_update(self._update_of(group), *part)
 
     def row_statistics(
         self, grad: Tensor, batch: LookupBatch
@@ -66,9 +66,9 @@ class TritonKernel(TorchKernel):
         # with L2 decay a statistic contains the weights, which the kernel does not read
         if self.optimizer.decay(WeightDecayMode.L2) or not batch.indices.numel():
             return None
-        found = self._by_group(_sums_and_squares, grad, batch)
-        sums = [(rows, sums) for rows, sums, _ in found]
-        return [(rows, squares) for rows, _, squares in found], sums
+        reduced = self._by_group(_sums_and_squares, grad, batch)
+        sums = [(rows, sums) for rows, sums, _ in reduced]
+        return [(rows, squares) for rows, _, squares in reduced], sums
 
     def _apply_to(
         self,

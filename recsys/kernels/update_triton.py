@@ -276,11 +276,11 @@ def _sum_spans(
         columns = tl.arange(0, WIDTH)
         tail = tl.load(tails_ptr + block * DIM + columns, mask=columns < DIM, other=0)
         places = block * BLOCK + tl.arange(0, BLOCK)
-        own = tl.load(rows_ptr + places, mask=places <= last, other=-1) == row
+        is_row = tl.load(rows_ptr + places, mask=places <= last, other=-1) == row
         nothing = tl.zeros([1], tl.int64)
         sums = (tl.sum(sums, 0) + tail)[None, :]
         # the row's entries are the last of the block, so their number gives the first one
-        place = nothing + last + 1 - tl.sum(own.to(tl.int32))
+        place = nothing + last + 1 - tl.sum(is_row.to(tl.int32))
         _write(target, sums, nothing + row, place, nothing == 0, STEPS, DIM, WIDTH)
 
 

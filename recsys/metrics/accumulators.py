@@ -182,12 +182,12 @@ class _TaskGroup:
         return window
 
     def _rows(self, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        found = self.rows[size].rows()
-        if found is None:
+        rows = self.rows[size].rows()
+        if rows is None:
             none = torch.empty(3, len(self.tasks), 0, device=self.lifetime.device)
             extra = none.new_empty(len(self.row_inputs), 0, dtype=torch.int64)
-            found = none, extra if self.row_inputs else None
-        return found
+            rows = none, extra if self.row_inputs else None
+        return rows
 
     def named(self, sums_TK: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the sums of each quantity, by name."""
@@ -351,8 +351,8 @@ class Accumulators(torch.nn.Module):
         """
         if self._own is None:
             raise RuntimeError("unsync() must come after sync().")
-        for group, own in zip(self.groups, self._own, strict=True):
-            group.lifetime, group.windows, group.rows = own
+        for group, sums in zip(self.groups, self._own, strict=True):
+            group.lifetime, group.windows, group.rows = sums
         self._own = None
 
     def compute(self, of: Sequence[RecMetric], prefix: str = "") -> dict[str, torch.Tensor]:

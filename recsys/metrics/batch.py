@@ -266,7 +266,7 @@ def select_labeled(
     if size == 0:
         return columns, inputs
     kept = mask.reshape(-1).nonzero().squeeze(1)
-    found = {}
+    tensors = {}
     for name, values in inputs.items():
         if name == "num_candidates" and int(values.sum()) == size:
             ends = values.long().cumsum(0)
@@ -274,10 +274,10 @@ def select_labeled(
             values = counts[1] - counts[0]
         elif isinstance(values, torch.Tensor) and values.numel() == size:
             values = values.reshape(-1)[kept]
-        found[name] = values
+        tensors[name] = values
     # columns of other sizes are reported with the batch
     selected = [c if c.numel() % size else c.reshape(size, -1)[kept].squeeze(1) for c in columns]
-    return selected, found
+    return selected, tensors
 
 
 def build_batch(

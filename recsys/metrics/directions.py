@@ -32,6 +32,6 @@ def is_larger_better(name: str) -> bool | None:
         >>> [is_larger_better(name) for name in ("auc/click", "ne-click|window_ne", "calibration")]
         [True, False, None]
     """
-    found = _NAME.fullmatch(name)
-    base = found[1].lower() if found else ""
+    match = _NAME.fullmatch(name)
+    base = match[1].lower() if match else ""
     return True if _LARGER.fullmatch(base) else False if _SMALLER.fullmatch(base) else None

@@ -145,8 +145,8 @@ class RecMetricModule(torch.nn.Module):
             ValueError: A tensor is missing, or sizes or devices differ.
         """
         # Runs in every step with cold caches: no attribute look-ups of nn.Module.
-        own = self.__dict__
-        metrics = own["_modules"]["rec_metrics"]
+        attributes = self.__dict__
+        metrics = attributes["_modules"]["rec_metrics"]
         if metrics.rec_metrics:
             inputs = kwargs
             try:
@@ -164,7 +164,7 @@ class RecMetricModule(torch.nn.Module):
                 ) from None
         if self.throughput_metric is not None:
             self.throughput_metric.update()
-        own["trained_batches"] += 1
+        attributes["trained_batches"] += 1
 
     def should_compute(self) -> bool:
         """Return whether to compute in this step.

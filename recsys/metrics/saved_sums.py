@@ -131,7 +131,7 @@ def read_saved_sums(
     keys = [key for key in state_dict if key.startswith(prefix) and PART in key]
     if not keys:
         return
-    found = {key: state_dict.pop(key) for key in keys}
+    old_sums = {key: state_dict.pop(key) for key in keys}
     metrics = list(module._members())
     for group in module._accumulators.groups:
         sums: dict[str, torch.Tensor] = {}
@@ -140,7 +140,7 @@ def read_saved_sums(
             formulas, quantities = FORMULAS.get(metric.namespace, ()), metric.quantities()
             zeros |= {quantity.name for quantity in quantities[len(formulas) :]}
             path = "" if metrics == [module] else f"rec_metrics.{metrics.index(metric)}."
-            saved = _by_attribute(found, f"{prefix}{path}{PART}")
+            saved = _by_attribute(old_sums, f"{prefix}{path}{PART}")
             with contextlib.suppress(KeyError):
                 sums |= {q.name: of(saved) for q, of in zip(quantities, formulas, strict=False)}
         for key, values in group.entries_of(sums, zeros):

@@ -144,7 +144,7 @@ class ThroughputMetric(torch.nn.Module):
             `attempt_throughput`, in samples per second, exist after the warm-up, and `batch_size`
             if there are stages.
         """
-        found: dict[tuple[MetricName, MetricPrefix], torch.Tensor] = {
+        rates: dict[tuple[MetricName, MetricPrefix], torch.Tensor] = {
             (MetricName.TOTAL_EXAMPLES, MetricPrefix.DEFAULT): torch.tensor(self._total),
             (MetricName.ATTEMPT_EXAMPLES, MetricPrefix.DEFAULT): torch.tensor(self._attempt),
         }
@@ -156,14 +156,14 @@ class ThroughputMetric(torch.nn.Module):
         ):
             if self._steps > self._warmup_steps:
                 rate = samples / seconds if seconds > 0 else 0.0
-                found[MetricName.THROUGHPUT, prefix] = torch.tensor(rate, dtype=torch.float64)
+                rates[MetricName.THROUGHPUT, prefix] = torch.tensor(rate, dtype=torch.float64)
         if self._stages:
             size = torch.tensor(self._current_batch_size(), dtype=torch.int32)
-            found[MetricName.BATCH_SIZE, MetricPrefix.DEFAULT] = size
+            rates[MetricName.BATCH_SIZE, MetricPrefix.DEFAULT] = size
         namespace = MetricNamespace.THROUGHPUT
         return {
             compose_metric_key(namespace, str(namespace), name, prefix): value
-            for (name, prefix), value in found.items()
+            for (name, prefix), value in rates.items()
         }
 
     def _save_to_state_dict(

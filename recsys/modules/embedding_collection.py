@@ -118,15 +118,17 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
         safe = checked.safe
         sizes_per_key = checked.bags.length_per_key or safe.length_per_key()
         batch = checked.bags._replace(length_per_key=sizes_per_key)
-        given = batch._replace(values=checked.found.values)
+        safe_batch = batch._replace(values=checked.found.values)
         # the output has the ids as given
         are_replaced = self._need_indices and checked.found is not checked.bags
         strides_per_key = safe.stride_per_key()
         lengths = safe.lengths().split_with_sizes(strides_per_key)
-        found: dict[str, JaggedTensor] = {}
+        embeddings: dict[str, JaggedTensor] = {}
         for group in groups:
             bags = group.selector.select(batch, None)
-            ids_N = group.selector.select(given, None).indices if are_replaced else bags.indices
+            ids_N = (
+                group.selector.select(safe_batch, None).indices if are_replaced else bags.indices
+            )
             rows_ND = group.lookup(bags, self.training)
             positions = group.selector.positions
             views = FeatureViews(
@@ -137,10 +139,10 @@ class EmbeddingCollection(TableCollection, EmbeddingCollectionInterface):
                 [strides_per_key[p] for p in positions],
             )
             names = [name for t in group.tables for name in self._names_by_table[t]]
-            found |= JaggedTensor.from_views(names, views)
+            embeddings |= JaggedTensor.from_views(names, views)
         if len(groups) == 1:
-            return found
-        return {name: found[name] for name in self._names}
+            return embeddings
+        return {name: embeddings[name] for name in self._names}
 
     def _on_meta(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         keys, ids = features.keys(), features.values()

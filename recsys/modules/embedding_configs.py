@@ -315,18 +315,18 @@ def check_tables(
             dtype, or pooling NONE in a collection of bags.
         TypeError: A table is not a config of this class.
     """
-    found: list[_Config] = list(configs) if isinstance(configs, Iterable) else [configs]
-    for config in found:
+    tables: list[_Config] = list(configs) if isinstance(configs, Iterable) else [configs]
+    for config in tables:
         if not isinstance(config, kind):
             wrong_type(f"{owner}.tables", f"a list of {kind.__name__}", config)
         config.__post_init__()
-    twice = repeated(config.name for config in found)
+    twice = repeated(config.name for config in tables)
     if twice:
         raise ValueError(
             f"{owner} needs tables with different names; received {twice} more than once. "
             "Rename all but one. To share a table, list all its features in feature_names."
         )
-    for config in found:
+    for config in tables:
         if not config.name or "." in config.name:
             raise ValueError(
                 f"{owner}: each table must have a name without dots; received '{config.name}'. The "
@@ -350,13 +350,13 @@ def check_tables(
                 f"{owner} pools bags; received PoolingType.NONE for table '{config.name}'. Use an "
                 "EmbeddingCollection or QuantEmbeddingCollection for one embedding per id."
             )
-    dims = {config.name: config.embedding_dim for config in found}
+    dims = {config.name: config.embedding_dim for config in tables}
     if issubclass(kind, EmbeddingConfig) and len(set(dims.values())) > 1:
         raise ValueError(
             f"{owner} needs tables of one embedding_dim; received {dims}. Use one collection per "
             "dim."
         )
-    return found
+    return tables
 
 
 if not TYPE_CHECKING:  # a type checker reports unknown names

@@ -182,13 +182,13 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
                 "is_weighted=True; received is_weighted=False."
             )
         if not isinstance(feature_processors, FeatureProcessorsCollection):
-            given = set(feature_processors)
+            names = set(feature_processors)
             configs = embedding_bag_collection.embedding_bag_configs()
             wanted = {feature for config in configs for feature in config.feature_names}
-            if given != wanted:
+            if names != wanted:
                 raise ValueError(
                     "feature_processors must have exactly the features of the tables; missing: "
-                    f"{sorted(wanted - given)}, unknown: {sorted(given - wanted)}. To process only "
+                    f"{sorted(wanted - names)}, unknown: {sorted(names - wanted)}. To process only "
                     "some features, pass a FeatureProcessorsCollection."
                 )
             feature_processors = FeatureProcessorDictWrapper(feature_processors)

@@ -94,8 +94,8 @@ class ItemIndex(nn.Module):
         scores, places = list[Tensor](), list[Tensor]()
         places_of_seen = None if seen is None else self._places_of(seen)
         for first in range(0, self.items.shape[0], self.chunk_items):
-            found = self._scores(queries, first, self.chunk_items, places_of_seen)
-            best, place = found.topk(min(k, found.shape[1]), dim=1)
+            chunk_scores = self._scores(queries, first, self.chunk_items, places_of_seen)
+            best, place = chunk_scores.topk(min(k, chunk_scores.shape[1]), dim=1)
             scores.append(best)
             places.append(place + first)
         best, place = scores[0], places[0]
@@ -186,9 +186,9 @@ class ItemIndex(nn.Module):
         is_left = ~torch.isin(self.ids, ids.to(self.ids.device))
         if is_left.all():
             return self
-        found = ItemIndex(*select_items(self.items, self.ids, is_left), self.chunk_items)
-        found.has_row_ids = self.has_row_ids
-        return found
+        index = ItemIndex(*select_items(self.items, self.ids, is_left), self.chunk_items)
+        index.has_row_ids = self.has_row_ids
+        return index
 
     def _check(self, queries: Tensor, seen: JaggedTensor | None) -> None:
         if queries.dim() != 2 or queries.shape[1] != self.items.shape[1]:
@@ -310,5 +310,5 @@ class Recommend(nn.Module):
         """
         seen = None if self.history is None else features[self.history]
         queries = self.model.users(features)  # type: ignore[operator]
-        found: tuple[Tensor, Tensor] = self.index(queries, self.k, seen)
-        return found
+        best: tuple[Tensor, Tensor] = self.index(queries, self.k, seen)
+        return best

@@ -302,8 +302,8 @@ def weigh(
         place_N = torch.ops.recsys.places_of_positions(
             keys, strides, values, lengths, names, sizes, owner
         )
-        one = torch.ones(1, dtype=weights[0].dtype, device=values.device)
-        weights_N = torch.cat(weights + [one]).index_select(0, place_N)  # noqa: RUF005
+        ones = torch.ones(1, dtype=weights[0].dtype, device=values.device)
+        weights_N = torch.cat(weights + [ones]).index_select(0, place_N)  # noqa: RUF005
         return KeyedJaggedTensor(keys, values, weights_N, lengths)
     else:
         return _gather_of(tuple(names), tuple(sizes), owner).weigh(features, weights)

@@ -118,8 +118,8 @@ class RowPool(ObjectPool[T], Generic[T]):
         positions = torch.arange(len(ids), device=ids.device)
         last = torch.zeros_like(distinct, dtype=torch.int64)
         last.scatter_reduce_(0, place_N, positions, "amax")
-        for buffer, given in zip(self.buffers_of_rows(), rows, strict=True):
-            buffer[distinct.to(buffer.device)] = given[last].to(buffer.device)
+        for buffer, values in zip(self.buffers_of_rows(), rows, strict=True):
+            buffer[distinct.to(buffer.device)] = values[last].to(buffer.device)
 
     def check(self, ids: Tensor, any_shape: bool = False) -> None:
         """Check ids of a call, as `check_ids` does."""

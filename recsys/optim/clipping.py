@@ -144,15 +144,15 @@ class GradientClippingOptimizer(OptimizerWrapper):
         if not (dist.is_available() and dist.is_initialized()):
             return
         group = self._group_of_tables()
-        own = {
+        rank_settings = {
             "clipping": self._clipping.value,
             "max_gradient": self._max_gradient,
             "norm_type": self._norm_type,
             "track_grad_norm": self._tracks_norm,
         }
-        seen = [own] * dist.get_world_size(group)
+        seen = [rank_settings] * dist.get_world_size(group)
         with explained(group, "compare how gradients are clipped"):
-            dist.all_gather_object(seen, own, group=group)
+            dist.all_gather_object(seen, rank_settings, group=group)
         for rank, settings in enumerate(seen):
             for name, value in settings.items():
                 if value != seen[0][name]:
@@ -192,16 +192,16 @@ class GradientClippingOptimizer(OptimizerWrapper):
         tables = self.table_gradients()
         gradients = list(self._gradients())
         # keys: groups that share the parameters; None for the ranks that share the tables
-        found: dict[tuple[dist.ProcessGroup, ...] | None, list[Tensor]] = {
+        norms: dict[tuple[dist.ProcessGroup, ...] | None, list[Tensor]] = {
             groups: [] for groups in (None, (), *self._groups_of.values())
         }
         for settings in self.param_groups:  # even without a gradient: the same keys on all ranks
-            found.update({self._shared_by(p): [] for p in settings["params"]})
+            norms.update({self._shared_by(p): [] for p in settings["params"]})
         for parameter, values in gradients:
-            found[self._shared_by(parameter)].append(values)
+            norms[self._shared_by(parameter)].append(values)
         has_ranks = dist.is_available() and dist.is_initialized()
         group = self._group_of_tables()
-        if has_ranks and not self._is_global and (found[None] or group is not None):
+        if has_ranks and not self._is_global and (norms[None] or group is not None):
             raise ValueError(
                 "enable_global_grad_clip must be True to clip the norm of sharded tables, which "
                 "covers the shards of all ranks; received False."
@@ -209,7 +209,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         shared = [group] if has_ranks and self._is_global else []
         device = _device_of(self, tables)
         sums = []
-        for groups, values_of in found.items():
+        for groups, values_of in norms.items():
             share = power_sum(values_of, self._norm_type, device)
             if groups is None:
                 of_tables = [table.power_sum(self._norm_type).to(device) for table in tables]

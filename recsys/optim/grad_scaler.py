@@ -95,9 +95,9 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         # torch calls it for `unscale_`, `step`, and optimizers that unscale themselves
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found_by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         device = found_inf.device
-        bad = [value.to(device) for value in found.values()]
+        bad = [value.to(device) for value in found_by_device.values()]
         for tables in _tables_of(optimizer):
             tables.scale_(inv_scale)
             largest = tables.power_sum(math.inf).to(device)
@@ -110,8 +110,8 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        (found,) = optimizer_state["found_inf_per_device"].values()
-        if not found.item():
+        (is_infinite,) = optimizer_state["found_inf_per_device"].values()
+        if not is_infinite.item():
             loss: float | None = optimizer.step(*args, **kwargs)
             return loss
         for tables in _tables_of(optimizer):

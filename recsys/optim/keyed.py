@@ -146,9 +146,9 @@ class KeyedOptimizer(Optimizer):
             ValueError: If a shape differs, or the parameter groups do not match.
             TypeError: If `state_dict` is not a state dict, or a value is not a tensor.
         """
-        loaded, own = loaded_state(state_dict), self.state_dict()["state"]
-        check_same_keys("parameters", own, loaded)
-        for name, values in own.items():
+        loaded, current = loaded_state(state_dict), self.state_dict()["state"]
+        check_same_keys("parameters", current, loaded)
+        for name, values in current.items():
             check_state(name, values, loaded[name])
         if "param_groups" in state_dict:  # before the state, from which a warm-up sets its rate
             self._load_param_groups(state_dict["param_groups"])
@@ -162,21 +162,21 @@ class KeyedOptimizer(Optimizer):
 
     def _load_param_groups(self, groups: list[dict[str, Any]]) -> None:
         names = {id(param): name for name, param in self.params.items()}
-        own = {
+        own_groups = {
             tuple(sorted(names[id(param)] for param in group["params"])): group
             for group in self.param_groups
         }
         keys = [tuple(sorted(group["params"])) for group in groups]
         for key in keys:
-            if key not in own:
+            if key not in own_groups:
                 raise ValueError(
                     "The loaded state must have the parameter groups of the optimizer, "
-                    f"{[list(k) for k in own]}; received {list(key)}."
+                    f"{[list(k) for k in own_groups]}; received {list(key)}."
                 )
         for key, group in zip(keys, groups, strict=True):
             for option, value in group.items():
                 if option != "params":
-                    own[key][option] = value
+                    own_groups[key][option] = value
 
     def post_load_state_dict(self) -> None:
         """Update the optimizer after a load; for subclasses."""
@@ -331,8 +331,10 @@ class CombinedOptimizer(KeyedOptimizer):
         """Create the state of each optimizer."""
         sparse = sparse_grad_parameter_names or set()
         for prefix, optim in self._optims:
-            own = {name for name in optim.params if self.prepend_opt_key(name, prefix) in sparse}
-            optim.init_state(own)
+            sparse_names = {
+                name for name in optim.params if self.prepend_opt_key(name, prefix) in sparse
+            }
+            optim.init_state(sparse_names)
 
     def table_gradients(self) -> list[TableGradients]:
         """Return the gradients outside of `.grad` of all optimizers."""
@@ -351,7 +353,9 @@ class CombinedOptimizer(KeyedOptimizer):
     def _load_state(self, loaded: Mapping[str, Any]) -> None:
         for prefix, optim in self._optims:
             names = {name: self.prepend_opt_key(name, prefix) for name in _state_of(optim)}
-            optim.load_state_dict({"state": {own: loaded[key] for own, key in names.items()}})
+            optim.load_state_dict(
+                {"state": {parameter: loaded[key] for parameter, key in names.items()}}
+            )
 
     def post_load_state_dict(self) -> None:
         """Call `post_load_state_dict` of all optimizers."""

@@ -155,11 +155,11 @@ class JaggedBase:
 
     def _copy_parts(self, source: Self, non_blocking: bool) -> None:
         """Overwrite all tensors with the tensors of `source`."""
-        own, given = self._shapes(), source._shapes()
-        if own != given:
+        shapes, source_shapes = self._shapes(), source._shapes()
+        if shapes != source_shapes:
             raise ValueError(
                 f"{type(self).__name__}.copy_: parts and their shapes must be equal; "
-                f"received {given} for {own}."
+                f"received {source_shapes} for {shapes}."
             )
         self.values().copy_(source.values(), non_blocking)
         self.lengths().copy_(source.lengths(), non_blocking)
@@ -191,8 +191,8 @@ def check_can_move(owner: str, values: Tensor, device: torch.device | str) -> No
         TypeError: If `device` is not a device.
         ValueError: If the values are on the meta device, which has no contents to copy.
     """
-    given = cast(object, device)
-    if not isinstance(given, torch.device | str | int) or isinstance(given, bool):
+    target = cast(object, device)
+    if not isinstance(target, torch.device | str | int) or isinstance(target, bool):
         wrong_type(f"{owner}.to: device", 'a torch.device, such as torch.device("cpu")', device)
     if validate.is_meta(values) and torch.device(device).type != "meta":
         validate.refuse_meta(f"{owner}.to({str(device)!r})", f"Build the {owner} on that device.")

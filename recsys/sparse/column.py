@@ -187,8 +187,8 @@ def read_numbers(subject: str, column: Any) -> Tensor:
         )
     values = _numeric(subject, bags)
     if len(values) < len(bags.lengths):
-        found, values = values.double(), torch.full(bags.lengths.shape, torch.nan).double()
-        values[bags.lengths > 0] = found
+        numbers, values = values.double(), torch.full(bags.lengths.shape, torch.nan).double()
+        values[bags.lengths > 0] = numbers
     return _finite(subject, values, torch.ones_like(bags.lengths))
 
 
@@ -307,7 +307,7 @@ def _masked(values: _Array, is_there: _Array) -> ColumnBags:
 
 def _are_numbers(values: _Array) -> bool:
     if values.dtype.kind == "O":
-        return all(isinstance(one, Number) and not isinstance(one, bool) for one in values)
+        return all(isinstance(value, Number) and not isinstance(value, bool) for value in values)
     return values.dtype.kind in "iuf"
 
 

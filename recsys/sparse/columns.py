@@ -128,13 +128,13 @@ def jagged_of(
             )
         if name in weights:
             of_weights, column = weights[name]
-            given = read_bags(of_weights, column)
-            if not torch.equal(given.lengths, bags.lengths):
+            weight_bags = read_bags(of_weights, column)
+            if not torch.equal(weight_bags.lengths, bags.lengths):
                 raise ValueError(
                     f"{of_weights} must hold one weight for each id of {name!r}; received "
-                    f"{_first_difference(given.lengths, bags.lengths)}."
+                    f"{_first_difference(weight_bags.lengths, bags.lengths)}."
                 )
-            weighed.append(read_weights(of_weights, given))
+            weighed.append(read_weights(of_weights, weight_bags))
         else:
             weighed.append(torch.ones(ids[-1].shape, device=ids[-1].device))
     return KeyedJaggedTensor(

@@ -122,13 +122,13 @@ class JaggedTensor(JaggedBase):
             >>> JaggedTensor.from_views(["a"], views)["a"].to_dense()
             [tensor([1])]
         """
-        new, found = JaggedTensor.__new__, {}
+        new, features = JaggedTensor.__new__, {}
         for index, key in enumerate(keys):
-            jt = found[key] = new(JaggedTensor)
+            jt = features[key] = new(JaggedTensor)
             jt._values = jt._weights = jt._lengths = jt._offsets = None
             jt._views = views
             jt._index = index
-        return found
+        return features
 
     @staticmethod
     @checked

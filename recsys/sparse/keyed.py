@@ -93,8 +93,8 @@ class KeyedTensor:
         if offset_per_key is not None:
             bounds = [0, *itertools.accumulate(length_per_key)]
             meaning = "the running sum of length_per_key"
-            given = list(offset_per_key)
-            check_derived("KeyedTensor", "offset_per_key", given, bounds, meaning)
+            offsets = list(offset_per_key)
+            check_derived("KeyedTensor", "offset_per_key", offsets, bounds, meaning)
         if index_per_key is not None:
             check_index_per_key("KeyedTensor", keys, index_per_key)
         self._keys = keys

@@ -415,10 +415,10 @@ class KeyedJaggedTensor(KeyedBags):
             >>> kjt.with_values(kjt.values() % 4).to_dict()["a"].to_dense()
             [tensor([1, 2]), tensor([], dtype=torch.int64)]
         """
-        given = self._values
-        if values.shape[:1] != given.shape[:1] or values.device != given.device:
+        old_values = self._values
+        if values.shape[:1] != old_values.shape[:1] or values.device != old_values.device:
             raise ValueError(
-                f"values must be {len(given)} on {given.device}; received "
+                f"values must be {len(old_values)} on {old_values.device}; received "
                 f"{tuple(values.shape)} on {values.device}."
             )
         replaced = self._map(lambda tensor: tensor)

@@ -92,9 +92,9 @@ def check_counts(
             "KeyedJaggedTensor.offset_per_key must start with 0 and have one entry per key and "
             f"one more; received {preview(offset_per_key)} for {len(keys)} keys. Omit the argument."
         )
-    found = [end - start for start, end in itertools.pairwise(offset_per_key)]
-    check_length_per_key(keys, found, values, "offset_per_key")
-    return found
+    widths = [end - start for start, end in itertools.pairwise(offset_per_key)]
+    check_length_per_key(keys, widths, values, "offset_per_key")
+    return widths
 
 
 def check_is_list(name: str, given: object, rule: str = "a list of integers") -> None:
@@ -114,8 +114,8 @@ def check_one_per_key(name: str, keys: Sequence[str], numbers: Sized) -> None:
         TypeError: If it is not a list.
         ValueError: If the number of entries differs.
     """
-    given = cast(object, numbers)
-    if not isinstance(given, Sized) or isinstance(given, str | bytes) or is_scalar(given):
+    entries = cast(object, numbers)
+    if not isinstance(entries, Sized) or isinstance(entries, str | bytes) or is_scalar(entries):
         wrong_type(f"KeyedJaggedTensor.{name}", "a list of integers", numbers)
     if len(numbers) != len(keys):
         raise ValueError(

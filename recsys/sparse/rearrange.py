@@ -35,11 +35,11 @@ def _check_mergeable(
             f"{caller}: all parts must have weights, or none; received weighted: {weighted}."
         )
     for name, hint in (("dtype", "Convert with values.to(...)"), ("device", "Move with .to(...)")):
-        found = {getattr(part.values(), name) for part in parts}
-        if len(found) > 1:
+        kinds = {getattr(part.values(), name) for part in parts}
+        if len(kinds) > 1:
             raise ValueError(
                 f"{caller}: all parts must have values of the same {name}; received "
-                f"{sorted(map(str, found))}. {hint}."
+                f"{sorted(map(str, kinds))}. {hint}."
             )
 
 
@@ -197,14 +197,14 @@ def permute(
     kjt: KeyedJaggedTensor, indices: list[int], indices_tensor: Tensor | None
 ) -> KeyedJaggedTensor:
     """Select features, as `KeyedJaggedTensor.permute`."""
-    keys, given = kjt._keys, kjt._values
+    keys, old_values = kjt._keys, kjt._values
     if indices and not 0 <= min(indices) <= max(indices) < len(keys):
         raise IndexError(
             f"KeyedJaggedTensor.permute: indices must be in 0..{len(keys) - 1}; received "
             f"{validate.preview([i for i in indices if not 0 <= i < len(keys)])}."
         )
     if indices_tensor is None:
-        indices_tensor = torch.tensor(indices, dtype=torch.int32, device=given.device)
+        indices_tensor = torch.tensor(indices, dtype=torch.int32, device=old_values.device)
     elif indices_tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(  # a kernel would read other positions
             "KeyedJaggedTensor.permute: indices_tensor must be int32 or int64; received a tensor "
@@ -215,29 +215,29 @@ def permute(
             "KeyedJaggedTensor.permute: indices_tensor must equal indices; received "
             f"{indices_tensor.numel()} entries for {len(indices)}."
         )
-    if validate.is_readable(given):
+    if validate.is_readable(old_values):
         kjt.length_per_key()  # checks the lengths: a kernel would read out of bounds
     trimmed = kjt.trim()
-    given, given_weights = trimmed._values, trimmed._weights
+    old_values, given_weights = trimmed._values, trimmed._weights
     sizes, total, strides = kjt._length_per_key, None, None
     if sizes is not None:
         sizes = [sizes[i] for i in indices]
         total = sum(sizes)
-    elif validate.is_meta(given):
+    elif validate.is_meta(old_values):
         total = total_on_meta(kjt, indices)
     if kjt.variable_stride_per_key():
         _, values, weights = ops.permute_1d(
-            indices_tensor, kjt.values_per_key(), given, given_weights, total
+            indices_tensor, kjt.values_per_key(), old_values, given_weights, total
         )
         per_key, per_rank = kjt.stride_per_key(), kjt.stride_per_key_per_rank()
-        strides_F = torch.tensor(per_key, dtype=torch.int32, device=given.device)
+        strides_F = torch.tensor(per_key, dtype=torch.int32, device=old_values.device)
         num_bags = sum([per_key[i] for i in indices])
         strides = [per_rank[i] for i in indices]
         _, lengths, _ = ops.permute_1d(indices_tensor, strides_F, kjt.lengths(), None, num_bags)
     else:
         lengths_FB = kjt.lengths().view(len(keys), kjt.stride())
         lengths, values, weights = ops.permute_2d(
-            indices_tensor, lengths_FB, given, given_weights, total
+            indices_tensor, lengths_FB, old_values, given_weights, total
         )
     return kjt.from_parts(
         [keys[i] for i in indices],

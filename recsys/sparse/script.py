@@ -48,10 +48,10 @@ class _KeyedForm:
         self._index_per_key: dict[str, int] | None = index_per_key
 
     def offset_per_key(self) -> list[int]:
-        found = [0]
+        offsets = [0]
         for size in self._length_per_key:
-            found.append(found[-1] + size)
-        return found
+            offsets.append(offsets[-1] + size)
+        return offsets
 
     def size_in_bytes(self) -> int:
         return self._values.numel() * self._values.element_size()
@@ -65,10 +65,10 @@ class _KeyedForm:
 
     def to_dict(self) -> dict[str, Tensor]:
         columns = self._values.split(self._length_per_key, self._key_dim)
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for i, key in enumerate(self._keys):
-            found[key] = columns[i]
-        return found
+            tensors[key] = columns[i]
+        return tensors
 
     def to(self, device: torch.device, non_blocking: bool = False) -> KeyedTensor:
         values = self._values.to(device, non_blocking=non_blocking)
@@ -182,15 +182,15 @@ def _regroup(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[
             if key in columns:
                 raise ValueError(f"KeyedTensor.regroup: two sources have the key {key}.")
             columns[key] = column
-    found = annotate(list[Tensor], [])
+    regrouped = annotate(list[Tensor], [])
     for group in groups:
         parts = annotate(list[Tensor], [])
         for key in group:
             if key not in columns:
                 raise KeyError(f"KeyedTensor.regroup: no source has the key {key}.")
             parts.append(columns[key])
-        found.append(torch.cat(parts, keyed_tensors[0].key_dim()))
-    return found  # type: ignore[no-any-return]
+        regrouped.append(torch.cat(parts, keyed_tensors[0].key_dim()))
+    return regrouped  # type: ignore[no-any-return]
 
 
 _FORMS: dict[type, Any] = {
@@ -256,5 +256,5 @@ def _resolver(kind: type, form: Any) -> Any:
     TorchScript itself resolves a list of the class that it is compiling.
     """
     resolve = createResolutionCallbackFromClosure(form.__init__)
-    own = f"List[{kind.__name__}]"
-    return lambda text: None if text == own else resolve(text)
+    list_name = f"List[{kind.__name__}]"
+    return lambda text: None if text == list_name else resolve(text)

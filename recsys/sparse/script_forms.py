@@ -35,19 +35,19 @@ def _selected(tensor: Tensor, sizes: list[int], indices: list[int]) -> Tensor:
 
 
 def _running_sum(sizes: list[int]) -> list[int]:
-    found = [0]
+    sums = [0]
     for size in sizes:
-        found.append(found[-1] + size)
-    return found
+        sums.append(sums[-1] + size)
+    return sums
 
 
 def _sums_of_runs(sizes: list[int], run_lengths: list[int]) -> list[int]:
-    found = annotate(list[int], [])
+    sums = annotate(list[int], [])
     start = 0
     for length in run_lengths:
-        found.append(sum(sizes[start : start + length]))
+        sums.append(sum(sizes[start : start + length]))
         start += length
-    return found  # type: ignore[no-any-return]
+    return sums  # type: ignore[no-any-return]
 
 
 def _padded(
@@ -248,10 +248,10 @@ class _KeyedJaggedForm:
         return inverse
 
     def index_per_key(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        index: dict[str, int] = {}
         for i, key in enumerate(self._keys):
-            found[key] = i
-        return found
+            index[key] = i
+        return index
 
     def length_per_key(self) -> list[int]:
         known = self._length_per_key
@@ -309,10 +309,10 @@ class _KeyedJaggedForm:
         return JaggedTensor(self._values[start:end], weights, lengths)
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        found: dict[str, JaggedTensor] = {}
+        features: dict[str, JaggedTensor] = {}
         for key in self._keys:
-            found[key] = self[key]
-        return found
+            features[key] = self[key]
+        return features
 
     def permute(
         self, indices: list[int], indices_tensor: Tensor | None = None
@@ -352,12 +352,12 @@ class _KeyedJaggedForm:
                 "KeyedJaggedTensor.split: segments must be counts that add up to the number of "
                 f"keys, {len(self._keys)}; received {segments}."
             )
-        found = annotate(List[KeyedJaggedTensor], [])
+        parts = annotate(List[KeyedJaggedTensor], [])
         start = 0
         for size in segments:
-            found.append(self.permute(list(range(start, start + size)), None))
+            parts.append(self.permute(list(range(start, start + size)), None))
             start += size
-        return found  # type: ignore[no-any-return]
+        return parts  # type: ignore[no-any-return]
 
     def dist_labels(self) -> list[str]:
         labels = ["lengths", "values"]
@@ -369,21 +369,21 @@ class _KeyedJaggedForm:
 
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
         values = _sums_of_runs(self.length_per_key(), key_splits)
-        found = [_sums_of_runs(self.stride_per_key(), key_splits), values]
+        splits = [_sums_of_runs(self.stride_per_key(), key_splits), values]
         if self._stride_per_key_per_rank is not None:
-            found.append(key_splits)
+            splits.append(key_splits)
         if self._weights is not None:
-            found.append(values)
-        return found
+            splits.append(values)
+        return splits
 
     def dist_tensors(self) -> list[Tensor]:
         total = sum(self.length_per_key())
-        found = [self.lengths(), self._values[:total]]
+        tensors = [self.lengths(), self._values[:total]]
         if self._stride_per_key_per_rank is not None:
-            found.append(torch.tensor(self.stride_per_key(), device=self._values.device))
+            tensors.append(torch.tensor(self.stride_per_key(), device=self._values.device))
         if self._weights is not None:
-            found.append(self.weights()[:total])
-        return found
+            tensors.append(self.weights()[:total])
+        return tensors
 
     def with_values(self, values: Tensor) -> KeyedJaggedTensor:
         return self._with(values, self._weights, self.lengths(), self._inverse_indices)

@@ -308,10 +308,10 @@ def check_inverse_indices(values: Tensor, inverse_indices: InverseIndices) -> in
     Raises:
         ValueError: If one of them is wrong.
     """
-    given = cast(object, inverse_indices)
-    is_pair = isinstance(given, tuple | list) and len(given) == 2
+    indices = cast(object, inverse_indices)
+    is_pair = isinstance(indices, tuple | list) and len(indices) == 2
     if not is_pair or not isinstance(inverse_indices[1], Tensor | fx.Proxy):
-        wrong_type("KeyedJaggedTensor.inverse_indices", "a tuple of keys and a tensor", given)
+        wrong_type("KeyedJaggedTensor.inverse_indices", "a tuple of keys and a tensor", indices)
     inverse_keys, rows = inverse_indices
     if isinstance(cast(object, rows), fx.Proxy):
         return rows.shape[1]

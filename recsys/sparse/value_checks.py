@@ -229,12 +229,12 @@ def check_values(
     """
     if not _is_on or not _has_values(values):
         return values
-    given = values.detach()
-    if given.dtype in _UNORDERED:
-        given = given.double()
-    low, high = given.aminmax()
-    complain = partial(_complain, given, given if shown is None else shown, allowed, place_of)
-    if given.is_cpu:
+    detached = values.detach()
+    if detached.dtype in _UNORDERED:
+        detached = detached.double()
+    low, high = detached.aminmax()
+    complain = partial(_complain, detached, detached if shown is None else shown, allowed, place_of)
+    if detached.is_cpu:
         _judge(allowed, partial(complain, subject), low.item(), high.item())
         return values
     earlier = partial(complain, f"{subject} of an earlier batch")

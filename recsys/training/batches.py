@@ -146,10 +146,10 @@ class ResumableBatches:
                 f"on {len(states)} ranks."
             )
         self.load_state_dict({**states[0], "random": None, "loader": None})
-        own = [state["loader"] for state in states]
+        loader_states = [state["loader"] for state in states]
         if ended:
             return
-        if own[0] is not None:
+        if loader_states[0] is not None:
             load = getattr(self._loader, "load_state_dicts", None)
             if load is None:
                 raise ValueError(
@@ -157,9 +157,9 @@ class ResumableBatches:
                     f"number of ranks; received a {type(self._loader).__name__} without it and "
                     f"the states of {len(states)} ranks. Resume on {len(states)} ranks."
                 )
-            load(own)
+            load(loader_states)
             self._states[self.step] = self._loader.state_dict()  # type: ignore[attr-defined]
-            self._restore_loader = lambda: load(own)
+            self._restore_loader = lambda: load(loader_states)
         elif self.batch > 0:
             logger.warning(
                 "Training resumes within an epoch that %d ranks began. Each rank skips %d batches: "

@@ -70,13 +70,13 @@ class Best:
     def __init__(
         self, monitor: str, maximize: bool | None = None, patience: int | None = None
     ) -> None:
-        found = is_larger_better(monitor) if maximize is None else maximize
-        if found is None:
+        is_larger = is_larger_better(monitor) if maximize is None else maximize
+        if is_larger is None:
             raise ValueError(
                 "Trainer.maximize must be given for a metric whose direction is unknown; received "
                 f"monitor={monitor!r}. Pass maximize=True if a larger value is better, else False."
             )
-        self._monitor, self.maximize = monitor, found
+        self._monitor, self.maximize = monitor, is_larger
         self.patience = None if patience is None else whole("patience", patience)
         self.step = self.epoch = self.last_step = self._num_worse = 0
         self.scores: dict[str, float] = {}

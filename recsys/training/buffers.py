@@ -41,9 +41,9 @@ class OwnBuffers:
         """Find the buffers that differ from rank 0, before a save; every rank calls it."""
         if self._env.world_size == 1 or not (buffers := dict(_buffers_of(self._model))):
             return
-        own = {name: _checksum_of(buffer) for name, buffer in buffers.items()}
-        first = gather_objects(self._env.process_group, "compare buffers", own)[0]
-        self._names = [name for name, checksum in own.items() if checksum != first.get(name)]
+        checksums = {name: _checksum_of(buffer) for name, buffer in buffers.items()}
+        first = gather_objects(self._env.process_group, "compare buffers", checksums)[0]
+        self._names = [name for name, checksum in checksums.items() if checksum != first.get(name)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the buffers that differ, by name."""

@@ -125,16 +125,16 @@ class BinaryMetrics:
 
     def compute(self) -> dict[str, float]:
         """Return `auc`, `ne` and `loss`, by task if there are several."""
-        found = {}
+        results = {}
         for i, (task, entropy) in enumerate(zip(self.tasks or [""], self._entropy, strict=True)):
             values = {"auc": self._auc[i].compute()} if self._auc else {}
             values |= {"ne": entropy.compute(), "loss": entropy.log_loss()}
             for name, value in values.items():
-                found[f"{name}/{task}" if task else name] = value.item()
+                results[f"{name}/{task}" if task else name] = value.item()
         whole, *of_tasks = self._weights.tolist()
-        losses = [found[f"loss/{task}" if task else "loss"] for task in self.tasks or [""]]
+        losses = [results[f"loss/{task}" if task else "loss"] for task in self.tasks or [""]]
         parts = [n / whole * loss for n, loss in zip(of_tasks, losses, strict=True) if n]
-        return found | {"loss": sum(parts) / len(losses) if whole else math.nan}
+        return results | {"loss": sum(parts) / len(losses) if whole else math.nan}
 
 
 def sums_by_task(output: tuple[Tensor, Tensor, Tensor], batch: Any) -> Tensor:

@@ -45,20 +45,20 @@ def clear_folder(folder: Path, env: ShardingEnv, *, overwrites: bool) -> None:
         log = folder / "log.jsonl"
         if env.rank != 0:
             return
-        if not (found := _checkpoints_in(folder)):
+        if not (checkpoints := _checkpoints_in(folder)):
             if log.exists() and log.stat().st_size:
                 names = (folder / f"log-{number}.jsonl" for number in count(1))
                 log.rename(next(name for name in names if not name.exists()))
             return
         if log.exists():
-            found.append(log.name)
+            checkpoints.append(log.name)
         if not overwrites:
             raise FileExistsError(
                 f"Trainer.folder must have no other job; received {folder}, which has "
-                f"{', '.join(found)}. Pass resume=True to continue this job, another folder, or "
-                "overwrite=True to remove these files."
+                f"{', '.join(checkpoints)}. Pass resume=True to continue this job, another folder, "
+                "or overwrite=True to remove these files."
             )
-        print(f"Overwrites the job in {folder}: {', '.join(found)}", flush=True)
+        print(f"Overwrites the job in {folder}: {', '.join(checkpoints)}", flush=True)
         for name in ("last", "best"):
             remove_versions(folder / name)
         log.unlink(missing_ok=True)

@@ -136,14 +136,14 @@ class NamedMetrics:
     ) -> None:
         if isinstance(metrics, Sequence) and (twice := repeated(metrics)):
             raise ValueError(f"metrics must be distinct names; received {twice} more than once.")
-        given = metrics if isinstance(metrics, Mapping) else {name: {} for name in metrics}
-        self._chosen = [_choose(name, dict(arguments)) for name, arguments in given.items()]
+        by_name = metrics if isinstance(metrics, Mapping) else {name: {} for name in metrics}
+        self._chosen = [_choose(name, dict(arguments)) for name, arguments in by_name.items()]
         names = {chosen.metric for chosen in self._chosen}
         self._has_classes = RecMetricEnum.MULTICLASS_RECALL in names
         if self._has_classes and (len(names) > 1 or tasks):
             raise ValueError(
                 "metrics must be multiclass_recall alone and without tasks, as it reads logits of "
-                f"classes; received {sorted(given)} and tasks {list(tasks)}."
+                f"classes; received {sorted(by_name)} and tasks {list(tasks)}."
             )
         self.tasks = list(tasks)
         self._group_names = {chosen.group_by for chosen in self._chosen} - {""}
@@ -212,16 +212,16 @@ class NamedMetrics:
         """Return the metrics by name."""
         of_losses = self._losses.compute()
         wanted = {_OWN.get(chosen.metric, "") for chosen in self._chosen} | {"loss"}
-        found: dict[str, float] = {}
+        results: dict[str, float] = {}
         for task in self._tasks:
             end = f"/{task.name}" if task.name else ""
-            found |= {f"{name}{end}": value for name, value in task.compute()}
+            results |= {f"{name}{end}": value for name, value in task.compute()}
         for metric in self._label_sets:
             for key, value in metric.local_compute().items():
                 label = _result_name(key).removeprefix("multi_label_precision")
-                found[f"multi_label_precision/{label}"] = value.item()
+                results[f"multi_label_precision/{label}"] = value.item()
         # `BinaryMetrics` computes AUC and NE in float64
-        return found | {k: v for k, v in of_losses.items() if k.partition("/")[0] in wanted}
+        return results | {k: v for k, v in of_losses.items() if k.partition("/")[0] in wanted}
 
 
 @final
@@ -237,23 +237,23 @@ class _Task:
     def __init__(self, name: str, chosen: Sequence[_Chosen], device: torch.device) -> None:
         self.name, self._device = name, device
         self._chosen = [
-            one
-            for one in chosen
-            if one.metric is not RecMetricEnum.MULTI_LABEL_PRECISION
-            and (one.metric not in _OWN or one.arguments)
+            metric_choice
+            for metric_choice in chosen
+            if metric_choice.metric is not RecMetricEnum.MULTI_LABEL_PRECISION
+            and (metric_choice.metric not in _OWN or metric_choice.arguments)
         ]
         self._metrics: dict[int, RecMetric] = {}
         self._lists: dict[str, RecMetricList] = {}
         """The metrics that share accumulators, by the feature of their groups."""
         self._rows: dict[str, RecMetric] = {}
         """Samples for the metrics of sessions, by the feature of their groups."""
-        for group_by in dict.fromkeys(one.group_by for one in self._chosen):
+        for group_by in dict.fromkeys(metric_choice.group_by for metric_choice in self._chosen):
             members: list[RecMetric] = []
-            for i, one in enumerate(self._chosen):
-                if one.group_by != group_by:
+            for i, metric_choice in enumerate(self._chosen):
+                if metric_choice.group_by != group_by:
                     continue
-                metric = one.build(name)
-                if not one.is_session_metric:
+                metric = metric_choice.build(name)
+                if not metric_choice.is_session_metric:
                     self._metrics[i] = metric
                     members.append(metric)
                 elif group_by not in self._rows:
@@ -302,7 +302,7 @@ class _Task:
                     yield name, value.item()
                 else:
                     values = enumerate(value.flatten().tolist(), start=1)
-                    yield from ((f"{name}@{k}", one) for k, one in values)
+                    yield from ((f"{name}@{k}", at_k) for k, at_k in values)
 
     def _from_rows(self, chosen: _Chosen) -> RecMetric:
         """Return a metric of sessions, computed with complete groups."""

@@ -42,13 +42,13 @@ def whole_optimizer(
         >>> sorted(optimizer.params)
         ['bias', 'weight']
     """
-    found = optimizer if isinstance(optimizer, KeyedOptimizer) else _joined(model, optimizer)
+    keyed = optimizer if isinstance(optimizer, KeyedOptimizer) else _joined(model, optimizer)
     if clip_norm is None:
-        return found
+        return keyed
     limit = finite("Trainer.clip_norm", clip_norm, least=0)
-    found.table_gradients()  # raises for fused tables
+    keyed.table_gradients()  # raises for fused tables
     return GradientClippingOptimizer(
-        found, GradientClipping.NORM, limit, enable_global_grad_clip=True
+        keyed, GradientClipping.NORM, limit, enable_global_grad_clip=True
     )
 
 
@@ -101,7 +101,7 @@ def check_all_are_updated(model: nn.Module, optimizer: KeyedOptimizer, env: Shar
         >>> check_all_are_updated(model, optimizer, ShardingEnv.default())
     """
     stepped = set(map(id, optimizer.params.values()))
-    own = {
+    not_updated = {
         name
         for name, parameter in in_backward_optimizer_filter(model.named_parameters())
         if parameter.requires_grad and id(parameter) not in stepped
@@ -115,9 +115,9 @@ def check_all_are_updated(model: nn.Module, optimizer: KeyedOptimizer, env: Shar
             for table in group["params"]
         }
         waiting = deferred - stepped
-        own |= {name for name, table in fused.params.items() if id(table) in waiting}
-    found = gather_objects(env.process_group, "check the optimizer", sorted(own))
-    if forgotten := sorted(set().union(*found)):
+        not_updated |= {name for name, table in fused.params.items() if id(table) in waiting}
+    of_ranks = gather_objects(env.process_group, "check the optimizer", sorted(not_updated))
+    if forgotten := sorted(set().union(*of_ranks)):
         raise ValueError(
             "Trainer.optimizer must update all trainable parameters; received "
             f"{len(forgotten)} that nothing updates, {forgotten[:3]}"

@@ -137,10 +137,10 @@ class Progress:
     def rate(self, world_size: int) -> dict[str, float]:
         """Return the rate over all ranks since the last restart, and the remaining time."""
         seconds = max(time.perf_counter() - self._began, 1e-9)
-        found = {"samples_per_second": self._samples * world_size / seconds}
+        figures = {"samples_per_second": self._samples * world_size / seconds}
         if self._total is not None and self._steps:
-            found["seconds_left"] = (self._total - self._done) * seconds / self._steps
-        return found
+            figures["seconds_left"] = (self._total - self._done) * seconds / self._steps
+        return figures
 
     def hide(self) -> None:
         """Remove the bar until the next step, so that other lines can be printed."""

@@ -109,7 +109,7 @@ class ProgressiveValidation:
         parts = None
         if self._kept:
             parts = [*self._joined(torch.device("cpu"))]
-        return {"curve": [dict(one) for one in self.curve], "count": self._count, "kept": parts}
+        return {"curve": [dict(point) for point in self.curve], "count": self._count, "kept": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state.
@@ -131,6 +131,6 @@ class ProgressiveValidation:
         self._load(states[0], states[rank::world_size])
 
     def _load(self, any_rank: dict[str, Any], own: Sequence[dict[str, Any]]) -> None:
-        self.curve = [dict(one) for one in any_rank["curve"]]
+        self.curve = [dict(point) for point in any_rank["curve"]]
         self._count = any_rank["count"]
         self._kept = [tuple(state["kept"]) for state in own if state["kept"] is not None]

@@ -242,3 +242,13 @@ def test_stochastic_rounding_is_right_on_average(dtype: torch.dtype) -> None:
 def test_stochastic_rounding_of_other_dtypes_raises() -> None:
     with pytest.raises(ValueError, match=r"received torch\.float32"):
         round_stochastically(torch.ones(1), torch.float32)
+
+
+def test_steps_are_on_the_host_under_any_default_device() -> None:
+    spec = OptimizerSpec(algorithm=EmbOptimType.ADAM)
+    weight = torch.zeros(2, 4)
+    with torch.device("meta"):
+        state = init_state(spec, weight)
+    assert {name: tensor.device.type for name, tensor in state.items()} == dict.fromkeys(
+        state, "cpu"
+    )

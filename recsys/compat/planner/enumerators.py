@@ -131,7 +131,7 @@ class EmbeddingEnumerator(Enumerator):
             self._topology.compute_device,
             batch_size=self._batch_size,
         )
-        found: list[ShardingOption] = []
+        options: list[ShardingOption] = []
         for table in tables:
             of_table = list(self._options_of(table, module.get_submodule(table.path)))
             if not of_table:
@@ -142,10 +142,10 @@ class EmbeddingEnumerator(Enumerator):
                     f"None for any, on {self._topology.compute_device}. Ease its constraints.",
                     PlannerErrorType.STRICT_CONSTRAINTS,
                 )
-            found += of_table
-        self.populate_estimates(found)
-        self._last_stored_search_space = found
-        return found
+            options += of_table
+        self.populate_estimates(options)
+        self._last_stored_search_space = options
+        return options
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Set milliseconds and bytes of the shards of options, in place.

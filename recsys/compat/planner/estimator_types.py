@@ -192,25 +192,27 @@ class HardwarePerfConfig:
                 f"{type(self).__name__} supports {sorted(self.supported)}; received "
                 f"{sharding_type!r}."
             )
-        found: dict[str, Callable[[ShardPerfContext], float]] = {}
-        given = self.coefficients
-        if given is not None:
-            of_type = given.get_coefficients(sharding_type)
-            found["fwd_compute"] = lambda ctx: of_type.fwd.milliseconds(ctx, self.output_bytes(ctx))
-            if given.prefetch is not None:
-                found["prefetch_compute"] = given.prefetch.milliseconds
+        formulas: dict[str, Callable[[ShardPerfContext], float]] = {}
+        coefficients = self.coefficients
+        if coefficients is not None:
+            of_type = coefficients.get_coefficients(sharding_type)
+            formulas["fwd_compute"] = lambda ctx: of_type.fwd.milliseconds(
+                ctx, self.output_bytes(ctx)
+            )
+            if coefficients.prefetch is not None:
+                formulas["prefetch_compute"] = coefficients.prefetch.milliseconds
             if of_type.bwd is not None:
                 back = of_type.bwd
-                found["bwd_compute"] = lambda ctx: back.milliseconds(
+                formulas["bwd_compute"] = lambda ctx: back.milliseconds(
                     ctx, self.output_bytes(ctx, is_fwd=False)
                 )
-        found |= self._marked_for(sharding_type)
-        forward = found.get("fwd_compute")
-        is_linear = given is not None or hasattr(forward, "is_linear")
-        if forward is not None and is_linear and "bwd_compute" not in found:
-            multiplier = 2.0 if given is None else given.bwd_compute_multiplier
-            found["bwd_compute"] = lambda ctx: multiplier * forward(ctx)
-        return found
+        formulas |= self._marked_for(sharding_type)
+        forward = formulas.get("fwd_compute")
+        is_linear = coefficients is not None or hasattr(forward, "is_linear")
+        if forward is not None and is_linear and "bwd_compute" not in formulas:
+            multiplier = 2.0 if coefficients is None else coefficients.bwd_compute_multiplier
+            formulas["bwd_compute"] = lambda ctx: multiplier * forward(ctx)
+        return formulas
 
     def output_bytes(self, ctx: ShardPerfContext, is_fwd: bool = True) -> float:
         """Return the bytes of embeddings that a shard's lookup writes.
@@ -219,9 +221,9 @@ class HardwarePerfConfig:
             ctx: Shard.
             is_fwd: False for the gradients that the backward pass reads.
         """
-        own: Any = self._marked_for(ctx.sharding_type, "output").get("output")
-        if own is not None:
-            return float(own(ctx, is_fwd))
+        method: Any = self._marked_for(ctx.sharding_type, "output").get("output")
+        if method is not None:
+            return float(method(ctx, is_fwd))
         sums = ctx.sharding_type in ("row_wise", "table_row_wise")
         kind = "sr" if sums else "a2a"
         size = getattr(ctx, f"{'fwd' if is_fwd else 'bwd'}_{kind}_comm_data_type_size")
@@ -230,23 +232,23 @@ class HardwarePerfConfig:
 
     def _marked_for(self, sharding_type: str, *parts: str) -> dict[str, Any]:
         """Return the decorated methods by the part that they compute."""
-        found: dict[str, Any] = {}
+        methods_by_part: dict[str, Any] = {}
         methods = [getattr(self, name) for name in dir(type(self)) if not name.startswith("__")]
         marked = [method for method in methods if hasattr(method, "computes")]
         for method in sorted(marked, key=lambda method: len(method.computes[1]) > 0):
             part, kinds = method.computes
             if (part in parts or part != "output") and (not kinds or sharding_type in kinds):
-                found[part] = method
-        return found
+                methods_by_part[part] = method
+        return methods_by_part
 
     def applied_to(self, topology: Topology) -> Topology:
         """Return a machine with these speeds."""
-        given = {name: getattr(self, name) for name in _BANDWIDTHS}
-        given = {name: value for name, value in given.items() if value is not None}
-        if not given:
+        bandwidths = {name: getattr(self, name) for name in _BANDWIDTHS}
+        bandwidths = {name: value for name, value in bandwidths.items() if value is not None}
+        if not bandwidths:
             return topology
         return Topology.from_hardware(
-            [replace(rank, **given) for rank in topology.hardware],
+            [replace(rank, **bandwidths) for rank in topology.hardware],
             topology.local_world_size,
             lookup=topology.lookup,
             collectives=topology.collectives,

@@ -239,10 +239,10 @@ def proposers_to_proposals_list(
         >>> proposers_to_proposals_list([GridSearchProposer()], [])
         []
     """
-    found: dict[tuple[int, ...], list[ShardingOption]] = {}
+    proposals: dict[tuple[int, ...], list[ShardingOption]] = {}
     for proposer in proposers_list:
         proposer.load(search_space)
         while (proposal := proposer.propose()) is not None:
-            found.setdefault(tuple(sorted(map(hash, proposal))), proposal)
+            proposals.setdefault(tuple(sorted(map(hash, proposal))), proposal)
             proposer.feedback(partitionable=True)
-    return list(found.values())
+    return list(proposals.values())

@@ -194,8 +194,8 @@ class EmbeddingStorageEstimator(_Estimator):
         for option, table, model in self._tables_of(sharding_options, sharder_data_map, make):
             sizes = [shard.size for shard in option.shards]
             device = self._topology.compute_device
-            found = _storages(table, *_kind_of(option), sizes, model, device)
-            for shard, storage in zip(option.shards, found, strict=True):
+            storages = _storages(table, *_kind_of(option), sizes, model, device)
+            for shard, storage in zip(option.shards, storages, strict=True):
                 shard.storage = storage
 
 
@@ -315,14 +315,14 @@ def _tables_of(
             module = option.module[1]
             data = sharder_data_map.get(option.module_type_key)
             sharder = (data and data.sharder) or sharder_of(module)
-            found = tables_of(
+            tables = tables_of(
                 module,
                 [sharder],
                 readings[place],
                 topology.compute_device,
                 batch_size=option.batch_size,
             )
-            read[place] = {table.name: table for table in found}
+            read[place] = {table.name: table for table in tables}
         yield option, read[place][option.name]
 
 
@@ -353,14 +353,14 @@ def _storages(
     model: StorageModel,
     device: str,
 ) -> list[Storage]:
-    found = _each(
+    storages = _each(
         table, kind, kernel, sizes, model.shard_storage, model.replica_storage, tables.RankMemory()
     )
     return [
         Storage(hbm=size.device, ddr=size.host)
         if device == "cuda"
         else Storage(hbm=0, ddr=size.device + size.host)
-        for size in (storage.total for storage in found)
+        for size in (storage.total for storage in storages)
     ]
 
 

@@ -52,8 +52,8 @@ class _Reserving(StorageReservation):
         device = topology.compute_device
         tables = tables_of(module, sharders, constraints or {}, device, batch_size=batch_size)
         batch = StorageModel(topology, batch_size).batch_storage(tables).total.device
-        own = sum(p.numel() * p.element_size() for p in module.parameters())
-        dense_bytes = own - sum(t.rows * t.dim * t.element_bytes for t in tables)
+        model_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+        dense_bytes = model_bytes - sum(t.rows * t.dim * t.element_bytes for t in tables)
         reserved = copy.deepcopy(Topology.of(topology))
         for rank in reserved.devices:
             free = rank.storage

@@ -69,8 +69,8 @@ class KeyValueParams:
 
     def __repr__(self) -> str:
         usual = {name: field.default for name, field in self.__dataclass_fields__.items()}
-        given = [f"{key}={value!r}" for key, value in vars(self).items() if value != usual[key]]
-        return f"KeyValueParams({', '.join(given)})"
+        changed = [f"{key}={value!r}" for key, value in vars(self).items() if value != usual[key]]
+        return f"KeyValueParams({', '.join(changed)})"
 
 
 def column_shards(

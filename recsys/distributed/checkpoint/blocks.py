@@ -149,8 +149,8 @@ def _write_block(
 def _with_own_storage(tensor: Tensor) -> Tensor:
     """Return a tensor whose storage has no other values: `torch.save` writes whole storages."""
     start = tensor.storage_offset() * tensor.element_size()
-    own = tensor.untyped_storage()[start : start + tensor.nbytes]  # shares the memory
-    return torch.empty(0, dtype=tensor.dtype).set_(own, 0, tensor.shape, tensor.stride())
+    storage = tensor.untyped_storage()[start : start + tensor.nbytes]  # shares the memory
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 class _CrcStream(io.RawIOBase):

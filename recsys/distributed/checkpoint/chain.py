@@ -158,18 +158,18 @@ def _read(
     owners: dict[int, int] = {}
     for number, (name, offsets, sizes) in enumerate(parts):
         saved = metadata.state_dict_metadata.get(name)
-        found: list[ReadItem] = []
+        read_items: list[ReadItem] = []
         if isinstance(saved, TensorStorageMetadata):
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            found = create_read_items_for_chunk_list(name, saved, [chunk])
+            read_items = create_read_items_for_chunk_list(name, saved, [chunk])
             buffers.append(torch.empty(sizes, dtype=saved.properties.dtype))
-        if sum(prod(item.lengths) for item in found) < prod(sizes):
+        if sum(prod(item.lengths) for item in read_items) < prod(sizes):
             raise CheckpointError(
                 f"{reader.checkpoint_id} lacks rows {offsets[0]} to {offsets[0] + sizes[0]} of "
                 f"{name!r}. Load an earlier version, or copy this one again."
             )
-        owners |= {id(item): number for item in found}
-        items += found
+        owners |= {id(item): number for item in read_items}
+        items += read_items
     reader.set_up_storage_reader(metadata, False)
     reader.read_data(LoadPlan(items), _Buffers(buffers, owners))  # type: ignore[arg-type]
     return buffers

@@ -176,16 +176,16 @@ def changed_values(
             free = int(_MOST_OF_BASE * chain.saved.base_bytes) - chain.saved.delta_bytes
         return {name: table.summary() for name, table in tables.items()}, free
 
-    found = on_every_rank(env, what, find)
+    changes = on_every_rank(env, what, find)
     size = 0
     rows: dict[str, Any] = {}
     for name, table in tables.items():
-        summaries = [of_rank[name] for of_rank, _ in found]
+        summaries = [of_rank[name] for of_rank, _ in changes]
         table.agree([parts for parts, _ in summaries])
         names = sorted({value for _, values in summaries for value in values})
         size += table.num_rows * max(sum(values.values()) for _, values in summaries)
         rows[name] = {"count": table.num_rows, "values": names}
-    if size > found[0][1]:
+    if size > changes[0][1]:
         return None
     changed = _copied(state)
     changed["rows"] = {}
@@ -267,11 +267,11 @@ class _Table:
         """Set the rows to save; all rows of blocks whose owners have marked different rows."""
         counts = []
         for block, (start, end) in enumerate(pairwise(self._edges)):
-            found = {parts[block] for parts in parts_of_ranks if block in parts}
-            if len(found) > 1 and block in self._parts:
+            distinct = {parts[block] for parts in parts_of_ranks if block in parts}
+            if len(distinct) > 1 and block in self._parts:
                 device = self._parts[block].device
                 self._parts[block] = torch.arange(start, end, device=device)
-            counts.append(end - start if len(found) > 1 else sum(count for count, _ in found))
+            counts.append(end - start if len(distinct) > 1 else sum(count for count, _ in distinct))
         self._starts = list(accumulate(counts, initial=0))
 
     @property
@@ -286,8 +286,8 @@ class _Table:
         for offsets, part in parts_of_value(value):
             first, rows = self._rows_in(offsets[0], len(part))
             if rows.numel():
-                own = part.index_select(0, (rows - offsets[0]).to(part.device))
-                packed.append(((first, *offsets[1:]), own))
+                values = part.index_select(0, (rows - offsets[0]).to(part.device))
+                packed.append(((first, *offsets[1:]), values))
         if not isinstance(value, ShardedTable):
             return packed[0][1]
         return ShardedTable(shape, packed, dtype=value.dtype, device=value.device)
@@ -313,13 +313,13 @@ class _Table:
 
 def _edges_of(model: nn.Module) -> dict[str, list[int]]:
     """Return the first rows of the row blocks of each sharded table, and the end."""
-    found = {}
+    edges_of_tables = {}
     for path, module in get_unwrapped_module(model).named_modules():
         if isinstance(module, TableShards):
             rects = module.table.rects or [module.table.whole]
             edges = {edge for rect in rects for edge in (rect.row_start, rect.row_end)}
-            found[f"{path}.weight"] = sorted(edges)
-    return found
+            edges_of_tables[f"{path}.weight"] = sorted(edges)
+    return edges_of_tables
 
 
 def _copied(value: Any) -> Any:

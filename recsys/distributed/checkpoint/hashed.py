@@ -81,7 +81,7 @@ class HashedTables:
 
     def names(self, resize: Collection[str]) -> list[str]:
         """Return the names of the other tables."""
-        return [t for t in resize if not any(is_named(own.weight, t) for own in self._tables)]
+        return [t for t in resize if not any(is_named(table.weight, t) for table in self._tables)]
 
     @torch.no_grad()
     def fill(self, saved: SavedValues) -> None:
@@ -115,17 +115,18 @@ def _fill(table: _Table, saved: SavedValues) -> None:
     prefix = table.weight.removesuffix("weight")
     names = {key: _name_of(key) for key in (*table.values, *table.arrays)}
     for key, name in names.items():
-        found, value = saved.values.get(name), {**table.values, **table.arrays}[key]
-        if not isinstance(found, TensorStorageMetadata):
+        saved_value, value = saved.values.get(name), {**table.values, **table.arrays}[key]
+        if not isinstance(saved_value, TensorStorageMetadata):
             raise CheckpointError(
                 f"A table of resize with HashedIds must have its ids in the checkpoint; "
                 f"{saved.folder} has no {name!r}. Leave {table.weight!r} out, or load without the "
                 "optimizer."
             )
-        if found.size[1:] != value.shape[1:]:
+        if saved_value.size[1:] != value.shape[1:]:
             raise CheckpointError(
-                f"The checkpoint {saved.folder} has {name!r} of shape {tuple(found.size)}; here it "
-                f"has shape {tuple(value.shape)}. Only another number of rows can be loaded."
+                f"The checkpoint {saved.folder} has {name!r} of shape {tuple(saved_value.size)}; "
+                f"here it has shape {tuple(value.shape)}. Only another number of rows can be "
+                "loaded."
             )
     rows_of: dict[int, tuple[Tensor, Tensor]] = {}  # new and old rows, by the first row of a shard
     for first_row, index in table.shards:
@@ -151,9 +152,9 @@ def _place(index: TableIndex, saved: SavedValues, prefix: str) -> tuple[Tensor, 
     """
     arrays = [name for name in ("ids", "last_used", "seen") if getattr(index, name).numel()]
     names = {name: f"{prefix}index.{name}" for name in arrays}
-    own, step, ttl = index.index, int(index.steps) + 1, index.rules.ttl
+    shard, step, ttl = index.index, int(index.steps) + 1, index.rules.ttl
     oldest = max(min(step - ttl, step - PINNED_BATCHES + 1), 1) if ttl else 1
-    found: list[list[Tensor]] = []
+    rows_of_shards: list[list[Tensor]] = []
     shared: list[Tensor] = []
     num_rows = saved.values[names["ids"]].size[0]  # type: ignore[union-attr]
     of_table, num_regions = geometry(num_rows, index.rules.num_regions)
@@ -163,24 +164,26 @@ def _place(index: TableIndex, saved: SavedValues, prefix: str) -> tuple[Tensor, 
         read = saved.read(dict.fromkeys(names.values(), rows))
         block = [read[name] for name in names.values()]
         at = (block[1] >= oldest).nonzero().flatten()
-        regions = locate(own, block[0][at].to(own.ids.device)).regions.cpu()
-        at = at[(regions >= own.first_region) & (regions < own.last_region)]
-        found.append([at + rows.start, *(values[at] for values in block)])
+        regions = locate(shard, block[0][at].to(shard.ids.device)).regions.cpu()
+        at = at[(regions >= shard.first_region) & (regions < shard.last_region)]
+        rows_of_shards.append([at + rows.start, *(values[at] for values in block)])
         starts = torch.arange(-rows.start % region_rows, len(block[0]), region_rows)
         shared.append(block[1][starts] == 0)
-    old_rows, *values = [torch.cat(parts).to(own.ids.device) for parts in zip(*found, strict=True)]
+    old_rows, *values = [
+        torch.cat(parts).to(shard.ids.device) for parts in zip(*rows_of_shards, strict=True)
+    ]
     for array in (index.ids, index.last_used, index.seen, index.sketch):
         array.zero_()
     seen = values[2] if len(values) > 2 else None
-    scores = scores_of(own.settings, step, values[1], seen)
-    placed, _ = choose_rows(own, values[0], scores, step)
+    scores = scores_of(shard.settings, step, values[1], seen)
+    placed, _ = choose_rows(shard, values[0], scores, step)
     has_row = placed >= 0
     new_rows, old_rows = placed[has_row], old_rows[has_row]
     for name, value in zip(arrays, values, strict=True):
         getattr(index, name)[new_rows] = value[has_row]
     if bool(torch.cat(shared).all()):  # the saved table had as many regions by the same rules
-        regions = torch.arange(own.first_region, own.last_region, device=new_rows.device)
-        old_regions = regions * num_regions // own.num_regions
+        regions = torch.arange(shard.first_region, shard.last_region, device=new_rows.device)
+        old_regions = regions * num_regions // shard.num_regions
         new_rows = torch.cat([new_rows, index.shared_rows()])
         old_rows = torch.cat([old_rows, old_regions * region_rows])
     return new_rows, old_rows

@@ -132,8 +132,8 @@ def load_checkpoint(
         resized.extend(fit_rows(folder, state, saved, hashed[0].names(tables)))
         if progress:
             keys = _progress_keys(reader)
-            own = [rank_key(env.rank)] if len(keys) == env.world_size else keys
-            state["progress"] = dict.fromkeys(own, b"")
+            rank_keys = [rank_key(env.rank)] if len(keys) == env.world_size else keys
+            state["progress"] = dict.fromkeys(rank_keys, b"")
         if optimizer is not None and settings is not None:
             updates.extend(
                 check_settings(

@@ -73,8 +73,8 @@ def _by_name(read: Reader) -> Reader:
     """Return a reader of an object whose members have one kind."""
 
     def read_all(subject: str, value: object) -> dict[str, Any]:
-        found = object_of(subject, value)
-        return {name: read(f"{subject}.{name}", one) for name, one in found.items()}
+        content = object_of(subject, value)
+        return {name: read(f"{subject}.{name}", member) for name, member in content.items()}
 
     return read_all
 
@@ -83,22 +83,22 @@ def _tuple(*readers: Reader) -> Reader:
     """Return a reader of a list whose members have a kind each."""
 
     def read(subject: str, value: object) -> tuple[Any, ...]:
-        found = list_of(subject, value)
-        if len(found) != len(readers):
+        content = list_of(subject, value)
+        if len(content) != len(readers):
             wrong_type(subject, f"a list of {len(readers)} values", value)
         return tuple(
-            own(f"{subject}[{i}]", one)
-            for i, (own, one) in enumerate(zip(readers, found, strict=True))
+            reader(f"{subject}[{i}]", member)
+            for i, (reader, member) in enumerate(zip(readers, content, strict=True))
         )
 
     return read
 
 
 def _dtype(subject: str, value: object) -> torch.dtype:
-    found = getattr(torch, text_of(subject, value), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, text_of(subject, value), None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{subject} must be a dtype; received {value!r}.")
-    return found
+    return dtype
 
 
 _VERSION = members(step=_count, sha256=text_of)

@@ -49,14 +49,14 @@ class RandomState:
     def state_dict(self) -> dict[str, Any]:
         """Return the generators' states."""
         kind, keys, *rest = np.random.get_state()  # users' code may draw from it
-        found: dict[str, Any] = {
+        states: dict[str, Any] = {
             "torch": torch.get_rng_state(),
             "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
             "python": random.getstate(),
         }
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            found["cuda"] = torch.cuda.get_rng_state()
-        return found
+            states["cuda"] = torch.cuda.get_rng_state()
+        return states
 
     @checked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -104,10 +104,10 @@ def progress_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
     Raises:
         CheckpointError: A state is not plain data.
     """
-    found = {name: part.state_dict() for name, part in parts.items()}
-    for name, state in found.items():
+    states = {name: part.state_dict() for name, part in parts.items()}
+    for name, state in states.items():
         check_plain(f"progress[{name!r}]", state)
-    return found
+    return states
 
 
 def rank_key(rank: int) -> str:

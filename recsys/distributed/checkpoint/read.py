@@ -150,14 +150,14 @@ def read_hashed_table(path: str | Path, table: str) -> HashedRows:
     parts = []
     for block in saved.row_ranges(weight):
         assert block is not None
-        own = rows[(rows >= block.start) & (rows < block.stop)]
-        parts.append(saved.read({weight: block})[weight][own - block.start])
+        block_rows = rows[(rows >= block.start) & (rows < block.stop)]
+        parts.append(saved.read({weight: block})[weight][block_rows - block.start])
     all_ids = [ids[rows]]
     for own_ids, values in saved.logged_rows(prefix):
         all_ids.append(own_ids)
         parts.append(values)
-    found, order = torch.cat(all_ids).sort()
-    return HashedRows(found, torch.cat(parts)[order])
+    sorted_ids, order = torch.cat(all_ids).sort()
+    return HashedRows(sorted_ids, torch.cat(parts)[order])
 
 
 def is_named(name: str, part: str) -> bool:
@@ -185,17 +185,17 @@ class SavedValues:
     def __init__(self, folder: Path, manifest: Manifest | None, optimizer: bool = False) -> None:
         self.folder, self._manifest = folder, manifest or {}
         self._reader = reader_of(folder, manifest)
-        found = self._reader.read_metadata().state_dict_metadata
-        is_ours = manifest is not None or all(name.split(".")[0] in _SECTIONS for name in found)
+        metadata = self._reader.read_metadata().state_dict_metadata
+        is_ours = manifest is not None or all(name.split(".")[0] in _SECTIONS for name in metadata)
         self._saved_as = {
             name.removeprefix("model.") if is_ours else name: name
-            for name in found
+            for name in metadata
             if not is_ours
             or name.startswith("model.")
             or (optimizer and name.startswith("optimizer."))
         }
         self.values: dict[str, STORAGE_TYPES] = {
-            name: found[saved] for name, saved in self._saved_as.items()
+            name: metadata[saved] for name, saved in self._saved_as.items()
         }
 
     @classmethod
@@ -278,14 +278,14 @@ class SavedValues:
         assert isinstance(value, TensorStorageMetadata)
         if not value.size or not value.size.numel():
             return [None]
-        found: list[range | None] = []
+        ranges: list[range | None] = []
         first = end = 0
         for start, size in sorted((c.offsets[0], c.sizes[0]) for c in value.chunks):
             if start >= end > first:
-                found.append(range(first, end))
+                ranges.append(range(first, end))
                 first = start
             end = max(end, start + size)
-        return [*found, range(first, end)]
+        return [*ranges, range(first, end)]
 
     def read(self, names: Mapping[str, range | None]) -> dict[str, Any]:
         """Return values by name, whole or some rows each.
@@ -331,11 +331,11 @@ class CompleteLoadPlanner(DefaultLoadPlanner):
             if not hasattr(value, "local_shards"):
                 continue
             for offsets, tensor in dict(value.local_shards()).items():
-                found = covered.get((name, offsets), 0)
-                if found < tensor.numel() and not self.allow_partial_load:
+                num_read = covered.get((name, offsets), 0)
+                if num_read < tensor.numel() and not self.allow_partial_load:
                     raise CheckpointError(
-                        f"{name}: the checkpoint holds {found} of the {tensor.numel()} values of "
-                        f"the shard at {offsets}"
+                        f"{name}: the checkpoint holds {num_read} of the {tensor.numel()} values "
+                        f"of the shard at {offsets}"
                     )
         return plan
 

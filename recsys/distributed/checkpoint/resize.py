@@ -48,16 +48,16 @@ def fit_rows(
     replaced: Resized = []
     resized: list[str] = []
     for name, value in values.items():
-        found = saved.get(name)
-        if not isinstance(value, Tensor) or not isinstance(found, TensorStorageMetadata):
+        saved_value = saved.get(name)
+        if not isinstance(value, Tensor) or not isinstance(saved_value, TensorStorageMetadata):
             continue
-        if found.size == value.shape:
+        if saved_value.size == value.shape:
             continue
         differs = (
             f"The checkpoint {folder} has {name.removeprefix('model.')!r} of shape "
-            f"{tuple(found.size)}; here it has shape {tuple(value.shape)}."
+            f"{tuple(saved_value.size)}; here it has shape {tuple(value.shape)}."
         )
-        if not (found.size and value.dim() and found.size[1:] == value.shape[1:]):
+        if not (saved_value.size and value.dim() and saved_value.size[1:] == value.shape[1:]):
             raise CheckpointError(f"{differs} Only another number of rows can be loaded.")
         if name.startswith("optimizer.") and not any(
             name.startswith(f"optimizer.state.{param}.") for param in resized
@@ -73,7 +73,7 @@ def fit_rows(
                 "of the table keep their values, and other saved rows are ignored."
             )
         resized.append(name.removeprefix("model."))
-        set_element(state, places[name], _first_rows(value, found.size))
+        set_element(state, places[name], _first_rows(value, saved_value.size))
         replaced.append((places[name], value))
     return replaced
 

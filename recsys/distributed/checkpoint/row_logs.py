@@ -159,7 +159,7 @@ def check_logs(
     Raises:
         CheckpointError: A table has no overflow, or its records have other fields.
     """
-    own = dict(tables_with_logs(model))
+    tables = dict(tables_with_logs(model))
     names = {
         f"{path}." for path, module in get_unwrapped_module(model).named_modules()
         if isinstance(module, TableShards | EmbeddingTable)
@@ -167,7 +167,7 @@ def check_logs(
     for prefix, logs in saved.items():
         if not logs or prefix not in names:
             continue
-        if prefix not in own:
+        if prefix not in tables:
             if allow_partial:
                 continue
             raise CheckpointError(
@@ -175,7 +175,7 @@ def check_logs(
                 "the folder of HashedIds.overflow; here the table has none. Give it an overflow, "
                 "or pass allow_partial=True to leave these rows out."
             )
-        for part in own[prefix]:
+        for part in tables[prefix]:
             for log in logs:
                 _check_fields(folder, prefix, _fields(log), part, optimizer=optimizer)
 
@@ -222,15 +222,15 @@ def load_logs(
         name = prefix.removesuffix(".").rpartition(".")[2]
         for part in parts:
             fields = fields_of(part.kernel, part.place)
-            own = part.rows.index
+            index = part.rows.index
             last_row = part.first_row + part.rows.ids.numel()
             for log in saved.get(prefix, ()):
                 first, last = log["rows"]
                 if first >= last_row or last <= part.first_row:
                     continue
                 for ids, values in read_records(folder, log, files):
-                    regions = locate(own, ids).regions
-                    at = ((regions >= own.first_region) & (regions < own.last_region)).nonzero()
+                    regions = locate(index, ids).regions
+                    at = ((regions >= index.first_region) & (regions < index.last_region)).nonzero()
                     at = at.flatten()
                     if at.numel():
                         records = _records(fields, values, at, optimizer=optimizer)
@@ -259,8 +259,8 @@ def read_records(
         is_live = np.unpackbits(bits[start:end], count=count).astype(np.bool_)
         records = np.frombuffer(_read(folder, name, files), np.uint8).reshape(count, size)
         chosen = torch.from_numpy(records[is_live])
-        found = split_records(chosen, [RecordField("id", torch.int64, 1), *fields])
-        yield found.pop("id")[:, 0], found
+        fields_of_files = split_records(chosen, [RecordField("id", torch.int64, 1), *fields])
+        yield fields_of_files.pop("id")[:, 0], fields_of_files
         start = end
 
 

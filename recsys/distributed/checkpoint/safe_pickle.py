@@ -82,7 +82,7 @@ def _with_shared_text(value: Any) -> Any:
     kind = type(value)
     if kind in (dict, collections.OrderedDict):
         members = value.items()
-        return kind((_with_shared_text(key), _with_shared_text(one)) for key, one in members)
+        return kind((_with_shared_text(key), _with_shared_text(item)) for key, item in members)
     if kind in (list, tuple):
         return kind(map(_with_shared_text, value))
     return sys.intern(value) if kind is str else value
@@ -128,16 +128,16 @@ def decode_metadata(name: str, data: bytes) -> Metadata:
     """
     try:
         refusal = "it names {}, which no metadata consists of"
-        found = KnownUnpickler(data, _METADATA, refusal).load()
+        metadata = KnownUnpickler(data, _METADATA, refusal).load()
     except Exception as error:
         raise CheckpointError(
             f"{name} is not the metadata of a checkpoint: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(found, Metadata):
+    if not isinstance(metadata, Metadata):
         raise CheckpointError(
-            f"{name} is not the metadata of a checkpoint: it holds a {type(found).__name__}"
+            f"{name} is not the metadata of a checkpoint: it holds a {type(metadata).__name__}"
         )
-    return found
+    return metadata
 
 
 class KnownUnpickler(pickle.Unpickler):

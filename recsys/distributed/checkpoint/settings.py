@@ -37,7 +37,7 @@ def settings_of(optimizer: KeyedOptimizer, wholes: Mapping[str, str]) -> Setting
         CheckpointError: A setting is not a plain value.
     """
     kinds = {wholes[name]: kind for name, kind in optimizer.optimizer_kinds().items()}
-    found: Settings = []
+    groups: Settings = []
     for group, names in _groups(optimizer, wholes):
         settings = {
             key: _plain(names, key, value)
@@ -45,9 +45,9 @@ def settings_of(optimizer: KeyedOptimizer, wholes: Mapping[str, str]) -> Setting
             if key not in _OWN and key != "params"
         }
         for kind in sorted({kinds[name] for name in names}):
-            own = sorted({name for name in names if kinds[name] == kind})
-            found.append({"params": own, "optimizer": kind, "settings": settings})
-    return found
+            kind_names = sorted({name for name in names if kinds[name] == kind})
+            groups.append({"params": kind_names, "optimizer": kind, "settings": settings})
+    return groups
 
 
 def _groups(
@@ -80,8 +80,8 @@ def merge(of_ranks: Iterable[Settings]) -> Settings:
     """
     merged: dict[str, set[str]] = {}
     first: dict[str, tuple[int, str]] = {}
-    for rank, found in enumerate(of_ranks):
-        for entry in found:
+    for rank, settings in enumerate(of_ranks):
+        for entry in settings:
             text = json.dumps({**entry, "params": None}, sort_keys=True)
             for name in entry["params"]:
                 other, before = first.setdefault(name, (rank, text))
@@ -135,23 +135,26 @@ def check_settings(
             )
     updates: Updates = []
     for group, names in () if keep else _groups(optimizer, wholes):
-        found = _saved_for(source, names, entries)
+        saved_settings = _saved_for(source, names, entries)
         for key in getattr(group, "fixed", ()):
-            own = _plain(names, key, group[key])
-            if key not in _OWN and key in found and found[key] != own:
+            value = _plain(names, key, group[key])
+            if key not in _OWN and key in saved_settings and saved_settings[key] != value:
                 raise CheckpointError(
-                    f"{source} has {key}={found[key]} for {names[:3]}; here it is {own}, and is a "
-                    "part of the tables' update, which cannot be changed. Attach the optimizer "
-                    "with the saved one, or pass keep_settings=True to train on with this one."
+                    f"{source} has {key}={saved_settings[key]} for {names[:3]}; here it is "
+                    f"{value}, and is a part of the tables' update, which cannot be changed. "
+                    "Attach the optimizer with the saved one, or pass keep_settings=True to train "
+                    "on with this one."
                 )
-        for key in found.keys() & group.keys() - _OWN:
-            own = group[key]
-            if isinstance(own, int | float | Tensor) and not isinstance(found[key], int | float):
+        for key in saved_settings.keys() & group.keys() - _OWN:
+            value = group[key]
+            if isinstance(value, int | float | Tensor) and not isinstance(
+                saved_settings[key], int | float
+            ):
                 raise CheckpointError(
                     f"{source} must have a number for {key} of {names[:3]}, as here; received "
-                    f"{found[key]!r}. Load an earlier version, or pass keep_settings=True."
+                    f"{saved_settings[key]!r}. Load an earlier version, or pass keep_settings=True."
                 )
-        updates.append((group, found))
+        updates.append((group, saved_settings))
     return updates
 
 
@@ -159,24 +162,24 @@ def _saved_for(
     source: str, names: Sequence[str], entries: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the saved settings of all parameters of a group; empty if there are none."""
-    found = [(name, entries[name]["settings"]) for name in names if name in entries]
-    for name, settings in found:
-        first, expected = found[0]
+    saved = [(name, entries[name]["settings"]) for name in names if name in entries]
+    for name, settings in saved:
+        first, expected = saved[0]
         if settings != expected:
             raise CheckpointError(
                 f"{source} has {settings} for {name!r} and {expected} for {first!r}, which are in "
                 "one parameter group here. Use separate groups, or pass keep_settings=True."
             )
-    return found[0][1] if found else {}
+    return saved[0][1] if saved else {}
 
 
 def load_settings(updates: Updates) -> None:
     """Set saved settings in the groups of an optimizer that have them."""
-    for group, found in updates:
-        for key in found.keys() - _OWN - set(getattr(group, "fixed", ())):
+    for group, settings in updates:
+        for key in settings.keys() - _OWN - set(getattr(group, "fixed", ())):
             # schedulers add initial_lr to a group when they start, and need it to continue
             if key in group or key == "initial_lr":
-                group[key] = _convert_like(group.get(key), found[key])
+                group[key] = _convert_like(group.get(key), settings[key])
 
 
 def _convert_like(own: object, value: Any) -> Any:

@@ -46,7 +46,7 @@ def checked_path(function: str, path: object, model: object, optimizer: object =
             f"{function}.path must be a path, as text or pathlib.Path; received a "
             f"{type(path).__name__}. The path is the first argument: {function}(path, model)."
         )
-    found = path_of(f"{function}.path", path)
+    checked = path_of(f"{function}.path", path)
     if not isinstance(model, nn.Module):
         wrong_type(f"{function}.model", "an nn.Module", model)
     if not isinstance(optimizer, KeyedOptimizer | None):
@@ -55,7 +55,7 @@ def checked_path(function: str, path: object, model: object, optimizer: object =
             f"{type(optimizer).__qualname__}. Wrap a torch optimizer by KeyedOptimizerWrapper, and "
             "join several by CombinedOptimizer, both of recsys.optim.keyed."
         )
-    return found
+    return checked
 
 
 def env_of(model: nn.Module) -> ShardingEnv:
@@ -118,7 +118,7 @@ def drop_own_values(model: nn.Module, state: dict[str, Any]) -> None:
 def tables_without(model: nn.Module, optimizer: KeyedOptimizer | None) -> list[str]:
     """Return the tables whose optimizer state `optimizer` does not contain."""
     known = set() if optimizer is None else set(map(id, optimizer.params.values()))
-    found = []
+    stateless = []
     for path, module in get_unwrapped_module(model).named_modules():
         stateful: Iterable[tuple[str, Tensor]] = ()
         if isinstance(module, ShardedCollection):
@@ -131,8 +131,8 @@ def tables_without(model: nn.Module, optimizer: KeyedOptimizer | None) -> list[s
             params = module.named_parameters()
             stateful = (item for item in params if states.get(tables.get(id(item[1]), "")))
         names = (name for name, parameter in stateful if id(parameter) not in known)
-        found += [f"{path}.{name}" if path else name for name in names]
-    return found
+        stateless += [f"{path}.{name}" if path else name for name in names]
+    return stateless
 
 
 def parts_of_value(value: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
@@ -153,15 +153,15 @@ def values_with_rows(weight: str, state: Mapping[str, Any]) -> dict[tuple[str, .
         state: State of the model and its optimizer.
     """
     table = state["model"][weight]
-    found: dict[tuple[str, ...], Tensor] = {("model", weight): table}
+    values: dict[tuple[str, ...], Tensor] = {("model", weight): table}
     for key in ("ids", "last_used", "seen"):
         name = f"{weight.removesuffix('weight')}index.{key}"
         if name in state["model"]:
-            found["model", name] = state["model"][name]
+            values["model", name] = state["model"][name]
     for key, value in state.get("optimizer", {}).get("state", {}).get(weight, {}).items():
         if isinstance(value, Tensor) and value.dim() and value.shape[0] == table.shape[0]:
-            found["optimizer", "state", weight, key] = value
-    return found
+            values["optimizer", "state", weight, key] = value
+    return values
 
 
 def flat(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,9 +258,9 @@ def _join_parts(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, dict[s
                 )
             size, offsets = table.table.shape[:dims], shard.rect.offsets[:dims]
             shards.setdefault((whole, key, size), []).append((offsets, value))
-    for (whole, key, size), own in shards.items():
-        like = own[0][1]
-        table_state = ShardedTable(size, own, dtype=like.dtype, device=like.device)
+    for (whole, key, size), rank_parts in shards.items():
+        like = rank_parts[0][1]
+        table_state = ShardedTable(size, rank_parts, dtype=like.dtype, device=like.device)
         joined.setdefault(whole, {})[key] = table_state
     return joined
 

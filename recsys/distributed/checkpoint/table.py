@@ -78,18 +78,18 @@ def load_table(
         shape = weight.table.shape if isinstance(weight, TableShards) else tuple(weight.shape)
         hashed = hashed_parts(model, weight)
         if ids is not None or hashed is not None:
-            given = check_ids(name, ids, is_hashed=hashed is not None)
+            checked_ids = check_ids(name, ids, is_hashed=hashed is not None)
             for part in hashed or ():
                 part.rows.rules.check_rows_in_memory(table, "load_table", "Call load_checkpoint.")
             if isinstance(weight, TableShards):
                 weight.check_can_load()
-            _check(name, (len(given), shape[1]), source)
+            _check(name, (len(checked_ids), shape[1]), source)
 
             def read(at: np.ndarray[Any, Any]) -> Tensor:
                 block = torch.from_numpy(np.array(source[at], source.dtype.newbyteorder("=")))
                 return _convert(name, at, block, weight.dtype)
 
-            return {part.first_row: load_ids(part, given, read) for part in hashed or ()}
+            return {part.first_row: load_ids(part, checked_ids, read) for part in hashed or ()}
         shards: Sequence[LocalShard] = ()
         fill: Callable[[slice, Tensor], None]
         if isinstance(weight, TableShards):
@@ -121,27 +121,27 @@ def load_table(
 
 def _find_table(model: nn.Module, table: str) -> tuple[str, TableShards | Tensor]:
     """Return the full name of a table's weight, and the table."""
-    found: dict[str, TableShards | Tensor] = {}
+    tables: dict[str, TableShards | Tensor] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, TableShards):
-            found[f"{prefix}.weight"] = module
+            tables[f"{prefix}.weight"] = module
             continue
         for name, param in module.named_parameters(prefix, recurse=False):
             if param.dim() == 2:
-                found[name] = param
-    names = [name for name in found if is_named(name, table)]
+                tables[name] = param
+    names = [name for name in tables if is_named(name, table)]
     if len(names) == 1:
-        return names[0], found[names[0]]
+        return names[0], tables[names[0]]
     if names:
         raise ValueError(
             f"table must be the name of one table; received {table!r}, which is a part of {names}. "
             "Pass a longer part of one of them."
         )
-    known = {part for name in found for part in name.split(".")} - {"weight"}
+    known = {part for name in tables for part in name.split(".")} - {"weight"}
     near = difflib.get_close_matches(table, sorted(known), n=5, cutoff=0.5)
     raise ValueError(
         f"table must be the name of a table; received {table!r}. "
-        f"{f'Near are {near}' if near else f'The model has {list(found)[:10]}'}."
+        f"{f'Near are {near}' if near else f'The model has {list(tables)[:10]}'}."
     )
 
 

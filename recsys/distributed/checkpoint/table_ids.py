@@ -106,22 +106,31 @@ def load_ids(part: HashedPart, ids: Tensor, read: Callable[[np.ndarray[Any, Any]
     """
     kernel, index, device = part.kernel, part.rows, part.rows.ids.device
     index.step = max(index.step, 1)  # a row of step 0 is free
-    own, step = index.index, index.step
-    regions = locate(own, ids.to(device)).regions
-    at = ((regions >= own.first_region) & (regions < own.last_region)).nonzero().flatten()
-    given = ids.to(device)[at]
-    first_count = FRACTION if own.settings.eviction == "lfu" else 1
-    used = torch.full(given.shape, step, dtype=torch.int32, device=device)
+    shard_index, step = index.index, index.step
+    regions = locate(shard_index, ids.to(device)).regions
+    at = (
+        ((regions >= shard_index.first_region) & (regions < shard_index.last_region))
+        .nonzero()
+        .flatten()
+    )
+    shard_ids = ids.to(device)[at]
+    first_count = FRACTION if shard_index.settings.eviction == "lfu" else 1
+    used = torch.full(shard_ids.shape, step, dtype=torch.int32, device=device)
     seen = torch.full_like(used, first_count)
-    scores = scores_of(own.settings, step + 1, used, seen)
-    rows, was_there = choose_rows(own, given, scores, step + 1)
+    scores = scores_of(shard_index.settings, step + 1, used, seen)
+    rows, was_there = choose_rows(shard_index, shard_ids, scores, step + 1)
     has_row = rows >= 0
-    at, given, rows, was_there = at[has_row], given[has_row], rows[has_row], was_there[has_row]
-    own.ids[rows] = given
-    own.last_used[rows] = step
-    own.digests[rows] = locate(own, given).digests
-    if own.seen.numel():
-        own.seen[rows[~was_there]] = first_count
+    at, shard_ids, rows, was_there = (
+        at[has_row],
+        shard_ids[has_row],
+        rows[has_row],
+        was_there[has_row],
+    )
+    shard_index.ids[rows] = shard_ids
+    shard_index.last_used[rows] = step
+    shard_index.digests[rows] = locate(shard_index, shard_ids).digests
+    if shard_index.seen.numel():
+        shard_index.seen[rows[~was_there]] = first_count
     for is_new in (True, False):
         chosen = (was_there != is_new).nonzero().flatten()
         for block in chosen.split(_BLOCK_ROWS):

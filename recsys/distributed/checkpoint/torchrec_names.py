@@ -27,12 +27,12 @@ def own_names(saved: Iterable[str], live: Collection[str]) -> dict[str, str]:
         ... )
         {'optimizer.state.ebc.t1.weight.t1.momentum1': 'optimizer.state.ebc.t1.weight.sum'}
     """
-    found = {}
+    names = {}
     for name in saved:
         if match := _STATE.fullmatch(name):
             param, _, key = match.groups()
             if key == "momentum1":
                 only = [key for key in ("sum", "momentum_buffer") if f"{param}.{key}" in live]
                 key = only[0] if only else key
-            found[name] = f"{param}.{key}"
-    return found
+            names[name] = f"{param}.{key}"
+    return names

@@ -217,14 +217,14 @@ def keep_newest(path: Path, keep: int, current: Path) -> None:
         current: The version just saved.
     """
     # a link is not made by a save: its target belongs to someone else
-    own = [n for n in _complete(path) if not _folder(path, n).is_symlink()]
-    kept = {_folder(path, n) for n in own[-keep:]} | {current}
+    numbers = [n for n in _complete(path) if not _folder(path, n).is_symlink()]
+    kept = {_folder(path, n) for n in numbers[-keep:]} | {current}
     try:
         bases = {n: _base_of(folder) for folder in kept if (n := step_of(folder)) is not None}
     except CheckpointError as error:
         warnings.warn(f"No version in {path} is removed: {error}", stacklevel=3)
         return
-    for number in reversed(own):  # deltas before their base
+    for number in reversed(numbers):  # deltas before their base
         folder = _folder(path, number)
         if folder not in kept and not any(b <= number < n for n, b in bases.items()):
             try:
@@ -284,8 +284,8 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """
     temporary = folder / f"{MANIFEST}.tmp"
     with temporary.open("wb") as file:
-        found = _FORMATS[content.get("kind", "full")]
-        file.write(_encode({"format": found, **content}))
+        format_number = _FORMATS[content.get("kind", "full")]
+        file.write(_encode({"format": format_number, **content}))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
@@ -305,15 +305,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(data)["content"]
         is_whole = isinstance(content, dict) and _encode(content) == data
-        found = content["format"]
+        format_number = content["format"]
         kind = content.get("kind", "full")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_whole = False
     if not is_whole:
         raise CheckpointError(f"{file} is damaged: its CRC does not match its text.")
-    if isinstance(kind, str) and found != _FORMATS.get(kind, found):
+    if isinstance(kind, str) and format_number != _FORMATS.get(kind, format_number):
         raise CheckpointError(
-            f"{file} is of format {found}; this version of recsys reads formats up to "
+            f"{file} is of format {format_number}; this version of recsys reads formats up to "
             f"{max(_FORMATS.values())}. Load it with the version that wrote it, or a later one."
         )
     try:
@@ -343,7 +343,7 @@ def chain_of(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
         CheckpointError: A version that a delta needs is missing or is another one, or the delta was
             copied or renamed.
     """
-    found = [(folder, manifest)]
+    chain = [(folder, manifest)]
     while manifest.get("kind") == "delta":
         current, step = folder.resolve(), manifest["step"]
         if step_of(current) != step:
@@ -364,8 +364,8 @@ def chain_of(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
                 "manifest differs. Load an earlier version, or copy the whole checkpoint again."
             )
         manifest = read_manifest(folder)
-        found.append((folder, manifest))
-    return found[::-1]
+        chain.append((folder, manifest))
+    return chain[::-1]
 
 
 def regular_file(file: Path) -> Path:

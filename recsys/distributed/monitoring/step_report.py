@@ -166,12 +166,12 @@ class StepReport:
     def _since(self, before: dict[str, float]) -> dict[str, float]:
         more = {name: value - before[name] for name, value in self.numbers().items()}
         seconds = sum(more[name] for name in STAGES) or 1.0
-        found = {"samples per second": more["samples"] / seconds}
-        found["milliseconds"] = seconds / (more["steps"] or 1) * 1e3
-        found |= {f"share of {name}": more[name] / seconds for name in STAGES}
+        figures = {"samples per second": more["samples"] / seconds}
+        figures["milliseconds"] = seconds / (more["steps"] or 1) * 1e3
+        figures |= {f"share of {name}": more[name] / seconds for name in STAGES}
         if more["under way"]:
-            found["overlap"] = max(0.0, 1 - more["waited"] / more["under way"])
-        return found
+            figures["overlap"] = max(0.0, 1 - more["waited"] / more["under way"])
+        return figures
 
     def __str__(self) -> str:
         seconds = sum(self._seconds.values())

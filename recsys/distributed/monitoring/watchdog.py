@@ -375,8 +375,8 @@ def _print_traceback(error: BaseException) -> None:
         traceback.print_exception(error)
         return
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_of_library(frame.filename)]
-    lines = traceback.format_list(own) + traceback.format_exception_only(error)
+    user_frames = [frame for frame in frames if not _is_of_library(frame.filename)]
+    lines = traceback.format_list(user_frames) + traceback.format_exception_only(error)
     print("".join(lines), end="", file=sys.stderr)
 
 

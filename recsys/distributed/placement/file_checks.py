@@ -129,8 +129,8 @@ def members(**readers: Reader) -> Callable[[str, object], dict[str, Any]]:
     """
 
     def read(subject: str, value: object) -> dict[str, Any]:
-        found = object_of(subject, value)
-        return read_members(subject, {k: v for k, v in found.items() if k in readers}, readers)
+        content = object_of(subject, value)
+        return read_members(subject, {k: v for k, v in content.items() if k in readers}, readers)
 
     return read
 
@@ -238,8 +238,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
         >>> nearest("row_wize", ["table_wise", "row_wise"])
         "The nearest is 'row_wise'."
     """
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0)
-    return f"The nearest is {found[0]!r}." if found else ""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0)
+    return f"The nearest is {matches[0]!r}." if matches else ""
 
 
 def is_number(value: object) -> TypeGuard[float]:

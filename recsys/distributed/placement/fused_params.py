@@ -88,17 +88,17 @@ def with_table_settings(
         >>> with_table_settings(plan, {"cache_load_factor": 0.1})["t"].cache_params.load_factor
         0.1
     """
-    found = {name: fused_params[name] for name in TABLE_SETTINGS if name in fused_params}
+    settings = {name: fused_params[name] for name in TABLE_SETTINGS if name in fused_params}
     cache = {
         field: fused_params[name] for name, field in CACHE_SETTINGS.items() if name in fused_params
     }
     if cache:
-        found["cache_params"] = CacheParams(**cache)
-    if not found:
+        settings["cache_params"] = CacheParams(**cache)
+    if not settings:
         return plan
     return EmbeddingModuleShardingPlan(
         {
-            name: replace(entry, **{k: v for k, v in found.items() if getattr(entry, k) is None})
+            name: replace(entry, **{k: v for k, v in settings.items() if getattr(entry, k) is None})
             for name, entry in plan.items()
         }
     )

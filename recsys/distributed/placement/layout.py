@@ -389,7 +389,7 @@ def adds_up_in_node(table: PlacedTable, node_size: int) -> bool:
     nodes: dict[int, set[int]] = {}
     for rect in table.rects:
         nodes.setdefault(rect.col_start, set()).add(rect.rank // node_size)
-    return len(table.row_starts) > 1 and all(len(found) == 1 for found in nodes.values())
+    return len(table.row_starts) > 1 and all(len(of_block) == 1 for of_block in nodes.values())
 
 
 def _number_slots(tables: Sequence[PlacedTable]) -> tuple[Slot, ...]:

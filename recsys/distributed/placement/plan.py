@@ -107,12 +107,12 @@ class ShardMetadata:
     placement: object = None
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("shard_offsets", "shard_sizes")}
-        for name, numbers in given.items():
+        lists = {name: getattr(self, name) for name in ("shard_offsets", "shard_sizes")}
+        for name, numbers in lists.items():
             setattr(self, name, whole_list(f"{type(self).__name__}.{name}", numbers))
         num_dims = len(self.shard_offsets)
         if num_dims != len(self.shard_sizes) or num_dims > 2:
-            for name, numbers in given.items():
+            for name, numbers in lists.items():
                 # raises for at least one of them
                 whole_list(f"{type(self).__name__}.{name}", numbers, length=2)
         # not isinstance: a `Placement` is a str, too
@@ -234,10 +234,10 @@ class CacheParams:
             raise ValueError(
                 f"CacheParams.load_factor must be in (0, 1]; received {self.load_factor}."
             )
-        for own in fields(self):
-            value = getattr(self, own.name)
-            if own.name != "load_factor" and value is not None and value is not False:
-                warn_once(f"CacheParams.{own.name}", value, "Only load_factor can be chosen.")
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.name != "load_factor" and value is not None and value is not False:
+                warn_once(f"CacheParams.{setting.name}", value, "Only load_factor can be chosen.")
 
 
 @final
@@ -285,10 +285,10 @@ class ParameterSharding:
         self.sharding_type, self.compute_kernel = kind.value, kernel.value
         if self.ranks is not None:
             self.ranks = whole_list(f"{where}.ranks", self.ranks)
-        given: object = self.output_dtype
+        dtype: object = self.output_dtype
         # FBGEMM's SparseType has the same names
-        if isinstance(given, Enum) and given.name in DataType.__members__:
-            self.output_dtype = data_type_to_dtype(DataType[given.name])
+        if isinstance(dtype, Enum) and dtype.name in DataType.__members__:
+            self.output_dtype = data_type_to_dtype(DataType[dtype.name])
         check_fields(self)
         if self.enforce_hbm:
             warn_once(

@@ -68,11 +68,14 @@ class ShardingPlan:
     """
 
     plan: dict[str, EmbeddingModuleShardingPlan] = field(default_factory=dict)
-    # plans are compared by their placements alone
-    made_for: PlanRanks | None = field(default=None, compare=False, repr=False, kw_only=True)
+    made_for: PlanRanks | None = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def __eq__(self, other: object) -> bool:
+        # plans are compared by their placements alone: a plan and its file are equal
+        return self.plan == other.plan if isinstance(other, ShardingPlan) else NotImplemented
 
     @checked
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
@@ -230,7 +233,7 @@ def read(text: str, subject: str) -> ShardingPlan:
         TypeError: A value has another type.
     """
     members = files.read_members(subject, files.parse_json(text, subject), _FILE, hint=_HINT)
-    made_for = PlanRanks(**{own.name: members[own.name] for own in fields(PlanRanks)})
+    made_for = PlanRanks(**{member.name: members[member.name] for member in fields(PlanRanks)})
     if made_for.world_size % made_for.local_world_size:
         raise ValueError(
             f"{subject}: local_world_size must divide world_size, because nodes have the same "
@@ -369,14 +372,14 @@ def _pair(subject: str, value: object, rule: str, least: int = 0) -> list[int]:
 
 def _ranks(subject: str, value: object, world_size: int) -> list[int]:
     ranks: list[int] = []
-    for given in files.list_of(subject, value):
+    for rank in files.list_of(subject, value):
         # so few digits that `int` accepts them
-        run = re.fullmatch(r"(\d{1,18})-(\d{1,18})", given) if isinstance(given, str) else None
-        if isinstance(given, str) and (run is None or int(run[1]) > int(run[2])):
+        run = re.fullmatch(r"(\d{1,18})-(\d{1,18})", rank) if isinstance(rank, str) else None
+        if isinstance(rank, str) and (run is None or int(run[1]) > int(run[2])):
             raise ValueError(
-                f'{subject} must hold numbers, and runs of them such as "0-7"; received {given!r}.'
+                f'{subject} must hold numbers, and runs of them such as "0-7"; received {rank!r}.'
             )
-        first, last = (int(run[1]), int(run[2])) if run else (given, given)
+        first, last = (int(run[1]), int(run[2])) if run else (rank, rank)
         # both ends are checked before the range, which a wrong number would make huge
         _read_rank(subject, first, world_size)
         ranks += range(first, _read_rank(subject, last, world_size) + 1)

@@ -130,9 +130,9 @@ def gains_of(rating: PlanCost, *, left: Callable[[], float], least: float = 0.01
             return
         # no time limit for one change, so its result is reproducible; a gap of `least` could hide a
         # gain of this size
-        found = plan_again(rating.lister, tables, budgets, tolerance=least / 2)
-        if found is not None and found.slowest_ms <= rating.slowest_ms * (1 - least):
-            yield Gain(text=text, slowest_ms=found.slowest_ms)
+        result = plan_again(rating.lister, tables, budgets, tolerance=least / 2)
+        if result is not None and result.slowest_ms <= rating.slowest_ms * (1 - least):
+            yield Gain(text=text, slowest_ms=result.slowest_ms)
 
 
 def _changes(rating: PlanCost) -> Iterator[tuple[str, tuple[PlannedTable, ...], tuple[Bytes, ...]]]:
@@ -214,14 +214,14 @@ def alternatives(
     Returns:
         Best first: options that fit, then least time of the slowest rank, then least work.
     """
-    own = _shape(table.option)
-    others = [option for option in options if _shape(option) != own]
+    plan_shape = _shape(table.option)
+    others = [option for option in options if _shape(option) != plan_shape]
     ranks = _ranks_without(rating, table)
     # each option is a table of its own: options of one table would lose the dominated ones, and the
     # index of an option would not be its number
     arrays = ShardArrays(Problem(ranks=ranks, tables=[[option] for option in others]))
     assignment = Assignment(arrays, arrays.most_ms())
-    found: dict[tuple[ShardingType, object], Alternative] = {}
+    best: dict[tuple[ShardingType, object], Alternative] = {}
     for index, option in enumerate(others):
         assignment.add(index, assignment.best_ranks(index)[0])
         # not the running sums, since repeated `add` and `remove` accumulate rounding errors
@@ -236,9 +236,9 @@ def alternatives(
         )
         assignment.remove(index)
         key = (option.sharding_type, option.compute_kernel)
-        if key not in found or _order(other) < _order(found[key]):
-            found[key] = other
-    return sorted(found.values(), key=_order)
+        if key not in best or _order(other) < _order(best[key]):
+            best[key] = other
+    return sorted(best.values(), key=_order)
 
 
 def _ranks_without(rating: PlanCost, table: TableCost) -> Ranks:
@@ -352,16 +352,16 @@ class InfeasibilityReport:
         """Return the changes with which everything fits, each found by planning with it."""
         deadline = time.monotonic() + _SECONDS
         nodes = self.lister.topology.num_nodes
-        found = [
+        remedies = [
             text
             for text, tables in self._other_tables()
             if time.monotonic() < deadline and self._fits(tables, nodes)
         ]
         world_size = self._ranks_that_do(error, deadline)
         if world_size is not None:
-            found.append(f"{world_size} ranks like these")
-        if found:
-            return f"Each of these changes would suffice: {'; '.join(found)}."
+            remedies.append(f"{world_size} ranks like these")
+        if remedies:
+            return f"Each of these changes would suffice: {'; '.join(remedies)}."
         return (
             "No change was found to suffice: other sharding types, weights of 16 bits, tables in "
             "host memory, more ranks. Make tables smaller, or reserve less memory."

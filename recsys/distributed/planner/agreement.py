@@ -56,11 +56,11 @@ def facts_of(lister: OptionLister, tables: Sequence[PlannedTable], reservation: 
         facts[f"topology.{name}"] = "; ".join(numbers)
     facts["tables"] = repr([table.name for table in tables])
     for table in tables:
-        own = f"table {table.name!r} of module {table.path!r}"
-        facts[f"constraints of {own}"] = text_of(table.constraints)
+        subject = f"table {table.name!r} of module {table.path!r}"
+        facts[f"constraints of {subject}"] = text_of(table.constraints)
         optimizer = table.optimizer.spec.algorithm.name if table.optimizer else "none"
         parts = [f"{name} {getattr(table, name)}" for name in _OF_TABLES]
-        facts[own] = "; ".join(
+        facts[subject] = "; ".join(
             [*parts, f"optimizer {optimizer}", f"kernels {text_of(table.kernels)}"]
         )
     return facts

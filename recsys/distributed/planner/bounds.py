@@ -195,9 +195,9 @@ class Relaxation:
         peaks = np.unique(peaks[(peaks > floor) & np.isfinite(peaks)])
         ceilings = np.concatenate([[floor], peaks])
         ends = np.concatenate([peaks, [np.inf]])
-        found = start
+        solution = start
         low, high, step = -1, len(ceilings) - 1, 1  # the optimum is above ends[low]
-        while low + 1 < high or (low < high and found is start):
+        while low + 1 < high or (low < high and solution is start):
             if time.monotonic() > deadline:
                 break
             # gallop first: it mostly is among the lowest
@@ -206,11 +206,11 @@ class Relaxation:
             if tried is None or tried.bound_ms > ends[middle]:
                 low, step = middle, 2 * step
             else:
-                high, step, found = middle, high, tried
+                high, step, solution = middle, high, tried
         bound = max(floor, float(ends[low]) if low >= 0 else 0.0)
-        if high == low + 1 and found is not start:
-            bound = max(bound, found.bound_ms)
-        return Relaxed(bound_ms=bound, price_O=found.price_O, option_T=found.option_T)
+        if high == low + 1 and solution is not start:
+            bound = max(bound, solution.bound_ms)
+        return Relaxed(bound_ms=bound, price_O=solution.price_O, option_T=solution.option_T)
 
     def _cut(self, prices: Floats, allowed_BK: Flags, budget: float) -> _Cut | None:
         """Return the choice of options at some prices; None if a table has no allowed option."""

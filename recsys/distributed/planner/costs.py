@@ -124,7 +124,7 @@ class CostModel:
         ids_in = (ids * (1 + table.is_weighted) + load.lengths) * table.id_bytes
         there_and_back = values * sum(table.wire_bytes)
         # ids are sorted by owner; embeddings are copied to the output, gradients from it
-        found = ids * (_FOUND_ID_BYTES + 4 * table.is_weighted) * self._copy
+        ids_ms = ids * (_FOUND_ID_BYTES + 4 * table.is_weighted) * self._copy
         laid_out = load.arriving + load.by_id * load.rows  # by id: sorted by rank first
         placed = 2 * laid_out * num_cols * _VALUE_BYTES * self._copy
         if load.in_two_hops:
@@ -146,7 +146,7 @@ class CostModel:
             sums = 2 * table.touched(num_rows, ids) * _VALUE_BYTES
         return Cost(
             **looked_up,
-            input=ids_in * self._exchange + found,
+            input=ids_in * self._exchange + ids_ms,
             output=moved + placed,
             update=sums * self._exchange,
         )

@@ -324,8 +324,8 @@ def _num_sets(num_shards: int, pairs: bool) -> int:
 
 def _with_pairs(sets_XN: Ints) -> Ints:
     """Return every single shard and every pair of each row, [X, N + N * (N - 1) / 2, 2]."""
-    one, other = np.triu_indices(sets_XN.shape[1], 1)
+    first, other = np.triu_indices(sets_XN.shape[1], 1)
     singles = np.stack([sets_XN, np.full_like(sets_XN, -1)], axis=-1)
     return np.concatenate(
-        [singles, np.stack([sets_XN[:, one], sets_XN[:, other]], axis=-1)], axis=1
+        [singles, np.stack([sets_XN[:, first], sets_XN[:, other]], axis=-1)], axis=1
     )

@@ -177,10 +177,10 @@ def _sorted(
     """Return the sorted points by all names but the last; raise if a point occurs twice."""
     key, groups = attrgetter(*names), dict[tuple[Any, ...], list[_Point]]()
     ordered = sorted(points, key=key)
-    for one, other in pairwise(map(key, ordered)):
-        if one == other:
+    for left, other in pairwise(map(key, ordered)):
+        if left == other:
             raise ValueError(
-                f"Topology.{table} must have each point once; received {words.format(*one)} twice."
+                f"Topology.{table} must have each point once; received {words.format(*left)} twice."
             )
     for point in ordered:
         groups.setdefault(key(point)[:-1], []).append(point)

@@ -143,8 +143,8 @@ class _ModuleReader:
         # one object for all tables: `PlannedTable.same_options` compares identities
         none = ParameterConstraints()
         self.constraints = {name: constraints.get(name, none) for name in self.weights}
-        for name, own in self.constraints.items():
-            features = own.feature_names
+        for name, constraint in self.constraints.items():
+            features = constraint.feature_names
             if features is not None and sorted(features) != sorted(self._features[name]):
                 self.constraints[name] = none  # the constraints apply to another table of this name
 
@@ -152,7 +152,7 @@ class _ModuleReader:
         """Yield the tables; none if they are placed on another device."""
         if self._is_elsewhere():
             return
-        modes = {own.bounds_check_mode for own in self.constraints.values()} - {None}
+        modes = {constraint.bounds_check_mode for constraint in self.constraints.values()} - {None}
         if len(modes) > 1:
             raise _refusal(
                 f"All tables of module {self._path!r} must have the same bounds_check_mode; "
@@ -218,8 +218,8 @@ class _ModuleReader:
         # one mapping, since `PlannedTable.same_options` compares identities
         usual = _kernels(self._sharder, None, None, self._device)
         kernels = {}
-        for name, own in self.constraints.items():
-            asked = own.sharding_types, own.compute_kernels
+        for name, constraint in self.constraints.items():
+            asked = constraint.sharding_types, constraint.compute_kernels
             is_usual = asked == (None, None)
             kernels[name] = usual if is_usual else _kernels(self._sharder, *asked, self._device)
         return kernels
@@ -244,7 +244,7 @@ class _ModuleReader:
         return choose_backend(settings).backend == "torch"
 
     def _is_elsewhere(self) -> bool:
-        groups = {name: own.device_group for name, own in self.constraints.items()}
+        groups = {name: constraint.device_group for name, constraint in self.constraints.items()}
         others = [name for name, group in groups.items() if group not in (None, self._device)]
         if others and len(others) < len(groups):
             raise _refusal(
@@ -255,17 +255,17 @@ class _ModuleReader:
         return bool(others)
 
     def _traffic(self, name: str, stats: Mapping[str, Any], longest: float) -> list[_Traffic]:
-        own, features = self.constraints[name], self._features[name]
+        constraint, features = self.constraints[name], self._features[name]
         rows = self.weights[name].shape[0]
         for field in _OF_FEATURES:
-            numbers = getattr(own, field)
+            numbers = getattr(constraint, field)
             if numbers and len(numbers) != len(features):
                 raise _refusal(
                     f"ParameterConstraints.{field} of table {name!r} must have one number for each "
                     f"of its features {features}; received {numbers}."
                 )
-        place_of = {feature: i for i, feature in enumerate(own.feature_names or features)}
-        found = []
+        place_of = {feature: i for i, feature in enumerate(constraint.feature_names or features)}
+        traffic = []
         dedups = getattr(self._sharder, "use_index_dedup", False)
         for feature in features:
             place, seen = place_of[feature], stats.get(feature)
@@ -274,20 +274,20 @@ class _ModuleReader:
                 ids = seen.ids_per_sample
                 bags = seen.batch_size / longest if longest else 1.0
                 skew = IdSkew(seen, rows) if seen.histogram else None
-            if own.pooling_factors:
-                ids = own.pooling_factors[place]
-            if own.batch_sizes:
-                bags = own.batch_sizes[place] / self._batch_size
-            if own.num_poolings:
-                bags *= own.num_poolings[place]
+            if constraint.pooling_factors:
+                ids = constraint.pooling_factors[place]
+            if constraint.batch_sizes:
+                bags = constraint.batch_sizes[place] / self._batch_size
+            if constraint.num_poolings:
+                bags *= constraint.num_poolings[place]
             ids = draws = ids * bags
             if dedups:
                 # each rank removes repeated ids of a feature before it splits them by rows:
                 # docs/decisions/row_split.md, "Sums inside a node; sequences return by id"
                 ids = uniform_distinct(rows, of_rank := draws * self._batch_size)
                 ids = (ids if skew is None else skew.distinct(of_rank)) / self._batch_size
-            found.append(_Traffic(draws=draws, ids=ids, bags=bags, skew=skew))
-        return found
+            traffic.append(_Traffic(draws=draws, ids=ids, bags=bags, skew=skew))
+        return traffic
 
 
 def check_kernels(

@@ -120,20 +120,20 @@ class OptionLister:
         assert self._estimator is not None
         name = f"{type(self._estimator).__name__}.estimate"
         try:
-            found = self._estimator.estimate(table, option, given)
+            estimate = self._estimator.estimate(table, option, given)
         except ValueError as error:
             raise ValueError(
                 f"{name} of table {table.name!r}, {option.sharding_type.value}: {error}"
             ) from error
         kinds = len(given.costs)
-        same = replace(found, costs=given.costs, storage=given.storage) == given
-        if not same or len(found.costs) != kinds:
+        same = replace(estimate, costs=given.costs, storage=given.storage) == given
+        if not same or len(estimate.costs) != kinds:
             raise ValueError(
                 f"{name} must return the given shards with storage and costs for {kinds} kinds of "
-                f"rank; received {found} for {given} of table {table.name!r}. Use "
+                f"rank; received {estimate} for {given} of table {table.name!r}. Use "
                 "dataclasses.replace(shards, costs=..., storage=...)."
             )
-        return found
+        return estimate
 
     def option_of(
         self, table: PlannedTable, sharding: ParameterSharding

@@ -68,12 +68,12 @@ class TableCost:
             # a rank has no shard if the rows or columns do not suffice for all
             return sharding.ranks is None or set(self.ranks) <= set(sharding.ranks)
         # values per rank: `rects_of` merges neighboring shards of a rank
-        sizes, own = Counter[int](), Counter[int]()
+        sizes, placed = Counter[int](), Counter[int]()
         for entry in sharding.sharding_spec.shards:
             sizes[entry.rank] += math.prod(entry.shard_sizes)
         for rank, shard, _ in self.shards:
-            own[rank] += shard.rows * shard.cols
-        return +sizes == own  # `+` drops empty shards
+            placed[rank] += shard.rows * shard.cols
+        return +sizes == placed  # `+` drops empty shards
 
 
 @final

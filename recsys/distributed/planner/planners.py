@@ -181,8 +181,8 @@ class EmbeddingShardingPlanner:
         """Return the plan of a group of ranks; None is this process alone."""
         # equal inputs give equal lists on all ranks, so rank 0 sends options as indices
         listed = self._agreed(pg, lambda: self._listed(module, sharders))
-        found = made_by_rank_0(pg, lambda: self._search(module, sharders, listed))
-        return self._planned(module, sharders, listed, *found)
+        searched = made_by_rank_0(pg, lambda: self._search(module, sharders, listed))
+        return self._planned(module, sharders, listed, *searched)
 
     def _agreed(self, pg: dist.ProcessGroup | None, make: Callable[[], _Listed]) -> _Listed:
         """Return the listed tables once all ranks have agreed on the inputs."""
@@ -330,9 +330,9 @@ class EmbeddingShardingPlanner:
     def _budgets(self, module: nn.Module, tables: Sequence[PlannedTable]) -> list[Bytes]:
         """Return the memory of each rank that is free for tables."""
         batch = self._lister.storage.batch_storage(tables).total.device
-        own = sum(p.numel() * p.element_size() for p in module.parameters())
+        model_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
         # quantized rows are buffers, so `module.parameters()` lacks them
-        dense_bytes = own - sum(
+        dense_bytes = model_bytes - sum(
             t.rows * t.dim * t.element_bytes for t in tables if not t.is_quantized
         )
         return [

@@ -123,13 +123,13 @@ class PoolingStats:
         ids: dict[str, list[torch.Tensor]] = {}
         samples: dict[str, list[int]] = {}
         for batch in batches:
-            found = _features_of(batch)
-            if not found:
+            inputs = _features_of(batch)
+            if not inputs:
                 raise TypeError(
                     "PoolingStats.from_batches.batches must be KeyedJaggedTensors or contain some; "
                     f"received a {type(batch).__name__}. Pass the input of the model."
                 )
-            for features in found:
+            for features in inputs:
                 for key, size in zip(features.keys(), features.stride_per_key(), strict=True):
                     ids.setdefault(key, []).append(features[key].values().detach().cpu())
                     samples.setdefault(key, []).append(size)
@@ -190,12 +190,12 @@ class IdSkew:
             return uniform_distinct(self._rows, draws)
         if draws <= self._num_ids:
             missed = np.power(1 - draws / self._num_ids, self._times)
-            found = float(self._counts @ (1 - missed))
+            expected = float(self._counts @ (1 - missed))
         else:
             weights, chances = self._zipf
             more = np.exp(-self._num_ids * chances) - np.exp(-draws * chances)
-            found = self._num_distinct + float(weights @ more)
-        return min(found, draws, float(self._rows))
+            expected = self._num_distinct + float(weights @ more)
+        return min(expected, draws, float(self._rows))
 
     def hit_rate(self, cached_rows: float) -> float:
         """Return the share of ids that a cache of the most frequent rows contains.

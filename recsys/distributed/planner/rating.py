@@ -19,17 +19,16 @@ _MOST_TABLES = 20
 _GAINS = "Suggested changes, each planned separately"
 
 
-@dataclass
+@dataclass(eq=False)
 class RatedPlan(ShardingPlan):
     """Sharding plan with its costs.
 
     Attributes:
-        rating: Milliseconds and bytes of each rank and table; None for a plan that was loaded.
+        rating: Milliseconds and bytes of each rank and table; None for a plan without costs.
     """
 
-    # plans are compared by their placements alone
-    rating: PlanCost | None = field(default=None, compare=False, repr=False)
-    _explanation: Explanation | None = field(default=None, init=False, compare=False, repr=False)
+    rating: PlanCost | None = field(default=None, repr=False)
+    _explanation: Explanation | None = field(default=None, init=False, repr=False)
 
     def report(self, *, seconds: float = 5.0) -> str:
         """Return the costs of the plan, their explanation and faster changes as text.

@@ -51,11 +51,11 @@ class Explanation:
         If the constraints leave no other option, options without the constraints are shown.
         """
         list_options = self.rating.lister.options_of
-        found = alternatives(self.rating, rated, rated.options or list_options(rated.table))
+        others = alternatives(self.rating, rated, rated.options or list_options(rated.table))
         free = self._unconstrained.get((rated.table.path, rated.table.name))
-        if not found and free is not None:
-            found = alternatives(self.rating, rated, list_options(free))
-        return [self._sentence(other, rated) for other in found[:most]]
+        if not others and free is not None:
+            others = alternatives(self.rating, rated, list_options(free))
+        return [self._sentence(other, rated) for other in others[:most]]
 
     def _sentence(self, other: Alternative, rated: TableCost) -> str:
         """Return the costs of an alternative as text, and whether constraints exclude it."""
@@ -99,22 +99,22 @@ class Explanation:
         if ranks == 1:
             slowest = "The only rank takes"
         text = f"{slowest} {ms(rating.slowest_ms)} per step for its tables."
-        found = rating.placement
-        if found is None:
+        placement = rating.placement
+        if placement is None:
             return f"{text} The plan was passed in, not searched for."
-        ended = ", ended by the time limit" if found.timed_out else ""
-        how = f"({found.method} search, {found.seconds:.1f} s{ended})"
-        if found.optimal:
+        ended = ", ended by the time limit" if placement.timed_out else ""
+        how = f"({placement.method} search, {placement.seconds:.1f} s{ended})"
+        if placement.optimal:
             return f"{text} No plan is faster {how}."
         longer = ""
-        if found.method == "heuristic" and found.gap >= _WIDE_GAP:
+        if placement.method == "heuristic" and placement.gap >= _WIDE_GAP:
             longer = (
                 " A longer search may narrow it: timeout_seconds of the planner, --timeout of "
                 "python -m recsys plan."
             )
         return (
-            f"{text} No plan takes less than {ms(found.bound_ms)}: the gap is {found.gap:.1%} "
-            f"{how}.{longer}"
+            f"{text} No plan takes less than {ms(placement.bound_ms)}: the gap is "
+            f"{placement.gap:.1%} {how}.{longer}"
         )
 
     def binding(self) -> list[str]:
@@ -123,7 +123,7 @@ class Explanation:
         parts = sorted(zip(rating.costs[slowest].parts, COST_PARTS, strict=True), reverse=True)
         shares = [(time / (total or 1.0), part) for time, part in parts]
         texts = [f"{share:.1%} {part}" for share, part in shares if share >= 5e-4]
-        found = [f"Time of rank {slowest}: {', '.join(texts) or 'none'}."]
+        sentences = [f"Time of rank {slowest}: {', '.join(texts) or 'none'}."]
         shards = rating.placed[slowest]
         _, most_ms, hot = max(shards, key=lambda entry: entry[1], default=(None, 0.0, None))
         mean = sum(cost.total for cost in rating.costs) / len(rating.costs)
@@ -133,15 +133,15 @@ class Explanation:
             how = "is hot: one of its shards takes"
             if hot.option.num_ranks == 1:
                 how = "is too hot for one rank: it takes"
-            found.append(f"Table {hot.table.name!r} {how} {share}.")
+            sentences.append(f"Table {hot.table.name!r} {how} {share}.")
         if not is_alone and total <= mean * (1 + _EVEN):
-            found.append(
+            sentences.append(
                 f"All ranks are equally busy ({ms(mean)} on average): only less work on all of "
                 "them makes a step faster."
             )
         elif not is_alone:
             less = f"{1 - mean / total:.1%} less than the slowest"
-            found.append(f"The mean rank takes {ms(mean)}, {less}.")
+            sentences.append(f"The mean rank takes {ms(mean)}, {less}.")
         for pool, memory in enumerate(rating.pools):
             full = [
                 rank
@@ -150,11 +150,11 @@ class Explanation:
                 if 0 < used[pool] >= _NEARLY_FULL * budget[pool]
             ]
             if full:
-                found.append(
+                sentences.append(
                     f"The {memory} memory that is free for tables is at least {_NEARLY_FULL:.0%} "
                     f"full on rank{'' if len(full) == 1 else 's'} {show_ranks(full)}."
                 )
-        return found
+        return sentences
 
 
 def describe_option(option: TableOption, ranks: Sequence[int] = (), world_size: int = 0) -> str:

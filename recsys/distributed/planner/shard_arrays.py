@@ -165,14 +165,14 @@ class ShardArrays:
         """Return the load that a FIXED option adds to the first N ranks, [N] and [N, M]."""
         shards = self.options[option].shards
         # `options` keeps the shards alive, so the key stays valid
-        found = self._fixed.get(id(shards))
-        if found is None:
+        load = self._fixed.get(id(shards))
+        if load is None:
             cost_NK, memory_NM = self._numbers(shards)
             places = np.arange(len(cost_NK))
-            found = cost_NK[places, self.kind_R[places]], memory_NM
+            load = cost_NK[places, self.kind_R[places]], memory_NM
             if self.num_ranks <= _FEW_RANKS:
-                self._fixed[id(shards)] = found
-        return found
+                self._fixed[id(shards)] = load
+        return load
 
     def _numbers(self, runs: Sequence[Shards]) -> tuple[Floats, Floats]:
         """Return the cost on each kind and the bytes of every shard of some runs."""

@@ -90,9 +90,9 @@ class StorageModel:
     def _own_bytes(self, table: PlannedTable) -> float:
         ids, bags = table.load(self._batch_size)
         values = (bags if table.is_pooled else ids) * table.dim
-        given = ids * (_GIVEN_ID_BYTES + _VALUE_BYTES * table.is_weighted)
-        given += 2 * bags * _GIVEN_LENGTH_BYTES  # and offsets
-        return self._batches_in_flight * given + _BATCH_COPIES * values * _VALUE_BYTES
+        id_bytes = ids * (_GIVEN_ID_BYTES + _VALUE_BYTES * table.is_weighted)
+        id_bytes += 2 * bags * _GIVEN_LENGTH_BYTES  # and offsets
+        return self._batches_in_flight * id_bytes + _BATCH_COPIES * values * _VALUE_BYTES
 
     def _row_gradients(
         self, table: PlannedTable, num_rows: int, num_cols: int, ids: float

@@ -205,8 +205,8 @@ class PlannedTable:
         counts = Counter(skews) if len(skews) > 1 else {skews[0]: 1}  # counting is slow
         for (part, skew), times in counts.items():
             part *= draws
-            found = uniform_distinct(self.rows, part) if skew is None else skew.distinct(part)
-            missed *= (1 - found / self.rows) ** times
+            distinct = uniform_distinct(self.rows, part) if skew is None else skew.distinct(part)
+            missed *= (1 - distinct / self.rows) ** times
         return share * self.rows * (1 - missed)
 
     @property

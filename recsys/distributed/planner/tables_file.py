@@ -167,13 +167,14 @@ def _model(subject: str, modules: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
             f"{subject}: module '' is the whole model, and must be the only one; received "
             f"{', '.join(map(repr, modules))}."
         )
-    root = nn.Module()
+    root, plain = nn.Module(), nn.Module()
     for path, tables in modules.items():
         inside = any(f"{path}.".startswith(f"{other}.") for other in modules if other != path)
-        if path and (inside or not all(names := path.split("."))):
+        names = path.split(".")
+        if path and (inside or not all(name and not hasattr(plain, name) for name in names)):
             raise ValueError(
-                f"{subject}: module must be names separated by dots, and not inside "
-                f"another module; received {path!r}."
+                f"{subject}: module must be names separated by dots, not inside another module and "
+                f"not attributes of every nn.Module, such as 'train'; received {path!r}."
             )
         try:
             collection = _collection(tables)

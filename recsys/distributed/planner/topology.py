@@ -207,8 +207,8 @@ class Topology:
             "intra_host_latency_ms": 0.1 if on_cpu else 0.02,
             "inter_host_latency_ms": 0.15 if on_cpu else 0.04,
         }
-        given = defaults | {name: of for name, of in numbers.items() if of is not None}
-        columns = {name: per_rank("Topology", name, of, world_size) for name, of in given.items()}
+        values = defaults | {name: of for name, of in numbers.items() if of is not None}
+        columns = {name: per_rank("Topology", name, of, world_size) for name, of in values.items()}
         memory_bw = columns["ddr_mem_bw"]
         columns.setdefault("intra_host_bw", tuple(bw / 4 if on_cpu else 3.0e8 for bw in memory_bw))
         hardware = build_hardware(compute_device, columns)
@@ -287,11 +287,11 @@ class Topology:
                 f"Topology.preset takes one name, or one for each of the {world_size} ranks; "
                 f"received {len(names)} names."
             )
-        for one in names:
-            check_preset(one)
+        for machine in names:
+            check_preset(machine)
         if local_world_size is None:
             local_world_size = DATASHEETS[names[0]].ranks_per_node
-        return cls.from_hardware([PRESETS[one] for one in names], local_world_size)
+        return cls.from_hardware([PRESETS[machine] for machine in names], local_world_size)
 
     @classmethod
     @checked

@@ -74,8 +74,8 @@ def read(text: str, subject: str) -> dict[str, Any]:
     world_size, owner = members.pop("world_size"), f"{subject}: hardware"
     # `per_rank` checks the values, since each may be a list
     unchecked = dict.fromkeys(NUMBERS), {"name": None}
-    given = files.read_members(owner, members["hardware"], *unchecked, _HINT)
-    columns = {name: per_rank(owner, name, own, world_size) for name, own in given.items()}
+    hardware = files.read_members(owner, members["hardware"], *unchecked, _HINT)
+    columns = {name: per_rank(owner, name, number, world_size) for name, number in hardware.items()}
     members["hardware"] = build_hardware(members.pop("compute_device"), columns)
     del members["format"]
     return members

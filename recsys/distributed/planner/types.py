@@ -123,13 +123,15 @@ class ParameterConstraints:
             whole("ParameterConstraints.min_partition", self.min_partition)
         if self.bounds_check_mode is not None:
             self.bounds_check_mode = _convert_bounds_check_mode(self.bounds_check_mode)
-        given: object = self.output_dtype
-        dtype = given.name if isinstance(given, Enum) else given  # TorchRec passes an enum
+        output_dtype: object = self.output_dtype
+        dtype = (
+            output_dtype.name if isinstance(output_dtype, Enum) else output_dtype
+        )  # TorchRec passes an enum
         caches = EmbeddingComputeKernel.FUSED_UVM_CACHING.value in (self.compute_kernels or [])
         rules = {
             "output_dtype must be None or torch.float32, the type of sharded embeddings; received "
-            f"{given}. Convert the output, or set the precision of exchanges by the sharder's "
-            "qcomm_codecs_registry.": dtype is None
+            f"{output_dtype}. Convert the output, or set the precision of exchanges by the "
+            "sharder's qcomm_codecs_registry.": dtype is None
             or dtype is torch.float32
             or (isinstance(dtype, str) and dtype == "FP32"),
             f"device_group must be 'cpu' or 'cuda'; received {self.device_group!r}.": (

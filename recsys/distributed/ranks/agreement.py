@@ -87,9 +87,9 @@ def is_raised_on_all(error: BaseException) -> bool:
 
 def _find_difference(group: dist.ProcessGroup, stage: str, lines: Facts) -> str:
     first = broadcast_object(group, stage, lines)
-    own = _compare_facts(stage, dist.get_rank(group), first, lines)
-    found = gather_objects(group, stage, own)
-    return next((text for text in found if text is not None), f"Ranks differ: {stage}.")
+    difference = _compare_facts(stage, dist.get_rank(group), first, lines)
+    differences = gather_objects(group, stage, difference)
+    return next((text for text in differences if text is not None), f"Ranks differ: {stage}.")
 
 
 def _compare_facts(stage: str, rank: int, first: Facts, own: Facts) -> str | None:
@@ -133,8 +133,8 @@ def raise_if_facts_differ(stage: str, facts: Sequence[Facts]) -> None:
         stage: Action of the ranks.
         facts: Exchanged facts of each rank, with the same names.
     """
-    for rank, own in enumerate(facts):
-        if (text := _compare_facts(stage, rank, facts[0], own)) is not None:
+    for rank, rank_facts in enumerate(facts):
+        if (text := _compare_facts(stage, rank, facts[0], rank_facts)) is not None:
             raise ValueError(text)
 
 
@@ -154,11 +154,11 @@ def in_words(settings: object) -> str:
     if not is_dataclass(settings):
         return stable(settings)
     parts = []
-    for own in fields(settings):
-        value = getattr(settings, own.name)
+    for setting in fields(settings):
+        value = getattr(settings, setting.name)
         text = in_words(value)
         shown = value.name if isinstance(value, Enum) else text
-        parts.append(text if is_dataclass(value) else f"{own.name} {shown}")
+        parts.append(text if is_dataclass(value) else f"{setting.name} {shown}")
     return "; ".join(parts)
 
 

@@ -41,7 +41,7 @@ class BuildTransaction:
 
     def __init__(self, env: ShardingEnv, parts: Sequence[ShardingEnv] = ()) -> None:
         self.env = env
-        self.groups = [one.process_group for one in (env, *parts)]
+        self.groups = [part.process_group for part in (env, *parts)]
         self.path = ""
         self._facts: dict[str, str] = {}
         self._subjects: set[str] = set()
@@ -87,12 +87,12 @@ class BuildTransaction:
         self._changes.append(change)
 
     def _agree(self, error: Exception | None) -> list[int]:
-        own = (self._gpu, [seed for seed, _ in self._loads])
+        state = (self._gpu, [seed for seed, _ in self._loads])
         if self.env.process_group is None:
             if error is not None:
                 raise error
-            return own[1]
-        seen = agree(self.env.process_group, _STAGE, error or self._facts, own)
+            return state[1]
+        seen = agree(self.env.process_group, _STAGE, error or self._facts, state)
         _check_gpus([gpu for gpu, _ in seen])
         return seen[0][1]
 
@@ -143,16 +143,16 @@ def build_on_all_ranks(
     if outer is not None and any(group is env.process_group for group in outer.groups):
         yield outer
         return
-    own = BuildTransaction(env, parts)
+    transaction = BuildTransaction(env, parts)
     with no_collection():
         try:
-            with comm.set_context(_current, own):
-                yield own
+            with comm.set_context(_current, transaction):
+                yield transaction
         except Exception as error:
             if not is_raised_on_all(error):
-                own.commit(error)
+                transaction.commit(error)
             raise
-        own.commit()
+        transaction.commit()
 
 
 @contextlib.contextmanager

@@ -121,9 +121,9 @@ def all_to_all(
     sent, received = send, out
     if send.device.type == "cpu" and rank in (0, env.world_size - 1):
         # gloo copies a rank's own block slowly; the first and last rank can omit theirs
-        own = send_sizes[rank]
-        kept = slice(own, None) if rank == 0 else slice(0, send.numel() - own)
-        into = slice(own, None) if rank == 0 else slice(0, out.numel() - own)
+        own_size = send_sizes[rank]
+        kept = slice(own_size, None) if rank == 0 else slice(0, send.numel() - own_size)
+        into = slice(own_size, None) if rank == 0 else slice(0, out.numel() - own_size)
         sent, received = send[kept], out[into]
         send_sizes[rank] = recv_sizes[rank] = 0
     try:
@@ -136,8 +136,8 @@ def all_to_all(
     if step_stages.observers:
         exchange_started(pending)
     if received is not out:  # copied during the exchange
-        own_to = slice(0, own) if rank == 0 else slice(out.numel() - own, None)
-        own_from = slice(0, own) if rank == 0 else slice(send.numel() - own, None)
+        own_to = slice(0, own_size) if rank == 0 else slice(out.numel() - own_size, None)
+        own_from = slice(0, own_size) if rank == 0 else slice(send.numel() - own_size, None)
         out[own_to].copy_(send[own_from])
     return pending
 

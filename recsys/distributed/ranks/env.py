@@ -143,14 +143,14 @@ class ShardingEnv:
         return self._for_thread("publishing", "publish rows")
 
     def _for_thread(self, purpose: str, action: str) -> ShardingEnv:
-        own = self._with_group(purpose, "gloo")
-        if own is self and self.world_size > 1:
+        env = self._with_group(purpose, "gloo")
+        if env is self and self.world_size > 1:
             raise ValueError(
                 f"To {action}, ranks need a process group of their own. {_NEEDS}; received a group "
                 f"of {self.world_size} ranks for which this does not hold. Make the same groups on "
                 "all ranks, or save by save_checkpoint."
             )
-        return own
+        return env
 
     def _with_group(self, purpose: str, backend: str | None = None) -> ShardingEnv:
         """Return the same ranks with a group of their own; itself if that is not possible."""
@@ -160,8 +160,8 @@ class ShardingEnv:
         assert whole is not None
         if whole.bound_device_id and backend is None and self.world_size < whole.size():
             return self  # new groups are split from the bound one, which needs all of its ranks
-        own = self._group_of(range(self.world_size), backend, purpose)
-        return self if own is None else ShardingEnv(self.world_size, self.rank, own)
+        group = self._group_of(range(self.world_size), backend, purpose)
+        return self if group is None else ShardingEnv(self.world_size, self.rank, group)
 
     def group_of(
         self, ranks: Sequence[int], backend: str | None = None
@@ -181,14 +181,14 @@ class ShardingEnv:
         Raises:
             ValueError: On all ranks, if PyTorch cannot make it.
         """
-        found = self._group_of(ranks, backend)
-        if found is None:
+        group = self._group_of(ranks, backend)
+        if group is None:
             raise ValueError(
                 f"Ranks {list(ranks)} of {self.world_size} need a process group of their own. "
                 f"{_NEEDS}; received a group for which this does not hold. Make the same "
                 "groups on all ranks."
             )
-        return found
+        return group
 
     def _group_of(
         self, ranks: Sequence[int], backend: str | None, purpose: str = ""
@@ -220,11 +220,11 @@ class ShardingEnv:
                 if len(members) < whole.size():
                     return None
                 to_make = missing
-        for one in to_make:
+        for request in to_make:
             made = torch.distributed.new_group(
-                one, timeout=timeout, backend=backend, use_local_synchronization=alone
+                request, timeout=timeout, backend=backend, use_local_synchronization=alone
             )
-            if one == wanted:
+            if request == wanted:
                 known[key] = made
         agreed[key] = known[key]
         return known[key]
@@ -342,10 +342,10 @@ def _find_missing_groups(
         ranks: Ranks of the group that this rank requests.
         known: Whether that group exists already.
     """
-    own = ranks, None if known else len(torch.distributed.distributed_c10d._world.pg_names)
-    requests = [own] * group.size()
-    torch.distributed.all_gather_object(requests, own, group=group)
-    asked = dict.fromkeys(one for one in requests if one[1] is not None)
+    known_groups = ranks, None if known else len(torch.distributed.distributed_c10d._world.pg_names)
+    requests = [known_groups] * group.size()
+    torch.distributed.all_gather_object(requests, known_groups, group=group)
+    asked = dict.fromkeys(request for request in requests if request[1] is not None)
     missing = list(dict.fromkeys(ranks for ranks, _ in asked))
     return missing, len(missing) == len(asked)
 

@@ -199,10 +199,10 @@ class Heartbeats:
     def silent(self) -> dict[int, float]:
         """Return silent ranks -> seconds since their last beat."""
         now = monotonic()
-        found = {rank: now - at for rank, at in self._moved.items() if rank != self._rank}
+        silent = {rank: now - at for rank, at in self._moved.items() if rank != self._rank}
         return {
             rank: seconds
-            for rank, seconds in found.items()
+            for rank, seconds in silent.items()
             if seconds > MISSED * self._interval and self.beats[rank] is not None
         }
 
@@ -359,11 +359,11 @@ def late_ranks(beats: Mapping[int, Beat | None], silent: Mapping[int, float]) ->
         waits = any(beat.waiting_for for beat in here.values() if not beat.left)
         return left if waits else []
     fewest = min(beat.exchanges for beat in here.values())
-    found = [rank for rank, beat in here.items() if beat.exchanges == fewest]
-    found = [rank for rank in found if not here[rank].waiting_for] or found
-    if len(found) == len(beats) > 1:
-        return [max(found, key=lambda rank: here[rank].seconds)]
-    return found
+    late = [rank for rank, beat in here.items() if beat.exchanges == fewest]
+    late = [rank for rank in late if not here[rank].waiting_for] or late
+    if len(late) == len(beats) > 1:
+        return [max(late, key=lambda rank: here[rank].seconds)]
+    return late
 
 
 def in_words(beats: Mapping[int, Beat | None], silent: Mapping[int, float], late: list[int]) -> str:
@@ -394,9 +394,9 @@ def in_words(beats: Mapping[int, Beat | None], silent: Mapping[int, float], late
 
 
 def _phrase(text: str, ranks: list[int]) -> str:
-    one = {"has": "has", "wait": "waits", "is": "is"}
+    singular = {"has": "has", "wait": "waits", "is": "is"}
     many = {"has": "have", "wait": "wait", "is": "are"}
-    for verb in one:
-        text = text.replace(f"{{{verb}}}", (one if len(ranks) == 1 else many)[verb])
+    for verb in singular:
+        text = text.replace(f"{{{verb}}}", (singular if len(ranks) == 1 else many)[verb])
     named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" * (len(ranks) > 8))
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {named} {text}"

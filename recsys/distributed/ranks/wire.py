@@ -321,10 +321,10 @@ def codecs_for(
     Raises:
         ValueError: The registry has different formats for these names.
     """
-    found = [registry[op.name] for op in names if registry and op.name in registry]
-    if any(codecs != found[0] for codecs in found):
+    known = [registry[op.name] for op in names if registry and op.name in registry]
+    if any(codecs != known[0] for codecs in known):
         raise ValueError(
             f"One exchange sends all pooled embeddings, so {[op.name for op in names]} must have "
-            f"one precision; received {found}. Set the same for all."
+            f"one precision; received {known}. Set the same for all."
         )
-    return found[0] if found else QuantizedCommCodecs()
+    return known[0] if known else QuantizedCommCodecs()

@@ -347,8 +347,8 @@ class ShardedCollection(OwnShardsModule):
     def _look_up(self, ctx: BatchContext, dist_input: BatchContext) -> Iterator[Tensor]:
         """Look up in replicated tables now; in others when the output stage iterates the result."""
         if dist_input is not ctx:
-            given: object = dist_input
-            if not isinstance(given, Awaitable) or given.wait() is not ctx:
+            lookup_input: object = dist_input
+            if not isinstance(lookup_input, Awaitable) or lookup_input.wait() is not ctx:
                 raise ValueError(
                     "compute(ctx, dist_input) needs the awaited result of input_dist for the same "
                     "ctx; received another batch's, or one that is pending. Call "
@@ -365,14 +365,14 @@ class ShardedCollection(OwnShardsModule):
     def _outputs(self, lookups: Sequence[Lookup], bags: Sequence[LookupInput]) -> Iterator[Tensor]:
         """Yield the output of each lookup."""
         path = self._settings.path
-        for lookup, given in zip(lookups, bags, strict=True):
+        for lookup, lookup_bags in zip(lookups, bags, strict=True):
             hashed = lookup.hashed
-            rows = nullcontext(given) if hashed is None else rows_found(hashed, given)
+            rows = nullcontext(lookup_bags) if hashed is None else rows_found(hashed, lookup_bags)
             # closed before the yield: rows lent by the disk have their own weights again
             # docs/decisions/hashed_ids.md, "Rows on the disk: a log that gives them back"
-            with step_stages.running((Stage.LOOKUP, path)), rows as found:
-                inputs = found.indices, found.offsets, found.weights
-                sizes = found.ids_of_tables, found.of_features
+            with step_stages.running((Stage.LOOKUP, path)), rows as lent:
+                inputs = lent.indices, lent.offsets, lent.weights
+                sizes = lent.ids_of_tables, lent.of_features
                 output = lookup.kernel.forward(*inputs, lookup.parameters, *sizes)
             if hashed is not None and output.requires_grad:
                 hashed.hold(output)

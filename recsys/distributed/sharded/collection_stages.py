@@ -154,9 +154,9 @@ def build_stages(
         owner=settings.owner,
         path=settings.path,
     )
-    own = layout.groups[env.rank]
+    group = layout.groups[env.rank]
     tables, configs = layout.tables, settings.configs
-    built = build_lookups(own, tables, configs, device, env.world_size, known=lookups)
+    built = build_lookups(group, tables, configs, device, env.world_size, known=lookups)
     built_replicas = build_lookups(
         layout.replica_groups, tables, configs, device, replicated=True, known=replicas
     )

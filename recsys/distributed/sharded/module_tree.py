@@ -45,7 +45,7 @@ def outermost(
         >>> [path for path, _ in outermost(model[0], lambda m: len(m) == 0)]
         ['0']
     """
-    return (found for found in walk(module, is_leaf) if is_leaf(found[1]))
+    return (leaf for leaf in walk(module, is_leaf) if is_leaf(leaf[1]))
 
 
 def check_untied(model: nn.Module, weights: Iterable[nn.Parameter]) -> None:

@@ -157,19 +157,19 @@ def moves_by_module(
         TypeError: If the plan is not a mapping of mappings.
         ValueError: If it names another module, or was made for another number of ranks.
     """
-    given = moves.plan if isinstance(moves, ShardingPlan) else moves
-    if not isinstance(given, Mapping):
+    entries = moves.plan if isinstance(moves, ShardingPlan) else moves
+    if not isinstance(entries, Mapping):
         wrong_type("DistributedModelParallel.reshard.plan", "a ShardingPlan", moves)
     check_made_for(moves, world_size)
     paths = list(paths)
-    found = {}
-    for path, entry in given.items():
+    by_path = {}
+    for path, entry in entries.items():
         start = f"{path}." if path else ""
-        own = [p for p in paths if p == path or p.startswith(start)]
-        if len(own) != 1:
+        module_paths = [p for p in paths if p == path or p.startswith(start)]
+        if len(module_paths) != 1:
             raise ValueError(
                 f"A plan for reshard must name sharded modules of the model, {paths}; received "
                 f"{path!r}."
             )
-        found[path] = own[0], entry
-    return found
+        by_path[path] = module_paths[0], entry
+    return by_path

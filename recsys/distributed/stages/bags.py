@@ -56,7 +56,7 @@ def rows_of_regions(
     Returns:
         `[N]` rows; and `[N]` bool, which ids are hashed, or `[0]` if all are.
     """
-    known = [one or _NO_HASH for one in hashes]
+    known = [index_hash or _NO_HASH for index_hash in hashes]
     constants = np.array(
         [[signed(h.seed), (h.num_regions - 1).bit_length(), h.region_rows] for h in known],
         dtype=np.int64,
@@ -115,8 +115,8 @@ def keep_distinct(bags: Parts, *, are_wide: bool = False) -> tuple[Parts, Tensor
     place_N = is_first.cumsum(0) - 1
     inverse = torch.empty_like(order).index_copy_(0, order, place_N)
     # repeated ids are written to the same position
-    found = torch.zeros_like(words).index_copy_(0, place_N, words)
-    values = (found if are_wide else found & _ID_MASK).to(bags.values.dtype)
+    kept = torch.zeros_like(words).index_copy_(0, place_N, words)
+    values = (kept if are_wide else kept & _ID_MASK).to(bags.values.dtype)
     lengths = counts_K.new_zeros(num_keys + 1)
     lengths.index_add_(0, keys_sorted, is_first.to(lengths.dtype))
     # positions after the last distinct id belong to the extra feature
@@ -160,7 +160,7 @@ def select_bags(
     """
     module, header = ctx.stage.module, ctx.header
     prepared, routes = ctx.prepared, ctx.routes
-    bags, found, places = prepared.bags, [], []
+    bags, selected_weights, places = prepared.bags, [], []
     num_ids, num_keys = bags.values.numel(), routes.num_keys
     lengths_KB = bags.lengths.view(num_keys, bags.stride)
     carried = list[Tensor]()
@@ -181,14 +181,19 @@ def select_bags(
             offsets = ops.complete_cumsum(lengths_KB.index_select(0, select).flatten())
         elif not is_whole:
             total = num_ids if routes.reads_whole else int(header.counts_G[positions].sum())
-            given = (*carried, None)[0]
-            lengths, values, one = ops.permute_2d(select, lengths_KB, values, given, total)
-            offsets, picked = ops.complete_cumsum(lengths.flatten()), [] if one is None else [one]
+            carried_value = (*carried, None)[0]
+            lengths, values, selected = ops.permute_2d(
+                select, lengths_KB, values, carried_value, total
+            )
+            offsets, picked = (
+                ops.complete_cumsum(lengths.flatten()),
+                [] if selected is None else [selected],
+            )
         weights = picked[0] if module.is_weighted else None
-        found.append(LookupInput(values, offsets.to(values.dtype), weights))
+        selected_weights.append(LookupInput(values, offsets.to(values.dtype), weights))
         if not module.is_pooled:
             places += picked
-    return found, places
+    return selected_weights, places
 
 
 def bags_of_streams(streams: Streams, routes: Routes, checked: CheckedBatch) -> np.ndarray:
@@ -218,9 +223,9 @@ def sent_places(
         header: Its counts.
         replica_places: Positions of the ids of replicated lookups, which come last.
     """
-    found, places = list(replica_places), prepared.segments.places
+    sent, places = list(replica_places), prepared.segments.places
     if places:
         counts = header.counts_G if routes.use_raw else header.counts_G[routes.num_keys :]
         # rows of replicas follow the received rows, as in the buffer of Exchange.start_forward
-        found.insert(0, ops.move_segments(joined(places), routes.sent, counts))
-    return joined(found) if found else prepared.counts_G.new_empty(0)
+        sent.insert(0, ops.move_segments(joined(places), routes.sent, counts))
+    return joined(sent) if sent else prepared.counts_G.new_empty(0)

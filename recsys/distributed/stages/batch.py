@@ -214,6 +214,6 @@ def _record_stream(value: object, stream: torch.Stream) -> None:
         inner = list(value.values())
     # pending_headers contains the contexts again: without the exception the recursion has no end
     elif is_dataclass(value) and not isinstance(value, comm.Pending | BatchContext):
-        inner = [getattr(value, own.name) for own in fields(value)]
+        inner = [getattr(value, entry.name) for entry in fields(value)]
     for part in inner:
         _record_stream(part, stream)

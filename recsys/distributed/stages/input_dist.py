@@ -435,8 +435,8 @@ class InputDist:
     def per_rank(self, values_D: np.ndarray) -> list[int]:
         """Return the sum over the streams of each destination."""
         ends = np.concatenate([[0], values_D.cumsum()])
-        found: list[int] = np.diff(ends[self.streams.edges]).tolist()
-        return found
+        sums: list[int] = np.diff(ends[self.streams.edges]).tolist()
+        return sums
 
     # -- receive ----------------------------------------------------------------------------------
 
@@ -456,8 +456,10 @@ class InputDist:
                 anchors.append(anchor)
             lookups = _split_bags(self, bags, shape, shape.ids_received_RS.sum(0))
         elif routes.is_identity:
-            own = ctx.prepared.bags
-            bags = LookupInput(own.values, own.offsets.to(own.values.dtype), own.weights)
+            sent_bags = ctx.prepared.bags
+            bags = LookupInput(
+                sent_bags.values, sent_bags.offsets.to(sent_bags.values.dtype), sent_bags.weights
+            )
             if self.may_skip_header and routes.reads_whole:  # one lookup needs no counts
                 lookups = [bags]
             else:
@@ -538,28 +540,28 @@ def _split_bags(
 ) -> list[LookupInput]:
     """Split the bags of all streams of this rank by lookup."""
     groups, bags_RS = stage.module.layout.groups[stage.module.env.rank], shape.bags_received_RS
-    found = []
+    parts = []
     start = first_bag = 0
     for group in groups:
         first, last = group.streams.start, group.streams.stop
-        own = bags
+        part = bags
         if len(groups) > 1:
             end = start + int(ids_S[first:last].sum())
             last_bag = first_bag + int(bags_RS[:, first:last].sum())
-            own = LookupInput(
+            part = LookupInput(
                 bags.indices[start:end],
                 bags.offsets[first_bag : last_bag + 1] - start,
                 None if bags.weights is None else bags.weights[start:end],
             )
             start, first_bag = end, last_bag
         if shape.is_ragged:
-            own = own._replace(of_features=bags_RS[:, first:last].T)
+            part = part._replace(of_features=bags_RS[:, first:last].T)
         if bags.indices.is_cuda or group.is_hashed:
             of_tables = np.bincount(group.feature_table_map, ids_S[first:last], len(group.tables))
             # bincount with weights returns float64, which is exact up to 2^53
-            own = own._replace(ids_of_tables=of_tables.astype(np.int64).tolist())
-        found.append(own)
-    return found
+            part = part._replace(ids_of_tables=of_tables.astype(np.int64).tolist())
+        parts.append(part)
+    return parts
 
 
 def _with_rows(bags: LookupInput, group: HashedGroup, is_training: bool) -> LookupInput:
@@ -621,8 +623,8 @@ def start_together(contexts: Sequence[BatchContext]) -> None:
         sent = torch.cat([part for to_rank in zip(*parts, strict=True) for part in to_rank])
         sizes = [sum(of_rank) for of_rank in zip(*all_sizes, strict=True)]
         width = sum(ctx.stage.streams.header_width for ctx in contexts)
-    own = [width] * env.world_size
-    pending = comm.all_to_all(env.for_ids, ExchangeName.ID_COUNTS, sent, sizes, own)
+    widths = [width] * env.world_size
+    pending = comm.all_to_all(env.for_ids, ExchangeName.ID_COUNTS, sent, sizes, widths)
     copied = None
     if stage.module.device.type == "cuda" and env.exchanges_in_streams:
         # under NCCL the copy is queued behind the exchange: reading it a step later does not wait

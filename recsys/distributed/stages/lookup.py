@@ -142,11 +142,11 @@ def build_lookups(
             only, and are added up over the ranks later.
         known: Existing lookups. Those with the same tables, shards and settings are reused.
     """
-    found = []
+    lookups = []
     served = {_served_by(lookup.group): lookup for lookup in known}
     for group in groups:
         if _served_by(group) in served:
-            found.append(replace(served[_served_by(group)], group=group))
+            lookups.append(replace(served[_served_by(group)], group=group))
             continue
         settings: GroupSettings = group.key  # type: ignore[assignment]
         pooled = settings.pooling is not PoolingType.NONE
@@ -174,8 +174,8 @@ def build_lookups(
         lookup = Lookup(
             group=group, settings=settings, kernel=kernel, parameters=parameters, hashed=hashed
         )
-        found.append(lookup)
-    return found
+        lookups.append(lookup)
+    return lookups
 
 
 def _hashed_group(
@@ -185,13 +185,13 @@ def _hashed_group(
     device: torch.device,
 ) -> HashedGroup:
     """Return indexes without ids of the shards of a lookup."""
-    own = [configs[t] for t in group.tables]
+    group_configs = [configs[t] for t in group.tables]
     indexes = [
         TableIndex(config, device, range(rect.row_start, rect.row_end))
-        for config, rect in zip(own, group.rects, strict=True)
+        for config, rect in zip(group_configs, group.rects, strict=True)
     ]
     columns = [slice(rect.col_start, rect.col_end) for rect in group.rects]
-    return HashedGroup(own, indexes, columns, kernel)
+    return HashedGroup(group_configs, indexes, columns, kernel)
 
 
 def _served_by(group: PlacedLookup) -> Hashable:
@@ -248,5 +248,5 @@ def _updates(settings: GroupSettings, replicated: bool) -> tuple[OptimizerSpec |
         return settings.optimizer or _PLACEHOLDER, UpdateMode.DEFERRED
     if settings.deferred or settings.exchanges_row_statistics:
         return settings.optimizer, UpdateMode.DEFERRED
-    own = settings.optimizer
-    return own, UpdateMode.GRADIENT if own is None else UpdateMode.FUSED
+    optimizer = settings.optimizer
+    return optimizer, UpdateMode.GRADIENT if optimizer is None else UpdateMode.FUSED

@@ -136,8 +136,8 @@ class NodeHop:
 def _within(outer: Ranges, inner: Ranges) -> Ranges:
     """Return the positions of columns `inner` within the columns `outer`."""
     starts = np.cumsum([0] + [end - start for start, end in outer])
-    found = []
+    positions = []
     for start, end in inner:
         i = next(i for i, (low, high) in enumerate(outer) if low <= start and end <= high)
-        found.append((int(starts[i]) + start - outer[i][0], int(starts[i]) + end - outer[i][0]))
-    return found
+        positions.append((int(starts[i]) + start - outer[i][0], int(starts[i]) + end - outer[i][0]))
+    return positions

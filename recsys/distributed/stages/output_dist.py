@@ -102,9 +102,9 @@ class Exchange:
             Function that waits for the output; call it once.
         """
         # without this input, a rank whose lookups need no gradient would miss the reverse exchange
-        own = [] if anchors else [torch.empty(0, device=self.stage.device, requires_grad=trains)]
+        anchor = [] if anchors else [torch.empty(0, device=self.stage.device, requires_grad=trains)]
         arriving = _ToBuffer.apply(  # type: ignore[no-untyped-call]
-            self, len(lookups), *anchors, *own, *lookups, *replicas
+            self, len(lookups), *anchors, *anchor, *lookups, *replicas
         )
         with_grad = torch.is_grad_enabled()
 

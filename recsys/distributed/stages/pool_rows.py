@@ -101,12 +101,12 @@ def start_rows(
     ]
 
     def finish() -> list[Tensor]:
-        found = [received]
+        values = [received]
         for part, sent in zip(parts, rows[1:], strict=True):
             padded = sent.new_zeros(is_used.shape)
             padded[is_used] = part.wait()
-            found.append(padded)
-        return found
+            values.append(padded)
+        return values
 
     return finish
 

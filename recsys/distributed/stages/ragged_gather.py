@@ -77,8 +77,8 @@ class SplitIds(NamedTuple):
         sample_N = sample_B.repeat(len(lengths) // num_samples).repeat_interleave(
             lengths, output_size=places_XN.shape[1]
         )
-        found = torch.empty(places_XN.shape, dtype=torch.int32)
-        return found.scatter_(1, places_XN.long(), sample_N.expand_as(found)).view(-1)
+        samples = torch.empty(places_XN.shape, dtype=torch.int32)
+        return samples.scatter_(1, places_XN.long(), sample_N.expand_as(samples)).view(-1)
 
 
 NO_IDS = SplitIds(
@@ -319,18 +319,18 @@ class RaggedRows:
     read_codecs: Codecs = (EXACT, EXACT)
 
     def __init__(self, gather: RaggedGather, layout: Layout, rank: int, ctx: BatchContext) -> None:
-        given, shape = ctx.stage, ctx.shape
+        stage, shape = ctx.stage, ctx.shape
         received_RS, sent_D = shape.bags_received_RS, shape.bags_sent_D
         firsts = [group.streams.start for group in layout.groups[rank]]
-        looked_up_RS = received_RS * given.streams.own_dims
+        looked_up_RS = received_RS * stage.streams.own_dims
         self._looked_up_RL = np.add.reduceat(looked_up_RS, firsts, 1) if firsts else looked_up_RS
         batch_size, num_replicas = ctx.prepared.bags.stride, len(gather.widths_K) - len(sent_D)
         rows_K = np.concatenate([sent_D, np.full(num_replicas, batch_size)])
         ids = split_ids(ctx, len(rows_K)) if shape.is_by_id else NO_IDS
         self._batch = RaggedBatch(gather, rows_K, batch_size, ids)
         self.sends: list[int] = self._looked_up_RL.sum(1).tolist()
-        self.receives = given.per_rank(sent_D * given.streams.dims_D)
-        self._counts, self._device = ctx.prepared.bag_counts, given.module.device
+        self.receives = stage.per_rank(sent_D * stage.streams.dims_D)
+        self._counts, self._device = ctx.prepared.bag_counts, stage.module.device
 
     def pack(self, lookups: Sequence[Tensor]) -> Tensor:
         """Return the send buffer, flat."""

@@ -65,11 +65,13 @@ def lookup_order(groups: Sequence[PlacedLookup], world_size: int, *, pooled: boo
     """
     num_streams = sum(len(group.streams) for group in groups)
     by_rank = np.arange(world_size * num_streams).reshape(world_size, num_streams)
-    found = [np.zeros(0, dtype=np.int64)]
+    segments = [np.zeros(0, dtype=np.int64)]
     for group in groups:
         of_group = by_rank[:, group.streams]
-        found.append((of_group if reads_by_rank(group, pooled=pooled) else of_group.T).reshape(-1))
-    return np.concatenate(found)
+        segments.append(
+            (of_group if reads_by_rank(group, pooled=pooled) else of_group.T).reshape(-1)
+        )
+    return np.concatenate(segments)
 
 
 @final
@@ -157,7 +159,7 @@ def _blocks_of(
     num_edges = layout.num_buckets + 1
     edges_of = [table.row_edges for table in tables]
     is_even = all(edges[:-1] == tuple(range(0, edges[-1], edges[1])) for edges in edges_of)
-    found = {}
+    blocks = {}
     for dtype in (torch.int32, torch.int64):
         limit = torch.iinfo(dtype).max
         if max(edges[-1] for edges in edges_of) > limit:
@@ -173,8 +175,8 @@ def _blocks_of(
             ]
         )
         on_device = torch.from_numpy(rows).to(device, dtype)
-        found[dtype] = on_device[:, 1].contiguous(), None if is_even else list(on_device)
-    return found
+        blocks[dtype] = on_device[:, 1].contiguous(), None if is_even else list(on_device)
+    return blocks
 
 
 def _rounds(
@@ -261,16 +263,16 @@ def build_routes(
     )
     slot_keys = at[[slot.feature for slot in layout.slots]]
     is_alone, whole = layout.world_size == 1 and not split, np.arange(num_keys)
-    own = [segments[0][list(group.streams)] for group in layout.groups[0]] if is_alone else []
+    local = [segments[0][list(group.streams)] for group in layout.groups[0]] if is_alone else []
     reads_whole = is_alone and all(
-        np.array_equal(np.sort(positions), whole) for positions in (*own, *replicas)
+        np.array_equal(np.sort(positions), whole) for positions in (*local, *replicas)
     )
 
     return Routes(
         rounds=rounds,
         split_keys=in_batch(np.array(split, dtype=np.int64)).select,
         replicas=tuple(map(in_batch, replicas)),
-        lookups=tuple(map(in_batch, own)) if reads_whole else (),
+        lookups=tuple(map(in_batch, local)) if reads_whole else (),
         reads_whole=reads_whole,
         use_raw=use_raw,
         num_keys=num_keys,

@@ -56,8 +56,8 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
         self.sent_slots = np.array([stream.slot for stream in sent])
         self.sent_first_chunks = np.array(first_cols) // self.chunk
         self.sent_chunks = np.array(widths) // self.chunk
-        own = [stream.rect.num_cols for stream in layout.streams[env.rank]]
-        self.own_chunks = np.array(own, dtype=np.int64) // self.chunk
+        column_counts = [stream.rect.num_cols for stream in layout.streams[env.rank]]
+        self.own_chunks = np.array(column_counts, dtype=np.int64) // self.chunk
         counts = [len(streams) for streams in layout.streams]
         self.sent_edges = np.cumsum([0, *counts])  # of the streams sent to each rank
         reading = lookup_order(layout.groups[env.rank], env.world_size, pooled=False)
@@ -81,8 +81,8 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
     def _views(
         self, rows: Tensor, exchanged: SequenceRows, ctx: BatchContext
     ) -> dict[str, JaggedTensor]:
-        given, inverse = ctx.checked.given, ctx.prepared.inverse
-        slots, strides = ctx.routes.slot_keys, given.stride_per_key()
+        bags, inverse = ctx.checked.given, ctx.prepared.inverse
+        slots, strides = ctx.routes.slot_keys, bags.stride_per_key()
         counts_K, order = exchanged.counts_K, self.slot_order
         if ctx.stage.module.distinct:
             counts_K, order = ctx.header.given_counts_K, []
@@ -93,7 +93,7 @@ class SequenceDist(OutputStage[dict[str, JaggedTensor]]):
         lengths = ctx.checked.safe.lengths().split_with_sizes(strides)
         indices = None
         if self._need_indices:
-            parts = given.values().split(counts_K.tolist())
+            parts = bags.values().split(counts_K.tolist())
             indices = torch.cat([parts[k] for k in slots])
         views = FeatureViews(
             rows,

@@ -115,7 +115,7 @@ def streams_of(module: StagedModule) -> Streams:
     dims = cols[:, 1] - cols[:, 0]
     split_slots = set(layout.split_slots)
     is_split = np.array([stream.slot in split_slots for stream in sent], dtype=bool)
-    own = slice(*edges[rank : rank + 2])
+    rank_streams = slice(*edges[rank : rank + 2])
     destinations = np.repeat(np.arange(world_size), np.diff(edges))
     reading = lookup_order(layout.groups[rank], world_size, pooled=layout.is_pooled)
     # received: [rank][part][stream]; read: [part][streams in the order of lookups]
@@ -130,9 +130,9 @@ def streams_of(module: StagedModule) -> Streams:
         num_received=num_received,
         edges=edges,
         dims_D=dims,
-        own_dims=dims[own],
+        own_dims=dims[rank_streams],
         is_split=is_split,
-        own_is_split=is_split[own],
+        own_is_split=is_split[rank_streams],
         split_dims=dims[is_split],
         header_sizes=[len(segments) + COUNTS for segments in layout.send_segments],
         header_width=num_received + COUNTS,

@@ -95,8 +95,8 @@ class FusedTablesOptimizer(FusedOptimizer):
         """
         self.params, self.state = other.params, other.state
         self._tables, self._deferred = other._tables, other._deferred
-        for own, new in zip(self.param_groups, other.param_groups, strict=True):
-            own.follow(new)  # type: ignore[attr-defined]
+        for group, new in zip(self.param_groups, other.param_groups, strict=True):
+            group.follow(new)  # type: ignore[attr-defined]
 
     def table_gradients(self) -> list[TableGradients]:
         """Return the gradients of the deferred tables.

@@ -51,7 +51,7 @@ def moves_of(
     """
     sources = _shards_of(old, world_size)
     for target in _shards_of(new, world_size):
-        found: dict[int, Move] = {}
+        moves: dict[int, Move] = {}
         for source in sources:
             is_local = source.rank == target.rank
             if not old.rects and not is_local:
@@ -64,9 +64,9 @@ def moves_of(
                     yield move
             elif kind == "table" or rows[0] < rows[1]:
                 key = 0 if kind == "table" else rows[0]
-                if is_local or key not in found:
-                    found[key] = move
-        yield from found.values()
+                if is_local or key not in moves:
+                    moves[key] = move
+        yield from moves.values()
 
 
 def _shards_of(table: PlacedTable, world_size: int) -> Sequence[Rect]:
@@ -187,8 +187,10 @@ def _region(
     """Return a view of a shard's values, by rows and columns of the table."""
     if kind == "table":
         return values
-    own = values[rows[0] - part.row_start : rows[1] - part.row_start]
-    return own if kind == "row" else own[:, cols[0] - part.col_start : cols[1] - part.col_start]
+    region = values[rows[0] - part.row_start : rows[1] - part.row_start]
+    return (
+        region if kind == "row" else region[:, cols[0] - part.col_start : cols[1] - part.col_start]
+    )
 
 
 def _exchange(transfers: Sequence[_Transfer], env: ShardingEnv, device: torch.device) -> None:

@@ -74,19 +74,25 @@ class PostBackwardUpdater:
         self.deferred = DeferredUpdates(
             env=env,
             device=device,
-            exist=any(own.deferred for _, own in settings),
+            exist=any(replica_part.deferred for _, replica_part in settings),
             kernels=[lookup.kernel for lookup in lookups if lookup.settings.deferred],
             columns=_ColumnSplits(lookups, layout, env, device, deferred=True),
-            replicas=[own for own in self._replicas if own.lookup.settings.deferred],
+            replicas=[
+                replica_part
+                for replica_part in self._replicas
+                if replica_part.lookup.settings.deferred
+            ],
         )
         self._unfinished = [  # their gradients do not outlive a backward pass
-            *(own.lookup.kernel for own in self._replicas),
+            *(replica_part.lookup.kernel for replica_part in self._replicas),
             *self._columns.kernels,
         ]
         in_backward = tuple(
             name
-            for name, own in settings
-            if own.requires_grad and own.optimizer is not None and not own.deferred
+            for name, replica_part in settings
+            if replica_part.requires_grad
+            and replica_part.optimizer is not None
+            and not replica_part.deferred
         )
         self.backward = Backward(begins=self._schedule, updates=TableUpdates(in_backward))
         self._needed = bool(self._replicas) or self._columns.exist or self.deferred.exist
@@ -120,15 +126,15 @@ class PostBackwardUpdater:
         """Average the dense gradients of all ranks in one all-reduce, and distribute them."""
         if not self._replicas:
             return
-        given = [replicas.lookup.kernel.deferred.take_dense() for replicas in self._replicas]
-        flat = [part for parts in given for part in parts]
+        gradients = [replicas.lookup.kernel.deferred.take_dense() for replicas in self._replicas]
+        flat = [part for parts in gradients for part in parts]
         buffer = flat[0] if len(flat) == 1 else torch.cat(flat)
         what = ExchangeName.GRADIENTS_OF_REPLICAS
         comm.all_reduce(self._env.for_embeddings, what, buffer).wait()
         if self._env.world_size > 1:
             buffer.mul_(1.0 / self._env.world_size)
         averaged = iter(buffer.split([part.numel() for part in flat]))
-        for replicas, parts in zip(self._replicas, given, strict=True):
+        for replicas, parts in zip(self._replicas, gradients, strict=True):
             replicas.receive([next(averaged) for _ in parts])
 
 
@@ -303,12 +309,12 @@ class _ColumnSplits:
         def is_meant(settings: GroupSettings) -> bool:
             return settings.exchanges_row_statistics and settings.deferred is deferred
 
-        own = [lookup for lookup in lookups if is_meant(lookup.settings)]
-        self.kernels = [lookup.kernel for lookup in own]
+        chosen = [lookup for lookup in lookups if is_meant(lookup.settings)]
+        self.kernels = [lookup.kernel for lookup in chosen]
         self.exist = any(t.rects and is_meant(t.group) for t in layout.tables)  # type: ignore[arg-type]
         # this rank's shards as (kernel, index in it), by table and first row
         shards: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for k, lookup in enumerate(own):
+        for k, lookup in enumerate(chosen):
             group = lookup.group
             for i, (table, rect) in enumerate(zip(group.tables, group.rects, strict=True)):
                 shards.setdefault((table, rect.row_start), []).append((k, i))

@@ -293,15 +293,16 @@ class ShardedTable(Tensor):
                 f"{tuple(source.shape)}."
             )
         if isinstance(source, ShardedTable):
-            own, others = ([o for o, _ in table._shards] for table in (self, source))
-            if own != others:
+            shard_offsets, others = ([o for o, _ in table._shards] for table in (self, source))
+            if shard_offsets != others:
                 raise ValueError(
-                    f"source must have the parts at {own} on this rank; received {others}. To load "
-                    "under another plan, save and load with torch.distributed.checkpoint."
+                    f"source must have the parts at {shard_offsets} on this rank; received "
+                    f"{others}. To load under another plan, save and load with "
+                    "torch.distributed.checkpoint."
                 )
-            for (_, tensor), (_, given) in zip(self._shards, source._shards, strict=True):
-                if tensor.data_ptr() != given.data_ptr():  # otherwise they were filled in place
-                    tensor.copy_(given, non_blocking=non_blocking)
+            for (_, tensor), (_, values) in zip(self._shards, source._shards, strict=True):
+                if tensor.data_ptr() != values.data_ptr():  # otherwise they were filled in place
+                    tensor.copy_(values, non_blocking=non_blocking)
         else:
             for offsets, tensor in self._shards:
                 tensor.copy_(source[_region(offsets, tensor)], non_blocking=non_blocking)
@@ -334,17 +335,17 @@ class ShardedTable(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         table = next((v for v in (*args, *kwargs.values()) if isinstance(v, ShardedTable)), None)
-        own, *rest = args or (None,)
+        first, *rest = args or (None,)
         if isinstance(table, ShardedTable) and isinstance(func, OpOverload):
-            if func is _aten.copy_.default and own is not table:
-                return own.copy_(table.full_tensor())
+            if func is _aten.copy_.default and first is not table:
+                return first.copy_(table.full_tensor())
             if func is _aten.equal.default:
-                return own.shape == rest[0].shape and bool((own == rest[0]).all())
+                return first.shape == rest[0].shape and bool((first == rest[0]).all())
             if func is _aten.allclose.default:
                 return bool(torch.isclose(*args, **kwargs).all())
             if func is _aten.is_pinned.default:
                 return all(tensor.is_pinned() for _, tensor in table._shards)
-            if own is table and is_reduction(func, args, kwargs):
+            if first is table and is_reduction(func, args, kwargs):
                 return reduce_parts(func, table._shards, table, table.group, rest, kwargs)
             like = like_of(func)
             if like is not None and table.shape == torch.Size(rest[0]):
@@ -373,11 +374,11 @@ class ShardedTable(Tensor):
                     f"of shape {tuple(other.shape)}."
                 ) from None
             return
-        own, others = (
+        shards, others = (
             (table.shape, [(offsets, tensor.shape) for offsets, tensor in table._shards])
             for table in (self, other)
         )
-        if own != others:
+        if shards != others:
             raise ValueError(
                 f"{func} takes tables with the same parts on this rank; received {self} and "
                 f"{other}. Gather one of them with full_tensor() on every rank."

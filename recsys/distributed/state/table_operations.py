@@ -81,19 +81,19 @@ def is_reduction(function: OpOverload, args: Sequence[Any], kwargs: dict[str, An
     """Return whether an operation reduces all elements of its first argument to one value."""
     if function not in _REDUCTIONS:
         return False
-    given = _by_name(function, args) | kwargs
+    arguments = _by_name(function, args) | kwargs
     counts_nonzeros = 0 in (
-        given.get("ord", 2),
-        given.get("p", 2),
+        arguments.get("ord", 2),
+        arguments.get("p", 2),
     )  # cannot be combined
-    return not (given.get("dim") or given.get("keepdim") or counts_nonzeros)
+    return not (arguments.get("dim") or arguments.get("keepdim") or counts_nonzeros)
 
 
 def written_argument(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the argument that an in-place operation modifies; None for other operations."""
-    given = _by_name(function, args) | kwargs
+    arguments = _by_name(function, args) | kwargs
     written = (a for a in function._schema.arguments if a.alias_info and a.alias_info.is_write)
-    return next((given[a.name] for a in written if a.name in given), None)
+    return next((arguments[a.name] for a in written if a.name in arguments), None)
 
 
 def _by_name(function: OpOverload, args: Sequence[Any]) -> dict[str, Any]:
@@ -128,12 +128,12 @@ def reduce_parts(
         whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         return function(whole, *rest, **kwargs)  # type: ignore[no-any-return]
     function(torch.ones(1, dtype=like.dtype), *rest, **kwargs)  # raises on every rank
-    own = [
+    reduced = [
         (offsets, part.numel(), function(part, *rest, **kwargs).cpu())
         for offsets, part in parts
         if part.numel()
     ]
-    gathered = gather_objects(group, "reduce a table", own)
+    gathered = gather_objects(group, "reduce a table", reduced)
     distinct = {offsets: (size, value) for of_rank in gathered for offsets, size, value in of_rank}
     if sum(size for size, _ in distinct.values()) != like.numel():
         raise ValueError(

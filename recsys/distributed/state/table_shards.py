@@ -90,10 +90,10 @@ class TableShards(nn.Module):
             if kind == "row" and group.splits_row_state:
                 # the name contains the columns, so that a load fails if they are split differently
                 for start, end in sorted({(r.col_start, r.col_end) for r in self.table.rects}):
-                    own = [(s, state) for s, state in held if s.rect.col_start == start]
+                    column_states = [(s, state) for s, state in held if s.rect.col_start == start]
                     rects = [rect for rect in self.table.rects if rect.col_start == start]
                     result[f"{name}_of_columns_{start}_to_{end}"] = self._view(
-                        own, torch.float32, _STATE_DIMS[kind], rects
+                        column_states, torch.float32, _STATE_DIMS[kind], rects
                     )
             else:
                 result[name] = self._view(held, torch.float32, _STATE_DIMS[kind])
@@ -129,14 +129,14 @@ class TableShards(nn.Module):
         if self.rules is None:
             return {}
         held = [(shard, shard.index) for shard in self.shards if shard.index is not None]
-        found = {
+        states = {
             name: self._view([(s, getattr(index, name)) for s, index in held], torch.int64, 0)
             for name in ("steps", "init_seed")
         }
         for name, (dtype, width) in row_states_of(self.rules).items():
             shape = (self.table.num_rows, *([width] if width > 1 else []))
             zeros = (0,) * (len(shape) - 1)
-            found[name] = ShardedTable(
+            states[name] = ShardedTable(
                 torch.Size(shape),
                 [((s.rect.row_start, *zeros), getattr(index, name)) for s, index in held],
                 dtype=dtype,
@@ -145,7 +145,7 @@ class TableShards(nn.Module):
                 rects=[replace(r, col_start=0, col_end=width) for r in self.table.rects],
                 node_size=self.env.node_size,
             )
-        return found
+        return states
 
     def _view(
         self,
@@ -172,10 +172,10 @@ class TableShards(nn.Module):
         for shard in self.shards:
             first, last = max(rows.start, shard.rect.row_start), min(rows.stop, shard.rect.row_end)
             if first < last:
-                own = slice(first - shard.rect.row_start, last - shard.rect.row_start)
+                shard_rows = slice(first - shard.rect.row_start, last - shard.rect.row_start)
                 columns = slice(shard.rect.col_start, shard.rect.col_end)
-                given = values[first - rows.start : last - rows.start, columns]
-                shard.parameter.data[own].copy_(given)
+                block = values[first - rows.start : last - rows.start, columns]
+                shard.parameter.data[shard_rows].copy_(block)
 
     @torch.no_grad()
     def copy_from(self, other: TableShards) -> None:
@@ -219,8 +219,8 @@ class TableShards(nn.Module):
         key = prefix + "weight"
         of_index = {f"{prefix}index.{name}": v for name, v in self.index_states().items()}
         known = {*of_index, *(prefix + name for name in (*self._parameters, "weight"))}
-        own = (name for name in (state_dict if strict else ()) if name.startswith(prefix))
-        unexpected_keys += [name for name in own if name not in known]
+        keys = (name for name in (state_dict if strict else ()) if name.startswith(prefix))
+        unexpected_keys += [name for name in keys if name not in known]
         if key not in state_dict:
             if self.shards:  # the error of one rank is raised on all
                 missing_keys.append(key)
@@ -302,19 +302,19 @@ def _load_indexes(
     for t, (name, table) in enumerate(tables.items()):
         if table.rules is None:
             continue
-        given = module.table(name).index
-        if given.ids.is_meta:
+        source = module.table(name).index
+        if source.ids.is_meta:
             for index in table.indexes():
                 index.clear(seed_of_ids(seed, t))
             continue
-        values = {key: value.to(table.device) for key, value in given.state_dict().items()}
+        values = {key: value.to(table.device) for key, value in source.state_dict().items()}
         for value in values.values() if env.world_size > 1 else ():
             comm.broadcast(env, ExchangeName.TABLE_VALUES, value)
         for shard in table.shards:
             assert shard.index is not None
-            own = slice(shard.rect.row_start, shard.rect.row_end)
+            shard_rows = slice(shard.rect.row_start, shard.rect.row_end)
             shard.index.load_state_dict(
-                {key: value[own] if value.dim() else value for key, value in values.items()}
+                {key: value[shard_rows] if value.dim() else value for key, value in values.items()}
             )
 
 

@@ -167,7 +167,7 @@ class InputPrefetcher:
         """
         assert self._sources is not None
         inputs = dict(_features_in((args, kwargs)))
-        given: dict[ShardedCollection, KeyedJaggedTensor] = {}
+        batches: dict[ShardedCollection, KeyedJaggedTensor] = {}
         contexts = {}
         paths = [module.input_stage.module.path for module in self._sources]
         with step_stages.running((Stage.INPUT_DIST, ", ".join(paths))):
@@ -176,13 +176,13 @@ class InputPrefetcher:
                 if not isinstance(source, tuple):
                     features = _call(source, args, kwargs)
                 elif source in inputs:
-                    features = given[module] = inputs[source]
+                    features = batches[module] = inputs[source]
                 else:
                     features = self._absent(module, _name_of(source), args, kwargs)
                 contexts[module] = module.input_stage.prepare(features)
             if contexts:
                 start_together(list(contexts.values()))
-        return PrefetchedBatch(self, contexts, given)
+        return PrefetchedBatch(self, contexts, batches)
 
     def _absent(
         self,
@@ -192,12 +192,15 @@ class InputPrefetcher:
         kwargs: Mapping[str, Any],
     ) -> FeaturesAbsentError:
         path = next(path for path, other in self.collections.items() if other is module)
-        given = [*map(_structure_of, args), *(f"{k}={_structure_of(v)}" for k, v in kwargs.items())]
+        arguments = [
+            *map(_structure_of, args),
+            *(f"{k}={_structure_of(v)}" for k, v in kwargs.items()),
+        ]
         return FeaturesAbsentError(
             "Batches must have the same structure on all ranks. Module "
             f"{path!r} reads its features from {source} of the model's inputs; received inputs "
-            f"without a KeyedJaggedTensor there: {', '.join(given)}. Give every rank batches like "
-            "its first one."
+            f"without a KeyedJaggedTensor there: {', '.join(arguments)}. Give every rank batches "
+            "like its first one."
         )
 
     def leave_out(self, module: ShardedCollection) -> None:
@@ -301,10 +304,10 @@ class PrefetchedBatch:
         self._follow_tables()
         if self._error is not None:
             raise self._error
-        contexts, outputs, given = self.contexts, self._outputs, self._given
+        contexts, outputs, inputs = self.contexts, self._outputs, self._given
 
         def find_output(module: ShardedCollection, features: KeyedJaggedTensor) -> object:
-            if module in given and given[module] is not features:
+            if module in inputs and inputs[module] is not features:
                 return None
             ctx = contexts.pop(module, None)
             if ctx is None:

@@ -325,7 +325,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         if prefetcher is None or prefetcher.has_observed:
             return super()._call(flight)
         with prefetcher.observe((flight.batch,), {}):
-            found = super()._call(flight)
+            output = super()._call(flight)
         for path, reason in prefetcher.reasons.items():
             warnings.warn(
                 f"{type(self).__name__} sends the ids of module {path!r} when it is called, not "
@@ -334,7 +334,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
                 UserWarning,
                 stacklevel=4,
             )
-        return found
+        return output
 
     def _after_step(self) -> None:
         self._steps += 1

@@ -120,7 +120,8 @@ class StagedTrainPipeline(TrainPipeline[In, StageOut | None]):
             record_stream(output, stream)
         before = [(self._next(dataloader_iter), None), *self._outputs[:-1]]
         self._outputs = [
-            self._run(stage, *given) for stage, given in zip(self._stages, before, strict=True)
+            self._run(stage, *arguments)
+            for stage, arguments in zip(self._stages, before, strict=True)
         ]
         return None if output is _NOTHING else output
 
@@ -134,13 +135,13 @@ class StagedTrainPipeline(TrainPipeline[In, StageOut | None]):
     def _fill(self, source: Iterator[In]) -> None:
         self._outputs = [(_NOTHING, None)] * self.num_stages
         for last in reversed(range(self.num_stages)):
-            given: tuple[Any, Any] = self._next(source), None
+            batch: tuple[Any, Any] = self._next(source), None
             for stage in self._stages[: last + 1]:
-                given = self._run(stage, *given)
+                batch = self._run(stage, *batch)
                 if stage.fill_callback is not None:
                     with on_stream(stage.stream):
                         stage.fill_callback()
-            self._outputs[last] = given
+            self._outputs[last] = batch
 
     def _run(self, stage: PipelineStage[Any], given: Any, event: Any) -> tuple[Any, Any]:
         """Run a stage on the output of the previous one; return its output and its CUDA event."""

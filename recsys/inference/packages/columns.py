@@ -97,7 +97,7 @@ class PackageColumns:
 
     def vocabulary_of(self, feature: str | None) -> str | None:
         """Return the table of a `Categorical` feature; None for another feature."""
-        tables = {one.name: one.table for one in self._spec.features()}
+        tables = {entry.name: entry.table for entry in self._spec.features()}
         table = None if feature is None else tables.get(feature)
         return table if table in self._spec.fitted.vocabularies else None
 
@@ -115,35 +115,37 @@ class PackageColumns:
         write_tensors(part / "columns.safetensors", vocabularies)
         tensors = {
             feature["name"]: feature["tensor"]
-            for one in inputs
-            for feature in one.get("features", [])
+            for model_input in inputs
+            for feature in model_input.get("features", [])
         }
-        described = [one.describe(fitted, self._table, tensors) for one in self._spec.columns]
-        found = [column for column in described if column is not None]
-        weights = {column["weights"] for column in found if column.get("weights")}
-        if twice := repeated([*(column["name"] for column in found), *weights]):
+        described = [
+            model_input.describe(fitted, self._table, tensors) for model_input in self._spec.columns
+        ]
+        entries = [column for column in described if column is not None]
+        weights = {column["weights"] for column in entries if column.get("weights")}
+        if twice := repeated([*(column["name"] for column in entries), *weights]):
             raise ValueError(
                 f"A raw column of a package must have one use; received several of {twice}. Copy "
                 "the column under another name."
             )
-        kinds = {column["name"]: column["type"] for column in found if column["kind"] == "hashed"}
+        kinds = {column["name"]: column["type"] for column in entries if column["kind"] == "hashed"}
         fitted = fitted._replace(kinds={**fitted.kinds, **kinds})
         save_folder(part / FOLDER, self._spec.columns, fitted)
-        return found
+        return entries
 
 
 def _sorted_by_hash(table: str, vocabulary: Vocabulary) -> dict[str, Tensor]:
     hashes, rows = vocabulary.by_hash()
-    found = {
+    ordered = {
         f"{table}.hashes": torch.from_numpy(hashes.copy()),
         f"{table}.rows": torch.from_numpy(rows.copy()),
     }
     if vocabulary.kind == "text" and len(rows):
         texts = vocabulary.values.take(pa.array(rows - rows.min()))
         offsets, data = text_buffers(texts)
-        found[f"{table}.offsets"] = torch.from_numpy(offsets - offsets[0])
-        found[f"{table}.bytes"] = torch.from_numpy(data[offsets[0] : offsets[-1]].copy())
-    return found
+        ordered[f"{table}.offsets"] = torch.from_numpy(offsets - offsets[0])
+        ordered[f"{table}.bytes"] = torch.from_numpy(data[offsets[0] : offsets[-1]].copy())
+    return ordered
 
 
 def arguments_of(spec: FeatureSpec, batch: Batch) -> list[object]:
@@ -190,11 +192,11 @@ def _model_request(
     spec: FeatureSpec, inputs: Sequence[Mapping[str, Any]], data: Any
 ) -> dict[str, Tensor]:
     batch = spec.transform(table_of(data), labels=False)
-    found: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}
     known = batch.sparse_features.keys()
     for entry in inputs:
         if entry["kind"] == "dense":
-            found[entry["name"]] = batch.dense_features
+            parts[entry["name"]] = batch.dense_features
             continue
         for feature in entry["features"]:
             if feature["name"] not in known:
@@ -203,10 +205,10 @@ def _model_request(
                     f"{feature['name']!r} in its manifest. Copy the package again."
                 )
             bags, tensor = batch.sparse_features[feature["name"]], feature["tensor"]
-            found[tensor], found[f"{tensor}.lengths"] = bags.values(), bags.lengths()
+            parts[tensor], parts[f"{tensor}.lengths"] = bags.values(), bags.lengths()
             if entry["weighted"]:
-                found[f"{tensor}.weights"] = bags.weights()
-    return found
+                parts[f"{tensor}.weights"] = bags.weights()
+    return parts
 
 
 def raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, Tensor | Texts]:
@@ -241,35 +243,35 @@ def _remedies() -> Iterator[None]:
 
 def _raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, Tensor | Texts]:
     table = table_of(data)
-    found: dict[str, Tensor | Texts] = {}
+    parts: dict[str, Tensor | Texts] = {}
     for column in columns:
         name, is_list = column["name"], bool(column.get("is_list"))
         if name not in table.column_names and column.get("missing") is not None:
             continue
         values = read_values(table, name, is_list)
         if values.lengths is not None:
-            found[f"{name}.lengths"] = torch.from_numpy(values.lengths.copy())
+            parts[f"{name}.lengths"] = torch.from_numpy(values.lengths.copy())
         if column["kind"] == "time":
             seconds, is_missing = read_seconds(values, column["per_second"])
             far = np.abs(seconds) > (2**63 - 1) // column["per_second"]
             rule = f"must have times that fit into 64 bits of 1/{column['per_second']} s"
             values.reject(ValueError, rule, far, "Choose another unit of the Timestamp.")
-            found[name] = torch.from_numpy(seconds * column["per_second"])
+            parts[name] = torch.from_numpy(seconds * column["per_second"])
         elif column["dtype"] == "text":
-            found[name], is_missing = _texts_of(values), None
+            parts[name], is_missing = _texts_of(values), None
         elif column["dtype"] == "int64":
             numbers, is_missing = read_integers(values, unsigned=column["kind"] == "hashed")
-            found[name] = torch.from_numpy(numbers.copy())
+            parts[name] = torch.from_numpy(numbers.copy())
         else:
             numbers, is_missing = read_numbers(values)
-            found[name] = torch.from_numpy(numbers.copy())
+            parts[name] = torch.from_numpy(numbers.copy())
         if is_missing is not None:
-            found[f"{name}.missing"] = torch.from_numpy(is_missing.copy())
+            parts[f"{name}.missing"] = torch.from_numpy(is_missing.copy())
         if column.get("weights"):
             places = values.array.is_null().to_numpy(zero_copy_only=False)
             weights = read_id_weights(table, column["weights"], values, places)
-            found[column["weights"]] = torch.from_numpy(weights)
-    return found
+            parts[column["weights"]] = torch.from_numpy(weights)
+    return parts
 
 
 def names_of(columns: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -278,8 +280,8 @@ def names_of(columns: Sequence[Mapping[str, Any]]) -> list[str]:
     Args:
         columns: The manifest's entries of the columns.
     """
-    found = [column["name"] for column in columns]
-    return found + [column["weights"] for column in columns if column.get("weights")]
+    names = [column["name"] for column in columns]
+    return names + [column["weights"] for column in columns if column.get("weights")]
 
 
 def _texts_of(values: Values) -> Texts:

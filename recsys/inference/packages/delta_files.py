@@ -143,7 +143,7 @@ def _parsed(data: bytearray) -> tuple[DeltaHeader, dict[str, Rows]]:
     data[start : start + 64] = _NO_CHECKSUM.encode()
     if len(digest) != 64 or hashlib.sha256(data).hexdigest() != digest:
         raise ValueError("its checksum does not match its content")
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, entry in header.items():
         start, end = (first + offset for offset in entry["data_offsets"])
         if not first <= start <= end <= len(data):
@@ -151,20 +151,20 @@ def _parsed(data: bytearray) -> tuple[DeltaHeader, dict[str, Rows]]:
         dtype = _DTYPES[entry["dtype"]]
         is_empty = start == end  # frombuffer does not accept it
         tensor = torch.frombuffer(data[start:end] or bytearray(8), dtype=dtype)
-        found[name] = tensor[: 0 if is_empty else None].view(entry["shape"])
+        tensors[name] = tensor[: 0 if is_empty else None].view(entry["shape"])
     tables: dict[str, Rows] = {}
-    for name in sorted({name.rpartition(".")[0] for name in found}):
-        ids, rows = found.pop(f"{name}.ids"), found.pop(f"{name}.rows")
+    for name in sorted({name.rpartition(".")[0] for name in tensors}):
+        ids, rows = tensors.pop(f"{name}.ids"), tensors.pop(f"{name}.rows")
         is_right = ids.dtype is torch.int64 and rows.dtype is torch.uint8
         if not is_right or ids.dim() != 1 or rows.dim() != 2 or len(ids) != len(rows):
             raise ValueError(f"table {name!r} must have a row of bytes for each id")
         tables[name] = ids, rows
-        if f"{name}.hashed_ids" in found:
-            hashed_ids, digests = found.pop(f"{name}.hashed_ids"), found.pop(f"{name}.digests")
+        if f"{name}.hashed_ids" in tensors:
+            hashed_ids, digests = tensors.pop(f"{name}.hashed_ids"), tensors.pop(f"{name}.digests")
             is_right = hashed_ids.dtype is torch.int64 and digests.dtype is torch.uint8
             if not is_right or not hashed_ids.shape == digests.shape == ids.shape:
                 raise ValueError(f"table {name!r} must have a hashed id and a digest for each row")
             tables[name] = ids, rows, hashed_ids, digests
-    if found:
-        raise ValueError(f"it has the unknown tensors {sorted(found)}")
+    if tensors:
+        raise ValueError(f"it has the unknown tensors {sorted(tensors)}")
     return DeltaHeader(int(metadata["sequence"]), metadata["base"], text, ()), tables

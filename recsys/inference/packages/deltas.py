@@ -133,8 +133,8 @@ def write_delta_between(version: str | Path, before: str | Path, after: str | Pa
             UserWarning,
             stacklevel=2,
         )
-    found = [_update_between(table, old, new) for table in manifest.tables.values()]
-    updates = [update for update in found if len(update.ids)]
+    changes = [_update_between(table, old, new) for table in manifest.tables.values()]
+    updates = [update for update in changes if len(update.ids)]
     return _publish(manifest, updates) if updates else None
 
 
@@ -349,19 +349,19 @@ def _check_ids(name: str, ids: Tensor, rows: int) -> None:
 
 def _changed_values(old: SavedTables, new: SavedTables) -> list[str]:
     """Return the names of values that are not tables and differ."""
-    found = []
+    changed = []
     before, after = old.values, new.values
     names = {*before.values, *after.values}
     of_tables = {n for n in names if SavedTables.is_table(n) or SavedTables.is_index(n)}
     for name in sorted(names - of_tables):
         if name not in before.values or name not in after.values:
-            found.append(name)
+            changed.append(name)
             continue
         left, right = before.read({name: None})[name], after.read({name: None})[name]
         both = isinstance(left, Tensor) and isinstance(right, Tensor)
         if not (torch.equal(left, right) if both else left == right):
-            found.append(name)
-    return found
+            changed.append(name)
+    return changed
 
 
 def _update_between(table: _Table, old: SavedTables, new: SavedTables) -> Update:
@@ -373,7 +373,7 @@ def _update_between(table: _Table, old: SavedTables, new: SavedTables) -> Update
     ids = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
     index = {}
     if table.index is not None:
-        hashed_ids, is_used = (found[ids] for found in new.index_of(names[1], table.rows))
+        hashed_ids, is_used = (values[ids] for values in new.index_of(names[1], table.rows))
         digests = table.digests(ids, hashed_ids, is_used)
         index = {"hashed_ids": hashed_ids, "digests": digests}
 

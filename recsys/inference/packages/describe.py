@@ -229,15 +229,15 @@ def with_rows(
         return JaggedTensor(rows[0], leaf.weights_or_none(), leaf.lengths())
 
     arguments = arguments_by_name(model, inputs)
-    found = pytree.tree_map_with_path(mapped, arguments, is_leaf=is_jagged)
-    return list(found.values())
+    mapped_arguments = pytree.tree_map_with_path(mapped, arguments, is_leaf=is_jagged)
+    return list(mapped_arguments.values())
 
 
 def _leaves(model: nn.Module, inputs: Sequence[object]) -> dict[str, Any]:
     """Return the tensors and jagged tensors among arguments, by name of the input."""
-    found, _ = pytree.tree_flatten_with_path(arguments_by_name(model, inputs), is_leaf=is_jagged)
+    leaves, _ = pytree.tree_flatten_with_path(arguments_by_name(model, inputs), is_leaf=is_jagged)
     return {
-        name_of(path): leaf for path, leaf in found if is_jagged(leaf) or isinstance(leaf, Tensor)
+        name_of(path): leaf for path, leaf in leaves if is_jagged(leaf) or isinstance(leaf, Tensor)
     }
 
 

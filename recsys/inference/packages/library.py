@@ -82,12 +82,12 @@ class Library:
         for name in ("last_error", "response_message", "manifest", "delta_error"):
             getattr(self._library, f"recsys_{name}").restype = ctypes.c_char_p
         self._library.recsys_sequence.restype = ctypes.c_int64
-        given = _Options()
-        self._library.recsys_default_options(ctypes.byref(given))
+        c_options = _Options()
+        self._library.recsys_default_options(ctypes.byref(c_options))
         for name, value in options.items():
-            setattr(given, name, value.encode() or None if isinstance(value, str) else value)
+            setattr(c_options, name, value.encode() or None if isinstance(value, str) else value)
         self._predictor = ctypes.c_void_p()
-        self._call("open", str(version).encode(), ctypes.byref(given), _by(self._predictor))
+        self._call("open", str(version).encode(), ctypes.byref(c_options), _by(self._predictor))
 
     def run(
         self, requests: Sequence[Mapping[str, Tensor | Texts]]
@@ -98,9 +98,9 @@ class Library:
         output `values`, an array of objects, as of `Predictor`.
         """
         views = [_views(request) for request in requests]
-        given = (_Request * len(views))(*(_Request(view, len(view)) for view in views))
+        c_requests = (_Request * len(views))(*(_Request(view, len(view)) for view in views))
         responses = ctypes.c_void_p()
-        self._call("run", self._predictor, given, len(views), _by(responses))
+        self._call("run", self._predictor, c_requests, len(views), _by(responses))
         try:
             return [self._response(responses, i) for i in range(len(views))]
         finally:
@@ -127,8 +127,8 @@ class Library:
 
     def sequence(self) -> int:
         """Return the number of the last applied delta; 0: none."""
-        found: int = self._library.recsys_sequence(self._predictor)
-        return found
+        number: int = self._library.recsys_sequence(self._predictor)
+        return number
 
     def delta_error(self) -> str:
         """Return the message of the last refused delta that polling found; "": none."""
@@ -151,13 +151,17 @@ class Library:
             return _error(code, self._library.recsys_response_message(responses, i).decode())
         outputs = ctypes.POINTER(_Tensor)()
         count = self._library.recsys_response_outputs(responses, i, _by(outputs))
-        found: dict[str, Any] = {outputs[j].name.decode(): _copy(outputs[j]) for j in range(count)}
+        response: dict[str, Any] = {
+            outputs[j].name.decode(): _copy(outputs[j]) for j in range(count)
+        }
         views, num_views = ctypes.POINTER(_Tensor)(), ctypes.c_int32()
         try:
             self._call("response_values", responses, i, _by(views), _by(num_views))
         except RuntimeError as error:  # of the rows of this request
             return error
-        return found | ({"values": _objects(*views[: num_views.value])} if num_views.value else {})
+        return response | (
+            {"values": _objects(*views[: num_views.value])} if num_views.value else {}
+        )
 
 
 def _by(value: Any) -> Any:
@@ -189,22 +193,22 @@ def _views(request: Mapping[str, Tensor | Texts]) -> Any:
 def _objects(values: _Tensor, missing: _Tensor) -> NDArray[Any]:
     """Return values as objects; None where they are missing."""
     is_missing = _copy(missing).numpy()
-    found = np.empty(is_missing.shape, object)
+    objects = np.empty(is_missing.shape, object)
     if values.dtype != _TEXT:
-        found[:] = _copy(values).numpy()
-    elif found.size:
+        objects[:] = _copy(values).numpy()
+    elif objects.size:
         texts = ctypes.cast(values.data, ctypes.POINTER(_Text))
-        found.reshape(-1)[:] = [
+        objects.reshape(-1)[:] = [
             ctypes.string_at(texts[i].data or b"", texts[i].size).decode()
-            for i in range(found.size)
+            for i in range(objects.size)
         ]
-    found[is_missing] = None
-    return found
+    objects[is_missing] = None
+    return objects
 
 
 def _copy(view: _Tensor) -> Tensor:
     shape = [view.shape[dim] for dim in range(view.num_dims)]
-    found = torch.empty(shape, dtype=_DTYPES[view.dtype])
-    if found.numel():
-        ctypes.memmove(found.data_ptr(), view.data, found.numel() * found.element_size())
-    return found
+    copied = torch.empty(shape, dtype=_DTYPES[view.dtype])
+    if copied.numel():
+        ctypes.memmove(copied.data_ptr(), view.data, copied.numel() * copied.element_size())
+    return copied

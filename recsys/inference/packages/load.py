@@ -45,8 +45,8 @@ class OpenProgram(NamedTuple):
         moved = [tensor.to(self.device) for tensor in inputs]
         with torch.inference_mode():
             if isinstance(self.program, torch.jit.ScriptModule):
-                found = self.program(*moved)
-                return list(found.values()) if isinstance(found, dict) else [found]
+                results = self.program(*moved)
+                return list(results.values()) if isinstance(results, dict) else [results]
             outputs: list[Tensor] = self.program.boxed_run(moved)
             return outputs
 
@@ -63,24 +63,24 @@ def open_program(version: Path, manifest: Mapping[str, Any], kind: str = "") -> 
         ValueError: There is no such program, this machine cannot run it, or the file is not a
             program.
     """
-    found = program_of(manifest, kind)
-    check_machine(manifest, found["kind"])
-    path = version / found["file"]
+    entry = program_of(manifest, kind)
+    check_machine(manifest, entry["kind"])
+    path = version / entry["file"]
     try:
-        device = torch.device(found["device"])
+        device = torch.device(entry["device"])
         buffers = {name: rows.to(device) for name, rows in map_buffers(version, manifest).items()}
         hashed = [table for table in manifest["tables"] if table["index"] is not None]
         indexes = {table["name"]: open_index(version, table) for table in hashed}
-        if found["kind"] == "torchscript":
+        if entry["kind"] == "torchscript":
             with without_torchscript_warnings():
                 script = torch.jit.load(str(path), device)
-            for name in found["constants"]:
+            for name in entry["constants"]:
                 set_buffer(script, name, buffers[name])
             return OpenProgram(script.eval(), device, buffers, indexes)
         _check_names(path)
         dense = read_tensors(version / "dense.safetensors")
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
-        constants = {name: (dense | buffers)[name].to(device) for name in found["constants"]}
+        constants = {name: (dense | buffers)[name].to(device) for name in entry["constants"]}
         set_constants(loader, constants)
     except (RuntimeError, KeyError, AttributeError, TypeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} must be a program; {error}.") from error

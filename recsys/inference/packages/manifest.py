@@ -161,7 +161,7 @@ def _instruction_sets() -> set[str]:
         "AVX512_VNNI": torch.cpu._is_vnni_supported,
         "AMX_TILE": torch.cpu._is_amx_tile_supported,
     }
-    found = {word for word, is_supported in tests.items() if is_supported()}
+    supported = {word for word, is_supported in tests.items() if is_supported()}
     if platform.machine() == "aarch64":
-        found |= {"NEON", "ASIMD"}
-    return found | {"DEFAULT", "INVALID_VEC_ISA"}
+        supported |= {"NEON", "ASIMD"}
+    return supported | {"DEFAULT", "INVALID_VEC_ISA"}

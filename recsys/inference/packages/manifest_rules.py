@@ -49,17 +49,17 @@ def parse_manifest(text: str) -> dict[str, Any]:
         ValueError: The text is not JSON, a member is missing or has another value, or the members
             do not match each other.
     """
-    found = object_of("the manifest", parse_json(text, "the manifest"))
-    _check_values("the manifest", found, 0)
-    if found.get("format") != FORMAT:
+    content = object_of("the manifest", parse_json(text, "the manifest"))
+    _check_values("the manifest", content, 0)
+    if content.get("format") != FORMAT:
         raise ValueError(
-            f"its format is {found.get('format')!r}; this release reads format {FORMAT}. Write the "
-            "package again with this release, or use a later one."
+            f"its format is {content.get('format')!r}; this release reads format {FORMAT}. Write "
+            "the package again with this release, or use a later one."
         )
-    manifest = members(**_MANIFEST)("the manifest", found)
+    manifest = members(**_MANIFEST)("the manifest", content)
     for check in (_check_buffers, _check_indexes, _check_programs, _check_vocabularies):
         check(manifest)
-    return dict(found)
+    return dict(content)
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> str:
@@ -80,9 +80,9 @@ def manifest_text(manifest: Mapping[str, Any]) -> str:
 
 def read_table(subject: str, value: object, keys: tuple[str, ...]) -> dict[str, Any]:
     """Return some members of a table's entry; errors as of `parse_manifest`."""
-    found = members(**{key: _TABLE[key] for key in keys})(subject, value)
-    _check_regions(found)
-    return found
+    table = members(**{key: _TABLE[key] for key in keys})(subject, value)
+    _check_regions(table)
+    return table
 
 
 def _check_values(subject: str, value: object, level: int) -> None:
@@ -162,11 +162,11 @@ def _input(subject: str, value: object) -> dict[str, Any]:
 
 def _output(subject: str, value: object) -> dict[str, Any]:
     readers = {"name": text_of, "kind": _one_of("rows", "jagged"), "dtype": _dtype, "shape": _shape}
-    found = members(**readers)(subject, value)
-    if found["kind"] == "jagged":
-        found |= members(lengths_dtype=_dtype, weights_dtype=_optional(_dtype))(subject, value)
+    output = members(**readers)(subject, value)
+    if output["kind"] == "jagged":
+        output |= members(lengths_dtype=_dtype, weights_dtype=_optional(_dtype))(subject, value)
     vocabulary = object_of(subject, value).get("vocabulary")
-    return {**found, "vocabulary": _optional(text_of)(f"{subject}: vocabulary", vocabulary)}
+    return {**output, "vocabulary": _optional(text_of)(f"{subject}: vocabulary", vocabulary)}
 
 
 def _offset(subject: str, value: object) -> int:
@@ -202,28 +202,28 @@ def _number_column(subject: str, value: object, has_buckets: bool) -> dict[str, 
     readers |= {"log1p": flag_of, "standardize": flag_of, "mean": _number, "deviation": _number}
     if has_buckets:
         readers |= {"tensor": text_of, "edges": each(_number)}
-    found = members(**readers)(subject, value)
-    if (found["low"] is None) != (found["high"] is None):
+    column = members(**readers)(subject, value)
+    if (column["low"] is None) != (column["high"] is None):
         raise ValueError(
-            f"{subject} must have two limits or none; received low={found['low']} and "
-            f"high={found['high']}."
+            f"{subject} must have two limits or none; received low={column['low']} and "
+            f"high={column['high']}."
         )
-    if found["deviation"] <= 0:
-        raise ValueError(f"{subject}: deviation must be positive; received {found['deviation']}.")
-    edges = found.get("edges", [])
+    if column["deviation"] <= 0:
+        raise ValueError(f"{subject}: deviation must be positive; received {column['deviation']}.")
+    edges = column.get("edges", [])
     if edges != sorted(edges):
         raise ValueError(f"{subject}: edges must rise; received {edges[:10]}.")
-    return found
+    return column
 
 
 def _files(subject: str, value: object) -> dict[str, Any]:
-    found = {}
+    files = {}
     for name, file in object_of(subject, value).items():
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or name.endswith("/") or ".." in parts:
             raise ValueError(f"{subject}: {name!r} must be a path inside the version.")
-        found[name] = members(bytes=_count, sha256=text_of)(f"{subject}: {name!r}", file)
-    return found
+        files[name] = members(bytes=_count, sha256=text_of)(f"{subject}: {name!r}", file)
+    return files
 
 
 _FEATURE = members(name=text_of, tensor=text_of, rows=_optional(_integer), index=_optional(text_of))
@@ -284,9 +284,9 @@ def _check_buffers(manifest: Mapping[str, Any]) -> None:
 
 
 def _check_file(manifest: Mapping[str, Any], subject: str, file: str, size: int) -> None:
-    found = manifest["files"].get(file, {}).get("bytes")
-    if found != size:
-        received = "no such file" if found is None else f"{found} bytes"
+    file_bytes = manifest["files"].get(file, {}).get("bytes")
+    if file_bytes != size:
+        received = "no such file" if file_bytes is None else f"{file_bytes} bytes"
         raise ValueError(
             f"{subject} must have a file of {size} bytes; received {received} for {file!r}."
         )
@@ -340,13 +340,13 @@ def _check_programs(manifest: Mapping[str, Any]) -> None:
 
 def _check_vocabularies(manifest: Mapping[str, Any]) -> None:
     """Check that one output at most has rows of a vocabulary, which a column has."""
-    known = [one["table"] for one in manifest["columns"] if one["kind"] == "categorical"]
-    found = [output for output in manifest["outputs"] if output["vocabulary"] is not None]
-    for output in found:
+    known = [column["table"] for column in manifest["columns"] if column["kind"] == "categorical"]
+    outputs = [output for output in manifest["outputs"] if output["vocabulary"] is not None]
+    for output in outputs:
         has_rows = output["kind"] == "rows" and output["dtype"] in _IDS
-        if output["vocabulary"] not in known or not has_rows or len(found) > 1:
+        if output["vocabulary"] not in known or not has_rows or len(outputs) > 1:
             raise ValueError(
                 f"output {output['name']!r} must have rows of a vocabulary of {known}, as the only "
-                f"output; received {output['dtype']} of {output['vocabulary']!r} in {len(found)} "
+                f"output; received {output['dtype']} of {output['vocabulary']!r} in {len(outputs)} "
                 "outputs."
             )

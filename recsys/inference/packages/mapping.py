@@ -71,11 +71,11 @@ def map_files(num_bytes: int, files: Sequence[MappedFile]) -> Tensor:
 
     def mapped(address: int | None, size: int, flags: int, descriptor: int, name: object) -> int:
         flags |= mmap.MAP_PRIVATE | _MAP_NORESERVE
-        found: int = libc.mmap(address, size, access, flags, descriptor, 0)
-        if found == ctypes.c_void_p(-1).value:
+        start: int = libc.mmap(address, size, access, flags, descriptor, 0)
+        if start == ctypes.c_void_p(-1).value:
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error), str(name))
-        return found
+        return start
 
     start = mapped(None, num_bytes, mmap.MAP_ANONYMOUS, -1, "memory of tables")
     memory = (ctypes.c_uint8 * num_bytes).from_address(start)

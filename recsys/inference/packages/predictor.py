@@ -100,8 +100,8 @@ class Predictor:
     @property
     def manifest(self) -> dict[str, Any]:
         """The manifest of the version."""
-        found: dict[str, Any] = json.loads(self._engine.manifest())
-        return found
+        manifest: dict[str, Any] = json.loads(self._engine.manifest())
+        return manifest
 
     @property
     def sequence(self) -> int:
@@ -120,22 +120,25 @@ class Predictor:
             ValueError: The request does not match the package.
             RuntimeError: The program raised an error.
         """
-        [found] = self.run([request])
-        if isinstance(found, Exception):
-            raise found
-        return found
+        [result] = self.run([request])
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def run(self, requests: Sequence[Request | Any]) -> list[Response | Exception]:
         """Score requests, which the C++ core merges; the entry of a bad request is its error."""
         converted = self._converted if self._manifest["columns"] else _tensors
         tensors = [converted(request) for request in requests]
         answers = iter(self._engine.run([t for t in tensors if not isinstance(t, Exception)]))
-        found = [one if isinstance(one, Exception) else next(answers) for one in tensors]
+        results = [
+            request_tensors if isinstance(request_tensors, Exception) else next(answers)
+            for request_tensors in tensors
+        ]
         return [
-            one
-            if isinstance(one, Exception)
-            else self._with_values({k: _array(v) for k, v in one.items()})
-            for one in found
+            request_tensors
+            if isinstance(request_tensors, Exception)
+            else self._with_values({k: _array(v) for k, v in request_tensors.items()})
+            for request_tensors in results
         ]
 
     def _with_values(self, response: Response) -> Response | Exception:
@@ -240,10 +243,10 @@ class _TorchEngine:
         for name, tensor in sample.items():
             part, _, key = name.partition(".")
             parts.setdefault(part, {})[key] = tensor
-        found = self._run_one(parts["request"])
-        if isinstance(found, Exception):
-            raise ValueError(f"The sample of the package must be a request; {found}") from found
-        for name, output in found.items():
+        outputs = self._run_one(parts["request"])
+        if isinstance(outputs, Exception):
+            raise ValueError(f"The sample of the package must be a request; {outputs}") from outputs
+        for name, output in outputs.items():
             wanted = parts["response"].get(name)
             if wanted is None or not _are_close(output, wanted):
                 raise ValueError(
@@ -339,14 +342,14 @@ def _are_close(found: Tensor, wanted: Tensor) -> bool:
 
 def _tensors(request: Request) -> dict[str, Tensor] | Exception:
     """Convert a request to tensors, or return the error of a bad value."""
-    found = {}
+    tensors = {}
     for name, value in request.items():
         try:
             tensor = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError) as error:
             return TypeError(f"{name} must be a tensor or an array of numbers; {error}.")
-        found[name] = tensor.detach().cpu().contiguous()
-    return found
+        tensors[name] = tensor.detach().cpu().contiguous()
+    return tensors
 
 
 def _array(output: Tensor | NDArray[Any]) -> NDArray[Any]:

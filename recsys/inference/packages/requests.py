@@ -57,9 +57,9 @@ def check_request(manifest: Mapping[str, Any], request: Request) -> CheckedReque
         for feature in entry["features"]
     }
     tensors = {}
-    for name, given in request.items():
+    for name, value in request.items():
         tensor = (
-            given if isinstance(given, Tensor) else torch.from_numpy(np.asarray(given, order="C"))
+            value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value, order="C"))
         )
         tensor = tensor.detach().cpu().contiguous()
         owner, _, part = name.rpartition(".")
@@ -112,28 +112,30 @@ def merge(
         name = entry["name"]
         if entry["kind"] == "dense":
             parts = [
-                one.tensors[name]
-                if name in one.tensors
-                else torch.full((one.rows, *entry["shape"][1:]), entry["default"], dtype=dtype)
-                for one in requests
+                request.tensors[name]
+                if name in request.tensors
+                else torch.full((request.rows, *entry["shape"][1:]), entry["default"], dtype=dtype)
+                for request in requests
             ]
             inputs.append(torch.cat(parts))
             continue
         names = [feature["tensor"] for feature in entry["features"]]
-        bags = [(one, name) for name in names for one in requests]
+        bags = [(request, name) for name in names for request in requests]
         none = torch.zeros(0, dtype=dtype)
         ids = []
         for feature in entry["features"]:
-            of_feature = [_ids(one, feature["tensor"]).to(dtype) for one in requests]
+            of_feature = [_ids(request, feature["tensor"]).to(dtype) for request in requests]
             ids.append(torch.cat([none, *of_feature]))
             if feature["index"] is not None:
                 ids[-1] = stored_rows([indexes[feature["index"]]], ids[-1], [len(ids[-1])])
         inputs.append(torch.cat([none, *ids]))
         lengths_dtype = getattr(torch, entry["lengths_dtype"])
         none = torch.zeros(0, dtype=lengths_dtype)
-        inputs.append(torch.cat([none, *(_lengths(one, n).to(lengths_dtype) for one, n in bags)]))
+        inputs.append(
+            torch.cat([none, *(_lengths(request, n).to(lengths_dtype) for request, n in bags)])
+        )
         if entry["weighted"]:
-            weights = [one.tensors.get(f"{n}.weights", torch.zeros(0)) for one, n in bags]
+            weights = [request.tensors.get(f"{n}.weights", torch.zeros(0)) for request, n in bags]
             inputs.append(torch.cat([torch.zeros(0), *weights]))
     return inputs
 
@@ -154,7 +156,7 @@ def split(
     Raises:
         ValueError: An output does not have the rows of the batch.
     """
-    found: list[dict[str, Tensor]] = [{} for _ in rows]
+    parts: list[dict[str, Tensor]] = [{} for _ in rows]
     tensors = iter(outputs)
 
     def add(name: str, tensor: Tensor, sizes: Sequence[int]) -> None:
@@ -163,7 +165,7 @@ def split(
                 f"Output {name} must have {sum(sizes)} rows; the program returned the shape "
                 f"{list(tensor.shape)}."
             )
-        for of_request, part in zip(found, tensor.cpu().split(list(sizes)), strict=True):
+        for of_request, part in zip(parts, tensor.cpu().split(list(sizes)), strict=True):
             of_request[name] = part
 
     for entry in manifest["outputs"]:
@@ -173,11 +175,11 @@ def split(
         prefix = f"{entry['name']}." if entry["name"] else ""
         values, lengths = next(tensors), next(tensors)
         add(f"{prefix}lengths", lengths, rows)
-        sizes = [int(one[f"{prefix}lengths"].sum()) for one in found]
+        sizes = [int(answer[f"{prefix}lengths"].sum()) for answer in parts]
         add(f"{prefix}values", values, sizes)
         if entry["weights_dtype"] is not None:
             add(f"{prefix}weights", next(tensors), sizes)
-    return found
+    return parts
 
 
 def _check_tensor(
@@ -206,9 +208,9 @@ def _count_rows(
             "A request must have a tensor that states its rows: a dense input, ids or lengths."
         )
     first, rows = next(iter(counts.items()))
-    for name, found in counts.items():
-        if found != rows:
-            raise ValueError(f"{name} must have {rows} rows, as {first} has; received {found}.")
+    for name, count in counts.items():
+        if count != rows:
+            raise ValueError(f"{name} must have {rows} rows, as {first} has; received {count}.")
     return rows
 
 

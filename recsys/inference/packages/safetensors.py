@@ -65,13 +65,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     data = bytearray(path.read_bytes())
     try:
         start = 8 + int.from_bytes(data[:8], "little")
-        found = {}
+        tensors = {}
         for name, entry in json.loads(data[8:start]).items():
             if name != "__metadata__" and not name.startswith("__padding_"):
                 first, end = entry["data_offsets"]
                 raw = torch.frombuffer(data, dtype=torch.uint8)[start + first : start + end]
                 dtype = _DTYPES[entry["dtype"]]
-                found[name] = raw.clone().view(dtype).view(entry["shape"])
+                tensors[name] = raw.clone().view(dtype).view(entry["shape"])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{path} must be a safetensors file; {error}.") from error
-    return found
+    return tensors

@@ -76,7 +76,7 @@ def config_pbtxt(manifest: Mapping[str, Any], name: str) -> str:
         f"backend: {_quoted(BACKEND)}",
         "max_batch_size: 0",
         *_request_lines(manifest),
-        *(line for one in manifest["outputs"] for line in _output_lines(one)),
+        *(line for output in manifest["outputs"] for line in _output_lines(output)),
         *_value_lines(manifest),
         f"instance_group {{ kind: {kind} count: 1 }}",
         *(
@@ -183,8 +183,8 @@ def _input_lines(one: Mapping[str, Any]) -> Iterator[str]:
 def _request_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of raw columns, or of the model's inputs if the package has no columns."""
     if not manifest["columns"]:
-        for one in manifest["inputs"]:
-            yield from _input_lines(one)
+        for entry in manifest["inputs"]:
+            yield from _input_lines(entry)
     weights: set[str] = set()  # columns may share them
     for column in manifest["columns"]:
         name = column["name"]
@@ -213,8 +213,8 @@ def _value_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
     for output in manifest["outputs"]:
         if output.get("vocabulary") is not None:
             dtype = next(
-                one["dtype"] for one in manifest["columns"]
-                if one["kind"] == "categorical" and one["table"] == output["vocabulary"]
+                column["dtype"] for column in manifest["columns"]
+                if column["kind"] == "categorical" and column["table"] == output["vocabulary"]
             )  # fmt: skip
             yield _tensor_line("output", "values", dtype, output["shape"])
             yield _tensor_line("output", "values.missing", "bool", output["shape"])

@@ -260,18 +260,18 @@ def _write_tables(
         Collections with tables on several devices are left out: they stay in the program.
     """
     collections = {path: module for path, module in model.named_modules() if _has_files(module)}
-    configs = [config for one in collections.values() for config in one.configs()]
+    configs = [config for owner in collections.values() for config in owner.configs()]
     names = [config.name for config in configs]
     earlier = _earlier_files(part.parent)
     tables: list[_Written] = []
     mapped = {}
     for path, collection in collections.items():
-        found = collection.lookups()
+        served = collection.lookups()
         lookups = []
-        for own, lookup in zip(found.tables_by_lookup(), found.lookups, strict=True):
+        for places, lookup in zip(served.tables_by_lookup(), served.lookups, strict=True):
             assert isinstance(lookup, QuantizedLookup)
             sources, entries, starts, files, end = [], [], [], [], 0
-            for table, rows in zip(own, lookup.stored_tables(), strict=True):
+            for table, rows in zip(places, lookup.stored_tables(), strict=True):
                 config = collection.configs()[table]
                 name = config.name if names.count(config.name) == 1 else f"{path}.{config.name}"
                 entry = _entry(name, config, rows)
@@ -290,14 +290,14 @@ def _write_tables(
                 _Written(source, entry, lookups[-1], start)
                 for source, entry, start in zip(sources, entries, starts, strict=True)
             ]
-        mapped[id(collection)] = collection.over(found.over(lookups))
+        mapped[id(collection)] = collection.over(served.over(lookups))
     return tables, mapped
 
 
 def _has_files(module: nn.Module) -> bool:
     if not isinstance(module, QuantizedCollection) or module.is_placed:
         return False
-    return not any(isinstance(one, QuantizedSplitLookup) for one in module.lookups().lookups)
+    return not any(isinstance(lookup, QuantizedSplitLookup) for lookup in module.lookups().lookups)
 
 
 def _entry(name: str, config: BaseEmbeddingConfig, rows: Tensor) -> dict[str, Any]:
@@ -351,7 +351,7 @@ def _write_rows(path: Path, rows: Tensor, earlier: Mapping[str, Path]) -> None:
 
 def _earlier_files(folder: Path) -> dict[str, Path]:
     """Return the table files of other versions by checksum."""
-    found = {}
+    files = {}
     for path in folder.glob("*/manifest.json"):
         try:
             manifest = read_manifest(path.parent)
@@ -361,8 +361,8 @@ def _earlier_files(folder: Path) -> dict[str, Path]:
             file = path.parent / name
             is_table = name.startswith("tables/") and file.is_file()
             if is_table and file.stat().st_size == about["bytes"]:
-                found[about["sha256"]] = file
-    return found
+                files[about["sha256"]] = file
+    return files
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -394,9 +394,9 @@ def _write_compiled(
     program = OpenProgram(loader, device, {}, {})
 
     def call(*tensors: Tensor) -> object:
-        found = program.run(tensors)
+        outputs = program.run(tensors)
         is_one = isinstance(plain.expected, Tensor)
-        return found[0] if is_one else dict(zip(plain.output_names, found, strict=True))
+        return outputs[0] if is_one else dict(zip(plain.output_names, outputs, strict=True))
 
     plain.check(call)
     about = loader.get_metadata()
@@ -412,7 +412,7 @@ def _constants(exported: ExportedProgram) -> dict[str, Tensor]:
     Inductor renames tensors that `forward` makes: `_tensor_constant0`, ... in the order of their
     first use.
     """
-    found = {**exported.state_dict, **exported.constants}
+    constants = {**exported.state_dict, **exported.constants}
     targets = {
         spec.arg.name: spec.target
         for spec in exported.graph_signature.input_specs
@@ -424,8 +424,8 @@ def _constants(exported: ExportedProgram) -> dict[str, Tensor]:
             if used.name in targets and used.op == "placeholder":
                 made.setdefault(targets[used.name])
     for i, name in enumerate(made):
-        found[f"_tensor_constant{i}"] = exported.constants[name]
-    return found
+        constants[f"_tensor_constant{i}"] = exported.constants[name]
+    return constants
 
 
 def _write_script(part: Path, plain: PlainModel, buffers: Mapping[str, QuantizedLookup]) -> None:
@@ -481,7 +481,7 @@ def _respond(
 ) -> list[dict[str, Tensor]]:
     checked_requests = [check_request(manifest, request)] * copies
     outputs = program.run(merge(manifest, checked_requests, program.indexes))
-    return split(manifest, outputs, [one.rows for one in checked_requests])
+    return split(manifest, outputs, [checked.rows for checked in checked_requests])
 
 
 def _are_close(found: Tensor, wanted: Tensor) -> bool:

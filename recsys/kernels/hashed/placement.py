@@ -45,8 +45,8 @@ def choose_rows(index: IdIndex, ids: Tensor, scores: Tensor, step: int) -> tuple
     at = torch.searchsorted(known_ids[order], ids).clamp(max=max(len(known) - 1, 0))
     rows = torch.full_like(ids, -1)
     if len(known):
-        found = known[order[at]]
-        rows = torch.where(index.ids[found] == ids, found, rows)
+        chosen = known[order[at]]
+        rows = torch.where(index.ids[chosen] == ids, chosen, rows)
     was_there = rows >= 0
     is_other = torch.ones_like(index.ids, dtype=torch.bool)
     is_other[rows[was_there]] = False
@@ -74,10 +74,10 @@ def choose_rows(index: IdIndex, ids: Tensor, scores: Tensor, step: int) -> tuple
     # all ids try their home buckets before any id gets another row of its line
     for size, group in ((WAYS, spots.lines * (LINE // WAYS) + spots.homes), (LINE, spots.lines)):
         order = order[group[order].argsort(stable=True)]
-        given = _free_rows(is_free, group[order], size)
-        rows[order] = given
-        is_free[given[given >= 0]] = False
-        order = order[given < 0]
+        new_rows = _free_rows(is_free, group[order], size)
+        rows[order] = new_rows
+        is_free[new_rows[new_rows >= 0]] = False
+        order = order[new_rows < 0]
     return rows, was_there & (rows >= 0)
 
 
@@ -101,6 +101,6 @@ def _free_rows(is_free: Tensor, groups: Tensor, size: int) -> Tensor:
     rank = _rank_in_group(groups)
     at = (counts.cumsum(0) - counts)[groups] + rank
     has_one = rank < counts[groups]
-    found = torch.full_like(groups, -1)
-    found[has_one] = rows[at[has_one]]
-    return found
+    free_rows = torch.full_like(groups, -1)
+    free_rows[has_one] = rows[at[has_one]]
+    return free_rows

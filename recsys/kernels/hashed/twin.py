@@ -94,14 +94,14 @@ def map_tables(
     parts = ids.split(list(sizes))
     for index, part in zip(indexes, parts, strict=True):
         check_regions(index, part)
-    found = [
+    results = [
         _Table(index, step, pin).map(part, locate(index, part), is_training)
         for index, part in zip(indexes, parts, strict=True)
     ]
-    if not found:
+    if not results:
         none = torch.zeros(0, 5, dtype=torch.int64)
         return ids.clone(), ids.clone(), ids.clone(), [], none, ids.new_empty(0, 2)
-    rows, new_rows, new_ids, counts, old = zip(*found, strict=True)
+    rows, new_rows, new_ids, counts, old = zip(*results, strict=True)
     new_sizes = [new.numel() for new in new_rows]
     joined = torch.cat(rows), torch.cat(new_rows), torch.cat(new_ids)
     all_old = torch.cat(old) if returns_old else ids.new_empty(0, 2)
@@ -142,14 +142,14 @@ class _Table:
         if is_training:
             self.touch(rows[~is_unknown].unique())
             unknown, inverse = ids[is_unknown].unique(return_inverse=True)
-            given, is_admitted, old = self.place_all(unknown)
+            placed, is_admitted, old = self.place_all(unknown)
             evicted = int(old[:, 1].sum())
-            rows[is_unknown] = given[inverse]
-            refused = int((is_admitted & (given < 0)).sum())
+            rows[is_unknown] = placed[inverse]
+            refused = int((is_admitted & (placed < 0)).sum())
             # by line, then by id: `unique` has sorted the ids
-            order = (given // LINE).argsort(stable=True)
-            order = order[given[order] >= 0]
-            new_rows, new_ids, old = given[order], unknown[order], old[order]
+            order = (placed // LINE).argsort(stable=True)
+            order = order[placed[order] >= 0]
+            new_rows, new_ids, old = placed[order], unknown[order], old[order]
         is_unknown = rows < 0
         counts = [hits, new_rows.numel(), evicted, refused, int(is_unknown.sum())]
         if self.settings.is_shared:
@@ -201,7 +201,7 @@ class _Table:
         """
         spots = locate(self.index, ids)
         is_admitted = self.admit(ids, spots)
-        given, old = torch.full_like(ids, -1), ids.new_zeros(len(ids), 2)
+        rows, old = torch.full_like(ids, -1), ids.new_zeros(len(ids), 2)
         left = spots.lines.argsort(stable=True)
         left = left[is_admitted[left]]
         while left.numel():
@@ -212,10 +212,10 @@ class _Table:
             is_first[1:] = slots[1:] != slots[:-1]
             first = left[is_first]
             left = left[~is_first]
-            given[first], old[first] = self.place(
+            rows[first], old[first] = self.place(
                 ids[first], spots.lines[first], spots.homes[first], spots.digests[first]
             )
-        return given, is_admitted, old
+        return rows, is_admitted, old
 
     def admit(self, ids: Tensor, spots: Spots) -> Tensor:
         settings = self.settings

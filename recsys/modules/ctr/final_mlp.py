@@ -113,8 +113,8 @@ class BilinearFusion(nn.Module):
         # [B, H, right / H, T]; a product of all pairs of columns first would need more memory
         products = torch.einsum("bhl,hlk->bhk", of_left, self.pairs.flatten(2))
         products = products.unflatten(2, self.pairs.shape[2:]) * of_right.unsqueeze(3)
-        found: Tensor = self.left(left) + self.right(right) + products.sum((1, 2))
-        return found
+        logits: Tensor = self.left(left) + self.right(right) + products.sum((1, 2))
+        return logits
 
 
 @final
@@ -212,9 +212,9 @@ class FinalMLP(nn.Module):
 
 def _columns_of(collection: EmbeddingBagCollection, first: int) -> dict[str, range]:
     """Return the columns of each feature in the input of the streams."""
-    found: dict[str, range] = {}
+    columns: dict[str, range] = {}
     for config in collection.embedding_bag_configs():
         for name in config.feature_names:
-            found[name] = range(first, first + config.embedding_dim)
+            columns[name] = range(first, first + config.embedding_dim)
             first += config.embedding_dim
-    return found
+    return columns

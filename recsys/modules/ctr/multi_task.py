@@ -76,7 +76,9 @@ class MMoE(nn.Module):
         """
         experts = torch.stack([expert(x) for expert in self.experts], 1)
         of_tasks = [_mixed(gate(x), experts) for gate in self.gates]
-        logits = [tower(one) for tower, one in zip(self.towers, of_tasks, strict=True)]
+        logits = [
+            tower(task_input) for tower, task_input in zip(self.towers, of_tasks, strict=True)
+        ]
         return torch.cat(logits, 1)
 
 
@@ -148,16 +150,16 @@ class PLE(nn.Module):
         layers: Iterable[Any] = zip(self.experts, self.gates, strict=True)
         for groups, gates in layers:
             read = [
-                torch.stack([expert(one) for expert in group], 1)
-                for group, one in zip(groups, inputs, strict=True)
+                torch.stack([expert(task_input) for expert in group], 1)
+                for group, task_input in zip(groups, inputs, strict=True)
             ]
-            sources = [torch.cat([own, read[-1]], 1) for own in read[:-1]]
+            sources = [torch.cat([task_level, read[-1]], 1) for task_level in read[:-1]]
             sources.append(torch.cat(read, 1))
             inputs = [
-                _mixed(gate(one), source)
-                for gate, one, source in zip(gates, inputs, sources, strict=False)
+                _mixed(gate(task_input), source)
+                for gate, task_input, source in zip(gates, inputs, sources, strict=False)
             ]
-        logits = [tower(one) for tower, one in zip(self.towers, inputs, strict=True)]
+        logits = [tower(task_input) for tower, task_input in zip(self.towers, inputs, strict=True)]
         return torch.cat(logits, 1)
 
 

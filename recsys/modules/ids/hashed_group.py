@@ -109,8 +109,8 @@ class HashedGroup:
         for step, run in groupby(steps):
             tables = slice(first, first + len(list(run)))
             of_run = sizes[tables]
-            own = ids[first_id : first_id + sum(of_run)].long()
-            rows.append(self._map(tables, own, of_run, step, behind, is_training))
+            run_ids = ids[first_id : first_id + sum(of_run)].long()
+            rows.append(self._map(tables, run_ids, of_run, step, behind, is_training))
             first, first_id = tables.stop, first_id + sum(of_run)
         return torch.cat(rows)
 
@@ -156,9 +156,9 @@ class HashedGroup:
 
     def _expand_sizes(self, tables: slice, sizes: Sequence[int]) -> list[int]:
         """Expand sizes of some tables to all tables of the group; other tables get 0."""
-        found = [0] * len(self.indexes)
-        found[tables] = sizes
-        return found
+        expanded = [0] * len(self.indexes)
+        expanded[tables] = sizes
+        return expanded
 
     def maps_at_lookup(self, is_training: bool) -> bool:
         """Return whether a batch is mapped by `rows_to_read` at its lookup, not by `rows_of`.

@@ -12,7 +12,7 @@ import shutil
 import uuid
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn, final
@@ -180,8 +180,8 @@ class RowLog:
         self._check()
         if ids.numel():
             # a record begins with its id, so that `_compact` knows the ids of a file
-            own = ids.contiguous().view(torch.uint8).view(-1, _ID_BYTES)
-            self._write(ids, torch.cat([own, records], 1).numpy())
+            id_bytes = ids.contiguous().view(torch.uint8).view(-1, _ID_BYTES)
+            self._write(ids, torch.cat([id_bytes, records], 1).numpy())
 
     def read(self, ids: Tensor) -> Tensor:
         """Return the records of ids, read by several threads; uint8 [N, bytes of the fields].
@@ -265,7 +265,7 @@ class RowLog:
     def _read(self, numbers: NDArray[np.int64]) -> Tensor:
         """Return the records of these numbers."""
         order = np.argsort(numbers)
-        found = np.empty((len(numbers), self._size), dtype=np.uint8)
+        records = np.empty((len(numbers), self._size), dtype=np.uint8)
         crcs = np.empty(len(numbers), dtype=np.uint32)
         segments, rows = np.divmod(numbers, self._per_segment)
         for number in np.unique(segments).tolist():
@@ -273,12 +273,12 @@ class RowLog:
             crcs[is_here] = self._segments[number].crcs[rows[is_here]]
         try:
             # `reshape` returns a view, so the records are in `found` afterwards
-            self._read_sorted(numbers[order], found.reshape(-1))
+            self._read_sorted(numbers[order], records.reshape(-1))
         except OSError as error:
             self._fail("read it", error)
-        self._check_records(found, crcs[order])
-        in_order = torch.empty(found.shape, dtype=torch.uint8)
-        in_order[torch.from_numpy(order)] = torch.from_numpy(found)
+        self._check_records(records, crcs[order])
+        in_order = torch.empty(records.shape, dtype=torch.uint8)
+        in_order[torch.from_numpy(order)] = torch.from_numpy(records)
         return in_order[:, _ID_BYTES:]
 
     def _check_records(self, records: NDArray[np.uint8], crcs: NDArray[np.uint32]) -> None:
@@ -293,10 +293,10 @@ class RowLog:
         """Mark records as invalid, and compact files in which less than half are valid."""
         of_segments = numbers // self._per_segment
         for number in np.unique(of_segments).tolist():
-            own = numbers[of_segments == number] % self._per_segment
+            segment_numbers = numbers[of_segments == number] % self._per_segment
             segment = self._segments[number]
-            segment.is_live[own] = False
-            segment.live -= len(own)
+            segment.is_live[segment_numbers] = False
+            segment.live -= len(segment_numbers)
             if 2 * segment.live < segment.records == self._per_segment:
                 self._compact(number)
 
@@ -317,8 +317,8 @@ class RowLog:
             segment.live += len(part)
             segment.crc = crc32(part.data, segment.crc)
             at = number * self._per_segment + start
-            own = slice(first, first + len(part))
-            old = self._numbers.put(ids[own], torch.arange(at, at + len(part)))
+            part_rows = slice(first, first + len(part))
+            old = self._numbers.put(ids[part_rows], torch.arange(at, at + len(part)))
             first += len(part)
             # the old places of copies are in the file that `_compact` has removed
             if not is_copy and bool((old >= 0).any()):
@@ -341,8 +341,8 @@ class RowLog:
         segment = self._segments.pop(number)
         if segment.live:
             try:
-                found = np.fromfile(segment.path, np.uint8)
-                records = found.reshape(self._per_segment, self._size)[segment.is_live]
+                content = np.fromfile(segment.path, np.uint8)
+                records = content.reshape(self._per_segment, self._size)[segment.is_live]
             except (OSError, ValueError) as error:  # of `reshape`: the file was truncated
                 self._fail("read it", OSError(errno.EIO, str(error)))
             self._check_records(records, segment.crcs[segment.is_live])
@@ -366,16 +366,18 @@ class RowLog:
             for number in np.unique(segments).tolist():
                 file = os.open(self._segments[number].path, os.O_RDONLY)
                 files.callback(os.close, file)
-                own = parts[segments[starts] == number]
-                for first in range(0, len(own), _READS_OF_A_THREAD):
-                    tasks.append((file, own[first : first + _READS_OF_A_THREAD]))
+                segment_parts = parts[segments[starts] == number]
+                for first in range(0, len(segment_parts), _READS_OF_A_THREAD):
+                    tasks.append((file, segment_parts[first : first + _READS_OF_A_THREAD]))
 
             def read(task: tuple[int, NDArray[np.int64]]) -> None:
                 native.read_parts(library, *task, out)
 
             if len(tasks) > 1:
-                # `list`, since `map` alone neither waits for the reads nor raises their errors
-                list(_threads().map(read, tasks))
+                reads = [_threads().submit(read, task) for task in tasks]
+                wait(reads)  # before the files are closed, also after an error
+                for done in reads:
+                    done.result()
             else:
                 read(tasks[0])
 
@@ -419,8 +421,8 @@ def _crcs_of(records: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
 
 def _ids_of(records: Tensor) -> Tensor:
-    own = records[:, :_ID_BYTES].clone(memory_format=torch.contiguous_format)
-    return own.view(torch.int64)[:, 0]
+    id_bytes = records[:, :_ID_BYTES].clone(memory_format=torch.contiguous_format)
+    return id_bytes.view(torch.int64)[:, 0]
 
 
 @functools.cache
@@ -465,9 +467,10 @@ def _sync(path: Path) -> None:
 def _new_folder(parent: Path, name: str) -> tuple[Path, int]:
     """Create the folder of a log, delete folders of dead processes; return it and its lock."""
     parent.mkdir(parents=True, exist_ok=True)
-    host = re.sub(r"[^\w-]", "_", machine_name())
+    # in ASCII, as a file system limits the bytes of a name
+    host = re.sub(r"[^\w-]", "_", machine_name(), flags=re.ASCII)
     _remove_leftovers(parent, host)
-    table = re.sub(r"[^\w.-]", "_", name)[:80]
+    table = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:80]
     while True:
         folder = parent / f"{table}.{host}.{uuid.uuid4().hex[:12]}.overflow"
         lock = os.open(_lock_of(folder), os.O_RDWR | os.O_CREAT | os.O_EXCL)

@@ -128,16 +128,16 @@ class RowStore:
             OSError: A log cannot be read.
         """
         lent = []
-        for t, own_rows, own_ids in zip(
-            range(len(sizes)), rows.split(list(sizes)), ids.split(list(sizes)), strict=True
-        ):
-            log = self._indexes[t].log
-            if t in self._tables and log is not None and len(log):
-                # `own_rows` is a view of `rows`, so the caller sees the rows that are lent
-                found = self._lend(t, log, own_rows, own_ids)
-                if found is not None:
-                    lent.append((self._tbe.weights[t], *found))
         try:
+            for t, own_rows, own_ids in zip(
+                range(len(sizes)), rows.split(list(sizes)), ids.split(list(sizes)), strict=True
+            ):
+                log = self._indexes[t].log
+                if t in self._tables and log is not None and len(log):
+                    # `own_rows` is a view of `rows`, so the caller sees the rows that are lent
+                    borrowed_rows = self._lend(t, log, own_rows, own_ids)
+                    if borrowed_rows is not None:
+                        lent.append((self._tbe.weights[t], *borrowed_rows))
             yield bool(lent)
         finally:
             with torch.no_grad():
@@ -166,13 +166,13 @@ class RowStore:
         if not known.numel():
             return None
         # a copy, since `places` is a tensor of indices
-        own = weights[places]
+        original = weights[places]
         weights.index_copy_(0, places, split_records(log.read(known), log.fields)["weight"])
         # both are ascending, since `unique` sorts; an id above the last one would be out of range
         at = torch.searchsorted(known, unknown).clamp_(max=known.numel() - 1)
         lent = torch.where(known[at] == unknown, places[at], -1)[inverse]
         rows[is_unknown] = torch.where(lent >= 0, lent, rows[is_unknown])
-        return places, own
+        return places, original
 
     def _gather(self, table: int, rows: Tensor) -> Tensor:
         """Return the records of rows; uint8 [N, bytes]."""

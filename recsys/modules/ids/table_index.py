@@ -49,12 +49,12 @@ class HashedIdStats(NamedTuple):
 
 def row_states_of(rules: HashedIds) -> dict[str, tuple[torch.dtype, int]]:
     """Return dtype and values per row of each array that an index saves."""
-    found = {"ids": (torch.int64, 1), "last_used": (torch.int32, 1)}
+    states = {"ids": (torch.int64, 1), "last_used": (torch.int32, 1)}
     if isinstance(rules.eviction, LFU | DistanceLFU):
-        found["seen"] = torch.int32, 1
+        states["seen"] = torch.int32, 1
     if isinstance(rules.admission, AtLeast):
-        found["sketch"] = torch.uint8, 4
-    return found
+        states["sketch"] = torch.uint8, 4
+    return states
 
 
 def index_row_bytes(rules: HashedIds) -> int:
@@ -123,8 +123,8 @@ class TableIndex(nn.Module):
         self._name = config.name
         of_table, regions = geometry(config.num_embeddings, config.ids.num_regions)
         self._region_rows = of_table // regions
-        own = range(of_table) if rows is None else rows
-        first, last = own.start // self._region_rows, own.stop // self._region_rows
+        shard_rows = range(of_table) if rows is None else rows
+        first, last = shard_rows.start // self._region_rows, shard_rows.stop // self._region_rows
         self._index = IdIndex.empty(
             config.ids.settings(), of_table, regions, first, last, config.ids.seed, device
         )

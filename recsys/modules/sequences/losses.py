@@ -181,11 +181,11 @@ def in_batch_softmax_loss(
     if log_q is not None:
         # all columns are samples, the target too: log(N) would cancel
         scores = scores - _of_ids(log_q, ids)
-    own = torch.arange(ids.shape[0], device=ids.device)
+    target_places = torch.arange(ids.shape[0], device=ids.device)
     # a query keeps its own target, on the diagonal
-    is_hit = (ids.unsqueeze(1) == ids) & (own.unsqueeze(1) != own)
+    is_hit = (ids.unsqueeze(1) == ids) & (target_places.unsqueeze(1) != target_places)
     return functional.cross_entropy(
-        scores.masked_fill(is_hit, float("-inf")), own, reduction="none"
+        scores.masked_fill(is_hit, float("-inf")), target_places, reduction="none"
     )
 
 

@@ -210,25 +210,25 @@ class NextItem(nn.Module):
 
 def _check_candidates(history: JaggedTensor, candidates: JaggedTensor) -> None:
     """Raise an error if, on a CPU, values of histories have different numbers of candidates."""
-    lengths, found = history.lengths(), candidates.lengths()
-    if is_readable(lengths) and is_readable(found):
-        count = int(found.sum()) // int(lengths.sum())
+    lengths, num_candidates = history.lengths(), candidates.lengths()
+    if is_readable(lengths) and is_readable(num_candidates):
+        count = int(num_candidates.sum()) // int(lengths.sum())
         # the second term finds bags without candidates if `count` is 0
-        is_wrong = (found != lengths * count) | (found < lengths)
+        is_wrong = (num_candidates != lengths * count) | (num_candidates < lengths)
         if is_wrong.any():
             bag = int(is_wrong.long().argmax())
             raise ValueError(
                 "candidates must be the same number for each value of a history, at least 1; "
-                f"received {int(found[bag])} for {int(lengths[bag])} values of bag {bag}, and "
-                f"{int(found.sum())} for {int(lengths.sum())} of all bags."
+                f"received {int(num_candidates[bag])} for {int(lengths[bag])} values of bag {bag}, "
+                f"and {int(num_candidates.sum())} for {int(lengths.sum())} of all bags."
             )
 
 
 def special_rows(collection: EmbeddingCollectionInterface, feature: str) -> Tensor:
     """Return the special rows of the table of a feature, int64."""
     configs = collection.embedding_configs()
-    found = [c.num_special_rows for c in configs if feature in c.feature_names]
-    return torch.arange(max(found, default=0))
+    counts = [c.num_special_rows for c in configs if feature in c.feature_names]
+    return torch.arange(max(counts, default=0))
 
 
 def _last(encoded: JaggedTensor) -> Tensor:

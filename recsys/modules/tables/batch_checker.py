@@ -170,12 +170,12 @@ class BatchChecker:
             if not by_kernels:
                 safe, bad_bags = _sanitize_on_device(features, bags.length_per_key)
                 bags = safe.parts()
-        given = bags
+        unpadded = bags
         if is_variable:
             bags = with_one_batch_size(bags, features.stride_per_key())
         if by_kernels:
-            return self._check_by_kernels(features, bags, given, limits)
-        found, faults = bags, NO_FAULTS
+            return self._check_by_kernels(features, bags, unpadded, limits)
+        checked, faults = bags, NO_FAULTS
         bad_N = NO_FAULTS
         if may_be_bad and bags.values.numel():
             bad_N = find_bad_ids(bags.values, bags.offsets, limits.rows_K)
@@ -185,7 +185,7 @@ class BatchChecker:
             faults = torch.stack([torch.zeros_like(bad_ids), bad_ids])
         if bad_bags.dim() == 0:
             faults = torch.stack([bad_bags, faults[-1] if bad_N.numel() else bad_bags & False])
-        return CheckedBatch(features, safe, found, bags, NO_COUNTS, limits, faults, is_variable)
+        return CheckedBatch(features, safe, checked, bags, NO_COUNTS, limits, faults, is_variable)
 
     def _check_by_kernels(
         self, features: KeyedJaggedTensor, bags: Parts, given: Parts, limits: RowLimits
@@ -313,11 +313,11 @@ def _make_safe(
     if known is not None:
         check_length_per_key(bags.keys, known, bags.values)
         first_ids = ops.upload([0, *accumulate(known)], bags.values.device)
-    given = None if unpadded is None else (unpadded.lengths, unpadded.offsets)
-    found, lengths, offsets, values, counts = ops_triton.make_safe(
-        bags.lengths, bags.offsets, bags.values, num_rows_F, first_ids, given
+    original = None if unpadded is None else (unpadded.lengths, unpadded.offsets)
+    counts_of_faults, lengths, offsets, values, counts = ops_triton.make_safe(
+        bags.lengths, bags.offsets, bags.values, num_rows_F, first_ids, original
     )
-    return found, bags._replace(lengths=lengths, offsets=offsets, values=values), counts
+    return counts_of_faults, bags._replace(lengths=lengths, offsets=offsets, values=values), counts
 
 
 def _sanitize_on_device(

@@ -153,15 +153,15 @@ def init_new_rows(
         library = build.library()
         if library is not None:
             draws = [
-                (own.start or 0, seed, *_range_of(config))
-                for own, seed, config in zip(columns, seeds, configs, strict=True)
+                (table_columns.start or 0, seed, *_range_of(config))
+                for table_columns, seed, config in zip(columns, seeds, configs, strict=True)
             ]
             native.init_rows(library, weights, rows, ids, sizes, draws)
             return
     dim = configs[0].embedding_dim
     if draws_alike and all(
-        (config.embedding_dim, own) == (dim, columns[0])
-        for config, own in zip(configs, columns, strict=True)
+        (config.embedding_dim, table_columns) == (dim, columns[0])
+        for config, table_columns in zip(configs, columns, strict=True)
     ):
         seed_K = ops.upload(np.repeat(np.array(seeds, dtype=np.int64), sizes), ids.device)
         ranges = np.array([_range_of(config) for config in configs], dtype=np.float32)
@@ -170,9 +170,11 @@ def init_new_rows(
         weights.index_copy_(0, rows, values[:, columns[0]].to(weights.dtype))
         return
     parts = rows.split(list(sizes)), ids.split(list(sizes))
-    for own_rows, own_ids, seed, own, config in zip(*parts, seeds, columns, configs, strict=True):
+    for own_rows, own_ids, seed, table_columns, config in zip(
+        *parts, seeds, columns, configs, strict=True
+    ):
         if own_ids.numel():
-            values = init_ids(seed, own_ids, step, config)[:, own]
+            values = init_ids(seed, own_ids, step, config)[:, table_columns]
             weights.index_copy_(0, own_rows, values.to(weights.dtype))
 
 

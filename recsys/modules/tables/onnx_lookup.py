@@ -56,7 +56,7 @@ def look_up_plainly(
     for size in sizes:
         torch._check(size >= 0)  # for `torch.export`
         starts.append(starts[-1] + size)
-    found, ids_of = [], []
+    pooled, ids_of = [], []
     for feature, table in zip(read, table_of, strict=True):
         key = keys.index(feature)
         start, size, lengths_B = starts[key], sizes[key], lengths_KB[key]
@@ -64,7 +64,7 @@ def look_up_plainly(
         ids = values.narrow(0, start, size)
         rows = tables[table].index_select(0, ids).float()
         if poolings[table] == PoolingType.NONE.name:
-            found.append(rows)
+            pooled.append(rows)
             ids_of.append(ids.clone())
             continue
         if weights is not None:
@@ -74,10 +74,10 @@ def look_up_plainly(
         summed = summed.scatter_add(0, bags, rows)
         if poolings[table] == PoolingType.MEAN.name:
             summed = summed / lengths_B.clamp(min=1).unsqueeze(1)
-        found.append(summed)
+        pooled.append(summed)
     if poolings[0] == PoolingType.NONE.name:
-        return found + (ids_of if need_indices else [])
-    return [torch.cat(found, dim=1)]
+        return pooled + (ids_of if need_indices else [])
+    return [torch.cat(pooled, dim=1)]
 
 
 def _bags_of(lengths_B: Tensor, num_ids: int) -> Tensor:

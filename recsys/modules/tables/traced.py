@@ -95,8 +95,8 @@ def look_up_bags(
     weights: Tensor | None = None
     if is_weighted:
         weights = features.weights()
-    found = _look_up_in_graph(features, weights, tables, read, table_of, poolings, False)
-    return KeyedTensor(names, dims, found[0])
+    outputs = _look_up_in_graph(features, weights, tables, read, table_of, poolings, False)
+    return KeyedTensor(names, dims, outputs[0])
 
 
 def look_up_sequences(
@@ -120,14 +120,14 @@ def look_up_sequences(
         names: `F` keys of the result.
     """
     keys = features.keys()
-    found = _look_up_in_graph(features, None, tables, read, table_of, poolings, need_indices)
+    outputs = _look_up_in_graph(features, None, tables, read, table_of, poolings, need_indices)
     lengths_KB = features.lengths().view(len(keys), -1)
     result: dict[str, JaggedTensor] = {}
     for i in range(len(read)):
         ids: Tensor | None = None
         if need_indices:
-            ids = found[len(read) + i]
-        result[names[i]] = JaggedTensor(found[i], ids, lengths_KB[keys.index(read[i])])
+            ids = outputs[len(read) + i]
+        result[names[i]] = JaggedTensor(outputs[i], ids, lengths_KB[keys.index(read[i])])
     return result
 
 
@@ -148,8 +148,8 @@ def _look_up_in_graph(
         is_for_onnx = torch.onnx.is_in_onnx_export()  # TorchScript cannot compile this
         if is_for_onnx:
             return look_up_plainly(*batch, read, table_of, poolings, need_indices)
-    found: list[Tensor] = torch.ops.recsys.look_up(*batch, read, table_of, poolings, need_indices)
-    return found
+    outputs: list[Tensor] = torch.ops.recsys.look_up(*batch, read, table_of, poolings, need_indices)
+    return outputs
 
 
 # -- the operation ---------------------------------------------------------------------------------
@@ -175,9 +175,9 @@ def _collection_of(tables: Sequence[Tensor], *reads: Sequence[object]) -> TableC
     """Return the collection of this process that owns the tables, or None."""
     pointers = [*map(Tensor.data_ptr, tables)]
     key = (*pointers, *map(tuple, reads))
-    found = _found.get(key)
-    if found is not None and found.is_linked_to(pointers):
-        return found
+    collection = _found.get(key)
+    if collection is not None and collection.is_linked_to(pointers):
+        return collection
     for other in _collections:
         weights = other.table_weights().values()
         if [*map(Tensor.data_ptr, weights)] == pointers and other.reads() == key[-3:]:
@@ -215,32 +215,34 @@ class _Call(NamedTuple):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _look_up(*arguments: Any) -> list[Tensor]:
     call = _Call(*arguments)
-    own = call.collection()
+    collection = call.collection()
     with torch.no_grad():
-        if own is None:
+        if collection is None:
             return _table_by_table(call)
-        found = own.forward(call.batch())  # hooks of the module run where the module is called
-        if isinstance(found, KeyedTensor):
-            return [found.values()]
-        rows = [jagged.values().clone() for jagged in found.values()]  # outputs must not overlap
-        return rows + [jagged.weights().clone() for jagged in found.values() if call.need_indices]
+        output = collection.forward(
+            call.batch()
+        )  # hooks of the module run where the module is called
+        if isinstance(output, KeyedTensor):
+            return [output.values()]
+        rows = [jagged.values().clone() for jagged in output.values()]  # outputs must not overlap
+        return rows + [jagged.weights().clone() for jagged in output.values() if call.need_indices]
 
 
 def _table_by_table(call: _Call) -> list[Tensor]:
     parts = call.batch().to_dict()
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     for feature, table in zip(call.read, call.table_of, strict=True):
         bags, weight, pooling = parts[feature], call.tables[table], call.poolings[table]
         if pooling == PoolingType.NONE.name:
-            found.append(functional.embedding(bags.values(), weight).float())
+            outputs.append(functional.embedding(bags.values(), weight).float())
             continue
         summed = sum_bags(weight, bags.values(), bags.offsets(), bags.weights_or_none())
         if pooling == PoolingType.MEAN.name:
             summed = summed / bags.lengths().clamp(min=1).unsqueeze(1)
-        found.append(summed)
+        outputs.append(summed)
     if call.poolings[0] == PoolingType.NONE.name:
-        return found + [parts[f].values().clone() for f in call.read if call.need_indices]
-    return [torch.cat(found, dim=1)]
+        return outputs + [parts[f].values().clone() for f in call.read if call.need_indices]
+    return [torch.cat(outputs, dim=1)]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -250,18 +252,18 @@ def _look_up_backward(gradients: list[Tensor], *arguments: Any) -> list[Tensor]:
     The tables' gradients are one tensor, as outputs of an operation must not overlap.
     """
     call = _Call(*arguments)
-    own = call.collection()
-    if own is not None:
+    collection = call.collection()
+    if collection is not None:
         with torch.no_grad():
-            return own.gradients(call.batch(), gradients)
+            return collection.gradients(call.batch(), gradients)
     with torch.enable_grad():
         leaves = [table.detach().requires_grad_() for table in call.tables]
         inputs = list(leaves)
         if call.weights is not None:
             inputs.append(call.weights.detach().requires_grad_())
             call = call._replace(weights=inputs[-1])
-        found = _table_by_table(call._replace(tables=leaves, need_indices=False))
-        of_inputs = torch.autograd.grad(found, inputs, gradients[: len(found)])
+        outputs = _table_by_table(call._replace(tables=leaves, need_indices=False))
+        of_inputs = torch.autograd.grad(outputs, inputs, gradients[: len(outputs)])
         flat = torch.cat([gradient.flatten().float() for gradient in of_inputs[: len(leaves)]])
         return [flat, *of_inputs[len(leaves) :]]
 
@@ -297,12 +299,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
 def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
     *tables, values, lengths, weights = ctx.saved_tensors
     parts = tables, ctx.keys, ctx.stride, values, lengths, weights, *ctx.rest
-    found = torch.ops.recsys.look_up_backward(gradients, *parts)
-    pieces = found[0].split([table.numel() for table in tables])
+    results = torch.ops.recsys.look_up_backward(gradients, *parts)
+    pieces = results[0].split([table.numel() for table in tables])
     of_tables = [
         piece.view(table.shape).to(table.dtype) for piece, table in zip(pieces, tables, strict=True)
     ]
-    of_weights = None if weights is None else found[1]
+    of_weights = None if weights is None else results[1]
     return of_tables, None, None, None, None, of_weights, *(None for _ in ctx.rest)
 
 

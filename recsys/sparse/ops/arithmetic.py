@@ -305,8 +305,8 @@ def _computed(values: Tensor) -> Tensor:
 
 def _reduce(x: JaggedTensor, kind: str, empty: float, keeps_float32: bool = False) -> Tensor:
     x = x.trim()
-    found = _segments(_computed(x.values()), x.offsets(), kind, empty)
-    return found if keeps_float32 else found.to(x.values().dtype)
+    reduced = _segments(_computed(x.values()), x.offsets(), kind, empty)
+    return reduced if keeps_float32 else reduced.to(x.values().dtype)
 
 
 def _segments(values: Tensor, offsets: Tensor, kind: str, empty: float) -> Tensor:

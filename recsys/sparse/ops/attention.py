@@ -98,11 +98,11 @@ def attention(
         fail(f"position_bias must have 2P - 1 columns; received {position_bias.shape[1]}")
     if (time_bias is None) != (times is None):
         fail("time_bias and times must be given together; received one of them")
-    for name, given in (("times", times), ("query_times", query_times)):
-        if given is not None and given.is_floating_point():
+    for name, tensor in (("times", times), ("query_times", query_times)):
+        if tensor is not None and tensor.is_floating_point():
             fail(
                 f"{name} must be whole numbers, as floats lose seconds; received "
-                f"{str(given.dtype).removeprefix('torch.')}. Convert them to int64 in a unit "
+                f"{str(tensor.dtype).removeprefix('torch.')}. Convert them to int64 in a unit "
                 "without fractions"
             )
     if num_targets is not None:

@@ -83,13 +83,20 @@ def check_bags(rows: Tensor, x: JaggedTensor) -> None:
 
 def check_equal_lengths(x: JaggedTensor, y: JaggedTensor) -> None:
     """Raise an error if numbers of bags differ, or, on a CPU, lengths."""
-    one, other = x.lengths(), y.lengths()
-    if one is other:
+    lengths, other = x.lengths(), y.lengths()
+    if lengths is other:
         return
-    check_bags(one, y)
-    if is_readable(one) and is_readable(other) and not torch.equal(one.long(), other.long()):
-        bag = int((one != other).long().argmax())
-        fail(f"lengths must be equal; received {int(one[bag])} and {int(other[bag])} of bag {bag}")
+    check_bags(lengths, y)
+    if (
+        is_readable(lengths)
+        and is_readable(other)
+        and not torch.equal(lengths.long(), other.long())
+    ):
+        bag = int((lengths != other).long().argmax())
+        fail(
+            f"lengths must be equal; received {int(lengths[bag])} and {int(other[bag])} of bag "
+            f"{bag}"
+        )
 
 
 def fail(text: str) -> NoReturn:

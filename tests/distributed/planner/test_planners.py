@@ -82,6 +82,15 @@ def plan_of(
     ).plan(module, SHARDERS)
 
 
+def test_a_plan_equals_its_file() -> None:
+    plan = plan_of(collection({"a": (100, 64), "b": (10, 4)}))
+    loaded = ShardingPlan.from_json(plan.to_json())
+    assert loaded == plan
+    assert plan == loaded
+    loaded.plan[""]["a"].ranks = [5]
+    assert plan != loaded
+
+
 def only(*sharding_types: str, **demands: object) -> ParameterConstraints:
     return ParameterConstraints(list(sharding_types), **demands)  # type: ignore[arg-type]
 

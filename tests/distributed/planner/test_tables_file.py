@@ -110,6 +110,7 @@ def other(**changes: Any) -> dict[str, Any]:
         ({"features": []}, "needs feature_names; received none"),
         ({"name": "a.b"}, "module 'ebc': .* a name without dots; received 'a.b'"),
         ({"module": "x..y"}, "module must be names .* received 'x..y'"),
+        ({"module": "train"}, "not attributes of every nn.Module, .* received 'train'"),
         ({"pooling": "NONE", "weighted": True}, "weighted .*pooling NONE"),
         (
             {"pooling_factors": [1, -1]},
@@ -141,7 +142,7 @@ def other(**changes: Any) -> dict[str, Any]:
         ),
         (
             {"tables": [other(module="m"), other(name="v", module="m.n")]},
-            "inside another module; received 'm.n'",
+            "inside another module .* received 'm.n'",
         ),
     ],
 )

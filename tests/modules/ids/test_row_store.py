@@ -185,6 +185,23 @@ def test_a_full_disk_ends_the_training(tmp_path: Path) -> None:
         train_on(module, batches)
 
 
+def test_a_failed_read_leaves_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = collection(tmp_path)
+    draw = fill(module)
+    module.eval()
+    before = [p.detach().clone() for p in module.parameters()]
+
+    def fail(numbers: Tensor) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(indexes(module)[1].log, "read", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        read(module, batch_of(draw, 900))
+    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
+
+
 def test_the_folder_is_made_by_the_first_training_batch(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     module, batch = collection(tmp_path / "file"), batch_of(random.Random(0), 10)
