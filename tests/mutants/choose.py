@@ -2,7 +2,7 @@
 
 Cases are taken greedily by new lines of `recsys` per second, as in the minimization of test suites
 (Yoo and Harman, "Regression testing minimization, selection and prioritization", 2012), until no
-case adds a line; then the quickest others, until the time is over.
+case adds enough lines; then the quickest others, until the time is over.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 
 _LEAST_S = 0.005  # collection, reports and fixtures of each case
 _EXPENSIVE_S = 2.0  # fixtures that the cases of a file share
+_LEAST_GAIN = 0.5  # new lines for each second
 
 
 def choose(
@@ -58,7 +59,7 @@ def choose(
     while heap:
         _, case = heapq.heappop(heap)
         gain = len(lines_of[case] - known) / cost_s(case)
-        if not gain or spent_s + cost_s(case) > limit_s:
+        if gain < _LEAST_GAIN or spent_s + cost_s(case) > limit_s:
             continue
         if heap and gain < -heap[0][0]:
             heapq.heappush(heap, (-gain, case))

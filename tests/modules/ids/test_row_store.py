@@ -185,9 +185,7 @@ def test_a_full_disk_ends_the_training(tmp_path: Path) -> None:
         train_on(module, batches)
 
 
-def test_a_failed_read_leaves_the_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_read_leaves_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = collection(tmp_path)
     draw = fill(module)
     module.eval()
