@@ -184,7 +184,7 @@ def sources_with_public_names() -> list[str]:
 def test_every_test_file_has_a_source_file() -> None:
     tests = {str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py")}
     about_one_file = {mirror_of(str(path.relative_to(SOURCE))) for path in SOURCE.rglob("*.py")}
-    folders = ("conformance", "docs", "examples", "fuzz", "gpu", "parity")
+    folders = ("conformance", "docs", "examples", "fuzz", "gpu", "mutants", "parity")
     elsewhere = {t for t in tests if t.partition("/")[0] in folders}
     assert sorted(tests - about_one_file - BROAD - elsewhere) == []
     assert sorted(BROAD - tests) == []

@@ -158,13 +158,8 @@ class KeyedTensor:
                 "a": [[1.0]]
                 "b": [[0.0, 0.0]]
         """
-        others = {_sizes_but(tensor, cat_dim, key_dim) for tensor in tensors}
-        if None in others or len(others) != 1:
-            raise ValueError(
-                f"KeyedTensor.from_tensor_list: tensors must have the dimensions key_dim={key_dim} "
-                f"and cat_dim={cat_dim}, and equal sizes in all but cat_dim; received tensors of "
-                f"the shapes {[tuple(tensor.shape) for tensor in tensors]}."
-            )
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            _check_shapes(tensors, key_dim, cat_dim)
         widths = [tensor.shape[key_dim] for tensor in tensors]
         return KeyedTensor(keys, widths, torch.cat(tensors, dim=cat_dim), key_dim)
 
@@ -352,14 +347,6 @@ Run = tuple[int, int, int]
 
 
 @functools.lru_cache(maxsize=128)
-def _sizes_but(tensor: Tensor, cat_dim: int, key_dim: int) -> tuple[int, ...] | None:
-    """Return the sizes of a tensor without `cat_dim`; None if it lacks one of the dimensions."""
-    dim = tensor.dim()
-    if not (-dim <= cat_dim < dim and -dim <= key_dim < dim):
-        return None
-    return (*tensor.shape[: cat_dim % dim], *tensor.shape[cat_dim % dim + 1 :])
-
-
 def _plan_regroup(
     keys_per_source: tuple[tuple[str, ...], ...],
     widths_per_source: tuple[tuple[int, ...], ...],
@@ -402,3 +389,22 @@ def _merge_runs(runs: Iterable[Run]) -> list[Run]:
             merged.pop()
         merged.append((source, start, width))
     return merged
+
+
+def _check_shapes(tensors: list[Tensor], key_dim: int, cat_dim: int) -> None:
+    """Check the tensors of `KeyedTensor.from_tensor_list`."""
+    sizes = {_sizes_but(tensor, cat_dim, key_dim) for tensor in tensors}
+    if None in sizes or len(sizes) != 1:
+        raise ValueError(
+            f"KeyedTensor.from_tensor_list: tensors must have the dimensions key_dim={key_dim} and "
+            f"cat_dim={cat_dim}, and equal sizes in all but cat_dim; received tensors of the "
+            f"shapes {[tuple(tensor.shape) for tensor in tensors]}."
+        )
+
+
+def _sizes_but(tensor: Tensor, cat_dim: int, key_dim: int) -> tuple[int, ...] | None:
+    """Return the sizes of a tensor without `cat_dim`; None if it lacks one of the dimensions."""
+    dim = tensor.dim()
+    if not (-dim <= cat_dim < dim and -dim <= key_dim < dim):
+        return None
+    return (*tensor.shape[: cat_dim % dim], *tensor.shape[cat_dim % dim + 1 :])

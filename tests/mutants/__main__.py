@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100, help="number of faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=600, help="of the chosen cases together")
+    parser.add_argument("--seconds", type=float, default=700, help="of the chosen cases together")
     arguments, rest = parser.parse_known_args()
     if arguments.command == "trace":
         return trace(arguments.folder.resolve(), rest)
