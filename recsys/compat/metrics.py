@@ -31,7 +31,7 @@ from recsys.metrics.ranking import (
 
 Formula = Callable[..., Any]
 
-# Formulas of sums
+# Metrics computed from their accumulated sums
 
 
 def _ratio(part: Tensor, whole: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ _END_BYTES: Final = 1 << 16
 @final
 @dataclass(frozen=True)
 class File:
-    """A file of a table."""
+    """One of the Parquet, CSV or Arrow files that together have the rows of a table."""
 
     path: str
     """The path or URL, for messages."""

@@ -55,7 +55,7 @@ def describe(columns: Sequence[Column], fitted: Fitted) -> dict[str, Any]:
 def restore(
     found: Mapping[str, Any], vocabularies: Mapping[str, Vocabulary], place: object
 ) -> tuple[list[Column], Fitted]:
-    """Return the columns and the state of a description.
+    """Rebuild columns and their fitted state from the description in a saved spec.
 
     Args:
         found: The result of `describe`.

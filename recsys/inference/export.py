@@ -180,7 +180,7 @@ def export_aoti(model: nn.Module, path: str | Path, inputs: Sequence[object]) ->
 def scripted(plain: PlainModel) -> torch.jit.ScriptModule:
     """Compile a plain model by TorchScript, and compare its outputs."""
     with without_torchscript_warnings():
-        # for an annotation in the __init__ of torch.fx.GraphModule
+        # harmless: caused by an annotation in torch.fx.GraphModule.__init__
         warnings.filterwarnings("ignore", "The TorchScript type system doesn't support instance")
         program: torch.jit.ScriptModule = torch.jit.script(_traced(plain))
     plain.check(program)

@@ -62,7 +62,7 @@ def _groups(offsets: Tensor, heads: int, max_length: int) -> Iterator[_Group]:
     # lengths descend, so the first empty bag ends the groups
     while first < len(ordered) and ordered[first]:
         longest, work, last = ordered[first], 0, first
-        # so few bags that a block of `_BLOCK_QUERIES` queries has at most `_BLOCK_SCORES` scores
+        # limits the bags: a block of `_BLOCK_QUERIES` queries has at most `_BLOCK_SCORES` scores
         most = max(1, _BLOCK_SCORES // (heads * longest * min(longest, _BLOCK_QUERIES)))
         while last < len(ordered) and ordered[last] and last - first < most:
             # a bag has a score for each pair of its values

@@ -315,9 +315,9 @@ class FbgemmCudaKernel(TorchKernel):
 
 @final
 class _Sizes(list[list[int]]):
-    """Number of bags of each feature, in a list for FBGEMM, with the numbers of each rank.
+    """Bags of each feature as a list for FBGEMM, and as `bags_FR` the bags from each rank.
 
-    `_without_waits` reads the numbers of each rank.
+    `_without_waits` reads `bags_FR`.
     """
 
     def __init__(self, batch: LookupBatch) -> None:
@@ -327,7 +327,7 @@ class _Sizes(list[list[int]]):
 
 
 def _sizes_of(batch: LookupBatch) -> dict[str, _Sizes]:
-    """Return the module's arguments for the bags of a ragged batch."""
+    """Return FBGEMM's argument with the batch size of each feature; {} if all are equal."""
     return {} if batch.bags is None else {"batch_size_per_feature_per_rank": _Sizes(batch)}
 
 

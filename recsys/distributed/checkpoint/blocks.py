@@ -414,7 +414,7 @@ def _offset_of_values(
 
 
 def _is_in_order(pickled: bytes) -> bool:
-    """Return whether a saved tensor equals its storage, row by row."""
+    """Return whether a saved tensor fills its storage in row-major order from the first byte."""
     try:
         offset, sizes, strides = _LayoutUnpickler(pickled).load()
     except (pickle.UnpicklingError, ValueError, TypeError):

@@ -171,7 +171,7 @@ def flat(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_blocks(value: Any) -> Any:
-    """Return nested state with its large tensors as tables of blocks of at most 64 MiB.
+    """Return nested state with each large tensor split into row blocks of at most 64 MiB.
 
     The blocks of a table start at the same rows under every plan. So a few rows can be read without
     the rest, and a range of rows of all columns without reading a block twice. Writing a value on a

@@ -183,7 +183,7 @@ def _convert(
 
 
 def _row_blocks(ranges: Sequence[tuple[int, int]], values: Any) -> Iterator[slice]:
-    """Yield blocks of rows that cover sorted row ranges once."""
+    """Yield row blocks that cover sorted ranges, which may overlap, with each row once."""
     step = max(_BLOCK_BYTES // max(values.shape[1] * values.itemsize, 1), 1)
     done = 0
     for first, end in ranges:

@@ -267,13 +267,13 @@ class PlannedTable:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the summed gradients of replicas, with a flag for each touched row if needed."""
+        """Bytes of a replica's gradient; with a flag per row if untouched rows must not move."""
         spec = self.optimizer and self.optimizer.spec
         flags = 4 * self.rows if spec is not None and spec.moves_without_gradient else 0
         return 4 * self.rows * self.dim + flags
 
     def state_bytes_per_row(self, cols: int) -> int:
-        """Return the bytes of optimizer state of a row with some columns."""
+        """Return the bytes of optimizer state of one row that has `cols` columns."""
         return cols * self._state_bytes("element") + self._state_bytes("row")
 
     def _state_bytes(self, per: Literal["element", "row", "table"]) -> int:

@@ -76,7 +76,7 @@ class CustomTopologyData:
 
     @checked
     def has_data(self, key: str) -> bool:
-        """Return whether a field was given."""
+        """Return whether the caller set this field of the topology."""
         return key in self._data
 
     @checked

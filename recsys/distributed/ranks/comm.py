@@ -1,8 +1,8 @@
 """Asynchronous collectives of the stages, and results of modules in progress.
 
-With one rank every exchange is the identity and no process group is needed. A CUDA tensor is
+With one rank every exchange is the identity and no process group is needed. Over NCCL a tensor is
 exchanged on the process group's own stream; `Pending.wait` makes the current stream wait for it and
-does not block the host. `LazyAwaitable` is the result of a module in progress.
+does not block the host. Over gloo it blocks. `LazyAwaitable` is the result of a module in progress.
 """
 
 from __future__ import annotations

@@ -226,6 +226,6 @@ def sent_places(
     sent, places = list(replica_places), prepared.segments.places
     if places:
         counts = header.counts_G if routes.use_raw else header.counts_G[routes.num_keys :]
-        # rows of replicas follow the received rows, as in the buffer of Exchange.start_forward
+        # received rows first, then rows of replicas, as in the buffer of Exchange.start_forward
         sent.insert(0, ops.move_segments(joined(places), routes.sent, counts))
     return joined(sent) if sent else prepared.counts_G.new_empty(0)

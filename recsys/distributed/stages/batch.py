@@ -48,7 +48,7 @@ class LookupInput(NamedTuple):
     """Number of ids for each table, on a device and if the host knows them; else None."""
     of_features: np.ndarray | None = None
     """`[F, R]` bags of each feature from each rank, if they differ. The offsets then are
-    `[their sum + 1]`, and rows are looked up rank by rank."""
+    `[their sum + 1]`, and the output is ordered by rank, then feature."""
     are_ids: bool = False
     """True if `indices` are hashed ids, whose rows are found at the lookup."""
 
@@ -145,7 +145,7 @@ class BatchContext(Multistreamable):
         prepared: Set by `prepare`, if the batch is good.
         pending_headers: The header exchange, with its contexts and their copy on the way to the
             host; empty after it was read.
-        header: Set by `send`.
+        header: Set by `send`, for all contexts whose headers were sent together.
         shape: Set by `send`.
         pending_ids: The exchange of ids; None if there is none.
         received: Set by `receive`.

@@ -1,7 +1,7 @@
 """Header of a batch: flags, batch size and id counts, which ranks exchange before the ids.
 
 The header for one destination is `[flag, batch size, ids per stream]` as int64. The flag has the
-bits of `Flag`; above them it identifies the module, so that ranks that call different modules raise
+bits of `Flag`; bits 8 to 31 identify the module, so that ranks that call different modules raise
 an error. If features have their own batch sizes, the word of a stream also has its number of bags.
 
 Shapes: `R` ranks, `S` streams of this rank, `H` words that this rank receives from each rank,

@@ -131,7 +131,7 @@ class InputDist:
         self._module_bits = module_bits(module.path)
         self._keys: list[str] | None = None
         self._routes: tuple[Routes, RowLimits]
-        # padded bags are sent if ranks of a node add up, or without the kernels
+        # padding is sent too if sums are reduced inside a node, or without the kernels
         can_leave_out = device == "cpu" or (device == "cuda" and ops.HAS_TRITON)
         self.leaves_out = layout.is_pooled and can_leave_out and not layout.is_hierarchical
         self.goes_by_id = self.leaves_out and num_ranks > 1 and bool(layout.split_slots)
@@ -422,7 +422,7 @@ class InputDist:
                 self.per_rank(shape.lengths_sent_D + per_id * ids_D),
                 received_RS.sum(1).tolist(),
             )
-        # the payload is a copy of these tensors
+        # the payload has copies of these tensors, so their memory is free for the next batch:
         # docs/decisions/structure.md, "One value per batch, one class per exchange"
         for sent in (segments.lengths, segments.values, segments.weights):
             sent.clear()
@@ -657,7 +657,7 @@ def _read_headers(
     """Set the headers of batches whose headers were exchanged together."""
     parts, host, event = copied or _copy_headers(pending, contexts)
     if event is not None:
-        event.synchronize()  # the only wait of the host
+        event.synchronize()  # over NCCL the only wait of the host, for a good batch
     edges = np.cumsum(list(map(torch.numel, parts)))
     headers, *counts = np.split(host.numpy(), edges[:-1])
     words_RH = headers.reshape(contexts[0].stage.module.env.world_size, -1)

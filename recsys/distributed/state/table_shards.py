@@ -28,7 +28,7 @@ _BLOCK_BYTES = 64 << 20  # how much of a table is broadcast at a time
 
 @final
 class TableShards(nn.Module):
-    """Replacement of the table's module in the unsharded collection: `embedding_bags["t"].weight`.
+    """Module in place of a table's, which keeps the unsharded name: `embedding_bags["t"].weight`.
 
     `weight` is a parameter if this rank holds one shard of the table, the common case. A rank with
     several separate shards has `weight`, `weight_1`, ..., and a rank without a shard has no

@@ -160,7 +160,7 @@ def arguments_of(spec: FeatureSpec, batch: Batch) -> list[object]:
 
 
 def load_spec(version: Path) -> FeatureSpec:
-    """Read the spec of a version.
+    """Read the `FeatureSpec` in the folder of a package version.
 
     Raises:
         FileNotFoundError: The version has no spec.

@@ -25,7 +25,7 @@ _ROW_STATES = ("ids", "last_used", "seen", "sketch")
 
 @final
 class HashedIdStats(NamedTuple):
-    """Counts of the training batches of a table with hashed ids, since the module was made.
+    """Counts of ids that training reads, admits and evicts in a table, since the module was made.
 
     Attributes:
         rows: Rows that an id can have.
