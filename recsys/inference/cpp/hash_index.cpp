@@ -28,7 +28,7 @@ extern "C" std::int64_t recsys_map_ids(CTable* tables, std::int64_t num_tables,
                                        const std::int64_t* ids, std::int64_t step,
                                        std::int64_t pin, std::int64_t is_training,
                                        std::int64_t* rows, std::int64_t* new_rows,
-                                       std::int64_t* new_ids);
+                                       std::int64_t* new_ids, std::int64_t* old);
 
 std::shared_ptr<void> map_part(const std::string& version, const std::string& file,
                                std::int64_t bytes) {
@@ -59,7 +59,8 @@ void HashIndex::map_ids(std::int64_t* ids, std::int64_t count) const {
   table.lines = rows_ / (files_.regions * kLineRows);
   table.num_ids = count;
   std::vector<std::int64_t> rows(static_cast<std::size_t>(count));
-  if (recsys_map_ids(&table, 1, ids, 1, 1, 0, rows.data(), nullptr, nullptr) != 0) {
+  if (recsys_map_ids(&table, 1, ids, 1, 1, 0, rows.data(), nullptr, nullptr,
+                     nullptr) != 0) {
     throw std::bad_alloc();
   }
   std::copy(rows.begin(), rows.end(), ids);

@@ -178,7 +178,8 @@ class Predictor:
 
         Args:
             table: Name of the table.
-            ids: int64 `[R]`.
+            ids: int64 `[R]` row numbers. The ids of a table with hashed ids stay: to move rows to
+                other ids, apply a delta.
             rows: Quantized rows, uint8 `[R, row bytes]`.
 
         Raises:

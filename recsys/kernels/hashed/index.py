@@ -230,7 +230,7 @@ class Mapped(NamedTuple):
     """Rows of a batch, and the rows that got a new id."""
 
     rows: Tensor
-    """int64 [ids] row of each id in its shard; -1: the id has no row and reads none."""
+    """int64 [ids] row of each id in its shard; -1 only without `is_shared`: the id has no row."""
     new_rows: Tensor
     """int64 [new] rows that got a new id, by table, then line, then id. Reset their weights. An
     id that returns after its row expired is new as well, possibly in the same row."""
@@ -241,8 +241,8 @@ class Mapped(NamedTuple):
     counts: Tensor
     """int64 [tables, 5] on the CPU, in the order of `COUNTS`: ids of the batch that were found;
     rows that got a new id; of these, rows taken from another id; admitted ids without a row, as
-    all rows of their home bucket are pinned; and ids of the batch that have no row. The first and
-    the last count an id as often as the batch contains it."""
+    all rows of their home bucket are pinned or nothing is evicted; and ids of the batch that have
+    no row. The first and the last count an id as often as the batch contains it."""
     old: Tensor
     """int64 [new, 2] the id that lost each new row, and 1; two zeros if the row was free. [0, 2]
     unless they were asked for."""

@@ -102,7 +102,7 @@ class TableIndex(nn.Module):
         steps: int64 `[]`, training batches, when it was saved; `step` is current.
         counter: Has `step`, to be set without the checks of a module, and `was_loaded`.
         counts: int64 `[5]` on the CPU, sums of `Mapped.counts`.
-        log: The rows that ids lost, on the disk; None before the first training batch.
+        log: The rows that ids lost, on the disk; None before the first training batch or load.
         init_seed: int64 `[]`, seed of the initial values.
     """
 

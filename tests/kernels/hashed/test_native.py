@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
+import re
 import shutil
 import subprocess
 from itertools import chain
@@ -195,3 +196,17 @@ def test_a_table_of_usual_size_equals_the_twin() -> None:
         part = [*ids.tolist(), *indexes[0].ids[:100].tolist()]
         map_both(indexes, twins, [part], step, step, True)
     assert indexes[0].last_used.count_nonzero() > 0.99 * rows
+
+
+def test_the_core_of_serving_declares_the_function_of_the_file() -> None:
+    """The core calls the C file without a header, so nothing else compares the parameters."""
+    root = Path(build.__file__).parents[2]
+    sources = (root / "kernels/hashed/hash_index.c", root / "inference/cpp/hash_index.cpp")
+    parameters = []
+    for source in sources:
+        text = source.read_text()
+        declared = re.search(r"int64_t recsys_map_ids\(([^)]*)\)", text)
+        assert declared is not None
+        words = declared[1].replace("std::", "").replace("CTable", "Table").replace("*", " * ")
+        parameters.append([" ".join(part.split()) for part in words.split(",")])
+    assert parameters[0] == parameters[1]
