@@ -61,6 +61,8 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield all nodes but annotations, imports, decorators and raised errors."""
     if isinstance(tree, ast.Import | ast.ImportFrom | ast.Raise | ast.JoinedStr | ast.Assert):
         return
+    if isinstance(tree, ast.keyword) and tree.arg == "strict":  # of zip: an assertion
+        return
     yield tree
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns", "decorator_list", "type_params", "bases"):

@@ -17,6 +17,7 @@ def f(a: int = 2, *, flag=True) -> int:
         raise ValueError(f"received {a + 1}")
     a += 1
     print(a)
+    zip(a, a, strict=True)
     return a if flag else a * 2
 '''
 
@@ -33,6 +34,7 @@ def test_faults_of_each_kind() -> None:
         ("not", "not flag", "(flag)"),
         ("arithmetic", "a += 1", "a -= 1"),
         ("call", "print(a)", "pass"),
+        ("call", "zip(a, a, strict=True)", "pass"),
         ("result", "return a if flag else a * 2", "return None"),
         ("condition", "flag", "(not flag)"),
         ("arithmetic", "a * 2", "(a // 2)"),
