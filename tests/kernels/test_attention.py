@@ -69,6 +69,13 @@ def test_long_bags_are_named():
         attend(x, x, x, torch.tensor([0, 5]), with_max_length(CAUSAL, 4), NO_BIAS)
 
 
+def test_compiled_programs_refuse_long_bags(monkeypatch):
+    x = torch.zeros(6, 1, 1)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(RuntimeError, match="at most max_length=4 values"):
+        attend(x, x, x, torch.tensor([0, 5, 6]), with_max_length(CAUSAL, 4), NO_BIAS)
+
+
 def test_time_buckets_are_numbers_of_bits():
     numbers = [0, 1, 2, 3, 4, 2**31, 2**40 - 1, 2**52 - 1, 2**52, 2**62, 2**63 - 1]
     found = time_buckets(torch.tensor(numbers))

@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from recsys.modules.ids import row_log
 from recsys.modules.ids.row_log import RecordField, RowLog
 
 BYTES, SEGMENT = 12, 40 * 20  # 40 records of a file
@@ -269,3 +270,11 @@ def test_folders_go_with_their_process_or_with_the_next_log(tmp_path: Path) -> N
         for process in (ended, killed, running):
             process.communicate("", timeout=60)
     assert set(tmp_path.iterdir()) == {other, other.with_name(f"{other.name}.lock")}
+
+
+def test_names_of_any_letters_make_a_folder(tmp_path: Path) -> None:
+    """A file system limits the bytes of a name, and a letter may have several."""
+    folder, lock = row_log._new_folder(tmp_path, "größe" * 40)
+    os.close(lock)
+    assert folder.is_dir()
+    assert folder.name.isascii()
