@@ -266,9 +266,9 @@ def rank_in_job(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """
     if rank is not None and world_size is not None:
         return rank, world_size
-    rank_and_size = 0, 1
+    job_rank, job_size = 0, 1
     if dist.is_available() and dist.is_initialized():
-        rank_and_size = dist.get_rank(), dist.get_world_size()
+        job_rank, job_size = dist.get_rank(), dist.get_world_size()
     elif (started := setting("WORLD_SIZE") or 1) > 1:
         raise ValueError(
             "A reader needs rank and world_size, or a process group to take them from; received "
@@ -277,9 +277,7 @@ def rank_in_job(rank: int | None, world_size: int | None) -> tuple[int, int]:
             "torch.distributed.init_process_group first, or pass both; with rank=0 and "
             "world_size=1 this process reads all samples."
         )
-    return rank_and_size[0] if rank is None else rank, rank_and_size[
-        1
-    ] if world_size is None else world_size
+    return job_rank if rank is None else rank, job_size if world_size is None else world_size
 
 
 def rank_slice(num_samples: int, rank: int, world_size: int) -> slice:

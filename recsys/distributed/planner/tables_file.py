@@ -111,7 +111,7 @@ def read_tables(path: str | Path) -> TablesFile:
     constraints: dict[str, ParameterConstraints] = {}
     for index, row in enumerate(members["tables"]):
         numbered = f"{subject}: tables[{index}]"
-        # the name comes first, unchecked otherwise, so that further errors name the table
+        # read before the other members, so that their errors have the table's name
         name = files.read_members(numbered, row, dict.fromkeys(_NAMED), dict.fromkeys(_TABLE))[
             "name"
         ]

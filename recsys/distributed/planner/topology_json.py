@@ -90,6 +90,6 @@ def _points(subject: str, rows: object, *, kind: type[_Point]) -> tuple[_Point, 
         try:
             points.append(kind(**members))
         except (TypeError, ValueError) as error:
-            # callers distinguish TypeError from ValueError
+            # of the same class, since callers catch TypeError and ValueError separately
             raise type(error)(f"{subject}[{index}]: {error}") from None
     return tuple(points)

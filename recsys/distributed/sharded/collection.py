@@ -402,7 +402,7 @@ class ShardedCollection(OwnShardsModule):
         then raises the error of invalid ids, lengths or inverse indices. Lookups stay within their
         tables meanwhile.
         """
-        # docs/decisions/compile.md, "A sharded collection is a graph break"
+        # see docs/decisions/compile.md, "A sharded collection is a graph break"
         if torch.compiler.is_dynamo_compiling():
             return run_eagerly(self, features)  # type: ignore[no-any-return]
         # a pipeline may have sent the ids of this batch already

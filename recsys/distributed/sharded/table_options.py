@@ -171,7 +171,7 @@ def group_settings(
             "row_wise or data_parallel, or set row_state='per_shard' for norms of column shards."
         )
     reads_rows = owned is not None and splits_columns and owned.spec.rule.reduces_rows
-    # docs/decisions/optimizers.md, "Column shards keep the fused row-wise Adagrad"
+    # see docs/decisions/optimizers.md, "Column shards keep the fused row-wise Adagrad"
     exchanges = owned is not None and splits_columns and owned.exchanges_row_state
     if owned is not None and not rects and not owned.may_replicate:
         raise ValueError(
@@ -182,14 +182,14 @@ def group_settings(
     return GroupSettings(
         pooling=pooling_of_parts(pooling, rects),
         weights_dtype=option.dtype,
-        # docs/decisions/optimizers.md, "Tables of one lookup have their own learning rates"
+        # see docs/decisions/optimizers.md, "Tables of one lookup have their own learning rates"
         optimizer=owned and shared_optimizer(owned.spec, device, owned.update_mode),
         requires_grad=option.requires_grad,
         # None lets the lookup choose: host memory on a CPU, the device elsewhere
         location=None if location is EmbeddingLocation.DEVICE else location,
         deferred=owned is not None and owned.is_deferred,
         exchanges_row_statistics=exchanges,
-        # docs/decisions/optimizers.md, "A row state per shard is named by its columns"
+        # see docs/decisions/optimizers.md, "A row state per shard is named by its columns"
         splits_row_state=reads_rows and not exchanges,
         cache_load_factor=sharding.cache_params and sharding.cache_params.load_factor,
     )

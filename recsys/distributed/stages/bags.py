@@ -22,7 +22,7 @@ from recsys.kernels.hashed.twin import mix64, signed
 from recsys.modules.tables.batch_checker import NO_FAULTS, CheckedBatch
 from recsys.sparse.keyed_bags import Parts
 
-# docs/decisions/ragged.md, "Missing bags are not returned"
+# see docs/decisions/ragged.md, "Missing bags are not returned"
 _MAX_KEPT = 0.9  # padding is left out if at most this share of the values would be kept
 _FEW_SEGMENTS = 8  # up to this number, segments are moved one by one, which saves a copy
 

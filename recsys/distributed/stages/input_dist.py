@@ -78,7 +78,7 @@ from recsys.modules.tables.batch_checker import (
 from recsys.sparse import KeyedJaggedTensor
 from recsys.sparse.keyed_bags import Parts, check_features
 
-# docs/decisions/row_split.md, "Short bags: rows return by id"
+# see docs/decisions/row_split.md, "Short bags: rows return by id"
 _MAX_IDS = 0.5  # bags are short that have at most this share of ids per bag of a row block,
 _MIN_VALUES = 1 << 16  # if so many values or more would return for them
 _NONE = np.zeros(0, dtype=np.int64)

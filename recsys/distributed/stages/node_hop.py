@@ -55,7 +55,7 @@ def may_add_up(
         device: Device of the embeddings.
         codecs: Wire formats of embeddings and of gradients.
     """
-    # docs/decisions/row_split.md, "Reduce-scatter over NCCL"
+    # see docs/decisions/row_split.md, "Reduce-scatter over NCCL"
     is_exact = codecs == (EXACT, EXACT)
     is_uniform = len(blocks) > 1 and blocks[0] and all(block == blocks[0] for block in blocks)
     return bool(env.prefers_reduce_scatter(device) and is_exact and is_uniform)

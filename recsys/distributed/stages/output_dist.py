@@ -324,7 +324,7 @@ class OutputDist(OutputStage[KeyedTensor]):
         if self.adds_up:
             summed = [blocks[0], *self.replica_blocks]
             self.sums = ColumnGather(summed, layout.width, device, self.means)
-            # docs/decisions/row_split.md, "Short bags: rows return by id"
+            # see docs/decisions/row_split.md, "Short bags: rows return by id"
             if env.node_size < env.world_size:  # sums are made in each node first
                 self.most_ids = 1 / env.node_size
         self.sent = self._sent_blocks()

@@ -141,7 +141,7 @@ def _slots_of_rounds(split_keys: Sequence[int], num_keys: int, whole: bool) -> l
     """
     if not whole:
         return [list(range(len(split_keys)))] if split_keys else []
-    # docs/decisions/exchange.md, "The host waits for the device once per step"
+    # see docs/decisions/exchange.md, "The host waits for the device once per step"
     slots_of_key: list[list[int]] = [[] for _ in range(num_keys)]
     for slot, key in enumerate(split_keys):
         slots_of_key[key].append(slot)

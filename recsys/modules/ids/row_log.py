@@ -272,7 +272,7 @@ class RowLog:
             is_here = segments == number
             crcs[is_here] = self._segments[number].crcs[rows[is_here]]
         try:
-            # `reshape` returns a view, so the records are in `found` afterwards
+            # `reshape` returns a view, so it fills `records`
             self._read_sorted(numbers[order], records.reshape(-1))
         except OSError as error:
             self._fail("read it", error)
