@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, final
 
 import torch
@@ -47,6 +47,8 @@ class Batch:
         groups: `[B]` int64, keys of the samples' groups, such as sessions, or None.
         label_mask: bool, of the shape of `labels`: False where a sample has no label of a task,
             which then counts in neither loss nor metrics; None if all labels are present.
+        fingerprints: Fingerprints of the fitted values of features, by feature, of
+            `FeatureSpec.fingerprints`; empty if unknown.
 
     Example:
         >>> import torch
@@ -66,6 +68,7 @@ class Batch:
     sample_weights: torch.Tensor | None = None
     groups: torch.Tensor | None = None
     label_mask: torch.Tensor | None = None
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.dense_features is not None:  # models report a missing part themselves

@@ -13,6 +13,7 @@ from recsys.base.arguments import repeated, shown
 from recsys.base.checked import check_fields
 
 if TYPE_CHECKING:
+    from recsys.features.counts import TableChange
     from recsys.features.fit import Fitted, PartialFit
 
 __all__ = ["INPUTS", "KINDS", "MISSING", "Column", "Feature", "check_columns", "one_of"]
@@ -143,6 +144,38 @@ class Column:
             statistics: The statistics of all rows.
             fitted: The state, of the columns before this one.
         """
+
+    def finish_extend(
+        self,
+        statistics: PartialFit,
+        before: Fitted,
+        fitted: Fitted,
+        retire_after: int | None,
+    ) -> TableChange | None:
+        """Add the state of the column to the state of an extended spec.
+
+        Args:
+            statistics: The statistics of all new rows.
+            before: The state before.
+            fitted: The state, of the columns before this one.
+            retire_after: As for `FeatureSpec.extend`.
+
+        Returns:
+            What changed in the vocabulary of its table; None without one, or if an earlier column
+            of the table returned it.
+        """
+        return None
+
+    def fingerprints(self, fitted: Fitted) -> dict[str, str]:
+        """Return the fingerprint of the fitted values of each feature that depends on them.
+
+        Args:
+            fitted: The state of the spec.
+
+        Returns:
+            By name of the feature. Other values of `fit` have another fingerprint.
+        """
+        return {}
 
     def check_fitted(self, fitted: Fitted) -> None:
         """Check that a state has the values that `read` needs.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from recsys.features.arrow import Values, key_kind, read_values
 from recsys.features.columns import Column
+from recsys.features.counts import Counts
 from recsys.features.scaling import Moments, Quantiles
-from recsys.features.vocabulary import Counts, Vocabulary
+from recsys.features.vocabulary import Vocabulary
 
 __all__ = ["Fitted", "PartialFit"]
 
@@ -73,6 +75,36 @@ class PartialFit:
         self.moments: defaultdict[str, Moments] = defaultdict(partial(Moments.of, np.empty(0)))
         self.quantiles: defaultdict[str, Quantiles] = defaultdict(Quantiles)
         self.kinds: dict[str, str] = {}
+
+    @classmethod
+    def joined(
+        cls,
+        columns: Sequence[Column],
+        parts: Iterable[PartialFit],
+        action: str,
+        kinds: Mapping[str, str] = MappingProxyType({}),
+    ) -> PartialFit:
+        """Return the statistics of all parts.
+
+        Args:
+            columns: The columns of the spec.
+            parts: The parts, of these columns.
+            action: What needs rows, for the message.
+            kinds: Kinds that the values must have, by column.
+
+        Raises:
+            TypeError: As for `merge`.
+            ValueError: As for `merge`, or there are not rows.
+        """
+        whole = None
+        for part in parts:
+            if whole is None:
+                whole = cls(columns, part.limit)
+                whole.kinds |= kinds
+            whole.merge(part)
+        if whole is None or not whole.num_rows:
+            raise ValueError(f"{action} needs at least one row; received none.")
+        return whole
 
     def add(self, table: Any) -> None:
         """Count the rows of an Arrow table. The types of a table without rows count, too.

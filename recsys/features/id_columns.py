@@ -26,6 +26,7 @@ from recsys.features.text_hash import hash_rows
 from recsys.features.transform import Bags, without_missing
 
 if TYPE_CHECKING:
+    from recsys.features.counts import TableChange
     from recsys.features.fit import Fitted, PartialFit
 
 __all__ = ["Categorical", "Hashed", "Ids", "read_id_weights"]
@@ -120,6 +121,26 @@ class Categorical(_IdColumn):
         vocabulary = fitted.vocabularies[str(self.table)]
         special_rows = vocabulary.num_special_rows
         return [Feature(self.name, str(self.table), vocabulary.num_rows, False, special_rows)]
+
+    def finish_extend(
+        self,
+        statistics: PartialFit,
+        before: Fitted,
+        fitted: Fitted,
+        retire_after: int | None,
+    ) -> TableChange | None:
+        """Extend the vocabulary, if no column of the table did."""
+        table = str(self.table)
+        if table in fitted.vocabularies:
+            return None
+        fitted.vocabularies[table], change = statistics.counts[table].extended(
+            table, before.vocabularies[table], self.min_count, self.max_size, retire_after
+        )
+        return change
+
+    def fingerprints(self, fitted: Fitted) -> dict[str, str]:
+        """Return the fingerprint of the vocabulary."""
+        return {self.name: fitted.vocabularies[str(self.table)].fingerprint}
 
     def value_kind(self, fitted: Fitted) -> str | None:
         """Return the kind of the values of the vocabulary."""
@@ -230,6 +251,8 @@ class Ids(_IdColumn):
     """Name of the table. Default: the name of the column."""
     special_rows: int = 0
     """Number of first rows that are not values of the data, such as missing and unknown."""
+    fingerprint: str | None = None
+    """Fingerprint of the values that the rows stand for, in prepared tables; None: not known."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -239,6 +262,10 @@ class Ids(_IdColumn):
     def features(self, fitted: Fitted) -> list[Feature]:
         """Return the feature."""
         return [Feature(self.name, str(self.table), self.rows, False, self.special_rows)]
+
+    def fingerprints(self, fitted: Fitted) -> dict[str, str]:
+        """Return the fingerprint of the column, if it is known."""
+        return {} if self.fingerprint is None else {self.name: self.fingerprint}
 
     def _bags(self, values: Values, keys: Keys, weights: _Array | None, fitted: Fitted) -> Bags:
         if keys.texts is not None:

@@ -17,10 +17,12 @@ import pyarrow.compute as pc
 from recsys.base.arguments import finite, whole
 from recsys.features.arrow import Values, read_numbers, read_values, to_float32
 from recsys.features.columns import MISSING, Column, Feature, one_of
+from recsys.features.fingerprints import fingerprint_of
 from recsys.features.scaling import Moments
 from recsys.features.transform import Bags
 
 if TYPE_CHECKING:
+    from recsys.features.counts import TableChange
     from recsys.features.fit import Fitted, PartialFit
 
 __all__ = ["Numeric"]
@@ -63,6 +65,9 @@ class Numeric(Column):
     spacing: Literal["quantile", "uniform"] = "quantile"
     """Buckets with the same number of values, or of the same width. Equal edges are joined with a
     warning; a value of many rows has a quantile edge above it, too."""
+    fingerprint: str | None = None
+    """Fingerprint of the mean and the deviation that have scaled the numbers of a prepared table;
+    None: the numbers are not scaled yet."""
 
     needs_fit = True
 
@@ -120,6 +125,20 @@ class Numeric(Column):
         if self.buckets is not None:
             fitted.edges[self.name] = self._edges(statistics, self.buckets)
 
+    def finish_extend(
+        self,
+        statistics: PartialFit,
+        before: Fitted,
+        fitted: Fitted,
+        retire_after: int | None,
+    ) -> TableChange | None:
+        """Keep mean, deviation and edges."""
+        fitted.means[self.name] = before.means[self.name]
+        fitted.deviations[self.name] = before.deviations[self.name]
+        if self.buckets is not None:
+            fitted.edges[self.name] = before.edges[self.name]
+        return None
+
     def _edges(self, statistics: PartialFit, buckets: int) -> _Array:
         """Return the inner edges of buckets, [K] float64; warn if edges are equal."""
         moments = statistics.moments[self.name]
@@ -138,6 +157,19 @@ class Numeric(Column):
                 stacklevel=5,
             )
         return edges
+
+    def fingerprints(self, fitted: Fitted) -> dict[str, str]:
+        """Return the fingerprint of the edges, or of the mean and the deviation, if they are used.
+
+        A dense feature of a prepared table has the one of the fit that scaled it.
+        """
+        if self.fingerprint is not None:
+            return {self.name: self.fingerprint}
+        if self.buckets is not None:
+            return {self.name: fingerprint_of("edges", fitted.edges[self.name])}
+        mean, deviation = fitted.means[self.name], fitted.deviations[self.name]
+        scale = [mean, deviation] if self.standardize else [mean]
+        return {self.name: fingerprint_of("scale", np.array(scale))}
 
     def check_fitted(self, fitted: Fitted) -> None:
         """Check that there are mean, deviation and edges."""

@@ -141,8 +141,10 @@ def _prepared_columns(column: Column, fitted: Fitted, taken: Sequence[str]) -> l
         return [replace(column, name=name)]
     if column.part == "labels":
         return [column]
+    fingerprints = column.fingerprints(fitted)
     if column.part == "dense_features":
-        return [Numeric(name) for name in column.feature_names()]
+        names = column.feature_names()
+        return [Numeric(name, fingerprint=fingerprints.get(name)) for name in names]
     shared: dict[str, Any] = {
         "is_list": column.is_list,
         "weights": None if column.weights is None else f"{column.name}_weights",
@@ -155,6 +157,7 @@ def _prepared_columns(column: Column, fitted: Fitted, taken: Sequence[str]) -> l
             rows=feature.rows,
             table=feature.table,
             special_rows=feature.special_rows,
+            fingerprint=fingerprints.get(feature.name),
             **shared,
         )
         for feature in column.features(fitted)

@@ -185,7 +185,10 @@ def load_folder(folder: Path) -> tuple[list[Column], Fitted]:
 
 def to_bytes(vocabulary: Vocabulary) -> bytes:
     """Return a vocabulary as an Arrow file."""
-    table = pa.table({"value": vocabulary.values})
+    columns = {"value": vocabulary.values}
+    if vocabulary.ages.any():
+        columns["age"] = pa.array(vocabulary.ages)
+    table = pa.table(columns)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
@@ -195,7 +198,9 @@ def to_bytes(vocabulary: Vocabulary) -> bytes:
 
 def from_bytes(data: bytes) -> Vocabulary:
     """Return the vocabulary of an Arrow file."""
-    return Vocabulary(pa.ipc.open_file(data).read_all()["value"].combine_chunks())
+    table = pa.ipc.open_file(data).read_all()
+    ages = table["age"].to_numpy() if "age" in table.column_names else None
+    return Vocabulary(table["value"].combine_chunks(), ages)
 
 
 def _has_spec(folder: Path) -> bool:

@@ -6,9 +6,9 @@ Shapes: `B` rows, `N` values, `F` features.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from recsys.base.arguments import MissingKeyError, shown, whole, wrong_type
 from recsys.datasets.memory import table_of
 from recsys.datasets.sources import parts_of
 from recsys.datasets.utils import Batch
-from recsys.features import save
+from recsys.features import extend, save
 from recsys.features.columns import INPUTS, Column, Feature, check_columns
 from recsys.features.fit import Fitted, PartialFit
 from recsys.features.samples import join_labels
@@ -26,11 +26,19 @@ from recsys.features.transform import jagged_of
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.hashed_ids import HashedIds
 
-__all__ = ["FeatureSpec"]
+__all__ = ["Extension", "FeatureSpec"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _WINDOW: Final = 1 << 18
 """Number of rows that `fit` converts together."""
+
+
+@final
+class Extension(NamedTuple):
+    """A spec with the values of further data, and what changed."""
+
+    spec: FeatureSpec
+    report: extend.Report
 
 
 @final
@@ -63,6 +71,7 @@ class FeatureSpec:
             if not isinstance(column, Column):
                 wrong_type("FeatureSpec.columns", "columns of recsys.features", column)
         self._fitted: Fitted | None = None
+        self._fingerprints: dict[str, str] | None = None
         check_columns(self.columns)
 
     @property
@@ -76,7 +85,7 @@ class FeatureSpec:
 
     @fitted.setter
     def fitted(self, fitted: Fitted) -> None:
-        self._fitted = fitted
+        self._fitted, self._fingerprints = fitted, None
 
     @property
     def is_fitted(self) -> bool:
@@ -142,6 +151,32 @@ class FeatureSpec:
         fitted = self._state_of(sparse)
         return [feature for column in sparse for feature in column.features(fitted)]
 
+    def fingerprints(self) -> dict[str, str]:
+        """Return the fingerprint of the fitted values of each feature that depends on them.
+
+        Batches of the spec have them, and the tables of `tables`. A batch, a checkpoint or a
+        package of another fit is refused by them: its rows stand for other values.
+
+        Returns:
+            By name of the feature. `Hashed`, `Ids` and `Timestamp` columns have none.
+
+        Raises:
+            RuntimeError: The spec is not fitted.
+
+        Example:
+            >>> from recsys.features import Categorical, FeatureSpec
+            >>> spec = FeatureSpec([Categorical("city")]).fit({"city": ["Oslo", "Rome", "Rome"]})
+            >>> spec.fingerprints()
+            {'city': 'd789b1e72f3962780c813b963b3dc13b'}
+        """
+        if self._fingerprints is None:
+            inputs = [column for column in self.columns if column.part in INPUTS]
+            fitted, found = self._state_of(inputs), dict[str, str]()
+            for column in inputs:
+                found |= column.fingerprints(fitted)
+            self._fingerprints = found
+        return dict(self._fingerprints)
+
     def _state_of(self, columns: Iterable[Column]) -> Fitted:
         """Return the fitted state, or an empty one if it has nothing of these columns."""
         if self._fitted is not None:
@@ -168,7 +203,7 @@ class FeatureSpec:
         by_table: dict[str, list[Feature]] = {}
         for feature in self.features():
             by_table.setdefault(feature.table, []).append(feature)
-        configs = []
+        configs, fingerprints = [], self.fingerprints()
         for name, features in by_table.items():
             if isinstance(dim, Mapping) and name not in dim:
                 raise MissingKeyError(
@@ -183,6 +218,7 @@ class FeatureSpec:
                     pooling=pooling,
                     ids=HashedIds() if features[0].growing else None,
                     num_special_rows=features[0].special_rows,
+                    fingerprint=fingerprints.get(features[0].name),
                 )
             )
         return configs
@@ -279,18 +315,33 @@ class FeatureSpec:
         Raises:
             ValueError: The state is of other columns.
         """
-        description = json.loads(state["description"])
+        spec = FeatureSpec.from_state_dict(state)
+        if spec.columns != self.columns:
+            raise ValueError(
+                f"The state must be of the columns {list(self.columns)}; received the state of "
+                f"{list(spec.columns)}."
+            )
+        self.fitted = spec.fitted
+
+    @staticmethod
+    def from_state_dict(state: Mapping[str, Any]) -> FeatureSpec:
+        """Return the fitted spec of a state.
+
+        Args:
+            state: The result of `state_dict`.
+
+        Raises:
+            ValueError: The state is damaged, or of another version.
+        """
         tensors: Mapping[str, Tensor] = state["vocabularies"]
         vocabularies = {
             name: save.from_bytes(data.numpy().tobytes()) for name, data in tensors.items()
         }
+        description = json.loads(state["description"])
         columns, fitted = save.restore(description, vocabularies, "The state")
-        if tuple(columns) != self.columns:
-            raise ValueError(
-                f"The state must be of the columns {list(self.columns)}; received the state of "
-                f"{columns}."
-            )
-        self.fitted = fitted
+        spec = FeatureSpec(columns)
+        spec.fitted = fitted
+        return spec
 
     # -- fit ---------------------------------------------------------------------------------------
 
@@ -306,8 +357,11 @@ class FeatureSpec:
             TypeError: As for `fit`.
             ValueError: As for `fit`.
         """
+        return self._partial(data, limit, dict.fromkeys(self.column_kinds()))
+
+    def _partial(self, data: Any, limit: int, kinds: Mapping[str, str | None]) -> PartialFit:
+        """Return the statistics of data; text files are read with the kinds."""
         part = PartialFit(self.columns, limit)
-        kinds = dict.fromkeys(self.column_kinds())  # without the kinds of an earlier fit
         for rows in parts_of(data, self.fit_column_names(), kinds):
             for start in range(0, max(rows.table.num_rows, 1), _WINDOW):
                 window = rows.slice(start, _WINDOW)
@@ -351,17 +405,80 @@ class FeatureSpec:
         Raises:
             ValueError: There are not rows, or a part is of another spec.
         """
-        joined = None
-        for part in parts:
-            joined = PartialFit(self.columns, part.limit) if joined is None else joined
-            joined.merge(part)
-        if joined is None or not joined.num_rows:
-            raise ValueError("fit needs at least one row; received none.")
+        joined = PartialFit.joined(self.columns, parts, "fit")
         fitted = Fitted(joined.num_rows, {}, {}, {}, {}, dict(joined.kinds))
         for column in self.columns:
             column.finish_fit(joined, fitted)
-        self._fitted = fitted
+        self.fitted = fitted
         return self
+
+    def extend(
+        self,
+        data: Any,
+        *,
+        retire_after: int | None = None,
+        refit: Sequence[str] = (),
+        limit: int = 50_000_000,
+    ) -> Extension:
+        """Return this spec with the new values of further data, such as the next day's.
+
+        Known values keep their rows. New values that occur `min_count` times in the data get
+        further rows, up to `max_size`. Means, deviations and edges stay. This spec does not change.
+        Build the next model by `tables` of the new spec, and load the checkpoint of this one with
+        `load_checkpoint(..., spec=new, saved_spec=old)`.
+
+        Args:
+            data: As for `fit`; only the further data.
+            retire_after: A value that as many extensions in a row did not have may give its row to
+                a new value, which starts anew; None: no value does.
+            refit: `Numeric` columns whose mean, deviation and edges are those of the data.
+            limit: As for `fit`.
+
+        Returns:
+            The spec, and what changed.
+
+        Raises:
+            KeyError: A table does not have a column, or `refit` names another one.
+            RuntimeError: This spec is not fitted.
+            TypeError: A column has values of another type, or texts where this spec has numbers.
+            ValueError: As for `fit`.
+
+        Example:
+            >>> from recsys.features import Categorical, FeatureSpec
+            >>> spec = FeatureSpec([Categorical("city")]).fit({"city": ["Oslo", "Rome", "Rome"]})
+            >>> extended, report = spec.extend({"city": ["Bonn", "Rome"]})
+            >>> extended.values_of("city", range(extended.tables(4)[0].num_embeddings)).tolist()
+            [None, None, 'Rome', 'Oslo', 'Bonn']
+            >>> print(report)
+            city: 1 new, 2 kept (1 not in the data)
+        """
+        part = self._partial(data, limit, self.column_kinds())
+        return self.extend_parts([part], retire_after=retire_after, refit=refit)
+
+    def extend_parts(
+        self,
+        parts: Iterable[PartialFit],
+        *,
+        retire_after: int | None = None,
+        refit: Sequence[str] = (),
+    ) -> Extension:
+        """Join statistics of parts of further data, as `extend` of all of it.
+
+        Args:
+            parts: Results of `partial` of specs with the same columns, in any order.
+            retire_after: As for `extend`.
+            refit: As for `extend`.
+
+        Raises:
+            KeyError: As for `extend`.
+            RuntimeError: As for `extend`.
+            TypeError: As for `extend`.
+            ValueError: There are not rows, or a part is of another spec.
+        """
+        fitted, report = extend.extended(self.columns, self.fitted, parts, retire_after, refit)
+        spec = FeatureSpec(self.columns)
+        spec.fitted = fitted
+        return Extension(spec, report)
 
     # -- transform ---------------------------------------------------------------------------------
 
@@ -405,6 +522,7 @@ class FeatureSpec:
             sample_weights=weights[0] if weights else None,
             groups=groups[0] if groups else None,
             label_mask=mask,
+            fingerprints=self.fingerprints(),
         )
 
     def _read(self, table: Any, part: str) -> list[Any]:

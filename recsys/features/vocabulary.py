@@ -1,12 +1,9 @@
-"""Vocabularies: the rows of values that were counted in training data."""
+"""Vocabularies: the rows of values."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import warnings
 import weakref
-from pathlib import Path
+from functools import cached_property
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
@@ -16,20 +13,19 @@ import pyarrow.compute as pc
 from recsys.base.arguments import shown
 from recsys.features.arrow import Keys
 from recsys.features.columns import MISSING
+from recsys.features.fingerprints import fingerprint_of
 from recsys.features.hash_index import NumberPositions
-from recsys.features.text_hash import hash_texts
+from recsys.features.text_hash import hash_texts, text_buffers
 
-__all__ = ["Counts", "Vocabulary"]
+__all__ = ["FIRST", "Vocabulary", "equal_hashes", "moved_values"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _UNKNOWN: Final = 1
 """Row of the values that are not in a vocabulary."""
-_FIRST: Final = 2
+FIRST: Final = 2
 """Row of the first value of a vocabulary."""
-_PARTITIONS: Final = 64
-_PART_ROWS: Final = 500
-"""Memory of a part beside its rows, some kilobytes, as a number of rows."""
-_TYPES: Final = {"text": pa.large_string(), "number": pa.int64()}
+_known: weakref.WeakValueDictionary[str, Vocabulary] = weakref.WeakValueDictionary()
+"""Vocabularies of this process by fingerprint, for messages."""
 
 
 @final
@@ -38,6 +34,8 @@ class Vocabulary:
 
     Args:
         values: Distinct values, an Arrow array of `large_string` or `int64`.
+        ages: [V] int64, the number of extensions since a value was last in the data; None: all
+            values were in the last data.
 
     Raises:
         ValueError: Values are not distinct.
@@ -52,13 +50,14 @@ class Vocabulary:
         ['Oslo', None, None, 'Rome']
     """
 
-    def __init__(self, values: Any) -> None:
+    def __init__(self, values: Any, ages: _Array | None = None) -> None:
         self.values = values
+        self.ages = np.zeros(len(values), np.int64) if ages is None else ages
         self.kind = "number" if values.type == pa.int64() else "text"
         try:
             self._index = NumberPositions(self._hashes())
         except ValueError as error:
-            first, later = _equal_hashes(self._hashes())
+            first, later = equal_hashes(self._hashes())
             raise ValueError(
                 "The values of a vocabulary must be distinct, as must be their hashes; received "
                 f"{_shown(values, first)} and {_shown(values, later[0])}. Remove one of them."
@@ -67,18 +66,29 @@ class Vocabulary:
     @property
     def num_rows(self) -> int:
         """Number of rows of the table."""
-        return len(self.values) + _FIRST
+        return len(self.values) + FIRST
 
     @property
     def num_special_rows(self) -> int:
         """Number of first rows that are not values of the data: missing and unknown."""
-        return _FIRST
+        return FIRST
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Fingerprint of the values in their order: equal for equal rows."""
+        parts = [self._hashes()]
+        if self.kind == "text":
+            offsets, data = text_buffers(self.values)
+            parts = [np.diff(offsets), data[offsets[0] : offsets[-1]]]
+        fingerprint = fingerprint_of(self.kind, *parts)
+        _known[fingerprint] = self
+        return fingerprint
 
     def by_hash(self) -> tuple[_Array, _Array]:
         """Return the rising hashes of the values, and their rows; [V] int64 each."""
         hashes = self._hashes()
         order = np.argsort(hashes, kind="stable")
-        return hashes[order], order + _FIRST
+        return hashes[order], order + FIRST
 
     def _hashes(self) -> _Array:
         """Return [V] int64; numbers are their own hashes."""
@@ -99,10 +109,40 @@ class Vocabulary:
             places = self._index.find(keys.numbers)
         else:
             places = self._find_texts(keys.texts)[keys.numbers]
-        rows = np.where(places < 0, _UNKNOWN, places + _FIRST)
+        rows = np.where(places < 0, _UNKNOWN, places + FIRST)
         if keys.is_missing is not None:
             rows[keys.is_missing] = MISSING
         return rows
+
+    def rows_in(self, other: Vocabulary) -> _Array:
+        """Return [num_rows] int64, the row of each value in another vocabulary; -1: it has none.
+
+        Missing and unknown values keep their rows.
+
+        Args:
+            other: The other vocabulary.
+
+        Raises:
+            TypeError: One has texts and the other numbers.
+
+        Example:
+            >>> old = Vocabulary(pa.array(["Rome", "Oslo"], pa.large_string()))
+            >>> new = Vocabulary(pa.array(["Oslo", "Bonn"], pa.large_string()))
+            >>> new.rows_in(old).tolist()
+            [0, 1, 3, -1]
+        """
+        if self.kind != other.kind and len(self.values) and len(other.values):
+            raise TypeError(
+                f"The values of a table must have one kind; received {self.kind}s and, before, "
+                f"{other.kind}s. Cast the column."
+            )
+        special = np.arange(FIRST)
+        if not len(self.values) or not len(other.values):
+            return np.concatenate([special, np.full(len(self.values), -1)])
+        is_text = self.kind == "text"
+        numbers = np.arange(len(self.values)) if is_text else self._hashes()
+        rows = other.rows_of(Keys(numbers, self.values if is_text else None, None))
+        return np.concatenate([special, np.where(rows == _UNKNOWN, -1, rows)])
 
     def values_of(self, rows: _Array) -> _Array:
         """Return the value of each row, objects of the shape of `rows`; None for special rows.
@@ -119,7 +159,7 @@ class Vocabulary:
                 f"{int(rows.max())}."
             )
         flat = rows.reshape(-1)
-        places = pa.array(flat - _FIRST, mask=flat < _FIRST)
+        places = pa.array(flat - FIRST, mask=flat < FIRST)
         values = np.empty(len(flat), object)
         values[:] = self.values.take(places).to_pylist()
         return values.reshape(rows.shape)
@@ -133,160 +173,27 @@ class Vocabulary:
         return np.where(is_equal, places, -1)
 
 
-@final
-class Counts:
-    """Counts of the distinct values of a table's columns, in pieces that merge in any order.
+def moved_values(fingerprint: str, before: str) -> tuple[int, int] | None:
+    """Return how many values have another row than in an earlier vocabulary, and how many it had.
 
     Args:
-        limit: Number of distinct values in memory; above it, counts are moved to files.
+        fingerprint: Of the later vocabulary.
+        before: Of the earlier one.
 
-    Example:
-        >>> from recsys.features.arrow import Values, read_keys
-        >>> counts = Counts()
-        >>> counts.add("city", read_keys(Values("city", pa.array(["Oslo", "Rome", "Rome"]), None)))
-        >>> counts.vocabulary(min_count=1, max_size=None).values.to_pylist()
-        ['Rome', 'Oslo']
+    Returns:
+        None if this process has not both vocabularies.
     """
-
-    def __init__(self, limit: int = 50_000_000) -> None:
-        self._limit = limit
-        self._kind: str | None = None
-        self._parts: list[Any] = []
-        self._folder: str | None = None
-        self._num_files = 0
-        self._merged_rows = 0
-        self._waiting_rows = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return one table, so that another process can merge it."""
-        parts = [self.table()] if self._kind else []
-        whole = {"_folder": None, "_num_files": 0, "_merged_rows": 0, "_waiting_rows": 0}
-        return {"_limit": self._limit, "_kind": self._kind, "_parts": parts, **whole}
-
-    def add(self, name: str, keys: Keys) -> None:
-        """Count values.
-
-        Args:
-            name: The column, for messages.
-            keys: Its values; missing ones are not counted.
-
-        Raises:
-            TypeError: Earlier values were texts and these are numbers, or the reverse.
-        """
-        numbers = keys.numbers if keys.is_missing is None else keys.numbers[~keys.is_missing]
-        if not len(numbers):
-            return
-        if keys.texts is None:
-            distinct, counts = np.unique(numbers, return_counts=True)
-            values = pa.array(distinct)
-        else:
-            counts = np.bincount(numbers, minlength=len(keys.texts))
-            values = keys.texts.filter(pa.array(counts > 0))
-            counts = counts[counts > 0]
-        self._append(name, keys.kind, pa.table({"value": values, "count": pa.array(counts)}))
-
-    def merge(self, name: str, other: Counts) -> None:
-        """Add the counts of another part of the data.
-
-        Raises:
-            TypeError: One part has texts and the other numbers.
-        """
-        if other._kind is not None:
-            for part in other._partitions():
-                self._append(name, other._kind, part)
-
-    def table(self) -> Any:
-        """Return an Arrow table of all values and counts, in no order."""
-        kind = _TYPES[self._kind or "number"]
-        empty = pa.schema([("value", kind), ("count", pa.int64())]).empty_table()
-        return pa.concat_tables([empty, *self._partitions()])
-
-    def vocabulary(self, min_count: int, max_size: int | None) -> Vocabulary:
-        """Return the values, ordered by falling count, then by value.
-
-        A text with the hash of a text before it is left out, with a warning: it is an unknown
-        value. Strangers can choose such texts, and must not end a fit by them.
-
-        Args:
-            min_count: Least count of a value.
-            max_size: Largest number of values; None: no limit.
-        """
-        kept = pa.schema([("value", _TYPES[self._kind or "number"]), ("count", pa.int64())])
-        best = kept.empty_table()
-        for part in self._partitions():
-            frequent = part.filter(pc.greater_equal(part["count"], min_count))
-            best = pa.concat_tables([best, frequent])
-            if max_size is not None and len(best) > 2 * max_size:
-                best = _ordered(best).slice(0, max_size)
-        best = _ordered(best).slice(0, max_size)
-        values = best["value"].combine_chunks()
-        try:
-            return Vocabulary(values)
-        except ValueError:
-            first, later = _equal_hashes(hash_texts(values))
-            warnings.warn(
-                f"{_shown(values, later[0])} is left out of a vocabulary: it has the 64-bit hash "
-                f"of {_shown(values, first)}; so are {len(later) - 1} other texts. Spell a real "
-                "value in another way.",
-                UserWarning,
-                stacklevel=5,
-            )
-        return Vocabulary(values.take(pa.array(np.delete(np.arange(len(values)), later))))
-
-    def _append(self, name: str, kind: str, part: Any) -> None:
-        if self._kind not in (None, kind):
-            raise TypeError(
-                f"Column {name!r} must have one kind of value in all data of its table; received "
-                f"{kind}s after {self._kind}s. Cast it."
-            )
-        self._kind = kind
-        self._parts.append(part)
-        self._waiting_rows += len(part) + _PART_ROWS
-        if self._waiting_rows > min(self._limit, max(1_000_000, self._merged_rows)):
-            self._merge_parts()
-            if self._merged_rows > self._limit:
-                self._move_to_files()
-
-    def _merge_parts(self) -> None:
-        self._parts = [_merged(self._parts)]
-        self._merged_rows, self._waiting_rows = len(self._parts[0]), 0
-
-    def _move_to_files(self) -> None:
-        (part,) = self._parts
-        if self._folder is None:
-            self._folder = tempfile.mkdtemp(prefix="recsys-counts-")
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        values = part["value"].combine_chunks()
-        hashes = hash_texts(values) if self._kind == "text" else values.to_numpy()
-        places = pa.array((hashes ^ (hashes >> 32)) % _PARTITIONS)
-        for place in range(_PARTITIONS):
-            rows = part.filter(pc.equal(places, place))
-            path = Path(self._folder, f"{place}-{self._num_files}.arrow")
-            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, rows.schema) as writer:
-                writer.write_table(rows)
-        self._num_files += 1
-        self._parts, self._merged_rows = [], 0
-
-    def _partitions(self) -> Any:
-        """Yield tables of distinct values that have no value in common."""
-        if self._folder is None:
-            if self._parts:
-                self._merge_parts()
-                yield self._parts[0]
-            return
-        if self._parts:
-            self._merge_parts()
-            self._move_to_files()
-        for place in range(_PARTITIONS):
-            tables = []
-            for number in range(self._num_files):
-                path = Path(self._folder, f"{place}-{number}.arrow")
-                with pa.OSFile(str(path)) as file:
-                    tables.append(pa.ipc.open_file(file).read_all())
-            yield _merged(tables)
+    later, earlier = _known.get(fingerprint), _known.get(before)
+    if later is None or earlier is None:
+        return None
+    try:
+        rows = earlier.rows_in(later)
+    except TypeError:  # texts and numbers
+        return len(earlier.values), len(earlier.values)
+    return int((rows != np.arange(len(rows))).sum()), len(earlier.values)
 
 
-def _equal_hashes(hashes: _Array) -> tuple[int, _Array]:
+def equal_hashes(hashes: _Array) -> tuple[int, _Array]:
     """Return the first value with a hash that a later one has, and all such later ones."""
     order = np.argsort(hashes, kind="stable")
     later = np.sort(order[1:][hashes[order[1:]] == hashes[order[:-1]]])
@@ -295,14 +202,3 @@ def _equal_hashes(hashes: _Array) -> tuple[int, _Array]:
 
 def _shown(values: Any, place: int) -> str:
     return shown(values[int(place)].as_py())
-
-
-def _merged(parts: list[Any]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    merged = pa.concat_tables(parts).group_by("value").aggregate([("count", "sum")])
-    return merged.select(["value", "count_sum"]).rename_columns(["value", "count"])
-
-
-def _ordered(table: Any) -> Any:
-    return table.sort_by([("count", "descending"), ("value", "ascending")])

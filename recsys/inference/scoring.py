@@ -42,6 +42,7 @@ from recsys.inference.score_results import (
 )
 from recsys.inference.served_part import model_inside
 from recsys.modules.modes import evaluation_mode
+from recsys.modules.tables.fingerprints import check_spec
 
 __all__ = ["add_arguments", "main", "score"]
 
@@ -280,6 +281,7 @@ def _scorer(
         if not isinstance(spec, FeatureSpec):
             raise ValueError("score needs a fitted FeatureSpec with a model; received none.")
         model, fitted = model_inside(model), spec
+        check_spec("score: spec", fitted, model)
         stack.enter_context(evaluation_mode(model))
         names = fitted.column_names(labels=False)
         kinds = {name: kind for name, kind in fitted.column_kinds().items() if name in names}

@@ -150,6 +150,9 @@ class BaseEmbeddingConfig:
     """Rules of a table that is read by any 64-bit id; it has `num_embeddings` rows, rounded up."""
     num_special_rows: int = field(default=0, kw_only=True)
     """First rows that are not values of the data, such as missing and unknown; not recommended."""
+    fingerprint: str | None = field(default=None, kw_only=True)
+    """Fingerprint of the values that the rows stand for, of `FeatureSpec.tables`; None: not known,
+    it is taken from the first batch of a `Trainer`."""
 
     def __post_init__(self) -> None:
         where = f"{type(self).__name__} '{self.name}'"
@@ -160,6 +163,8 @@ class BaseEmbeddingConfig:
         self.num_special_rows = whole(f"{where}.num_special_rows", self.num_special_rows, 0)
         if not isinstance(self.ids, HashedIds | None):
             wrong_type(f"{where}.ids", "HashedIds or None", self.ids)
+        if not isinstance(self.fingerprint, str | None):
+            wrong_type(f"{where}.fingerprint", "text or None", self.fingerprint)
         if self.ids is not None:
             self.num_embeddings, _ = geometry(self.num_embeddings, self.ids.num_regions)
         if not isinstance(self.data_type, DataType):

@@ -181,6 +181,7 @@ class Pausing(Iterator[Any]):
         batches: Batches of an epoch.
         step: Number of steps before.
         pauses_after: Function of a step number: whether to pause after it.
+        check: Function that raises for a wrong batch.
 
     Attributes:
         has_ended: True after the last batch.
@@ -196,8 +197,10 @@ class Pausing(Iterator[Any]):
         batches: Iterable[Any],
         step: int = 0,
         pauses_after: Callable[[int], bool] = lambda step: False,
+        check: Callable[[Any], None] = lambda batch: None,
     ) -> None:
         self._batches, self._step, self._pauses_after = iter(batches), step, pauses_after
+        self._check = check
         self._is_due = self.has_ended = False
 
     def __next__(self) -> Any:
@@ -210,6 +213,7 @@ class Pausing(Iterator[Any]):
         except StopIteration:
             self.has_ended = True
             raise
+        self._check(batch)
         self._step += 1
         self._is_due = self._pauses_after(self._step)
         return batch

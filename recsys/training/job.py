@@ -29,6 +29,7 @@ from recsys.modules.modes import evaluation_mode
 from recsys.training.batches import Pausing, ResumableBatches, outputs
 from recsys.training.best import Best, FitResult
 from recsys.training.buffers import OwnBuffers
+from recsys.training.data_check import DataCheck
 from recsys.training.evaluation import BinaryMetrics, Metrics, sums_by_task
 from recsys.training.folder import clear_folder, load_newest
 from recsys.training.loggers import Logger
@@ -69,6 +70,7 @@ class TrainerSettings:
     shows_bar: bool
     loss_guard: LossGuard
     progressive: ProgressiveValidation | None
+    data_check: DataCheck
     env: ShardingEnv
     device: torch.device
 
@@ -97,7 +99,8 @@ def evaluate(settings: TrainerSettings, batches: Iterable[Any]) -> dict[str, flo
     with evaluation_mode(model), long_section("evaluation"):
         if settings.uneven is not None:
             batches = EvenBatches(batches, model, UnevenPolicy.JOIN)
-        for output, batch in outputs(settings.new_pipeline(forward), Pausing(batches)):
+        pausing = Pausing(batches, check=settings.data_check)
+        for output, batch in outputs(settings.new_pipeline(forward), pausing):
             metrics.update(output, batch)
         if settings.env.world_size > 1:
             metrics.sync()
@@ -176,7 +179,7 @@ class Job:
             batches = EvenBatches(
                 self._batches, settings.model, settings.uneven, may_be_empty=is_resumed
             )
-        pausing = Pausing(batches, self._batches.step, settings.may_save_at)
+        pausing = Pausing(batches, self._batches.step, settings.may_save_at, settings.data_check)
         for output, batch in outputs(pipeline, pausing):
             self._count(output, batch)
             if validation is not None and self._is_at(settings.evaluate_every):
@@ -283,7 +286,10 @@ class Job:
                 settings.folder / "last",
                 settings.model,
                 settings.optimizer,
-                {"schedule": None if schedule is None else schedule.state_dict()},
+                {
+                    "schedule": None if schedule is None else schedule.state_dict(),
+                    "fingerprints": settings.data_check.fingerprints,
+                },
                 progress=self._state,
             ).wait
             self._saved = at
@@ -295,6 +301,7 @@ class Job:
         extra = load_newest(last, settings.model, settings.optimizer, self._state)
         if schedule is not None and extra["schedule"] is not None:
             schedule.load_state_dict(extra["schedule"])
+        settings.data_check.fingerprints |= extra.get("fingerprints", {})
         at = self._batches
         self._saved = at.step, at.epoch
         if settings.env.rank == 0:

@@ -22,6 +22,7 @@ from recsys.distributed.train_pipeline import UnevenPolicy
 from recsys.distributed.types import ShardingEnv
 from recsys.modules.modes import training_mode
 from recsys.training.best import Best, FitResult
+from recsys.training.data_check import DataCheck
 from recsys.training.evaluation import BinaryMetrics, Metrics, device_of
 from recsys.training.job import Job, TrainerSettings, evaluate
 from recsys.training.loggers import JsonLines, Lines, Logger, check_loggers
@@ -194,6 +195,7 @@ class Trainer:
             shows_bar=shows_bar and env.rank == 0,
             loss_guard=guard,
             progressive=progressive,
+            data_check=DataCheck(model),
             env=env,
             device=device_of(model),
         )

@@ -13,7 +13,8 @@ import pytest
 
 from recsys.features import Categorical, FeatureSpec
 from recsys.features.arrow import Keys, Values, read_keys
-from recsys.features.vocabulary import Counts, Vocabulary
+from recsys.features.counts import Counts
+from recsys.features.vocabulary import Vocabulary
 from tests.features import plain
 
 

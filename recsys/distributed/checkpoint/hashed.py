@@ -113,7 +113,7 @@ def _hashed_tables(model: nn.Module) -> Iterator[tuple[str, list[tuple[int, Tabl
 
 def _fill(table: _Table, saved: SavedValues) -> None:
     prefix = table.weight.removesuffix("weight")
-    names = {key: _name_of(key) for key in (*table.values, *table.arrays)}
+    names = {key: name_of(key) for key in (*table.values, *table.arrays)}
     for key, name in names.items():
         saved_value, value = saved.values.get(name), {**table.values, **table.arrays}[key]
         if not isinstance(saved_value, TensorStorageMetadata):
@@ -136,10 +136,10 @@ def _fill(table: _Table, saved: SavedValues) -> None:
         if key[0] != "model":
             for _, part in parts:
                 part.zero_()
-        _copy_rows(saved, names[key], parts, rows_of)
+        copy_rows(saved, names[key], parts, rows_of)
 
 
-def _name_of(key: Sequence[str]) -> str:
+def name_of(key: Sequence[str]) -> str:
     """Return the name of a value in `SavedValues`."""
     return key[1] if key[0] == "model" else ".".join(key)
 
@@ -189,13 +189,21 @@ def _place(index: TableIndex, saved: SavedValues, prefix: str) -> tuple[Tensor, 
     return new_rows, old_rows
 
 
-def _copy_rows(
+def copy_rows(
     saved: SavedValues,
     name: str,
     parts: Sequence[tuple[tuple[int, ...], Tensor]],
     rows_of: dict[int, tuple[Tensor, Tensor]],
 ) -> None:
-    """Copy the rows of a saved value to their new places."""
+    """Copy the rows of a saved value to their new places.
+
+    Args:
+        saved: The checkpoint.
+        name: Name of the value in it.
+        parts: Offsets and values of this rank's shards.
+        rows_of: New rows in the shard and, in the same order, rows in the checkpoint; by the first
+            row of the shard.
+    """
     for rows in saved.row_ranges(name) if parts else []:
         assert rows is not None
         block: Tensor | None = None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from recsys.base.arguments import shown, wrong_type
 from recsys.base.checked import checked_but
 from recsys.base.step_stages import long_section
 from recsys.distributed.checkpoint.background import end_pending
@@ -42,14 +43,18 @@ from recsys.distributed.checkpoint.state import (
     whole_names,
 )
 from recsys.distributed.checkpoint.torchrec_names import own_names
+from recsys.distributed.checkpoint.values import SPEC, MovedTables, NewRows
 from recsys.distributed.checkpoint.versions import Manifest, open_version
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.distributed.state.table_shards import TableShards
 from recsys.optim.keyed import KeyedOptimizer
 
+if TYPE_CHECKING:
+    from recsys.features import FeatureSpec
+
 
 @long_section("load_checkpoint")
-@checked_but("path", "model", "optimizer", "progress")
+@checked_but("path", "model", "optimizer", "progress", "spec", "saved_spec")
 def load_checkpoint(
     path: str | Path,
     model: nn.Module,
@@ -59,6 +64,9 @@ def load_checkpoint(
     keep_settings: bool = False,
     progress: Mapping[str, Stateful] | None = None,
     resize: str | Collection[str] = (),
+    spec: FeatureSpec | None = None,
+    saved_spec: FeatureSpec | None = None,
+    new_rows: NewRows = "init",
 ) -> dict[str, Any]:
     """Load the values of `save_checkpoint`, in place, under any plan and on any ranks.
 
@@ -80,7 +88,16 @@ def load_checkpoint(
             loaded with their optimizer state. New rows keep the model's values; saved rows beyond
             the table's end are ignored. A table with hashed ids may also have another seed or
             `num_regions`. Its ids get new rows, with their weights and optimizer state. If there is
-            no room for all, the ids with the highest scores by its eviction rule stay.
+            no room for all, the ids with the highest scores by its eviction rule stay. Tables of a
+            fitted spec need `spec` instead.
+        spec: The fitted spec of the model's tables. Tables that were saved with another fit get
+            each row, with its optimizer state, at the place of its value: values that both fits
+            have keep their rows bit for bit, under any plan. A bucket of numbers takes the row of
+            the bucket that contained its middle. Without it, a table of another fit is an error.
+        saved_spec: The spec of the checkpoint; None for the one that was saved with it.
+        new_rows: Weights of values that the checkpoint lacks: "init" keeps the model's, "mean"
+            takes the mean of the saved values, "unknown" the saved row of unknown values. Their
+            optimizer state is the model's.
 
     Returns:
         The saved `extra`, with tensors on the CPU.
@@ -89,7 +106,7 @@ def load_checkpoint(
         CheckpointError: On every rank, with path, cause and failing rank: the folder is not a
             checkpoint, is damaged, or lacks a part of the model, of the optimizer's state or of
             `progress`; the state is of another kind of optimizer; or a table has another shape than
-            saved.
+            saved, or is of another fit.
         TypeError: Path, model or optimizer has another type, or a member of `progress` has no
             state.
         ValueError: On every rank, if gradients of a table with hashed ids wait for a step.
@@ -115,6 +132,7 @@ def load_checkpoint(
     state: dict[str, Any] = {}
     resized: Resized = []
     hashed: list[HashedTables] = []
+    moved: list[MovedTables] = []
     updates: Updates = []
     tables = [resize] if isinstance(resize, str) else resize
 
@@ -128,6 +146,15 @@ def load_checkpoint(
         check_logs(
             folder, logs, model, optimizer=optimizer is not None, allow_partial=allow_partial
         )
+        specs = spec, saved_spec
+        if new_rows not in get_args(NewRows):
+            raise ValueError(
+                f"new_rows must be one of {list(get_args(NewRows))}; received {shown(new_rows)}."
+            )
+        for name, given in zip(("spec", "saved_spec"), specs, strict=True):
+            if given is not None and not hasattr(given, "fingerprints"):
+                wrong_type(f"load_checkpoint.{name}", "a FeatureSpec, or None", given)
+        moved.append(MovedTables(folder, manifest, model, state, saved, specs, new_rows))
         hashed.append(HashedTables(model, state, tables))
         resized.extend(fit_rows(folder, state, saved, hashed[0].names(tables)))
         if progress:
@@ -154,8 +181,11 @@ def load_checkpoint(
 
     def finish() -> None:
         restore(state, resized)
-        if tables:
-            hashed[0].fill(SavedValues(folder, manifest, optimizer=True))
+        if tables or moved[0].names:
+            saved_values = SavedValues(folder, manifest, optimizer=True)
+            moved[0].fill(saved_values)
+            hashed[0].fill(saved_values)
+        moved[0].finish()
         model.load_state_dict(state["model"])
         if manifest is not None:
             load_logs(folder, logs, manifest["files"], model, optimizer=optimizer is not None)
@@ -187,7 +217,7 @@ def _state_to_fill(
     saved = {
         name: metadata
         for name, metadata in reader.read_metadata().state_dict_metadata.items()
-        if not name.startswith("progress.")
+        if not name.startswith("progress.") and name != SPEC
     }
 
     def live() -> dict[str, Any]:

@@ -40,6 +40,7 @@ def check_manifest(content: Mapping[str, Any]) -> None:
     members(files=_by_name(each(_tuple(_count, _CRC))), optimizer=each(_SETTINGS))(
         "the manifest", content
     )
+    _by_name(text_of)("fingerprints", content.get("fingerprints", {}))
     kind = content.get("kind", "full")
     choice_of("kind", kind, ("full", "delta"))
     if kind == "delta":

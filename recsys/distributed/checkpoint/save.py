@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -50,16 +50,23 @@ from recsys.distributed.checkpoint.state import (
     tables_without,
     whole_names,
 )
+from recsys.distributed.checkpoint.values import SPEC, fingerprints_of
 from recsys.distributed.checkpoint.versions import keep_newest, new_version
 from recsys.distributed.dmp_collection import DMPCollection
 from recsys.distributed.ranks.agreement import in_words_by_name, raise_if_facts_differ
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.modules.hashed_ids import check_rows_in_memory
+from recsys.modules.tables.fingerprints import check_spec
 from recsys.optim.keyed import KeyedOptimizer
+
+if TYPE_CHECKING:
+    from recsys.features import FeatureSpec
 
 
 @long_section("save_checkpoint")
-@checked_but("path", "model", "optimizer", "extra", "step", "keep", "progress", "full_every")
+@checked_but(
+    "path", "model", "optimizer", "extra", "step", "keep", "progress", "full_every", "spec"
+)
 def save_checkpoint(
     path: str | Path,
     model: nn.Module,
@@ -72,6 +79,7 @@ def save_checkpoint(
     consolidated: bool = False,
     delta: bool = False,
     full_every: int = 100,
+    spec: FeatureSpec | None = None,
 ) -> None:
     """Save a model, sharded or not, with its optimizer, as a new version in `path/step-N`.
 
@@ -105,6 +113,8 @@ def save_checkpoint(
             since. It is also full if a value has another shape, if another process has saved a
             newer version, or if the deltas would exceed half of the last full version.
         full_every: With `delta`, every so many saves one is full.
+        spec: The fitted spec of the model's tables. Full saves contain it, so that a later load can
+            move the rows to the values of another fit.
 
     Raises:
         CheckpointError: On every rank, with path, cause and failing rank: `extra`, `progress`, a
@@ -132,7 +142,7 @@ def save_checkpoint(
     """
     options = _Options(step, keep, consolidated, delta, full_every)
     job = _Save("save_checkpoint", path, model, optimizer, options)
-    state = job.collect_state(extra, progress)
+    state = job.collect_state(extra, progress, spec)
     with contextlib.ExitStack() as until_saved:
         folder = job.create_folder(until_saved)
         job.save_logs(folder)
@@ -141,7 +151,9 @@ def save_checkpoint(
 
 
 @long_section("save_checkpoint_async")
-@checked_but("path", "model", "optimizer", "extra", "step", "keep", "progress", "full_every")
+@checked_but(
+    "path", "model", "optimizer", "extra", "step", "keep", "progress", "full_every", "spec"
+)
 def save_checkpoint_async(
     path: str | Path,
     model: nn.Module,
@@ -154,6 +166,7 @@ def save_checkpoint_async(
     consolidated: bool = False,
     delta: bool = False,
     full_every: int = 100,
+    spec: FeatureSpec | None = None,
 ) -> PendingSave:
     """Save as `save_checkpoint` does, while training continues.
 
@@ -173,6 +186,7 @@ def save_checkpoint_async(
         consolidated: Whether to write the weights also as one file of safetensors.
         delta: Whether to save only the rows that changed since the previous version.
         full_every: With `delta`, every so many saves one is full.
+        spec: The fitted spec of the model's tables.
 
     Returns:
         The save in progress. Call its `wait()` before the job ends its process group.
@@ -193,7 +207,7 @@ def save_checkpoint_async(
     """
     options = _Options(step, keep, consolidated, delta, full_every)
     job = _Save("save_checkpoint_async", path, model, optimizer, options)
-    state = job.collect_state(extra, progress)
+    state = job.collect_state(extra, progress, spec)
     env_of_saves = job.env.for_saves()
     copied: dict[str, Any] = {}
     with contextlib.ExitStack() as until_copied:
@@ -264,6 +278,7 @@ class _Save:
         # a save that fails leaves no chain, so that the next one is full
         self._chain = take_chain(model)
         self._shapes: frozenset[Any] = frozenset()
+        self._fingerprints: dict[str, str] = {}
         self._changed: ChangedValues | None = None
         self._marks: ChangedRows | None = None
         self._logs = SavedLogs({}, {})
@@ -274,7 +289,10 @@ class _Save:
         )
 
     def collect_state(
-        self, extra: Mapping[str, Any] | None, progress: Mapping[str, Stateful] | None
+        self,
+        extra: Mapping[str, Any] | None,
+        progress: Mapping[str, Stateful] | None,
+        spec: FeatureSpec | None,
     ) -> dict[str, Any]:
         """Return the live values to save, checked on all ranks."""
         state: dict[str, Any] = {}
@@ -289,6 +307,9 @@ class _Save:
                 raise TypeError(f"extra must be a dict; received a {type(extra).__qualname__}.")
             check_progress(progress)
             check_plain("extra", dict(extra or {}))
+            if spec is not None:
+                check_spec("save_checkpoint.spec", spec, model)
+            self._fingerprints = fingerprints_of(model)
             for module in model.modules():
                 if isinstance(module, DMPCollection):
                     module.check_averaged()
@@ -311,7 +332,9 @@ class _Save:
             for name, value in values.items():
                 if not isinstance(value, Tensor):
                     check_plain(name, value)
-            self._shapes = shapes_of(values)
+            # a delta continues the spec and the fingerprints of its base
+            fits = spec is not None, *self._fingerprints.items()
+            self._shapes = shapes_of(values) | {("fits", *fits)}
             is_delta = (
                 self._options.delta
                 and self._chain is not None
@@ -321,6 +344,8 @@ class _Save:
             )
             if rank == 0:
                 state["extra"] = encode(extra or {})  # one leaf: its members are not renamed
+                if spec is not None:
+                    state[SPEC] = encode(spec.state_dict())
             if progress:
                 state["progress"] = {rank_key(rank): encode(progress_of(progress))}
             settings = (
@@ -333,6 +358,8 @@ class _Save:
         self._settings = merge([settings for settings, _, _ in prepared])
         if self._chain is not None and all(is_delta for _, _, is_delta in prepared):
             self._changed = changed_values(self._chain, model, state, self.env, self.what)
+        if self._changed is not None:
+            self._changed.state.pop(SPEC, None)
         self._start_marks()
         return state if self._changed is None else self._changed.state
 
@@ -373,7 +400,7 @@ class _Save:
 
         group = env.process_group
         before: SavedChain | None = None
-        about: dict[str, Any] = {"optimizer": self._settings}
+        about: dict[str, Any] = {"optimizer": self._settings, "fingerprints": self._fingerprints}
         if self._changed is not None and self._chain is not None:
             before = self._chain.saved
             if before is not None:

@@ -45,6 +45,7 @@ from recsys.kernels.quantized_split_lookup import QuantizedSplitLookup
 from recsys.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from recsys.modules.hashed_ids import HashedIds
 from recsys.modules.item_index import Recommend
+from recsys.modules.tables.fingerprints import check_spec
 
 if TYPE_CHECKING:  # needs pyarrow
     from recsys.inference.packages.columns import PackageColumns
@@ -133,6 +134,7 @@ def package(
         if spec is not None:
             from recsys.inference.packages.columns import PackageColumns
 
+            check_spec("package: spec", spec, model)
             columns = PackageColumns(spec, inputs)
             inputs = columns.arguments()
         manifest = _write_version(

@@ -1,0 +1,283 @@
+"""Tables whose rows stand for fitted values: a load moves each row to the place of its value."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from recsys.distributed.checkpoint.blocks import BlockReader
+from recsys.distributed.checkpoint.errors import CheckpointError, failures_named
+from recsys.distributed.checkpoint.hashed import copy_rows, name_of
+from recsys.distributed.checkpoint.read import CompleteLoadPlanner, SavedValues
+from recsys.distributed.checkpoint.safe_pickle import decode
+from recsys.distributed.checkpoint.state import parts_of_value, values_with_rows
+from recsys.distributed.checkpoint.versions import Manifest, chain_of
+from recsys.distributed.model_parallel import get_unwrapped_module
+from recsys.distributed.ranks.env import ShardingEnv
+from recsys.modules.embedding_configs import BaseEmbeddingConfig
+from recsys.modules.tables.fingerprints import configs_by_weight
+
+if TYPE_CHECKING:
+    from recsys.features import FeatureSpec
+
+__all__ = ["SPEC", "MovedTables", "NewRows", "fingerprints_of", "saved_spec"]
+
+NewRows: TypeAlias = Literal["init", "mean", "unknown"]
+"""Values of rows that the checkpoint lacks: those of the model, the mean of the saved rows of
+values, or the saved row of unknown values."""
+SPEC = "spec"
+"""Name of the spec among the values of a checkpoint."""
+_UNKNOWN = 1  # row of unknown values in tables with a vocabulary
+
+
+def fingerprints_of(model: nn.Module) -> dict[str, str]:
+    """Return the fingerprints of the tables that have one, by the name of the weight."""
+    return {
+        name: config.fingerprint
+        for name, config in configs_by_weight(get_unwrapped_module(model))
+        if config.fingerprint is not None
+    }
+
+
+def saved_spec(folder: Path, manifest: Manifest | None) -> FeatureSpec | None:
+    """Return the spec that was saved with a version; None: there is none.
+
+    A delta has the spec of its base.
+
+    Args:
+        folder: Folder of the version.
+        manifest: Its manifest; None for a folder without one.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
+    from recsys.features import FeatureSpec
+
+    if manifest is None:
+        return None
+    reader = BlockReader(*chain_of(folder, manifest)[0])
+    if SPEC not in reader.read_metadata().state_dict_metadata:
+        return None
+    state: dict[str, Any] = {SPEC: b""}
+    with failures_named(f"{folder} cannot be read.", ShardingEnv.from_local(), "read a spec"):
+        load(state, storage_reader=reader, planner=CompleteLoadPlanner(), no_dist=True)
+        return FeatureSpec.from_state_dict(decode(f"The spec of {folder}", state[SPEC]))
+
+
+@final
+class _Table(NamedTuple):
+    """A table whose rows move, on this rank."""
+
+    name: str
+    """Name of the table, for messages."""
+    values: dict[tuple[str, ...], Tensor]
+    """Weight and row states, by their keys in the state."""
+    sources: Tensor
+    """int64 [rows here], the saved row of each row; -1: there is none."""
+    first_row: int
+    """Number of rows that are not values of the data."""
+
+
+@final
+class MovedTables:
+    """Tables of another fit than saved, which a load fills value by value instead of row by row.
+
+    Args:
+        folder: Folder of the version.
+        manifest: Its manifest; None for a folder without one.
+        model: The model.
+        state: Its live state. The values of the tables are taken out.
+        saved: Values in the checkpoint.
+        specs: The spec of the model's tables, and that of the checkpoint; None: not given.
+        new_rows: Values of rows that the checkpoint lacks.
+
+    Raises:
+        CheckpointError: A table is of another fit, and the specs do not say which row is which; or
+            a spec is not the one of the model or the checkpoint.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest | None,
+        model: nn.Module,
+        state: dict[str, Any],
+        saved: Mapping[str, STORAGE_TYPES],
+        specs: tuple[FeatureSpec | None, FeatureSpec | None],
+        new_rows: NewRows,
+    ) -> None:
+        self._folder, self._manifest, self._state = folder, manifest, state
+        self._specs, self._new_rows = specs, new_rows
+        self._tables: list[_Table] = []
+        self._taken: list[tuple[BaseEmbeddingConfig, str]] = []
+        fingerprints = (manifest or {}).get("fingerprints")
+        unchecked: list[str] = []
+        for weight, config in configs_by_weight(get_unwrapped_module(model)):
+            value, saved_value = state["model"].get(weight), saved.get(f"model.{weight}")
+            if value is None or not isinstance(saved_value, TensorStorageMetadata):
+                continue
+            before = (fingerprints or {}).get(weight)
+            is_resized = saved_value.size[:1] != value.shape[:1]
+            if config.fingerprint == before and before is not None:
+                continue
+            if config.fingerprint is None:
+                if before is not None and is_resized:
+                    raise CheckpointError(self._differs(config, before))
+                if before is not None:
+                    self._taken.append((config, before))
+                continue
+            if before is None and specs[1] is None and not is_resized:
+                unchecked.append(config.name)
+                continue
+            self._move(weight, config, before)
+        if unchecked:
+            warnings.warn(
+                f"The checkpoint {folder} has no fingerprints of the tables {unchecked[:10]}, as "
+                "it was saved without FeatureSpec.tables or by an older recsys: the load cannot "
+                "tell whether their rows stand for the same values. The next save has them.",
+                UserWarning,
+                stacklevel=7,
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tables."""
+        return [table.name for table in self._tables]
+
+    def _move(self, weight: str, config: BaseEmbeddingConfig, before: str | None) -> None:
+        from recsys.features.fingerprints import row_sources
+
+        spec, old = self._specs
+        if spec is None:
+            raise CheckpointError(self._differs(config, before))
+        old = saved_spec(self._folder, self._manifest) if old is None else old
+        if old is None:
+            raise CheckpointError(
+                f"The checkpoint {self._folder} has no spec, and table {config.name!r} is of "
+                "another fit than here. Pass saved_spec, the spec of the job that saved it."
+            )
+        feature = config.feature_names[0]
+        checks = (("spec", spec, config.fingerprint, "the model"), ("saved_spec", old, before, ""))
+        for argument, fit, wanted, owner in checks:
+            if wanted is not None and fit.fingerprints().get(feature) != wanted:
+                raise CheckpointError(
+                    f"{argument} must be the spec of {owner or 'the checkpoint'}, "
+                    f"{self._folder}; feature {feature!r} is of another fit in it."
+                )
+        [table] = [entry.table for entry in spec.features() if entry.name == feature]
+        try:
+            sources = torch.from_numpy(row_sources(spec, old, table))
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"Table {config.name!r} cannot take its rows from {self._folder}: {error}"
+            ) from None
+        num_rows = self._state["model"][weight].shape[0]
+        if num_rows < len(sources):
+            raise CheckpointError(
+                f"Table {config.name!r} must have the {len(sources)} rows of spec; received "
+                f"{num_rows}. Make it by spec.tables."
+            )
+        sources = torch.cat([sources, sources.new_full((num_rows - len(sources),), -1)])
+        values = values_with_rows(weight, self._state)
+        self._tables.append(_Table(config.name, values, sources, config.num_special_rows))
+        for key in values:
+            *path, name = key
+            holder = self._state
+            for part in path:
+                holder = holder[part]
+            del holder[name]
+
+    def _differs(self, config: BaseEmbeddingConfig, before: str | None) -> str:
+        """Return the message for a table of another fit."""
+        from recsys.features.vocabulary import moved_values
+
+        old = self._specs[1] or saved_spec(self._folder, self._manifest)
+        if old is not None:
+            old.fingerprints()  # which makes its vocabularies known
+        moved = moved_values(str(config.fingerprint), str(before))
+        what = "its rows stand for other values"
+        if moved is not None:
+            what = f"{moved[0]:,} of its {moved[1]:,} values have another row, or none"
+        return (
+            f"Table {config.name!r} of the checkpoint {self._folder} is of another fit than here: "
+            f"{what}. Pass spec, the spec of the model, to move each row to its value"
+            f"{'' if old is not None else ', and saved_spec, that of the checkpoint'}; or make the "
+            "model by the spec of the checkpoint."
+        )
+
+    @torch.no_grad()
+    def fill(self, saved: SavedValues) -> None:
+        """Fill the tables, and put their values back into the state.
+
+        Args:
+            saved: The checkpoint, with optimizer state.
+
+        Raises:
+            CheckpointError: It lacks a value of a table, or the table has other columns in it.
+        """
+        for table in self._tables:
+            for key, value in table.values.items():
+                self._fill(table, key, value, saved)
+                set_element(self._state, key, value)
+
+    def finish(self) -> None:
+        """Give tables without a fingerprint the one with which they were saved."""
+        for config, fingerprint in self._taken:
+            config.fingerprint = fingerprint
+
+    def _fill(self, table: _Table, key: tuple[str, ...], value: Tensor, saved: SavedValues) -> None:
+        name, parts = name_of(key), parts_of_value(value)
+        saved_value = saved.values.get(name)
+        if not isinstance(saved_value, TensorStorageMetadata):
+            raise CheckpointError(
+                f"The checkpoint {saved.folder} lacks {name!r} of table {table.name!r}. Load "
+                "without the optimizer."
+            )
+        most = int(table.sources.max()) + 1
+        if saved_value.size[1:] != value.shape[1:] or saved_value.size[0] < most:
+            raise CheckpointError(
+                f"The checkpoint {saved.folder} has {name!r} of shape {tuple(saved_value.size)}; "
+                f"table {table.name!r} needs at least {most} rows of shape "
+                f"{tuple(value.shape[1:])}. Only another number of rows can be loaded."
+            )
+        sources, is_weight = table.sources, key[0] == "model"
+        if is_weight and self._new_rows == "unknown":
+            sources = sources.where(sources >= 0, min(_UNKNOWN, table.first_row - 1))
+        copy_rows(saved, name, parts, _rows_of(sources, parts))
+        if is_weight and self._new_rows == "mean" and bool((sources < 0).any()):
+            mean = _mean(saved, name, table.first_row)
+            for offsets, part in parts:
+                is_new = sources[offsets[0] : offsets[0] + len(part)] < 0
+                columns = mean[offsets[1] : offsets[1] + part.shape[1]]
+                part[is_new.to(part.device)] = columns.to(part.device, part.dtype)
+
+
+def _rows_of(
+    sources: Tensor, parts: Sequence[tuple[tuple[int, ...], Tensor]]
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return the rows of each part that are in the checkpoint, and their rows there."""
+    rows: dict[int, tuple[Tensor, Tensor]] = {}
+    for (first, *_), part in parts:
+        of_part = sources[first : first + len(part)]
+        new_rows = (of_part >= 0).nonzero().flatten()
+        rows[first] = new_rows.to(part.device), of_part[new_rows].to(part.device)
+    return rows
+
+
+def _mean(saved: SavedValues, name: str, first_row: int) -> Tensor:
+    """Return the mean of the saved rows from `first_row` on, float64 [columns]."""
+    total, count = torch.zeros(1, dtype=torch.float64), 0
+    for rows in saved.row_ranges(name):
+        if rows is not None:
+            block = saved.read({name: rows})[name][max(first_row - rows.start, 0) :]
+            total = total + block.double().sum(0)
+            count += len(block)
+    return total / max(count, 1)
