@@ -5,6 +5,7 @@ Shapes: `B` rows, `D` numbers of a vector.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Vector", "read_vectors"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
+_MOST: Final = 1 << 24
+"""Largest size of vectors; packages and the C++ core have it, too."""
 _HINT: Final = "Write null for a missing vector."
 
 
@@ -34,7 +37,7 @@ class Vector(Column):
 
     Raises:
         TypeError: A value has another type.
-        ValueError: `dim` is below 1.
+        ValueError: `dim` is below 1 or above 2^24.
 
     Example:
         >>> from recsys.features import FeatureSpec
@@ -55,7 +58,7 @@ class Vector(Column):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(f"Vector {self.name!r}: dim", self.dim)
+        whole(f"Vector {self.name!r}: dim", self.dim, 1, _MOST)
 
     def feature_names(self) -> list[str]:
         """Return a name for each number of the vector."""
@@ -64,6 +67,18 @@ class Vector(Column):
     def read(self, table: Any, fitted: Fitted) -> list[_Array]:
         """Read the vectors, as a dense feature for each of their numbers."""
         return list(read_vectors(table, self.name, self.dim)[0].T)
+
+    def describe(
+        self, fitted: Fitted, table: Any, tensors: Mapping[str, str]
+    ) -> dict[str, Any] | None:
+        """Return the entry of the column in the manifest of a package."""
+        return {
+            "name": self.name,
+            "kind": "vector",
+            "dtype": "float32",
+            "is_list": True,
+            "dim": self.dim,
+        }
 
 
 def read_vectors(table: Any, name: str, dim: int) -> tuple[_Array, _Array]:

@@ -16,6 +16,10 @@ import torch
 from recsys import datasets
 from recsys.features import FeatureSpec, Ids, Label, Numeric, Vector
 from recsys.features.columns import Column
+from recsys.inference import Predictor, inspect, package, quantize_embeddings, score
+from recsys.inference.packages.columns import raw_request
+from recsys.modules.dlrm import DLRM
+from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.prepare import prepare
 
 DIM = 5
@@ -98,7 +102,7 @@ def test_tables_in_memory() -> None:
         ([0.0, float("nan")], ValueError, "must have finite numbers; received nan in row 2{}. "
          "Write null for a missing vector."),
         ([0.0, -float("inf")], ValueError, "must have finite numbers; received -inf in row 2{}"),
-        ([1e39, 0.0], ValueError, "must have numbers in the range of float32; received 1e+39 in row"),
+        ([1e39, 0.0], ValueError, "must have numbers in the range of float32; received 1e+39 in "),
     ],
 )  # fmt: skip
 def test_bad_vectors_are_named(
@@ -159,3 +163,37 @@ def test_files_and_saved_specs(tmp_path: Path) -> None:
     assert raw[:, 1:].tolist() == filled(vectors_of(0, 30) + vectors_of(1, 30))
     assert torch.equal(raw, again)
     assert torch.equal(raw, prepared)
+
+
+def test_packages(tmp_path: Path) -> None:
+    """A package has the scores of the model; a missing vector is a list of length 0 in the core."""
+    table = rows_of(0, 30, LISTS[1])
+    spec = FeatureSpec(COLUMNS).fit(table)
+    tables = EmbeddingBagCollection(tables=spec.tables(4))
+    model = quantize_embeddings(DLRM(tables, 1 + DIM, [4, 4], [4, 1]).eval())
+    version = package(model, tmp_path / "m", table, spec=spec, programs=["torchscript"])
+    batch = spec.transform(table)
+    with torch.no_grad():
+        expected = model(batch.dense_features, batch.sparse_features).numpy()
+    with Predictor(version) as predictor:
+        np.testing.assert_allclose(predictor(table)["output"], expected, 1e-5, 1e-6)
+        request = raw_request(predictor.manifest["columns"], table)
+        rows = {"age": [1], "film": [2]}
+        for image, message in (
+            ([[1.0]], "lists of length 5; received 1 in row 0. Send vectors of this length."),
+            ([1.0], "must have lists; received double. Send a list for each row."),
+        ):
+            with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+                predictor(rows | {"image": image})
+            with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+                raw_request(predictor.manifest["columns"], rows | {"image": image})
+    vectors = vectors_of(0, 30)
+    lengths, numbers = request["image.lengths"], request["image"]
+    assert isinstance(lengths, torch.Tensor)
+    assert isinstance(numbers, torch.Tensor)
+    assert lengths.tolist() == [DIM if vector else 0 for vector in vectors]
+    assert numbers.tolist() == [number for vector in vectors for number in vector or []]
+    assert "column image: lists of float32, vector" in inspect(version).splitlines()
+    pq.write_table(table, tmp_path / "a.parquet")
+    [result] = score(version, tmp_path / "a.parquet", tmp_path / "out")
+    np.testing.assert_allclose(pq.read_table(result)["output"], expected[:, 0], 1e-5, 1e-6)
