@@ -44,7 +44,7 @@ SURFACE = {
         TrainPipelineSemiSync TrainPipelineSparseDist UnevenPolicy
     """,
     "recsys.features": """
-        Categorical FeatureSpec Group Hashed Ids Label Numeric SampleWeight Timestamp
+        Categorical FeatureSpec Group Hashed Ids Label Numeric SampleWeight Timestamp Vector
     """,
     "recsys.inference": """
         QuantEmbeddingBagCollection QuantEmbeddingCollection

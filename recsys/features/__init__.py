@@ -1,9 +1,9 @@
 """Raw columns to batches: fitted on training data, saved, the same in training and serving.
 
-`columns` defines the base class of columns; the kinds are in `id_columns`, `numeric`, `times` and
-`samples`. `arrow` reads tables, `vocabulary` and `scaling` are the fitted parts, `fit` collects
-them from data in pieces, and `spec` is the `FeatureSpec` that joins them. The package needs pyarrow
-(extra `data`).
+`columns` defines the base class of columns; the kinds are in `id_columns`, `numeric`, `times`,
+`vectors` and `samples`. `arrow` reads tables, `vocabulary` and `scaling` are the fitted parts,
+`fit` collects them from data in pieces, and `spec` is the `FeatureSpec` that joins them. The
+package needs pyarrow (extra `data`).
 """
 
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from recsys.features.samples import Group, Label, SampleWeight
     from recsys.features.spec import FeatureSpec
     from recsys.features.times import Timestamp
+    from recsys.features.vectors import Vector
 
 __all__ = [
     "Categorical",
@@ -27,6 +28,7 @@ __all__ = [
     "Numeric",
     "SampleWeight",
     "Timestamp",
+    "Vector",
 ]
 
 __getattr__ = lazy_names(
@@ -37,5 +39,6 @@ __getattr__ = lazy_names(
         **dict.fromkeys(["Group", "Label", "SampleWeight"], "features.samples"),
         "Numeric": "features.numeric",
         "Timestamp": "features.times",
+        "Vector": "features.vectors",
     },
 )

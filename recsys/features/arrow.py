@@ -143,13 +143,14 @@ def column_of(table: Any, name: str) -> Any:
         ) from error
 
 
-def read_values(table: Any, name: str, is_list: bool) -> Values:
+def read_values(table: Any, name: str, is_list: bool, hint: str | None = None) -> Values:
     """Read a column with one value, or one list of values, per row.
 
     Args:
         table: An Arrow table.
         name: The column.
         is_list: True if the rows must be lists.
+        hint: What to do if they are not lists, or the reverse; None: set `is_list`.
 
     Raises:
         KeyError: There is no such column.
@@ -163,8 +164,9 @@ def read_values(table: Any, name: str, is_list: bool) -> Values:
     has_lists = _has_lists(kind)
     if has_lists != is_list or (pa.types.is_nested(kind) and not has_lists):
         rule = "must have lists" if is_list else "must have one value per row"
-        hint = f" Set is_list={has_lists}." if has_lists or not pa.types.is_nested(kind) else ""
-        raise TypeError(f"Column {name!r} {rule}; received {kind}.{hint}")
+        remedy = f" {hint or f'Set is_list={has_lists}.'}"
+        remedy = remedy if has_lists or not pa.types.is_nested(kind) else ""
+        raise TypeError(f"Column {name!r} {rule}; received {kind}.{remedy}")
     if not is_list:
         return Values(name, array, None)
     values = _plain(array.flatten())
@@ -316,8 +318,14 @@ def read_integers(
     return numbers.astype(np.int64, copy=False), is_missing
 
 
-def read_numbers(values: Values) -> tuple[_Array, _Array | None]:
+def read_numbers(
+    values: Values, hint: str = "Write null for a missing number."
+) -> tuple[_Array, _Array | None]:
     """Read numbers.
+
+    Args:
+        values: The column.
+        hint: What to do with a number that is NaN or infinite.
 
     Returns:
         [N] float64, with 0 for missing numbers; and [N] bool, True for missing numbers, or None.
@@ -336,7 +344,6 @@ def read_numbers(values: Values) -> tuple[_Array, _Array | None]:
     numbers = present.astype(np.float64, copy=False)
     is_finite = np.isfinite(numbers)
     if not is_finite.all():
-        hint = "Write null for a missing number."
         values.reject(ValueError, "must have finite numbers", ~is_finite, hint)
     return numbers, is_missing
 

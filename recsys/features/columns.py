@@ -1,6 +1,6 @@
 """`Column`, the description of a column of a table and of its part of a batch.
 
-The kinds of columns extend it, in `id_columns`, `numeric`, `times` and `samples`.
+The kinds of columns extend it, in `id_columns`, `numeric`, `times`, `vectors` and `samples`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from recsys.features import (
     Numeric,
     SampleWeight,
     Timestamp,
+    Vector,
 )
 from tests.features.tables import COLUMNS
 
@@ -53,6 +54,8 @@ def test_columns_are_values() -> None:
         (lambda: Numeric("a", spacing="even"), ValueError, "spacing must be one of .*'even'"),
         (lambda: Timestamp("a", parts=("year",)), ValueError, "parts must be one of .*'year'"),
         (lambda: Timestamp("a", unit="m"), ValueError, "unit must be one of .*'m'"),
+        (lambda: Vector("a", dim=0), ValueError, "Vector 'a': dim .*0"),
+        (lambda: Vector("a", dim=2.5), TypeError, "dim .*2.5"),
         (lambda: Label("a", low=2), ValueError, "Label 'a': low must not be above high; .*2"),
         (lambda: Label("a", high=float("inf")), ValueError, "Label 'a': high .*inf"),
         (lambda: SampleWeight(None), TypeError, "name .*None"),

@@ -82,7 +82,8 @@ void check_dtype(const recsys_tensor* tensor, bool is_right, const char* wanted)
 }
 
 bool is_number(const Column& column) {
-  return column.kind == Column::Kind::kNumeric || column.kind == Column::Kind::kBuckets;
+  return column.kind == Column::Kind::kNumeric || column.kind == Column::Kind::kBuckets ||
+         column.kind == Column::Kind::kVector;
 }
 
 }  // namespace

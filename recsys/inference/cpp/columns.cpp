@@ -18,6 +18,7 @@ namespace recsys {
 namespace {
 
 constexpr std::int64_t kMissing = 0;
+constexpr std::int64_t kMostNumbers = 1 << 24;  // of a vector
 
 template <typename... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
@@ -34,7 +35,8 @@ Column::Kind kind_named(const std::string& name) {
   const std::pair<const char*, Column::Kind> kinds[] = {
       {"categorical", Column::Kind::kCategorical}, {"hashed", Column::Kind::kHashed},
       {"ids", Column::Kind::kIds},                 {"numeric", Column::Kind::kNumeric},
-      {"buckets", Column::Kind::kBuckets},         {"time", Column::Kind::kTime},
+      {"buckets", Column::Kind::kBuckets},         {"vector", Column::Kind::kVector},
+      {"time", Column::Kind::kTime},
   };
   for (const auto& [known, kind] : kinds) {
     if (name == known) {
@@ -130,7 +132,7 @@ Columns::Columns(const Manifest& manifest, const std::string& version) {
     }
   }
   for (const Column& column : columns_) {
-    num_dense_ += column.kind == Column::Kind::kNumeric;
+    num_dense_ += column.dim;
   }
 }
 
@@ -165,6 +167,11 @@ void Columns::read_column(const Json& json) {
       require(name == "hour" || name == "weekday" || name == "day" || name == "month", column.name,
               "parts of a time");
     }
+  } else if (column.kind == Column::Kind::kVector) {
+    column.is_list = json.at("is_list").boolean();
+    column.dim = json.at("dim").integer();
+    require(column.is_list, column.name, "lists");
+    require(column.dim > 0 && column.dim <= kMostNumbers, column.name, "a size of its vectors");
   } else if (column.kind == Column::Kind::kNumeric || column.kind == Column::Kind::kBuckets) {
     column.missing = optional_number(json, "missing");
     column.low = optional_number(json, "low");
@@ -175,6 +182,7 @@ void Columns::read_column(const Json& json) {
     column.deviation = json.at("deviation").number();
     require(column.low.has_value() == column.high.has_value(), column.name, "two limits");
     require(column.deviation > 0, column.name, "a positive deviation");
+    column.dim = column.kind == Column::Kind::kNumeric;
     if (column.kind == Column::Kind::kBuckets) {
       column.tensor = json.at("tensor").text();
       for (const Json& edge : json.at("edges").array()) {
@@ -272,6 +280,10 @@ std::shared_ptr<const Converted> Columns::convert(const recsys_request& request)
   for (const ColumnView& view : views) {
     switch (view.column->kind) {
       case Column::Kind::kNumeric: add_numbers(view, num_rows, next++); break;
+      case Column::Kind::kVector:
+        add_vectors(view, num_rows, next);
+        next += view.column->dim;
+        break;
       case Column::Kind::kBuckets: add_buckets(view, num_rows, *converted); break;
       case Column::Kind::kTime: add_parts(view, num_rows, *converted); break;
       default: add_ids(view, num_rows, *converted);
@@ -291,6 +303,29 @@ void Columns::add_numbers(const ColumnView& view, std::int64_t num_rows, float* 
       number = (number - column.mean) / column.deviation;
     }
     out[row * num_dense_] = single(column.name, number, row);
+  }
+}
+
+void Columns::add_vectors(const ColumnView& view, std::int64_t num_rows, float* out) const {
+  const Column& column = *view.column;
+  std::int64_t next = 0;
+  for (std::int64_t row = 0; row < num_rows; ++row, out += num_dense_) {
+    const std::int64_t length = view.length_of(row);
+    if (length == 0) {  // a missing vector
+      std::fill_n(out, column.dim, 0.0F);
+      continue;
+    }
+    if (length != column.dim) {
+      refuse(column.name, " must have lists of length ", column.dim, "; received ", length,
+             " in row ", row, ".");
+    }
+    for (std::int64_t i = 0; i < length; ++i, ++next) {
+      if (view.is_missing(next)) {
+        refuse(column.name, " must have no missing number in a vector; received one in row ", row,
+               ".");
+      }
+      out[i] = single(column.name, real_at(*view.values, next), row);
+    }
   }
 }
 

@@ -46,7 +46,7 @@ struct Vocabulary {
 
 // A column of the package's FeatureSpec.
 struct Column {
-  enum class Kind { kCategorical, kHashed, kIds, kNumeric, kBuckets, kTime };
+  enum class Kind { kCategorical, kHashed, kIds, kNumeric, kBuckets, kVector, kTime };
 
   struct Part {
     std::string name;    // "hour", "weekday", "day" or "month"
@@ -61,6 +61,7 @@ struct Column {
   std::string tensor;            // of the model; "": of a dense column, or of parts
   const Vocabulary* vocabulary = nullptr;
   std::optional<std::int64_t> rows;  // of a hashed column; none: ids stay
+  std::int64_t dim = 0;              // dense numbers of a row; 0: the column has ids
   // of a number
   std::optional<double> missing, low, high;
   bool has_log = false, is_standardized = false;
@@ -90,6 +91,7 @@ class Columns {
   void read_column(const Json& json);
   void read_row_values(const std::vector<Output>& outputs);
   void add_numbers(const ColumnView& view, std::int64_t num_rows, float* out) const;
+  void add_vectors(const ColumnView& view, std::int64_t num_rows, float* out) const;
   void add_buckets(const ColumnView& view, std::int64_t num_rows, Converted& out) const;
   void add_parts(const ColumnView& view, std::int64_t num_rows, Converted& out) const;
   void add_ids(const ColumnView& view, std::int64_t num_rows, Converted& out) const;

@@ -33,6 +33,7 @@ from recsys.features.save import save_folder
 from recsys.features.spec import FeatureSpec
 from recsys.features.text_hash import text_buffers
 from recsys.features.times import read_seconds
+from recsys.features.vectors import read_vectors
 from recsys.features.vocabulary import Vocabulary
 from recsys.inference.packages.safetensors import write_tensors
 
@@ -53,6 +54,8 @@ _REMEDIES: Final = {
     "Set is_list=True.": "Send one value for each row, not a list.",
     "Set rows to the size of the table.": "Send row numbers of the table.",
     "Describe it by Categorical or Hashed.": "Send whole numbers.",
+    "Describe it by Numeric.": "Send a list for each row.",
+    "Set dim of the Vector.": "Send vectors of this length.",
     "Set unit.": "Send times in the unit of the package.",
     "Choose another unit of the Timestamp.": "Send a time nearer to 1970.",
     "Convert the column.": "Send values of one type.",
@@ -247,6 +250,11 @@ def _raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, T
     for column in columns:
         name, is_list = column["name"], bool(column.get("is_list"))
         if name not in table.column_names and column.get("missing") is not None:
+            continue
+        if column["kind"] == "vector":  # a missing one has length 0
+            vectors, no_vector = read_vectors(table, name, column["dim"])
+            parts[f"{name}.lengths"] = torch.from_numpy(np.where(no_vector, 0, column["dim"]))
+            parts[name] = torch.from_numpy(vectors[~no_vector].reshape(-1))
             continue
         values = read_values(table, name, is_list)
         if values.lengths is not None:

@@ -127,6 +127,7 @@ def _one_of(*choices: str) -> Reader:
 _integer: Reader = partial(whole_of, least=-MOST_ROWS - 1, most=MOST_ROWS)
 _count: Reader = partial(whole_of, least=0, most=MOST_ROWS)
 _positive: Reader = partial(whole_of, least=1, most=MOST_ROWS)
+_size: Reader = partial(whole_of, least=1, most=1 << 24)
 _dtype = _one_of(*_DTYPES)
 _dtype_of_ids = _one_of(*_IDS)
 
@@ -177,12 +178,14 @@ def _offset(subject: str, value: object) -> int:
 
 
 def _column(subject: str, value: object) -> dict[str, Any]:
-    kinds = "categorical", "hashed", "ids", "numeric", "buckets", "time"
+    kinds = "categorical", "hashed", "ids", "numeric", "buckets", "vector", "time"
     named = members(name=text_of, kind=_one_of(*kinds), dtype=text_of)(subject, value)
     kind = named["kind"]
     if kind == "time":
         part = members(part=_one_of(*_PARTS), tensor=text_of)
         return named | members(per_second=_positive, parts=each(part))(subject, value)
+    if kind == "vector":
+        return named | members(is_list=flag_of, dim=_size)(subject, value)
     if kind in ("numeric", "buckets"):
         return named | _number_column(subject, value, kind == "buckets")
     readers = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 from safetensors.numpy import save, save_file
 from torch import Tensor
 
-from recsys.features import Categorical, Hashed, Ids, Numeric
+from recsys.features import Categorical, Hashed, Ids, Numeric, Vector
+from recsys.features.columns import Column
 from recsys.features.fit import Fitted
 from recsys.features.save import save_folder
 from recsys.features.vocabulary import Vocabulary
@@ -154,7 +155,7 @@ COLUMNS: list[dict[str, Any]] = [
     },
 ]  # fmt: skip
 """Descriptions of raw columns, one for each tensor of the program."""
-_SPEC = [
+_SPEC: list[Column] = [
     Numeric("age", clip=(-3.0, 4.0), standardize=True),
     Numeric("pay", missing=7.0, log1p=True),
     Categorical("city", is_list=True, table="cities"),
@@ -169,6 +170,13 @@ def write_raw(version: Path, **changed: np.ndarray) -> Path:
     """Write a version of the package whose requests have raw columns, with changed vocabularies."""
     _write_vocabularies(version, CITIES, changed)
     return write(version, columns=COLUMNS, inputs=_raw_inputs())
+
+
+def write_vectors(version: Path) -> Path:
+    """Write a version whose dense numbers are of one raw column `image` of vectors."""
+    _write_vocabularies(version, CITIES, {}, [Vector("image", dim=2), *_SPEC[2:]])
+    vector = {"name": "image", "kind": "vector", "dtype": "float32", "is_list": True, "dim": 2}
+    return write(version, columns=[vector, *COLUMNS[2:]], inputs=_raw_inputs())
 
 
 def _raw_inputs() -> list[dict[str, Any]]:
@@ -203,7 +211,10 @@ def write_recommender(version: Path, values: list[Any], **changed: np.ndarray) -
 
 
 def _write_vocabularies(
-    version: Path, values: list[Any], changed: Mapping[str, np.ndarray]
+    version: Path,
+    values: list[Any],
+    changed: Mapping[str, np.ndarray],
+    spec: Sequence[Column] = _SPEC,
 ) -> None:
     """Write the files of raw columns: the vocabularies of the core, and the spec of Python."""
     version.mkdir(parents=True)
@@ -217,7 +228,7 @@ def _write_vocabularies(
         edges={},
         kinds={"code": "number", "any": "text"},
     )
-    save_folder(version / FOLDER, _SPEC, fitted)
+    save_folder(version / FOLDER, spec, fitted)
 
 
 def _vocabulary(values: list[Any]) -> dict[str, np.ndarray]:

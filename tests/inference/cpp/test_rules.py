@@ -52,6 +52,8 @@ class Server:
             fake_package.write(self.version)
         elif self._kind == "columns":
             fake_package.write_raw(self.version)
+        elif self._kind == "vectors":
+            fake_package.write_vectors(self.version)
         else:
             fake_package.write_recommender(self.version, case["values"])
         self._written = {path: path.read_bytes() for path in self.version.glob("tables/*")}
