@@ -27,6 +27,26 @@ def begin_epoch(loader: Any, epoch: int) -> None:
             part.set_epoch(epoch)
 
 
+def spec_of(loader: Any) -> Any:
+    """Return the FeatureSpec of a reader, or of the reader in a DataLoader; None: there is none.
+
+    Args:
+        loader: An iterable of batches.
+
+    Example:
+        >>> from recsys import datasets
+        >>> from recsys.features import FeatureSpec, Ids
+        >>> spec = FeatureSpec([Ids("film", rows=9)])
+        >>> spec_of(datasets.table({"film": [3, 4]}, spec, batch_size=2)) is spec
+        True
+    """
+    for part in (loader, getattr(loader, "dataset", None)):
+        spec = getattr(getattr(part, "selection", None), "spec", None)
+        if hasattr(spec, "fingerprints"):
+            return spec
+    return None
+
+
 def epoch_length(loader: Any) -> int | None:
     """Return the number of batches of the current epoch; None if the loader does not know it.
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from recsys.base.loaders import epoch_length
+from recsys.base.loaders import epoch_length, spec_of
 from recsys.base.step_stages import long_section
 from recsys.distributed.checkpoint import (
+    NewRows,
     RandomState,
     Stateful,
     load_checkpoint,
@@ -37,9 +38,22 @@ from recsys.training.named_metrics import NamedMetrics
 from recsys.training.progress import MeanLoss, Progress, total_steps
 from recsys.training.progressive import ProgressiveValidation
 
-__all__ = ["Job", "TrainerSettings", "evaluate"]
+if TYPE_CHECKING:
+    from recsys.features import FeatureSpec
+
+__all__ = ["Job", "Start", "TrainerSettings", "evaluate"]
 
 _Pipeline = TrainPipelineSparseDist[Any, Any]
+
+
+@final
+class Start(NamedTuple):
+    """The checkpoint of another job with whose weights a job starts."""
+
+    path: Path
+    has_states: bool
+    """Whether the optimizer's state is loaded, too."""
+    new_rows: NewRows
 
 
 @final
@@ -60,6 +74,8 @@ class TrainerSettings:
     load_best: bool
     save_every: int | None
     resume: bool
+    start: Start | None
+    spec: FeatureSpec | None
     overwrite: bool
     schedule: LRScheduler | None
     pipeline: bool
@@ -142,15 +158,19 @@ class Job:
         }
         if settings.progressive is not None:
             self._state["progressive"] = settings.progressive
+        self._spec = settings.spec or spec_of(train)
         self._saved = (-1, -1)  # step and epoch of the last save
         self._wait_for_save: Callable[[], object] = lambda: None
         log = settings.folder / "log.jsonl"
-        if not settings.resume:
-            clear_folder(settings.folder, settings.env, overwrites=settings.overwrite)
-        elif newest_version(settings.folder / "last") is not None:
+        if settings.resume and newest_version(settings.folder / "last") is not None:
             self._load()
-        elif settings.env.rank == 0:
-            log.unlink(missing_ok=True)  # of a job that did not save
+        else:
+            if not settings.resume:
+                clear_folder(settings.folder, settings.env, overwrites=settings.overwrite)
+            elif settings.env.rank == 0:
+                log.unlink(missing_ok=True)  # of a job that did not save
+            if settings.start is not None:
+                self._start(settings.start)
         total = total_steps(train, settings.epochs) if settings.epochs else settings.steps
         self.progress = Progress(total, self._batches.step, has_bar=settings.shows_bar)
 
@@ -253,7 +273,15 @@ class Job:
             best = settings.folder / "best"
             if settings.env.rank == 0:
                 remove_versions(best, least=step)  # a job that resumes repeats steps
-            save_checkpoint(best, settings.model, settings.optimizer, about, step=step, keep=1)
+            save_checkpoint(
+                best,
+                settings.model,
+                settings.optimizer,
+                about,
+                step=step,
+                keep=1,
+                spec=self._spec,
+            )
         self._saved = (-1, -1)  # the state of the evaluation has changed
         self.progress.restart()
 
@@ -291,8 +319,23 @@ class Job:
                     "fingerprints": settings.data_check.fingerprints,
                 },
                 progress=self._state,
+                spec=self._spec,
             ).wait
             self._saved = at
+
+    def _start(self, start: Start) -> None:
+        """Load the weights of another job."""
+        settings = self._settings
+        load_checkpoint(
+            start.path,
+            settings.model,
+            settings.optimizer if start.has_states else None,
+            keep_settings=True,
+            spec=self._spec,
+            new_rows=start.new_rows,
+        )
+        if settings.env.rank == 0:
+            print(f"Started from {start.path}", flush=True)
 
     def _load(self) -> None:
         """Continue from `last`."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
@@ -14,21 +14,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from recsys.base import contact
-from recsys.base.arguments import choice, whole, writable_folder
+from recsys.base.arguments import choice, path_of, whole, writable_folder
 from recsys.base.checked import checked_but
+from recsys.distributed.checkpoint import NewRows
 from recsys.distributed.monitoring.loss_guard import LossGuard
 from recsys.distributed.monitoring.watchdog import Watchdog
 from recsys.distributed.train_pipeline import UnevenPolicy
 from recsys.distributed.types import ShardingEnv
 from recsys.modules.modes import training_mode
+from recsys.modules.tables.fingerprints import check_spec
 from recsys.training.best import Best, FitResult
 from recsys.training.data_check import DataCheck
 from recsys.training.evaluation import BinaryMetrics, Metrics, device_of
-from recsys.training.job import Job, TrainerSettings, evaluate
+from recsys.training.job import Job, Start, TrainerSettings, evaluate
 from recsys.training.loggers import JsonLines, Lines, Logger, check_loggers
 from recsys.training.named_metrics import NamedMetrics
 from recsys.training.optimizer import check_all_are_updated, whole_optimizer
 from recsys.training.progressive import ProgressiveValidation
+
+if TYPE_CHECKING:
+    from recsys.features import FeatureSpec
 
 
 @final
@@ -65,6 +70,14 @@ class Trainer:
         save_every: Steps between two saves of `last`, in the background. None saves only at the end
             of each epoch and of training.
         resume: Whether to continue from `last`, if it exists.
+        start_from: Checkpoint of another job, such as `best` of yesterday's, whose weights training
+            starts with: `path` of `load_checkpoint`. Tables of another fit get each row at the
+            place of its value. A job that resumes does not read it.
+        start_states: Whether the optimizer's state is loaded from it, too; learning rates and other
+            settings stay.
+        new_rows: Weights of the values that `start_from` lacks, as of `load_checkpoint`.
+        spec: The fitted spec of the model's tables, which checkpoints then contain. None: that of
+            the reader `train`, if it has one. For prepared files, pass the spec of the raw columns.
         overwrite: Whether `fit` removes `best`, `last` and `log.jsonl` of an older job in the
             folder, and prints a line about it. Otherwise, and without `resume`, it raises an error.
         schedule: Scheduler of torch for the optimizer, stepped after each step;
@@ -111,7 +124,7 @@ class Trainer:
         (100, True)
     """
 
-    @checked_but("optimizer", "folder", "loggers")
+    @checked_but("optimizer", "folder", "loggers", "start_from", "spec")
     def __init__(
         self,
         model: nn.Module,
@@ -130,6 +143,10 @@ class Trainer:
         load_best: bool = True,
         save_every: int | None = None,
         resume: bool = False,
+        start_from: str | Path | None = None,
+        start_states: bool = True,
+        new_rows: NewRows = "init",
+        spec: FeatureSpec | None = None,
         overwrite: bool = False,
         schedule: LRScheduler | None = None,
         clip_norm: float | None = None,
@@ -147,6 +164,10 @@ class Trainer:
                 "Trainer needs either epochs or steps, the length of the training; received "
                 f"epochs={epochs} and steps={steps}."
             )
+        if start_from is not None:
+            start_from = path_of("Trainer.start_from", start_from)
+        if spec is not None:
+            check_spec("Trainer.spec", spec, model)
         if resume and overwrite:
             raise ValueError(
                 "Trainer.overwrite must be False with resume=True, which continues the job in the "
@@ -186,6 +207,8 @@ class Trainer:
             load_best=load_best,
             save_every=save_every,
             resume=resume,
+            start=None if start_from is None else Start(Path(start_from), start_states, new_rows),
+            spec=spec,
             overwrite=overwrite,
             schedule=schedule,
             pipeline=pipeline,

@@ -14,7 +14,8 @@ and files. The files of this folder in reading order:
 - `background`: saves during training.
 - `save`, `load`, and `read` (without a model).
 - `export`: weights as safetensors.
-- `resize`: tables with more or fewer rows than saved, and `hashed`: those with hashed ids.
+- `resize`: tables with more or fewer rows than saved; `hashed`: those with hashed ids; `values`:
+  those of another fit, whose rows follow their values.
 - `table`: loads a table from an array, and `table_ids`: one with hashed ids.
 - `torchrec_names` and `sharded_tensors` (for torchsnapshot).
 """
@@ -27,11 +28,13 @@ from recsys.distributed.checkpoint.rank_state import RandomState, Stateful
 from recsys.distributed.checkpoint.read import HashedRows, read_checkpoint, read_hashed_table
 from recsys.distributed.checkpoint.save import save_checkpoint, save_checkpoint_async
 from recsys.distributed.checkpoint.table import load_table
+from recsys.distributed.checkpoint.values import NewRows
 from recsys.distributed.checkpoint.versions import newest_version
 
 __all__ = [
     "CheckpointError",
     "HashedRows",
+    "NewRows",
     "PendingSave",
     "RandomState",
     "Stateful",
