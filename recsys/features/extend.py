@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, final
+
+import pyarrow as pa
 
 from recsys.base.arguments import MissingKeyError, whole
 from recsys.features.columns import Column
 from recsys.features.counts import TableChange
 from recsys.features.fit import Fitted, PartialFit
 
-__all__ = ["Report", "extended"]
+__all__ = ["Report", "extended", "without"]
 
 
 @final
@@ -62,6 +64,35 @@ def extended(
         if change is not None:
             changes[str(column.table)] = change
     return fitted, Report(changes)
+
+
+def without(before: Fitted, values: Mapping[str, Iterable[str | int]]) -> Fitted:
+    """Return the state of a spec without some values.
+
+    Args:
+        before: The state.
+        values: As for `FeatureSpec.forget`.
+
+    Raises:
+        KeyError: A table has no vocabulary.
+        TypeError: A value has another type than those of the table.
+    """
+    vocabularies = dict(before.vocabularies)
+    for table, removed in values.items():
+        if table not in vocabularies:
+            raise MissingKeyError(
+                f"values must name tables of Categorical columns, {list(vocabularies)}; received "
+                f"{table!r}. An id of a hashed table is removed by `load_table`."
+            )
+        old = vocabularies[table]
+        try:
+            array = pa.array(list(removed), old.values.type)
+        except (pa.ArrowException, TypeError) as error:
+            raise TypeError(
+                f"values[{table!r}] must be {old.kind}s, as the data of fit; {error}."
+            ) from None
+        vocabularies[table] = old.without(array.drop_null())
+    return before._replace(vocabularies=vocabularies)
 
 
 def _in_words(change: TableChange) -> str:

@@ -480,6 +480,32 @@ class FeatureSpec:
         spec.fitted = fitted
         return Extension(spec, report)
 
+    def forget(self, values: Mapping[str, Iterable[str | int]]) -> FeatureSpec:
+        """Return this spec without some values, such as those of users who ask for deletion.
+
+        The last values of a table take their rows. Make the next model by `tables` of the new spec
+        and load the checkpoint with `load_checkpoint(..., spec=new, saved_spec=old)`: the rows and
+        the optimizer state of the values are then gone. Older specs, checkpoints and packages still
+        have them: remove these files.
+
+        Args:
+            values: Values by table; values that the table does not have are left out.
+
+        Raises:
+            KeyError: A table is not one of a `Categorical` column.
+            RuntimeError: This spec is not fitted.
+            TypeError: A value has another type than those of the table.
+
+        Example:
+            >>> from recsys.features import Categorical, FeatureSpec
+            >>> spec = FeatureSpec([Categorical("user")]).fit({"user": ["ann", "bob", "eve"]})
+            >>> spec.forget({"user": ["ann"]}).values_of("user", [2, 3]).tolist()
+            ['eve', 'bob']
+        """
+        spec = FeatureSpec(self.columns)
+        spec.fitted = extend.without(self.fitted, values)
+        return spec
+
     # -- transform ---------------------------------------------------------------------------------
 
     def transform(self, data: Any, *, labels: bool = True) -> Batch:

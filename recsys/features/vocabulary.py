@@ -144,6 +144,26 @@ class Vocabulary:
         rows = other.rows_of(Keys(numbers, self.values if is_text else None, None))
         return np.concatenate([special, np.where(rows == _UNKNOWN, -1, rows)])
 
+    def without(self, values: Any) -> Vocabulary:
+        """Return the vocabulary without some values; the last ones take their rows.
+
+        Args:
+            values: An Arrow array of the type of the vocabulary; unknown values are left out.
+
+        Example:
+            >>> texts = pa.array(["Rome", "Oslo", "Bonn"], pa.large_string())
+            >>> Vocabulary(texts).without(texts[:1]).values.to_pylist()
+            ['Bonn', 'Oslo']
+        """
+        numbers = np.arange(len(values)) if self.kind == "text" else values.to_numpy()
+        rows = self.rows_of(Keys(numbers, values if self.kind == "text" else None, None))
+        removed = np.unique(rows[rows >= FIRST]) - FIRST
+        size = len(self.values) - len(removed)
+        places = np.arange(size)
+        tail = np.setdiff1d(np.arange(size, len(self.values)), removed)
+        places[removed[removed < size]] = tail
+        return Vocabulary(self.values.take(pa.array(places)), self.ages[places])
+
     def values_of(self, rows: _Array) -> _Array:
         """Return the value of each row, objects of the shape of `rows`; None for special rows.
 

@@ -183,6 +183,25 @@ class Life:
         spec = self.now.spec.extend({"item": data}, retire_after=self.retire_after).spec
         self._load_by_value(spec, self.now.expected.extended(Counter(data), *rules))
 
+    def forget(self) -> None:
+        """Remove some values; the last ones take their rows."""
+        self.save()
+        expected = copy.deepcopy(self.now.expected)
+        removed = [v for v in expected.values if self.random.integers(4) == 0]
+        spec = self.now.spec.forget({"item": [*removed, *removed[:1]]})
+        both = zip(expected.values, expected.ages, strict=True)
+        size = len(expected.values) - len(removed)
+        kept = [(value, age) for value, age in both if value not in removed]
+        stay = {value for value in expected.values[:size] if value not in removed}
+        tail = iter([pair for pair in kept if pair[0] not in stay])
+        of_value = dict(kept)
+        pairs = [
+            (value, of_value[value]) if value in stay else next(tail)
+            for value in expected.values[:size]
+        ]
+        expected.values, expected.ages = [v for v, _ in pairs], [a for _, a in pairs]
+        self._load_by_value(spec, expected)
+
     def refit(self) -> None:
         """Fit a new spec from scratch, of another order, and load the rows by value."""
         if self.saved:
@@ -194,7 +213,7 @@ class Life:
     def _load_by_value(self, spec: FeatureSpec, expected: Expected) -> None:
         path, old, has_spec, before = self.saved[int(self.random.integers(len(self.saved)))]
         new_rows = ("init", "unknown")[int(self.random.integers(2))]
-        self.now = self._new(spec, expected)
+        self.now, expected.rows = self._new(spec, expected), {}
         initial = self.rows(self.now)
         load_checkpoint(
             path,
@@ -215,7 +234,15 @@ class Life:
     def run(self, steps: int) -> None:
         """Take some random steps, and compare after each."""
         for _ in range(steps):
-            step = (self.train, self.train, self.extend, self.save, self.load, self.refit)
+            step = (
+                self.train,
+                self.train,
+                self.extend,
+                self.save,
+                self.load,
+                self.refit,
+                self.forget,
+            )
             step[int(self.random.integers(len(step)))]()
             self.check()
 
