@@ -135,7 +135,7 @@ def _score_files(
     files = files_of(data)
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        scorer = _scorer(model, spec, stack)
+        scorer = open_scorer(model, spec, stack)
         required = [name for name in scorer.names if name not in scorer.optional]
         # Text files must give a column one type, even if some of the files lack it.
         kinds = {**scorer.kinds, **dict.fromkeys(scorer.optional, "number")}
@@ -258,7 +258,7 @@ def _column(values: np.ndarray[Any, Any]) -> Any:
 
 
 @final
-class _Scorer(NamedTuple):
+class Scorer(NamedTuple):
     """A model, open for scoring."""
 
     predict: Callable[[Any], _Outputs]
@@ -274,9 +274,9 @@ class _Scorer(NamedTuple):
     origin: Origin
 
 
-def _scorer(
+def open_scorer(
     model: nn.Module | str | Path, spec: FeatureSpec | None, stack: contextlib.ExitStack
-) -> _Scorer:
+) -> Scorer:
     if isinstance(model, nn.Module):
         if not isinstance(spec, FeatureSpec):
             raise ValueError("score needs a fitted FeatureSpec with a model; received none.")
@@ -287,7 +287,7 @@ def _scorer(
         kinds = {name: kind for name, kind in fitted.column_kinds().items() if name in names}
         optional = [column.name for column in fitted.columns if column.is_optional]
         origin, tasks = model_of(model, fitted), fitted.label_names
-        return _Scorer(
+        return Scorer(
             lambda table: _run(model, fitted, table), names, optional, kinds, tasks, origin
         )
     predictor = stack.enter_context(Predictor(model))
@@ -304,7 +304,7 @@ def _scorer(
     }
     optional = [described["name"] for described in columns if described.get("missing") is not None]
     tasks, origin = load_spec(Path(model)).label_names, package_of(Path(model), predictor)
-    return _Scorer(lambda table: dict(predictor(table)), names, optional, kinds, tasks, origin)
+    return Scorer(lambda table: dict(predictor(table)), names, optional, kinds, tasks, origin)
 
 
 @torch.no_grad()

@@ -1,0 +1,119 @@
+"""A model that learns from each day: extend the spec, continue, compare, publish.
+
+    python examples/daily/daily.py OUT [--days 14] [--compare]
+
+It makes up some days of clicks, four of them broken, and runs `run_day` on each. Started again
+after a kill, it goes on with the step that was interrupted. docs/second_day.md explains it.
+`--compare` also trains a model from scratch each day, one with hashed ids and one that never
+learns again, and draws the AUC of all on the next day's rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import torch
+from compare import compare
+from days import write_day
+from server import Answers
+
+from recsys import DistributedModelParallel, EmbeddingBagCollection, datasets
+from recsys.distributed.checkpoint import load_checkpoint
+from recsys.features import Categorical, FeatureSpec, Label, Numeric
+from recsys.inference import package, quantize_embeddings
+from recsys.inference.gate import Gate, publish
+from recsys.modules.dlrm import DLRM, DLRMTrain
+from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward, in_backward_optimizer_filter
+from recsys.training import Trainer
+
+COLUMNS = [
+    Categorical("user", max_size=6000),
+    Categorical("item", max_size=1000),
+    Categorical("country"),
+    Numeric("age", standardize=True),
+    Label("click"),
+]
+GATE = Gate(segments=("country",), max_drop=0.01, max_calibration_error=0.2, max_slowdown=3.0)
+BROKEN = {4: "empty", 7: "late", 10: "twice"}
+
+
+def build_model(spec: FeatureSpec) -> DLRMTrain:
+    torch.manual_seed(0)
+    tables = EmbeddingBagCollection(tables=spec.tables(dim=8))
+    return DLRMTrain(DLRM(tables, len(spec.dense_names), [16, 8], [32, 1]))
+
+
+def trainer_of(spec: FeatureSpec, folder: Path, **settings: object) -> Trainer:
+    model = build_model(spec)
+    apply_optimizer_in_backward(RowWiseAdagrad, model.model.sparse_arch.parameters(), {"lr": 0.2})
+    sharded = DistributedModelParallel(model)
+    dense = dict(in_backward_optimizer_filter(sharded.named_parameters())).values()
+    adam = torch.optim.Adam(dense, lr=0.003)
+    quiet = {"epochs": 1, "resume": True, "loggers": (), "shows_bar": False}
+    return Trainer(sharded, adam, folder, **{**quiet, **settings})
+
+
+def run_day(day: int, out: Path, before: int | None) -> bool:
+    """Learn from a day and publish, if the new version is better than that of the day before."""
+    work, rows = out / f"work/{day}", pq.read_table(out / f"days/{day}.parquet")
+    held, last = rows.slice(0, rows.num_rows // 10), out / f"work/{before}"
+    if not (work / "spec").exists():
+        if before is None:
+            spec = FeatureSpec(COLUMNS).fit(rows)
+        else:
+            spec, report = FeatureSpec.load(last / "spec").extend(rows, retire_after=3)
+            print(report)
+        spec.save(work / "spec")
+    spec = FeatureSpec.load(work / "spec")
+    trainer = trainer_of(spec, work / "job", start_from=None if before is None else last / "job/last")
+    trainer.fit(datasets.table(rows.slice(len(held)), spec, batch_size=256, shuffle=True))
+    if not (work / "staged/1").exists():
+        served = build_model(spec)
+        load_checkpoint(trainer.last, served)
+        quantized = quantize_embeddings(served.model.eval())
+        package(quantized, work / "staged", held.slice(0, 2), spec=spec)
+    versions = {} if before is None else {"yesterday": pq.read_table(last / "held.parquet")}
+    current = None if before is None else out / f"models/{before + 1}"
+    report = GATE.compare(work / "staged/1", current, {"today": held, **versions})
+    report.write_html(work / "report.html")
+    pq.write_table(held, work / "held.parquet")
+    print(*report.refused or ["published"], sep="\n")
+    if report.passed:
+        publish(report, out / "models", day + 1)
+    return report.passed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--days", type=int, default=14)
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--compare", action="store_true", help="train other models, too, and plot")
+    options = parser.parse_args()
+    out, before = options.out, None
+    with Answers(out / "models") as answers:
+        for day in range(options.days):
+            refused = out / f"work/{day}/refused"
+            print(f"day {day} {BROKEN.get(day, '')}".rstrip(), flush=True)
+            if not (out / f"models/{day + 1}").exists() and not refused.exists():
+                write_day(out / f"days/{day}.parquet", day, options.rows, BROKEN.get(day, ""))
+                try:
+                    is_published = run_day(day, out, before)
+                except ValueError as error:  # such as a day without rows
+                    is_published = False
+                    print(error)
+                if not is_published:
+                    refused.parent.mkdir(parents=True, exist_ok=True)
+                    refused.touch()
+            before = before if refused.exists() else day
+    print(f"{answers.num_answered} requests answered, {answers.num_failed} failed")
+    if options.compare:
+        compare(out, COLUMNS, trainer_of, options.days, set(BROKEN))
+    return int(answers.num_failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

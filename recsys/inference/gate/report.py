@@ -1,0 +1,150 @@
+"""The report of a gate: rules and segments as text, and as one HTML page with plots."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, final
+
+from recsys.inference.gate.segments import Numbers
+
+__all__ = ["GateReport", "Rule", "Segment"]
+
+_STYLE = """
+:root { color-scheme: light dark; --new: #2563eb; --served: #94a3b8; --bad: #dc2626; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #8884; }
+.bad { color: var(--bad); font-weight: 600; }
+svg text { fill: currentColor; font: 13px system-ui, sans-serif; }
+"""
+
+
+@final
+class Rule(NamedTuple):
+    """A rule and what was measured."""
+
+    name: str
+    """"auc", "calibration", "data", "drift", "finite", "gain", "rows", "size" or "speed"."""
+    subject: str
+    """The data set, with a segment, or "package"."""
+    value: float
+    limit: float
+    is_most: bool
+    """Whether the limit is the largest value; False: the least one."""
+    text: str
+    """What was measured, in words."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the value is inside its limit; NaN is not."""
+        return self.value <= self.limit if self.is_most else self.value >= self.limit
+
+    def __str__(self) -> str:
+        bound = "at most" if self.is_most else "at least"
+        state = "ok     " if self.passed else "REFUSED"
+        return (
+            f"{state} {self.name} ({self.subject}): {self.text}; {self.value:.4g} must be {bound} "
+            f"{self.limit:.4g}"
+        )
+
+
+@final
+class Segment(NamedTuple):
+    """Numbers of a segment of a data set."""
+
+    data: str
+    name: str
+    new: Numbers
+    served: Numbers | None
+
+
+@final
+@dataclass(frozen=True)
+class GateReport:
+    """What a gate found; as text, a line per rule."""
+
+    new: str
+    """The folder of the new version."""
+    manifest: str
+    """SHA-256 of its manifest."""
+    served: str
+    """The folder of the served version, or "None"."""
+    rules: Sequence[Rule]
+    segments: Sequence[Segment]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the new version meets all rules."""
+        return not self.refused
+
+    @property
+    def refused(self) -> list[Rule]:
+        """The rules that it does not meet."""
+        return [rule for rule in self.rules if not rule.passed]
+
+    def __str__(self) -> str:
+        end = "publish" if self.passed else f"do not publish: {len(self.refused)} rules are not met"
+        return "\n".join([*map(str, self.rules), f"{self.new}: {end}"])
+
+    def write_html(self, path: str | Path) -> None:
+        """Write the report as one page without other files.
+
+        Args:
+            path: The file.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        rows = "".join(
+            f"<tr{'' if rule.passed else ' class=bad'}><td>{'ok' if rule.passed else 'refused'}"
+            f"<td>{_text(rule.name)}<td>{_text(rule.subject)}<td>{_text(rule.text)}"
+            f"<td>{rule.value:.4g}<td>{'&le;' if rule.is_most else '&ge;'} {rule.limit:.4g}</tr>"
+            for rule in self.rules
+        )
+        title = "publish" if self.passed else "do not publish"
+        plots = "".join(
+            f"<h2>{name}</h2>{_bars([(f'{s.data}, {s.name}', *of(s)) for s in self.segments])}"
+            for name, of in (
+                ("AUC", lambda s: (s.new.auc, s.served.auc if s.served else None)),
+                (
+                    "Calibration (mean prediction / mean label)",
+                    lambda s: (s.new.calibration, s.served.calibration if s.served else None),
+                ),
+            )
+        )
+        page = (
+            f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport "
+            f"content='width=device-width'><title>{_text(self.new)}: {title}</title>"
+            f"<style>{_STYLE}</style><h1>{_text(self.new)}: {title}</h1>"
+            f"<p>Compared with {_text(self.served)}.</p><table><tr><th>Result<th>Rule<th>Of"
+            f"<th>Measured<th>Value<th>Limit</tr>{rows}</table>{plots}</html>"
+        )
+        Path(path).write_text(page)
+
+
+def _text(value: str) -> str:
+    return html.escape(value)
+
+
+def _bars(rows: Sequence[tuple[str, float, float | None]]) -> str:
+    """Return an SVG with two bars per row: the new version, and below it the served one."""
+    finite = [v for _, *values in rows for v in values if v is not None and math.isfinite(v)]
+    most = max([*finite, 1e-9])
+    parts = []
+    for number, (name, new, served) in enumerate(rows):
+        top = 36 * number
+        parts.append(f"<text x=0 y={top + 20}>{_text(name)}</text>")
+        for offset, value, color in ((6, new, "--new"), (20, served, "--served")):
+            if value is not None and math.isfinite(value):
+                width = 420 * value / most
+                parts.append(
+                    f"<rect x=300 y={top + offset} width={width:.1f} height=12 "
+                    f"fill='var({color})'/><text x={width + 306:.1f} y={top + offset + 11}>"
+                    f"{value:.4g}</text>"
+                )
+    height = 36 * len(rows) + 8
+    return f"<svg viewBox='0 0 800 {height}' width='100%' role=img>{''.join(parts)}</svg>"
