@@ -128,7 +128,7 @@ def test_numbers_per_key():
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, stride_per_key=[1, 2])
     with pytest.raises(ValueError, match=r"\[keys \* samples\] .*samples\]; .*\(2, 1\)"):
         KeyedJaggedTensor(["a"], IDS, lengths=ONE_EACH.view(2, 1))
-    with pytest.raises(ValueError, match=r"length_per_key must .*per key; received 1"):
+    with pytest.raises(ValueError, match=r"length_per_key must .*entry per key; .*1"):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, length_per_key=[3])
     with pytest.raises(ValueError, match="length_per_key must agree with lengths"):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, length_per_key=[1, 1])

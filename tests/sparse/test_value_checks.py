@@ -169,7 +169,7 @@ def test_a_gpu_is_not_waited_for_and_computes_on_with_zeros() -> None:
         cuda.forget()
         check_labels(torch.tensor([1.0]).to(CUDA))
         cuda.is_behind = False
-        with pytest.raises(ValueError, match=r"earlier batch.*nan in row 0.*'price'"):  # fmt: skip
+        with pytest.raises(ValueError, match=r"earlier batch.*nan in row 0.*'price'"):
             check_labels(torch.tensor([1.0]).to(CUDA))
         with pytest.raises(ValueError, match=r"^labels of an earlier batch.*5\.0"):
             finish_value_checks()
