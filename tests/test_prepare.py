@@ -190,7 +190,7 @@ def test_a_failed_job_leaves_no_file(tmp_path: Path, bad_row: int) -> None:
     pq.write_table(pa.table({"x": [1.0] * 200, "ok": ok}), tmp_path / "a.parquet")
     spec = FeatureSpec([Numeric("x"), Label("ok")])
     options: dict[str, Any] = {"row_group_rows": 10, "file_rows": 20}
-    with pytest.raises(ValueError, match="'ok' must have labels from 0 to 1; received 2 in row"):
+    with pytest.raises(ValueError, match=r"'ok' must .*0 to 1; .*2"):
         prepare(spec, tmp_path / "a.parquet", tmp_path / "ready", **options)
     assert [*(tmp_path / "ready").iterdir()] == []
     ok[bad_row] = 1
@@ -226,7 +226,7 @@ def test_a_killed_job_leaves_no_data(tmp_path: Path) -> None:
     for paths in (ready, ready / "*.parquet"):
         with pytest.raises(FileNotFoundError):
             datasets.parquet(paths, FeatureSpec([Ids("x", rows=1000)]), 8)
-    with pytest.raises(FileExistsError, match=r"a stopped job in \.unfinished\. Delete it"):
+    with pytest.raises(FileExistsError, match=r"stopped job in \.unfinished"):
         prepare(FeatureSpec([Ids("x", rows=1000)]), tmp_path / "a.parquet", ready)
 
 
@@ -236,7 +236,7 @@ def test_names_are_checked_before_the_data_is_read(
     pq.write_table(pa.table({"stars": [3.0, 9.0]}), tmp_path / "a.parquet")
     monkeypatch.setattr(FeatureSpec, "fit", lambda *_, **__: pytest.fail("fitted"))
     spec = FeatureSpec([Numeric("stars"), Label("stars", high=9)])
-    with pytest.raises(ValueError, match=r"must have distinct names; received .*stars.* twice"):
+    with pytest.raises(ValueError, match=r"prepared tables must have .*stars.* twice"):
         prepare(spec, tmp_path / "a.parquet", tmp_path / "ready")
 
 

@@ -114,7 +114,7 @@ def test_lazy_names_are_what_type_checkers_see(package: Any) -> None:
 
 
 def test_unknown_top_level_name() -> None:
-    with pytest.raises(AttributeError, match=r"has no attribute 'Nothing'\. It has DataType, "):
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         recsys.Nothing
     assert {"KeyedJaggedTensor", "sparse", "__version__"} <= set(dir(recsys))
 
@@ -163,5 +163,5 @@ def test_old_paths_without_compat(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("recsys.compat")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [WithoutCompat(), *sys.meta_path])
-    with pytest.raises(AttributeError, match=r"are in recsys\.compat, which is not installed\."):
+    with pytest.raises(AttributeError, match=r"in recsys\.compat, which is not installed"):
         recsys.tracing.assert_fx_safe

@@ -112,10 +112,10 @@ def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RECSYS_TEST", "3")
     assert setting("RECSYS_TEST") == 3
     monkeypatch.setenv("RECSYS_TEST", "0")
-    with pytest.raises(ValueError, match="variable RECSYS_TEST must be positive; received 0"):
+    with pytest.raises(ValueError, match="RECSYS_TEST must be positive; received 0"):
         setting("RECSYS_TEST")
     monkeypatch.setenv("RECSYS_TEST", "two")
-    with pytest.raises(ValueError, match="RECSYS_TEST must be a whole number; received 'two'"):
+    with pytest.raises(ValueError, match=r"RECSYS_TEST must be a whole.*'two'"):
         setting("RECSYS_TEST")
 
 

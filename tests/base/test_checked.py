@@ -113,33 +113,33 @@ def test_values_that_mean_the_same_become_the_annotated_type(
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("count", True, "take.count must be a whole number; received True."),
+        ("count", True, "take.count must be .*whole number; .*True"),
         ("count", 1.5, "a whole number; received 1.5"),
         ("count", None, "a whole number; received None"),
-        ("rate", "0.1", "take.rate must be a number; received '0.1'"),
+        ("rate", "0.1", r"take.rate must be a number.*'0\.1'"),
         ("rate", np.bool_(True), "a number"),
-        ("flag", "no", "take.flag must be True or False; received 'no'"),
+        ("flag", "no", "take.flag must be True .*False; .*'no'"),
         ("name", 3, "take.name must be text; received 3"),
-        ("path", 3, "a path, as text or pathlib.Path; received 3"),
+        ("path", 3, "a path, as text .*received 3"),
         ("path", "", "must not be empty"),
         ("device", "nowhere", "must name a device"),
         ("device", 0, "a torch.device"),
         ("kind", "two", "one of one; received 'two'"),
-        ("sizes", 3, "take.sizes must be a list of whole numbers; received 3"),
-        ("sizes", "12", "a list of whole numbers; received '12'"),
-        ("sizes", [1, "a"], r"take.sizes\[1\] must be a whole number; received 'a'"),
+        ("sizes", 3, "take.sizes must be a list.*3"),
+        ("sizes", "12", "a list of whole .*received '12'"),
+        ("sizes", [1, "a"], r"take.sizes\[1\] must be .*whole number.*'a'"),
         ("sizes", torch.tensor([1]), "a list of whole numbers"),
-        ("lists", [["a"], "b"], r"take.lists\[1\] must be a list of text; received 'b'. Write"),
+        ("lists", [["a"], "b"], r"take.lists\[1\] must be .*of text.*'b'\."),
         ("batches", 3, "a list; received 3"),
-        ("tables", [1], "take.tables must be a dict of whole numbers"),
-        ("tables", {"a": "b"}, r"take.tables\['a'\] must be a whole number; received 'b'"),
-        ("tables", {1: 2}, "Each key of take.tables must be text; received 1"),
+        ("tables", [1], r"take.tables must be a dict.*\[1\]"),
+        ("tables", {"a": "b"}, r"take.tables\['a'\] must be .*number; .*'b'"),
+        ("tables", {1: 2}, "key of take.tables must .*text.*1"),
         ("module", nn.Linear, "take.module must be an nn.Module; received"),
         ("optimizer", nn.Linear, "a subclass of torch.Optimizer"),
         ("optimizer", "sgd", "a subclass of torch.Optimizer; received 'sgd'"),
-        ("function", 3, "take.function must be a function; received 3"),
-        ("writer", 3, "a Writer, which has write; received 3"),
-        ("either", "a", "a whole number or a list of whole numbers; received 'a'"),
+        ("function", 3, "take.function must be a function.*3"),
+        ("writer", 3, "a Writer, which has write; .*3"),
+        ("either", "a", "whole number or a list .*'a'"),
     ],
 )
 def test_errors_name_argument_rule_and_value(name: str, value: Any, words: str) -> None:
@@ -148,7 +148,7 @@ def test_errors_name_argument_rule_and_value(name: str, value: Any, words: str) 
 
 
 def test_positional_and_collected_arguments() -> None:
-    with pytest.raises(TypeError, match=r"take.rate must be a number; received 'a'"):
+    with pytest.raises(TypeError, match=r"take.rate must be a number.*'a'"):
         take(1, "a")
     assert take(more="not checked")["more"] == {"more": "not checked"}
 
@@ -163,7 +163,7 @@ def test_a_constructor_is_named_by_the_class_that_is_made() -> None:
         pass
 
     assert Child(np.int64(2)).size == 2
-    with pytest.raises(TypeError, match=r"^Child.size must be a whole number; received None."):
+    with pytest.raises(TypeError, match=r"^Child.size must be a whole.*None\."):
         Child(None)
 
 
@@ -185,9 +185,9 @@ def test_fields_of_a_dataclass() -> None:
             check_fields(self)
 
     assert type(Config(np.int64(3), ["a"]).rows) is int
-    with pytest.raises(TypeError, match=r"^Config.rows must be a whole number; received 'a'."):
+    with pytest.raises(TypeError, match=r"^Config.rows must be a whole.*'a'\."):
         Config("a", [])
-    with pytest.raises(TypeError, match=r"Config.names must be a list of text; received 'ab'"):
+    with pytest.raises(TypeError, match=r"Config.names must be a list.*'ab'"):
         Config(1, "ab")
 
 
@@ -200,12 +200,12 @@ def divide(parts: list[int], by: int = 1, message: str = "") -> int:
 
 def test_late_checks_say_why_a_call_failed() -> None:
     assert divide((7,), 2) == 3
-    with pytest.raises(TypeError, match=r"divide.parts must be a list of .*; received 3"):
+    with pytest.raises(TypeError, match=r"divide.parts must be a list.*3"):
         divide(3)
-    with pytest.raises(TypeError, match=r"divide.by must be a whole number; received '2'"):
+    with pytest.raises(TypeError, match=r"divide.by must be a whole.*'2'"):
         divide([1], by="2")
     # an error of a function below it names that function's argument
-    with pytest.raises(TypeError, match=r"divide.parts must be a list of .*; received 3"):
+    with pytest.raises(TypeError, match=r"divide.parts must be a list.*3"):
         divide(3, message="KeyedTensor.__getitem__.key must be text; received 0")
     with pytest.raises(TypeError, match="key must be text"):
         divide([3], message="KeyedTensor.__getitem__.key must be text; received 0")
@@ -224,9 +224,9 @@ def test_a_tuple_has_its_length_and_types() -> None:
         return betas
 
     assert blend((0.9, 1)) == (0.9, 1)
-    with pytest.raises(TypeError, match=r"betas must be a tuple of 2; received \(1,\)"):
+    with pytest.raises(TypeError, match=r"betas must be .* 2; .*\(1,\)"):
         blend((1,))
-    with pytest.raises(TypeError, match=r"betas\[1\] must be a number; received 'a'"):
+    with pytest.raises(TypeError, match=r"betas\[1\] must be a number.*'a'"):
         blend((1, "a"))
 
 

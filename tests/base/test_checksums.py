@@ -80,7 +80,7 @@ def test_every_flipped_bit_is_found(
     for _ in range(50):
         bit = rng.randrange(8 * path.stat().st_size)
         flip(path, bit)
-        with pytest.raises(ValueError, match=rf"{name} is damaged: it does not match its checksum"):
+        with pytest.raises(ValueError, match=f"{name} is damaged.*not match its checksum"):
             verify_if_present(path)
         flip(path, bit)
     path.write_bytes(path.read_bytes()[:-1])
@@ -114,7 +114,7 @@ def test_the_format_is_that_of_sha256sum(tmp_path: Path, name: str) -> None:
     assert done.returncode == 0, done.stderr
     ours = sums.read_bytes()
     sums.unlink()
-    with pytest.raises(FileNotFoundError, match="has no checksum: there is no file") as caught:
+    with pytest.raises(FileNotFoundError, match="has no checksum: there is no") as caught:
         verify_checksum(path)
     command = str(caught.value).partition("make its checksum: ")[2]
     subprocess.run(command, shell=True, check=True)
@@ -129,7 +129,7 @@ def test_the_format_is_that_of_sha256sum(tmp_path: Path, name: str) -> None:
 def test_a_file_without_checksum_is_loaded_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_text("text")
-    with pytest.warns(UserWarning, match=r"no file model.pt.sha256 .* It is loaded unverified\."):
+    with pytest.warns(UserWarning, match=r"no file model\.pt\.sha256 .*loaded unverified"):
         verify_if_present(path)
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         verify_if_present(tmp_path / "no.pt")
@@ -140,7 +140,7 @@ def test_a_checksum_that_cannot_be_read_is_an_error(tmp_path: Path, content: byt
     path = tmp_path / "model.pt"
     _write(path)
     checksum_file(path).write_bytes(content)
-    with pytest.raises(ValueError, match=r"must have one line of sha256sum\. It is damaged"):
+    with pytest.raises(ValueError, match=r"one line of sha256sum.*is damaged"):
         verify_if_present(path)
 
 

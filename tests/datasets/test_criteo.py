@@ -95,7 +95,7 @@ def test_damaged_line_is_named(tmp_path, bad, message):
 def test_cut_off_gzip_is_named(tmp_path):
     path = tmp_path / "day_0.gz"
     path.write_bytes(gzip.compress(line().encode() * 100)[:-10])
-    with pytest.raises(ValueError, match=r"day_0.gz, after line .*must be a whole gzip file"):
+    with pytest.raises(ValueError, match=r"day_0.gz, after line \d+.*whole gzip file"):
         list(CriteoDataset([path], batch_size=10, num_embeddings_per_feature=100))
 
 
@@ -104,9 +104,9 @@ def test_bad_arguments(tmp_path):
         CriteoDataset([tmp_path / "no_such_day"], 2, 100)
     with pytest.raises(FileNotFoundError, match="click logs; received a folder"):
         CriteoDataset([tmp_path], 2, 100)
-    with pytest.raises(TypeError, match="paths must be a list of paths; received 'day_0'"):
+    with pytest.raises(TypeError, match=r"paths must be a list.*'day_0'"):
         CriteoDataset("day_0", 2, 100)
-    with pytest.raises(TypeError, match=r"feature must be a whole number .* received 100000\.0"):
+    with pytest.raises(TypeError, match=r"feature must be a whole.* 100000\.0"):
         CriteoDataset([], 2, 1e5)
     with pytest.raises(ValueError, match="26 numbers of at least 2"):
         CriteoDataset([], 2, [100] * 25)
@@ -118,9 +118,9 @@ def test_empty_and_misnamed_files_are_refused(tmp_path):
     empty, misnamed = tmp_path / "day_0", tmp_path / "day_1"
     empty.touch()
     misnamed.write_bytes(gzip.compress(line().encode()))
-    with pytest.raises(ValueError, match="day_0 must hold samples; it is empty"):
+    with pytest.raises(ValueError, match="day_0 must hold samples"):
         list(CriteoDataset([empty], 2, np.int64(100)))
-    with pytest.raises(ValueError, match=r"day_1 is gzipped: its name must end in .gz"):
+    with pytest.raises(ValueError, match="day_1 is gzipped"):
         list(CriteoDataset([misnamed], 2, 100))
 
 
@@ -153,14 +153,14 @@ def test_files_without_labels_and_windows_line_ends(tmp_path, suffix, ending, la
     ids = batches[0].sparse_features
     assert ids["cat_25"].values().tolist() == [1 + 0xFFFFFFFF % 7] * 2
     if not labeled:  # no loss is computed of labels that are not there
-        with pytest.raises(ValueError, match=r"received -1.0 in row 0 of column 'label' \(2 such"):
+        with pytest.raises(ValueError, match=r"-1\.0 in row 0.*'label' \(2 such"):
             mean_loss(torch.zeros(2), batches[0].labels)
 
 
 def test_a_file_is_with_labels_or_without(tmp_path):
     path = tmp_path / "test.txt"
     path.write_text(line().split("\t", 1)[1] * 2 + line())
-    with pytest.raises(ValueError, match=r"line 3: must have 39 fields .*no label.* received 40"):
+    with pytest.raises(ValueError, match=r"line 3.* 39 fields.*no label.* 40"):
         list(CriteoDataset([path], batch_size=2, num_embeddings_per_feature=100))
 
 
@@ -169,5 +169,5 @@ def test_a_bad_number_is_named_by_its_column(tmp_path):
     (batch,) = CriteoDataset([tmp_path / "day_0"], 1, 100)
     assert batch.dense_names == tuple(DEFAULT_INT_NAMES)
     batch.labels[0] = math.nan
-    with pytest.raises(ValueError, match="received nan in row 0 of column 'label'"):
+    with pytest.raises(ValueError, match=r"received nan in row 0.*'label'"):
         mean_loss(torch.zeros(1), batch.labels)

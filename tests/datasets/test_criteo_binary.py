@@ -138,11 +138,11 @@ def test_ids_are_taken_modulo_the_tables_rows(tmp_path, mmap_mode):
 def test_bad_arguments(tmp_path):
     paths, _ = write_days(tmp_path, [5, 4])
     arguments = dict(batch_size=2, rank=0, world_size=1)
-    with pytest.raises(ValueError, match="stage must be one of train, val, test; received 'eval'"):
+    with pytest.raises(ValueError, match=r"stage must be .*train, val, test.*'eval'"):
         InMemoryBinaryCriteoIterDataPipe("eval", *paths, **arguments)
-    with pytest.raises(ValueError, match="as many rows, 26 columns of sparse ones; received"):
+    with pytest.raises(ValueError, match="as many rows, 26 columns of"):
         InMemoryBinaryCriteoIterDataPipe("train", paths[0], paths[1][::-1], paths[2], **arguments)
-    with pytest.raises(ValueError, match="as many rows, 26 columns of sparse ones; received"):
+    with pytest.raises(ValueError, match="as many rows, 26 columns of"):
         InMemoryBinaryCriteoIterDataPipe("train", paths[0], paths[0], paths[2], **arguments)
     with pytest.raises(ValueError, match=r"hashes must be 26 .*\[4\]"):
         InMemoryBinaryCriteoIterDataPipe("train", *paths, **arguments, hashes=[4])

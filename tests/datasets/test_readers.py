@@ -194,13 +194,13 @@ def test_errors_of_values_name_file_and_row(tmp_path: Path) -> None:
     pq.write_table(bad, tmp_path / "2.parquet", row_group_size=5)
     some = (ds.field("row") > 40) & (ds.field("row") != 52)
     for options in ({}, {"filter": some}, {"shuffle": True, "num_workers": 2}):
-        with pytest.raises(ValueError, match=r"'age' must have finite.* in row 13 of .*2\.parquet"):
+        with pytest.raises(ValueError, match=r"'age' must have finite.*row 13.*2\.parquet"):
             list(readers.parquet(tmp_path, SPEC, 4, **options))  # type: ignore[arg-type]
     users = table["user"].to_pylist()
     users[7] = None
     bad = table.set_column(names.index("user"), "user", pa.array(users))
     pq.write_table(bad, tmp_path / "2.parquet", row_group_size=5)
-    with pytest.raises(ValueError, match=r"'user' must have no missing.* in row 7 of .*2\.parquet"):
+    with pytest.raises(ValueError, match=r"'user' must have no missing.*7.*2\.parquet"):
         list(readers.parquet(tmp_path, SPEC, 4, split=Split("user"), part="test"))
 
 
@@ -256,7 +256,7 @@ def test_tables_without_labels(tmp_path: Path) -> None:
     table = write_clicks(tmp_path).drop_columns(["liked", "weight", "session"])
     reader = readers.table(table, SPEC, 8, labels=False)
     assert sum(len(batch.labels) for batch in reader) == table.num_rows
-    with pytest.raises(KeyError, match=r"must have the columns \['liked', 'weight', 'session'\]"):
+    with pytest.raises(KeyError, match=r"must have .*\['liked', 'weight', 'session'\]"):
         readers.table(table, SPEC, 8)
 
 

@@ -39,17 +39,17 @@ def test_a_number_is_no_path():
 
 def test_damaged_criteo_rows(tmp_path):
     path = write(tmp_path / "train.txt", [LINES[0], LINES[1][:7]])
-    with pytest.raises(ValueError, match=r"train.txt, line 2: must .* received 7 fields"):
+    with pytest.raises(ValueError, match=r"train.txt, line 2: .* 7 fields"):
         list(criteo_kaggle(path))
     path = write(tmp_path / "train.txt", [LINES[0], LINES[0][1:]])
-    with pytest.raises(ValueError, match=r"line 2: .* 40 fields .* received 39"):
+    with pytest.raises(ValueError, match=r"line 2: .* 40 fields.* 39"):
         list(criteo_kaggle(path))
     for count in ("1_000", "9" * 20, "5.5", "\u0663"):
         path = write(tmp_path / "train.txt", [["1", count, *LINES[0][2:]]])
-        with pytest.raises(ValueError, match="for a whole number of 64 bits"):
+        with pytest.raises(ValueError, match="for a whole number of 64"):
             list(criteo_kaggle(path))
     path = write(tmp_path / "train.txt", [["x", *LINES[0][1:]]])
-    with pytest.raises(ValueError, match="received 'x' for a label, 0 or 1"):
+    with pytest.raises(ValueError, match="received 'x' for a label"):
         list(criteo_kaggle(path))
     with pytest.raises(FileNotFoundError):
         list(criteo_kaggle(str(tmp_path / "nothing")))
@@ -71,10 +71,10 @@ def test_movielens_rows(tmp_path, read):
     assert second == rated | {"title": "Zoë", "genres": "Z"}
     assert list(read(str(tmp_path), row_mapper=None))[1] == ["2", "20", "4.0", "5"]
     (tmp_path / "ratings.csv").write_text(header + "1,10,3.5,1112486027\n2,21,4.0,5\n")
-    with pytest.raises(ValueError, match=r"line 3: must rate a film .*movies\.csv"):
+    with pytest.raises(ValueError, match=r"line 3: must rate .*movies\.csv"):
         list(read(str(tmp_path), include_movies_data=True))
     (tmp_path / "ratings.csv").write_text(header + "1,10,3.5\n")
-    with pytest.raises(ValueError, match=r"line 2: must .* received 3 fields"):
+    with pytest.raises(ValueError, match=r"line 2: must .* 3 fields"):
         list(read(str(tmp_path)))
 
 

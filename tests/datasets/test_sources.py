@@ -200,7 +200,7 @@ def test_types_of_the_middle_and_the_end_count(tmp_path: Path) -> None:
 def test_errors_of_text_files(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("")
-    with pytest.raises(ValueError, match=r"rows\.csv cannot be read as csv: .*[Ee]mpty"):
+    with pytest.raises(ValueError, match=r"rows\.csv .*read as csv: .*[Ee]mpty"):
         datasets.csv(path, SPEC, 8)
     path.write_text("row,age,liked\n")
     assert list(datasets.csv(path, SPEC, 8)) == []
@@ -208,7 +208,7 @@ def test_errors_of_text_files(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match=r"rows\.csv must have the columns \['liked'\]"):
         datasets.csv(path, SPEC, 8)
     path.write_text("row,age,liked\n1,2,0\n1,2\n")
-    with pytest.raises(ValueError, match=r"rows\.csv cannot be read as csv: .*Expected 3 columns"):
+    with pytest.raises(ValueError, match=r"rows\.csv .*read as csv: .*3 columns"):
         datasets.csv(path, SPEC, 8)
     lines = [f"{i},{'x' if i == 150_000 else i},1" for i in range(500_000)]
     path.write_text("\n".join(["row,age,liked", *lines]))
@@ -223,7 +223,7 @@ def test_errors_of_text_files(tmp_path: Path) -> None:
     path.write_text("\n".join(["row,age,liked", *lines]))
     with (
         mock.patch.object(sources, "_BLOCK_BYTES", 1 << 18),
-        pytest.raises(ValueError, match=r"'age' must have finite.* inf in row 150000 of .*rows"),
+        pytest.raises(ValueError, match=r"'age' must .*inf in row 150000.*rows"),
     ):
         list(datasets.csv(path, SPEC, 4096, filter=pa.compute.field("row") > 100))
 

@@ -84,7 +84,7 @@ def test_the_last_batches_of_an_epoch_may_be_pending(tmp_path: Path) -> None:
     assert reader.epoch == 1
     assert reader.state_dict()["epoch"] == 1
     assert [reader.state_dict(pending=n) for n in (1, 2)] == [states[-2], states[-3]]
-    with pytest.raises(ValueError, match=r"pending must be at most 15, the number of batches"):
+    with pytest.raises(ValueError, match="pending must be at most 15"):
         reader.state_dict(pending=16)
 
 
@@ -335,15 +335,13 @@ def test_another_number_of_ranks_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=rf"{text}\. Pass batch_size=12\."):
         reader(6, 1).load_state_dicts(states)
-    with pytest.raises(ValueError, match=r"2 ranks then, 5 now, .*=6\. Resume on 2\."):
+    with pytest.raises(ValueError, match=r"2 ranks then, 5 now.*on 2\."):
         reader(6, 5).load_state_dicts(states)
-    with pytest.raises(ValueError, match=r"1 rank then, 3 now, with batch_size=12\. Pass .*=4\."):
+    with pytest.raises(ValueError, match=r"1 rank then, 3 now, .*12\..*=4\."):
         reader(12, 3).load_state_dicts([reader(12, 1).state_dict()])
     reader(4, 3).load_state_dicts(states)
     whole = [reader(6, 2, "row_groups").state_dict()] * 2
-    with pytest.raises(
-        ValueError, match=r"divide='row_groups' must continue .* 2 ranks then, 1 now"
-    ):
+    with pytest.raises(ValueError, match=r"divide='row_groups' must continue.*2 ranks.*1 now"):
         reader(6, 1, "row_groups").load_state_dicts(whole)
 
 
@@ -353,7 +351,7 @@ def test_uneven_ranks(tmp_path: Path) -> None:
         len(list(readers.parquet(tmp_path, SPEC, 5, rank=rank, world_size=3))) for rank in range(3)
     ]
     assert counts == [6, 1, 1]
-    with pytest.raises(ValueError, match=r"received 3 row groups and 4 ranks\. Pass divide="):
+    with pytest.raises(ValueError, match=r"received 3 row groups.*4 ranks\."):
         readers.parquet(tmp_path, SPEC, 5, world_size=4)
     steps = [
         len(list(readers.parquet(tmp_path, SPEC, 5, rank=i, world_size=4, divide="batches")))

@@ -45,9 +45,9 @@ def test_paths_in_the_order_of_their_names(tmp_path: Path) -> None:
     chosen = [tmp_path / "b.parquet", tmp_path / "a.parquet"]
     assert [row["x"] for row in _rows(chosen, ["x"])] == ["b.parquet", "a.parquet"]
     assert [is_text(file) for file in files_of(tmp_path)] == [False, False, True]
-    with pytest.raises(FileNotFoundError, match="must be a file, or a folder or glob"):
+    with pytest.raises(FileNotFoundError, match=r"\*\.pq must be a file"):
         files_of(tmp_path / "*.pq")
-    with pytest.raises(ValueError, match=r"readme\.md must end in \.parquet, \.csv or \.tsv"):
+    with pytest.raises(ValueError, match=r"readme\.md must end in \.parquet"):
         files_of(tmp_path / "readme.md")
 
 
@@ -83,9 +83,9 @@ def test_tables(data: Any) -> None:
 
 def test_other_values_are_rejected() -> None:
     for data in (3, [3], None):
-        with pytest.raises(TypeError, match="data must be a table of Arrow"):
+        with pytest.raises(TypeError, match="data must be a table of"):
             _rows(data)
-    with pytest.raises(TypeError, match=r"Column .x. must have values of one type"):
+    with pytest.raises(TypeError, match=r"'x' must have values of .*'a'"):
         table_of({"x": [1, "a"]})
 
 
@@ -129,7 +129,7 @@ def test_types_of_several_files() -> None:
             assert file.schema.types == [pa.float64(), pa.string(), pa.string()]
     assert unify_types(files, "z", {})[0].schema.field("x").type == pa.int64()
     other = _file("c", x=pa.string())
-    with pytest.raises(TypeError, match=r"'x' must have one kind .* numbers in a and texts in c"):
+    with pytest.raises(TypeError, match=r"'x' must.*numbers in a.*texts in c"):
         unify_types([*files, other], "x", {})
     with pytest.raises(KeyError, match=r"c must have the columns \['y'\]"):
         unify_types([*files, other], "y", {})
@@ -173,14 +173,14 @@ def test_keys_are_texts_in_text_files_where_texts_are_known() -> None:
     assert types(files[:1], None) == [[pa.int64(), pa.string()]]  # no key is a date
     mixed = [_file("a", x=pa.int64(), y=pa.bool_()), _file("b", x=pa.float64(), y=pa.int64())]
     assert types(mixed, None) == [[pa.float64(), pa.string()]] * 2  # as within a file
-    with pytest.raises(TypeError, match=r"'x' must have one kind .* numbers in a and texts in b"):
+    with pytest.raises(TypeError, match=r"'x' must.*numbers in a.*texts in b"):
         types(files, "number")
     fragment = ds.ParquetFileFormat().make_fragment("c", filesystem=fs.LocalFileSystem())
     other = File("c", fragment, pa.schema([("y", pa.string())]), "utf8", ())
     assert types([files[0], other], None)[0] == [pa.int64(), pa.string()]
     schema = pa.schema([("x", pa.int64()), ("y", pa.string())])
     fixed = File("d", fragment, schema, "utf8", ())
-    with pytest.raises(TypeError, match=r"'x' must have one kind .* texts in b and numbers in d"):
+    with pytest.raises(TypeError, match=r"'x' must.*texts in b.*numbers in d"):
         types([files[1], fixed], None)
 
 
@@ -206,31 +206,31 @@ def test_errors_are_located() -> None:
 
 def test_paths_and_columns_that_are_wrong(tmp_path: Path) -> None:
     for paths in (None, 3, [tmp_path, 3], {"a.csv"}):
-        with pytest.raises(TypeError, match="paths must be a path or a list of paths"):
+        with pytest.raises(TypeError, match="paths must be a path or"):
             files_of(paths)  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match="at least one path; received none"):
         files_of([])
     path = tmp_path / "twice.parquet"
     pq.write_table(pa.table([[1], [2], [3]], names=["x", "x", "y"]), path)
     assert _rows(path, ["y"]) == [{"y": 3}]
-    with pytest.raises(ValueError, match=r"twice\.parquet must have one .* it has several \['x'\]"):
+    with pytest.raises(ValueError, match=r"twice\.parquet must have one .*several \['x'\]"):
         _rows(path, ["y", "x"])
-    with pytest.raises(ValueError, match=r"twice\.parquet must have one .* it has several \['x'\]"):
+    with pytest.raises(ValueError, match=r"twice\.parquet must have one .*several \['x'\]"):
         unify_types(files_of(path), ["x"], {})
 
 
 def test_damaged_files_and_missing_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("x\n" + "1\n" * 700_000 + "a\n" + "1\n" * 3_000_000)
-    with pytest.raises(ValueError, match=r"a\.csv cannot be read: .*invalid value 'a'"):
+    with pytest.raises(ValueError, match=r"a\.csv cannot be read: .*'a'"):
         _rows(path, ["x"])
-    with pytest.raises(KeyError, match=r"a\.csv must have the columns \['y'\]; it has \['x'\]"):
+    with pytest.raises(KeyError, match=r"a\.csv must have.*\['y'\]; .*\['x'\]"):
         _rows(path, columns=["y"])
 
 
 def test_python_objects_of_polars_are_refused() -> None:
     frame = pl.DataFrame({"city": pl.Series([object(), object()], dtype=pl.Object)})
-    with pytest.raises(TypeError, match=r"'city' must have values of one type.*Python objects"):
+    with pytest.raises(TypeError, match=r"'city' must .*one type.*Python objects"):
         table_of(frame)
 
 

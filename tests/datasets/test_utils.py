@@ -106,7 +106,7 @@ def test_columns_that_do_not_fit(
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_bad_weights_are_named_by_their_column(kind: Any, bad: float) -> None:
     table = kind(TABLE | {"films": [1, 2, 3], "seconds": [1.0, bad, 2.0]})
-    with pytest.raises(ValueError, match=r"^Column 'seconds' must .* in row 1"):
+    with pytest.raises(ValueError, match=r"^Column 'seconds' must .* row 1"):
         Batch.from_columns(table, sparse=["films"], weights={"films": "seconds"})
     with pytest.raises(KeyError, match=r"weights must .*received"):
         Batch.from_columns(table, sparse=["user"], weights={"films": "seconds"})
@@ -131,10 +131,10 @@ def test_names_travel_with_a_batch(travel: Callable[[Batch], Batch]) -> None:
     assert travelled.dense_names == ("age", "price")
     assert travelled.label_name == "liked"
     travelled.dense_features[2, 1] = math.nan
-    with pytest.raises(ValueError, match="nan in row 2 of column 'price'"):
+    with pytest.raises(ValueError, match=r"nan in row 2.*'price'"):
         check_dense_values(travelled.dense_features)
     travelled.labels[0] = 3
-    with pytest.raises(ValueError, match=r"received 3.0 in row 0 of column 'liked'"):
+    with pytest.raises(ValueError, match=r"3\.0 in row 0.*'liked'"):
         check_labels(travelled.labels)
 
 
@@ -145,7 +145,7 @@ def test_names_travel_to_a_gpu() -> None:
         assert (moved.dense_names, moved.label_name) == (("age", "price"), "liked")
         moved.dense_features[2, 1] = math.nan
         check_dense_values(moved.dense_features)
-        with pytest.raises(ValueError, match="nan in row 2 of column 'price'"):
+        with pytest.raises(ValueError, match=r"nan in row 2.*'price'"):
             finish_value_checks()
 
 
@@ -153,7 +153,7 @@ def test_a_batch_needs_no_names() -> None:
     made = Batch.from_columns(TABLE, sparse=["user"])
     batch = Batch(torch.full((3, 1), math.nan), made.sparse_features, made.labels)
     assert (batch.dense_names, batch.label_name) == ((), "")
-    with pytest.raises(ValueError, match=r"received nan in row 0 \(3 such"):
+    with pytest.raises(ValueError, match=r"received nan in row 0 \(3"):
         check_dense_values(batch.dense_features)
     old = pickle.loads(pickle.dumps(batch))
     del old.__dict__["dense_names"], old.__dict__["label_name"]  # as of an earlier version
@@ -186,7 +186,7 @@ def test_weights_and_groups_travel_with_a_batch(
             assert found.dtype == expected.dtype
             assert torch.equal(found, expected)
     travelled.labels[1, 1] = 7
-    with pytest.raises(ValueError, match=r"received 7.0 in row 1 of column 'stars'"):
+    with pytest.raises(ValueError, match=r"7\.0 in row 1.*'stars'"):
         check_labels(travelled.labels)
 
 
@@ -278,7 +278,7 @@ def test_a_rank_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_in_job(None, 4) == (0, 4)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert rank_in_job(1, 2) == (1, 2)
-    with pytest.raises(ValueError, match=r"in one of 2 processes \(WORLD_SIZE=2\) without a"):
+    with pytest.raises(ValueError, match=r"one of 2 processes \(WORLD_SIZE=2\)"):
         datasets.table({"film": [1]}, FeatureSpec([Ids("film", rows=9)]), 1, labels=False)
 
 
@@ -286,5 +286,5 @@ def test_balanced_batches_need_the_samples_of_all_ranks() -> None:
     spec = FeatureSpec([Ids("film", rows=9), Label("ok")])
     data = {"film": [1, 2], "ok": [1, 0]}
     reader = datasets.table(data, spec, 2, rank=1, world_size=2, divide="batches")
-    with pytest.raises(ValueError, match=r"received a reader of a rank of 2\. Pass rank=0"):
+    with pytest.raises(ValueError, match=r"received a reader .*rank of 2\."):
         BalancedBatches(reader, "film", 1, 2)

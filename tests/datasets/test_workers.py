@@ -134,7 +134,7 @@ def test_ranks_share_rows(tmp_path: Path, name: str, world_size: int) -> None:
     for rank in range(world_size):
         data = _rows(tmp_path, name, rank=rank, world_size=world_size)
         assert list(data) == list(_in_turn(data, 2)) == alone[rank::world_size]
-    with pytest.raises(ValueError, match=r"rank must be in \[0, world_size\); received rank 2"):
+    with pytest.raises(ValueError, match=r"rank must be .*world_size.*received rank 2"):
         _rows(tmp_path, name, rank=2, world_size=2)
 
 
@@ -178,5 +178,5 @@ def test_an_error_of_a_worker_names_the_line(tmp_path: Path) -> None:
     paths = _write_criteo(tmp_path)
     paths[1].write_text(paths[1].read_text()[:-20])
     data = CriteoDataset(paths, 2, 1000)
-    with pytest.raises(ValueError, match=r"day_1, line 13: must have 40 fields"):
+    with pytest.raises(ValueError, match=r"day_1, line 13: must.* 40 fields"):
         list(_in_turn(data, 2))

@@ -788,7 +788,7 @@ def test_sizes_that_cannot_be_are_raised_at_once(kind: str, triton: bool) -> Non
             num_ids = batch.values().numel()
             for sizes in ([4, 1], [num_ids + 1, -1]):
                 with pytest.raises(
-                    ValueError, match=r"length_per_key must (add up to at most|not be negati)"
+                    ValueError, match=r"JaggedTensor\.length_per_key must (add up|not be)"
                 ):
                     tables(_with_parts(batch.to(CUDA), sizes))
         if kind.startswith("sequence"):
@@ -871,7 +871,7 @@ def test_what_is_found_late_follows_tables_that_move() -> None:
         cuda.is_behind = True
         tables(_good((1, 30)).to(CUDA))
         tables.reshard({"t": parameter_sharding(S.COLUMN_WISE, 3, 4, [0])})
-        with pytest.raises(IndexError, match=r"Id 30 at position \d of feature 'g'"):
+        with pytest.raises(IndexError, match=r"Id 30 at .*of feature 'g'"):
             tables.check_ids()
 
 
@@ -1091,7 +1091,7 @@ def test_a_later_batch_raises_for_an_earlier_one_unsharded(triton: bool) -> None
     with PretendedCuda(triton):
         tables = _on_device(EmbeddingBagConfig(3, 4, "t", feature_names=["f", "g"]))
         tables(_good((1, 30)).to(CUDA))
-        with pytest.raises(IndexError, match=r"Id 30 at position \d of feature 'g'"):
+        with pytest.raises(IndexError, match=r"Id 30 at .*of feature 'g'"):
             tables(_good().to(CUDA))
         tables(_good().to(CUDA))  # the error was already raised
 

@@ -226,7 +226,7 @@ def _sync(case: Case) -> None:
     assert is_same(states_of(model))
     # weights and states together; all ranks of a group have equal replicated tables
     assert counts["all_reduce"] == 2
-    with pytest.raises(ValueError, match=r"include_optimizer_state.*rank 0 has .*, rank 1 has "):
+    with pytest.raises(ValueError, match=r"include_optimizer_state.*rank 0 has .*rank 1"):
         model.sync(include_optimizer_state=group == 0)
 
     given: list[int] = []
@@ -449,15 +449,15 @@ def test_checkpoints_go_between_groups_and_plain_models(ranks: RankPool, tmp_pat
 def _fail(case: Case) -> None:
     rank = dist.get_rank()
     group, _ = place_of(rank, 4, 2)
-    with pytest.raises(ValueError, match=r"must divide world_size.*received 3 for 4 ranks"):
+    with pytest.raises(ValueError, match=r"must divide world_size.*3 for 4"):
         build(case, 4, size=3)
-    with pytest.raises(ValueError, match=r"world_size must be .* 4; received 8"):
+    with pytest.raises(ValueError, match=r"world_size must be .* 4; .*8"):
         build(case, 8)
-    with pytest.raises(ValueError, match=r"node_group_size must divide .*received 3 for .* of 2"):
+    with pytest.raises(ValueError, match=r"node_group_size must divide .*3.* of 2"):
         build(case, 4, node_group_size=3)
     with pytest.raises(ValueError, match=r"size=2.*rank 1 has .*size=4"):
         build(case, 4, size=4 if rank % 2 else 2)
-    with pytest.raises(ValueError, match=r"table 't\d' of ebc differs: rank 0 has shards .*rank 1"):
+    with pytest.raises(ValueError, match=r"'t\d' of ebc.*rank 0.*rank 1"):
         build(case, 4, plan=case.plan(group))
     for_more = ShardingPlan(
         case.plan().plan, made_for=PlanRanks(world_size=4, local_world_size=4, compute_device="cpu")

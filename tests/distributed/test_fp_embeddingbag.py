@@ -208,7 +208,7 @@ def _one_rank_fails(case: FpCase) -> None:
     if dist.get_rank() == 1:
         lengths[FEATURES.index(case.configs()[0].feature_names[0])] = LONGEST + 1
     ids = torch.zeros(int(lengths.sum())).long()
-    with pytest.raises(ValueError, match=r"received 4 ids in bag 0 of feature 'f\d'"):
+    with pytest.raises(ValueError, match=r"received 4 ids.*0 of feature 'f\d'"):
         shard(case, sharders=SHARDERS)(KeyedJaggedTensor(list(FEATURES), ids, lengths=lengths))
 
 

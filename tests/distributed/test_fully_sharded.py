@@ -200,7 +200,7 @@ def _train_groups() -> None:
         clipped = GradientClippingOptimizer(
             optimizer, GradientClipping.NORM, enable_global_grad_clip=True
         )
-        with pytest.raises(ValueError, match="by their norm in a DMPCollection: its 2 groups"):
+        with pytest.raises(ValueError, match=r"norm in a DMPCollection: .*2 groups"):
             train(model, clipped, range(1))
         for step in range(3):
             train(model, optimizer, range(step, step + 1))

@@ -299,11 +299,11 @@ def _without_optimizer() -> list[str]:
     found = []
     batch = KeyedJaggedTensor(["a", "b"], torch.tensor([-7, 5]), lengths=torch.ones(2).long())
     for _ in range(2):
-        with pytest.raises(ValueError, match="Table 'h' with HashedIds needs an optimizer") as info:
+        with pytest.raises(ValueError, match="'h' with HashedIds needs an optimizer") as info:
             sharded(batch)
         found.append(str(info.value))
     sharded.train(dist.get_rank() == 0)  # the error of one rank is raised on both
-    with pytest.raises(ValueError, match="On rank 0: Table 'h' with HashedIds needs an optimizer"):
+    with pytest.raises(ValueError, match=r"On rank 0: .*'h'.*needs an optimizer"):
         sharded(batch)
     sharded.eval()
     sharded(batch).values()
@@ -353,7 +353,7 @@ def _load_between(case: HashedCase, folder: Path) -> None:
             lambda: load_table(model, hashed.name, values, ids=np.arange(3)),  # noqa: B023
             lambda: load_checkpoint(folder, model, model.fused_optimizer),
         ):
-            with pytest.raises(ValueError, match=r"'.*' with HashedIds wait for a step"):
+            with pytest.raises(ValueError, match=r"'.*' with HashedIds wait for a"):
                 load()
             assert_same(state_of(model), before, rtol=0, atol=0)
         with pytest.raises(RuntimeError, match="with HashedIds wait for a step"):

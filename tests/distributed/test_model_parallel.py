@@ -222,7 +222,7 @@ def test_shapes_are_checked() -> None:
     model = alone()
     state = dict(model.state_dict())
     state["ebc.embedding_bags.row_wise.weight"] = torch.zeros(5, 8)
-    with pytest.raises(RuntimeError, match=r"row_wise.weight: .* \(12, 8\); received .* \(5, 8\)"):
+    with pytest.raises(RuntimeError, match=r"row_wise.weight: .*\(12, 8\); .*\(5, 8\)"):
         model.load_state_dict(state)
 
 
@@ -362,7 +362,7 @@ def test_dense_parts_on_meta_need_reset_parameters() -> None:
             self.bias = nn.Parameter(torch.empty(3, device=META))
 
     model = nn.ModuleDict({"ebc": case_of(1).model().ebc, "head": NoReset()})
-    with pytest.raises(ValueError, match=r"Module 'head' \(NoReset\) has parameters on the meta"):
+    with pytest.raises(ValueError, match=r"Module 'head' \(NoReset\) has parameters on"):
         DistributedModelParallel(
             model, env=ShardingEnv.from_local(), device=CPU, plan=case_of(1).plan()
         )
@@ -441,7 +441,7 @@ def test_a_refused_move_changes_nothing(move: str) -> None:
         device=CPU,
         plan=ShardingPlan({"1.ebc": case.plan().plan["ebc"]}),
     )
-    with pytest.raises(ValueError, match="stays on its device and keeps its"):
+    with pytest.raises(ValueError, match="stays on its device and keeps"):
         model.to(META) if move == "to_meta" else getattr(model, move)()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.device for p in model.parameters()} == {CPU}
@@ -547,5 +547,5 @@ def test_a_model_is_wrapped_once() -> None:
         DistributedModelParallel(
             nn.Sequential(nn.ReLU(), nn.ModuleDict({"inner": model})), device=CPU
         )
-    with pytest.raises(TypeError, match=r"module must be an nn\.Module; received 3"):
+    with pytest.raises(TypeError, match=r"module must be .*Module; received 3"):
         DistributedModelParallel(3, device=CPU)  # type: ignore[arg-type]

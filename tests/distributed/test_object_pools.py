@@ -121,7 +121,7 @@ def _errors_are_raised_on_all_ranks() -> None:
     sharded.update(one, good)
     expected = sharded.lookup(one).wait()
     too_long = jagged_of([{"a": [1] * 9, "b": [], "c": []}], list(MAXIMA), is_weighted=True)
-    with pytest.raises(IndexError, match=r"On rank 1: .*ids must be in \[0, 5\); received 5"):
+    with pytest.raises(IndexError, match=r"On rank 1: .*\[0, 5\); .*5"):
         sharded.lookup(torch.tensor([5 if rank == 1 else 1]))
     with pytest.raises(ValueError, match=r"On rank 0: .*received 9"):
         sharded.update(one, good if rank else too_long)

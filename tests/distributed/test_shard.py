@@ -165,10 +165,10 @@ def test_dense_parts_are_left_alone_unless_asked() -> None:
 
 def test_plans_and_modules_that_do_not_fit() -> None:
     ebc = EmbeddingBagCollection(tables=tables(), device=META)
-    with pytest.raises(ValueError, match=r"once; missing: \['t1'\], not in the module: \[\]"):
+    with pytest.raises(ValueError, match=r"missing: \['t1'\], not in .*module: \[\]"):
         shard(ebc, {"t0": row_wise()}, device=CPU)
     placed = construct_module_sharding_plan(ebc, {"t0": row_wise(), "t1": row_wise()})
-    with pytest.raises(ValueError, match=r"placements for \['t0'\] and generators for \['t1'\]"):
+    with pytest.raises(ValueError, match=r"placements for \['t0'\] and .*\['t1'\]"):
         shard(ebc, {"t0": placed["t0"], "t1": row_wise()}, device=CPU)
     with pytest.raises(ValueError, match=r"received a Linear"):
         shard(nn.Linear(1, 1), row_wise(), device=CPU)
@@ -332,7 +332,7 @@ def test_a_module_of_ones_own(
 def test_tables_are_named_by_the_outermost_module_with_a_sharder() -> None:
     sharders = [TowerSharder(Tower), EmbeddingBagCollectionSharder()]
     tables_of = EmbeddingModuleShardingPlan()
-    with pytest.raises(ValueError, match=r"missing: \['a', 'b'\], .* of the model: \['a.ebc'\]"):
+    with pytest.raises(ValueError, match=r"missing: \['a', 'b'\], .* model: \['a\.ebc'\]"):
         DistributedModelParallel(
             TwoTowers(),
             env=ShardingEnv.from_local(),
@@ -371,5 +371,5 @@ def test_a_sharder_is_told_the_path_of_its_module() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_errors_name_the_path(sharder: Any, module: nn.Module) -> None:
-    with pytest.raises(ValueError, match=r"plan of module 'model\.tables' must name each"):
+    with pytest.raises(ValueError, match=r"plan of module 'model\.tables' must name"):
         sharder.shard(module, {}, ShardingEnv.from_local(), module_fqn="model.tables")

@@ -296,7 +296,7 @@ def test_sizes_and_offsets_of_parts(
 def test_parts_that_cannot_be_cut() -> None:
     with pytest.raises(ValueError, match=r"sharding_type must be .*; received 'stripes'"):
         cut(10, 8, "stripes")
-    with pytest.raises(ValueError, match="one per rank; received 2 for 4 ranks"):
+    with pytest.raises(ValueError, match=r"one per rank; .*2 for 4"):
         cut(10, 8, "row_wise", device_memory_sizes=[1, 1])
 
 

@@ -105,7 +105,7 @@ def test_the_errors_of_a_server_that_ends_are_raised(tmp_path: Path) -> None:
     program = write_server(tmp_path, "print('I1 fine')\nprint('E1 bad model')\nraise SystemExit(1)")
     log = tmp_path / "log"
     with (
-        pytest.raises(RuntimeError, match=r"ended with exit code 1\. E1 bad model$"),
+        pytest.raises(RuntimeError, match=r"exit code 1\. E1 bad model$"),
         triton_server(program, tmp_path, tmp_path, log=log),
     ):
         pass

@@ -18,7 +18,7 @@ def test_rows_are_counted_over_all_tables() -> None:
     part = PartialFit([Numeric("x"), Hashed("y", rows=3)])
     part.add(pa.table({"x": [1.0, 2.0]}))
     part.add(pa.table({"x": [1.0]}))
-    with pytest.raises(ValueError, match="'x' must have finite numbers; received nan in row 4"):
+    with pytest.raises(ValueError, match=r"'x' must have finite.*nan.*row 4"):
         part.add(pa.table({"x": [1.0, float("nan")]}))
 
 
@@ -30,14 +30,14 @@ def test_a_bad_value_of_files_is_named_by_its_row(tmp_path: Path, row: int) -> N
     pq.write_table(table.slice(0, 100_000), tmp_path / "0.parquet")
     pq.write_table(table.slice(100_000), tmp_path / "1.parquet")
     file, place = divmod(row, 100_000)
-    rule = rf"^Column 'x' .*received inf in row {place} of {tmp_path}/{file}\.parquet\. Write null"
+    rule = rf"^Column 'x' .*row {place} of {tmp_path}/{file}\.parquet"
     with pytest.raises(ValueError, match=rule):
         FeatureSpec([Numeric("x")]).fit(tmp_path)
-    with pytest.raises(ValueError, match=f"'x' .*received inf in row {row}\\. Write null"):
+    with pytest.raises(ValueError, match=rf"'x' .*received inf in row {row}\."):
         FeatureSpec([Numeric("x")]).fit([table.slice(0, 100_000), table.slice(100_000)])
     texts = table.slice(0, 3).set_column(0, "x", pa.array(["a", "b", "c"]))
     pq.write_table(texts, tmp_path / "2.parquet")
-    rule = rf"^{tmp_path}/2\.parquet: Column 'x' must have numbers; received string"
+    rule = rf"^{tmp_path}/2\.parquet: .*'x' must .*received string"
     with pytest.raises(TypeError, match=rule):
         FeatureSpec([Numeric("x")]).fit(tmp_path / "2.parquet")
 
@@ -49,7 +49,7 @@ def test_columns_that_one_array_cannot_hold() -> None:
     # as Arrow does for 3 GiB of texts, which would take seconds
     column = SimpleNamespace(num_chunks=3, nbytes=3 * 2**30, combine_chunks=overflow)
     table = SimpleNamespace(column_names=["x"], column=lambda _: column)
-    with pytest.raises(ValueError, match=r"'x' must have less than 2 GiB .* received 3.0 GiB"):
+    with pytest.raises(ValueError, match=r"'x' must have .*2 GiB.*3\.0 GiB"):
         column_of(table, "x")
 
 

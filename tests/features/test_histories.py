@@ -55,22 +55,20 @@ def test_times_of_one_unit_keep_their_order():
 
 
 def test_errors():
-    with pytest.raises(
-        ValueError, match="'time' must have times that fit into int64; received nan in row 1"
-    ):
+    with pytest.raises(ValueError, match=r"'time' must have.*int64; .*nan.*row 1"):
         leave_one_out({"user": [1] * 3, "item": [1] * 3, "time": [0.0, float("nan"), 1.0]})
     with pytest.raises(KeyError, match="must have a column 'time'"):
         leave_one_out({"user": [1], "item": [2]})
     with pytest.raises(ValueError, match="'item' must have no missing value"):
         leave_one_out({"user": [1], "item": [None], "time": [1]})
     user = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0]), pa.array(["ann", None]))
-    with pytest.raises(ValueError, match="'user' must have no missing value; received None in row"):
+    with pytest.raises(ValueError, match=r"'user' must have no missing.*None"):
         leave_one_out({"user": user, "item": [1] * 3, "time": [1] * 3})
     with pytest.raises(ValueError, match=r"'time' must have numbers below 2\^63"):
         leave_one_out({"user": [1] * 3, "item": [1] * 3, "time": [1, 2**63, 3]})
     for times in (["1", "10", "9"], ["2020-01-02", "2020-01-01", "2020-01-03"]):
         for column in (pa.array(times), pa.array(times).dictionary_encode()):
-            rule = "'time' must have times, dates or numbers; received string"
+            rule = "'time' must .*or numbers; received string"
             with pytest.raises(TypeError, match=rule):
                 leave_one_out({"user": [1] * 3, "item": [1] * 3, "time": column})
     with pytest.raises(ValueError, match="min_length"):

@@ -373,10 +373,10 @@ def test_missing_and_repeated_columns(name: str, fitted: FeatureSpec) -> None:
         found, expected = fitted.transform(without), fitted.transform(nulls)
         assert torch.equal(found.dense_features, expected.dense_features)
     else:
-        with pytest.raises(KeyError, match=f"must have a column '{name}'; it has"):
+        with pytest.raises(KeyError, match=f"must have a column '{name}'; it"):
             fitted.transform(without)
     twice = table.append_column(name, table[name])
-    with pytest.raises(ValueError, match=f"must have one column '{name}'; it has 2. Rename them"):
+    with pytest.raises(ValueError, match=rf"one column '{name}'; it has 2\."):
         fitted.transform(twice)
 
 
@@ -384,12 +384,12 @@ def test_a_spec_fitted_on_another_kind_of_value() -> None:
     rows = rows_of(0, 50)
     others = {"city": [7] * 50, "born": ["x"] * 50, "died": ["y"] * 50}
     swapped = spec().fit(rows | others)
-    with pytest.raises(TypeError, match="'city' must have numbers, as the data of fit"):
+    with pytest.raises(TypeError, match="'city' must have numbers, as the"):
         swapped.transform(rows | others | {"city": rows["city"]})
-    with pytest.raises(TypeError, match="'born' must have texts, as the data of fit"):
+    with pytest.raises(TypeError, match="'born' must have texts, as the"):
         swapped.transform(rows | others | {"born": rows["born"]})
     # columns of one table
-    with pytest.raises(TypeError, match=r"'died' must have one kind .* numbers after texts"):
+    with pytest.raises(TypeError, match=r"'died' must have .*numbers after texts"):
         spec().fit(rows | {"born": ["x"] * 50})
 
 
@@ -403,7 +403,7 @@ def test_types_that_change_between_files(tmp_path: Path) -> None:
     table = pa.table(rows_of(0, 30))
     of = {name: table.schema.get_field_index(name) for name in table.column_names}
     texts = table.set_column(of["born"], "born", pa.array(["x"] * 30))
-    with pytest.raises(TypeError, match=r"'born' must have one kind .* numbers in .*0\.parquet"):
+    with pytest.raises(TypeError, match=r"'born' must have .*numbers in .*0\.parquet"):
         spec().fit(write(tmp_path, [table, texts]))
     floats = table.set_column(of["born"], "born", table["born"].cast(pa.float64()))
     nulls = table.set_column(of["born"], "born", pa.nulls(30))
@@ -428,7 +428,7 @@ def test_truncated_and_damaged_files(seed: int, tmp_path: Path) -> None:
     path.write_bytes(b"" if seed == 0 else data[: rng.randrange(len(data))])
     with pytest.raises(ValueError, match=r"1\.parquet cannot be read"):
         spec().fit(folder)
-    with pytest.raises(FileNotFoundError, match="must be a file, or a folder or glob"):
+    with pytest.raises(FileNotFoundError, match=r"none\.parquet must be a file"):
         spec().fit(tmp_path / "none.parquet")
 
 
@@ -451,20 +451,20 @@ def test_empty_lists_of_any_type(fitted: FeatureSpec) -> None:
 @pytest.mark.parametrize(
     ("column", "error", "message"),
     [
-        ([1, "a"], TypeError, "'x' must have values of one type; received .*'a'"),
-        ([[1], 2], TypeError, "'x' must have values of one type; received .*list"),
-        ([object()], TypeError, "'x' must have values of one type; received .*object"),
-        (np.zeros(1, complex), TypeError, "'x' must have values of one type"),
-        (np.zeros((1, 2, 2)), TypeError, "'x' must have values of one type; .*1-dimensional"),
+        ([1, "a"], TypeError, "'x' must .*one type; received .*'a'"),
+        ([[1], 2], TypeError, "'x' must .*one type; received .*list"),
+        ([object()], TypeError, "'x' must .*one type; received .*object"),
+        (np.zeros(1, complex), TypeError, "'x' must have values of one"),
+        (np.zeros((1, 2, 2)), TypeError, "'x' must .*one type; .*1-dimensional"),
         (torch.zeros(1, dtype=torch.bfloat16), TypeError, "'x' must .*BFloat16"),
-        (torch.tensor(3), TypeError, "'x' must have values of one type"),
-        (3, TypeError, "'x' must be an array, a tensor or a list; received 3"),
-        ("a", TypeError, "'x' must be an array, a tensor or a list; received 'a'"),
-        (None, TypeError, "'x' must be an array, a tensor or a list; received None"),
-        ({"a": 1}, TypeError, "'x' must be an array, a tensor or a list; received {'a'"),
-        ([2**64], ValueError, "'x' must have numbers of 64 bits"),
-        ([2**63, -1], ValueError, "'x' must have numbers of 64 bits"),
-        ([1, 2], ValueError, "same number of rows; received {'x': 2, 'y': 1}"),
+        (torch.tensor(3), TypeError, "'x' must have values of one"),
+        (3, TypeError, "'x' must be an array.*received 3"),
+        ("a", TypeError, "'x' must be an array.*received 'a'"),
+        (None, TypeError, "'x' must be an array.*received None"),
+        ({"a": 1}, TypeError, "'x' must be an array.*received {'a'"),
+        ([2**64], ValueError, "'x' must have numbers .*64 bits"),
+        ([2**63, -1], ValueError, "'x' must have numbers .*64 bits"),
+        ([1, 2], ValueError, "received {'x': 2, 'y': 1}"),
     ],
 )
 def test_dicts_of_other_values(column: Any, error: type[Exception], message: str) -> None:

@@ -101,7 +101,7 @@ def test_a_column_with_texts_in_one_text_file_is_text_in_all(tmp_path: Path) -> 
     assert vocabulary.values.to_pylist() == ["007", "2024-05-01", "bob"]
     pq.write_table(pa.table({"key": [7], "age": [1.0], "ok": [0]}), tmp_path / "d.parquet")
     for column in (Hashed("key", rows=9), Categorical("key"), Group("key")):
-        with pytest.raises(TypeError, match=r"'key' must have one kind .* texts in .* numbers in"):
+        with pytest.raises(TypeError, match=r"'key' must .*texts in .*numbers in"):
             spec_of(column).fit(tmp_path)
 
 
@@ -140,7 +140,7 @@ def test_the_other_kind_is_an_error(tmp_path: Path, kind: str, column: Any) -> N
     (good, bad), other = (texts, numbers), "number"
     if kind == "number":
         (good, bad), other = (numbers, texts), "text"
-    message = f"'key' must have {kind}s, as the data of fit; received {other}s. Cast it"
+    message = f"'key' must have {kind}s, .*received {other}s"
     for name, contain in CONTAINERS.items():
         spec = spec_of(column).fit(contain(good))
         assert spec.column_kinds() == {"key": kind}, name
@@ -158,9 +158,9 @@ def test_the_other_kind_is_an_error(tmp_path: Path, kind: str, column: Any) -> N
                 prepare(again, tmp_path / "bad.parquet", tmp_path / f"ready-{id(again)}")
         parts = [spec.partial(good), spec.partial(bad)]
         for order in (parts, parts[::-1]):
-            with pytest.raises(TypeError, match=r"'key' must have one kind of value in all data"):
+            with pytest.raises(TypeError, match=r"'key' must have .*after (texts|numbers)"):
                 spec_of(column).fit_parts(order)
-        with pytest.raises(TypeError, match="'key' must have one kind of value in all data"):
+        with pytest.raises(TypeError, match=r"'key' must have .*after (texts|numbers)"):
             spec_of(column).fit([good, bad])
     if kind == "number":
         csv.write_csv(bad, tmp_path / "bad.csv")
@@ -229,16 +229,16 @@ def test_served_as_trained(tmp_path: Path, is_fitted: bool) -> None:
     numbers = requests.set_column(0, "key", pa.array(range(6)))
     with Predictor(version) as predictor:
         np.testing.assert_allclose(predictor(requests)["output"][:, 0], wanted, rtol=1e-5)
-        with pytest.raises(TypeError, match="'key' must have texts, as the data of fit"):
+        with pytest.raises(TypeError, match="'key' must have texts, as the"):
             predictor(numbers)
         with pytest.raises(TypeError, match="'key' must have texts; received int64"):
             raw_request(predictor.manifest["columns"], numbers)
     missing = requests.set_column(0, "key", pa.nulls(6))
     if is_fitted:
-        with pytest.raises(TypeError, match="'key' must have texts, as the data of fit"):
+        with pytest.raises(TypeError, match="'key' must have texts, as the"):
             package(model, tmp_path / "wrong", numbers, spec=spec)
         inputs = [{"features": [{"name": "key", "tensor": "key"}]}]
         assert PackageColumns(spec, missing).write(tmp_path, inputs)[0]["type"] == "text"  # of fit
     else:
-        with pytest.raises(TypeError, match="'key' of the example table must have a value"):
+        with pytest.raises(TypeError, match="'key' of the example table must"):
             package(model, tmp_path / "missing", missing, spec=spec, programs=["torchscript"])

@@ -145,7 +145,7 @@ def test_fit_and_transform(fitted: FeatureSpec) -> None:
         FeatureSpec(COLUMNS).transform(ROWS)
     with pytest.raises(ValueError, match=r"must have distinct names; received .*'age'"):
         FeatureSpec([AboveMean("age"), Numeric("age")])
-    with pytest.raises(ValueError, match=r"have tables of their own; received .*'age'"):
+    with pytest.raises(ValueError, match=r"tables of their own; .*'age'"):
         FeatureSpec([AboveMean("age"), Hashed("user", rows=9, table="age")])
     with pytest.raises(TypeError, match=r"AboveMean\.name must be .*received 3"):
         AboveMean(3)  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def test_fit_and_transform(fitted: FeatureSpec) -> None:
 def test_errors_name_file_and_row(tmp_path: Path) -> None:
     bad = pa.table(ROWS | {"age": [1.0, 2.0, float("nan"), 3.0]})
     pq.write_table(bad, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"'age' must have finite .* nan in row 2 of .*a\.parquet"):
+    with pytest.raises(ValueError, match=r"'age' must .*row 2 of .*a\.parquet"):
         FeatureSpec(COLUMNS).fit(tmp_path / "a.parquet")
 
 
@@ -204,6 +204,6 @@ def test_packages(tmp_path: Path) -> None:
 def test_a_kind_that_packages_do_not_have(fitted: FeatureSpec, tmp_path: Path) -> None:
     tables = EmbeddingBagCollection(tables=fitted.tables(4))
     model = quantize_embeddings(DLRM(tables, 1, [4, 4], [4, 1]).eval())
-    with pytest.raises(TypeError, match="must have a method describe; received the Cross column"):
+    with pytest.raises(TypeError, match=r"method describe; received the Cross.*'pair'"):
         package(model, tmp_path / "m", ROWS, spec=fitted, programs=["torchscript"])
     assert not list((tmp_path / "m").glob("[0-9]*"))

@@ -136,7 +136,7 @@ def test_several_labels() -> None:
 
 def test_names_are_distinct() -> None:
     spec = FeatureSpec([Ids("stars", rows=9), Label("stars")])
-    with pytest.raises(ValueError, match=r"must have distinct names; received .*stars.* twice"):
+    with pytest.raises(ValueError, match=r"prepared tables must have .*stars.* twice"):
         prepared_spec(spec)
     with pytest.raises(RuntimeError, match="must be fitted"):
         prepared_spec(FeatureSpec([Categorical("city")]))

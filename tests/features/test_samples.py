@@ -41,18 +41,18 @@ def test_values_of_all_types() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"click": [0, 2]}, ValueError, "'click' must have labels from 0 to 1; received 2 in row"),
-        ({"click": [-0.1, 1]}, ValueError, "'click' must have labels .*; received -0.1 in row 0"),
-        ({"click": [0, None]}, ValueError, "'click' must have no missing value; .* in row 1. Rem"),
-        ({"click": [0, math.nan]}, ValueError, "'click' must have finite .* received nan in row 1"),
-        ({"click": ["0", "1"]}, TypeError, "'click' must have numbers; received string. Cast it"),
-        ({"click": [[0], [1]]}, TypeError, "'click' must have one value per row; received list"),
-        ({"weight": [0, -1]}, ValueError, "'weight' must have weights from 0; received -1 in row"),
-        ({"weight": [1, 1e39]}, ValueError, r"'weight' must .* float32; received 1e\+39 in row 1"),
-        ({"weight": [None, 1]}, ValueError, "'weight' must have no missing value; .* in row 0"),
-        ({"session": [None, 1]}, ValueError, "'session' must have no missing key; .* in row 0"),
-        ({"session": ["a", None]}, ValueError, "'session' must have no missing key; .* in row 1"),
-        ({"session": [0.5, 1]}, TypeError, "'session' must have exact whole .* 0.5 in row 0"),
+        ({"click": [0, 2]}, ValueError, "'click' must .*from 0 to 1.*2"),
+        ({"click": [-0.1, 1]}, ValueError, r"'click' must .*labels .*-0\.1.*row 0"),
+        ({"click": [0, None]}, ValueError, "'click' must .*missing value; .*row 1"),
+        ({"click": [0, math.nan]}, ValueError, "'click' must .*finite.*nan in row 1"),
+        ({"click": ["0", "1"]}, TypeError, "'click' must have numbers; received string"),
+        ({"click": [[0], [1]]}, TypeError, "'click' must .*one value .*received list"),
+        ({"weight": [0, -1]}, ValueError, "'weight' must .*from 0; received -1"),
+        ({"weight": [1, 1e39]}, ValueError, r"'weight' must .*float32; .*1e\+39.*row 1"),
+        ({"weight": [None, 1]}, ValueError, "'weight' must .*missing value; .*row 0"),
+        ({"session": [None, 1]}, ValueError, "'session' must .*missing key; .*row 0"),
+        ({"session": ["a", None]}, ValueError, "'session' must .*missing key; .*row 1"),
+        ({"session": [0.5, 1]}, TypeError, r"'session' must .*exact whole.*0\.5.*row 0"),
     ],
 )
 def test_bad_values_are_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -74,14 +74,14 @@ ONE = FeatureSpec([Ids("film", rows=9, weights="w")])
         (
             [[1], [2, 3]],
             [[1], [2]],
-            "'w' must have one weight for each id of 'films'; received 1 w",
+            "'w' must .*id of 'films'.*1 weights.*2",
         ),
-        ([[1], None], [[1], [2]], "received 1 weights and 0 ids in row 1"),
-        ([[1], []], None, "received 0 weights and 1 ids in row 0"),
-        ([[1], [2, 3]], [[1], [2, None]], "'w' must have a weight for each id; received None in r"),
-        ([[1], [2, 3]], [[1], [2, math.inf]], "'w' must have finite .* received inf in row 1"),
-        ([[1], [2, 3]], [[1], [2, 1e40]], r"'w' must .* float32; received 1e\+40 in row 1"),
-        ([[1], [2, 9]], [[1], [2, 3]], "'films' must have row numbers from 0 to 8; received 9 in"),
+        ([[1], None], [[1], [2]], "1 weights and 0 ids.*row 1"),
+        ([[1], []], None, "0 weights and 1 ids.*row 0"),
+        ([[1], [2, 3]], [[1], [2, None]], "'w' must .*a weight.*None.*row 1"),
+        ([[1], [2, 3]], [[1], [2, math.inf]], "'w' must .*finite .*inf.*row 1"),
+        ([[1], [2, 3]], [[1], [2, 1e40]], r"'w' must .*float32; .*1e\+40.*row 1"),
+        ([[1], [2, 9]], [[1], [2, 3]], "'films' must .*from 0 to 8.*9"),
     ],
 )
 def test_weights_of_lists(films: Any, weights: Any, message: str) -> None:
@@ -96,7 +96,7 @@ def test_missing_ids_need_no_weight() -> None:
     assert batch.sparse_features.lengths().tolist() == [1, 0]
     batch = ONE.transform({"film": [None, 3], "w": [None, -2.5]})
     assert batch.sparse_features.weights().tolist() == [-2.5]
-    with pytest.raises(ValueError, match=r"'w' must have a weight .*; .* in row 1"):
+    with pytest.raises(ValueError, match=r"'w' must have a weight.*row 1"):
         ONE.transform({"film": [None, 3], "w": [1, None]})
     # a missing entry of a dictionary is a missing id
     ids = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int8()), pa.array([None, 3]))
@@ -114,9 +114,9 @@ def test_one_of_several_labels_may_be_missing(kind: Any) -> None:
     assert batch.label_mask.tolist() == [[True, True], [True, False], [False, False]]
     first = {name: column[:1] for name, column in rows.items()}
     assert spec.transform(kind(first)).label_mask is None
-    with pytest.raises(ValueError, match=r"'rating' must have labels from 1 to 5; received 9"):
+    with pytest.raises(ValueError, match=r"'rating' must .*from 1 to 5.*9"):
         spec.transform(rows | {"rating": [None, 9, None]})
-    with pytest.raises(ValueError, match=r"'rating' must have finite .* received nan in row 2"):
+    with pytest.raises(ValueError, match=r"'rating' must have finite.*nan.*row 2"):
         spec.transform(rows | {"rating": [None, 2.0, math.nan]})
     moved = pickle.loads(pickle.dumps(batch)).to(torch.device("cpu"))
     assert torch.equal(moved.label_mask, batch.label_mask)

@@ -159,7 +159,7 @@ def test_descriptions_of_another_kind(folder: Path) -> None:
 
 
 def test_missing_files(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"none must be a folder that FeatureSpec\.save"):
+    with pytest.raises(FileNotFoundError, match="none must be a folder that"):
         FeatureSpec.load(tmp_path / "none")
     (folder / "vocabulary-1.arrow").unlink()
     with pytest.raises(FileNotFoundError, match=r"vocabulary-1\.arrow"):
@@ -177,7 +177,7 @@ def test_other_files_are_not_removed(folder: Path) -> None:
     other = folder / "last" / "weights.pt"
     other.parent.mkdir()
     other.write_text("precious")
-    with pytest.raises(FileExistsError, match="must be a new folder, or one with a spec"):
+    with pytest.raises(FileExistsError, match="spec must be a new folder"):
         FeatureSpec.load(folder).save(folder)
     assert other.read_text() == "precious"
 
@@ -198,5 +198,5 @@ def test_a_failed_save_leaves_the_old_spec(folder: Path, monkeypatch: pytest.Mon
 
 def test_the_state_of_other_columns() -> None:
     state = FeatureSpec([Categorical("a")]).fit({"a": ["x"]}).state_dict()
-    with pytest.raises(ValueError, match="The state must be of the columns"):
+    with pytest.raises(ValueError, match=r"must be of the columns.*min_count=2"):
         FeatureSpec([Categorical("a", min_count=2)]).load_state_dict(state)

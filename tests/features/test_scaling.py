@@ -123,7 +123,7 @@ def test_buckets_of_quantiles_have_as_many_values() -> None:
 def test_equal_edges_are_joined_and_missing_numbers_have_row_0() -> None:
     column = Numeric("x", buckets=4)
     spec = FeatureSpec([column])
-    with pytest.warns(UserWarning, match="'x' has 2 buckets instead of 4: many values are equal"):
+    with pytest.warns(UserWarning, match="'x' has 2 buckets.*of 4"):
         spec.fit({"x": [1.0, 1, 1, 1, 1, 1, 1, 5, None]})
     rows = spec.transform({"x": [0.0, 1.0, 4.0, 5.0, 9.0, None]}).sparse_features["x"].values()
     assert rows.tolist() == [1, 1, 1, 2, 2, 0]
@@ -157,7 +157,7 @@ def test_values_of_many_rows_have_buckets_of_their_own(seed: int) -> None:
 @pytest.mark.parametrize("spacing", ["quantile", "uniform"])
 def test_fewer_buckets_are_a_warning(spacing: Literal["quantile", "uniform"]) -> None:
     spec = FeatureSpec([Numeric("x", buckets=5, spacing=spacing)])
-    with pytest.warns(UserWarning, match="'x' has . buckets instead of 5: many values are equal"):
+    with pytest.warns(UserWarning, match=r"'x' has \d buckets.*of 5"):
         spec.fit({"x": [3.0] * 100})
     spec.fit({"x": np.arange(100.0)})  # without a warning
 
@@ -166,7 +166,7 @@ def test_rare_values_among_millions_of_zeros() -> None:
     numbers = np.zeros(1_000_000)
     numbers[:100_000] = np.random.default_rng(0).integers(1, 9, 100_000)
     spec = FeatureSpec([Numeric("x", buckets=8)])
-    with pytest.warns(UserWarning, match="'x' has 2 buckets instead of 8"):
+    with pytest.warns(UserWarning, match="'x' has 2 buckets.*of 8"):
         spec.fit({"x": np.random.default_rng(1).permutation(numbers)})
     rows = spec.transform({"x": [0.0, 1.0, 8.0]}).sparse_features["x"].values()
     assert rows.tolist() == [1, 2, 2]
@@ -182,12 +182,12 @@ def test_the_order_of_steps() -> None:
 
 def test_numbers_out_of_range_are_named() -> None:
     spec = FeatureSpec([Numeric("x", log1p=True)])
-    with pytest.raises(ValueError, match=r"'x' must have numbers above -1 .* received -1.0 in row"):
+    with pytest.raises(ValueError, match=r"'x' must .*above -1 .*received -1\.0"):
         spec.fit({"x": [0.0, None, -1.0]})
-    with pytest.raises(ValueError, match=r"'x' must .* float32; received 1e\+39 in row 1"):
+    with pytest.raises(ValueError, match=r"'x' must .*float32; .*1e\+39.*row 1"):
         FeatureSpec([Numeric("x")]).fit({"x": [0.0, 1e39]})
     spec = FeatureSpec([Numeric("x", standardize=True)]).fit({"x": [0.0, 1e-10]})
-    with pytest.raises(ValueError, match=r"'x' must .* float32; received 1e\+30 in row 0"):
+    with pytest.raises(ValueError, match=r"'x' must .*float32; .*1e\+30.*row 0"):
         spec.transform({"x": [1e30]})
     clipped = FeatureSpec([Numeric("x", clip=(0, 1))]).fit({"x": [0.0, 1e300]})
     assert clipped.transform({"x": pa.array([1e300])}).dense_features.tolist() == [[1.0]]

@@ -157,7 +157,7 @@ def test_extreme_ids() -> None:
     fitted = FeatureSpec([Categorical("a")]).fit({"a": [-(2**63), 2**63 - 1]})
     found = fitted.transform({"a": [2**63 - 1, -(2**63), 0]}).sparse_features
     assert found.values().tolist() == [3, 2, 1]
-    with pytest.raises(ValueError, match=r"'a' must have numbers below 2\^63; .*808 in row 1"):
+    with pytest.raises(ValueError, match=r"'a' must .*below 2\^63; .*808.*row 1"):
         fitted.transform({"a": pa.array([1, 2**63], pa.uint64())})
 
 
@@ -171,11 +171,11 @@ def test_values_of_rows(values: list[Any]) -> None:
     assert fitted.values_of("city", torch.full((0, 3), 9)).shape == (0, 3)
     assert fitted.values_of("city", [[-1, 2]]).tolist() == [[None, values[2]]]
     for wrong in (5, -2):
-        with pytest.raises(ValueError, match="rows must be from -1 to 4; received "):
+        with pytest.raises(ValueError, match="must be from -1 to 4"):
             fitted.values_of("city", [2, wrong])
     with pytest.raises(TypeError, match="rows must be whole numbers"):
         fitted.values_of("city", [1.0])
-    with pytest.raises(KeyError, match=r"one of a Categorical column, \['city'\]; received 'town'"):
+    with pytest.raises(KeyError, match=r"Categorical column, \['city'\]; received 'town'"):
         fitted.values_of("town", [1])
 
 
@@ -212,19 +212,19 @@ def test_tables_of_features() -> None:
         (
             [Categorical("a", table="x"), Categorical("b", table="x", min_count=2)],
             ValueError,
-            "Columns of one table must have the same settings",
+            "Columns of one table .*same settings",
         ),
         (
             [Hashed("a", rows=3, table="x"), Ids("b", rows=3, table="x")],
             ValueError,
-            "Columns of one table must have the same settings",
+            "Columns of one table .*same settings",
         ),
         (
             [Categorical("a", table="x"), Numeric("x", buckets=3)],
             ValueError,
             r"tables of their own; received \['x'\]",
         ),
-        (["a"], TypeError, "FeatureSpec.columns must be columns of recsys.features; received 'a'"),
+        (["a"], TypeError, r"FeatureSpec\.columns must be columns .*received 'a'"),
     ],
 )
 def test_columns_that_exclude_each_other(
@@ -267,6 +267,6 @@ def test_a_column_that_states_its_missing_value_may_be_absent(buckets: int | Non
 
 
 def test_unequal_settings_of_a_table_are_named() -> None:
-    wanted = "settings; received min_count=2 for 'a' and min_count=1 for 'b'."
+    wanted = r"min_count=2 for 'a' .*=1 for 'b'\."
     with pytest.raises(ValueError, match=wanted):
         FeatureSpec([Categorical("a", table="t", min_count=2), Categorical("b", table="t")])

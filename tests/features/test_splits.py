@@ -117,40 +117,40 @@ def test_times(values: pa.Array, limits: Any) -> None:
                 pa.table({"t": ["a"]}), "", np.arange(1)
             ),
             TypeError,
-            "'t' must have times, dates or numbers to divide by; received string",
+            "'t' must .*to divide by.*received string",
         ),
         (
             lambda: TimeSplit("t", validation="2020", test="2021").filter_of(
                 "test", pa.schema([("t", pa.dictionary(pa.int8(), pa.string()))])
             ),
             TypeError,
-            "'t' must have times, dates or numbers to divide by; received string",
+            "'t' must .*to divide by.*received string",
         ),
         (
             lambda: TimeSplit("t", validation=1, test=2).parts_of(
                 pa.table({"t": [1, None]}), "", np.arange(2)
             ),
             ValueError,
-            "'t' must have no missing time; received None in row 1",
+            "'t' must .*missing time; .*None.*row 1",
         ),
         (
             lambda: TimeSplit("t", validation=1, test=2).parts_of(
                 pa.table({"t": [datetime(2024, 1, 1)]}), "", np.arange(1)
             ),
             TypeError,
-            r"the limits must have the type of column 't', timestamp\[us\]; received 1 and 2",
+            r"of column 't', timestamp\[us\].*1 and 2",
         ),
         (
             lambda: TimeSplit(
                 "t", validation=datetime(2024, 1, 5, 12), test=datetime(2024, 1, 6)
             ).filter_of("train", pa.schema([("t", pa.date32())])),
             TypeError,
-            "the limits must have the type of column 't', date32",
+            "type of column 't', date32",
         ),
         (
             lambda: Split("u").parts_of(pa.table({"u": ["a", None]}), "", np.arange(2)),
             ValueError,
-            "'u' must have no missing value; received None in row 1",
+            "'u' must .*missing value; .*None.*row 1",
         ),
     ],
 )
@@ -161,7 +161,7 @@ def test_wrong_input(call: Any, error: type[Exception], message: str) -> None:
 
 def test_times_that_are_nan_are_refused() -> None:
     table = pa.table({"t": [0.5, float("nan"), 3.0]})
-    with pytest.raises(ValueError, match="'t' must have no missing time; received nan in row 1"):
+    with pytest.raises(ValueError, match=r"'t' must .*missing time; .*nan.*row 1"):
         TimeSplit("t", validation=1.0, test=2.0).parts_of(table, "x.parquet", np.arange(3))
 
 
@@ -179,5 +179,5 @@ def test_dictionaries_are_read_as_their_values() -> None:
     assert kept.num_rows == 2
     entries = pa.array([days[0], None, days[3], days[0]], kind)
     table = pa.table({"t": pa.DictionaryArray.from_arrays(codes, entries)})
-    with pytest.raises(ValueError, match="'t' must have no missing time; received None in row 1"):
+    with pytest.raises(ValueError, match=r"'t' must .*missing time; .*None.*row 1"):
         split.parts_of(table, "", np.arange(4))

@@ -51,6 +51,6 @@ def test_long_bags_are_raised_by_check_lengths(
 ) -> None:
     processors.to("cuda")
     assert processors(_batch(3).to("cuda")).weights().isfinite().all()
-    with pytest.raises(ValueError, match="received 3 ids in bag 0 of feature 'b'"):
+    with pytest.raises(ValueError, match=r"received 3 ids.*bag 0.*'b'"):
         processors.check_lengths()
     processors.check_lengths()  # raises once

@@ -72,7 +72,7 @@ def test_attention_serves_any_batch_size(example: list[int]) -> None:
 
 def test_attention_needs_an_example_of_two_samples() -> None:
     plain = PlainModel(quantize_embeddings(Sequences()), [_batch([4])])
-    with pytest.raises(ValueError, match=r"== 1 only. Pass an example of two or more samples"):
+    with pytest.raises(ValueError, match=r"== 1 only\..*two or more samples"):
         exported_program(plain)
 
 

@@ -343,13 +343,13 @@ def test_programs_refuse_bad_batches(tmp_path: Path) -> None:
     dense, values, lengths = plain_tensors(*inputs_of(3))
     far = values.clone()
     far[0] = 10**6
-    with pytest.raises(torch.jit.Error, match="Id 1000000 at position 0 of feature"):
+    with pytest.raises(torch.jit.Error, match="Id 1000000 at position 0"):
         scripted(dense, far, lengths)
     with pytest.raises(RuntimeError, match="An id is outside its table"):
         graph(dense, far, lengths)
-    with pytest.raises(torch.jit.Error, match="lengths must not be negative and must add up"):
+    with pytest.raises(torch.jit.Error, match="lengths must not be negative and"):
         scripted(dense, values[1:], lengths)
-    with pytest.raises(RuntimeError, match="lengths must add up to the number of ids"):
+    with pytest.raises(RuntimeError, match="lengths must add up to the"):
         graph(dense, values[1:], lengths)
     with pytest.raises(RuntimeError, match="Runtime assertion failed"):
         graph(dense[1:], values, lengths)
@@ -420,9 +420,9 @@ def test_models_with_feature_processors(
         return
     dense, values = torch.ones(1, 5), torch.ones(6, dtype=torch.int64)
     too_long = torch.tensor([6 if key == "x" else 0 for key in keys])
-    with pytest.raises(torch.jit.Error, match=r"feature x must not have more ids .* 3; received 6"):
+    with pytest.raises(torch.jit.Error, match=r"feature x must .*more ids.*3; .*6"):
         scripted(dense, values, too_long)
-    with pytest.raises(RuntimeError, match="more ids than its feature has position weights"):
+    with pytest.raises(RuntimeError, match="more ids than its feature has"):
         graph(dense, values, too_long)
 
 
@@ -452,12 +452,10 @@ def test_packages_of_aotinductor(tmp_path: Path) -> None:
     torch.save((_tensors_of_everything(*inputs), found), tmp_path / "inputs.pt")
     subprocess.run([sys.executable, "-c", SCORE, path, tmp_path / "inputs.pt"], check=True)
     dense, values, lengths, *rest = _tensors_of_everything(*_everything(3))
-    with pytest.raises(
-        IndexError, match=r"Id 1000\d+ at position \d of feature '\w' must be from 0"
-    ):
+    with pytest.raises(IndexError, match=r"Id 1000\d+ at .*of feature '\w'"):
         program(dense, values + 10**6, lengths, *rest)
     # the reason is in the message from torch 2.13 on; before, on standard error
-    with pytest.raises(RuntimeError, match=r"An id is outside its table|API call failed"):
+    with pytest.raises(RuntimeError, match=r"outside its table|API call failed"):
         program.compiled(dense, values + 10**6, lengths, *rest)
     with pytest.raises(RuntimeError, match=r"Expected Eq|API call failed"):
         program(dense[1:], values, lengths, *rest)

@@ -67,7 +67,7 @@ def test_an_interrupted_save_leaves_no_mixed_index(tmp_path, monkeypatch):
         patched.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError("disk is full")))
         with pytest.raises(OSError, match="disk is full"):
             other.save(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"has no ids\.pt\. Save the index again"):
+    with pytest.raises(FileNotFoundError, match=r"has no ids\.pt"):
         FaissIndex.load(tmp_path)
     other.save(tmp_path)
     assert FaissIndex.load(tmp_path)(torch.eye(3)[:1], 1)[1].tolist() == [[6]]
@@ -106,8 +106,8 @@ def test_scores_that_overflow_are_never_found():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"ids must be one per item, \[2\]; received \[3\]"):
+    with pytest.raises(ValueError, match=r"one per item, \[2\]; received \[3\]"):
         FaissIndex(torch.eye(2), torch.arange(3), "Flat")
     seen = JaggedTensor(torch.tensor([1]), lengths=torch.tensor([1]))
-    with pytest.raises(ValueError, match="one bag per query, 2; received 1"):
+    with pytest.raises(ValueError, match=r"one bag per query, 2; .*1"):
         FaissIndex(torch.eye(2), kind="Flat")(torch.ones(2, 2), 1, seen)

@@ -56,5 +56,5 @@ def test_rows_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"every table .*without \['films'\]"):
         assign_weights_to_tbe(model, {})
     rows, header = get_table_to_weights_from_tbe(model)["films"]
-    with pytest.raises(ValueError, match=r"'films'.* must be uint8 of shape \(10, 8\)"):
+    with pytest.raises(ValueError, match=r"'films'.* uint8 of shape \(10, 8\)"):
         assign_weights_to_tbe(model, {"films": (rows[:5], header[:5])})  # type: ignore[index]

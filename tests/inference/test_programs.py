@@ -134,7 +134,7 @@ def test_what_is_contiguous_is_not_copied() -> None:
 def test_a_package_of_another_kind_is_refused() -> None:
     for key in METADATA:
         others = {k: v for k, v in METADATA.items() if k != key}
-        with pytest.raises(ValueError, match=rf"m.pt2 must be .* without '{key}' in its metadata"):
+        with pytest.raises(ValueError, match=f"m.pt2 must be .*without '{key}' in"):
             AOTIProgram(Compiled(others), "m.pt2")  # type: ignore[arg-type]
 
 
@@ -227,11 +227,9 @@ def test_a_package_reads_what_it_is_given(tmp_path: Path) -> None:
         for change, kind, _ in REFUSED:
             with pytest.raises(kind):
                 program(*change(_weighted(6)), prior)
-        with pytest.raises(
-            ValueError, match=r"prior must have the shape \[n3\]; received \[1, 3\]"
-        ):
+        with pytest.raises(ValueError, match=r"prior must .*\[n3\]; .*\[1, 3\]"):
             program(*_weighted(6), prior[None])
-        with pytest.raises(ValueError, match="ids: lengths must not be negative and must add up"):
+        with pytest.raises(ValueError, match="ids: lengths must not be negative"):
             program(*_change(2, lambda t: t + 1)(_weighted(6)), prior)
     _check_flips(path, load_aoti)
 
@@ -241,7 +239,7 @@ def _check_flips(path: Path, load: Callable[[Path], object]) -> None:
     for _ in range(50):
         bit = rng.randrange(8 * path.stat().st_size)
         flip(path, bit)
-        with pytest.raises(ValueError, match="is damaged: it does not match its checksum"):
+        with pytest.raises(ValueError, match=r"damaged: .*not match its checksum"):
             load(path)
         flip(path, bit)
     checksum_file(path).unlink()

@@ -76,7 +76,7 @@ def test_pruned_tables_keep_their_first_rows() -> None:
         bad = KeyedJaggedTensor(
             ["x", "y", "z"], torch.tensor([20]), lengths=torch.tensor([1, 0, 0])
         )
-        with pytest.raises(IndexError, match="feature 'x' must be from 0 to 19"):
+        with pytest.raises(IndexError, match=r"feature 'x' must .*0 to 19"):
             tables(bad)
     assert quantized["sequence"].embeddings["rows"].weight.shape == (20, 16)
     _, plan = shard_quant_model(quantized, 2, "cpu")
@@ -90,7 +90,7 @@ def test_pruning_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tables of the model, .*received \['a'\]"):
         set_pruning_data(_mixed(), {"a": 1}, [EmbeddingCollection])
     for rows in (0, 51):
-        with pytest.raises(ValueError, match=f"Rows of table 'a' after pruning .* received {rows}"):
+        with pytest.raises(ValueError, match=f"table 'a' after pruning .*received {rows}"):
             set_pruning_data(_mixed(), {"a": rows})
     collection = _collection()
     collection.embedding_bag_configs()[0].num_embeddings_post_pruning = 51

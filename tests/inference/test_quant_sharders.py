@@ -129,7 +129,7 @@ def test_several_devices_of_one_process_serve_quantized_models_only() -> None:
     with pytest.raises(ValueError, match="needs a process group for world_size=2"):
         shard_modules(model, env, CPU)
     assert type(model["trained"]) is EmbeddingBagCollection
-    with pytest.raises(ValueError, match=r"rank must be in \[0, world_size\); received rank=2"):
+    with pytest.raises(ValueError, match=r"rank must be in .*received rank=2"):
         ShardingEnv.from_local(2, 2)
     quantized = nn.ModuleDict({"tables": quantize_embeddings(_pooled())})
     with pytest.raises(ValueError, match="needs a process group for world_size=2"):
@@ -237,7 +237,7 @@ def test_planned_tables_count_and_have_no_optimizer(device: str) -> None:
         planner.plan(model, [QuantEmbeddingBagCollectionSharder()])
 
     plan(8)
-    with pytest.raises(PlannerError, match=r"100000 x 64, 6\.1 MiB\) does not fit") as caught:
+    with pytest.raises(PlannerError, match=r"100000 x 64, 6\.1 MiB\) .*fit") as caught:
         plan(4)
     assert "optimizer" not in str(caught.value)
     with pytest.raises(PlannerError, match="may only be sharded data_parallel, which") as caught:

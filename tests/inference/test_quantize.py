@@ -129,7 +129,7 @@ def test_bad_id_is_named() -> None:
     quantized = quantize_embeddings(_collection())
     values = torch.tensor([1, 2, 20])
     batch = KeyedJaggedTensor(["x", "y", "z"], values, lengths=torch.tensor([1, 1, 1]))
-    with pytest.raises(IndexError, match="Id 20 at position 0 of feature 'z' must be from 0 to 19"):
+    with pytest.raises(IndexError, match=r"Id 20 .*'z' must .*to 19"):
         quantized(batch)
 
 
@@ -145,13 +145,15 @@ def test_unknown_dtype_and_table_are_refused() -> None:
         quantize_embeddings(_collection(), torch.int32)
     with pytest.raises(ValueError, match=r"tables of the model, .*received \['d'\]"):
         quantize_embeddings(_collection(), per_table_weight_dtype={"d": torch.int8})
-    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype; received 'int8'"):
+    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype; .*'int8'"):
         quantize_embeddings(_collection(), "int8")
     with pytest.raises(ValueError, match=r"output_dtype must be .* received torch\.int8"):
         quantize_embeddings(_collection(), output_dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"must contain one of .* to quantize"):
+    with pytest.raises(ValueError, match=r"^Linear must contain one of"):
         quantize_embeddings(nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="A quantized model cannot be quantized again"):
+    with pytest.raises(
+        ValueError, match=r"QuantEmbeddingBagCollection must contain .*quantized again"
+    ):
         quantize_embeddings(quantize_embeddings(_collection()))
 
 
@@ -198,7 +200,7 @@ def test_quantize_dynamic_honours_the_quant_config(output: torch.dtype) -> None:
     assert found(_batch()).values().dtype is found.output_dtype() is output
     assert torch.equal(found(_batch()).values(), expected(_batch()).values())
     other = config._replace(activation=observer.with_args(dtype=torch.quint8))
-    with pytest.raises(ValueError, match=r"output_dtype must be one of .* received torch.quint8"):
+    with pytest.raises(ValueError, match=r"output_dtype must be .*received torch\.quint8"):
         _by_torch({EmbeddingBagCollection: other})
 
 
@@ -283,13 +285,13 @@ def test_table_that_cannot_be_quantized_is_named(value: float, message: str) -> 
 
 
 def test_tables_without_values_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Table 'a'.*received a tensor on the meta device"):
+    with pytest.raises(ValueError, match=r"Table 'a'.*a tensor on the meta"):
         quantize_embeddings(_collection().to("meta"))
 
 
 def test_weights_ids_and_lengths_are_checked() -> None:
     lengths = torch.ones(3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="needs one weight per id; received a batch without"):
+    with pytest.raises(ValueError, match=r"one weight per id; .*without"):
         quantize_embeddings(_collection(is_weighted=True))(_batch())
     with pytest.raises(TypeError, match="ids must be integers; received floats"):
         quantize_embeddings(_collection())(
@@ -297,15 +299,15 @@ def test_weights_ids_and_lengths_are_checked() -> None:
         )
     bags = quantize_embeddings(_collection()).lookups()
     for wrong in ([1, 1, 2], [1, 1, 0], [-1, 3, 1]):
-        with pytest.raises(ValueError, match="add up to the number of ids, 3; received"):
+        with pytest.raises(ValueError, match="the number of ids, 3; received"):
             bags.look_up(torch.ones(3, dtype=torch.int64), torch.tensor(wrong), None, [0, 1, 2], 3)
     ids, ones = torch.ones(3, dtype=torch.int64), torch.tensor([1, 1, 1])
-    with pytest.raises(ValueError, match="ids must have one dim; received 2"):
+    with pytest.raises(ValueError, match=r"ids must have one dim; .*2"):
         bags.look_up(ids.view(3, 1), ones, None, [0, 1, 2], 3)
     for weights in (torch.ones(2), torch.ones(3, 1)):
-        with pytest.raises(ValueError, match="weights must be one number per id, 3 of them"):
+        with pytest.raises(ValueError, match="one number per id, 3 of"):
             bags.look_up(ids, ones, weights, [0, 1, 2], 3)
-    with pytest.raises(ValueError, match="per feature and sample, 3 features; received 4 values"):
+    with pytest.raises(ValueError, match=r"feature and sample, 3 features; .*4"):
         bags.look_up(torch.ones(3, dtype=torch.int64), torch.ones(4), None, [0, 1, 2], 3)
 
 
@@ -381,7 +383,7 @@ def test_other_classes_may_be_replaced_too() -> None:
     assert isinstance(found["tables"], QuantEmbeddingBagCollection)
     assert isinstance(model["dense"], nn.Linear)
     for keys, mapping in (([nn.Linear], None), (None, {nn.Linear: _Half})):
-        with pytest.raises(ValueError, match=r"same classes; received \['Linear'\] in only one"):
+        with pytest.raises(ValueError, match=r"received \['Linear'\] in only one"):
             quantize_embeddings(model, torch.float16, False, keys, mapping)
 
 
@@ -469,7 +471,7 @@ def test_a_state_dict_is_quantized_for_the_constructor() -> None:
 
 def test_a_state_dict_that_cannot_be_quantized() -> None:
     trained = EmbeddingBagCollection(tables=[EmbeddingBagConfig(4, 3, "a", feature_names=["x"])])
-    with pytest.raises(ValueError, match=r"must name every table; received \[\], without \['a'\]"):
+    with pytest.raises(ValueError, match=r"every table; received \[\], without \['a'\]"):
         quantize_state_dict(trained, {}, {})
     with pytest.raises(ValueError, match="Table 'a' cannot be quantized"):
         quantize_state_dict(trained, {}, {"a": DataType.INT4})

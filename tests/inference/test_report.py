@@ -52,11 +52,9 @@ def test_other_models_are_refused() -> None:
     tables = [EmbeddingBagConfig(9, 4, "t", feature_names=["f"])]
     model = nn.Sequential(EmbeddingBagCollection(tables=tables))
     quantized = quantize_embeddings(model)
-    with pytest.raises(ValueError, match=r"quantized must have quantized tables; received none"):
+    with pytest.raises(ValueError, match=r"quantized must have .*tables; received none"):
         quantization_report(model, model)
     with pytest.raises(ValueError, match=r"unsharded collection '0'; received QuantEmbeddingBag"):
         quantization_report(quantized, quantized)
-    with pytest.raises(
-        ValueError, match=r"must not be sharded; received the sharded collection '0"
-    ):
+    with pytest.raises(ValueError, match=r"must not be sharded; .*collection '0"):
         quantization_report(model, shard_quant_model(quantized, 1, "cpu")[0])

@@ -37,7 +37,7 @@ def test_probabilities_are_of_logits(
     outputs: dict[str, np.ndarray], tasks: list[str], wanted: list[str] | None
 ) -> None:
     if wanted is None:
-        with pytest.raises(ValueError, match=r"probabilities must be of a model with one logit"):
+        with pytest.raises(ValueError, match="of a model with one logit"):
             named_outputs(outputs, tasks, True)
         return
     found = named_outputs(outputs, tasks, True)

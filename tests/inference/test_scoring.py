@@ -74,7 +74,7 @@ def test_a_package_scores_raw_columns(packaged: tuple[Path, nn.Module, FeatureSp
                     raw_request(predictor.manifest["columns"], whole.drop_columns([name]))
         assert "level" not in raw_request(predictor.manifest["columns"], stated)
         bad = raw_table(3, 1).drop_columns(["ok"]).set_column(7, "row", pa.array([1, 25, 3]))
-        with pytest.raises(ValueError, match=r"'row' must have row numbers from 0 to 19.*row 1"):
+        with pytest.raises(ValueError, match=r"'row' must .*0 to 19.*row 1"):
             predictor(bad)
 
 
@@ -389,7 +389,7 @@ def test_a_raw_column_has_one_use(tmp_path: Path) -> None:
     spec.fit(table)
     tables = EmbeddingBagCollection(tables=spec.tables(4))
     model = quantize_embeddings(DLRM(tables, 1, [4, 4], [4, 1]).eval())
-    with pytest.raises(ValueError, match=r"must have one use; received several of \['when'\]"):
+    with pytest.raises(ValueError, match=r"one use; received several of \['when'\]"):
         package(model, tmp_path / "m", table.select(["when"]), spec=spec)
 
 
@@ -398,15 +398,15 @@ def test_keys_are_not_outputs(
 ) -> None:
     table = raw_table(3, 0).append_column("output", pa.array([1, 2, 3]))
     pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"keys must not be outputs .* received \['output'\]"):
+    with pytest.raises(ValueError, match=r"keys must not be outputs .*\['output'\]"):
         score(packaged[0], tmp_path / "a.parquet", tmp_path / "out", keys=["output"])
 
 
 def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
     pq.write_table(raw_table(1, 0), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="needs a fitted FeatureSpec with a model"):
+    with pytest.raises(ValueError, match="needs a fitted FeatureSpec with a"):
         score(nn.Linear(1, 1), tmp_path / "a.parquet", tmp_path / "out")
-    with pytest.raises(FileNotFoundError, match="must be a file, or a folder or glob"):
+    with pytest.raises(FileNotFoundError, match=r"none\.parquet must be a file"):
         score(nn.Linear(1, 1), tmp_path / "none.parquet", tmp_path / "out")
 
 

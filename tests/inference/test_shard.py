@@ -68,7 +68,7 @@ def test_sharded_model_equals_the_unsharded_one(tmp_path: Path, world_size: int)
 def test_bad_plans_are_refused() -> None:
     model = dlrm()
     _, plan = shard_quant_model(model, 2, "cpu")
-    with pytest.raises(ValueError, match=r"on rank 1, but there are 1 ranks \(0\.\.0\)"):
+    with pytest.raises(ValueError, match=r"rank 1, but .*1 ranks \(0\.\.0\)"):
         shard_quant_model(model, 1, "cpu", sharding_plan=plan)
     with pytest.raises(ValueError, match=r"missing: \['sparse_arch\."):
         shard_quant_model(model, 1, "cpu", sharding_plan=ShardingPlan())
@@ -77,13 +77,13 @@ def test_bad_plans_are_refused() -> None:
 
 
 def test_devices_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match="must be 'cuda' or 'cpu'; received 'gpu'"):
+    with pytest.raises(ValueError, match=r"must be 'cuda' or 'cpu'; .*'gpu'"):
         shard_quant_model(dlrm(), 1, "gpu")
     with pytest.raises(ValueError, match=r"sharding_device must be .* received 'gpu'"):
         shard_quant_model(dlrm(), 1, "cpu", "gpu")
     with pytest.raises(ValueError, match="at least 1; received 0"):
         shard_quant_model(dlrm(), 0, "cpu")
-    with pytest.raises(ValueError, match=r"must not exceed the CUDA devices, \d+ here"):
+    with pytest.raises(ValueError, match=r"CUDA devices, \d+ here; received 99"):
         shard_quant_model(dlrm(), 99)
 
 
@@ -299,9 +299,7 @@ def test_shards_that_are_written_or_replaced_are_read() -> None:
     assert torch.equal(found, expected[0])
     assert not torch.equal(found, expected[1])
     table.shard_0 = table.shard_0[1:]
-    with pytest.raises(
-        ValueError, match=r"embedding_bags\['a'\] must be uint8 of shape \(25, 12\)"
-    ):
+    with pytest.raises(ValueError, match=r"embedding_bags\['a'\] must .*of shape \(25, 12\)"):
         sharded(_batch())
 
 

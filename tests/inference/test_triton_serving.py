@@ -328,7 +328,7 @@ def test_requests_have_raw_columns(tmp_path: Path) -> None:
                 np.testing.assert_allclose(found, plain(table)["output"], rtol=1e-5, atol=1e-6)
             bad = client.module.InferInput("row", [2], "INT64")
             bad.set_data_from_numpy(np.array([3, 25]))
-            with pytest.raises(Exception, match="Id 25 at position 1 of feature 'row'") as caught:
+            with pytest.raises(Exception, match=r"Id 25 .*1 of feature 'row'") as caught:
                 client.client.infer("movies", [bad])
             error: Any = caught.value
             assert str(error.status()) in BAD_STATUS

@@ -204,7 +204,7 @@ def test_block_bucketize_keeps_weight_gradients():
 
 def test_block_bucketize_refuses_empty_blocks():
     # FBGEMM would answer with id modulo num_buckets.
-    with pytest.raises(ValueError, match=r"at least 1 row; received \[3, 0\]"):
+    with pytest.raises(ValueError, match=r"1 row; received \[3, 0\]"):
         ops.block_bucketize(
             torch.tensor([1, 1]), torch.tensor([0, 1]), None, torch.tensor([3, 0]), 2
         )

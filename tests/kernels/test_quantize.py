@@ -136,7 +136,7 @@ def test_a_value_that_is_not_finite_is_found(
     monkeypatch.setattr(quantize, "BLOCK_VALUES", 10 * dim)
     weight = torch.randn(30, dim)
     weight[place] = value
-    with pytest.raises(ValueError, match="needs finite weights; received NaN or infinity"):
+    with pytest.raises(ValueError, match="needs finite weights; received NaN"):
         quantize_rows(weight, bits)
 
 
@@ -145,7 +145,7 @@ def test_a_value_that_is_not_finite_is_found(
 def test_values_beyond_fp16_are_found(bits: int, dim: int) -> None:
     weight = torch.randn(30, dim)
     weight[11, 3] = -1e5
-    with pytest.raises(ValueError, match=r"ends at 65504; received values from -100000 to "):
+    with pytest.raises(ValueError, match=r"ends at 65504.*from -100000 to"):
         quantize_rows(weight, bits)
     weight[11] = 65504.0
     quantize_rows(weight, bits)

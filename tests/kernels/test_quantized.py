@@ -31,14 +31,14 @@ def test_equal_values_are_kept(bits: int) -> None:
 
 
 def test_what_cannot_be_quantized_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"to \[32, 16, 8, 4, 2\] bits; received bits=3"):
+    with pytest.raises(ValueError, match=r"\[32, 16, 8, 4, 2\] .*bits=3"):
         quantize_rows(torch.zeros(1, 2), 3)
     for bits, multiple in ((4, 2), (2, 4)):
-        with pytest.raises(ValueError, match=f"that is divisible by {multiple}; received 3"):
+        with pytest.raises(ValueError, match=f"is divisible by {multiple}; received 3"):
             quantize_rows(torch.zeros(1, 3), bits)
     with pytest.raises(ValueError, match="received NaN or infinity"):
         quantize_rows(torch.tensor([[float("nan"), 0.0]]), 8)
-    with pytest.raises(ValueError, match=r"fp16 ends at 65504; received values from 0 to 70000\."):
+    with pytest.raises(ValueError, match=r"65504; received .*from 0 to 70000\."):
         quantize_rows(torch.tensor([[7e4, 0.0]]), 16)
 
 
@@ -163,13 +163,13 @@ def test_only_the_rows_are_in_the_state_dict() -> None:
 def test_a_scripted_lookup_refuses_another_kind_of_device() -> None:
     lookup = _lookup()
     lookup.device_type = "cuda"
-    with pytest.raises(torch.jit.Error, match="exported for cuda; its tables are on cpu"):
+    with pytest.raises(torch.jit.Error, match=r"exported for cuda; .*on cpu"):
         torch.jit.script(lookup)(torch.tensor([1, 9]), torch.tensor([0, 1, 2]), None)
 
 
 def test_lookups_that_cannot_be_are_refused() -> None:
     rows = quantize_rows(torch.zeros(2, 4), 8), quantize_rows(torch.zeros(2, 8), 8)
-    with pytest.raises(ValueError, match=r"NONE needs equal dims; received \[4, 8\]"):
+    with pytest.raises(ValueError, match=r"NONE needs .*received \[4, 8\]"):
         QuantizedLookup(rows, [8, 8], [0, 1], PoolingType.NONE)
     with pytest.raises(ValueError, match="needs at least one table"):
         QuantizedLookup([], [], [], PoolingType.SUM)

@@ -249,7 +249,7 @@ def test_on_cuda_updates_are_deterministic_where_asked_for(
     assert "not fbgemm: its CUDA update adds up in no fixed order" in choice.reason
     assert ("not triton: Triton is not installed" in choice.reason) is not triton
     assert choose_backend(fused, "lookup").kernel is FbgemmCudaLookup
-    with pytest.raises(ValueError, match=r"cannot serve this lookup: .* no fixed order"):
+    with pytest.raises(ValueError, match=r"backend='fbgemm' cannot serve .*no fixed order"):
         choose_backend(fused, wanted="fbgemm")
     adam = replace(fused, optimizer=OptimizerSpec(algorithm=EmbOptimType.ADAM))
     assert choose_backend(adam).kernel is TorchKernel
@@ -289,11 +289,11 @@ def test_what_triton_updates(
 
 
 def test_a_backend_that_does_not_exist_is_no_choice() -> None:
-    with pytest.raises(ValueError, match="backend='mkl' cannot serve this lookup: it has no"):
+    with pytest.raises(ValueError, match="backend='mkl' cannot serve this lookup"):
         choose_backend(settings(), wanted="mkl")
-    with pytest.raises(ValueError, match=r"backend='triton' .*: it has no kernels for 'cpu'"):
+    with pytest.raises(ValueError, match=r"backend='triton' .*no kernels for 'cpu'"):
         choose_backend(settings(), wanted="triton")
-    with pytest.raises(ValueError, match=r"backend='triton' .*: not triton: it updates only"):
+    with pytest.raises(ValueError, match=r"backend='triton' .*: not triton: it"):
         choose_backend(settings(device="cuda"), "lookup", "triton")
 
 

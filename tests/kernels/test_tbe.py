@@ -492,7 +492,7 @@ def run(tbe: TableBatchedEmbedding, case: Case, mode: UpdateMode) -> None:
 
 def test_learning_rates_must_be_one_per_table() -> None:
     tbe = SMALL.build(spec_of(EmbOptimType.SGD), UpdateMode.FUSED)
-    with pytest.raises(ValueError, match="one per table; received 1 for 3 tables"):
+    with pytest.raises(ValueError, match=r"one per table; .*1 for 3"):
         tbe.learning_rates = [0.1]
 
 
@@ -645,8 +645,8 @@ def build_badly(**changes: object) -> None:
     [
         ({"update_mode": UpdateMode.FUSED}, "needs an optimizer; received None"),
         ({"pooling": PoolingType.NONE}, r"needs equal dims; received \[4, 8\]"),
-        ({"feature_table_map": [2]}, r"table numbers in \[0, 2\); received \[2\]"),
-        ({"feature_table_map": []}, "at least one table and one feature"),
+        ({"feature_table_map": [2]}, r"numbers in \[0, 2\); received \[2\]"),
+        ({"feature_table_map": []}, "one table and one feature"),
         ({"location": EmbeddingLocation.DEVICE}, "does not fit device cpu"),
         ({"weights": torch.zeros(3)}, r"contiguous \[36\] tensor"),
         ({"weights_dtype": torch.int8}, "weights_dtype must be floating"),

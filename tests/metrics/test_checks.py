@@ -408,7 +408,7 @@ def test_every_metric_and_argument_is_in_the_table() -> None:
 def test_a_rank_that_is_not_there(my_rank: int) -> None:
     """Its results would go to no rank."""
     metric = REC_METRICS_MAPPING[RecMetricEnum.NE]
-    with pytest.raises(ValueError, match=r"my_rank must (not be negative|be less than world_size)"):
+    with pytest.raises(ValueError, match=rf"my_rank must .*received {my_rank}\."):
         metric(world_size=1, my_rank=my_rank, batch_size=1, tasks=[TASK], window_size=1)
 
 
@@ -423,7 +423,7 @@ def test_a_task_that_is_not_there() -> None:
     config = MetricsConfig(
         rec_tasks=[TASK], rec_metrics={RecMetricEnum.NE: RecMetricDef(rec_task_indices=[1])}
     )
-    with pytest.raises(ValueError, match=r"rec_task_indices of .* rec_tasks, 1; received \[1\]"):
+    with pytest.raises(ValueError, match=r"rec_task_indices of .* rec_tasks, 1; .*\[1\]"):
         generate_metric_module(RecMetricModule, config, 1, 1, 0, {}, torch.device("cpu"))
 
 
@@ -432,5 +432,5 @@ def test_tasks_of_a_tensor() -> None:
         world_size=1, my_rank=0, batch_size=2, tasks=[RecTaskInfo("a"), RecTaskInfo("b")]
     )
     for rows in (torch.ones(1, 2), torch.ones(3, 2), torch.tensor(1.0)):
-        with pytest.raises(ValueError, match=r"predictions must have a row for each task, 2; rec"):
+        with pytest.raises(ValueError, match=r"predictions must .*each task, 2; rec"):
             metric.update(predictions=rows, labels=rows, weights=rows)

@@ -242,11 +242,11 @@ def test_every_metric_can_be_asked_for() -> None:
 
 
 def test_bad_configurations() -> None:
-    with pytest.raises(ValueError, match="the metric 'ne' must have either rec_tasks or"):
+    with pytest.raises(ValueError, match="the metric 'ne' must have either"):
         build({RecMetricEnum.NE: RecMetricDef()})
-    with pytest.raises(ValueError, match="the metric 'ne' must have either rec_tasks or"):
+    with pytest.raises(ValueError, match="the metric 'ne' must have either"):
         build({RecMetricEnum.NE: RecMetricDef(rec_tasks=[CLICK], rec_task_indices=[0])})
-    with pytest.raises(ValueError, match=r"must be some of \['accuracy', .*; received 'other'"):
+    with pytest.raises(ValueError, match=r"some of \['accuracy', .*received 'other'"):
         build({"other": RecMetricDef(rec_tasks=[CLICK])})
     with pytest.raises(ValueError, match=r"must be among .* received \['x'\]"):
         build({RecMetricEnum.NE: RecMetricDef(rec_tasks=[RecTaskInfo("x")])})

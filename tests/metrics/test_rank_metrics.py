@@ -202,7 +202,7 @@ def test_binned_area_is_that_of_the_accumulator() -> None:
         exact = area(*(column(of, f"click_{kind}") for kind in ("prediction", "label", "weight")))
         assert value == pytest.approx(exact, abs=0.01)
     wanted[RecMetricEnum.BINNED_AUC].arguments = {"num_bins": 1}
-    with pytest.raises(ValueError, match="num_bins must be at least 2; received 1"):
+    with pytest.raises(ValueError, match=r"num_bins must be .*2; received 1"):
         build(wanted)
 
 

@@ -120,7 +120,7 @@ def test_class_statements_define_metrics():
         metric = build(kind, tasks=("a",), scale=2.0)
         metric.update(**batch(a=[1.0, 1.0, 1.0, 0.0]))
         assert metric.compute()[key] == 0.75
-        with pytest.raises(TypeError, match="scale must be a number; received 'x'"):
+        with pytest.raises(TypeError, match=r"scale must be a number; .*'x'"):
             build(kind, scale="x")
     assert REC_METRICS_MAPPING[RecMetricEnum.CTR] is CTRMetric  # own classes do not replace it
     assert REC_METRICS_MAPPING[RecMetricEnum.AUC] is AUCMetric
@@ -146,17 +146,17 @@ def test_sync_alone_changes_nothing():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match=r"tasks of different names; received \['a', 'a'\]"):
+    with pytest.raises(ValueError, match=r"tasks of different names; .*\['a', 'a'\]"):
         build(CTRMetric, tasks=("a", "a"))
-    with pytest.raises(ValueError, match="at least world_size times batch_size, 9; received 8"):
+    with pytest.raises(ValueError, match="times batch_size, 9; received 8"):
         build(CTRMetric, batch_size=9)
     metric = build(CTRMetric)
-    with pytest.raises(ValueError, match=r"must have every task; received \['a'\], and not 'b'"):
+    with pytest.raises(ValueError, match=r"have every task; .*\['a'\], .*'b'"):
         metric.update(**batch(a=[1.0]))
-    with pytest.raises(ValueError, match=r"1; received predictions .*'b' of shape \[2\]"):
+    with pytest.raises(ValueError, match=r"1; received predictions.*'b'.*shape \[2\]"):
         metric.update(**batch(a=[1.0], b=[1.0, 0.0]))
     given = batch(a=[1.0], b=[0.0])
-    with pytest.raises(TypeError, match="labels of the task 'a' must be a tensor; received"):
+    with pytest.raises(TypeError, match="labels of the task 'a' must"):
         metric.update(**given | {"labels": {"a": [1.0], "b": [0.0]}})
     given["weights"] = {"a": torch.ones(1), "b": torch.ones(1, device="meta")}
     with pytest.raises(ValueError, match="must be on one device; received"):
@@ -292,9 +292,9 @@ def test_tasks_have_masks_of_their_own(is_alone):
 @pytest.mark.parametrize(
     ("inputs", "error", "message"),
     [
-        ({}, ValueError, r"must have the label mask 'a_mask'.* Pass None for a batch with all"),
-        ({"a_mask": torch.ones(2)}, TypeError, r"label mask 'a_mask' must be a bool tensor"),
-        ({"a_mask": torch.ones(3).bool()}, ValueError, r"one value per label, 2; received shape"),
+        ({}, ValueError, "the label mask 'a_mask'.* Pass None"),
+        ({"a_mask": torch.ones(2)}, TypeError, "mask 'a_mask' must be .*bool"),
+        ({"a_mask": torch.ones(3).bool()}, ValueError, "one value per label, 2; received"),
     ],
 )
 def test_wrong_masks(inputs, error, message):

@@ -115,13 +115,13 @@ def test_errors():
         metrics.update(torch.ones(1, 2), torch.ones(1), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match=r"offsets must be \[2\]; received \[1\]"):
         metrics.update(torch.ones(1, 3), torch.ones(1), torch.tensor([0]))
-    with pytest.raises(ValueError, match=r"\[queries, at least 4\], as the scores after the last"):
+    with pytest.raises(ValueError, match=r"\[queries, at least 4\], as .*scores"):
         metrics.update(torch.ones(1, 3), torch.ones(1), OFFSETS, torch.ones(1, 3))
-    with pytest.raises(ValueError, match=r"shape of found, \[1, 4\]; received \[1, 3\]"):
+    with pytest.raises(ValueError, match=r"of found, \[1, 4\]; .*\[1, 3\]"):
         metrics.update(torch.ones(1, 4), torch.ones(1), OFFSETS, torch.ones(1, 3))
-    with pytest.raises(ValueError, match=r"must be \[targets\]; received \[1\] and \[2\]"):
+    with pytest.raises(ValueError, match=r"\[targets\]; received \[1\] and \[2\]"):
         metrics.update_ranks(torch.ones(1), torch.ones(2), OFFSETS)
-    with pytest.raises(ValueError, match=r"offsets must be \[queries \+ 1\]; received \[0\]"):
+    with pytest.raises(ValueError, match=r"offsets must .*\[queries \+ 1\]; .*\[0\]"):
         metrics.update_ranks(torch.ones(1), torch.ones(1), OFFSETS[:0])
     with pytest.raises(ValueError, match="received none"):
         RetrievalMetrics([], CPU)

@@ -205,10 +205,10 @@ def test_gauc_is_over_sessions_of_both_classes() -> None:
     assert found["gauc-click|lifetime_gauc_num_samples"] == len(areas) > 0
     batch["num_candidates"] = torch.tensor([3])
     batch = {**batches_of_rank(0)[0], "num_candidates": torch.tensor([15])}
-    with pytest.raises(ValueError, match="must add up to the samples, 16; received 15"):
+    with pytest.raises(ValueError, match=r"to the samples, 16; .*15"):
         module.update(batch)
     batch["num_candidates"] = torch.tensor([17, -1])
-    with pytest.raises(ValueError, match=r"must not be negative; received \[17, -1\]"):
+    with pytest.raises(ValueError, match=r"num_candidates must .*negative.*\[17, -1\]"):
         module.update(batch)
 
 
@@ -268,13 +268,13 @@ def test_xauc_of_one_large_weight() -> None:
 
 
 def test_bad_sessions() -> None:
-    with pytest.raises(ValueError, match=r"with a top_threshold; received None for 'click'"):
+    with pytest.raises(ValueError, match="top_threshold; received None for 'click'"):
         build(RecMetricEnum.RECALL_SESSION_LEVEL)
     with pytest.raises(ValueError, match=r"with a top_threshold; received SessionMetricDef"):
         build(RecMetricEnum.RECALL_SESSION_LEVEL, None, SessionMetricDef("session_id"))
-    with pytest.raises(ValueError, match=r"must not be negative; received \['click', 'buy'\]"):
+    with pytest.raises(ValueError, match=r"tasks of NDCGMetric must .*\['click', 'buy'\]"):
         build(RecMetricEnum.NDCG, is_negative_task=True)
     module = build(RecMetricEnum.NDCG)
     batch = batches_of_rank(0)[0]
-    with pytest.raises(ValueError, match=r"'session_id' must have one value per sample, 16; "):
+    with pytest.raises(ValueError, match=r"'session_id' must have .*per sample, 16;"):
         module.update(batch | {"session_id": torch.zeros(3)})

@@ -91,9 +91,9 @@ def test_counts_go_on_from_a_state_dict():
 def test_bad_arguments():
     with pytest.raises(ValueError, match="batch_size must be positive; received 0"):
         ThroughputMetric(batch_size=0, world_size=1, window_seconds=1)
-    with pytest.raises(ValueError, match="warmup_steps must not be negative; received -1"):
+    with pytest.raises(ValueError, match=r"warmup_steps must not be negative.*-1"):
         ThroughputMetric(batch_size=1, world_size=1, window_seconds=1, warmup_steps=-1)
-    with pytest.raises(ValueError, match="must end with a stage without end"):
+    with pytest.raises(ValueError, match=r"a stage without end.*max_iters \[1\]"):
         build([], window_seconds=1, batch_size_stages=[BatchSizeStage(1, 1)])
 
 
@@ -105,7 +105,7 @@ def test_samples_of_a_task_per_second():
     found = module.compute()
     assert 0.0 < found["qps-DefaultTask|lifetime_qps"] < math.inf
     assert found["qps-DefaultTask|total_examples"] == 6
-    with pytest.raises(ValueError, match="warmup_steps must not be negative; received -1"):
+    with pytest.raises(ValueError, match=r"warmup_steps must not be negative.*-1"):
         generate(RecMetricEnum.TOWER_QPS, warmup_steps=-1)
 
 

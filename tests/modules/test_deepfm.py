@@ -58,5 +58,5 @@ def test_script_trace_and_empty_batch(module):
 @pytest.mark.parametrize("module", [DeepFM(nn.Linear(10, 2)), FactorizationMachine()])
 @pytest.mark.parametrize("bad", [[], [torch.ones(3)]])
 def test_bad_embeddings(module, bad):
-    with pytest.raises(ValueError, match=r"at least one tensor \[B, ...\]; received shapes"):
+    with pytest.raises(ValueError, match=r"least one tensor \[B, ...\]; received"):
         module(bad)

@@ -76,7 +76,7 @@ def test_a_bad_value_is_raised_before_a_table_learns(
     if not is_named:
         batch = Batch(batch.dense_features.clone(), batch.sparse_features, batch.labels)
     column = "'price'" if is_named else "1"
-    message = f"^dense_features must be finite; received {bad} in row 2 of column {column}"
+    message = f"^dense_features must .*{bad} in row 2.*{column}"
     for call in (step, lambda model, batch: DLRMTrain(model)(batch)):
         with pytest.raises(ValueError, match=message):
             call(model, batch)
@@ -93,7 +93,7 @@ def test_a_bad_label_is_raised_before_a_table_learns(
     ebc, batch = tables(), a_batch()
     model, before = build(ebc), ebc.embedding_bags["films"].weight.detach().clone()
     batch.labels[1] = bad
-    message = f"^labels must be from 0 to 1 .* received {bad} in row 1 of column 'liked'"
+    message = f"^labels must .*{bad} in row 1.*'liked'"
     with pytest.raises(ValueError, match=message):
         step(model, batch)
     with pytest.raises(ValueError, match=message):
@@ -122,9 +122,7 @@ def test_another_number_of_columns_is_named(build: Callable[..., nn.Module], siz
 @models
 @pytest.mark.parametrize("dense", [None, [[1.0] * 3] * 3, torch.zeros(3, 3, dtype=torch.int64)])
 def test_what_are_no_dense_features_is_named(build: Callable[..., nn.Module], dense: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"^dense_features must be a tensor of floats, \[samples, 3"
-    ):
+    with pytest.raises(TypeError, match=r"^dense_features must .*floats, \[samples, 3"):
         build(tables())(dense, a_batch().sparse_features)
 
 
@@ -133,20 +131,20 @@ def test_float64_and_other_batches_are_named() -> None:
     model = DLRM(EmbeddingBagCollection(tables=tables), 2, [4], [1])
     ids = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
     dense = torch.ones(2, 2, dtype=torch.float64)
-    rule = "dense_features must have the dtype of the model, torch.float32; received torch.float64"
+    rule = r"dense_features must .*model, torch\.float32; .*torch\.float64"
     with pytest.raises(TypeError, match=rule):
         model(dense, ids)
     with pytest.raises(TypeError, match=rule):
         DCNV2(EmbeddingBagCollection(tables=tables), 2, 1, [4])(dense, ids)
     assert check_dense_features(dense, nn.Linear(2, 1).double(), "x").dtype is torch.float64
     for batch in (ids, dense, ids["f"], None, (dense, ids)):
-        with pytest.raises(TypeError, match=r"DLRMTrain.batch must be a .*Batch with dense_feat"):
+        with pytest.raises(TypeError, match=r"DLRMTrain.batch must be .*Batch with"):
             DLRMTrain(model)(batch)  # type: ignore[arg-type]
 
 
 def test_forgotten_columns_are_named() -> None:
     batch = Batch.from_columns(COLUMNS, sparse=["film"], label="liked")
-    with pytest.raises(ValueError, match=r"received shape \(3, 0\)\. Pass .*, dense=\[\.\.\.\]\)"):
+    with pytest.raises(ValueError, match=r"received shape \(3, 0\)\. .*, dense=\["):
         MODELS["DLRM"](tables())(batch.dense_features, batch.sparse_features)
     model = DLRM(tables(), 0, [4], [4, 1])  # and here they are not needed
     assert model(batch.dense_features, batch.sparse_features).shape == (3, 1)
@@ -157,7 +155,7 @@ def test_a_dense_part_of_the_users_own_has_its_own_size() -> None:
     model.dense_arch = nn.Sequential(nn.Linear(5, 4))
     assert model(torch.ones(3, 5), a_batch().sparse_features).shape == (3, 1)
     dense = torch.full((3, 5), math.nan)
-    with pytest.raises(ValueError, match="received nan in row 0 of column 0"):
+    with pytest.raises(ValueError, match=r"nan in row 0.*column 0"):
         model(dense, a_batch().sparse_features)
 
 
@@ -191,12 +189,9 @@ def test_on_a_gpu_it_is_raised_with_the_next_batch_and_tables_stay_finite(
         assert not [note for note in cuda.notes if note[0] == "read"]
         cuda.is_behind = False
         assert all(bool(p.isfinite().all()) for p in ebc.parameters())
-        with pytest.raises(ValueError, match=r"^dense_features of an earlier batch must be finite; "
-                           r"received inf in row 2 of column 'price'"):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^dense_features of .*inf.*2 of column 'price'"):
             train(a_batch().to(CUDA))
-        with pytest.raises(
-            ValueError, match=r"^labels of an earlier batch .* nan in row 0 of column"
-        ):
+        with pytest.raises(ValueError, match=r"^labels of .*nan in row 0"):
             finish_value_checks()
         finish_value_checks()
 
@@ -252,7 +247,5 @@ def test_a_weighted_batch_names_the_feature() -> None:
         name="films", embedding_dim=4, num_embeddings=9, feature_names=["film"]
     )
     model = DLRM(EmbeddingBagCollection(tables=[config], is_weighted=True), DENSE, [4], [4, 1])
-    with pytest.raises(
-        ValueError, match="weights must be finite; received nan in bag 1 of feature"
-    ):
+    with pytest.raises(ValueError, match=r"weights must .*nan in bag 1"):
         model(torch.ones(2, DENSE), batch)

@@ -182,7 +182,7 @@ def test_features_of_one_table():
 
 @pytest.mark.parametrize("sizes", [[8, 5], [8], []])
 def test_dense_layer_of_another_size_than_the_embeddings(sizes):
-    expected = r"the last of dense_arch_layer_sizes must be the tables' embedding_dim 4; received"
+    expected = "dense_arch_layer_sizes must be .*embedding_dim 4"
     with pytest.raises(ValueError, match=expected):
         DLRM(collection(), 5, sizes, [8, 1])
 
@@ -193,7 +193,7 @@ def test_tables_of_different_dims():
 
 
 def test_no_over_layers():
-    with pytest.raises(ValueError, match="over_arch_layer_sizes must have at least one layer"):
+    with pytest.raises(ValueError, match=r"over_arch_layer_sizes must have .*received \[\]"):
         OverArch(7, [])
     assert OverArch(7, [1])(torch.ones(2, 7)).shape == (2, 1)
 
@@ -224,7 +224,7 @@ def test_interaction_has_no_state_and_survives_meta():
     dense, sparse = torch.randn(2, 4), torch.randn(2, 3, 4)
     torch.testing.assert_close(arch(dense, sparse), InteractionArch(3)(dense, sparse))
     assert InteractionArch(0)(dense, sparse[:, :0]) is dense
-    with pytest.raises(ValueError, match="num_sparse_features must not be negative; received -1"):
+    with pytest.raises(ValueError, match=r"num_sparse_features must not be negative.*-1"):
         InteractionArch(-1)
 
 

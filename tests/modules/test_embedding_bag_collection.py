@@ -228,7 +228,7 @@ def test_a_size_per_key_without_inverse_indices_raises() -> None:
 
 def test_a_missing_feature_is_named() -> None:
     ebc = EmbeddingBagCollection(tables=TABLES[:2])
-    missing = r"features \['liked'\].* in the tables \['films'\].*\['user', 'friend'\]"
+    missing = r"\['liked'\].* tables \['films'\].*\['user', 'friend'\]"
     with pytest.raises(KeyError, match=missing):
         ebc(batch(keys=("user", "friend")))
 
@@ -238,14 +238,14 @@ def test_float_ids_raise() -> None:
     features = KeyedJaggedTensor(
         keys=["user", "friend"], values=torch.ones(2), lengths=torch.tensor([1, 1])
     )
-    with pytest.raises(TypeError, match=r"received torch.float32 .* Convert them with \.long\(\)"):
+    with pytest.raises(TypeError, match=r"received torch\.float32 .*with \.long\(\)"):
         ebc(features)
 
 
 def test_missing_weights_raise_and_superfluous_ones_are_ignored() -> None:
     weighted = EmbeddingBagCollection(tables=TABLES, is_weighted=True)
     assert weighted.is_weighted()
-    with pytest.raises(ValueError, match="is_weighted=True and needs one weight per id"):
+    with pytest.raises(ValueError, match=r"EmbeddingBagCollection .*needs one weight per id"):
         weighted(batch())
     plain = EmbeddingBagCollection(tables=TABLES)
     with_weights, without = batch(weighted=True), batch()
@@ -255,7 +255,7 @@ def test_missing_weights_raise_and_superfluous_ones_are_ignored() -> None:
 
 def test_a_batch_on_another_device_raises() -> None:
     ebc = EmbeddingBagCollection(tables=TABLES[:1], device=torch.device("meta"))
-    with pytest.raises(ValueError, match="tables on meta; received a batch on cpu"):
+    with pytest.raises(ValueError, match=r"tables on meta; .*on cpu"):
         ebc(batch())
 
 
@@ -267,7 +267,7 @@ def test_a_bad_id_raises_before_anything_is_read_or_written(bad: int) -> None:
         values=torch.tensor([1, 2, bad]),
         lengths=torch.tensor([1, 0, 0, 2]),
     )
-    message = rf"^Id {bad} at position 1 of feature 'friend' .* Table 'users' .* in sample 1\."
+    message = rf"^Id {bad} .*'friend' .*'users' .*sample 1\."
     with pytest.raises(IndexError, match=message):
         ebc(features)
 
@@ -280,7 +280,7 @@ def test_bounds_check_modes() -> None:
         keys=["user", "friend"], values=torch.tensor([0, 2]), lengths=torch.tensor([1, 1])
     )
     warns = EmbeddingBagCollection(tables=TABLES[:1], bounds_check_mode=BoundsCheckMode.WARNING)
-    with pytest.warns(UserWarning, match=r"Id 99 at position 0 of .* Row 0 is read instead"):
+    with pytest.warns(UserWarning, match="Id 99 .*Row 0 is read"):
         out = warns(features)
     assert torch.equal(out.values(), warns(zero).values())
     silent = EmbeddingBagCollection(tables=TABLES[:1], bounds_check_mode=BoundsCheckMode.IGNORE)
@@ -292,20 +292,20 @@ def test_bounds_check_modes() -> None:
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ([TABLES[0], TABLES[0]], r"different names; received \['users'\] more than once"),
+        ([TABLES[0], TABLES[0]], r"different names; received \['users'\] more"),
         ([EmbeddingBagConfig(3, 4, "t")], "table 't' needs feature_names"),
         ([EmbeddingBagConfig(3, 4, "", feature_names=["f"])], "must have a name without dots"),
         (
             FeatureSpec([Hashed("b.c", rows=9)]).tables(4),
-            r"received 'b\.c'.*Rename the table; in a FeatureSpec, pass another table=\.\.\.",
+            r"received 'b\.c'.*another table=\.\.\.",
         ),
         (
             [EmbeddingBagConfig(3, 4, "t", DataType.INT8, ["f"])],
-            r"data_type that can be trained, one of \['FP32', 'FP16', 'BF16'\]; received INT8",
+            r"table 't' .*\['FP32', 'FP16', 'BF16'\]; .*INT8",
         ),
         (
             [EmbeddingBagConfig(3, 4, "t", feature_names=["f"], pooling=PoolingType.NONE)],
-            "received PoolingType.NONE for table 't'. Use an EmbeddingCollection",
+            r"received PoolingType\.NONE for table 't'",
         ),
     ],
 )
@@ -327,7 +327,7 @@ def test_on_meta_the_output_has_its_shape() -> None:
     assert pooled.values().is_meta
     assert pooled.values().shape == expected.values().shape
     assert (pooled.keys(), pooled.length_per_key()) == (expected.keys(), expected.length_per_key())
-    with pytest.raises(ValueError, match="has its tables on meta; received a batch on cpu"):
+    with pytest.raises(ValueError, match=r"tables on meta; .*on cpu"):
         collection(batch)
 
 

@@ -76,7 +76,7 @@ def test_fused_update_of_sequences() -> None:
 
 def test_one_dim_only() -> None:
     tables = [TABLES[0], EmbeddingConfig(4, 6, "wide", feature_names=["f"])]
-    with pytest.raises(ValueError, match=r"one embedding_dim; received {'users': 5, 'wide': 6}"):
+    with pytest.raises(ValueError, match=r"received {'users': 5, 'wide': 6}"):
         EmbeddingCollection(tables=tables)
 
 
@@ -85,9 +85,7 @@ def test_a_bad_id_is_named() -> None:
     features = KeyedJaggedTensor(
         keys=["user", "friend"], values=torch.tensor([1, 20]), lengths=torch.tensor([1, 1])
     )
-    with pytest.raises(
-        IndexError, match=r"Id 20 at position \d of feature 'friend' .* Table 'users' has 20 rows"
-    ):
+    with pytest.raises(IndexError, match=r"Id 20 .*'friend'.* 'users' has 20"):
         ec(features)
 
 
@@ -105,7 +103,7 @@ def test_on_meta_the_output_has_its_shapes(need_indices: bool) -> None:
         assert jagged.values().shape == expected[name].values().shape
         assert jagged.lengths().shape == expected[name].lengths().shape
         assert (jagged.weights_or_none() is not None) == need_indices
-    with pytest.raises(ValueError, match="tables on meta; received a batch on cpu"):
+    with pytest.raises(ValueError, match=r"tables on meta; .*on cpu"):
         ec(features)
 
 

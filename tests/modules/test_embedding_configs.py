@@ -46,10 +46,10 @@ def test_dtypes_round_trip(data_type: DataType) -> None:
         ({"num_embeddings": 10**9, "embedding_dim": -(10**99)}, r"received -10{58}\.\.\."),
         ({"weight_init_min": float("nan")}, r"weight_init_min must be finite; received nan"),
         ({"weight_init_max": float("inf")}, r"weight_init_max must be finite; received inf"),
-        ({"pooling": "max"}, r"'t'\.pooling must be one of SUM, MEAN, NONE; received 'max'"),
+        ({"pooling": "max"}, r"'t'\.pooling must be .*SUM, MEAN.*'max'"),
         ({"feature_names": ["f", "g", "f"]}, r"must be unique; received \['f'\]"),
         ({"weight_init_min": 2.0, "weight_init_max": 1.0}, r"received 2\.0 > 1\.0"),
-        ({"num_special_rows": -1}, r"'t'\.num_special_rows must not be negative; received -1"),
+        ({"num_special_rows": -1}, r"'t'\.num_special_rows must not be negative.*-1"),
         ({"use_virtual_table": True}, "use_virtual_table is not supported"),
     ],
 )
@@ -62,17 +62,17 @@ def test_bad_values_raise(fields: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_embeddings": 10.5}, r"'t'\.num_embeddings must be a whole number; received 10\.5"),
-        ({"num_embeddings": "10"}, r"num_embeddings must be a whole number; received '10'"),
-        ({"num_embeddings": True}, r"num_embeddings must be a whole number; received True"),
-        ({"embedding_dim": None}, r"embedding_dim must be a whole number; received None"),
-        ({"feature_names": "film"}, r"must be a list of text; received 'film'\. Write \['film'\]"),
-        ({"feature_names": None}, r"feature_names must be a list of text; received None"),
-        ({"feature_names": [1, 2]}, r"feature_names must be a list of text; received \[1, 2\]"),
+        ({"num_embeddings": 10.5}, r"'t'\.num_embeddings must .*whole number; .*10\.5"),
+        ({"num_embeddings": "10"}, "num_embeddings must be a whole.*'10'"),
+        ({"num_embeddings": True}, "num_embeddings must be a whole.*True"),
+        ({"embedding_dim": None}, "embedding_dim must be a whole.*None"),
+        ({"feature_names": "film"}, r"list of text.*'film'\. Write \['film'\]"),
+        ({"feature_names": None}, "feature_names must be a list.*None"),
+        ({"feature_names": [1, 2]}, r"feature_names must be .*received \[1, 2\]"),
         ({"name": 3}, r"EmbeddingBagConfig\.name must be text; received 3"),
-        ({"weight_init_min": "low"}, r"weight_init_min must be a number; received 'low'"),
-        ({"init_fn": 3}, r"init_fn must be a function of a tensor, or None; received 3"),
-        ({"pooling": None}, r"pooling must be one of SUM, MEAN, NONE; received None"),
+        ({"weight_init_min": "low"}, "weight_init_min must be a number.*'low'"),
+        ({"init_fn": 3}, "init_fn must be a function.*3"),
+        ({"pooling": None}, "pooling must be .*SUM, MEAN.*received None"),
     ],
 )
 def test_values_of_another_type_raise(fields: dict[str, object], message: str) -> None:
@@ -117,7 +117,7 @@ class TestCheckTables:
         assert EmbeddingCollection(tables=[])(features) == {}
 
     def test_names_that_repeat_are_listed(self) -> None:
-        with pytest.raises(ValueError, match=r"different names; received \['b'\] more than once"):
+        with pytest.raises(ValueError, match=r"different names; received \['b'\] more"):
             EmbeddingBagCollection(tables=[self.config(name) for name in "abcb"])
 
     def test_a_config_that_was_changed_is_checked_again(self) -> None:

@@ -50,9 +50,9 @@ def test_one_feature() -> None:
 
 
 def test_one_feature_refuses_bags_that_are_too_long() -> None:
-    with pytest.raises(ValueError, match=r"weights, 2; received 3 ids in bag 1 \(1 such"):
+    with pytest.raises(ValueError, match=r"2; received 3.*bag 1 \(1 such"):
         PositionWeightedModule(2)(JaggedTensor(torch.arange(4), lengths=torch.tensor([1, 3])))
-    with pytest.raises(ValueError, match="must be at least 1; received 0"):
+    with pytest.raises(ValueError, match=r"max_feature_length must be .*1; received 0"):
         PositionWeightedModule(0)
 
 

@@ -182,9 +182,7 @@ def test_bad_processors_are_refused() -> None:
         FeatureProcessedEmbeddingBagCollection(_tables(), some)
     with pytest.raises(TypeError, match="must be a FeatureProcessor; received Identity"):
         FeatureProcessorDictWrapper({"a": nn.Identity()})  # type: ignore[dict-item]
-    with pytest.raises(
-        ValueError, match=r"of feature 'c' \(Silent\) must return one weight per id"
-    ):
+    with pytest.raises(ValueError, match=r"'c' \(Silent\) must return one weight"):
         FeatureProcessorDictWrapper({"c": Silent()})(_batch(1))
 
 
@@ -192,5 +190,5 @@ def test_bad_processors_are_refused() -> None:
 def test_a_bag_that_is_too_long_is_named(kind: str) -> None:
     lengths = torch.tensor([3, 0, 0])
     batch = KeyedJaggedTensor(["b", "c", "a"], torch.zeros(3).long(), lengths=lengths)
-    with pytest.raises(ValueError, match="received 3 ids in bag 0 of feature 'b'"):
+    with pytest.raises(ValueError, match=r"received 3 ids.*bag 0.*'b'"):
         _model(kind)(batch)

@@ -59,7 +59,7 @@ def test_rows_that_are_no_items_are_left_out():
     assert index.ids.tolist() == [7, 9]
     assert index(torch.ones(1, 3), 2)[1].sort().values.tolist() == [[7, 9]]
     assert ItemIndex(torch.eye(3)).without(torch.tensor([1])).ids.tolist() == [0, 2]
-    with pytest.raises(ValueError, match=r"a vector of an item; received \[2, 2\] without any"):
+    with pytest.raises(ValueError, match=r"an item; received \[2, 2\] without"):
         ItemIndex(torch.full((2, 2), -math.inf))
 
 
@@ -124,19 +124,19 @@ def test_an_exported_program_has_the_index_inside():
 
 def test_errors():
     index = ItemIndex(torch.ones(3, 2))
-    with pytest.raises(ValueError, match="k must be from 1 to 3; received 4"):
+    with pytest.raises(ValueError, match=r"k must .*1 to 3; .*4"):
         index(torch.ones(1, 2), 4)
-    with pytest.raises(ValueError, match=r"queries must be \[queries, 2\]; received \[1, 3\]"):
+    with pytest.raises(ValueError, match=r"queries must .*\[queries, 2\]; .*\[1, 3\]"):
         index(torch.ones(1, 3), 1)
-    with pytest.raises(ValueError, match=r"ids must be one per item, \[3\]; received \[2\]"):
+    with pytest.raises(ValueError, match=r"one per item, \[3\]; .*\[2\]"):
         ItemIndex(torch.ones(3, 2), torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match="ids must be distinct; received 2 different of 3"):
+    with pytest.raises(ValueError, match=r"ids must .*received 2 .*of 3"):
         ItemIndex(torch.ones(3, 2), torch.tensor([1, 2, 1]))
     for lengths in ([1], [1, 0, 0]):
         seen = JaggedTensor(torch.tensor([1]), lengths=torch.tensor(lengths))
-        with pytest.raises(ValueError, match=f"one bag per query, 2; received {len(lengths)}"):
+        with pytest.raises(ValueError, match=f"bag per query, 2; received {len(lengths)}"):
             index(torch.ones(2, 2), 1, seen)
-    with pytest.raises(TypeError, match=r"ids must be whole numbers; received torch\.float32"):
+    with pytest.raises(TypeError, match=r"ids must be whole .*torch\.float32"):
         ItemIndex(torch.ones(3, 2), torch.ones(3))
     with pytest.raises(ValueError, match=r"offsets \[2\]; received \[1\] and \[3\]"):
         index.rank(torch.ones(1, 2), torch.zeros(1), torch.tensor([0, 1, 1]))

@@ -10,7 +10,7 @@ def test_sample_weights_multiply_the_losses_of_all_tasks():
     logits, labels, weights = torch.randn(5, 3), torch.rand(5, 3), torch.rand(5)
     expected = sum(mean_loss(logits[:, task], labels[:, task], weights) for task in range(3)) / 3
     torch.testing.assert_close(mean_loss(logits, labels, weights), expected)
-    with pytest.raises(ValueError, match=r"received weights \[3\] and logits \[5, 3\]"):
+    with pytest.raises(ValueError, match=r"weights \[3\] and logits \[5, 3\]"):
         mean_loss(logits, labels, weights[:3])
 
 
@@ -32,9 +32,9 @@ def test_missing_labels_have_the_loss_zero():
             for p in parts
         ]
         torch.testing.assert_close(sum(sums) / 3, found)
-    with pytest.raises(ValueError, match=r"label_mask must be bool, .* received torch.float32"):
+    with pytest.raises(ValueError, match=r"label_mask must be bool.*received torch\.float32"):
         mean_loss(logits, labels, mask=mask.float())
     with pytest.raises(ValueError, match=r"bool \[60\] and labels \[60, 3\]"):
         mean_loss(logits, labels, mask=mask[:, 0])
-    with pytest.raises(ValueError, match="labels must be from 0 to 1"):
+    with pytest.raises(ValueError, match="labels must be from 0 to"):
         mean_loss(logits, labels.where(mask, torch.nan), mask=mask)  # an error of the data

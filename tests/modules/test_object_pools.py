@@ -159,9 +159,7 @@ def test_bad_arguments() -> None:
     features.update(one, good)
     before = copy.deepcopy(features.state_dict())
     for bad in (-1, 3):
-        with pytest.raises(
-            IndexError, match=rf"TensorPool.ids must be in \[0, 3\); received {bad}"
-        ):
+        with pytest.raises(IndexError, match=rf"TensorPool.ids must .*0, 3\); received {bad}"):
             vectors(torch.tensor([1, bad]))
         with pytest.raises(IndexError, match=rf"received {bad}"):
             features.update(torch.tensor([bad]), good)
@@ -172,15 +170,15 @@ def test_bad_arguments() -> None:
     for values in (torch.ones(1, 3), torch.ones(2), torch.ones(1, 2, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"must have the shape \[ids, 2\]"):
             vectors.update(one, values)
-    with pytest.raises(ValueError, match="one id for each object; received 1 ids and 2"):
+    with pytest.raises(ValueError, match=r"one id .*received 1 .*and 2"):
         vectors.update(one, torch.ones(2, 2))
     with pytest.raises(KeyError, match="missing"):
         features.update(one, jagged_of([{"b": [4]}], ["b"], is_weighted=True))
-    with pytest.raises(ValueError, match="2 ids in a row of feature 'a'; received 3"):
+    with pytest.raises(ValueError, match=r"2 ids .*feature 'a'; received 3"):
         features.update(one, jagged_of([{"a": [1, 2, 3]}], ["a"], is_weighted=True))
     with pytest.raises(ValueError, match="must have weights"):
         features.update(one, jagged_of([{"a": [1]}], ["a"]))
-    with pytest.raises(ValueError, match=r"must be torch.int64 on cpu; received torch.int32"):
+    with pytest.raises(ValueError, match=r"torch\.int64 on cpu; received torch\.int32"):
         features.update(one, jagged_of([{"a": [1]}], ["a"], torch.int32, is_weighted=True))
     varied = KeyedJaggedTensor(
         ["b", "a"],
@@ -188,7 +186,7 @@ def test_bad_arguments() -> None:
         lengths=torch.tensor([1, 1, 1]),
         stride_per_key_per_rank=[[2], [1]],
     )
-    with pytest.raises(ValueError, match="one row per id in every feature"):
+    with pytest.raises(ValueError, match="one row per id in every"):
         features.update(one, varied)
     assert all(torch.equal(before[name], value) for name, value in features.state_dict().items())
     with pytest.raises(ValueError, match="must not be negative"):

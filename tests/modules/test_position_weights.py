@@ -96,13 +96,13 @@ def test_a_bag_that_is_too_long_is_named(varies: bool) -> None:
         ["x", "a", "b"], torch.zeros(int(lengths.sum())).long(), lengths=lengths, **strides
     )
     weights = [torch.ones(n) for n in LENGTHS.values()]
-    with pytest.raises(ValueError, match=r"weights, 2; received 3 ids in bag 1 of feature 'b'"):
+    with pytest.raises(ValueError, match=r"2; received 3.*1 of feature 'b'"):
         PositionGather(LENGTHS, "test")(weights, batch)
 
 
 def test_a_batch_on_another_device_is_refused() -> None:
     batch = KeyedJaggedTensor(["a"], torch.tensor([7]), lengths=torch.tensor([1])).to("meta")
-    with pytest.raises(ValueError, match="position weights on cpu; received a batch on meta"):
+    with pytest.raises(ValueError, match=r"on cpu; received a .*on meta"):
         PositionGather({"a": 1}, "test")([torch.ones(1)], batch)
 
 

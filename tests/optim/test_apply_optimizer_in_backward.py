@@ -52,7 +52,7 @@ def test_the_learning_rate_can_be_scheduled() -> None:
 def test_a_second_optimizer_raises() -> None:
     layer = nn.Linear(2, 2)
     apply_optimizer_in_backward(torch.optim.SGD, [layer.bias], {"lr": 0.1})
-    with pytest.raises(ValueError, match=r"already updated in backward by .*SGD.*received .*Adam"):
+    with pytest.raises(ValueError, match=r"updated in backward by .*SGD.*received .*Adam"):
         apply_optimizer_in_backward(torch.optim.Adam, layer.parameters(), {"lr": 0.1})
     assert attached_optimizer(layer.weight) is None
 
@@ -60,7 +60,7 @@ def test_a_second_optimizer_raises() -> None:
 def test_a_parameter_without_a_gradient_is_refused() -> None:
     layer = nn.Linear(2, 3)
     layer.bias.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"params\[1\] must require a gradient.* shape \[3\]"):
+    with pytest.raises(ValueError, match=r"params\[1\] must require .*of shape \[3\]"):
         apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": 0.1})
     assert attached_optimizer(layer.weight) is None  # nor is the one before it updated
 
@@ -114,7 +114,7 @@ def test_modes_of_tables_travel_with_the_parameter() -> None:
 def test_modes_of_tables_mean_nothing_to_other_parameters(modes: dict[str, Any]) -> None:
     layer = nn.Linear(2, 1)
     apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": 0.5}, **modes)
-    with pytest.raises(ValueError, match="is for tables of embedding collections; received "):
+    with pytest.raises(ValueError, match=r"SGD.* is for tables .*shape \[1\]"):
         layer(torch.ones(1, 2)).sum().backward()
 
 

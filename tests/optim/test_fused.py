@@ -33,7 +33,7 @@ def test_a_group_tells_its_tables_their_rate() -> None:
     group.update({"lr": 0.125, "eps": 0.1})
     assert rates == [0.5, 0.25, 0.125]
     for change in (lambda: group.update(eps=0.2), lambda: group.__setitem__("eps", 0.2)):
-        with pytest.raises(ValueError, match=r"'eps' of tables .* 0\.1; received 0\.2"):
+        with pytest.raises(ValueError, match=r"'eps' of tables .*0\.1; .*0\.2"):
             change()
     with pytest.raises(ValueError, match="learning rate of tables"):
         group["lr"] = float("nan")

@@ -176,19 +176,13 @@ class TestStrictness:
     def test_missing_and_unexpected_state(self) -> None:
         optimizer, state = self.optimizers()
         state["state"]["bias"]["momentum"] = state["state"]["bias"].pop("exp_avg")
-        with pytest.raises(
-            KeyError,
-            match=r"states of parameter 'bias' .*\['exp_avg'\], .*: \['momentum'\]",
-        ):
+        with pytest.raises(KeyError, match=r"parameter 'bias' .*\['exp_avg'\], .*\['momentum'\]"):
             optimizer.load_state_dict(state)
 
     def test_another_shape(self) -> None:
         optimizer, state = self.optimizers()
         state["state"]["bias"]["exp_avg"] = torch.zeros(1)  # would broadcast
-        with pytest.raises(
-            ValueError,
-            match=r"'exp_avg' of parameter 'bias' has shape \(2,\); the .* \(1,\)",
-        ):
+        with pytest.raises(ValueError, match=r"'exp_avg' of .*'bias' .*\(2,\); .*\(1,\)"):
             optimizer.load_state_dict(state)
 
     def test_state_that_was_never_made(self) -> None:
@@ -282,7 +276,7 @@ class TestInitState:
 class TestSetLearningRate:
     @pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
     def test_a_wrong_rate_raises_also_without_parameters(self, rate: float) -> None:
-        with pytest.raises(ValueError, match="lr must be finite and >= 0"):
+        with pytest.raises(ValueError, match=rf"lr must be finite .*received {rate}"):
             set_learning_rate(CombinedOptimizer([]), rate)
 
 
@@ -415,7 +409,7 @@ class TestCombinedOptimizer:
         other = values_of(before)
         other["state"]["a.bias"]["exp_avg"] += 1.0
         other["state"]["b.bias"]["exp_avg"] = torch.zeros(1)
-        with pytest.raises(ValueError, match=r"'exp_avg' of parameter 'b.bias' has shape \(2,\)"):
+        with pytest.raises(ValueError, match=r"'exp_avg' of .*'b\.bias' has shape \(2,\)"):
             both.load_state_dict(other)
         assert_same(values_of(both.state_dict()), before)
 

@@ -105,13 +105,13 @@ def test_missing_and_unexpected_leaves_are_named_by_their_paths(wrap: Any) -> No
     refused(r"unexpected: \['pair\.2'\]", pair=(torch.ones(2), 1, 1))
     wrong = [torch.ones(2), torch.ones(4)]
     refused(
-        r"State 'roots\.1' of parameter '.*weight' has shape \(3,\).*\(4,\)",
+        r"'roots\.1' .*weight' has shape \(3,\).*\(4,\)",
         ValueError,
         roots=wrong,
     )
     refused(r"missing: \['roots\.0', 'roots\.1'\], unexpected: \['roots\.\(empty\)'\]", roots=[])
     text = [torch.ones(2), "three"]
-    refused(r"State 'roots\.1' of .* must be a tensor; received 'three'", TypeError, roots=text)
+    refused(r"'roots\.1' .*a tensor; received 'three'", TypeError, roots=text)
 
 
 def test_the_state_dict_has_containers_of_its_own() -> None:
@@ -165,7 +165,7 @@ def test_a_part_of_a_table_with_nested_state_is_refused(tmp_path: Path) -> None:
     optimizer = KeyedOptimizerWrapper(dict(model.named_parameters()), Shampoo)
     optimizer.init_state()
     with pytest.raises(
-        CheckpointError, match=r"State 'blocks' of 'embedding_bags\.films\.weight', a part of a"
+        CheckpointError, match=r"State 'blocks' of 'embedding_bags\.films\.weight', a part"
     ):
         save_checkpoint(tmp_path, model, optimizer)
     assert list(tmp_path.glob("step-*/.metadata")) == []

@@ -163,14 +163,14 @@ def test_row_wise_adagrad_goes_on_from_a_saved_state() -> None:
 )
 def test_what_tables_do_not_take_is_named(settings: dict[str, float]) -> None:
     (name,) = settings
-    with pytest.raises(ValueError, match=rf"of embedding tables does not support \['{name}'\]"):
+    with pytest.raises(ValueError, match=rf"tables does not support \['{name}'\]"):
         optimizer_spec(RowWiseAdagrad, settings)
 
 
 def test_bad_settings_raise_at_once() -> None:
     with pytest.raises(ValueError, match=r"RowWiseAdagrad\.lr_decay must be .* received -1"):
         RowWiseAdagrad([nn.Parameter(torch.ones(1))], lr_decay=-1.0)
-    with pytest.raises(ValueError, match=r"SGD\.lr must be finite and >= 0; received -1"):
+    with pytest.raises(ValueError, match=r"SGD\.lr must be finite .*received -1"):
         optimizers.SGD([nn.Parameter(torch.ones(1))], lr=-1.0)
 
 

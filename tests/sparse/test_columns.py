@@ -91,29 +91,29 @@ def test_weights() -> None:
 @pytest.mark.parametrize(
     ("table", "options", "error", "message"),
     [
-        ({}, {}, ValueError, "needs at least one column; received none"),
-        ({"s": [7, 1.5]}, {}, TypeError, r"'s' must hold whole numbers; received 1.5 in row 1\."),
-        ({"s": torch.tensor([True])}, {}, TypeError, "whole numbers; received True in row 0"),
+        ({}, {}, ValueError, "at least one column; received none"),
+        ({"s": [7, 1.5]}, {}, TypeError, r"'s' must .*1\.5 in row 1\."),
+        ({"s": torch.tensor([True])}, {}, TypeError, "whole numbers; .*True in row 0"),
         (
             {"s": np.array([2.0**60])},
             {},
             TypeError,
             r"rounds those from 9007199254740992 .*'Int64'",
         ),
-        ({"a": [1], "b": [1, 2]}, {}, ValueError, "received 1 in 'a' and 2 in 'b'"),
+        ({"a": [1], "b": [1, 2]}, {}, ValueError, "1 in 'a' and 2 in"),
         ({"a": np.zeros((1, 1, 1))}, {}, ValueError, r"received shape \(1, 1, 1\)"),
-        ({"a": [[], [1, None]]}, {}, ValueError, "'a' must not hold a missing value .* in row 1"),
-        ({"a": pa.array([[], [1, None]])}, {}, ValueError, "a missing value .* None in row 1"),
-        ({"a": [1, [2, np.nan]]}, {}, ValueError, "a missing value .* nan in row 1"),
+        ({"a": [[], [1, None]]}, {}, ValueError, "'a' must not .*missing value.*row 1"),
+        ({"a": pa.array([[], [1, None]])}, {}, ValueError, "a missing value .*None.*row 1"),
+        ({"a": [1, [2, np.nan]]}, {}, ValueError, "a missing value .*nan.*row 1"),
         ({"a": [1]}, {"weights": {"b": [1.0]}}, KeyError, r"received \['b'\]"),
-        ({"a": [1]}, {"weights": {"a": [[1, 2]]}}, ValueError, "2 weights and 1 ids in row 0"),
-        ({"a": [1]}, {"weights": {"a": [1, 2]}}, ValueError, "2 rows of weights and 1 of ids"),
+        ({"a": [1]}, {"weights": {"a": [[1, 2]]}}, ValueError, "2 weights and 1 ids.*row 0"),
+        ({"a": [1]}, {"weights": {"a": [1, 2]}}, ValueError, "2 rows .*weights and 1 of"),
         ({"a": [1]}, {"weights": {"a": torch.tensor([True])}}, TypeError, "'a' must hold numbers"),
         (
             {"a": [1, 2]},
             {"weights": {"a": [1.0, np.inf]}},
             ValueError,
-            "of 'a' must be finite; received inf in row 1",
+            "of 'a' must .*inf.*row 1",
         ),
     ],
 )
@@ -145,7 +145,7 @@ BIG = 2**63 + 5
     ],
 )
 def test_an_unsigned_id_that_int64_does_not_hold_is_refused(column: Any) -> None:
-    message = rf"^Column 'f' must hold ids that fit into int64; received {BIG} in row 1\. Hash"
+    message = rf"^Column 'f' must .*{BIG}.*row 1\. Hash"
     with pytest.raises(ValueError, match=message):
         from_columns({"f": column})
     with pytest.raises(ValueError, match=message):
@@ -192,7 +192,7 @@ def test_a_missing_value_leaves_the_others_exact(column: Any) -> None:
     ],
 )
 def test_floats_that_may_stand_for_several_ids_are_refused(column: Any, limit: int) -> None:
-    with pytest.raises(TypeError, match=rf"rounds those from {limit} on; received {limit}.0 in"):
+    with pytest.raises(TypeError, match=rf"from {limit} on; received {limit}\.0 in"):
         from_columns({"f": column})
     if not isinstance(column, list | pa.Array):
         assert from_columns({"f": column - 1}).values().tolist() == [limit - 1]
@@ -248,10 +248,7 @@ def test_categories_have_codes(column: Any, bags: list[list[int]]) -> None:
     ],
 )
 def test_a_text_is_shown_whole_with_what_converts_it(column: Any) -> None:
-    message = (
-        r"^Column 'city' must hold whole numbers; received 'a long text' in row 0\. Number the "
-        r"texts: .*\.astype\('category'\) in pandas or \.dictionary_encode\(\) in Arrow\.$"
-    )
+    message = r"^Column 'city' .*text' in row 0\..*\.astype\('category'\).*dictionary_encode"
     with pytest.raises(TypeError, match=message):
         from_columns({"city": column})
 
@@ -269,13 +266,13 @@ def test_a_text_is_shown_whole_with_what_converts_it(column: Any) -> None:
     ],
 )
 def test_what_is_no_id_is_shown(column: Any, shown: str) -> None:
-    with pytest.raises(TypeError, match=f"'f' must hold whole numbers; received .*{shown}"):
+    with pytest.raises(TypeError, match=f"'f' must hold whole numbers; .*{shown}"):
         from_columns({"f": column})
 
 
 @pytest.mark.parametrize("column", [5, "text", b"text", {"a": 1}])
 def test_what_is_no_column_is_refused(column: Any) -> None:
-    with pytest.raises(TypeError, match="'f' must be a list, an array or a column of a table"):
+    with pytest.raises(TypeError, match="'f' must be a list, an"):
         from_columns({"f": column})
 
 

@@ -74,7 +74,7 @@ def test_what_ranks_send_each_other_comes_together(data, is_weighted, mode):
 
 
 def test_batch_sizes_must_be_known():
-    with pytest.raises(ValueError, match="one batch size for each of 2 ranks; received None"):
+    with pytest.raises(ValueError, match="each of 2 ranks; received None"):
         KeyedJaggedTensor.dist_init(
             ["a"], [torch.tensor([1, 1]), torch.arange(2)], False, 2, None, None
         )

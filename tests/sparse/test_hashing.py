@@ -95,7 +95,7 @@ def test_unsigned_ids_keep_their_bits():
     ids = np.array([2**63 + 5, 1], dtype=np.uint64)
     lengths = torch.tensor([2])
     features = KeyedJaggedTensor(["a"], torch.from_numpy(ids), lengths=lengths)
-    with pytest.raises(TypeError, match=r"received torch\.uint64\. Keep all 64 bits with \.view\("):
+    with pytest.raises(TypeError, match=r"received torch\.uint64\. .*with \.view\("):
         hash_ids(features, {"a": 2})
     features = KeyedJaggedTensor(["a"], torch.from_numpy(ids).view(torch.int64), lengths=lengths)
     assert hash_ids(features, {"a": 1000}).values().tolist() == split_mix([2**63 + 5, 1], 1000)
@@ -103,5 +103,5 @@ def test_unsigned_ids_keep_their_bits():
 
 def test_other_values_for_the_same_bags():
     features = KeyedJaggedTensor(["a"], torch.arange(2), lengths=torch.tensor([2]))
-    with pytest.raises(ValueError, match=r"must be 2 on cpu; received \(3,\)"):
+    with pytest.raises(ValueError, match=r"2 on cpu; received \(3,\)"):
         features.with_values(torch.arange(3))

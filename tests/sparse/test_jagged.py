@@ -58,9 +58,9 @@ def test_from_dense(jt):
     assert built.values().tolist() == [1, 2, 3]
     assert built.weights().tolist() == [1, 2, 3]
     assert built.lengths().tolist() == [1, 0, 2]
-    with pytest.raises(ValueError, match="at least one bag; received an empty list"):
+    with pytest.raises(ValueError, match="at least one bag; received an"):
         JaggedTensor.from_dense([])
-    with pytest.raises(ValueError, match=r"weights must have the lengths of values"):
+    with pytest.raises(ValueError, match=r"weights .*lengths \[2, 0, 1\] for"):
         JaggedTensor.from_dense(bags, weights=bags[::-1])
 
 
@@ -69,9 +69,9 @@ def test_from_dense_lengths():
     built = JaggedTensor.from_dense_lengths(padded, torch.tensor([1, 2]), padded * 10)
     assert built.values().tolist() == [1, 3, 4]
     assert built.weights().tolist() == [10, 30, 40]
-    with pytest.raises(ValueError, match="at most the width of values, 2; received 3"):
+    with pytest.raises(ValueError, match="width of values, 2; received 3"):
         JaggedTensor.from_dense_lengths(padded, torch.tensor([1, 3]))
-    with pytest.raises(ValueError, match=r"must be \[M, width, ...\] and lengths \[M\]"):
+    with pytest.raises(ValueError, match=r"\[M, width, ...\] and lengths \[M\]"):
         JaggedTensor.from_dense_lengths(padded, torch.tensor([1]))
 
 

@@ -26,15 +26,12 @@ def test_a_good_batch() -> None:
 
 @pytest.mark.parametrize("bad", [5, -1])
 def test_an_id_outside_its_table(bad: int) -> None:
-    with pytest.warns(
-        UserWarning,
-        match=rf"^Id {bad} at position 1 of feature 'film' must be from 0 to 4\. Table 'films'",
-    ):
+    with pytest.warns(UserWarning, match=rf"^Id {bad} .*1 of .*'film'.*4\. .*'films'"):
         assert not validate_keyed_jagged_tensor(batch([0, bad, 900]), [FILMS])
 
 
 def test_parts_that_came_apart() -> None:
     good = batch([1, 2, 3])
     good.lengths().copy_(torch.tensor([1, -1, 2, 1]))
-    with pytest.raises(ValueError, match='length -1 at bag 1 of feature "film"'):
+    with pytest.raises(ValueError, match=r'length -1 at .*1.*feature "film"'):
         validate_keyed_jagged_tensor(good)

@@ -62,7 +62,7 @@ def test_regroup_is_differentiable(kt):
 
 
 def test_regroup_of_nothing_names_the_argument(kt):
-    with pytest.raises(ValueError, match="keyed_tensors must hold at least one KeyedTensor"):
+    with pytest.raises(ValueError, match=r"keyed_tensors must .*received none.*\[\['x'\]\]"):
         KeyedTensor.regroup([], [["x"]])
     for wrong in (None, kt, [None], [torch.ones(2, 2)]):
         with pytest.raises(TypeError, match=r"keyed_tensors.* must be a .*KeyedTensor"):
@@ -76,10 +76,10 @@ def test_regroup_of_nothing_names_the_argument(kt):
 def test_known_numbers_that_do_not_fit_are_refused():
     parts = ["x", "y"], [1, 2], torch.ones(2, 3)
     with pytest.raises(
-        ValueError, match=r"KeyedTensor.offset_per_key must .* \[0, 1, 3\]; received"
+        ValueError, match=r"KeyedTensor.offset_per_key must .*\[0, 1, 3\]; received"
     ):
         KeyedTensor(*parts, offset_per_key=[0, 2, 3])
-    with pytest.raises(ValueError, match=r"KeyedTensor.index_per_key must be the position of each"):
+    with pytest.raises(ValueError, match=r"index_per_key .*received {'x': 1, 'y': 0}"):
         KeyedTensor(*parts, index_per_key={"x": 1, "y": 0})
     kt = KeyedTensor(*parts, offset_per_key=[0, 1, 3], index_per_key={"x": 0, "y": 1})
     assert kt["y"].shape == (2, 2)
@@ -87,12 +87,12 @@ def test_known_numbers_that_do_not_fit_are_refused():
 
 def test_regroup_refuses_what_it_would_have_to_guess(kt):
     twin = KeyedTensor(["x"], [1], torch.ones(2, 1))
-    with pytest.raises(KeyError, match=r"no source has the keys \['q'\]; received sources with"):
+    with pytest.raises(KeyError, match=r"no source has .*\['q'\]; received"):
         KeyedTensor.regroup([kt], [["q"]])
-    with pytest.raises(ValueError, match=r"in one source only; received \['x'\] in several"):
+    with pytest.raises(ValueError, match=r"one source only; received \['x'\]"):
         KeyedTensor.regroup([kt, twin], [["x"]])
     assert len(KeyedTensor.regroup([kt, twin], [["y"]])) == 1
-    with pytest.raises(ValueError, match="every group needs at least one key"):
+    with pytest.raises(ValueError, match=r"group needs .*received \[\('x',\), \(\)\]"):
         KeyedTensor.regroup([kt], [["x"], []])
     rows = KeyedTensor(["r"], [2], torch.ones(2, 1), key_dim=0)
     with pytest.raises(ValueError, match=r"same key_dim; received \[1, 0\]"):
@@ -103,13 +103,13 @@ def test_regroup_refuses_what_it_would_have_to_guess(kt):
 
 def test_bad_construction():
     values = torch.ones(2, 3)
-    with pytest.raises(ValueError, match=r"add up to 2 for values of shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"to 2 .*shape \(2, 3\)"):
         KeyedTensor(["x", "y"], [1, 1], values)
     with pytest.raises(ValueError, match="received 1 widths for 2 keys"):
         KeyedTensor(["x", "y"], [3], values)
-    with pytest.raises(ValueError, match=r"must be unique; received more than once: \['x'\]"):
+    with pytest.raises(ValueError, match=r"unique; .*more than once: \['x'\]"):
         KeyedTensor(["x", "x"], [1, 2], values)
-    with pytest.raises(ValueError, match="must be a dimension of values; received 2"):
+    with pytest.raises(ValueError, match="a dimension of values; received 2"):
         KeyedTensor(["x"], [3], values, key_dim=2)
     with pytest.raises(TypeError, match=r"must be a torch\.Tensor; received list"):
         KeyedTensor(["x"], [3], [values])

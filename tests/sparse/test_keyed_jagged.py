@@ -68,11 +68,9 @@ def test_known_numbers_are_taken():
 
 def test_known_numbers_that_do_not_fit_are_refused():
     parts = ["a", "b"], torch.arange(3), None, torch.tensor([1, 2])
-    with pytest.raises(ValueError, match=r"batch sizes, \[0, 1, 2\]; received \[0, 1, 3\]"):
+    with pytest.raises(ValueError, match=r"\[0, 1, 2\]; .*\[0, 1, 3\]"):
         KeyedJaggedTensor(*parts, lengths_offset_per_key=[0, 1, 3])
-    with pytest.raises(
-        ValueError, match=r"jt_dict must be a dict of the keys, \['a', 'b'\]; rec.* \[\]"
-    ):
+    with pytest.raises(ValueError, match=r"jt_dict must .*\['a', 'b'\]; rec.* \[\]"):
         KeyedJaggedTensor(*parts, jt_dict={})
 
 

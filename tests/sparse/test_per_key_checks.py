@@ -53,9 +53,9 @@ def test_wrong_lengths_are_blamed_on_lengths() -> None:
         KeyedJaggedTensor(KEYS, VALUES, lengths=lengths, length_per_key=[1, 4])
     with pytest.raises(ValueError, match=r"^KeyedJaggedTensor\.lengths must add up"):
         KeyedJaggedTensor(KEYS, VALUES, lengths=lengths).sync()
-    with pytest.raises(ValueError, match=r'lengths must not be negative; .*"b" that add up to -1'):
+    with pytest.raises(ValueError, match=r'lengths must not .*"b".* to -1'):
         check_length_per_key(KEYS, [5, -1], VALUES, "lengths")
-    with pytest.raises(ValueError, match=r'length_per_key must not be neg.*received -1 for .*"b"'):
+    with pytest.raises(ValueError, match=r'length_per_key must not .*-1 .*"b"'):
         check_length_per_key(KEYS, [5, -1], VALUES)
 
 

@@ -45,12 +45,12 @@ def test_permute_out_of_range(kjt, bad):
 
 
 def test_permute_does_not_read_floats_as_positions(kjt):
-    with pytest.raises(TypeError, match=r"indices_tensor must be int32 or int64; .* torch.float32"):
+    with pytest.raises(TypeError, match=r"indices_tensor must be int32 .*torch\.float32"):
         kjt.permute([0, 1], torch.tensor([0.5, -1.0]))
 
 
 def test_permute_does_not_read_past_the_end(kjt):
-    with pytest.raises(ValueError, match="add up to 9 for 3 values"):
+    with pytest.raises(ValueError, match="up to 9 for 3"):
         KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([9])).permute([0])
     with pytest.raises(ValueError, match="received 3 entries for 2"):
         kjt.permute([0, 1], torch.tensor([0, 1, 1]))
@@ -80,7 +80,7 @@ def test_split(batch, data):
 @pytest.mark.parametrize("segments", [[1], [1, 2], [3, -1], []])
 def test_split_must_cover_every_key(kjt, segments):
     # The peer drops the keys that are left over.
-    with pytest.raises(ValueError, match="add up to the number of keys, 2; received"):
+    with pytest.raises(ValueError, match="the number of keys, 2; received"):
         kjt.split(segments)
 
 
@@ -111,7 +111,7 @@ def test_concat_joins_inverse_indices():
     assert joined.inverse_indices()[1].tolist() == [[0, 0], [0, 0]]
     assert joined.stride() == 2
     plain = KeyedJaggedTensor(["c"], torch.arange(1), lengths=torch.tensor([1]), stride_per_key=[1])
-    with pytest.raises(ValueError, match="must have inverse indices for the same number"):
+    with pytest.raises(ValueError, match=r"inverse indices .*received \[\(1, 2\), None\]"):
         KeyedJaggedTensor.concat([build("a"), plain])
 
 
@@ -157,14 +157,14 @@ def test_on_the_meta_device_what_needs_no_values_works(strides):
 
 def test_concat_of_parts_that_do_not_fit(kjt):
     other = KeyedJaggedTensor(["c"], torch.arange(1), lengths=torch.tensor([1]))
-    with pytest.raises(ValueError, match=r"same stride \(batch size\); received \[2, 1\]"):
+    with pytest.raises(ValueError, match=r"\(batch size\); received \[2, 1\]"):
         KeyedJaggedTensor.concat([kjt, other])
-    with pytest.raises(ValueError, match=r"concat.keys must be unique; .* \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"concat.keys must be unique; .*\['a', 'b'\]"):
         KeyedJaggedTensor.concat([kjt, kjt])
     with pytest.raises(ValueError, match="at least one part; received none"):
         KeyedJaggedTensor.concat([])
     weighted = KeyedJaggedTensor(["c"], torch.arange(1), torch.ones(1), torch.tensor([1, 0]))
-    with pytest.raises(ValueError, match=r"must have weights, or none; .* \[False, True\]"):
+    with pytest.raises(ValueError, match=r"have weights, or none; .*\[False, True\]"):
         KeyedJaggedTensor.concat([kjt, weighted])
     narrow = KeyedJaggedTensor(["c"], torch.arange(1).int(), lengths=torch.tensor([1, 0]))
     with pytest.raises(ValueError, match=r"same dtype; received \['torch.int32', 'torch.int64'\]"):
@@ -207,7 +207,7 @@ def test_sync_constructors():
     for kjt in (by_lengths, by_offsets):
         assert kjt.length_per_key_or_none() == [1, 2]
         check_equals(kjt, {"a": [[0]], "b": [[1, 2]]}, is_weighted=True)
-    with pytest.raises(ValueError, match="add up to 4 for 3 values"):
+    with pytest.raises(ValueError, match="up to 4 for 3"):
         KeyedJaggedTensor.from_lengths_sync(["a", "b"], values, torch.tensor([1, 3]))
 
 
@@ -230,7 +230,7 @@ def test_empty_like_keeps_dtypes_and_stride(kjt):
 
 
 def test_unknown_key(kjt):
-    with pytest.raises(KeyError, match=r"no key 'zz'; received keys \['a', 'b'\]"):
+    with pytest.raises(KeyError, match=r"no key 'zz'; .*\['a', 'b'\]"):
         kjt["zz"]
 
 

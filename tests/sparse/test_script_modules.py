@@ -182,16 +182,16 @@ def test_tables_that_are_updated_in_backward_do_not_train_in_a_program() -> None
 
 def test_what_is_not_known_in_a_program_is_named() -> None:
     scripted = script(Scores(bags()))
-    with pytest.raises(torch.jit.Error, match="Id 1000 at position 0 of feature"):
+    with pytest.raises(torch.jit.Error, match="Id 1000 at position 0"):
         script(quantize_embeddings(bags()))(
             KeyedJaggedTensor(KEYS, torch.tensor([1000]), lengths=torch.tensor([1, 0]))
         )
-    with pytest.raises(Exception, match="Id 99 at position 0 of feature 'film' must be"):
+    with pytest.raises(Exception, match=r"Id 99 at .*of feature 'film'"):
         scripted(KeyedJaggedTensor(KEYS, torch.tensor([99]), lengths=torch.tensor([1, 0])))
     varying = KeyedJaggedTensor(
         KEYS, torch.arange(3), lengths=torch.ones(3).long(), stride_per_key=[1, 2]
     )
-    with pytest.raises(torch.jit.Error, match="takes batches with one batch size for all"):
+    with pytest.raises(torch.jit.Error, match="takes batches with one batch size"):
         scripted(varying)
 
 

@@ -23,69 +23,65 @@ class TestParts:
 
     @pytest.mark.parametrize("part", ["lengths", "offsets"])
     def test_integers(self, build, part):
-        with pytest.raises(
-            TypeError, match=rf"{part} must be int32 or int64; received torch.float"
-        ):
+        with pytest.raises(TypeError, match=rf"{part} must be int32.*received torch\.float"):
             build(IDS, **{part: torch.tensor([0.0, 3.0])})
 
     @pytest.mark.parametrize("part", ["lengths", "offsets", "weights"])
     def test_devices(self, build, part):
         parts = {"lengths": ONE_EACH, part: torch.empty(3, dtype=torch.int64, device="meta")}
-        with pytest.raises(ValueError, match=rf"{part} must be on the values' device; .* meta"):
+        with pytest.raises(ValueError, match=f"{part} must .*values' device; .*meta"):
             build(IDS, **parts)
 
     def test_weights(self, build):
-        with pytest.raises(ValueError, match=r"one entry per value; received weights of shape \(2"):
+        with pytest.raises(ValueError, match=r"per value; received .*shape \(2"):
             build(IDS, torch.ones(2), ONE_EACH)
 
     def test_scalar_values(self, build):
-        with pytest.raises(ValueError, match="at least 1 dimension; received a scalar"):
+        with pytest.raises(ValueError, match=r"at least 1 dimension; .*scalar"):
             build(torch.tensor(1), lengths=ONE_EACH)
-        with pytest.raises(TypeError, match=r"values must be a torch.Tensor; received list"):
+        with pytest.raises(TypeError, match=r"values must be a torch.Tensor.*list"):
             build([1], lengths=ONE_EACH)
 
     def test_offsets_shape(self, build):
-        with pytest.raises(ValueError, match=r"must be 1-D .* received shape \(0,\)"):
+        with pytest.raises(ValueError, match=r"must be 1-D .*\(0,\)"):
             build(IDS, offsets=IDS[:0])
         with pytest.raises(ValueError, match="received 2 offsets and 2 lengths"):
             build(IDS, lengths=ONE_EACH, offsets=torch.tensor([0, 3]))
 
     def test_offsets_span(self, build):
-        with pytest.raises(
-            ValueError, match=r"from 0 to at most the number of values, 3; received .* to 4"
-        ):
+        with pytest.raises(ValueError, match=r"number of values, 3; .*to 4"):
             build(IDS, offsets=torch.tensor([0, 1, 4]))
         with pytest.raises(ValueError, match="received offsets from 1 to 3"):
             build(IDS, offsets=torch.tensor([1, 1, 3]))
 
     def test_length_sums_when_offsets_are_derived(self, build):
-        with pytest.raises(ValueError, match="add up to 4 for 3 values"):
+        with pytest.raises(ValueError, match="up to 4 for 3"):
             build(IDS, lengths=torch.tensor([2, 2])).offsets()
 
     def test_full_check_names_the_bag(self, build):
-        with pytest.raises(ValueError, match="must not be negative; received length -1 at bag 1"):
+        with pytest.raises(ValueError, match=r"negative; received length -1 .*bag 1"):
             build(IDS, lengths=torch.tensor([4, -1])).validate()
-        with pytest.raises(ValueError, match="must not decrease; received length -2 at bag 1"):
+        with pytest.raises(ValueError, match=r"decrease; received length -2 .*bag 1"):
             build(IDS, offsets=torch.tensor([0, 4, 2, 3])).validate()
-        with pytest.raises(ValueError, match="received lengths that add up to 4 for 3 values"):
+        with pytest.raises(ValueError, match="up to 4 for 3"):
             build(IDS, lengths=torch.tensor([2, 2])).validate()
-        with pytest.raises(ValueError, match=r"received length 1 .* 2 at bag 0"):
+        with pytest.raises(ValueError, match=r"received length 1 .*2.*bag 0"):
             build(IDS, lengths=ONE_EACH, offsets=torch.tensor([0, 2, 3])).validate()
 
     def test_debug_checks_at_construction(self, build, debug):
-        with pytest.raises(ValueError, match="add up to 4 for 3 values"):
+        with pytest.raises(ValueError, match="up to 4 for 3"):
             build(IDS, lengths=torch.tensor([2, 2]))
 
 
 def test_jagged_lengths_are_flat():
-    with pytest.raises(ValueError, match=r"must be 1-D; received shape \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"must be 1-D; .*\(1, 2\)"):
         JaggedTensor(IDS, lengths=ONE_EACH.view(1, 2))
-    with pytest.raises(ValueError, match="add up to 4 for 3 values"):
+    with pytest.raises(ValueError, match="up to 4 for 3"):
         JaggedTensor(IDS, lengths=torch.tensor([4])).to_dense()
 
 
 def test_keys():
-    with pytest.raises(ValueError, match=r"must be unique; received more than once: \['a'\]"):
+    with pytest.raises(ValueError, match=r"unique; .*more than once: \['a'\]"):
         KeyedJaggedTensor(["a", "b", "a"], IDS, lengths=torch.ones(3).long())
 
 
@@ -124,44 +120,40 @@ def test_compiled_callers_do_not_depend_on_keys_seen_before():
 def test_numbers_per_key():
     with pytest.raises(ValueError, match="3 lengths for 2 keys"):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=torch.ones(3).long())
-    with pytest.raises(ValueError, match="2 lengths for 2 keys and a stride of 3"):
+    with pytest.raises(ValueError, match=r"2 .*2 keys .*stride of 3"):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, stride=3)
     with pytest.raises(ValueError, match=r"2 lengths for 0 keys"):
         KeyedJaggedTensor([], IDS, lengths=ONE_EACH)
-    with pytest.raises(
-        ValueError, match=r"stride_per_key must .* batch sizes \[1, 2\] for 2 keys and 2"
-    ):
+    with pytest.raises(ValueError, match=r"stride_per_key must .*\[1, 2\].*2 keys.*2"):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, stride_per_key=[1, 2])
-    with pytest.raises(ValueError, match=r"\[keys \* samples\] or \[keys, samples\]; .* \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"\[keys \* samples\] .*samples\]; .*\(2, 1\)"):
         KeyedJaggedTensor(["a"], IDS, lengths=ONE_EACH.view(2, 1))
-    with pytest.raises(ValueError, match="length_per_key must have one entry per key; received 1"):
+    with pytest.raises(ValueError, match=r"length_per_key must .*entry per key; .*1"):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, length_per_key=[3])
     with pytest.raises(ValueError, match="length_per_key must agree with lengths"):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, length_per_key=[1, 1])
-    with pytest.raises(ValueError, match=r"index_per_key must be .*'b': 1}; received {'a': 0}"):
+    with pytest.raises(ValueError, match=r"index_per_key must .*'b': 1}; .*{'a': 0}"):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, index_per_key={"a": 0})
 
 
 def test_length_sums_when_features_are_told_apart():
     kjt = KeyedJaggedTensor(["a", "b"], IDS, lengths=torch.tensor([2, 2]))
     for read in (kjt.to_dict, kjt.length_per_key, kjt.sync, lambda: kjt["a"]):
-        with pytest.raises(ValueError, match="add up to 4 for 3 values"):
+        with pytest.raises(ValueError, match="up to 4 for 3"):
             read()
 
 
 def test_negative_sums_of_a_feature():
     kjt = KeyedJaggedTensor(["a", "b"], IDS, lengths=torch.tensor([5, -2]))
-    with pytest.raises(ValueError, match='lengths of feature "b" that add up to -2'):
+    with pytest.raises(ValueError, match=r'lengths of feature "b".*to -2'):
         kjt.length_per_key()
 
 
 def test_full_check_names_the_feature():
     kjt = KeyedJaggedTensor(["a", "b"], IDS, lengths=torch.tensor([1, 1, 3, -2]))
-    with pytest.raises(ValueError, match='received length -2 at bag 1 of feature "b"'):
+    with pytest.raises(ValueError, match=r'length -2 .*1 of feature "b"'):
         kjt.validate()
-    with pytest.raises(
-        ValueError, match=r"must agree with lengths; received \[2, 1\] for \[1, 2\]"
-    ):
+    with pytest.raises(ValueError, match=r"received \[2, 1\] for \[1, 2\]"):
         KeyedJaggedTensor(["a", "b"], IDS, lengths=ONE_EACH, length_per_key=[2, 1])
 
 
@@ -169,17 +161,17 @@ def test_full_check_names_the_feature():
 @pytest.mark.parametrize(
     ("told", "fault"),
     [
-        ({"lengths": [2, -1, 2]}, "lengths must not be negative; received length -1 at bag 1"),
-        ({"lengths": [4, -1, 0]}, "lengths must not be negative; received length -1 at bag 1"),
+        ({"lengths": [2, -1, 2]}, "lengths must not .*negative.*-1.*bag 1"),
+        ({"lengths": [4, -1, 0]}, "lengths must not .*negative.*-1.*bag 1"),
         (
             {"lengths": [2, 0, 2]},
-            "lengths must add up to at most the number of values.* 4 for 3 values",
+            "lengths must .*4 for 3 values",
         ),
-        ({"offsets": [0, 3, 1, 3]}, "offsets must not decrease; received length -2 at bag 1"),
-        ({"offsets": [0, 900_000, 2, 3]}, "offsets must not decrease; .* -899998 at bag 1"),
+        ({"offsets": [0, 3, 1, 3]}, "offsets must not .*decrease.*-2.*bag 1"),
+        ({"offsets": [0, 900_000, 2, 3]}, "offsets must not decrease; .*-899998.*1"),
         (
             {"lengths": [1, 1, 1], "offsets": [0, 2, 2, 3]},
-            "lengths and offsets must agree; received length 1 .* 2 at bag 0",
+            "lengths and offsets .*length 1.*2.*bag 0",
         ),
     ],
 )
@@ -204,7 +196,7 @@ def test_bags_that_do_not_fit_their_values(told, fault, dtype, look):
 def test_lengths_that_wrap_around_int32():
     lengths = torch.full((3,), 2**31 - 1, dtype=torch.int32)
     lengths[2] = 5  # the running sum of int32 ends at 3
-    with pytest.raises(ValueError, match="add up to 4294967299 for 3 values"):
+    with pytest.raises(ValueError, match="up to 4294967299 for 3"):
         KeyedJaggedTensor(["a"], IDS, lengths=lengths).offsets()
 
 
@@ -231,7 +223,7 @@ def test_inverse_indices_that_name_no_bag(bag, shown):
         stride_per_key=[2, 1],
         inverse_indices=(["b", "a"], torch.tensor([[0, 0], [1, bag]])),
     )
-    with pytest.raises(ValueError, match=rf'of feature "a" must be in 0\.\.1; received {shown}'):
+    with pytest.raises(ValueError, match=rf'feature "a" .*in 0\.\.1; received {shown}'):
         kjt.check_bags()
 
 
@@ -247,13 +239,13 @@ def test_inverse_indices():
 
     build(["b", "a"], torch.zeros(2, 3).long()).validate()
     assert build(["a"], torch.zeros(1, 3).long()).stride() == 3
-    with pytest.raises(ValueError, match=r"2 keys and torch.int64 of shape \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"2 keys .*int64.*shape \(1, 3\)"):
         build(["a", "b"], torch.zeros(1, 3).long())
     with pytest.raises(ValueError, match=r"2 keys and torch\.float32"):
         build(["a", "b"], torch.zeros(2, 3))
     with pytest.raises(ValueError, match="values' device; received inverse_indices on meta"):
         build(["a", "b"], torch.zeros(2, 3, device="meta").long())
-    with pytest.raises(ValueError, match=r'of feature "b" must be in 0\.\.0; received 1'):
+    with pytest.raises(ValueError, match=r'feature "b" .*in 0\.\.0; received 1'):
         build(["a", "b"], torch.tensor([[0, 0], [0, 1]])).validate()
 
 
@@ -274,5 +266,5 @@ def test_no_lengths_may_be_of_any_type(dtype: torch.dtype) -> None:
     for made in (KeyedJaggedTensor(["a"], ids, lengths=none), JaggedTensor(ids, lengths=none)):
         assert made.lengths().dtype == torch.int64
         made.validate()
-    with pytest.raises(TypeError, match=r"lengths must be int32 or int64; received"):
+    with pytest.raises(TypeError, match="lengths must be int32 or int64"):
         KeyedJaggedTensor(["a"], ids, lengths=torch.zeros(1, dtype=dtype))

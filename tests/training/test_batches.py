@@ -84,7 +84,7 @@ def test_a_loader_that_has_become_shorter_is_an_error() -> None:
         assert train(resumed, 0) == found
     resumed = ResumableBatches(batches[:3], lambda step: False)
     resumed.load_state_dict(saved.state_dict())
-    with pytest.raises(ValueError, match=r"must have the 4 batches of the epoch .* received 3"):
+    with pytest.raises(ValueError, match=r"the 4 batches .*epoch.*received 3"):
         next(iter(resumed))
 
 
@@ -116,7 +116,7 @@ def test_other_numbers_of_ranks(caplog: pytest.LogCaptureFixture) -> None:
     saved = ResumableBatches(Loader(), lambda step: True)
     train(saved, 0, until=2)
     states = [saved.state_dict()] * 3
-    with pytest.raises(ValueError, match="received a Loader without it and the states of 3 ranks"):
+    with pytest.raises(ValueError, match=r"received a Loader without it .*3"):
         ResumableBatches(Loader(), lambda step: True).load_state_dicts(states)
 
     class Elastic(Loader):

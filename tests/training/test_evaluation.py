@@ -127,9 +127,9 @@ def test_a_task_without_labels_has_no_metrics() -> None:
 
 def test_wrong_tasks_are_errors() -> None:
     logits, labels, weights = data(2)
-    with pytest.raises(ValueError, match=r"received no names and logits of shape \[90, 2\]"):
+    with pytest.raises(ValueError, match=r"no names and .*shape \[90, 2\]"):
         update(BinaryMetrics(CPU), logits, labels, weights, weighted=False)
-    with pytest.raises(ValueError, match=r"distinct names; received \['a'\] more than once"):
+    with pytest.raises(ValueError, match=r"distinct names; received \['a'\] more"):
         BinaryMetrics(CPU, tasks=["a", "a"])
     with pytest.raises(TypeError, match="tasks"):
         BinaryMetrics(CPU, tasks=3)  # type: ignore[arg-type]

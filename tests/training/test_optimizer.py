@@ -40,11 +40,11 @@ def test_an_unsharded_model_needs_no_other() -> None:
 
 def test_optimizers_that_do_not_fit_are_errors() -> None:
     model = model_of(dropout=False)
-    with pytest.raises(ValueError, match="must leave out tables that are updated in backward"):
+    with pytest.raises(ValueError, match=r"must leave out .*received \["):
         whole_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="received 2 others"):
         whole_optimizer(model, torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1))
-    with pytest.raises(TypeError, match=r"Trainer\.optimizer must be a KeyedOptimizer or another"):
+    with pytest.raises(TypeError, match=r"Trainer\.optimizer must be a KeyedOptimizer or"):
         whole_optimizer(model, "adam")  # type: ignore[arg-type]
     linear = nn.Linear(2, 1)
     with pytest.raises(ValueError, match="clip_norm"):

@@ -626,10 +626,7 @@ def test_a_new_job_refuses_the_folder_of_another(
     job = tmp_path / "job"
     first = plain(job, epochs=2, log_every=1).fit(rows(3), rows(1))
     before = _content(job)
-    rule = (
-        r"must have no other job; received .*job, which has last/step-\d+, best/step-6, "
-        r"log.jsonl\. Pass resume=True to continue this job, another folder, or overwrite=True"
-    )
+    rule = r"job, which has last/step-\d+.*best/step-6.*log\.jsonl\..*resume=True"
     with pytest.raises(FileExistsError, match=rule):
         plain(job, epochs=1).fit(rows(3))
     plain(job, epochs=1).evaluate(rows(1))
@@ -800,11 +797,11 @@ def test_a_killed_job_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
 
 
 def test_wrong_settings_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"Trainer\.loggers\[0\] must be a logger, with log and"):
+    with pytest.raises(TypeError, match=r"Trainer\.loggers\[0\] must be a logger"):
         plain(tmp_path, epochs=1, loggers=["tensorboard"])
-    with pytest.raises(TypeError, match=r"Trainer\.loggers must be a list of loggers"):
+    with pytest.raises(TypeError, match=r"Trainer\.loggers must be a list"):
         plain(tmp_path, epochs=1, loggers=Recorder())
-    with pytest.raises(ValueError, match=r"Trainer\.uneven must be one of drop, pad, join"):
+    with pytest.raises(ValueError, match=r"Trainer\.uneven must .*drop, pad, join"):
         plain(tmp_path, epochs=1, uneven="wait")
     with pytest.raises(ValueError, match="uneven='pad' repeats batches: it excludes save_every"):
         plain(tmp_path, epochs=1, uneven="pad", save_every=2)
@@ -822,7 +819,7 @@ def test_wrong_settings_are_errors(tmp_path: Path) -> None:
 def test_a_bad_loss_is_reported_with_its_step(tmp_path: Path) -> None:
     batches = rows(5)
     batches[3][0, 0] = math.nan
-    with pytest.raises(BadLossError, match=r"loss of step 4 on rank 0 is nan"):
+    with pytest.raises(BadLossError, match=r"step 4 on rank 0.*nan"):
         plain(tmp_path, epochs=1).fit(batches)
     saved = torch.load(tmp_path / "bad_batches" / "step-4-rank-0.pt")
     assert torch.equal(saved["batch"].isnan(), batches[3].isnan())

@@ -183,9 +183,9 @@ def test_ids_are_read_without_a_model(ranks: RankPool, tmp_path: Path) -> None:
         expected = rows_of(saved, table)
         found = dict(zip(ids.tolist(), values.tolist(), strict=True))
         assert found == {id_: row[0] for id_, row in expected.items()}
-    with pytest.raises(CheckpointError, match="must be the name of one table with HashedIds"):
+    with pytest.raises(CheckpointError, match=r"table must be .* of 'rows'"):
         read_hashed_table(tmp_path, "rows")
-    with pytest.raises(CheckpointError, match="must be the name of one table with HashedIds"):
+    with pytest.raises(CheckpointError, match=r"table must be .* of 'embedding_bags'"):
         read_hashed_table(tmp_path, "embedding_bags")
 
 

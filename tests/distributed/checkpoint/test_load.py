@@ -121,7 +121,7 @@ def test_missing_optimizer_state_is_an_error_unless_allowed(tmp_path: Path) -> N
     model = _single(case)
     with pytest.warns(UserWarning, match="lacks the optimizer state of"):
         save_checkpoint(tmp_path / "c", model)
-    with pytest.raises(CheckpointError, match=r"lacks \d+ of the values to load: \['optimizer"):
+    with pytest.raises(CheckpointError, match=r"lacks \d+ of the values.*\['optimizer"):
         load_checkpoint(tmp_path / "c", model, model.fused_optimizer)
     load_checkpoint(tmp_path / "c", model, model.fused_optimizer, allow_partial=True)
 
@@ -133,9 +133,7 @@ def test_damaged_and_absent_checkpoints_are_named(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", model)
     (data,) = (tmp_path / "c" / "step-1").glob("*.distcp")
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    with pytest.raises(
-        CheckpointError, match=r"The checkpoint .*/c/step-1 cannot be loaded.* rank 0: "
-    ):
+    with pytest.raises(CheckpointError, match=r"checkpoint .*/c/step-1 cannot be loaded.*rank 0:"):
         load_checkpoint(tmp_path / "c", model)
 
 

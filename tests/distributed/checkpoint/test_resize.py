@@ -127,7 +127,7 @@ def test_unsharded_tables_of_torch_optimizers(tmp_path: Path, rows: int) -> None
 def test_what_resize_cannot_do_is_named(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, nn.ModuleDict({"t": nn.Embedding(6, 4)}))
     wider = nn.ModuleDict({"t": nn.Embedding(6, 5)})
-    with pytest.raises(CheckpointError, match=r"Only another number of rows can be loaded"):
+    with pytest.raises(CheckpointError, match=r"'t\.weight' .*\(6, 4\); .*\(6, 5\)\. Only"):
         load_checkpoint(tmp_path, wider, resize=["t"])
-    with pytest.raises(CheckpointError, match=r"must name tables of the model; received 'x'"):
+    with pytest.raises(CheckpointError, match=r"must name tables.*received 'x'"):
         load_checkpoint(tmp_path, wider, resize=["x"])

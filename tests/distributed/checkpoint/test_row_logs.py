@@ -184,7 +184,7 @@ def test_saves_of_parts_are_refused(tmp_path: Path) -> None:
         for save in (save_checkpoint, save_checkpoint_async):
             with pytest.raises(ValueError, match=rf"{name}=True needs all rows"):
                 save(tmp_path / "c", model, **{name: True})
-    with pytest.raises(ValueError, match="A state dict does not include rows on the disk"):
+    with pytest.raises(ValueError, match=r"A state dict .*'ta' with \d+"):
         model.state_dict()
 
 
@@ -196,9 +196,9 @@ def test_moves_and_other_loads_are_refused(tmp_path: Path) -> None:
         world_size=1,
         device_type="cpu",
     )
-    with pytest.raises(ValueError, match=r"reshard needs all rows .* under the new plan"):
+    with pytest.raises(ValueError, match=r"reshard needs .*'ta'.*new plan"):
         model.reshard({"ebc": plan})
-    with pytest.raises(CheckpointError, match="resize needs all rows of a table in memory"):
+    with pytest.raises(CheckpointError, match=r"resize needs all rows.*embedding_bags\.ta'"):
         load_checkpoint(path, model, model.fused_optimizer, resize="ta")
     with pytest.raises(ValueError, match=r"load_table needs all rows .* 'ta'"):
         load_table(model, "ta", np.ones((1, 4), np.float32), ids=np.arange(1))
@@ -207,7 +207,7 @@ def test_moves_and_other_loads_are_refused(tmp_path: Path) -> None:
 
 def test_consumers_of_changed_rows_are_refused(tmp_path: Path) -> None:
     model = filled(tmp_path)
-    with pytest.raises(ValueError, match="A model to publish needs all rows of a table in memory"):
+    with pytest.raises(ValueError, match=r"A model to publish needs.*'ta'"):
         Publisher(model, tmp_path / "published")
 
 

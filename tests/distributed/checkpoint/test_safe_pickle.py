@@ -122,7 +122,7 @@ def test_a_hostile_pickle_is_not_run(tmp_path: Path, where: str) -> None:
     hostile: object = _Runs(tmp_path / "ran")
     if where == "inside":
         hostile = Metadata(state_dict_metadata={}, planner_data=hostile)
-    with pytest.raises(CheckpointError, match=r"it is not the metadata .*posix.mkdir, which no"):
+    with pytest.raises(CheckpointError, match=r"it is not the metadata .*posix.mkdir"):
         decode_metadata("it", pickle.dumps(hostile))
     with pytest.raises(CheckpointError, match="it holds a dict"):
         decode_metadata("it", pickle.dumps({}))
@@ -139,7 +139,7 @@ def test_a_hostile_old_checkpoint_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"posix.mkdir is not plain data"):
         load_checkpoint(tmp_path / "h", model)
     (tmp_path / "h" / ".metadata").write_bytes(pickle.dumps(_Runs(tmp_path / "ran")))
-    with pytest.raises(CheckpointError, match=r"/h/.metadata is not the metadata of a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"/h/.metadata is not the metadata of"):
         load_checkpoint(tmp_path / "h", model)
     assert not (tmp_path / "ran").exists()
 

@@ -173,15 +173,15 @@ def test_a_rank_that_does_not_see_the_folder_is_named(ranks: RankPool, tmp_path:
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="step must not be negative; received -1"):
+    with pytest.raises(ValueError, match=r"step must not be negative.* -1"):
         save_checkpoint(tmp_path, model, step=-1)
     with pytest.raises(ValueError, match="keep must be positive; received 0"):
         save_checkpoint(tmp_path, model, keep=0)
     for step in (2.0, "2", True):
-        with pytest.raises(TypeError, match="step must be a whole number; received"):
+        with pytest.raises(TypeError, match="step must be a whole number"):
             save_checkpoint(tmp_path, model, step=step)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(TypeError, match="extra must be a dict; received a list"):
+    with pytest.raises(TypeError, match=r"extra must be a dict.*list"):
         save_checkpoint(tmp_path, model, extra=[1])  # type: ignore[arg-type]
 
 
@@ -209,16 +209,16 @@ def test_whole_numbers_of_numpy_are_steps(tmp_path: Path) -> None:
 def test_path_and_model_in_the_wrong_order_are_named(function: Any, tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     name = function.__name__
-    with pytest.raises(TypeError, match=rf"{name}.path must be a path, .*: {name}\(path, model\)"):
+    with pytest.raises(TypeError, match=rf"{name}.path must be .*: {name}\(path, model\)"):
         function(model, tmp_path)
-    with pytest.raises(TypeError, match=rf"{name}.path must be a path, .*; received 3"):
+    with pytest.raises(TypeError, match=f"{name}.path must be a path.*3"):
         function(3, model)
     with pytest.raises(ValueError, match=rf"{name}.path must not be empty"):
         function("", model)
-    with pytest.raises(TypeError, match=rf"{name}.model must be an nn.Module; received 'm'"):
+    with pytest.raises(TypeError, match=f"{name}.model must be .*Module; .*'m'"):
         function(tmp_path, "m")
     adam = torch.optim.Adam(model.parameters())
-    with pytest.raises(TypeError, match=rf"{name}.optimizer must be a KeyedOptimizer; .* Adam"):
+    with pytest.raises(TypeError, match=f"{name}.optimizer must be a KeyedOptimizer.*Adam"):
         function(tmp_path, model, adam)
     assert list(tmp_path.iterdir()) == []
 
@@ -279,7 +279,7 @@ def test_versions_are_numbered_and_kept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-10", "step-3", "step-4"]
     assert load_checkpoint(tmp_path, model) == {"epoch": 9}
     assert load_checkpoint(tmp_path / "step-3", model) == {"epoch": 2}
-    with pytest.raises(CheckpointError, match="step must be after the newest version"):
+    with pytest.raises(CheckpointError, match=r"newest version, .*/step-10, .*received 10"):
         save_checkpoint(tmp_path, model, step=10)
 
 

@@ -137,11 +137,11 @@ def test_a_fixed_setting_of_tables_is_an_error_or_kept(tmp_path: Path) -> None:
     model = _table_and_dense(Adam, eps=0.5)
     save_checkpoint(tmp_path, model, model.fused_optimizer)
     other = _table_and_dense(Adam, eps=0.25)
-    with pytest.raises(CheckpointError, match=r"has eps=0\.5 for \['ebc.*; here it is 0\.25, and"):
+    with pytest.raises(CheckpointError, match=r"eps=0\.5 for \['ebc.*here it is 0\.25"):
         load_checkpoint(tmp_path, other, other.fused_optimizer)
     load_checkpoint(tmp_path, other, other.fused_optimizer, keep_settings=True)
     group = other.fused_optimizer.param_groups[0]
-    with pytest.raises(ValueError, match=r"'eps' of tables .* is fixed.* 0\.25; received 1"):
+    with pytest.raises(ValueError, match=r"'eps' of tables.*fixed.* 0\.25; .*1"):
         group["eps"] = 1
     group["eps"] = 0.25
 
@@ -153,7 +153,7 @@ def test_parameters_of_one_group_need_one_setting(tmp_path: Path) -> None:
         return torch.optim.SGD([{"params": params[:1], "lr": 1}, {"params": params[1:], "lr": 2}])
 
     save_checkpoint(tmp_path, model, KeyedOptimizerWrapper(dict(model.named_parameters()), grouped))
-    with pytest.raises(CheckpointError, match=r"for 'bias' and .* for 'weight', which are in one"):
+    with pytest.raises(CheckpointError, match=r"for 'bias' and .* for 'weight'"):
         load_checkpoint(tmp_path, model, _wrapped(model, torch.optim.SGD, lr=3))
 
 
@@ -161,7 +161,7 @@ def test_a_checkpoint_without_optimizer_is_an_error(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     save_checkpoint(tmp_path, model)
     optimizer = _wrapped(model, torch.optim.SGD, lr=3)  # which has no state that could lack
-    with pytest.raises(CheckpointError, match=r"lacks the optimizer of 2 parameters: \['bias'"):
+    with pytest.raises(CheckpointError, match=r"the optimizer of 2 parameters: \['bias'"):
         load_checkpoint(tmp_path, model, optimizer)
     load_checkpoint(tmp_path, model, optimizer, allow_partial=True)
     assert optimizer.param_groups[0]["lr"] == 3
@@ -171,7 +171,7 @@ def test_a_setting_that_is_no_value_is_named(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     optimizer = _wrapped(model, torch.optim.SGD, lr=3)
     optimizer.param_groups[0]["schedule"] = print
-    with pytest.raises(CheckpointError, match=r"Setting 'schedule' of the optimizer of \['weight'"):
+    with pytest.raises(CheckpointError, match=r"Setting 'schedule' of .* of \['weight'"):
         save_checkpoint(tmp_path, model, optimizer)
 
 

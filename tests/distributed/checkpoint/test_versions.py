@@ -95,10 +95,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [0, 4, 5])
 def test_a_step_must_be_after_the_newest(tmp_path: Path, step: int) -> None:
     _save(tmp_path, step=5)
-    with pytest.raises(
-        CheckpointError,
-        match=rf"step must be after the newest version, .*/step-5, .*; received {step}",
-    ):
+    with pytest.raises(CheckpointError, match=f"newest version, .*/step-5, .*; received {step}"):
         _save(tmp_path, step=step)
     assert _names(tmp_path) == ["step-5"]
 
@@ -130,7 +127,7 @@ def test_what_died_is_not_loaded_and_is_removed_by_the_next_save(tmp_path: Path)
 
 
 def test_only_versions_that_died(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint: step-1 was never"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint: step-1 was never"):
         find_version(_die_while_saving(tmp_path).parent)
 
 
@@ -207,7 +204,7 @@ def test_a_later_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(versions._FORMATS, "full", 3)
     folder = _save(tmp_path)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"json is of format 3; .* reads formats up to 2"):
+    with pytest.raises(CheckpointError, match=r"json is of format 3; .*2"):
         read_manifest(folder)
 
 

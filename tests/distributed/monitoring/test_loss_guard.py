@@ -39,7 +39,7 @@ def test_a_loss_that_is_no_number_is_raised_with_its_batch(tmp_path: Path, value
     assert not guard.check(torch.tensor(1.0), None)
     assert not (tmp_path / "bad").exists()
     path = tmp_path / "bad" / "step-2-rank-0.pt"
-    with pytest.raises(BadLossError, match=f"step 2 on rank 0 is {value}. Its batch is in {path}"):
+    with pytest.raises(BadLossError, match=rf"2 on rank 0.*{value}\. .*in {path}"):
         guard.check(torch.tensor([1.0, value]), batch)
     saved = torch.load(path, weights_only=False)
     assert (saved["step"], saved["rank"]) == (2, 0)
@@ -54,7 +54,7 @@ def test_a_spike_is_above_the_median_and_does_not_move_it(tmp_path: Path) -> Non
         assert not guard.check(torch.tensor(100.0 if number == 4 else 2.0), None)
     assert not guard.check(torch.tensor(5.9), None)
     for _ in range(3):
-        with pytest.raises(BadLossError, match=r"is 6.1, 3.0 times the median of the last 11 \(2"):
+        with pytest.raises(BadLossError, match=r"6\.1, 3\.0 times.*the last 11 \(2"):
             guard.check(torch.tensor(6.1), None)
     for _ in range(11):  # the limit follows the recent losses
         guard.check(torch.tensor(5.0), None)
@@ -70,7 +70,7 @@ def test_without_spike_a_jump_is_no_error(tmp_path: Path) -> None:
 def test_what_cannot_be_saved_does_not_hide_the_loss(tmp_path: Path) -> None:
     guard = LossGuard(tmp_path / "file")
     (tmp_path / "file").touch()
-    with pytest.raises(BadLossError, match=r"is nan\. Its batch cannot be saved in .*file"):
+    with pytest.raises(BadLossError, match=r"is nan\. .*cannot be saved.*file"):
         guard.check(torch.tensor(math.nan), None)
 
 
@@ -110,7 +110,7 @@ def test_on_a_device_the_host_reads_a_step_later(tmp_path: Path) -> None:
         events[0].is_done = True
         check(math.nan)  # its own loss is not read yet
         events[1].is_done = True
-        with pytest.raises(BadLossError, match="step 2 on rank 0 is nan"):
+        with pytest.raises(BadLossError, match=r"step 2 on rank 0.*nan"):
             check(2.0)
         assert torch.load(tmp_path / "step-2-rank-0.pt")["batch"].isnan()
         assert not any(event.waits for event in events)
@@ -118,7 +118,7 @@ def test_on_a_device_the_host_reads_a_step_later(tmp_path: Path) -> None:
             check(value)
         assert [event.waits for event in events] == [0, 0, 1, 0, 0, 0]
         check(math.inf)
-        with pytest.raises(BadLossError, match="step 7 on rank 0 is inf"):
+        with pytest.raises(BadLossError, match=r"step 7 on rank 0.*inf"):
             guard.finish()
 
 
@@ -128,7 +128,7 @@ def _skips(folder: Path) -> tuple[list[bool], int]:
     skipped = [guard.check(torch.tensor(value), rank) for value in losses]
     for _ in range(3):
         assert guard.check(torch.tensor(math.nan if rank else 1.0), rank)
-    with pytest.raises(BadLossError, match="At most 3 steps may be skipped in a row; received 4"):
+    with pytest.raises(BadLossError, match=r"At most 3 steps .*received 4"):
         guard.check(torch.tensor(math.nan if rank else 1.0), rank)
     return skipped, len(list(folder.glob(f"*-rank-{rank}.pt")))
 
@@ -152,7 +152,7 @@ def _trains_through_a_pipeline(folder: Path) -> bool:
     for _ in range(2):
         pipeline.progress(source)
     before = whole_state(model)
-    with pytest.raises(BadLossError, match=r"step 3 on rank \d is nan"):
+    with pytest.raises(BadLossError, match=r"step 3 on rank \d.*nan"):
         pipeline.progress(source)
     pipeline.reset()
     set_value_checks(True)
@@ -166,13 +166,13 @@ def test_a_pipeline_raises_before_tables_learn(ranks: RankPool, tmp_path: Path) 
 
 def test_bad_settings(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match=r"LossGuard\.folder must be a folder that can be"):
+    with pytest.raises(NotADirectoryError, match=r"LossGuard\.folder must be a folder that"):
         LossGuard(tmp_path / "file" / "bad")
     with pytest.raises(TypeError, match=r"LossGuard\.folder must be a path"):
         LossGuard(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"LossGuard\.spike must be a number"):
         LossGuard(tmp_path, spike="10")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"LossGuard.spike must be above 1, or None; received 1"):
+    with pytest.raises(ValueError, match=r"LossGuard\.spike must be above 1.*1"):
         LossGuard(tmp_path, spike=1)
     with pytest.raises(ValueError, match=r"LossGuard\.window"):
         LossGuard(tmp_path, window=0)

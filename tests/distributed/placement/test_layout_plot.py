@@ -89,5 +89,5 @@ def test_bytes_are_written_where_there_is_room() -> None:
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"without it\. Install .*: pip install matplotlib"):
+    with pytest.raises(ImportError, match=r"plot needs matplotlib.*pip install matplotlib"):
         layout_with(1, 1, 1).plot()

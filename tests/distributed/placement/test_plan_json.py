@@ -303,7 +303,7 @@ def test_what_is_beyond_measure_is_refused_at_once(text: str, message: str) -> N
 
 def test_a_table_that_is_there_twice() -> None:
     text = json.dumps(GIVEN).replace('"b": {', '"a": {')
-    with pytest.raises(ValueError, match="Plan file must name each key once; received 'a' twice"):
+    with pytest.raises(ValueError, match=r"must name each key once; .*'a'"):
         ShardingPlan.from_json(text)
 
 
@@ -327,14 +327,12 @@ class TestAgainstAModel:
 
     def test_unknown_table(self) -> None:
         plan = self.tables(bb=GIVEN["plan"]["ebc"]["b"])
-        with pytest.raises(
-            ValueError, match=r"'ebc' .* not in the module: \['bb'\]. The nearest is 'b'"
-        ):
+        with pytest.raises(ValueError, match=r"'ebc' .*: \['bb'\]\. The nearest.*'b'"):
             self.rated(plan=plan)
 
     def test_another_size(self) -> None:
         plan = self.tables(a=GIVEN["plan"]["ebc"]["a"] | {"size": [12, 4]})
-        with pytest.raises(ValueError, match=r"'a' must cover its rows 0..8; they end at 12"):
+        with pytest.raises(ValueError, match=r"'a' must cover.*0\.\.8; .*at 12"):
             self.rated(plan=plan)
 
     def test_what_does_not_fit_is_refused_by_name(self) -> None:
@@ -388,7 +386,7 @@ def test_an_edited_plan_runs(ranks: RankPool, tmp_path: Path) -> None:
 
 def test_a_plan_for_other_ranks_is_refused() -> None:
     plan = ShardingPlan.from_json(json.dumps(GIVEN))
-    with pytest.raises(ValueError, match=r"received one made for 4 ranks, on 1. Make one for 1"):
+    with pytest.raises(ValueError, match=r"for 4 ranks, on 1\. .*1"):
         DistributedModelParallel(
             torch.nn.ModuleDict({"ebc": collection({"a": (8, 4), "b": (8, 4)})}),
             device=torch.device("cpu"),

@@ -137,9 +137,9 @@ def test_shards_by_hand_may_be_uneven_and_empty() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'t' on rank 2, but there are 2 ranks \(0\.\.1\)\. Make"):
+    with pytest.raises(ValueError, match=r"'t' on rank 2, .*ranks \(0\.\.1\)"):
         rects_of("t", 10, 8, parameter_sharding(TW, 10, 8, [2]), 2)
-    with pytest.raises(ValueError, match=r"table 't' \(table_wise\) must name its ranks .* Set P"):
+    with pytest.raises(ValueError, match=r"table 't' \(table_wise\) must name its"):
         rects_of("t", 10, 8, ParameterSharding("table_wise", "fused"), 2)
 
 
@@ -174,7 +174,7 @@ def test_strategies_of_several_nodes(
 def test_a_plan_names_every_table_and_no_other() -> None:
     plan = EmbeddingModuleShardingPlan({name: parameter_sharding(TW, 1, 1, [0]) for name in "ab"})
     check_plan_covers("ebc", plan, ["b", "a"])
-    with pytest.raises(ValueError, match=r"missing: \['c'\], not in the module: \['b'\]"):
+    with pytest.raises(ValueError, match=r"missing: \['c'\], not .*module: \['b'\]"):
         check_plan_covers("ebc", plan, ["a", "c"])
 
 

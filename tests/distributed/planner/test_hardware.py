@@ -75,14 +75,11 @@ def test_one_number_is_for_all_ranks() -> None:
 
 
 def test_lists_have_a_number_for_each_rank() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"x\.hbm_cap must be one number, or one for each of the 3 ranks; received 2 numbers",
-    ):
+    with pytest.raises(ValueError, match=r"x\.hbm_cap must .*3 ranks; .*2 numbers"):
         per_rank("x", "hbm_cap", [1, 2], 3)
-    with pytest.raises(ValueError, match=r"x\.hbm_cap of rank 1 must not be negative; received -2"):
+    with pytest.raises(ValueError, match=r"x\.hbm_cap of rank 1 must.*-2"):
         per_rank("x", "hbm_cap", [1, -2], 2)
-    with pytest.raises(TypeError, match=r"x\.hbm_cap must be a number; received '12'"):
+    with pytest.raises(TypeError, match=r"x\.hbm_cap must be a number.*'12'"):
         per_rank("x", "hbm_cap", "12", 2)
 
 
@@ -96,7 +93,7 @@ def test_every_field_comes_from_its_column() -> None:
 
 
 def test_unknown_devices_are_refused() -> None:
-    with pytest.raises(ValueError, match="compute_device must be 'cpu' or 'cuda'; received 'tpu'"):
+    with pytest.raises(ValueError, match=r"compute_device must be 'cpu'.*'cuda'; .*'tpu'"):
         replace(RANK, compute_device="tpu")
 
 

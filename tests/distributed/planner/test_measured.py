@@ -63,10 +63,7 @@ class TestLookups:
         assert self.TABLE.at(dim, pooling) == pytest.approx((forward, forward / 2, forward / 4))
 
     def test_points_come_once(self) -> None:
-        with pytest.raises(
-            ValueError,
-            match=r"lookup must have each point once; received dim 64 with pooling 1 twice",
-        ):
+        with pytest.raises(ValueError, match=r"each point once.*dim 64.*pooling 1"):
             LookupTable([lookup(64, 1, 20), lookup(64, 1, 30)])
 
 
@@ -79,7 +76,7 @@ class TestCollectives:
         assert found["all_to_all", 4] == pytest.approx((9, 2.0))
 
     def test_points_come_once(self) -> None:
-        with pytest.raises(ValueError, match="received all_to_all of 2 ranks and 7 bytes twice"):
+        with pytest.raises(ValueError, match=r"received all_to_all of 2.*7 bytes"):
             largest_collectives([collective(7, 1.0), collective(7, 2.0)])
 
 
@@ -122,5 +119,5 @@ def test_points_are_checked(change: dict[str, object], message: str) -> None:
         CollectivePoint(**{"kind": "all_reduce", "world_size": 2, "bytes": 1, "ms": 1.0, **change})
     with pytest.raises(ValueError, match=r"LookupPoint\.forward_bw must be positive"):
         lookup(64, 1, -1.0)
-    with pytest.raises(TypeError, match=r"LookupPoint\.dim must be a number; received '64'"):
+    with pytest.raises(TypeError, match=r"LookupPoint\.dim must be a number.*'64'"):
         lookup("64", 1, 1.0)  # type: ignore[arg-type]

@@ -30,9 +30,9 @@ def test_gap() -> None:
 
 
 def test_refuses_bad_shards() -> None:
-    with pytest.raises(ValueError, match=r"count must be at least 1; received 0"):
+    with pytest.raises(ValueError, match=r"count must be .*1; received 0"):
         shards(count=0, cost_ms=(1.0,))
     with pytest.raises(ValueError, match="finite and not negative; received"):
         shards(cost_ms=(math.nan,))
-    with pytest.raises(ValueError, match=r"storage must not be negative; received .*host=-1"):
+    with pytest.raises(ValueError, match=r"storage must not be negative; .*host=-1"):
         shards(cost_ms=(1.0,), memory=(0, -1))

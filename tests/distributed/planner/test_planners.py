@@ -175,19 +175,19 @@ class TestDemands:
                 [sharding] = planner.plan(model, SHARDERS).plan[""].values()
                 assert len(set(sharding.ranks)) <= 8
                 continue
-            with pytest.raises(PlannerError, match="hashed ids in 8 regions and 512 x 64 values"):
+            with pytest.raises(PlannerError, match="in 8 regions and 512 x"):
                 planner.plan(model, SHARDERS)
 
     def test_one_pooling_factor_per_feature(self) -> None:
         demand = ParameterConstraints(pooling_factors=[1.0, 2.0])
-        with pytest.raises(PlannerError, match=r"of table 'a' must have one number .*\['f_a'\]"):
+        with pytest.raises(PlannerError, match=r"of table 'a' must have.*\['f_a'\]"):
             plan_of(collection({"a": (10, 4)}), a=demand)
 
 
 class TestMemory:
     def test_a_table_too_big_for_one_rank_is_split(self) -> None:
         big = collection({"a": (1_000, 64)})  # 0.24 MiB
-        with pytest.raises(PlannerError, match="does not fit on the 2 cpu ranks") as raised:
+        with pytest.raises(PlannerError, match=r"does not fit .*2 cpu ranks") as raised:
             plan_of(big, mib=0.2, a=only("table_wise"))
         assert raised.value.error_type is PlannerErrorType.INSUFFICIENT_STORAGE
         split = plan_of(big, mib=0.2, a=only("table_wise", "row_wise")).plan[""]["a"]
@@ -207,10 +207,10 @@ class TestMemory:
     def test_optimizer_state_counts(self) -> None:
         sizes = {"a": (10_000, 4)}  # 0.153 MiB, row-wise state 0.038 MiB
         plan_of(collection(sizes, torch.optim.SGD), world_size=1, mib=0.16)
-        with pytest.raises(PlannerError, match=r"10000 x 4, 0\.2 MiB with optimizer state"):
+        with pytest.raises(PlannerError, match=r"10000 x 4, 0\.2 MiB.*optimizer"):
             plan_of(collection(sizes, RowWiseAdagrad), world_size=1, mib=0.16)
         plan_of(collection(sizes, RowWiseAdagrad), world_size=1, mib=0.2)
-        with pytest.raises(PlannerError, match=r"10000 x 4, 0\.5 MiB with optimizer state"):
+        with pytest.raises(PlannerError, match=r"10000 x 4, 0\.5 MiB.*optimizer"):
             plan_of(collection(sizes, torch.optim.Adam), world_size=1, mib=0.2)
         plan_of(collection(sizes, torch.optim.Adam), world_size=1, mib=0.5)
 
@@ -230,7 +230,7 @@ class TestMemory:
         frozen = collection(sizes, None).requires_grad_(False)
         plan_of(frozen, world_size=1, mib=0.16)
         plan_of(collection(sizes, None), world_size=1, mib=0.31)  # backward fills its `.grad`
-        with pytest.raises(PlannerError, match=r"10000 x 4, 0\.3 MiB with its gradient\)"):
+        with pytest.raises(PlannerError, match=r"10000 x 4, 0\.3 MiB.*gradient"):
             plan_of(collection(sizes, None), world_size=1, mib=0.16)
 
     def test_state_of_the_sharders_optimizer_counts(self) -> None:
@@ -239,7 +239,7 @@ class TestMemory:
             Topology(1, "cpu", ddr_cap=int(0.4 * MIB)),
             storage_reservation=FixedPercentageStorageReservation(0.0),
         )
-        with pytest.raises(PlannerError, match=r"10000 x 4, 0\.5 MiB with optimizer state"):
+        with pytest.raises(PlannerError, match=r"10000 x 4, 0\.5 MiB.*optimizer"):
             planner.plan(collection({"a": (10_000, 4)}, None), [sharder])
 
     @pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
@@ -260,7 +260,7 @@ class TestMemory:
         # on the device: one state per row, 0.04 MiB; with a cache a fifth of the rows, 0.56 MiB
         least = 0.05 if kernel == "fused_uvm" else 0.61
         assert plan(hbm=least, ddr=2.5) == kernel
-        with pytest.raises(PlannerError, match=r"(?s)of 2\.4 MiB of host memory each, .* host"):
+        with pytest.raises(PlannerError, match=r"(?s)of 2\.4 MiB of host.*host"):
             plan(hbm=least, ddr=2.4)
         with pytest.raises(PlannerError, match=r"table_wise +1 .* cuda\n"):
             plan(hbm=least - 0.03, ddr=2.5)

@@ -59,5 +59,5 @@ def test_a_rank_achieves_a_share_of_the_peak() -> None:
 
 
 def test_unknown_presets_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be one of A100-40, .*, CPU; received 'H1000'"):
+    with pytest.raises(ValueError, match=r"must be one of A100-40.*CPU; .*'H1000'"):
         check_preset("H1000")

@@ -103,5 +103,5 @@ def test_a_kernel_that_does_not_train_here_is_refused(kernel: str) -> None:
     plan.plan[""]["t"].compute_kernel = kernel
     with pytest.raises(ValueError, match=f"on cpu: fused.*; received '{kernel}'"):
         planner.rate(model, SHARDERS, plan)
-    with pytest.raises(TypeError, match=r"plan must be a ShardingPlan; received a str\."):
+    with pytest.raises(TypeError, match=r"plan must be a ShardingPlan.* str\."):
         planner.rate(model, SHARDERS, "plan.json")  # type: ignore[arg-type]

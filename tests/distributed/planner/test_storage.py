@@ -395,7 +395,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated() -> N
     refusing = planner(tables, 1)
 
     def build() -> None:
-        with pytest.raises(PlannerError, match=r"'a'.* does not fit on the 1 cpu ranks of 1,024"):
+        with pytest.raises(PlannerError, match=r"'a'.* fit.* 1 cpu ranks.* 1,024"):
             DistributedModelParallel(
                 tables.build(), env=ShardingEnv.from_local(), device=CPU, planner=refusing
             )

@@ -100,7 +100,7 @@ class TestMixedRanks:
         assert Topology.from_hardware(named).kinds == (0, 0)
 
     def test_devices_do_not_mix(self) -> None:
-        with pytest.raises(ValueError, match="one compute_device for all ranks; received cpu and"):
+        with pytest.raises(ValueError, match=r"one compute_device .*received cpu and"):
             Topology.preset(["CPU", "H100"], 2)
 
 
@@ -131,11 +131,11 @@ class TestPresets:
     def test_names_of_each_rank(self) -> None:
         topology = Topology.preset(["A100-80", "H100"], 2)
         assert [rank.name for rank in topology.hardware] == ["A100-80", "H100"]
-        with pytest.raises(ValueError, match="one for each of the 3 ranks; received 2 names"):
+        with pytest.raises(ValueError, match=r"of the 3 ranks; .*2 names"):
             Topology.preset(["A100-80", "H100"], 3)
 
     def test_unknown(self) -> None:
-        with pytest.raises(ValueError, match=r"must be one of A100-40, .*; received 'V100'"):
+        with pytest.raises(ValueError, match=r"must be one of A100-40.*'V100'"):
             Topology.preset("V100", 8)
         with pytest.raises(ValueError, match="world_size must be positive; received 0"):
             Topology.preset("H100", 0)
@@ -228,7 +228,7 @@ class TestFiles:
     def test_errors_name_the_file(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.json"
         path.write_text("{}")
-        with pytest.raises(ValueError, match=r"Topology file .*mine\.json must have the keys"):
+        with pytest.raises(ValueError, match=r"Topology file .*mine\.json must have"):
             Topology.from_json(path)
         with pytest.raises(ValueError, match=r"^Topology file must have the keys"):
             Topology.from_json("{}")
@@ -276,14 +276,10 @@ class TestCustomData:
         assert {"hbm_cap", "ddr_cap", "ssd_cap"} <= set(data.supported_fields)
 
     def test_what_cannot_be_is_refused(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"data must have keys among hbm_cap, .*; received 'foo'"
-        ):
+        with pytest.raises(ValueError, match=r"have keys among hbm_cap.*received 'foo'"):
             CustomTopologyData({"foo": [1]}, world_size=1)
-        with pytest.raises(
-            ValueError, match=r"CustomTopologyData\.hbm_cap must .* 2 ranks; received 1"
-        ):
+        with pytest.raises(ValueError, match=r"CustomTopologyData\.hbm_cap must .* 2 ranks; .*1"):
             CustomTopologyData({"hbm_cap": [1]}, world_size=2)
         two = CustomTopologyData({"hbm_cap": [1, 2]}, world_size=2)
-        with pytest.raises(ValueError, match="must be made for 3 ranks; received data for 2"):
+        with pytest.raises(ValueError, match=r"made for 3 ranks; .*for 2"):
             Topology(3, "cuda", custom_topology_data=two)

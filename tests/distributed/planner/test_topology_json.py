@@ -140,9 +140,7 @@ def test_every_number_is_in_the_file(name: str) -> None:
 
 
 def test_text_that_is_no_json() -> None:
-    with pytest.raises(
-        ValueError, match=r"Topology file x must be JSON; received text with .*line 1"
-    ):
+    with pytest.raises(ValueError, match=r"Topology file x must.*JSON.*line 1"):
         read('{"format": 1,}', "Topology file x")
-    with pytest.raises(TypeError, match=r"Topology file x must be an object, {...}; received 3"):
+    with pytest.raises(TypeError, match=r"Topology file x must.*object.* 3"):
         read("3", "Topology file x")

@@ -31,9 +31,7 @@ def test_reservations_leave_memory_free() -> None:
 @pytest.mark.parametrize("kind", [FixedPercentageStorageReservation, HeuristicalStorageReservation])
 @pytest.mark.parametrize("share", [-0.1, 1.0, 15])
 def test_a_share_lies_between_0_and_1(kind: type, share: float) -> None:
-    with pytest.raises(
-        ValueError, match=rf"{kind.__name__}.percentage must be finite and >= 0 and < 1"
-    ):
+    with pytest.raises(ValueError, match=f"{kind.__name__}.percentage must be finite and >="):
         kind(share)
 
 

@@ -244,7 +244,7 @@ def _build_twice() -> list[list[float]]:
     model = _model()
     plan = _plan(model["ebc"])  # type: ignore[index]
     bad = _plan(model["ebc"], lacks="b" if dist.get_rank() else "")  # type: ignore[index]
-    with pytest.raises(ValueError, match="On rank 1: The plan of module 'ebc' must name"):
+    with pytest.raises(ValueError, match=r"On rank 1: .* module 'ebc'"):
         DistributedModelParallel(model, device=CPU, plan=bad)
     sharded = DistributedModelParallel(model, device=CPU, plan=plan)
     features = KeyedJaggedTensor(

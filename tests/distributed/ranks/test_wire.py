@@ -140,9 +140,9 @@ def test_blocks_fit_the_columns() -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="forward_precision must be a CommType, one of FP32, FP16"):
+    with pytest.raises(ValueError, match=r"forward_precision must be .*FP32, FP16"):
         QCommsConfig(forward_precision="fp16")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"fp8_quantize_dim must be an int; received 7\.5"):
+    with pytest.raises(TypeError, match=r"fp8_quantize_dim must be an int.*7\.5"):
         QCommsConfig(fp8_quantize_dim=7.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="backward_loss_scale must be positive and finite"):
         QCommsConfig(backward_loss_scale=0.0)

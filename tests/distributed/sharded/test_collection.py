@@ -247,17 +247,17 @@ def _mistake() -> None:
     with pytest.raises(ValueError, match="received one of another module"):
         other.input_dist(first, batches[0])
     counts = module.input_dist(first, batches[0])
-    with pytest.raises(ValueError, match=r"received one of a batch. Call create_context\(\) for"):
+    with pytest.raises(ValueError, match="received one of a batch"):
         module.input_dist(first, batches[1])
     counts_of_second = module.input_dist(second, batches[1])
     ids = counts.wait()
     assert ids is counts.wait()  # nothing is sent twice
     for given in (counts, counts_of_second):
-        with pytest.raises(ValueError, match="another batch's, or one that is pending"):
+        with pytest.raises(ValueError, match="another batch's, or one that is"):
             module.compute(first, given)
     expected = module(batches[0]).wait().values()
     assert torch.equal(module.compute_and_output_dist(first, ids).wait().values(), expected)
-    with pytest.raises(ValueError, match="another batch's, or one that is pending"):
+    with pytest.raises(ValueError, match="another batch's, or one that is"):
         module.compute_and_output_dist(second, ids)
     module.compute_and_output_dist(second, counts_of_second.wait().wait()).wait()
 

@@ -302,7 +302,7 @@ def _refuse(case: Owned) -> None:
             optimizer_of(sharded), clipping, enable_global_grad_clip=True
         )
         backward(case, sharded, 0, rank)
-        with pytest.raises(ValueError, match=r"only of deferred tables; received 4 whose .*'def"):
+        with pytest.raises(ValueError, match=r"only of deferred tables; .*4.*'def"):
             optimizer.step()
 
 
@@ -632,7 +632,7 @@ def test_a_rate_that_is_none_is_refused_where_it_is_set(rate: Any, kind: type[Ex
     case = EachType(0, 1)
     model = DistributedModelParallel(case.model(), device=CPU)
     group = model.fused_optimizer.param_groups[0]
-    with pytest.raises(kind, match=r"The learning rate of tables must be .*; received"):
+    with pytest.raises(kind, match="The learning rate of tables must"):
         group["lr"] = rate
     assert group["lr"] == 0.1
     unsharded = case.model()

@@ -57,7 +57,7 @@ def _gathers() -> None:
     sharded.gather(0, out if rank == 0 else None)
     assert torch.equal(out, WHOLE)
     if rank == 0:
-        with pytest.raises(ValueError, match=r"needs out, a tensor of shape \[4, 3\], on rank 0"):
+        with pytest.raises(ValueError, match=r"out, .*of shape \[4, 3\].*rank 0"):
             sharded.gather()
     else:
         sharded.gather()
@@ -117,5 +117,5 @@ def test_metadata_of_a_table_made_by_hand_is_this_ranks() -> None:
 
 
 def test_a_shard_that_is_not_what_it_says() -> None:
-    with pytest.raises(ValueError, match=r"shape of its metadata, \[2, 4\]; received \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"its metadata, \[2, 4\]; .*\[3, 4\]"):
         Shard(torch.zeros(3, 4), ShardMetadata([0, 0], [2, 4], "rank:0/cpu"))

@@ -182,14 +182,14 @@ def test_what_is_undefined_says_what_to_do() -> None:
             undefined()
     assert torch.equal(plain, WHOLE)
     rows = ShardedTable((4, 3), [((0, 0), WHOLE.clone())], dtype=torch.float32, device=CPU)
-    with pytest.raises(ValueError, match=r"mul.* takes tables with the same parts .*full_tensor"):
+    with pytest.raises(ValueError, match=r"mul.* takes tables with the same"):
         table * rows
-    with pytest.raises(ValueError, match=r"broadcast to its shape; received one of shape \(5, 4,"):
+    with pytest.raises(ValueError, match=r"broadcast to .*of shape \(5, 4,"):
         table * torch.ones(5, 4, 3)
-    with pytest.raises(ValueError, match=r"broadcast to its shape; received one of shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"broadcast to .*of shape \(2, 3\)"):
         table * torch.ones(2, 3)
     part = ShardedTable((4, 3), [((0, 0), WHOLE[:2])], dtype=torch.float32, device=CPU)
-    with pytest.raises(ValueError, match=r"cannot be reduced: no process .* was pickled has lost"):
+    with pytest.raises(ValueError, match=r"shape \(4, 3\) cannot be reduced"):
         part.sum()
 
 

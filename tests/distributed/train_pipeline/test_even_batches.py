@@ -92,7 +92,7 @@ def _expected(case: Case, policy: str) -> list[Tensor]:
 def test_what_is_wrong_is_said() -> None:
     model = shard(Case(0, 1))
     batch = Case(0, 1).batches(1)[0]
-    with pytest.raises(ValueError, match="policy must be one of drop, pad, join; received 'stop'"):
+    with pytest.raises(ValueError, match=r"policy must be .*drop, pad, join.*'stop'"):
         EvenBatches([batch], model, "stop")
     with pytest.raises(ValueError, match=r"received a Linear"):
         EvenBatches([batch], nn.Linear(1, 1))

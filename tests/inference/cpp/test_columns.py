@@ -241,7 +241,7 @@ def test_rows_of_a_damaged_vocabulary_are_refused(
     version = fake_package.write_recommender(
         tmp_path / "1", CITIES, **{"cities.rows": np.array(rows, np.int64)}
     )
-    with pytest.raises(ValueError, match="must have one value for each row from 2 to 4; received"):
+    with pytest.raises(ValueError, match="each row from 2 to 4"):
         opened(library, version)
 
 
@@ -256,7 +256,7 @@ def test_every_cut_of_the_vocabularies_is_refused(library: Path, tmp_path: Path)
         entry = {"bytes": size, "sha256": sha256_of(path)}
         files = {**manifest["files"], path.name: entry}
         about.write_text(json.dumps({**manifest, "files": files}))
-        with pytest.raises(ValueError, match="must have a description of its columns"):
+        with pytest.raises(ValueError, match="must have a description of its"):
             opened(library, version)
         about.write_text(json.dumps(manifest))
     path.write_bytes(whole)

@@ -134,12 +134,12 @@ def test_gaps_repeats_and_other_bases_are_refused(tmp_path: Path) -> None:
         lambda: list(read_deltas(folder)),
         lambda: write_delta(folder, {"a": (torch.tensor([1]), _rows(1))}),
     ):
-        with pytest.raises(ValueError, match=r"deltas 1 to 3; 000000000002.delta is missing"):
+        with pytest.raises(ValueError, match=r"deltas 1 to 3; 000000000002\.delta is"):
             use()
     second.write_bytes(data)
     assert len(list(read_deltas(folder))) == 3
     first.write_bytes(foreign.read_bytes())
-    with pytest.raises(ValueError, match=r"must be a delta of .*1, .* of the base [0-9a-f]{64}"):
+    with pytest.raises(ValueError, match=r"must be a delta.*1, .*[0-9a-f]{64}"):
         read_delta(first)
     with pytest.raises(FileNotFoundError, match="must be a delta"):
         read_delta(third.with_name("000000000009.delta"))
@@ -234,7 +234,7 @@ def test_differences_between_checkpoints(tmp_path: Path) -> None:
     assert write_delta_between(folder, after, after) is None
     model.over.bias.data += 1
     save_checkpoint(tmp_path / "runs", model, step=3)
-    with pytest.warns(UserWarning, match=r"\['over.bias'\] of 1 other .* new version"):
+    with pytest.warns(UserWarning, match=r"\['over\.bias'\] of 1 other"):
         assert write_delta_between(folder, after, tmp_path / "runs/step-3") is None
     save_checkpoint(tmp_path / "other", nn.Linear(2, 1))
     with (
@@ -243,7 +243,5 @@ def test_differences_between_checkpoints(tmp_path: Path) -> None:
     ):
         write_delta_between(folder, after, tmp_path / "other")
     large = version(tmp_path / "3", rows=ROWS + 1)
-    with pytest.raises(
-        CheckpointError, match=r"must have 51 rows and 8 columns, or more rows; received"
-    ):
+    with pytest.raises(CheckpointError, match=r"must have 51 rows.*8 columns, or"):
         write_delta_between(large, after, after)

@@ -148,7 +148,7 @@ def test_changes_of_hashed_tables_have_their_ids(tmp_path: Path) -> None:
     rows, values, ids = torch.arange(2), torch.ones(2, 8), torch.tensor([3, 4])
     with pytest.raises(ValueError, match="hashed ids and their use"):
         write_delta(version, {"users": (rows, values)})
-    with pytest.raises(ValueError, match="'films' must have row numbers, rows; it has hashed ids"):
+    with pytest.raises(ValueError, match=r"'films' must have row numbers.*hashed ids"):
         write_delta(version, {"films": (rows, values, ids, ids > 0)})
     with pytest.raises(ValueError, match="hashed ids in other rows"):
         write_delta(version, {"users": (rows + 200, values, ids, ids > 0)})
@@ -172,5 +172,5 @@ def test_models_whose_ids_servers_cannot_map_are_refused(tmp_path: Path) -> None
     twice = [
         EmbeddingBagConfig(64, 8, name, feature_names=["user"], ids=HashedIds()) for name in "ab"
     ]
-    with pytest.raises(ValueError, match="'user' of a table with HashedIds must be read by one"):
+    with pytest.raises(ValueError, match=r"'user' of .*be read by one"):
         quantize_embeddings(EmbeddingBagCollection(tables=twice))

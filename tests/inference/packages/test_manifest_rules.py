@@ -30,7 +30,7 @@ def test_values_that_servers_do_not_read_are_not_written(tmp_path: Path, default
     with pytest.raises(ValueError, match=r"inputs\[0\].default must be a finite number"):
         package(small_model(0), tmp_path / "m", inputs, programs=["torchscript"], defaults=defaults)
     assert list((tmp_path / "m").iterdir()) == []
-    with pytest.raises(ValueError, match=r"limits: max_rows must be from|max_rows must be"):
+    with pytest.raises(ValueError, match=r"max_rows must .*received 9223372036854775808\."):
         package(small_model(0), tmp_path / "m", inputs, programs=["torchscript"], max_rows=2**63)
 
 
@@ -40,7 +40,7 @@ def test_values_that_servers_do_not_read_are_not_written(tmp_path: Path, default
 def test_files_are_mapped_inside_their_buffer(tmp_path: Path, offset: int, size: int) -> None:
     file = tmp_path / "rows"
     file.write_bytes(bytes(range(8)))
-    with pytest.raises(ValueError, match=r"rows must fill a place in a buffer of 65536 bytes"):
+    with pytest.raises(ValueError, match=r"must fill a place in.* 65536"):
         map_files(65536, [MappedFile(file, offset, size)])
     assert map_files(65536, [MappedFile(file, 0, 8)])[:8].tolist() == list(range(8))
     assert map_files(0, [MappedFile(file, 0, 0)]).shape == torch.Size([0])

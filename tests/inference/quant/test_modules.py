@@ -169,10 +169,10 @@ def test_dims_need_not_be_multiples_of_4(dtype: torch.dtype, dims: tuple[int, in
 
 
 def test_dims_that_do_not_fill_bytes_name_the_table() -> None:
-    with pytest.raises(ValueError, match=r"Table 'b' cannot be quantized.* divisible by 4"):
+    with pytest.raises(ValueError, match=r"Table 'b' cannot.* divisible by 4"):
         quantize_embeddings(_pooled(dims=(8, 6, 4)), torch.quint2x4)
     config = EmbeddingBagConfig(9, 3, "odd", data_type=DataType.INT4, feature_names=["x"])
-    with pytest.raises(ValueError, match=r"Table 'odd' cannot be .* divisible by 2; received 3"):
+    with pytest.raises(ValueError, match=r"Table 'odd' .*divisible by 2; .*3"):
         QuantEmbeddingBagCollection([config], False, CPU)
 
 
@@ -548,7 +548,7 @@ def test_a_part_of_a_table_is_not_the_table() -> None:
     module: Any = quantize_embeddings(_pooled())
     table = module.embedding_bags["a"]
     table.weight = table.weight[:49]  # at the same address
-    with pytest.raises(ValueError, match=r"shape \(50, 12\).* received torch.uint8 of \(49, 12\)"):
+    with pytest.raises(ValueError, match=r"shape \(50, 12\).*uint8 of \(49, 12\)"):
         module(_batch())
 
 
@@ -560,7 +560,7 @@ def test_a_feature_of_several_tables_is_checked_against_the_smallest() -> None:
         ]
         module = quantize_embeddings(EmbeddingCollection(tables=tables, device=CPU))
         batch = KeyedJaggedTensor(["x"], torch.tensor([20]), lengths=torch.tensor([1]))
-        with pytest.raises(IndexError, match="Id 20 at position 0 of feature 'x'"):
+        with pytest.raises(IndexError, match=r"Id 20 .*0 of feature 'x'"):
             module(batch)
 
 
@@ -611,7 +611,7 @@ def test_constructors_refuse_what_they_cannot_serve() -> None:
         EmbeddingConfig(2, dim, f"t{dim}", data_type=DataType.INT8, feature_names=["x"])
         for dim in (4, 8)
     ]
-    with pytest.raises(ValueError, match=r"one embedding_dim; received {'t4': 4, 't8': 8}"):
+    with pytest.raises(ValueError, match=r"received {'t4': 4, 't8': 8}"):
         QuantEmbeddingCollection(rows, CPU)
 
 

@@ -87,13 +87,13 @@ def test_pruned_tables_have_their_first_rows(checkpoint: tuple[Path, Model]) -> 
 
 def test_models_that_do_not_fit_are_refused(checkpoint: tuple[Path, Model], tmp_path: Path) -> None:
     path, model = checkpoint
-    with pytest.raises(ValueError, match=r"must be on the meta device, .*'bags.embedding_bags.a"):
+    with pytest.raises(ValueError, match=r"on the meta device, .*'bags\.embedding_bags\.a"):
         quantize_embeddings(model, checkpoint=path)
-    with pytest.raises(CheckpointError, match=r"must have 999 rows and 8 columns; received \(1000"):
+    with pytest.raises(CheckpointError, match=r"must have 999 rows.*8 columns; .*\(1000"):
         quantize_embeddings(Model("meta", 999), checkpoint=path)
     other = Model("meta")
     other.over = nn.Linear(9, 1)
-    with pytest.raises(CheckpointError, match=r"'over.weight' of .* must have the shape \(1, 9\)"):
+    with pytest.raises(CheckpointError, match=r"'over\.weight' of .*the shape \(1, 9\)"):
         quantize_embeddings(other, checkpoint=path)
     other.more = nn.Linear(1, 1)
     with pytest.raises(CheckpointError, match=r"received none for \['more.weight', 'more.bias'\]"):
@@ -105,7 +105,7 @@ def test_models_that_do_not_fit_are_refused(checkpoint: tuple[Path, Model], tmp_
     model.over.weight.data.fill_(torch.nan)
     model.bags.embedding_bags["b"].weight.data[7] = torch.nan
     save_checkpoint(path, model)
-    with pytest.raises(ValueError, match=r"Table 'b' cannot be quantized. .* finite"):
+    with pytest.raises(ValueError, match=r"Table 'b' cannot be quantized\..*finite"):
         quantize_embeddings(Model("meta"), checkpoint=path)
 
 

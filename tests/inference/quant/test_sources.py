@@ -307,14 +307,14 @@ def _differs() -> None:
         quantize_inference_model(sharded, quantization_dtype=(torch.int8, torch.float16)[rank])
     with pytest.raises(ValueError, match=r"\(quantize_embeddings\) from the same arguments; dst"):
         quantize_inference_model(sharded, dst=rank)
-    with pytest.raises(ValueError, match=r"dst must be a rank, 0 to 1; received 2"):
+    with pytest.raises(ValueError, match=r"dst must .*0 to 1; .*2"):
         quantize_inference_model(sharded, dst=2)
     with pytest.raises(ValueError, match=r"per_table_weight_dtype must .*received \['x'\]"):
         quantize_inference_model(
             sharded, per_table_weight_dtype={"x": torch.int8} if rank else None
         )
     set_pruning_data(sharded, {"b0": 5 + rank})
-    with pytest.raises(ValueError, match=r"table 'b0' differs: rank 0 has .*5 rows"):
+    with pytest.raises(ValueError, match=r"table 'b0' differs: rank 0.*5 rows"):
         quantize_inference_model(sharded)
 
 
@@ -329,9 +329,7 @@ def _refuses() -> None:
     class NotOurs(nn.Module):
         pass
 
-    with pytest.raises(
-        ValueError, match=r"replaced by one of .* received NotOurs for a ShardedEmbeddi"
-    ):
+    with pytest.raises(ValueError, match="received NotOurs for a ShardedEmbeddi"):
         quantize_embeddings(
             DistributedModelParallel(Mixed(), device=CPU),
             additional_mapping={EmbeddingBagCollection: NotOurs},
@@ -344,7 +342,7 @@ def _refuses() -> None:
 
 def test_what_cannot_be_quantized_is_named(ranks: RankPool) -> None:
     ranks(2, _refuses)
-    with pytest.raises(ValueError, match=r"dst must be None .*; received 0 and Mixed"):
+    with pytest.raises(ValueError, match=r"dst must be None.*0 and Mixed"):
         quantize_inference_model(Mixed(), dst=0)
 
 

@@ -203,7 +203,7 @@ def test_geometry(num_embeddings: int, max_regions: int, expected: tuple[int, in
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"eviction": "random"}, "eviction must be one of none, lru"),
+        ({"eviction": "random"}, "eviction must be .*none, lru"),
         ({"admission": "never"}, "admission must be one of always"),
         ({"exponent": 5}, "exponent must be at most 4"),
         ({"ttl": -1}, "ttl must not be negative"),
@@ -220,13 +220,13 @@ def test_settings_are_validated(changes: dict[str, Any], text: str) -> None:
 
 def test_sizes_of_tables_are_validated() -> None:
     settings: IndexSettings = settings_of()
-    with pytest.raises(ValueError, match="rows must be a multiple of 64"):
+    with pytest.raises(ValueError, match=r"rows must be .*of 64"):
         IdIndex.empty(settings, 100, 1, 0, 1, seed=0)
-    with pytest.raises(ValueError, match="num_regions must be a power of two"):
+    with pytest.raises(ValueError, match=r"^num_regions must .*of two; .*3"):
         IdIndex.empty(settings, 192, 3, 0, 3, seed=0)
     with pytest.raises(ValueError, match="last_region must be at most 2"):
         IdIndex.empty(settings, 128, 2, 0, 3, seed=0)
-    with pytest.raises(ValueError, match="max_regions must be a power of two"):
+    with pytest.raises(ValueError, match=r"^max_regions must .*of two; .*3"):
         geometry(100, 3)
     empty = IdIndex.empty(settings, 128, 2, 1, 1, seed=0)
     assert map_one(empty, [], 1, 1).new_sizes == [0]
@@ -235,7 +235,7 @@ def test_sizes_of_tables_are_validated() -> None:
 @pytest.mark.parametrize(
     ("ids", "sizes", "step", "pin", "text"),
     [
-        (torch.arange(3), [2], 1, 1, "sizes must have one number for each of 1 tables and 3 ids"),
+        (torch.arange(3), [2], 1, 1, "of 1 tables and 3 ids"),
         (torch.arange(3), [1, 2], 1, 1, "sizes must have one number"),
         (torch.arange(3).int(), [3], 1, 1, "ids must be int64"),
         (torch.arange(3), [3], 0, 0, "step must be from 1"),
@@ -255,9 +255,7 @@ def test_an_id_of_another_shard_is_named_and_changes_nothing() -> None:
     regions = twin.locate(shards[0], torch.arange(100)).regions
     low, high = (regions < 2).nonzero()[:, 0], (regions >= 2).nonzero()[:, 0]
     ids = torch.cat([low[:9], high[:3], low[9:10], high[3:5]])
-    text = (
-        f"regions 2 to 3 of the shard; received id {int(low[9])} of region {int(regions[low[9]])}"
-    )
+    text = f"2 to 3.*{int(low[9])} of region {int(regions[low[9]])}"
     with pytest.raises(ValueError, match=text):
         map_ids(shards, ids, [9, 6], 1, 1, True)
     assert not any(shard.last_used.any() for shard in shards)

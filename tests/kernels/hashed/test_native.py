@@ -135,7 +135,7 @@ def test_arrays_are_validated(name: str, array: torch.Tensor) -> None:
     settings = settings_of(eviction="lfu", admission="at_least", admission_value=2)
     index, library = dataclasses.replace(index_of(settings), **{name: array}), build.library()
     assert library is not None
-    with pytest.raises(ValueError, match=rf"^{name} must be a contiguous .*on {array.device}\.$"):
+    with pytest.raises(ValueError, match=rf"^{name} must be .*on {array.device}\.$"):
         native.map_tables(library, [index], torch.zeros(1, dtype=torch.int64), [1], 1, 1, True)
 
 

@@ -89,9 +89,9 @@ def test_a_history_is_read_by_its_candidate():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="received 3 ids of 3 samples, at most 2 of one"):
+    with pytest.raises(ValueError, match=r"3 ids of 3 samples, .*2"):
         build()(torch.randn(3, DENSE), features([1, 1, 1, 2, 0, 1]))
-    with pytest.raises(ValueError, match="'candidate' must have one id per sample; received 2 ids"):
+    with pytest.raises(ValueError, match=r"'candidate' must have .*received 2 ids"):
         build()(torch.randn(3, DENSE), features([2, 0, 3, 1, 0, 1]))
-    with pytest.raises(ValueError, match="must name a history and its candidate"):
+    with pytest.raises(ValueError, match="must name a history and its"):
         DIN(collection(), build().embedding_collection, DENSE, [])

@@ -47,9 +47,9 @@ def test_the_whole_model():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="multiples of num_heads=3; received 6 and 4"):
+    with pytest.raises(ValueError, match="num_heads=3; received 6 and 4"):
         BilinearFusion(6, 4, 3)
-    with pytest.raises(ValueError, match=r"must have at least one layer; received \[\[4\], \[\]\]"):
+    with pytest.raises(ValueError, match=r"one layer; received \[\[4\], \[\]\]"):
         FinalMLP(collection(), DENSE, [4], [])
-    with pytest.raises(KeyError, match=r"contexts must name features of .*; received \['city'\]"):
+    with pytest.raises(KeyError, match=r"contexts must name .*received \['city'\]"):
         FinalMLP(collection(), DENSE, contexts=(["city"], []))

@@ -232,7 +232,7 @@ def test_two_tables_and_tables_of_row_numbers() -> None:
         wanted = [place[i] for i in batch[name[0]].values().tolist()]
         assert torch.equal(out[name], ebc.embedding_bags[table].weight[wanted])
     bad = KeyedJaggedTensor(["a", "b"], torch.tensor([-1, 2**63 - 1, 4, 50]), lengths=lengths)
-    with pytest.raises(IndexError, match=r"Id 50 at position 1 of feature 'b' .* Table 'rows'"):
+    with pytest.raises(IndexError, match=r"Id 50 .*of feature 'b'.*Table 'rows'"):
         ebc(bad)
 
 
@@ -269,18 +269,18 @@ def test_an_init_fn_fills_new_rows() -> None:
 def test_errors_name_the_table(tmp_path: Path) -> None:
     ebc = bags(64, None)
     batch = bags_of(np.random.default_rng(7), 5)
-    with pytest.raises(ValueError, match="'t' with HashedIds needs an optimizer in backward"):
+    with pytest.raises(ValueError, match="'t' with HashedIds needs an optimizer"):
         ebc(batch)
     ebc.eval()(batch)
-    with pytest.raises(ValueError, match="cannot be compiled by TorchScript; received table 't'"):
+    with pytest.raises(ValueError, match="compiled by TorchScript; received table 't'"):
         torch.jit.script(ebc)
-    with pytest.raises(ValueError, match=r"cannot be traced or exported; received \['t'\]"):
+    with pytest.raises(ValueError, match=r"traced or exported; received \['t'\]"):
         torch.fx.symbolic_trace(ebc)
     other = bags(4096, seed=1)
     ebc.train()
     trained = bags(4096)
     trained(batch).values().sum().backward()
-    with pytest.raises(ValueError, match="'t' must be loaded with the seed and num_regions"):
+    with pytest.raises(ValueError, match="'t' must be loaded with the"):
         other.load_state_dict(trained.state_dict())
 
 

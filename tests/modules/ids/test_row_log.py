@@ -201,13 +201,13 @@ def test_a_bit_that_flips_is_named_with_its_id(tmp_path: Path, use: str) -> None
     first.write_bytes(data)
     log.read(torch.tensor([2, 4]))  # other records are not affected
     ids = torch.arange(10, 40) if use == "compact" else torch.tensor([2, 3])
-    with pytest.raises(OSError, match="cannot read it: the record of id 3 was changed on the disk"):
+    with pytest.raises(OSError, match="record of id 3 was changed"):
         (log.read if use == "read" else log.take)(ids)  # compacts a file if less than half is valid
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"Table 't/é' .*/file'.* cannot create its folder"):
+    with pytest.raises(OSError, match=r"Table 't/é' .*/file'.* cannot create its"):
         log_in(tmp_path / "file")
 
 

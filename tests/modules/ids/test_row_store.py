@@ -166,7 +166,7 @@ def test_a_backward_pass_in_evaluation_is_refused(tmp_path: Path) -> None:
     draw = fill(module)
     module.eval()
     before = [p.detach().clone() for p in module.parameters()]
-    with pytest.raises(ValueError, match="must have no backward pass; received a gradient"):
+    with pytest.raises(ValueError, match="no backward pass; received a gradient"):
         read(module, batch_of(draw, 900)).sum().backward()
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
     module.train()
@@ -235,10 +235,10 @@ def test_the_state_of_other_modules_keeps_the_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"eviction": None}, r"must have an eviction, .*; received eviction=None"),
-        ({"ttl": 5}, r"must have no ttl: .*; received ttl=5"),
-        ({"admission": AtLeast(2)}, r"must have no admission: .*; received admission=AtLeast"),
-        ({"overflow": ""}, r"HashedIds\.overflow must be a folder; received ''"),
+        ({"eviction": None}, "must have an eviction, .*eviction=None"),
+        ({"ttl": 5}, "must have no ttl: .*ttl=5"),
+        ({"admission": AtLeast(2)}, "must have no admission: .*admission=AtLeast"),
+        ({"overflow": ""}, r"HashedIds\.overflow must be .*folder; received ''"),
     ],
 )
 def test_rules_that_do_not_fit_are_named(rules: dict[str, Any], message: str) -> None:
@@ -255,13 +255,13 @@ def test_ways_that_would_lose_rows_are_refused(tmp_path: Path) -> None:
     module = collection(tmp_path)
     copy.deepcopy(module).state_dict()  # nothing is on the disk yet
     fill(module)
-    with pytest.raises(ValueError, match=r"A state dict does not include .* 'ta' with \d+ rows"):
+    with pytest.raises(ValueError, match=r"A state dict .*'ta' with \d+"):
         module.state_dict()
     with pytest.raises(ValueError, match="cannot be copied or pickled"):
         copy.deepcopy(module)
-    with pytest.raises(ValueError, match=r"A state dict does not include .* 'ta' with \d+ rows"):
+    with pytest.raises(ValueError, match=r"A state dict .*'ta' with \d+"):
         DistributedModelParallel(module, env=ShardingEnv.from_local(), device=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"Quantization needs all rows .* table 'ta'"):
+    with pytest.raises(ValueError, match=r"Quantization needs all rows .*'ta'"):
         quantize_embeddings(module)
 
 
@@ -270,7 +270,7 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     fill(module)
     index = indexes(module)[0]
     fields = [*index.log.fields, RecordField("sum", torch.float32, 1)]
-    with pytest.raises(ValueError, match=r"'ta' must keep .* \['weight', 'sum'\] instead of \['w"):
+    with pytest.raises(ValueError, match=r"'ta' must .*\['weight', 'sum'\] .*of \['w"):
         open_log(index, "ta", fields)
     index.clear_log()
     assert open_log(index, "ta", fields).fields == tuple(fields)
@@ -280,7 +280,7 @@ def test_other_devices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     module = collection(tmp_path)
     [group] = module.marked_lookups()
     monkeypatch.setattr(group.tbe.layout, "device", torch.device("cuda"))
-    with pytest.raises(ValueError, match=r"must be None for tables on cuda; received .*'ta'"):
+    with pytest.raises(ValueError, match=r"None for tables on cuda; .*'ta'"):
         RowStore(module.configs(), indexes(module), group.tbe)
 
 

@@ -103,7 +103,7 @@ def test_export():
 def test_missing_times():
     x = JaggedTensor(torch.randn(2, DIM), lengths=torch.tensor([2]))
     times = torch.tensor([1_700_000_001.0, 1_700_000_031.0])  # equal in float32
-    with pytest.raises(ValueError, match=r"times must be whole numbers, .*; received float32"):
+    with pytest.raises(ValueError, match=r"times must be .*received float32"):
         HSTU(DIM, MOST, has_time=True)(x, times)
     with pytest.raises(ValueError, match="has_time=True needs times; received None"):
         OnRows(HSTU(DIM, MOST, has_time=True))(torch.randn(NUM, DIM))

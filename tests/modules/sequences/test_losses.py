@@ -83,19 +83,19 @@ def test_a_large_sample_has_the_loss_and_the_gradients_of_all_items():
 def test_ids_and_shapes():
     queries, items, ids = tensors(QUERIES, ITEMS, IDS)
     one = items[ids], ids
-    with pytest.raises(ValueError, match="items must have a vector for each id; received 6 for "):
+    with pytest.raises(ValueError, match=r"items must have .*id; received 6"):
         full_softmax_loss(queries, items[:6], ids)
-    with pytest.raises(ValueError, match=r"one id per query; received \[4\] and queries \[5, 3\]"):
+    with pytest.raises(ValueError, match=r"query; received \[4\] .*queries \[5, 3\]"):
         full_softmax_loss(queries, items, ids[:4])
-    with pytest.raises(ValueError, match="log_q must have a number for each id; received 6 for "):
+    with pytest.raises(ValueError, match=r"log_q must have .*id; received 6"):
         in_batch_softmax_loss(queries, *one, torch.zeros(6))
-    with pytest.raises(ValueError, match="log_q must have a number for each id; received 1 for "):
+    with pytest.raises(ValueError, match=r"log_q must have .*id; received 1"):
         sampled_softmax_loss(queries, items[ids], items[ids], ids, ids, torch.zeros(1))
-    with pytest.raises(ValueError, match=r"positives must have a vector for each id; received \[5"):
+    with pytest.raises(ValueError, match=r"positives must have .*id; received \[5"):
         in_batch_softmax_loss(queries, items[ids], ids[:4])
-    with pytest.raises(ValueError, match=r"negatives must have a vector for each id; received \[7"):
+    with pytest.raises(ValueError, match=r"negatives must have .*id; received \[7"):
         sampled_softmax_loss(queries, items[ids], items, ids, ids)
-    with pytest.raises(ValueError, match=r"the shape of queries, \[N, D\]; received \[5, 3\] and "):
+    with pytest.raises(ValueError, match=r"queries, \[N, D\]; received \[5, 3\]"):
         in_batch_softmax_loss(queries[:4], *one)
 
 
@@ -108,7 +108,7 @@ def test_pairs():
     expected = -np.log(sigmoid(positive)) - np.log(1 - sigmoid(negative)).mean(1)
     check(binary_loss(*tensors(positive, negative)), expected)
     for loss in (bpr_loss, binary_loss):
-        with pytest.raises(ValueError, match=r"at least one other item .*; received \[2, 0\]"):
+        with pytest.raises(ValueError, match=r"one other item .*received \[2, 0\]"):
             loss(torch.zeros(2), torch.zeros(2, 0))
         assert loss(torch.zeros(0), torch.zeros(0, 0)).shape == (0,)  # a rank without samples
     with pytest.raises(ValueError, match=r"received \[5\] and \[4, 5\]"):

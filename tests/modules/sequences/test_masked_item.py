@@ -83,7 +83,7 @@ def test_weights_multiply_the_losses_of_a_sample():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="mask_id must be below vocab_size=10 of the model"):
+    with pytest.raises(ValueError, match="mask_id must be below vocab_size=10 of"):
         MaskedItem(BERT4Rec(10, 5, 8, nhead=2, num_layers=1), mask_id=10)
     with pytest.raises(ValueError, match="above 0 and at most 1"):
         MaskedItem(BERT4Rec(10, 5, 8, 2, 1), 0, 0.0)

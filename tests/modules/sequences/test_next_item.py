@@ -132,17 +132,17 @@ def test_special_rows_are_no_items():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="loss must be one of full, sampled, in_batch, bpr, bin"):
+    with pytest.raises(ValueError, match=r"loss must be .*in_batch.*'hinge'"):
         build("hinge")
     with pytest.raises(ValueError, match="loss 'full' does not read log_q"):
         build("full", log_q=torch.zeros(ITEMS))
     two, one = torch.arange(2), torch.arange(1)
     for others in ((two, two), (torch.arange(3), one), (torch.arange(5), one), (two[:0], one[:0])):
         rows = [(bag, bag, other, bag) for bag, other in zip((two, one), others, strict=True)]
-        with pytest.raises(ValueError, match=f"{len(others[0])} for 2 values of bag 0|of bag 1"):
+        with pytest.raises(ValueError, match=f"{len(others[0])} for 2.*bag 0|of bag 1"):
             build("bpr")(batch(rows, "bpr"))
     rows = [(two, two, two, one), (one, one, one, two)]
-    with pytest.raises(ValueError, match="lengths must be equal; received 2 and 1 of bag 0"):
+    with pytest.raises(ValueError, match=r"received 2 and 1.*bag 0"):
         build("in_batch")(batch(rows, "in_batch"))
     rows = samples(3)
     features = batch([(row[0], row[1][1:], row[2], row[3]) for row in rows], "in_batch")

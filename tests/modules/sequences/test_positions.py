@@ -21,5 +21,5 @@ def test_errors():
     with pytest.raises(ValueError, match="max_length"):
         PositionEmbedding(4, 0)
     x = JaggedTensor(torch.zeros(5, 4), lengths=torch.tensor([4, 1]))
-    with pytest.raises(ValueError, match=r"at most max_length=3 values; received 4. Truncate"):
+    with pytest.raises(ValueError, match=r"most max_length=3 values; received 4\."):
         PositionEmbedding(4, 3)(x)

@@ -51,7 +51,7 @@ def test_the_message_names_feature_table_id_position_and_size() -> None:
 
 def test_a_negative_id_is_bad() -> None:
     checker = _checker(BoundsCheckMode.FATAL)
-    with pytest.raises(IndexError, match=r"Id -1 at position \d of feature 'user'"):
+    with pytest.raises(IndexError, match=r"Id -1 at .*of feature 'user'"):
         checker.report(_check(checker, _batch([-1, 0], [1, 1])))
 
 
@@ -68,7 +68,7 @@ def test_the_mode_decides() -> None:
     )
     for checker in (warns, ignores):
         assert _check(checker, batch).bags.values.tolist() == [4, 0]
-    with pytest.warns(UserWarning, match=r"Id 3 at position \d of feature 'item'"):
+    with pytest.warns(UserWarning, match="Id 3 at .*of feature 'item'"):
         warns.report(_check(warns, batch))
     ignores.report(_check(ignores, batch))
     assert _check(reads, batch).bags.values is batch.values()

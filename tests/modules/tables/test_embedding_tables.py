@@ -294,12 +294,12 @@ def test_torchs_own_attachment_means_the_same(
 def test_torchs_own_attachment_that_tables_do_not_know_is_refused_by_name() -> None:
     collection = build("user")
     _apply_optimizer_in_backward(torch.optim.RMSprop, collection.parameters(), {"lr": 0.5})
-    with pytest.raises(ValueError, match=r"Table 'a' cannot own.*must be an optimizer .*RMSprop"):
+    with pytest.raises(ValueError, match=r"Table 'a' cannot own.*optimizer.*RMSprop"):
         collection(batch())
     collection = build("user")
     for optimizer in (torch.optim.SGD, torch.optim.Adam):
         _apply_optimizer_in_backward(optimizer, collection.parameters(), {"lr": 0.5})
-    with pytest.raises(ValueError, match=r"can own one optimizer; received \['SGD', 'Adam'\]"):
+    with pytest.raises(ValueError, match=r"one optimizer; received \['SGD', 'Adam'\]"):
         collection(batch())
 
 
@@ -310,7 +310,7 @@ def test_torchs_own_attachment_after_a_first_forward_trains_as_torch_does() -> N
     _apply_optimizer_in_backward(torch.optim.Adagrad, collection.parameters(), {"lr": 0.5})
     collection(batch()).values().square().sum().backward()
     assert all(not torch.equal(a, b) for a, b in zip(before, collection.parameters(), strict=True))
-    with pytest.raises(ValueError, match=r"Adagrad has updated a table of shape .* already"):
+    with pytest.raises(ValueError, match=r"Adagrad has updated .*\[20, 4\] already"):
         copy.deepcopy(collection)
 
 
@@ -396,7 +396,9 @@ def test_repr_is_the_module_tree() -> None:
 def test_tables_on_two_devices_raise() -> None:
     ebc = build("user")
     ebc.embedding_bags["b"].to("meta")
-    with pytest.raises(ValueError, match=r"must be on one device; received \['cpu', 'meta'\]"):
+    with pytest.raises(
+        ValueError, match=r"tables of one EmbeddingBagCollection .*\['cpu', 'meta'\]"
+    ):
         ebc(batch())
 
 

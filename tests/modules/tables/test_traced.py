@@ -278,7 +278,7 @@ def test_bad_ids_are_named_by_a_compiled_model_too() -> None:
     features = KeyedJaggedTensor(
         KEYS, torch.tensor([1, 2, ROWS, 0]), lengths=torch.tensor([1, 1, 1, 1])
     )
-    with pytest.raises(IndexError, match=rf"Id {ROWS} at position \d+ of feature 'shop' must be"):
+    with pytest.raises(IndexError, match=f"Id {ROWS} at .*of feature 'shop'"):
         compiled(features)
 
 
@@ -288,7 +288,7 @@ def test_bags_longer_than_their_weights_are_named_by_a_compiled_model_too() -> N
     lengths = torch.tensor([0, 0, 1, 0, 0, 4, 0, 0])
     features = KeyedJaggedTensor(KEYS, torch.arange(5), lengths=lengths)
     for one in (model, compiled, symbolic_trace(model)):
-        with pytest.raises(ValueError, match="weights, 3; received 4 ids in bag 1 of feature 'sh"):
+        with pytest.raises(ValueError, match=r"3; received 4 ids.*1.*feature 'sh"):
             one(torch.ones(2, 3), features)
 
 
@@ -330,7 +330,7 @@ def _varied() -> KeyedJaggedTensor:
 
 def test_what_a_graph_cannot_do_is_refused() -> None:
     collection = _bags()
-    with pytest.raises(ValueError, match="takes batches with one batch size for all features"):
+    with pytest.raises(ValueError, match=r"exported EmbeddingBagCollection takes .*one batch size"):
         torch.export.export(collection, (_varied(),), strict=False)
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
     with pytest.raises(ValueError, match=r"are updated in backward.* call eval\(\)"):

@@ -110,11 +110,11 @@ def test_products_against_each_bag(case, width):
 def test_jagged_tensors_that_do_not_fit():
     x = JaggedTensor(torch.ones(3, 2), lengths=torch.tensor([2, 1]))
     y = JaggedTensor(torch.ones(3, 2), lengths=torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match="lengths must be equal; received 2 and 1 of bag 0"):
+    with pytest.raises(ValueError, match=r"lengths .*received 2 and 1.* 0"):
         ops.add(x, y)
-    with pytest.raises(ValueError, match="numbers of bags must be equal; received 3 and 2"):
+    with pytest.raises(ValueError, match=r"of bags.*received 3 and 2"):
         ops.expand(torch.ones(3), x)
-    with pytest.raises(ValueError, match=r"received shapes \[3, 2\] and \[2, 3, 1\]"):
+    with pytest.raises(ValueError, match=r"\[3, 2\] and \[2, 3, 1\]"):
         ops.bmm(x, torch.ones(2, 3, 1))
 
 

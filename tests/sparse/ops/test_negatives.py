@@ -35,8 +35,8 @@ def test_each_other_id_is_equally_likely():
 
 def test_errors():
     x = JaggedTensor(torch.tensor([0, 1, 2]), lengths=torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match="ids must be from 0 to 1; received 0 to 2"):
+    with pytest.raises(ValueError, match=r"from 0 to 1; .*to 2"):
         ops.sample_negatives(x, 2, 1)
     full = JaggedTensor(torch.tensor([0, 1, 0]), lengths=torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match="each bag must lack an id; bag 1 has all 2"):
+    with pytest.raises(ValueError, match="bag 1 has all 2"):
         ops.sample_negatives(full, 2, 1)

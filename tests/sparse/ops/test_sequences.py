@@ -80,9 +80,9 @@ def test_bad_arguments():
     x = JaggedTensor(torch.ones(3), lengths=torch.tensor([2, 1]))
     with pytest.raises(ValueError, match="needs at least one jagged tensor"):
         ops.concat([])
-    with pytest.raises(ValueError, match="numbers of bags must be equal; received 1 and 2"):
+    with pytest.raises(ValueError, match=r"of bags.*received 1 and 2"):
         ops.concat([x, JaggedTensor(torch.ones(1), lengths=torch.tensor([1]))])
-    with pytest.raises(ValueError, match="keep must be 'left' or 'right'; received 'both'"):
+    with pytest.raises(ValueError, match=r"keep must be .*or 'right'; .*'both'"):
         ops.truncate(x, 1, keep="both")
     with pytest.raises(TypeError, match="length must be a whole number"):
         ops.pad(x, 1.5)
