@@ -74,7 +74,8 @@ def run_day(day: int, out: Path, before: int | None) -> bool:
         served = build_model(spec)
         load_checkpoint(trainer.last, served)
         quantized = quantize_embeddings(served.model.eval())
-        package(quantized, work / "staged", held.slice(0, 2), spec=spec)
+        example = held.slice(0, 2)
+        package(quantized, work / "staged", example, spec=spec, programs=["torchscript"])
     versions = {} if before is None else {"yesterday": pq.read_table(last / "held.parquet")}
     current = None if before is None else out / f"models/{before + 1}"
     report = GATE.compare(work / "staged/1", current, {"today": held, **versions})

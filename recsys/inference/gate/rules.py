@@ -78,7 +78,8 @@ class Gate:
     max_calibration_error: float = 0.1
     """Largest relative difference of the mean prediction and the mean label."""
     max_drift: float = 0.25
-    """Largest population stability index of the predictions against those of the served version."""
+    """Largest population stability index of the predictions against those of the served version,
+    on rows whose values both know."""
     max_slowdown: float = 1.5
     """Largest ratio of the median seconds of a batch to those of the served version."""
     max_growth: float = 1.5
@@ -163,8 +164,12 @@ class Gate:
             if scored.served is not None:
                 yield from self._change(part, scored.new[rows], scored.served[rows], labels[rows])
         if scored.served is not None:
-            drift = stability_index(scored.served, scored.new)
-            text = f"the predictions have a stability index of {drift:.3f}"
+            known = np.ones(count, bool)
+            for column, values in scored.segments.items():
+                if column.startswith(NEW_VALUES):
+                    known &= values != "new"
+            drift = stability_index(scored.served[known], scored.new[known])
+            text = f"the predictions of known values have a stability index of {drift:.3f}"
             yield Rule("drift", name, drift, self.max_drift, True, text)
 
     def _calibration(self, part: str, predictions: _Array, labels: _Array) -> Rule:
