@@ -17,6 +17,7 @@ import enum
 import importlib
 import inspect
 import sys
+import unittest
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,13 +29,9 @@ from recsys.compat.table import HOMES
 
 FILE = Path(__file__).with_name("torchrec_names.txt")
 
-# What every module, optimizer, exception or dataclass has.
-COMMON = {
-    name
-    for base in (torch.nn.Module, torch.optim.Optimizer, Exception, dict, str)
-    for name in dir(base)
-}
-
+BASES = (torch.nn.Module, torch.optim.Optimizer, Exception, dict, str, unittest.TestCase)
+# What these have is PyTorch's or Python's, and differs between their releases.
+COMMON = {name for base in BASES for name in dir(base)}
 
 STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
@@ -95,7 +92,7 @@ def members_of(kind: type) -> list[str]:
 def words_of(theirs: Any) -> Iterator[Word]:
     """Yields what a line says of a class or function; nothing of another value."""
     is_enum = inspect.isclass(theirs) and issubclass(theirs, enum.Enum)
-    if callable(theirs) and not is_enum:
+    if (inspect.isclass(theirs) or inspect.isroutine(theirs)) and not is_enum:
         yield Word("", arguments_of(theirs), frozenset())
     for name in members_of(theirs) if inspect.isclass(theirs) else ():
         member = getattr(theirs, name, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import unittest
 from collections.abc import Iterable, Iterator
 
 from recsys.compat.table import home_of
@@ -18,6 +19,7 @@ from tests.compat.facts import (
 )
 from tests.offenders import check_each
 
+CRITEO_TEST = "torchrec.datasets.test_utils.criteo_test_utils.CriteoTest"
 INNER = "belongs to the engine inside, which is another one: docs/engine.md"
 HELD = "an attribute of the object, not of its class"
 INDEX = "of TorchRec's index of ids, which is another one"
@@ -267,6 +269,7 @@ def test_reasons_are_of_what_differs() -> None:
 
 
 def test_facts_cover_the_classes_that_users_build() -> None:
+    assert issubclass(ours_of(CRITEO_TEST), unittest.TestCase)  # its members are not in the lines
     words = {line.split(" ")[0].rpartition(".")[2]: line for line in read_lines()}
     for name in (
         "DLRM", "DistributedModelParallel", "EmbeddingBagCollection", "EmbeddingBagConfig",
