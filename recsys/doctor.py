@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -106,6 +107,8 @@ class Facts:
     """True if the environment variable RECSYS_KERNELS is "torch"."""
     process_groups: tuple[str, ...] = ("gloo",)
     torchrec: str | None = None
+    has_compat: bool = True
+    """False if `recsys.compat` was removed."""
     namesakes: tuple[str, ...] = ()
     """Other installed distributions with a package named recsys, with versions."""
     num_cores: int = 1
@@ -136,7 +139,7 @@ def diagnose(facts: Facts) -> list[Finding]:
         *_judge_backends(facts),
         *_judge_hashed_ids(facts),
         *_judge_process_groups(facts),
-        _judge_torchrec(facts),
+        *_judge_torchrec(facts),
     ]
 
 
@@ -266,10 +269,12 @@ def _judge_process_groups(facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", f"Processes can talk through {groups}.")
 
 
-def _judge_torchrec(facts: Facts) -> Finding:
+def _judge_torchrec(facts: Facts) -> Iterator[Finding]:
+    if not facts.has_compat:
+        return
     state = "not installed" if facts.torchrec is None else f"{facts.torchrec}, which is then hidden"
     text = f"`import torchrec` can mean recsys: recsys.compat.torchrec (TorchRec: {state})."
-    return Finding("ok", text)
+    yield Finding("ok", text)
 
 
 def _reinstall_fbgemm(facts: Facts) -> str:
@@ -321,6 +326,7 @@ def collect_facts() -> Facts:
         is_forced_to_torch=os.environ.get("RECSYS_KERNELS") == "torch",
         process_groups=tuple(name for name, is_there in groups.items() if is_there),
         torchrec=_version_of("torchrec"),
+        has_compat=importlib.util.find_spec("recsys.compat") is not None,
         namesakes=_namesakes(),
         num_cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
         memory_bytes=_memory_bytes(),

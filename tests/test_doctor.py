@@ -257,6 +257,8 @@ def test_says_who_serves_lookups_and_how_to_use_torchrec_names() -> None:
     assert "recsys.compat.torchrec" in texts[-1]
     hidden = diagnose(Facts(torchrec="1.8.0"))[-1]
     assert "1.8.0, which is then hidden" in hidden.text
+    removed = diagnose(replace(LAPTOP, has_compat=False))
+    assert [finding.text for finding in removed] == texts[:-1]
 
 
 def test_report_shows_the_fix_below_its_finding() -> None:

@@ -148,7 +148,6 @@ if HAS_COMPAT:
         "compat/test_own_pipeline.py",
         "compat/test_script_modules.py",
         "compat/test_scripts.py",
-        "compat/test_signatures.py",
         "compat/test_spec.py",
         "compat/test_tutorial.py",
     }

@@ -1,8 +1,14 @@
-"""TorchRec's facts of the names we share: ``python -m tests.compat.facts`` writes facts.txt.
+"""TorchRec's names that we share: ``python -m tests.compat.facts`` writes torchrec_names.txt.
 
-It needs TorchRec (``make peers``). A line names a class or function, and then, for it and its
-methods, each argument that has a default, as ``argument=default``; ``...`` is a default whose text
-differs between processes. ``+name`` is a public method or attribute of a class.
+It needs TorchRec (``make peers``). A line is of one name, and words follow it:
+
+- ``(a,b=1)``: the arguments of a class or function; ``...`` is a default whose text differs between
+  processes.
+- ``.method(a,b=1)``: a method. ``+name``: another public member of a class, or of an enumeration.
+- A minus before an argument or a member: we do not have it. A line that begins with a minus is of
+  a name that public scripts import and we do not have; it is written by hand.
+
+Names stay in the file if the table loses them, so a test fails until the line is removed by hand.
 """
 
 from __future__ import annotations
@@ -11,23 +17,33 @@ import enum
 import importlib
 import inspect
 import sys
+import unittest
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from recsys.compat.table import HOMES
 
-FILE = Path(__file__).with_name("facts.txt")
+FILE = Path(__file__).with_name("torchrec_names.txt")
 
-# What every module, optimizer, exception or dataclass has.
-COMMON = {
-    name
-    for base in (torch.nn.Module, torch.optim.Optimizer, Exception, dict, str)
-    for name in dir(base)
-}
+BASES = (torch.nn.Module, torch.optim.Optimizer, Exception, dict, str, unittest.TestCase)
+# What these have is PyTorch's or Python's, and differs between their releases.
+COMMON = {name for base in BASES for name in dir(base)}
+
+STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+
+
+class Word(NamedTuple):
+    """A word of a line: of a class or function itself (no name), or of a member."""
+
+    name: str
+    arguments: dict[str, str | None] | None
+    """Defaults by argument, None if it has none; None as a whole for what is no function."""
+    not_ours: frozenset[str]
+    """Arguments that we do not take; the name itself, if we do not have the member."""
 
 
 def text_of(default: object) -> str:
@@ -35,61 +51,134 @@ def text_of(default: object) -> str:
     if isinstance(default, enum.Enum):
         return f"{type(default).__name__}.{default.name}"
     if default is None or isinstance(default, bool | int | float | str):
-        return repr(default).replace(" ", "_")
+        return repr(default).replace(" ", "_").replace(",", "_")
     return "..."
 
 
-def defaults_of(function: Any) -> dict[str, str]:
-    """The arguments of a function that have a default, with it."""
+def parameters_of(function: Any) -> list[inspect.Parameter]:
+    """The arguments of a call; none of what does not say or cannot be called."""
+    if inspect.isclass(function) and function.__init__ is not object.__init__:
+        function = function.__init__  # the class's own signature may be its metaclass's
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return {}
-    return {p.name: text_of(p.default) for p in parameters if p.default is not p.empty}
+        return []
+    return [p for p in parameters if p.name != "self"]
+
+
+def arguments_of(function: Any) -> dict[str, str | None]:
+    """The arguments of a function, each with its default; None for one that must be given."""
+    return {
+        f"{STARS.get(p.kind, '')}{p.name}": None if p.default is p.empty else text_of(p.default)
+        for p in parameters_of(function)
+    }
 
 
 def members_of(kind: type) -> list[str]:
     """Return the public members of a class, without the members of all classes of its sort."""
+    if issubclass(kind, enum.Enum):
+        return [member.name for member in kind]
     fields = getattr(kind, "__dataclass_fields__", {})
-    names = {*dir(kind), *fields} - COMMON
+    own = {
+        name
+        for base in kind.__mro__
+        if base.__module__.startswith("torchrec")
+        for name in vars(base)
+    }
+    names = {*dir(kind), *fields} - (COMMON - own)
     return sorted(name for name in names if not name.startswith("_"))
 
 
-def objects_of(theirs: Any) -> Iterator[tuple[str, Any]]:
-    """A class or function and its methods, each by its name below it."""
-    yield "", theirs
-    if inspect.isclass(theirs):
-        for name in members_of(theirs):
-            member = getattr(theirs, name, None)
-            if inspect.isroutine(member):
-                yield f".{name}", member
+def words_of(theirs: Any) -> Iterator[Word]:
+    """Yields what a line says of a class or function; nothing of another value."""
+    is_enum = inspect.isclass(theirs) and issubclass(theirs, enum.Enum)
+    if (inspect.isclass(theirs) or inspect.isroutine(theirs)) and not is_enum:
+        yield Word("", arguments_of(theirs), frozenset())
+    for name in members_of(theirs) if inspect.isclass(theirs) else ():
+        member = getattr(theirs, name, None)
+        is_method = inspect.isroutine(member) and not is_enum
+        yield Word(name, arguments_of(member) if is_method else None, frozenset())
 
 
-def line_of(dotted: str, theirs: Any) -> str | None:
-    """Return the line of a name; None for a value that is neither a class nor a function."""
-    if not callable(theirs) or (inspect.isclass(theirs) and issubclass(theirs, enum.Enum)):
-        return None
-    words = [dotted]
-    for below, function in objects_of(theirs):
-        words += [f"{below}({a}={d})" for a, d in defaults_of(function).items()]
-    if inspect.isclass(theirs):
-        words += [f"+{member}" for member in members_of(theirs)]
-    return " ".join(words)
+def line_of(dotted: str, words: Iterator[Word]) -> str:
+    """Return the line of a name."""
+    return " ".join([dotted, *map(text_of_word, words)])
+
+
+def text_of_word(word: Word) -> str:
+    """Return a word as it is written."""
+    if word.name in word.not_ours:
+        return f"-{word.name}"
+    if word.arguments is None:
+        return f"+{word.name}"
+    arguments = (
+        f"{'-' * (name in word.not_ours)}{name}{'' if default is None else f'={default}'}"
+        for name, default in word.arguments.items()
+    )
+    return f"{'.' * bool(word.name)}{word.name}({','.join(arguments)})"
+
+
+def read_line(line: str) -> tuple[str, list[Word]]:
+    """Return the name of a line, and its words."""
+    dotted, *texts = line.split(" ")
+    return dotted, [_read_word(text) for text in texts]
+
+
+def _read_word(text: str) -> Word:
+    if text[0] in "+-":
+        return Word(text[1:], None, frozenset([text[1:]] if text[0] == "-" else []))
+    name, _, inside = text.removeprefix(".").removesuffix(")").partition("(")
+    pairs = [argument.partition("=") for argument in inside.split(",") if argument]
+    return Word(
+        name,
+        {key.removeprefix("-"): default if equals else None for key, equals, default in pairs},
+        frozenset(key[1:] for key, _, _ in pairs if key.startswith("-")),
+    )
+
+
+def read_lines(start: str = "torchrec.") -> list[str]:
+    """Return the lines of shared names; with "-", those of names that we do not have."""
+    return [line for line in FILE.read_text().splitlines() if line.startswith(start)]
+
+
+def marked(word: Word, ours: Any) -> Word:
+    """A word with the marks of what our object does not have."""
+    there = {*dir(ours), *getattr(ours, "__dataclass_fields__", {})}
+    if word.name and word.name not in there:
+        return Word(word.name, None, frozenset([word.name]))
+    if word.arguments is None:
+        return Word(word.name, None, frozenset())
+    function = getattr(ours, word.name, None) if word.name else ours
+    taken = arguments_of(function)
+    return word._replace(not_ours=frozenset(word.arguments.keys() - taken.keys()))
+
+
+def ours_of(dotted: str) -> Any:
+    """Return our object of a name; KeyError if the table does not have it."""
+    module, _, name = dotted.rpartition(".")
+    home = HOMES[module][name]
+    return getattr(importlib.import_module(home.module), home.name)
 
 
 def main() -> int:
     """Asks TorchRec."""
     warnings.simplefilter("ignore")
+    importlib.import_module("torchrec")  # without it, every line would go
     lines = ["# Written by python -m tests.compat.facts, which says how to read it."]
-    for module, names in sorted(HOMES.items()):
-        for name in sorted(names):
-            try:
-                theirs = getattr(importlib.import_module(module), name)
-            except (ImportError, AttributeError) as error:
-                print(f"{module}.{name}: {error}", file=sys.stderr)
-                continue
-            line = line_of(f"{module}.{name}", theirs)
-            lines += [line] if line else []
+    shared = {f"{module}.{name}" for module, names in HOMES.items() for name in names}
+    for dotted in sorted(shared | {read_line(line)[0] for line in read_lines()}):
+        module, _, name = dotted.rpartition(".")
+        try:
+            theirs = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            print(f"{dotted}: {error}", file=sys.stderr)
+            continue
+        words = words_of(theirs)
+        if dotted in shared:
+            ours = ours_of(dotted)
+            words = (marked(word, ours) for word in words)
+        lines.append(line_of(dotted, words))
+    lines += [line for line in read_lines("-") if line[1:] not in shared]
     FILE.write_text("\n".join(lines) + "\n")
     return 0
 

@@ -1,15 +1,25 @@
-"""Defaults and public members of shared names are TorchRec's, except for a list with reasons."""
+"""Shared names have TorchRec's arguments, defaults and members, except for a list with reasons."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
+import unittest
 from collections.abc import Iterable, Iterator
 
 from recsys.compat.table import home_of
-from tests.compat.facts import FILE, defaults_of, members_of
+from tests.compat.facts import (
+    arguments_of,
+    line_of,
+    marked,
+    ours_of,
+    parameters_of,
+    read_line,
+    read_lines,
+)
+from tests.offenders import check_each
 
+CRITEO_TEST = "torchrec.datasets.test_utils.criteo_test_utils.CriteoTest"
 INNER = "belongs to the engine inside, which is another one: docs/engine.md"
 HELD = "an attribute of the object, not of its class"
 INDEX = "of TorchRec's index of ids, which is another one"
@@ -39,7 +49,7 @@ DIFFERENT = {
     r"(ModuleSharder|ShardedModule)\(qcomm_codecs_registry\)": (
         "of the sharders that exchange something"
     ),
-    r"ShardedFeatureProcessedEmbeddingBagCollection\(module_fqn\)": (
+    r"ShardedFeatureProcessedEmbeddingBagCollection\(\w*\)": (
         "its tables are sharded before it is made"
     ),
     r"\w+\(sharded_module_order_overwrite\)": "the order of outputs is the unsharded one, always",
@@ -124,12 +134,12 @@ DIFFERENT = {
     ),
     r"GradientClippingOptimizer\.last_total_grad_norm": "step returns what the optimizer does",
     r"KeyedOptimizerWrapper\(pass_params_dict\)": "the factory takes a list",
-    r"(ManagedCollision)?Embedding(Bag)?CollectionContext[.(]\w+\)?": "made by create_context",
+    r"(ManagedCollision)?Embedding(Bag)?CollectionContext[.(]\w*\)?": "made by create_context",
     (
         r"((MCH|HashZch)?ManagedCollisionModule|\w+_EvictionPolicy)\.\w+|"
         r"\w*ManagedCollision\w*Collection\.(lookup_\w+|sync_hash_zch_weights)"
     ): INDEX,
-    r"ManagedCollisionModule\(\w+\)": "made by its two subclasses",
+    r"ManagedCollisionModule\(\w*\)": "made by its two subclasses",
     r"ModelDeltaTracker(Trec)?\.(record_\w+|compact|get_latest|trigger_compaction)": (
         "a row has one mark, made by its update"
     ),
@@ -149,54 +159,82 @@ DIFFERENT = {
     (
         r"\w+Pipeline\w*\.(attach|copy_batch_to_gpu|dequeue_batch|embedding_backward|"
         r"enqueue_batch|extract_model_input_from_batch|fill_pipeline|inplace_copy_batch_to_gpu|"
-        r"register_backward_hook|start_\w+|wait_\w+|clear_\w+|sync_embeddings)(\(.*\))?"
+        r"register_backward_hook|start_\w+|wait_\w+|clear_\w+|sync_embeddings)(\(.+\))?"
     ): "progress does it all: docs/pipelines.md",
     r"GradientAccumulationWrapper\.(current_step|optimizer_wrapper)": "of how it is made there",
     r"Tracer[.(](extend_leaf_fqn|is_extended_leaf_modules)\)?": "pipelines here do not trace",
-    r"TrainPipelineContext[.(]\w+\)?": "of the engine inside: docs/engine.md",
+    r"TrainPipelineContext[.(]\w*\)?": "of the engine inside: docs/engine.md",
     (
         r"SparseDataDistUtil\.(data_exhausted_callback|load_prefetch|prefetch|"
         r"should_assert_context_invariants|wait_sdd_fill_callback)"
     ): "its stages need no more than docs/pipelines.md says",
     r"NoopEmbeddingStats\.log\(\w+\)": "takes what it is given",
     r"TowerQPSMetric\((warmup_steps|batch_size_stages)\)": "taken by keyword, as metrics' own are",
+    r"(Recall|Precision)SessionMetric\(\)|TowerQPSMetric\(\)": "the order of all metrics",
+    r"\w+(\.forward)?\(\*+\w+\)": "takes what it uses, by name",
+    r"(MetricName|MetricNamespace|RecMetricEnum)\.[A-Z_]+": (
+        "of metrics that are not here, or of none in TorchRec either"
+    ),
+    r"(EmbeddingComputeKernel|BoundsCheckMode|CommType)\.[A-Z0-9_]+": (
+        "of kernels, checks and codecs that are not here"
+    ),
+    r"(DistributedModelParallel|DMPCollection)\.(load_state_dict\(prefix\)|state_dict\(\w+\))": (
+        "a model's paths begin at the model"
+    ),
+    r"(DistributedModelParallel|DMPCollection)\.reshard\((changed_shard_to_params)?\)": (
+        "takes plans by module path"
+    ),
+    r"ShardedEmbeddingBag\.load_state_dict\(strict\)": "all of its one table, or nothing",
+    r"(BaseSharded|Sharded)\w+\.update": "writes rows into a key-value store",
+    r"Embedding(Bag)?CollectionAwaitable\(\w*\)": "made by output_dist",
+    r"FusedEmbeddingCollectionSharder\(\)": "it is EmbeddingCollectionSharder",
+    r"EmbeddingPlannerBase\(\)": "it is EmbeddingShardingPlanner, which takes more",
+    r"GreedyPerfPartitioner\.partition\(hbm_per_device\)": "the topology has it",
+    r"sharder_name\(\w*\)|skip_if_asan_class\(\w*\)": "the one argument has another name",
+    r"\w+Collection\.copy": "DistributedModelParallel.copy copies",
+    r"\w*Optimizer\w*\.zero_grad\(set_to_none\)": "torch's default",
+    r"RowWiseAdagrad\.share_memory": "no process shares the state of an optimizer",
 }
 """Patterns of differing names, and the reasons."""
-
-
-def ours_of(dotted: str) -> object:
-    module, _, name = dotted.rpartition(".")
-    home = home_of(module, name)
-    assert home is not None, dotted
-    return getattr(importlib.import_module(home.module), home.name)
 
 
 def differences(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yields what differs from the lines of facts: a name, and how."""
     seen: set[str] = set()
     for line in lines:
-        dotted, *words = line.split(" ")
-        ours = ours_of(dotted)
+        dotted, words = read_line(line)
         label = dotted.rpartition(".")[2]
-        if label in seen:
+        said = line.removeprefix(dotted.removesuffix(label))
+        if said in seen:
             continue
-        seen.add(label)
-        there = set(members_of(ours)) | set(dir(ours)) if inspect.isclass(ours) else set()
+        seen.add(said)
+        home = home_of(*dotted.rpartition(".")[::2])
+        assert home is not None, dotted
+        ours = getattr(importlib.import_module(home.module), home.name)
         for word in words:
-            if word.startswith("+"):
-                if word[1:] not in there:
-                    yield f"{label}.{word[1:]}", "is not here"
+            name = f"{label}.{word.name}" if word.name else label
+            not_ours = marked(word, ours).not_ours
+            if word.name in not_ours:
+                yield name, "is not here"
                 continue
-            below, argument, default = re.fullmatch(r"\.?(\w*)\((\w+)=(.*)\)", word).groups()  # type: ignore[union-attr]
-            function = getattr(ours, below, None) if below else ours
-            if function is None:
+            if word.arguments is None:
                 continue
-            own = defaults_of(function)
-            name = f"{label}{'.' * bool(below)}{below}({argument})"
-            if argument not in inspect.signature(function).parameters:
-                yield name, "is not taken"
-            elif own.get(argument) != default:
-                yield name, f"is {own.get(argument, 'required')}, there {default}"
+            function = getattr(ours, word.name, None) if word.name else ours
+            if not callable(function):
+                yield name, "is not a function"
+                continue
+            own = arguments_of(function)
+            for argument, default in word.arguments.items():
+                if argument in not_ours:
+                    yield f"{name}({argument})", "is not taken"
+                elif default is not None and own[argument] != default:
+                    how = f"is {own[argument] or 'required'}, there {default}"
+                    yield f"{name}({argument})", how
+            # what follows an argument that we do not take is keyword-only
+            order = [p.name for p in parameters_of(function) if p.kind is p.POSITIONAL_OR_KEYWORD]
+            theirs = (argument for argument in word.arguments if "*" not in argument)
+            if any(a != b for a, b in zip(order, theirs, strict=False)):
+                yield f"{name}()", f"has the order {' '.join(order)}"
 
 
 def unexplained(lines: Iterable[str]) -> list[str]:
@@ -208,13 +246,36 @@ def unexplained(lines: Iterable[str]) -> list[str]:
     ]
 
 
+def is_here(line: str) -> None:
+    dotted, words = read_line(line)
+    here = line_of(dotted, (marked(word, ours_of(dotted)) for word in words))
+    assert here == line, "if it is meant so, run python -m tests.compat.facts"
+
+
+def test_names_are_here_with_what_they_have() -> None:
+    check_each(is_here, read_lines())
+
+
 def test_what_differs_has_a_reason() -> None:
-    assert unexplained(FILE.read_text().splitlines()[1:]) == []
+    assert unexplained(read_lines()) == []
 
 
 def test_reasons_are_of_what_differs() -> None:
-    names = [name for name, _ in differences(FILE.read_text().splitlines()[1:])]
+    names = [name for name, _ in differences(read_lines())]
     idle = [
         pattern for pattern in DIFFERENT if not any(re.fullmatch(pattern, name) for name in names)
     ]
     assert idle == []
+
+
+def test_facts_cover_the_classes_that_users_build() -> None:
+    assert issubclass(ours_of(CRITEO_TEST), unittest.TestCase)  # its members are not in the lines
+    words = {line.split(" ")[0].rpartition(".")[2]: line for line in read_lines()}
+    for name in (
+        "DLRM", "DistributedModelParallel", "EmbeddingBagCollection", "EmbeddingBagConfig",
+        "EmbeddingCollection", "JaggedTensor", "KeyedOptimizerWrapper", "Topology",
+    ):  # fmt: skip
+        assert re.search(r" \(\w", words[name]), name
+    assert " .from_lengths_sync(keys,values,lengths," in words["KeyedJaggedTensor"]
+    assert " .regroup(keyed_tensors,groups)" in words["KeyedTensor"]
+    assert " .from_process_group(pg)" in words["ShardingEnv"]

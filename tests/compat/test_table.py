@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from pathlib import Path
 
 import recsys
 from recsys.compat.table import HOMES, INSTEAD, TABLE, Home, home_of, reason_of
 from tests.all_modules import all_modules
+from tests.compat.facts import read_lines
 from tests.offenders import check_each
-
-# Names that mean something else in TorchRec.
-OTHER_MEANING = {
-    "torchrec.distributed.model_tracker.types.UpdateMode",
-    "torchrec.quant.embedding_modules.EmbeddingCollection",
-}
-
 
 # Modules whose names are also names of other classes elsewhere in TorchRec.
 ROOMS = (
@@ -32,18 +25,6 @@ ROOMS = (
     "torchrec.datasets.scripts.contiguous_preproc_criteo.",
     "torchrec.datasets.scripts.shuffle_preproc_criteo.",
 )
-
-
-def read_names_in_use() -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
-    module = ""
-    for line in Path(__file__).with_name("names_in_use.txt").read_text().splitlines():
-        if line.startswith("  "):
-            names[module] += line.split()
-        elif not line.startswith("#"):
-            module = line
-            names[module] = []
-    return names
 
 
 def our_public_names() -> set[str]:
@@ -98,26 +79,13 @@ def test_parents_of_modules_are_modules() -> None:
     assert all(m == "torchrec" or m.rpartition(".")[0] in HOMES for m in HOMES)
 
 
-def test_names_in_use_that_we_have_are_in_the_table() -> None:
-    ours = our_public_names()
-    left_out = [
-        f"{module}.{name}"
-        for module, names in read_names_in_use().items()
-        for name in names
-        if name in ours and name not in HOMES.get(module, {})
-    ]
-    assert sorted(set(left_out) - OTHER_MEANING) == []
-
-
 def test_names_in_use_that_we_lack_have_a_reason() -> None:
-    silent = [
-        f"{module}.{name}"
-        for module, names in read_names_in_use().items()
-        for name in names
-        if home_of(module, name) is None and f"{module}.{name}" not in HOMES
-        if reason_of(f"{module}.{name}") is None
-    ]
-    assert silent == []
+    ours = our_public_names()
+    for dotted in (line[1:] for line in read_lines("-")):
+        module, _, name = dotted.rpartition(".")
+        assert name not in ours, f"{dotted} is ours: map it"
+        assert home_of(module, name) is None, dotted
+        assert reason_of(dotted) is not None, dotted
 
 
 def test_top_level_names_are_those_of_the_table() -> None:

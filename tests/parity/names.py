@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from recsys.compat.table import home_of, reason_of
-from tests.compat.facts import line_of
+from tests.compat.facts import line_of, read_line, words_of
 from tests.compat.test_facts import DIFFERENT, differences
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def facts_of(module: ModuleType) -> dict[str, Any]:
         home = str(getattr(value, "__module__", None))
         is_ours = home.startswith("torchrec") or (home == "None" and name.isupper())
         if not name.startswith("_") and is_ours and not isinstance(value, ModuleType):
-            line = line_of(f"{module.__name__}.{name}", value) or f"{module.__name__}.{name}"
+            line = line_of(f"{module.__name__}.{name}", words_of(value))
             is_target = hasattr(module, "__path__") or (
                 name in REFERENCE.get(module.__name__, "").split()
             )
@@ -121,8 +121,9 @@ def share(states: list[str]) -> str:
 
 
 def facts_report(lines: list[str]) -> Iterator[str]:
-    """Yields how members and defaults of the names compare, then what differs with its reason."""
-    total = sum(len(line.split(" ")) - 1 for line in lines)
+    """Yields how members and arguments of the names compare, then what differs with its reason."""
+    words = [word for line in lines for word in read_line(line)[1]]
+    total = sum(bool(word.name) + len(word.arguments or ()) for word in words)
     differ = list(differences(lines))
     known = DIFFERENT | NEWER
     found = {
@@ -131,7 +132,7 @@ def facts_report(lines: list[str]) -> Iterator[str]:
     }
     without = sum(not reasons for reasons in found.values())
     yield (
-        f"{total} members and defaults of these: {len(found) - without} differ for a reason, "
+        f"{total} members and arguments of these: {len(found) - without} differ for a reason, "
         f"{without} without"
     )
     for difference, reasons in found.items():
