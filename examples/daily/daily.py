@@ -36,7 +36,7 @@ COLUMNS = [
     Numeric("age", standardize=True),
     Label("click"),
 ]
-GATE = Gate(segments=("country",), max_drop=0.01, max_calibration_error=0.2, max_slowdown=3.0)
+GATE = Gate(segments=("country",), max_calibration_error=0.2, max_slowdown=3.0)
 BROKEN = {4: "empty", 7: "late", 10: "twice"}
 
 
@@ -68,7 +68,9 @@ def run_day(day: int, out: Path, before: int | None) -> bool:
             print(report)
         spec.save(work / "spec")
     spec = FeatureSpec.load(work / "spec")
-    trainer = trainer_of(spec, work / "job", start_from=None if before is None else last / "job/last")
+    trainer = trainer_of(
+        spec, work / "job", start_from=None if before is None else last / "job/last"
+    )
     trainer.fit(datasets.table(rows.slice(len(held)), spec, batch_size=256, shuffle=True))
     if not (work / "staged/1").exists():
         served = build_model(spec)

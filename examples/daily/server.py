@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import multiprocessing
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from recsys.inference import Predictor
 
@@ -12,45 +12,51 @@ REQUEST = {"user": ["u7", "u700"], "item": ["i3", "new"], "country": ["no", "it"
 
 
 class Answers:
-    """Answers a request again and again, in a thread, by the newest version.
+    """Answers a request again and again, in a process, by the newest version.
 
     Args:
         models: The folder of the versions; it may not exist yet.
     """
 
     def __init__(self, models: Path) -> None:
-        self._models, self._stop = models, threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.num_answered = self.num_failed = 0
+        context = multiprocessing.get_context("spawn")
+        self._stop, self._counts = context.Event(), context.Array("q", 2)
+        self._process = context.Process(
+            target=_answer, args=(models, self._stop, self._counts), daemon=True
+        )
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._process.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()
-        self._thread.join()
+        self._process.join()
 
-    def _newest(self) -> Path | None:
-        numbers = [int(p.name) for p in self._models.glob("*") if p.name.isdecimal()]
-        return self._models / str(max(numbers)) if numbers else None
+    @property
+    def num_answered(self) -> int:
+        return self._counts[0]
 
-    def _run(self) -> None:
-        served: Path | None = None
-        predictor: Predictor | None = None
-        while not self._stop.wait(0.05):
-            try:
-                newest = self._newest()
-                if newest is not None and newest != served:
-                    if predictor is None:
-                        predictor = Predictor(newest)
-                    else:
-                        predictor.swap(newest)
-                    served = newest
-                    print(f"serves {served}", flush=True)
-                if predictor is not None:
-                    predictor(REQUEST)
-                    self.num_answered += 1
-            except Exception as error:
-                print(repr(error), flush=True)
-                self.num_failed += 1
+    @property
+    def num_failed(self) -> int:
+        return self._counts[1]
+
+
+def _answer(models: Path, stop: Any, counts: Any) -> None:
+    served: Path | None = None
+    predictor: Predictor | None = None
+    while not stop.wait(0.05):
+        numbers = [int(path.name) for path in models.glob("*") if path.name.isdecimal()]
+        try:
+            newest = models / str(max(numbers)) if numbers else None
+            if newest is not None and predictor is None:
+                predictor = Predictor(newest)
+            elif newest not in (None, served) and predictor is not None:
+                predictor.swap(str(newest))
+            served = newest
+            if predictor is not None:
+                predictor(REQUEST)
+                counts[0] += 1
+        except Exception as error:
+            print(f"the server failed: {error!r}", flush=True)
+            counts[1] += 1

@@ -24,6 +24,7 @@ _Array: TypeAlias = np.ndarray[Any, Any]
 _PARTITIONS: Final = 64
 _PART_ROWS: Final = 500
 """Memory of a part beside its rows, some kilobytes, as a number of rows."""
+_ODD: Final = np.uint64(0x9E3779B97F4A7C15)
 _TYPES: Final = {"text": pa.large_string(), "number": pa.int64()}
 
 
@@ -111,6 +112,17 @@ class Counts:
         """Return an Arrow table of all values and counts, in no order."""
         empty = _counted(self._kind or "number").empty_table()
         return pa.concat_tables([empty, *self._partitions()])
+
+    def checksum(self) -> int:
+        """Return a sum over the values and their counts, which does not depend on their order."""
+        total = 0
+        for part in self._partitions():
+            values = part["value"].combine_chunks()
+            hashes = hash_texts(values) if self._kind == "text" else values.to_numpy()
+            pairs = hashes.view(np.uint64) * _ODD + part["count"].to_numpy().view(np.uint64)
+            pairs ^= pairs >> np.uint64(29)
+            total += int((pairs * _ODD).sum(dtype=np.uint64))
+        return total % 2**64
 
     def vocabulary(self, min_count: int, max_size: int | None) -> Vocabulary:
         """Return the values, ordered by falling count, then by value.

@@ -14,6 +14,9 @@ from recsys.features.fit import Fitted, PartialFit
 
 __all__ = ["Report", "extended", "without"]
 
+_MOST_DIGESTS = 64
+"""Number of last data that are known, so that the same data does not come twice."""
+
 
 @final
 class Report(NamedTuple):
@@ -54,7 +57,17 @@ def extended(
             f"refit must name Numeric columns, {list(before.means)}; received {unknown}."
         )
     joined = PartialFit.joined(columns, parts, "extend", before.kinds)
-    fitted = Fitted(before.num_rows + joined.num_rows, {}, {}, {}, {}, dict(joined.kinds))
+    digest = joined.digest()
+    if digest in before.digests:
+        ago = before.digests[::-1].index(digest)
+        raise ValueError(
+            "extend needs further data; received the rows of "
+            f"{'the last data' if not ago else f'the data {ago} extensions before the last'} once "
+            "more. Leave them out: values would seem to be seen twice."
+        )
+    digests = (*before.digests, digest)[-_MOST_DIGESTS:]
+    num_rows, kinds = before.num_rows + joined.num_rows, dict(joined.kinds)
+    fitted = Fitted(num_rows, {}, {}, {}, {}, kinds, digests)
     changes: dict[str, TableChange] = {}
     for column in columns:
         if column.name in refit:

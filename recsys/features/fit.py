@@ -13,6 +13,7 @@ import numpy as np
 from recsys.features.arrow import Values, key_kind, read_values
 from recsys.features.columns import Column
 from recsys.features.counts import Counts
+from recsys.features.fingerprints import fingerprint_of
 from recsys.features.scaling import Moments, Quantiles
 from recsys.features.vocabulary import Vocabulary
 
@@ -38,6 +39,8 @@ class Fitted(NamedTuple):
     kinds: dict[str, str]
     """Kinds of the values of `Hashed` and `Group` columns, "text" or "number", by column. A column
     that the data did not have, or only missing values of, has none."""
+    digests: tuple[str, ...] = ()
+    """Digests of the statistics of the last data, the newest last; see `PartialFit.digest`."""
 
 
 @final
@@ -105,6 +108,15 @@ class PartialFit:
         if whole is None or not whole.num_rows:
             raise ValueError(f"{action} needs at least one row; received none.")
         return whole
+
+    def digest(self) -> str:
+        """Return a digest of the statistics, which is equal for the same data."""
+        parts: list[Any] = [self.num_rows, sorted(self.kinds.items())]
+        for name, moments in sorted(self.moments.items()):
+            numbers = (f"{moments.mean:.9g}", moments.low, moments.high)
+            parts.append((name, moments.count, numbers))
+        parts += [(name, counts.checksum()) for name, counts in sorted(self.counts.items())]
+        return fingerprint_of(repr(parts))
 
     def add(self, table: Any) -> None:
         """Count the rows of an Arrow table. The types of a table without rows count, too.

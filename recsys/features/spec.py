@@ -406,7 +406,8 @@ class FeatureSpec:
             ValueError: There are not rows, or a part is of another spec.
         """
         joined = PartialFit.joined(self.columns, parts, "fit")
-        fitted = Fitted(joined.num_rows, {}, {}, {}, {}, dict(joined.kinds))
+        kinds, digests = dict(joined.kinds), (joined.digest(),)
+        fitted = Fitted(joined.num_rows, {}, {}, {}, {}, kinds, digests)
         for column in self.columns:
             column.finish_fit(joined, fitted)
         self.fitted = fitted
@@ -441,7 +442,7 @@ class FeatureSpec:
             KeyError: A table does not have a column, or `refit` names another one.
             RuntimeError: This spec is not fitted.
             TypeError: A column has values of another type, or texts where this spec has numbers.
-            ValueError: As for `fit`.
+            ValueError: As for `fit`, or the data is that of `fit` or of a recent extension.
 
         Example:
             >>> from recsys.features import Categorical, FeatureSpec
@@ -473,7 +474,7 @@ class FeatureSpec:
             KeyError: As for `extend`.
             RuntimeError: As for `extend`.
             TypeError: As for `extend`.
-            ValueError: There are not rows, or a part is of another spec.
+            ValueError: There are not rows, a part is of another spec, or the data is known.
         """
         fitted, report = extend.extended(self.columns, self.fitted, parts, retire_after, refit)
         spec = FeatureSpec(self.columns)

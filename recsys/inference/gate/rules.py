@@ -72,14 +72,15 @@ class Gate:
     """Least number of rows of a segment that is judged."""
     max_drop: float = 0.005
     """Largest drop of the AUC against the served version, in a data set and in a segment."""
-    max_gain: float = 0.05
+    max_gain: float = 0.1
     """Largest gain of the AUC of a data set: more of it means that the rows were trained on, or
     that a column tells the label."""
     max_calibration_error: float = 0.1
     """Largest relative difference of the mean prediction and the mean label."""
-    max_drift: float = 0.25
+    max_drift: float = 1.0
     """Largest population stability index of the predictions against those of the served version,
-    on rows whose values both know."""
+    on rows whose values both know. A model that learns shifts its predictions by up to 0.5 a day;
+    one that has forgotten what it knew, by several."""
     max_slowdown: float = 1.5
     """Largest ratio of the median seconds of a batch to those of the served version."""
     max_growth: float = 1.5
