@@ -3,6 +3,7 @@
 #   make train      train, checkpoint, quantize, export and score DLRM on MovieLens
 #   make serve      after make train: serve the model by NVIDIA Triton, on loopback
 #   make stream     train on a stream of clicks while Triton serves, and measure the freshness
+#   make daily      14 days of a model: extend, continue, compare, publish; four ways to learn
 #   make test       the test suite; pass arguments with ARGS="-k jagged"
 #   make test REST=1  the cases that notice few faults more, which `make test` leaves out
 #   make test SLOW=1  the whole test suite with its slow cases
@@ -33,7 +34,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 BASE := $(VENV)/.installed-$(EXTRA)
 stamp = $(VENV)/.installed-$(EXTRA)-$(1)
 
-.PHONY: train predictor serve stream test conformance bench gpu lint docs notebooks peers clean
+.PHONY: train predictor serve stream daily test conformance bench gpu lint docs notebooks peers clean
 .DELETE_ON_ERROR:
 
 train: $(BASE)
@@ -49,6 +50,9 @@ serve: predictor $(call stamp,serving) $(TRITON)/.unpacked
 stream: predictor $(TRITON)/.unpacked
 	rm -rf runs/stream
 	$(BIN)/python examples/stream/freshness.py $(ARGS)
+
+daily: $(call stamp,plot)
+	OMP_NUM_THREADS=1 $(BIN)/python examples/daily/daily.py runs/daily --compare $(ARGS)
 
 $(TRITON)/.unpacked:
 	$(PIP) --no-deps --target $(TRITON) nvidia-pytriton==0.7.0
@@ -104,7 +108,7 @@ $(BASE): pyproject.toml | $(VENV)/bin/python
 	$(PIP) --editable ".[$(EXTRA),examples]"
 	@touch $@
 
-$(call stamp,test) $(call stamp,dev) $(call stamp,docs) $(call stamp,notebooks) $(call stamp,triton) $(call stamp,onnx) $(call stamp,serving): $(VENV)/.installed-$(EXTRA)-%: $(BASE)
+$(call stamp,test) $(call stamp,dev) $(call stamp,plot) $(call stamp,docs) $(call stamp,notebooks) $(call stamp,triton) $(call stamp,onnx) $(call stamp,serving): $(VENV)/.installed-$(EXTRA)-%: $(BASE)
 	$(PIP) --editable ".[$(EXTRA),$*]"
 	@touch $@
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ def compare(
     seconds = dict.fromkeys(WAYS, 0.0)
     specs: dict[str, FeatureSpec] = {}
     trainers: dict[str, Trainer] = {}
-    for number, (day, following) in enumerate(zip(whole, whole[1:], strict=False)):
+    for number, (day, following) in enumerate(itertools.pairwise(whole)):
         for way in WAYS:
             if way == "first day only" and number:
                 continue
@@ -50,9 +51,8 @@ def compare(
                 settings["start_from"] = trainers[way].last
             else:
                 spec = FeatureSpec(hashed if way == "hashed ids" else columns).fit(data)
-            trainer = trainer_of(
-                spec, out / f"compare/{way}/{day}", **settings, overwrite=True, resume=False
-            )
+            settings["overwrite"] = True
+            trainer = trainer_of(spec, out / f"compare/{way}/{day}", **settings)
             trainer.fit(datasets.table(data, spec, batch_size=256, shuffle=True))
             seconds[way] += time.perf_counter() - start
             specs[way], trainers[way] = spec, trainer

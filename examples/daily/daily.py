@@ -2,7 +2,7 @@
 
     python examples/daily/daily.py OUT [--days 14] [--compare]
 
-It makes up some days of clicks, four of them broken, and runs `run_day` on each. Started again
+It makes up some days of clicks, three of them broken, and runs `run_day` on each. Started again
 after a kill, it goes on with the step that was interrupted. docs/second_day.md explains it.
 `--compare` also trains a model from scratch each day, one with hashed ids and one that never
 learns again, and draws the AUC of all on the next day's rows.
@@ -24,7 +24,7 @@ from recsys import DistributedModelParallel, EmbeddingBagCollection, datasets
 from recsys.distributed.checkpoint import load_checkpoint
 from recsys.features import Categorical, FeatureSpec, Label, Numeric
 from recsys.inference import package, quantize_embeddings
-from recsys.inference.gate import Gate, publish
+from recsys.inference.gate import Gate, GateReport, publish
 from recsys.modules.dlrm import DLRM, DLRMTrain
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward, in_backward_optimizer_filter
 from recsys.training import Trainer
@@ -52,41 +52,38 @@ def trainer_of(spec: FeatureSpec, folder: Path, **settings: object) -> Trainer:
     sharded = DistributedModelParallel(model)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters())).values()
     adam = torch.optim.Adam(dense, lr=0.003)
-    quiet = {"epochs": 1, "resume": True, "loggers": (), "shows_bar": False}
+    quiet = {"epochs": 1, "loggers": (), "shows_bar": False}
     return Trainer(sharded, adam, folder, **{**quiet, **settings})
 
 
-def run_day(day: int, out: Path, before: int | None) -> bool:
-    """Learn from a day and publish, if the new version is better than that of the day before."""
+def run_day(day: int, out: Path, before: int | None) -> GateReport:
+    """Learn from a day, and publish if the new version is better than that of an earlier day."""
     work, rows = out / f"work/{day}", pq.read_table(out / f"days/{day}.parquet")
-    held, last = rows.slice(0, rows.num_rows // 10), out / f"work/{before}"
-    if not (work / "spec").exists():
-        if before is None:
-            spec = FeatureSpec(COLUMNS).fit(rows)
-        else:
-            spec, report = FeatureSpec.load(last / "spec").extend(rows, retire_after=3)
-            print(report)
-        spec.save(work / "spec")
-    spec = FeatureSpec.load(work / "spec")
-    trainer = trainer_of(
-        spec, work / "job", start_from=None if before is None else last / "job/last"
-    )
+    last, served = (None, None) if before is None else (out / f"work/{before}", before + 1)
+    held = rows.slice(0, rows.num_rows // 10)
+    if (work / "spec").exists():
+        spec = FeatureSpec.load(work / "spec")
+    elif last is None:
+        spec = FeatureSpec(COLUMNS).fit(rows)
+    else:
+        spec = FeatureSpec.load(last / "spec").extend(rows, retire_after=3).spec
+    spec.save(work / "spec")
+    trainer = trainer_of(spec, work / "job", resume=True, start_from=last and last / "job/last")
     trainer.fit(datasets.table(rows.slice(len(held)), spec, batch_size=256, shuffle=True))
     if not (work / "staged/1").exists():
-        served = build_model(spec)
-        load_checkpoint(trainer.last, served)
-        quantized = quantize_embeddings(served.model.eval())
-        example = held.slice(0, 2)
+        model = build_model(spec)
+        load_checkpoint(trainer.last, model)
+        quantized, example = quantize_embeddings(model.model.eval()), held.slice(0, 2)
         package(quantized, work / "staged", example, spec=spec, programs=["torchscript"])
-    versions = {} if before is None else {"yesterday": pq.read_table(last / "held.parquet")}
-    current = None if before is None else out / f"models/{before + 1}"
-    report = GATE.compare(work / "staged/1", current, {"today": held, **versions})
+    yesterday = out / f"days/{before}.parquet"
+    data = {"today": held} | (
+        {} if last is None else {"yesterday": pq.read_table(yesterday).slice(0, len(held))}
+    )
+    report = GATE.compare(work / "staged/1", served and out / f"models/{served}", data)
     report.write_html(work / "report.html")
-    pq.write_table(held, work / "held.parquet")
-    print(*report.refused or ["published"], sep="\n")
     if report.passed:
         publish(report, out / "models", day + 1)
-    return report.passed
+    return report
 
 
 def main() -> int:
@@ -104,13 +101,13 @@ def main() -> int:
             if not (out / f"models/{day + 1}").exists() and not refused.exists():
                 write_day(out / f"days/{day}.parquet", day, options.rows, BROKEN.get(day, ""))
                 try:
-                    is_published = run_day(day, out, before)
+                    reasons = [str(rule) for rule in run_day(day, out, before).refused]
                 except ValueError as error:  # such as a day without rows
-                    is_published = False
-                    print(error)
-                if not is_published:
+                    reasons = [str(error)]
+                if reasons:
                     refused.parent.mkdir(parents=True, exist_ok=True)
-                    refused.touch()
+                    refused.write_text("\n".join(reasons))
+            print(refused.read_text() if refused.exists() else "published", flush=True)
             before = before if refused.exists() else day
     print(f"{answers.num_answered} requests answered, {answers.num_failed} failed")
     if options.compare:

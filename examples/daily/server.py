@@ -35,17 +35,20 @@ class Answers:
 
     @property
     def num_answered(self) -> int:
+        """Number of requests with an answer."""
         return self._counts[0]
 
     @property
     def num_failed(self) -> int:
+        """Number of requests with an error."""
         return self._counts[1]
 
 
 def _answer(models: Path, stop: Any, counts: Any) -> None:
     served: Path | None = None
     predictor: Predictor | None = None
-    while not stop.wait(0.05):
+    parent = multiprocessing.parent_process()
+    while not stop.wait(0.05) and parent is not None and parent.is_alive():
         numbers = [int(path.name) for path in models.glob("*") if path.name.isdecimal()]
         try:
             newest = models / str(max(numbers)) if numbers else None
