@@ -75,10 +75,9 @@ def run_day(day: int, out: Path, before: int | None) -> GateReport:
         load_checkpoint(trainer.last, model)
         quantized, example = quantize_embeddings(model.model.eval()), held.slice(0, 2)
         package(quantized, work / "staged", example, spec=spec, programs=["torchscript"])
-    yesterday = out / f"days/{before}.parquet"
-    data = {"today": held} | (
-        {} if last is None else {"yesterday": pq.read_table(yesterday).slice(0, len(held))}
-    )
+    days = {"today": day} if before is None else {"today": day, "yesterday": before}
+    paths = {name: out / f"days/{number}.parquet" for name, number in days.items()}
+    data = {name: pq.read_table(path).slice(0, len(held)) for name, path in paths.items()}
     report = GATE.compare(work / "staged/1", served and out / f"models/{served}", data)
     report.write_html(work / "report.html")
     if report.passed:
