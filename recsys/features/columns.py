@@ -15,6 +15,7 @@ from recsys.base.checked import check_fields
 if TYPE_CHECKING:
     from recsys.features.counts import TableChange
     from recsys.features.fit import Fitted, PartialFit
+    from recsys.features.profiles import Profile
 
 __all__ = ["INPUTS", "KINDS", "MISSING", "Column", "Feature", "check_columns", "one_of"]
 
@@ -163,6 +164,15 @@ class Column:
         Returns:
             What changed in the vocabulary of its table; None without one, or if an earlier column
             of the table returned it.
+        """
+        return None
+
+    def profile(self, statistics: PartialFit, bins: list[Any] | None) -> Profile | None:
+        """Return the distribution of the column; None if it is not known.
+
+        Args:
+            statistics: The statistics of all rows.
+            bins: Bins of an earlier profile; None for new ones.
         """
         return None
 

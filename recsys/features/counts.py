@@ -105,18 +105,18 @@ class Counts:
             TypeError: One part has texts and the other numbers.
         """
         if other._kind is not None:
-            for part in other._partitions():
+            for part in other.partitions():
                 self._append(name, other._kind, part)
 
     def table(self) -> Any:
         """Return an Arrow table of all values and counts, in no order."""
         empty = _counted(self._kind or "number").empty_table()
-        return pa.concat_tables([empty, *self._partitions()])
+        return pa.concat_tables([empty, *self.partitions()])
 
     def checksum(self) -> int:
         """Return a sum over the values and their counts, which does not depend on their order."""
         total = 0
-        for part in self._partitions():
+        for part in self.partitions():
             values = part["value"].combine_chunks()
             hashes = hash_texts(values) if self._kind == "text" else values.to_numpy()
             pairs = hashes.view(np.uint64) * _ODD + part["count"].to_numpy().view(np.uint64)
@@ -135,7 +135,7 @@ class Counts:
             max_size: Largest number of values; None: no limit.
         """
         best = _Best(_counted(self._kind or "number"), max_size)
-        for part in self._partitions():
+        for part in self.partitions():
             best.add(part.filter(pc.greater_equal(part["count"], min_count)))
         values = best.values()
         try:
@@ -179,7 +179,7 @@ class Counts:
         old = vocabulary.values if len(vocabulary.values) else vocabulary.values.cast(_TYPES[kind])
         is_seen, best = np.zeros(len(old), bool), _Best(_counted(kind), max_size)
         num_rare = num_frequent = 0
-        for part in self._partitions():
+        for part in self.partitions():
             values = part["value"].combine_chunks()
             is_text = kind == "text"
             numbers = np.arange(len(values)) if is_text else values.to_numpy()
@@ -251,7 +251,7 @@ class Counts:
         self._num_files += 1
         self._parts, self._merged_rows = [], 0
 
-    def _partitions(self) -> Any:
+    def partitions(self) -> Any:
         """Yield tables of distinct values that have no value in common."""
         if self._folder is None:
             if self._parts:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, final
 
+import numpy as np
 import pyarrow as pa
 
 from recsys.base.arguments import MissingKeyError, whole
 from recsys.features.columns import Column
 from recsys.features.counts import TableChange
 from recsys.features.fit import Fitted, PartialFit
+from recsys.features.profiles import Profile, Shift, stability_index
 
-__all__ = ["Report", "extended", "without"]
+__all__ = ["Report", "extended", "profiles_of", "without"]
 
 _MOST_DIGESTS = 64
 """Number of last data that are known, so that the same data does not come twice."""
@@ -20,13 +22,17 @@ _MOST_DIGESTS = 64
 
 @final
 class Report(NamedTuple):
-    """What changed in an extension of a spec; as text, a line per table."""
+    """What changed in an extension of a spec; as text, a line per table and one per column."""
 
     tables: dict[str, TableChange]
     """Changes of the vocabularies, by table."""
+    shifts: dict[str, Shift]
+    """Differences of `Numeric` and `Categorical` columns from the data before, by column; of
+    columns with one table, those of the first."""
 
     def __str__(self) -> str:
-        return "\n".join(f"{name}: {_in_words(change)}" for name, change in self.tables.items())
+        lines = [f"{name}: {_in_words(change)}" for name, change in self.tables.items()]
+        return "\n".join([*lines, *(f"{name}: {shift}" for name, shift in self.shifts.items())])
 
 
 def extended(
@@ -67,7 +73,8 @@ def extended(
         )
     digests = (*before.digests, digest)[-_MOST_DIGESTS:]
     num_rows, kinds = before.num_rows + joined.num_rows, dict(joined.kinds)
-    fitted = Fitted(num_rows, {}, {}, {}, {}, kinds, digests)
+    profiles = profiles_of(columns, joined)
+    fitted = Fitted(num_rows, {}, {}, {}, {}, kinds, profiles, digests)
     changes: dict[str, TableChange] = {}
     for column in columns:
         if column.name in refit:
@@ -76,7 +83,33 @@ def extended(
         change = column.finish_extend(joined, before, fitted, retire_after)
         if change is not None:
             changes[str(column.table)] = change
-    return fitted, Report(changes)
+    shifts = {}
+    for column in columns:
+        old = before.profiles.get(column.name)
+        now = None if old is None else column.profile(joined, old.bins)
+        if old is not None and now is not None:
+            index = stability_index(np.array(old.shares), np.array(now.shares))
+            shifts[column.name] = Shift((old.missing, now.missing), index)
+    return fitted, Report(changes, shifts)
+
+
+def profiles_of(columns: Sequence[Column], statistics: PartialFit) -> dict[str, Profile]:
+    """Return the profiles of columns, the first one of each table.
+
+    Args:
+        columns: The columns of a spec.
+        statistics: The statistics of all rows.
+    """
+    profiles: dict[str, Profile] = {}
+    tables: set[str | None] = set()
+    for column in columns:
+        if column.table is not None and column.table in tables:
+            continue
+        profile = column.profile(statistics, None)
+        if profile is not None:
+            tables.add(column.table)
+            profiles[column.name] = profile
+    return profiles
 
 
 def without(before: Fitted, values: Mapping[str, Iterable[str | int]]) -> Fitted:

@@ -14,12 +14,17 @@ from recsys.features.arrow import Values, key_kind, read_values
 from recsys.features.columns import Column
 from recsys.features.counts import Counts
 from recsys.features.fingerprints import fingerprint_of
+from recsys.features.profiles import Profile
 from recsys.features.scaling import Moments, Quantiles
 from recsys.features.vocabulary import Vocabulary
 
 __all__ = ["Fitted", "PartialFit"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
+
+
+def _zeros() -> list[int]:
+    return [0, 0]
 
 
 @final
@@ -39,6 +44,8 @@ class Fitted(NamedTuple):
     kinds: dict[str, str]
     """Kinds of the values of `Hashed` and `Group` columns, "text" or "number", by column. A column
     that the data did not have, or only missing values of, has none."""
+    profiles: dict[str, Profile] = {}  # noqa: RUF012  # never changed in place
+    """Distributions of `Numeric` columns and of the tables of `Categorical` columns, by name."""
     digests: tuple[str, ...] = ()
     """Digests of the statistics of the last data, the newest last; see `PartialFit.digest`."""
 
@@ -60,6 +67,8 @@ class PartialFit:
         moments: Mean, deviation and limits of numbers, by column.
         quantiles: Quantiles of numbers, by column.
         kinds: Kinds of values, "text" or "number", by column.
+        samples: Samples of the numbers of columns, for their profiles.
+        missing: Number of missing values, and of all values, by column.
 
     Example:
         >>> import pyarrow as pa
@@ -78,6 +87,8 @@ class PartialFit:
         self.moments: defaultdict[str, Moments] = defaultdict(partial(Moments.of, np.empty(0)))
         self.quantiles: defaultdict[str, Quantiles] = defaultdict(Quantiles)
         self.kinds: dict[str, str] = {}
+        self.samples: defaultdict[str, Quantiles] = defaultdict(Quantiles)
+        self.missing: defaultdict[str, list[int]] = defaultdict(_zeros)
 
     @classmethod
     def joined(
@@ -138,7 +149,15 @@ class PartialFit:
             name: The column.
             is_list: True if the rows must be lists.
         """
-        return read_values(table, name, is_list)._replace(first_row=self.num_rows)
+        values = read_values(table, name, is_list)
+        self.missing[name][0] += values.array.null_count
+        self.missing[name][1] += len(values.array)
+        return values._replace(first_row=self.num_rows)
+
+    def missing_share(self, name: str) -> float:
+        """Return the share of the missing values of a column."""
+        missing, total = self.missing[name]
+        return missing / max(total, 1)
 
     def add_kind(self, column: Column, table: Any) -> None:
         """Add the kind of the values of a column, which the table may lack.
@@ -181,6 +200,10 @@ class PartialFit:
             self.moments[name] = self.moments[name].merged(moments)
         for name, quantiles in other.quantiles.items():
             self.quantiles[name].merge(quantiles)
+        for name, sample in other.samples.items():
+            self.samples[name].merge(sample)
+        for name, both in other.missing.items():
+            self.missing[name] = [a + b for a, b in zip(self.missing[name], both, strict=True)]
         for name, kind in other.kinds.items():
             self._check_kind(name, kind)
         self.num_rows += other.num_rows

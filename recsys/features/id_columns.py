@@ -22,6 +22,7 @@ from recsys.features.arrow import (
     to_float32,
 )
 from recsys.features.columns import Column, Feature
+from recsys.features.profiles import Profile, of_counts
 from recsys.features.text_hash import hash_rows
 from recsys.features.transform import Bags, without_missing
 
@@ -137,6 +138,11 @@ class Categorical(_IdColumn):
             table, before.vocabularies[table], self.min_count, self.max_size, retire_after
         )
         return change
+
+    def profile(self, statistics: PartialFit, bins: list[Any] | None) -> Profile:
+        """Return the shares of the most frequent values of the table."""
+        missing = statistics.missing_share(self.name)
+        return of_counts(statistics.counts[str(self.table)], missing, bins)
 
     def fingerprints(self, fitted: Fitted) -> dict[str, str]:
         """Return the fingerprint of the vocabulary."""

@@ -18,6 +18,7 @@ from recsys.base.arguments import finite, whole
 from recsys.features.arrow import Values, read_numbers, read_values, to_float32
 from recsys.features.columns import MISSING, Column, Feature, one_of
 from recsys.features.fingerprints import fingerprint_of
+from recsys.features.profiles import Profile, of_numbers
 from recsys.features.scaling import Moments
 from recsys.features.transform import Bags
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["Numeric"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
+_SAMPLE = 4096
+"""Numbers of a piece of the data that count in a profile, or twice as many."""
 _SPACINGS = ("quantile", "uniform")
 
 
@@ -115,6 +118,7 @@ class Numeric(Column):
         numbers = numbers if is_missing is None else numbers[~is_missing]
         moments = statistics.moments[self.name].merged(Moments.of(numbers))
         statistics.moments[self.name] = moments
+        statistics.samples[self.name].add(numbers[:: max(len(numbers) // _SAMPLE, 1)])
         if self.buckets is not None and self.spacing == "quantile":
             statistics.quantiles[self.name].add(numbers)
 
@@ -157,6 +161,11 @@ class Numeric(Column):
                 stacklevel=5,
             )
         return edges
+
+    def profile(self, statistics: PartialFit, bins: list[Any] | None) -> Profile:
+        """Return the shares of bins of the numbers, after clip and log."""
+        missing = statistics.missing_share(self.name)
+        return of_numbers(statistics.samples[self.name], missing, bins)
 
     def fingerprints(self, fitted: Fitted) -> dict[str, str]:
         """Return the fingerprint of the edges, or of the mean and the deviation, if they are used.

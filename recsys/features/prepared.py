@@ -45,8 +45,9 @@ def prepared_spec(spec: FeatureSpec) -> FeatureSpec:
     Example:
         >>> from recsys.features import Categorical, FeatureSpec, Label
         >>> spec = FeatureSpec([Categorical("city"), Label("ok")])
-        >>> prepared_spec(spec.fit({"city": ["Oslo", "Rome"], "ok": [0, 1]})).columns[0]
-        Ids(name='city', rows=4, is_list=False, weights=None, table='city', special_rows=2)
+        >>> ids, _ = prepared_spec(spec.fit({"city": ["Oslo", "Rome"], "ok": [0, 1]})).columns
+        >>> type(ids).__name__, ids.name, ids.rows, ids.special_rows
+        ('Ids', 'city', 4, 2)
     """
     fitted = spec.fitted
     taken = check_prepared_names(spec.columns)

@@ -19,6 +19,7 @@ import pyarrow as pa
 from recsys import features
 from recsys.features.columns import KINDS, Column
 from recsys.features.fit import Fitted
+from recsys.features.profiles import Profile
 from recsys.features.vocabulary import Vocabulary
 
 __all__ = ["NAME", "describe", "from_bytes", "load_folder", "restore", "save_folder", "to_bytes"]
@@ -45,6 +46,7 @@ def describe(columns: Sequence[Column], fitted: Fitted) -> dict[str, Any]:
         "deviations": fitted.deviations,
         "edges": {name: edges.tolist() for name, edges in fitted.edges.items()},
         "kinds": fitted.kinds,
+        "profiles": {name: profile._asdict() for name, profile in fitted.profiles.items()},
         "digests": list(fitted.digests),
         "vocabularies": {
             name: {"kind": vocabulary.kind, "size": len(vocabulary.values)}
@@ -83,7 +85,9 @@ def restore(
             dict(found["deviations"]),
             {name: np.array(edges, np.float64) for name, edges in found["edges"].items()},
             dict(found["kinds"]),
-            tuple(found.get("digests", ())),  # specs of an older recsys have none
+            # specs of an older recsys have neither
+            {name: Profile(**profile) for name, profile in found.get("profiles", {}).items()},
+            tuple(found.get("digests", ())),
         )
         for column in columns:
             column.check_fitted(fitted)

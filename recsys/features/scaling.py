@@ -162,6 +162,19 @@ class Quantiles:
                 edges.append(float(numbers[after]))
         return np.unique(edges)
 
+    def shares(self, edges: _Array) -> _Array:
+        """Return the share of the numbers between edges, [K + 1] float64.
+
+        Args:
+            edges: [K] rising inner edges; a number at an edge is above it.
+        """
+        numbers, reached = self._sorted()
+        if not len(numbers):
+            return np.zeros(len(edges) + 1)
+        places = np.searchsorted(numbers, edges, "left")
+        up_to = np.concatenate([[0], np.where(places > 0, reached[places - 1], 0), reached[-1:]])
+        return np.diff(up_to) / reached[-1]
+
     def _sorted(self) -> tuple[_Array, _Array]:
         """Return the numbers, rising, and how many numbers each one and those before stand for."""
         blocks = [self.rest, *(block for block in self.levels if block is not None)]

@@ -406,8 +406,8 @@ class FeatureSpec:
             ValueError: There are not rows, or a part is of another spec.
         """
         joined = PartialFit.joined(self.columns, parts, "fit")
-        kinds, digests = dict(joined.kinds), (joined.digest(),)
-        fitted = Fitted(joined.num_rows, {}, {}, {}, {}, kinds, digests)
+        kinds, profiles = dict(joined.kinds), extend.profiles_of(self.columns, joined)
+        fitted = Fitted(joined.num_rows, {}, {}, {}, {}, kinds, profiles, (joined.digest(),))
         for column in self.columns:
             column.finish_fit(joined, fitted)
         self.fitted = fitted
@@ -452,6 +452,7 @@ class FeatureSpec:
             [None, None, 'Rome', 'Oslo', 'Bonn']
             >>> print(report)
             city: 1 new, 2 kept (1 not in the data)
+            city: missing 0.0% -> 0.0%, stability index 7.009
         """
         part = self._partial(data, limit, self.column_kinds())
         return self.extend_parts([part], retire_after=retire_after, refit=refit)

@@ -53,10 +53,12 @@ def test_known_values_keep_their_rows_and_new_ones_follow() -> None:
     assert report.tables["city"] == TableChange(
         new=2, kept=2, absent=1, retired=0, rare=1, left_out=0
     )
-    assert str(report) == (
-        "city: 2 new, 2 kept (1 not in the data), 1 below min_count\n"
-        "tags: 1 new, 3 kept (3 not in the data)"
-    )
+    assert str(report).splitlines()[:3] == [
+        "city: 2 new, 2 kept (1 not in the data), 1 below min_count",
+        "tags: 1 new, 3 kept (3 not in the data)",
+        "city: missing 0.0% -> 12.5%, stability index 9.426",
+    ]
+    assert report.shifts["age"].missing == (0.0, 1 / 8)
     assert monday.fingerprints() == fingerprints, "the old spec does not change"
     changed = {
         name for name, value in tuesday.fingerprints().items() if value != fingerprints[name]
@@ -110,6 +112,29 @@ def test_parts_in_any_order_are_the_whole(tmp_path: Path) -> None:
     assert FeatureSpec.from_state_dict(whole.state_dict()).fitted.digests == whole.fitted.digests
     few = spec.extend(rows, retire_after=2, limit=10).spec  # counts in files
     assert few.fingerprints() == whole.fingerprints()
+
+
+def test_shifts_are_those_of_all_numbers_and_values() -> None:
+    random = np.random.default_rng(4)
+    before = {"n": random.normal(size=3000), "v": random.integers(0, 9, 3000).astype(str)}
+    after = {"n": random.normal(0.5, size=3000), "v": random.integers(3, 15, 3000).astype(str)}
+    spec = FeatureSpec([Numeric("n"), Categorical("v")]).fit(before)
+    shifts = spec.extend(after).report.shifts
+    edges = np.quantile(before["n"], np.arange(1, 10) / 10, method="inverted_cdf")
+    values = sorted(set(before["v"]))
+    shares = [
+        (np.bincount(np.searchsorted(edges, data["n"], "right"), minlength=10) / 3000, [
+            (data["v"] == value).mean() for value in values
+        ] + [(~np.isin(data["v"], values)).mean()])
+        for data in (before, after)
+    ]  # fmt: skip
+    for place, name in enumerate(("n", "v")):
+        old, new = (np.maximum(np.array(of_data[place]), 1e-4) for of_data in shares)
+        expected = ((new - old) * np.log(new / old)).sum()
+        assert shifts[name].stability_index == pytest.approx(expected, rel=1e-9)
+        assert shifts[name].missing == (0.0, 0.0)
+    again = spec.extend({name: values[::-1] for name, values in after.items()}).report.shifts
+    assert again == shifts
 
 
 def test_a_day_that_comes_again_is_refused() -> None:

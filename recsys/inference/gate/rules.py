@@ -21,9 +21,9 @@ from recsys.inference.gate.report import GateReport, Rule, Segment
 from recsys.inference.gate.scored import NEW_VALUES, Scored, score_both
 from recsys.inference.gate.segments import (
     auc_change,
+    drift_of,
     numbers_of,
     segments_of,
-    stability_index,
 )
 from recsys.inference.packages.deltas import BITS
 from recsys.inference.packages.manifest import read_manifest, sha256_of
@@ -169,7 +169,7 @@ class Gate:
             for column, values in scored.segments.items():
                 if column.startswith(NEW_VALUES):
                     known &= values != "new"
-            drift = stability_index(scored.served[known], scored.new[known])
+            drift = drift_of(scored.served[known], scored.new[known])
             text = f"the predictions of known values have a stability index of {drift:.3f}"
             yield Rule("drift", name, drift, self.max_drift, True, text)
 

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, TypeAlias, final
 import numpy as np
 import torch
 
+from recsys.features.profiles import stability_index
 from recsys.metrics import auc
 
-__all__ = ["Numbers", "numbers_of", "segments_of", "stability_index"]
+__all__ = ["Numbers", "auc_change", "drift_of", "numbers_of", "segments_of"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _FOLDS = 20
@@ -86,11 +87,10 @@ def _area(predictions: _Array, labels: _Array) -> float:
     return float(auc(torch.from_numpy(predictions), torch.from_numpy(labels)))
 
 
-def stability_index(before: _Array, after: _Array) -> float:
+def drift_of(before: _Array, after: _Array) -> float:
     """Return the population stability index of two samples of a number.
 
-    The bins are the deciles of the first sample. Empty bins count as half a row. Siddiqi, "Credit
-    Risk Scorecards" (2006): below 0.1 little has changed, above 0.25 much.
+    The bins are the deciles of the first sample.
 
     Args:
         before: [N] float64.
@@ -98,18 +98,17 @@ def stability_index(before: _Array, after: _Array) -> float:
 
     Example:
         >>> numbers = np.arange(1000.0)
-        >>> stability_index(numbers, numbers), round(stability_index(numbers, numbers + 500), 1)
-        (0.0, 3.5)
+        >>> drift_of(numbers, numbers), round(drift_of(numbers, numbers + 500), 1)
+        (0.0, 4.3)
     """
     if not len(before) or not len(after):
         return 0.0 if len(before) == len(after) else float("inf")
     edges = np.unique(np.quantile(before, np.arange(1, _BINS) / _BINS))
-    shares = []
-    for sample in (before, after):
-        counts = np.bincount(np.searchsorted(edges, sample, "right"), minlength=len(edges) + 1)
-        shares.append(np.maximum(counts, 0.5) / len(sample))
-    old, new = shares
-    return float(((new - old) * np.log(new / old)).sum())
+    shares = [
+        np.bincount(np.searchsorted(edges, sample, "right"), minlength=len(edges) + 1) / len(sample)
+        for sample in (before, after)
+    ]
+    return stability_index(*shares)
 
 
 def segments_of(columns: Mapping[str, _Array], least: int) -> Iterator[tuple[str, _Array]]:
