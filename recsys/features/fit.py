@@ -38,6 +38,8 @@ class Fitted(NamedTuple):
     kinds: dict[str, str]
     """Kinds of the values of `Hashed` and `Group` columns, "text" or "number", by column. A column
     that the data did not have, or only missing values of, has none."""
+    converted: tuple[str, ...] = ()
+    """Columns of prepared tables that do not have the values of the raw column of this name."""
 
 
 @final
@@ -118,15 +120,18 @@ class PartialFit:
             column.fit(self, table)
         self.num_rows += table.num_rows
 
-    def values(self, table: Any, name: str, is_list: bool) -> Values:
+    def values(self, table: Any, name: str, is_list: bool, separator: str | None = None) -> Values:
         """Read a column; messages of errors count the rows of all tables.
 
         Args:
             table: An Arrow table.
             name: The column.
             is_list: True if the rows must be lists.
+            separator: Separator of the values of lists in texts, or None.
         """
-        return read_values(table, name, is_list)._replace(first_row=self.num_rows)
+        return read_values(table, name, is_list, separator=separator)._replace(
+            first_row=self.num_rows
+        )
 
     def add_kind(self, column: Column, table: Any) -> None:
         """Add the kind of the values of a column, which the table may lack.
@@ -139,7 +144,7 @@ class PartialFit:
             TypeError: Earlier values were texts and these are numbers, or the reverse.
         """
         if column.name in table.column_names:
-            array = self.values(table, column.name, column.is_list).array
+            array = self.values(table, column.name, column.is_list, column.separator).array
             if not table.num_rows or array.null_count < len(array):
                 self._check_kind(column.name, key_kind(array.type))
 

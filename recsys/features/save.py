@@ -45,6 +45,7 @@ def describe(columns: Sequence[Column], fitted: Fitted) -> dict[str, Any]:
         "deviations": fitted.deviations,
         "edges": {name: edges.tolist() for name, edges in fitted.edges.items()},
         "kinds": fitted.kinds,
+        **({"converted": [*fitted.converted]} if fitted.converted else {}),
         "vocabularies": {
             name: {"kind": vocabulary.kind, "size": len(vocabulary.values)}
             for name, vocabulary in fitted.vocabularies.items()
@@ -82,6 +83,7 @@ def restore(
             dict(found["deviations"]),
             {name: np.array(edges, np.float64) for name, edges in found["edges"].items()},
             dict(found["kinds"]),
+            tuple(found.get("converted", ())),
         )
         for column in columns:
             column.check_fitted(fitted)

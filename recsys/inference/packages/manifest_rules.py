@@ -197,7 +197,9 @@ def _column(subject: str, value: object) -> dict[str, Any]:
     }
     if kind == "categorical":
         readers["table"] = text_of
-    return named | members(**readers)(subject, value)
+    separator = object_of(subject, value).get("separator")
+    separator = _optional(text_of)(f"{subject}: separator", separator)
+    return named | members(**readers)(subject, value) | {"separator": separator}
 
 
 def _number_column(subject: str, value: object, has_buckets: bool) -> dict[str, Any]:

@@ -179,6 +179,15 @@ def write_vectors(version: Path) -> Path:
     return write(version, columns=[vector, *COLUMNS[2:]], inputs=_raw_inputs())
 
 
+def write_separated(version: Path) -> Path:
+    """Write a version whose columns `city` and `any` are lists in texts."""
+    _write_vocabularies(version, CITIES, {})
+    columns = [
+        {**one, "separator": ", "} if one["name"] in ("city", "any") else one for one in COLUMNS
+    ]
+    return write(version, columns=columns, inputs=_raw_inputs())
+
+
 def _raw_inputs() -> list[dict[str, Any]]:
     """Return the inputs, whose features have the names of raw columns."""
     names = {column["tensor"]: column["name"] for column in COLUMNS if "tensor" in column}
