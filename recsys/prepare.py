@@ -147,7 +147,7 @@ def prepare(
         3
         >>> reader = datasets.parquet(folder / "parts", ready, batch_size=2, part="train")
         >>> [batch.sparse_features.values().tolist() for batch in reader]
-        [[2, 2]]
+        [[3]]
     """
     group, most = whole("row_group_rows", row_group_rows), whole("file_rows", file_rows)
     folder = Path(output)
@@ -217,7 +217,7 @@ class _Writer:
         self._writer: Any = None
 
     def write(self, table: Any) -> None:
-        """Add rows; those that do not fill a row group wait for others."""
+        """Add rows. A row group is written when it is full."""
         self._waiting.append(table)
         self._num_waiting += table.num_rows
         while self._num_waiting >= self._group:

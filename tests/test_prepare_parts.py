@@ -1,4 +1,4 @@
-"""Parts of prepared tables are those of the raw tables, for any split."""
+"""Parts of prepared tables have the rows of the parts of raw tables, for any split."""
 
 from __future__ import annotations
 

@@ -81,11 +81,11 @@ class _IdColumn(Column):
             "dtype": "text" if kind == "text" else "int64",
             "type": kind,
             "is_list": self.is_list,
-            "separator": self.separator,
             "weights": self.weights,
             "tensor": tensors[self.name],
             "table": self.table,
             "rows": None,
+            **({} if self.separator is None else {"separator": self.separator}),
         }
 
 

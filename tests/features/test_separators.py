@@ -17,9 +17,13 @@ from recsys import datasets
 from recsys.features import Categorical, FeatureSpec, Hashed, Ids, Label, Numeric
 from recsys.features.columns import Column
 from recsys.features.save import describe
-from recsys.inference import score
+from recsys.inference import Predictor, package, quantize_embeddings, score
 from recsys.inference.packages.columns import model_request, raw_request
+from recsys.inference.packages.manifest_rules import _column
+from recsys.modules.embedding_configs import PoolingType
+from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.prepare import prepare
+from recsys.sparse import KeyedJaggedTensor
 
 WORDS = ["action", "comedy", " drama", "new wave ", "7", "07", "ø"]
 
@@ -165,6 +169,47 @@ def test_score_and_requests(tmp_path: Path) -> None:
         assert lengths == [len(bag or ()) for bag in lists[name]]
     sizes = raw["genres"].views[:, 1].tolist()  # type: ignore[union-attr]
     assert sizes == [len(word.encode()) for bag in lists["genres"] for word in bag or ()]
+
+
+def test_a_package_splits_texts(tmp_path: Path) -> None:
+    lists = _lists(30, 1)
+    texts = _texts(lists, "|")
+    spec = _spec("|").fit(texts)
+    tables = spec.tables(4, PoolingType.SUM)
+    collection = EmbeddingBagCollection(tables=tables, is_weighted=True)
+    model = quantize_embeddings(_Pooled(collection).eval())
+    example = pa.table(texts).drop_columns(["ok"])
+    version = package(model, tmp_path / "m", example, spec=spec, programs=["torchscript"])
+    with Predictor(version) as predictor:
+        [column, *_] = predictor.manifest["columns"]
+        assert (column["separator"], column["dtype"]) == ("|", "text")
+        found, wanted = (predictor(request)["output"] for request in (texts, lists))
+        assert found.tolist() == wanted.tolist()
+        with pytest.raises(ValueError, match=r"'x' in row 0\. Send numbers between separators"):
+            predictor({**texts, "films": ["1|x"] * 30})
+    (tmp_path / "a.csv").write_text("genres,rated,stars,tags,films\n7,a|7,1|2,,3\n07,,,b|c,4|5\n")
+    [path] = score(version, tmp_path / "a.csv", tmp_path / "s", keys=["genres"])
+    rows = {
+        "genres": [["7"], ["07"]],
+        "rated": [["a", "7"], []],
+        "stars": [[1.0, 2.0], []],
+        "tags": [[], ["b", "c"]],
+        "films": [[3], [4, 5]],
+    }
+    with Predictor(version) as predictor:
+        output = predictor(rows)["output"][:, 0].tolist()
+    assert pq.read_table(path).to_pydict() == {"genres": ["7", "07"], "output": output}
+    with pytest.raises(ValueError, match="must have lists and a separator that is not empty"):
+        _column("columns[0]", {**column, "separator": ""})
+
+
+class _Pooled(nn.Module):
+    def __init__(self, tables: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
+        return self.tables(ids).values().sum(1, keepdim=True)
 
 
 @pytest.mark.parametrize(
