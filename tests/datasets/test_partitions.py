@@ -380,3 +380,16 @@ def test_files_of_several_blocks(tmp_path: Path) -> None:
         assert len(_rows(datasets.csv(tmp_path, spec, 32, filter=ds.field("day") == 4))) == 100
         only = datasets.csv(tmp_path, FeatureSpec([Ids("day", rows=9)]), 32)
         assert sum(len(batch.labels) for batch in only) == 200
+
+
+def test_files_of_several_kinds(tmp_path: Path) -> None:
+    _file(tmp_path / "day=3/city=a%2Fb/x.parquet", {"row": [1, 2]})
+    _file(tmp_path / "day=4/city=7/y.csv", {"row": [3]})
+    _file(tmp_path / "day=4/city=7/z.tsv", {"row": [4, 5]})
+    _file(tmp_path / "day=4/city=7/none.parquet", {"row": pa.array([], pa.int64())})
+    spec = FeatureSpec([Ids("row", rows=9), Ids("day", rows=9), Categorical("city")]).fit(tmp_path)
+    assert spec.values_of("city", [2, 3]).tolist() == ["7", "a/b"]
+    [batch] = datasets.csv(tmp_path, spec, 9)
+    found = {key: batch.sparse_features[key].values().tolist() for key in ("row", "day", "city")}
+    assert found == {"row": [1, 2, 3, 4, 5], "day": [3, 3, 4, 4, 4], "city": [3, 3, 2, 2, 2]}
+    assert _rows(datasets.csv(tmp_path, spec, 9, filter=ds.field("city") == "7")) == [3, 4, 5]

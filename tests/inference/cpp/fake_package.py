@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +182,10 @@ def write_vectors(version: Path) -> Path:
 
 def write_separated(version: Path) -> Path:
     """Write a version whose columns `city` and `any` are lists in texts."""
-    _write_vocabularies(version, CITIES, {})
-    columns = [
-        {**one, "separator": ", "} if one["name"] in ("city", "any") else one for one in COLUMNS
-    ]
+    names = ("city", "any")
+    spec = [replace(one, separator=", ") if one.name in names else one for one in _SPEC]
+    _write_vocabularies(version, CITIES, {}, spec)
+    columns = [{**one, "separator": ", "} if one["name"] in names else one for one in COLUMNS]
     return write(version, columns=columns, inputs=_raw_inputs())
 
 
