@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from recsys.datasets.selection import PARTS, Spec, check_settings, filter_columns
+import numpy as np
+
+from recsys.datasets.files import File
+from recsys.datasets.partitions import file_name
+from recsys.datasets.selection import (
+    PART_COLUMN,
+    PARTS,
+    RecordedSplit,
+    RowSplit,
+    Spec,
+    check_settings,
+    check_split,
+    filter_columns,
+)
 from recsys.datasets.sources import TableSource, source_of
 from recsys.datasets.table_reader import TableReader
-from recsys.datasets.tables import Paths, files_of, unify_types
+from recsys.datasets.tables import Paths, files_of, located, unify_types
 
 __all__ = ["csv", "parquet", "table"]
 
@@ -23,18 +36,34 @@ def _read_files(
     split, filter = options.get("split"), options.get("filter")
     check_settings(spec, split, filter)
     files = files_of(paths, format, **text_options)
+    has_parts = all(PART_COLUMN in file.partition for file in files)
+    if split is None and options.get("part") in PARTS and has_parts:
+        split = RecordedSplit()
+        options = {**options, "split": split}
+    for file in files:
+        check_split(split, spec, file.path, file.schema.names)
     names = [*spec.column_names(options.get("labels", True)), *(split.columns if split else ())]
     kinds = {name: kind for name, kind in spec.column_kinds().items() if name in names}
     files = unify_types(files, names, kinds)
     files = unify_types(files, filter_columns(filter, files[0].schema), kinds)
     sources = []
     for file in files:
-        rows = filter
+        rows, is_excluded = filter, False
         if split is not None and options.get("part") in PARTS:
             wanted = split.filter_of(options["part"], file.schema)
             rows = wanted if rows is None else rows if wanted is None else rows & wanted
-        sources.append(source_of(file, rows))
+            is_excluded = not _may_have_part(file, split, options["part"])
+        sources.append(source_of(file, rows, is_excluded=is_excluded))
     return TableReader(sources, spec, batch_size, **options)
+
+
+def _may_have_part(file: File, split: RowSplit, part: str) -> bool:
+    """Return whether a file may have rows of a part; its partition may put all rows in one part."""
+    if not split.columns or not {*split.columns} <= {*file.partition}:
+        return True
+    with located(lambda row: (file.path, row)):
+        [number] = split.parts_of(file.partition_row(), file_name(file.path), np.zeros(1, np.int64))
+    return bool(number == PARTS.index(part))
 
 
 def parquet(paths: Paths, spec: Spec, batch_size: int, **options: Any) -> TableReader:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import posixpath
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,15 +14,29 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from recsys.base.arguments import MissingKeyError, shown, wrong_type
+from recsys.datasets.partitions import file_name
 from recsys.datasets.sources import Source, TextSource, Unit
 from recsys.datasets.tables import located
 from recsys.datasets.utils import Batch
 from recsys.datasets.windows import join_rows
 
-__all__ = ["PARTS", "RowSplit", "Rows", "Selection", "Spec", "check_settings", "filter_columns"]
+__all__ = [
+    "PARTS",
+    "PART_COLUMN",
+    "RecordedSplit",
+    "RowSplit",
+    "Rows",
+    "Selection",
+    "Spec",
+    "check_settings",
+    "check_split",
+    "filter_columns",
+]
 
 PARTS = ("train", "validation", "test")
 """Names of the parts of a split."""
+PART_COLUMN = "part"
+"""Partition column of prepared tables with the part of each row, in folders such as part=train."""
 _Array: TypeAlias = np.ndarray[Any, Any]
 
 
@@ -52,6 +65,44 @@ class RowSplit(Protocol):
 
     def parts_of(self, table: Any, file: str, rows: _Array) -> _Array:
         """Return the number of each row's part in `PARTS`."""
+
+
+@final
+@dataclass(frozen=True)
+class RecordedSplit:
+    """The parts that `recsys.prepare.prepare` wrote to folders such as part=train.
+
+    Example:
+        >>> RecordedSplit().parts_of(pa.table({"part": ["train", "test"]}), "x", np.arange(2))
+        array([0, 2])
+    """
+
+    is_of_files = True
+    """All rows of a file are of one part."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that `parts_of` reads."""
+        return [PART_COLUMN]
+
+    def filter_of(self, part: str, schema: Any) -> Any:
+        """Return a filter of `pyarrow.dataset` that keeps at least the rows of a part, or None."""
+
+    def parts_of(self, table: Any, file: str, rows: _Array) -> _Array:
+        """Return the number of each row's part in `PARTS`.
+
+        Raises:
+            ValueError: A value is not a part.
+        """
+        names = table.column(PART_COLUMN).to_pylist()
+        for row, name in enumerate(names):
+            if name not in PARTS:
+                raise ValueError(
+                    f"Column {PART_COLUMN!r} must have train, validation or test to read a part "
+                    f"without split; received {shown(name)} in row {row}. Pass split, or write "
+                    "the files by prepare(split=...)."
+                )
+        return np.array([PARTS.index(name) for name in names], np.int64)
 
 
 class Rows(NamedTuple):
@@ -91,17 +142,28 @@ class Selection:
         check_settings(self.spec, self.split, self.filter)
         if self.split is not None or self.part is not None:
             if self.split is None:
-                wrong_type("split", "a Split or TimeSplit of recsys.datasets", self.split)
+                wrong_type(
+                    "split",
+                    "a Split or TimeSplit of recsys.datasets with part, except for files that "
+                    "prepare(..., split=...) wrote",
+                    self.split,
+                )
             if self.part not in PARTS:
                 raise ValueError(
                     "part must be 'train', 'validation' or 'test' with split; received "
                     f"{shown(self.part)}."
                 )
         for source in self.sources:
+            check_split(self.split, self.spec, source.path, source.schema.names)
             if missing := [name for name in self.columns if name not in source.schema.names]:
                 raise MissingKeyError(
                     f"{source.path} must have the columns {missing}; it has {source.schema.names}."
                 )
+
+    @property
+    def has_whole_units(self) -> bool:
+        """True if filter and split keep all rows of the units."""
+        return self.filter is None and getattr(self.split, "is_of_files", self.split is None)
 
     @cached_property
     def columns(self) -> list[str]:
@@ -155,7 +217,7 @@ class Selection:
             )
             rows = np.arange(first, first + table.num_rows)
             with self._located([Rows(table, unit, None)]):
-                parts = self.split.parts_of(table, posixpath.basename(source.path), rows)
+                parts = self.split.parts_of(table, file_name(source.path), rows)
             mine = parts == PARTS.index(str(self.part))
             is_kept = mine if is_kept is None else mine & is_kept
         if is_kept is None or is_kept.all():
@@ -213,6 +275,39 @@ def check_settings(spec: object, split: object, filter: object) -> None:
         wrong_type("split", "a Split or TimeSplit of recsys.datasets", split)
     if filter is not None and not isinstance(filter, ds.Expression):
         wrong_type("filter", "an expression such as pyarrow.dataset.field('age') > 18", filter)
+
+
+def check_split(split: RowSplit | None, spec: Spec, path: str, names: Sequence[str]) -> None:
+    """Check that a file has the raw values that a split needs.
+
+    Args:
+        split: The split, or None.
+        spec: Description of the columns; a prepared one lists columns without raw values.
+        path: The file, for the message.
+        names: The columns of the file.
+
+    Raises:
+        KeyError: The file does not have a column of the split.
+        ValueError: The tables are prepared, and rows would be in other parts than the raw ones.
+    """
+    if split is None or getattr(split, "is_of_files", False):
+        return
+    remedy = (
+        "Record the parts by prepare(..., split=...) when raw tables are prepared, and read them "
+        "by part='train' without split."
+    )
+    if missing := [name for name in split.columns if name not in names]:
+        raise MissingKeyError(
+            f"{path} must have the columns of split, {missing}; it has {[*names]}. {remedy}"
+        )
+    converted: Sequence[str] = getattr(spec, "converted", ())
+    gone = [name for name in split.columns if name in converted]
+    if gone or (converted and not split.columns):
+        received = f"converted values of {gone}" if gone else "rows in other files and places"
+        raise ValueError(
+            f"split must divide tables as it divides the raw ones; received {split} for the "
+            f"prepared {path}, which has {received}. {remedy}"
+        )
 
 
 def filter_columns(filter: Any, schema: Any) -> list[str]:

@@ -22,6 +22,7 @@ from pyarrow import csv, fs
 
 from recsys.datasets.files import File, is_text
 from recsys.datasets.memory import table_of
+from recsys.datasets.partitions import file_name
 from recsys.datasets.tables import (
     COMPRESSED,
     files_of,
@@ -82,23 +83,29 @@ class Source(Protocol):
         """Return the number of rows before a unit. Blocks of text are counted by reading."""
 
     def mark(self) -> int:
-        """Return a checksum of name and size, which does not depend on the folder."""
+        """Return a checksum of name, partition and size, which does not depend on other folders."""
 
     def checksum(self) -> int:
         """Return `File.checksum` of a file; 0 of a table in memory."""
 
 
-def source_of(file: File, rows: Any = None, *, in_parts: bool = False) -> Source:
+def source_of(
+    file: File, rows: Any = None, *, in_parts: bool = False, is_excluded: bool = False
+) -> Source:
     """Return the source of a file.
 
     Args:
         file: The file.
-        rows: A filter of `pyarrow.dataset`. Row groups whose statistics exclude it are left out;
-            rows are not filtered.
+        rows: A filter of `pyarrow.dataset`. Row groups whose statistics exclude it are left out,
+            and files whose partition excludes it; rows are not filtered.
         in_parts: True to yield several tables of a large unit, at most some 64 thousand rows each,
             and to read text files as one unit, in tables of a mebibyte of text.
+        is_excluded: True to leave out all units.
     """
-    return TextSource(file, in_parts) if is_text(file) else ParquetSource(file, rows, in_parts)
+    is_excluded = is_excluded or file.excludes(rows)
+    if is_text(file):
+        return TextSource(file, in_parts, is_excluded)
+    return ParquetSource(file, rows, in_parts, is_excluded)
 
 
 @final
@@ -109,9 +116,12 @@ class ParquetSource:
         file: The file.
         rows: A filter, as for `source_of`.
         in_parts: As for `source_of`.
+        is_excluded: As for `source_of`.
     """
 
-    def __init__(self, file: File, rows: Any, in_parts: bool) -> None:
+    def __init__(
+        self, file: File, rows: Any = None, in_parts: bool = False, is_excluded: bool = False
+    ) -> None:
         self.path, self.schema, self._file = file.path, file.schema, file
         self._in_parts = in_parts
         fragment = file.fragment
@@ -120,12 +130,16 @@ class ParquetSource:
         self._counts = [self._metadata.row_group(i).num_rows for i in groups]
         self._starts: list[int] = [0, *accumulate(self._counts)]
         kept = fragment if rows is None else fragment.subset(rows, schema=file.schema)
-        counts = [(group.id, self._counts[group.id]) for group in kept.row_groups]
-        self.sizes = [(number, count) for number, count in counts if count]
+        chosen = [] if is_excluded else [group.id for group in kept.row_groups]
+        self.sizes = [(number, self._counts[number]) for number in chosen if self._counts[number]]
 
     def read(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
         """Yield the number and the rows of each row group, texts as a dictionary if in one part."""
-        yield from self._file.checked(self._row_groups(numbers, list(columns)))
+        stored = [name for name in columns if name not in self._file.partition]
+        groups = self._row_groups(numbers, stored)
+        if columns and not stored:  # pyarrow yields nothing without columns
+            groups = ((n, pa.table({"": pa.nulls(self._counts[n])})) for n in numbers)
+        yield from self._file.checked(self._file.completed(groups, columns, self.first_row))
 
     def _row_groups(self, numbers: Sequence[int], columns: list[str]) -> Iterator[tuple[int, Any]]:
         system = self._file.fragment.filesystem
@@ -165,24 +179,28 @@ class TextSource:
     Args:
         file: The file.
         in_parts: As for `source_of`.
+        is_excluded: As for `source_of`.
     """
 
-    def __init__(self, file: File, in_parts: bool) -> None:
+    def __init__(self, file: File, in_parts: bool = False, is_excluded: bool = False) -> None:
         self.path, self.schema, self._file = file.path, file.schema, file
+        self._names = [name for name in file.schema.names if name not in file.partition]
         self._in_parts = in_parts
         self._format = file.fragment.format
         options = self._format.default_fragment_scan_options
         self._reading, self._conversion = options.read_options, options.convert_options
         self._size = file.version[0]
-        self._is_whole = (
+        self.is_whole = (
             posixpath.splitext(file.fragment.path)[1] in COMPRESSED
             or self._format.parse_options.newlines_in_values
             or not is_utf8(file.encoding)
         )
-        self.sizes = [(0, 0)] if in_parts else self._estimated_sizes()
+        self.sizes: list[tuple[int, int]] = [(0, 0)]
+        if is_excluded or not in_parts:
+            self.sizes = [] if is_excluded else self._estimated_sizes()
 
     def _estimated_sizes(self) -> list[tuple[int, int]]:
-        count = 1 if self._is_whole else max(1, -(-self._size // _BLOCK_BYTES))
+        count = 1 if self.is_whole else max(1, -(-self._size // _BLOCK_BYTES))
         with self._stream() as stream:
             sample = stream.read(1 << 16)
         rows = max(1, self._size * sample.count(b"\n") // (max(1, len(sample)) * count))
@@ -194,12 +212,14 @@ class TextSource:
 
     def read(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
         """Yield the number and the rows of each block."""
+        stored = [name for name in columns if name not in self._file.partition]
+        stored = stored or self._names[:1]  # for the number of rows
         number = 0
 
         def blocks() -> Iterator[tuple[int, Any]]:
             nonlocal number
             for number in numbers:
-                for batch in self._parse(number, columns):
+                for batch in self._parse(number, stored):
                     yield number, pa.Table.from_batches([batch])
 
         def text_of(error: Exception) -> str:
@@ -209,7 +229,8 @@ class TextSource:
                 text = f"{text[: match.start()]}line {line}{text[match.end() :]}"
             return text
 
-        yield from self._file.checked(blocks(), text_of)
+        completed = self._file.completed(blocks(), columns, self.first_row)
+        yield from self._file.checked(completed, text_of)
 
     def first_row(self, number: int) -> int:
         """Return the number of rows before a block."""
@@ -228,7 +249,7 @@ class TextSource:
 
     def _data(self, number: int) -> bytes:
         """Return the text of a block."""
-        if self._is_whole:
+        if self.is_whole:
             with self._stream() as stream:
                 data: bytes = stream.read()
                 return data
@@ -250,7 +271,7 @@ class TextSource:
             reading.use_threads, reading.block_size = False, len(data)
         if number:  # the first block has the names
             reading.skip_rows = reading.skip_rows_after_names = 0
-            reading.autogenerate_column_names, reading.column_names = False, self.schema.names
+            reading.autogenerate_column_names, reading.column_names = False, self._names
         types = {name: self.schema.field(name).type for name in columns}
         conversion.column_types = {**conversion.column_types, **types}
         conversion.include_columns = columns
@@ -320,10 +341,16 @@ class Part(NamedTuple):
     """Path or URL of the file; empty for a table in memory."""
     first: int
     """Row in the file of the first row."""
+    place: int = 0
+    """Place of the first row, as `Split` counts places."""
+    rows: Any = None
+    """[B] int64, rows in the file of chosen rows; None: consecutive rows from `first`."""
 
     def slice(self, start: int, count: int) -> Part:
         """Return at most `count` rows from `start`."""
-        return Part(self.table.slice(start, count), self.path, self.first + start)
+        rows = None if self.rows is None else self.rows[start : start + count]
+        table = self.table.slice(start, count)
+        return Part(table, self.path, self.first + start, self.place + start, rows)
 
     def located(self, counted: int = 0) -> AbstractContextManager[None]:
         """Return a context that names the file, and the row in the file, in errors.
@@ -331,23 +358,35 @@ class Part(NamedTuple):
         Args:
             counted: Number of the first row in messages of errors.
         """
-        return located(lambda row: (self.path, self.first + row - counted))
+
+        def place_of(row: int) -> tuple[str, int]:
+            is_chosen = self.rows is not None and 0 <= row - counted < len(self.rows)
+            row = int(self.rows[row - counted]) if is_chosen else self.first + row - counted
+            return self.path, row
+
+        return located(place_of)
 
 
-def read_parts(file: File, columns: Sequence[str]) -> Iterator[Part]:
+def read_parts(file: File, columns: Sequence[str], *, in_blocks: bool = False) -> Iterator[Part]:
     """Yield all rows of a file in parts, in bounded memory.
 
     Args:
         file: The file.
         columns: The columns to read.
+        in_blocks: True to read text files in the blocks of readers, so that `Part.place` is the
+            place of readers.
 
     Raises:
         ValueError: As for `Source.read`.
     """
-    source, first = source_of(file, in_parts=True), 0
-    for _, table in source.read([number for number, _ in source.sizes], columns):
-        yield Part(table, file.path, first)
-        first += table.num_rows
+    source, first, last, offset = source_of(file, in_parts=True), 0, 0, 0
+    if in_blocks and isinstance(source, TextSource) and not source.is_whole:
+        source = TextSource(file)
+    for number, table in source.read([number for number, _ in source.sizes], columns):
+        offset = offset if number == last else 0
+        place = (number << 32) + offset if isinstance(source, TextSource) else first
+        yield Part(table, file.path, first, place)
+        first, last, offset = first + table.num_rows, number, offset + table.num_rows
 
 
 def parts_of(data: Any, columns: Sequence[str], kinds: Mapping[str, str | None]) -> Iterator[Part]:
@@ -413,5 +452,4 @@ def _is_plain_text(kind: Any) -> bool:
 
 
 def _mark(name: str, sizes: Sequence[int]) -> int:
-    base = posixpath.basename(name.replace("\\", "/"))
-    return zlib.crc32(repr((base, list(sizes))).encode())
+    return zlib.crc32(repr((file_name(name), list(sizes))).encode())

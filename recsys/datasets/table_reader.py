@@ -97,8 +97,9 @@ class TableReader(IterableDataset[Batch]):
         filter: Rows to read, as an expression of `pyarrow.dataset` such as
             `pyarrow.dataset.field("age") > 18`. Row groups whose statistics exclude it are not
             read.
-        split: A `recsys.datasets.Split` or `TimeSplit`.
-        part: "train", "validation" or "test", with `split`.
+        split: A `recsys.datasets.Split` or `TimeSplit`. Prepared tables are divided while they are
+            written, by `prepare(..., split=...)`.
+        part: "train", "validation" or "test", with `split` or of tables with recorded parts.
         drop_last: Leave out the last batch of an epoch if it is not full.
         pin_memory: Yield batches in page-locked memory, from which copies to a GPU are
             asynchronous.
@@ -179,7 +180,7 @@ class TableReader(IterableDataset[Batch]):
                 "row groups with `python -m recsys prepare --row-group-rows`."
             )
         with ThreadPoolExecutor(16) as pool:
-            self._checksums = [*pool.map(lambda source: source.checksum(), self.selection.sources)]
+            self._checksums = [*pool.map(_checksum, self.selection.sources)]
         self._trail: deque[_Position] = deque(maxlen=_MOST_PENDING + 1)
         self._resumes = False
         self._move(_Position(0, 0, 0))
@@ -188,11 +189,12 @@ class TableReader(IterableDataset[Batch]):
     def num_batches(self) -> int | None:
         """Number of batches of the epoch `epoch` on this rank.
 
-        None if it is unknown before they are read: with a filter, a split or text files.
+        None if it is unknown before they are read: with a filter, a split or text files. It is
+        known for recorded parts.
         """
         chosen = self.selection
         has_estimates = any(isinstance(source, TextSource) for source in chosen.sources)
-        if has_estimates or chosen.filter is not None or chosen.split is not None:
+        if has_estimates or not chosen.has_whole_units:
             return None
         rows = sum(unit.num_rows for window in self._windows(self.epoch) for unit in window)
         step = self._step_rows()
@@ -419,6 +421,11 @@ class TableReader(IterableDataset[Batch]):
         self._next = after
         self._trail.append(after)
         return batch
+
+
+def _checksum(source: Source) -> int:
+    """Return the checksum of a source; 0 if none of it is read."""
+    return source.checksum() if source.sizes else 0
 
 
 @final

@@ -7,6 +7,9 @@ The types of a text file are inferred from its first, middle and last mebibyte: 
 numbers, else times, else texts. An empty field is a missing value, of texts as well; other words
 for missing values, such as NA, are texts. Digits with leading zeros are whole numbers: 007 is 7.
 Columns of keys that were fitted as texts are read as texts.
+
+Folders such as `dt=2026-11-28` are partition columns of the files in them: whole numbers if all
+folders have whole numbers without leading zeros, else texts.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from pyarrow import csv, fs
 
 from recsys.base.arguments import MissingKeyError, wrong_type
 from recsys.datasets.files import READ_ERRORS, File, described, is_text, version_of
+from recsys.datasets.partitions import Partition, check_same_columns, partition_of, types_of
 
 __all__ = [
     "COMPRESSED",
@@ -121,8 +125,8 @@ def unify_types(
     Returns:
         The files. Text files have the types of all text files: whole numbers in one file and
         decimals in another become decimals, dates and times become times. A column without values
-        has the type of the other files. A
-        column of keys of no known kind is read as texts if a file has texts in it.
+        has the type of the other files. A column of keys of no known kind is read as texts if a
+        file has texts in it. Partition columns have types as columns of text files.
 
     Raises:
         KeyError: A file does not have a column.
@@ -149,10 +153,15 @@ def unify_types(
                     f"Column {name!r} must have one kind of values in all files; received "
                     f"{expected} in {first[0].path} and {kind} in {file.path}. Convert one of them."
                 )
-            widest = _wider(widest, file_type) if is_text(file) else widest
+            widest = _wider(widest, file_type) if _is_inferred(file, name) else widest
         if first is not None and kind_of(widest) in (None, kind_of(first[1])):
             types[name] = first[1] if pa.types.is_null(widest) else widest
-    return [_with_types(file, types) if is_text(file) else file for file in files]
+    return [_with_types(file, types) for file in files]
+
+
+def _is_inferred(file: File, name: str) -> bool:
+    """Return whether the type of a column is inferred from its values, and may be another one."""
+    return is_text(file) or name in file.partition
 
 
 def _with_texts(files: Sequence[File], kinds: Mapping[str, str | None]) -> list[File]:
@@ -161,18 +170,24 @@ def _with_texts(files: Sequence[File], kinds: Mapping[str, str | None]) -> list[
     for name, kind in kinds.items():
         having = [file for file in files if name in file.schema.names]
         types = [file.schema.field(name).type for file in having]
-        of_text = [kind for file, kind in zip(having, types, strict=True) if is_text(file)]
+        pairs = zip(having, types, strict=True)
+        of_text = [kind for file, kind in pairs if _is_inferred(file, name)]
         # texts that look like times: a key is never a time
         has_texts = kind_of(reduce(_wider, of_text, pa.null())) in ("texts", "times")
         has_texts = has_texts or "texts" in map(kind_of, types)
         if kind == "text" or (kind is None and has_texts):
             wanted[name] = pa.string()
-    return [_with_types(file, wanted) if is_text(file) else file for file in files]
+    return [_with_types(file, wanted) for file in files]
 
 
 def _with_types(file: File, types: Mapping[str, Any]) -> File:
+    """Return a file whose inferred columns have other types."""
+    if not any(_is_inferred(file, name) for name in file.schema.names):
+        return file
     fields = [
-        field.with_type(types.get(field.name, field.type)) if field.name in types else field
+        field.with_type(types[field.name])
+        if field.name in types and _is_inferred(file, field.name)
+        else field
         for field in file.schema
     ]
     return replace(file, schema=pa.schema(fields))
@@ -200,11 +215,23 @@ def files_of(paths: Paths, format: str | None = None, **csv_options: Any) -> lis
     listed = [paths] if isinstance(paths, str | PurePath) else list(paths)
     if not listed:
         raise FileNotFoundError("paths must have at least one path; received none.")
+    found = [place for address in listed for place in _found(os.fspath(address))]
+    names = [shown for _, _, shown in found]
+    partitions = [*map(partition_of, names)]
+    check_same_columns(names, partitions)
+    types = types_of(partitions)
     return [
-        _open(system, path, shown, format, csv_options)
-        for address in listed
-        for system, path, shown in _found(os.fspath(address))
+        _with_columns(_open(system, path, shown, format, csv_options), partition, types)
+        for (system, path, shown), partition in zip(found, partitions, strict=True)
     ]
+
+
+def _with_columns(file: File, partition: Partition, types: Mapping[str, Any]) -> File:
+    """Return a file with the columns of its folders."""
+    added = {name: value for name, value in partition.items() if name not in file.schema.names}
+    repeated = {name: value for name, value in partition.items() if name not in added}
+    schema = pa.schema([*file.schema, *(pa.field(name, types[name]) for name in added)])
+    return replace(file, schema=schema, partition=added, repeated=repeated) if partition else file
 
 
 def is_path(data: object) -> bool:
@@ -215,13 +242,12 @@ def is_path(data: object) -> bool:
 def _found(one: str) -> list[tuple[Any, str, str]]:
     system, path = fsspec.core.url_to_fs(one)
     if system.isdir(path):
-        paths = [
-            name
-            for name in system.find(path)
-            if _format_of(name) and not _is_hidden(name.removeprefix(path))
-        ]
+        paths = _files_in(system, path)
     elif any(mark in path for mark in "*?["):
-        paths = [name for name in system.glob(path) if system.isfile(name)]
+        matches = system.glob(path)
+        paths = [name for name in matches if system.isfile(name)]
+        # a glob of folders only, such as dt=2026-11-*
+        paths = paths or [*{name for folder in matches for name in _files_in(system, folder)}]
     else:
         paths = [path] if system.exists(path) else []
     if not paths:
@@ -232,9 +258,22 @@ def _found(one: str) -> list[tuple[Any, str, str]]:
     return [(place, path, prefix + path) for path in sorted(paths)]
 
 
+def _files_in(system: Any, folder: str) -> list[str]:
+    """Return the tables in a folder and its folders."""
+    return [
+        name
+        for name in system.find(folder)
+        if _format_of(name) and not _is_hidden(name.removeprefix(folder))
+    ]
+
+
 def _is_hidden(path: str) -> bool:
-    """Return whether a part of a path marks a hidden file, by the rule of pyarrow and Spark."""
-    return any(part.startswith((".", "_")) for part in PurePath(path.lstrip("/")).parts)
+    """Return whether a part of a path marks a hidden file, by the rule of Spark."""
+    *folders, name = PurePath(path.lstrip("/")).parts
+    return name.startswith((".", "_")) or any(
+        folder.startswith(".") or (folder.startswith("_") and "=" not in folder)
+        for folder in folders
+    )
 
 
 def _format_of(path: str) -> str | None:

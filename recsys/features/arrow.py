@@ -21,10 +21,12 @@ __all__ = [
     "decoded",
     "key_kind",
     "lengths_of",
+    "numbers_of",
     "read_integers",
     "read_keys",
     "read_numbers",
     "read_values",
+    "times_of",
     "to_float32",
 ]
 
@@ -143,7 +145,9 @@ def column_of(table: Any, name: str) -> Any:
         ) from error
 
 
-def read_values(table: Any, name: str, is_list: bool, hint: str | None = None) -> Values:
+def read_values(
+    table: Any, name: str, is_list: bool, hint: str | None = None, separator: str | None = None
+) -> Values:
     """Read a column with one value, or one list of values, per row.
 
     Args:
@@ -151,12 +155,16 @@ def read_values(table: Any, name: str, is_list: bool, hint: str | None = None) -
         name: The column.
         is_list: True if the rows must be lists.
         hint: What to do if they are not lists, or the reverse; None: set `is_list`.
+        separator: Separator of the values of lists in texts; None: texts are values.
 
     Raises:
         KeyError: There is no such column.
         TypeError: Rows are lists and must not be, or the reverse.
+        ValueError: Bytes that are split are not UTF-8.
     """
     array = _plain(column_of(table, name))
+    if separator is not None and key_kind(array.type) == "text":
+        array = _split_texts(Values(name, array, None), separator)
     kind = array.type
     if pa.types.is_null(kind):  # all values are missing
         lengths = np.zeros(len(array), np.int64) if is_list else None
@@ -165,6 +173,8 @@ def read_values(table: Any, name: str, is_list: bool, hint: str | None = None) -
     if has_lists != is_list or (pa.types.is_nested(kind) and not has_lists):
         rule = "must have lists" if is_list else "must have one value per row"
         remedy = f" {hint or f'Set is_list={has_lists}.'}"
+        if hint is None and key_kind(kind) == "text":
+            remedy = f" Set separator to split texts, such as '|'.{remedy}"
         remedy = remedy if has_lists or not pa.types.is_nested(kind) else ""
         raise TypeError(f"Column {name!r} {rule}; received {kind}.{remedy}")
     if not is_list:
@@ -175,6 +185,19 @@ def read_values(table: Any, name: str, is_list: bool, hint: str | None = None) -
             f"Column {name!r} must have lists of values; received {kind}. Flatten the lists."
         )
     return Values(name, values, lengths_of(array))
+
+
+def _split_texts(values: Values, separator: str) -> Any:
+    """Return the lists of texts; an empty text, as a missing one, has no values."""
+    array = values.array
+    try:
+        is_encoded = pa.types.is_dictionary(array.type)
+        texts = (array.dictionary if is_encoded else array).cast(pa.large_string())
+    except pa.ArrowInvalid:  # also if the bad entry of a dictionary is not used
+        is_encoded, texts = False, _utf8(values).cast(pa.large_string())
+    texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts)
+    lists = pc.split_pattern(texts, separator)
+    return lists.take(array.indices) if is_encoded else lists
 
 
 def _plain(array: Any) -> Any:
@@ -248,10 +271,7 @@ def _read_texts(values: Values) -> Keys:
     """Return the distinct strings of a column, and their positions."""
     encoded = _encoded(values.array)
     if encoded is None:
-        array = decoded(values.array)
-        bad = np.array([not _is_utf8(value) for value in array.to_pylist()])
-        values.reject(ValueError, "must have texts in UTF-8", bad, "Decode the bytes.")
-        encoded = _encoded(array)  # only unused entries of the dictionary were bad
+        encoded = _encoded(_utf8(values))  # only unused entries of the dictionary were bad
         assert encoded is not None
     codes, texts = encoded
     is_missing = None
@@ -259,6 +279,14 @@ def _read_texts(values: Values) -> Keys:
         is_missing = codes.is_null().to_numpy(zero_copy_only=False)
         codes = codes.fill_null(0)
     return Keys(codes.to_numpy(zero_copy_only=False).astype(np.int64), texts, is_missing)
+
+
+def _utf8(values: Values) -> Any:
+    """Return the decoded texts of a column, or raise an error that names the first bad one."""
+    array = decoded(values.array)
+    bad = np.array([not _is_utf8(value) for value in array.to_pylist()])
+    values.reject(ValueError, "must have texts in UTF-8", bad, "Decode the bytes.")
+    return array
 
 
 def _encoded(array: Any) -> tuple[Any, Any] | None:
@@ -278,6 +306,36 @@ def _is_utf8(value: bytes | None) -> bool:
     try:
         (value or b"").decode()
     except UnicodeDecodeError:
+        return False
+    return True
+
+
+def numbers_of(values: Values, kind: Any) -> Values:
+    """Convert the values of lists that were split from texts to numbers.
+
+    Args:
+        values: The column; numbers stay.
+        kind: The Arrow type of the numbers.
+
+    Raises:
+        ValueError: A text is not a number of this type.
+    """
+    array = decoded(values.array)
+    if not _is_text(array.type):
+        return values
+    if not _is_of(array, kind):
+        bad = np.array([not _is_of(value, kind) for value in array])
+        rule = "whole numbers" if pa.types.is_integer(kind) else "numbers"
+        hint = "Correct the text, and write no spaces."
+        values.reject(ValueError, f"must have {rule} between separators", bad, hint)
+    return values._replace(array=array.cast(kind))
+
+
+def _is_of(texts: Any, kind: Any) -> bool:
+    """Return whether a text, or each text of an array, can be cast to a type."""
+    try:
+        texts.cast(kind)
+    except pa.ArrowInvalid:
         return False
     return True
 
@@ -346,6 +404,31 @@ def read_numbers(
     if not is_finite.all():
         values.reject(ValueError, "must have finite numbers", ~is_finite, hint)
     return numbers, is_missing
+
+
+def times_of(values: Values, rule: str) -> Any:
+    """Return the array of a column, whose texts become times.
+
+    Args:
+        values: The column; texts are dates and times in ISO 8601, such as 2026-11-28, in UTC if
+            they have no zone.
+        rule: The legal values, for messages.
+
+    Raises:
+        TypeError: A text is not a time.
+    """
+    array = decoded(values.array)
+    if not _is_text(array.type):
+        return array
+    texts = array.cast(pa.large_string())
+    for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):
+        if _is_of(texts, kind):
+            return texts.cast(kind)
+    place = next((i for i, value in enumerate(texts) if not _is_of(value, pa.timestamp("us"))), 0)
+    raise TypeError(
+        f"Column {values.name!r} must have {rule}; received {array.type} {_shown(array, place)} in "
+        f"row {values.row_of(place)}. Write times, or texts such as 2026-11-28. Cast it."
+    )
 
 
 def to_float32(values: Values, numbers: _Array) -> _Array:

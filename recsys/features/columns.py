@@ -23,7 +23,7 @@ MISSING: Final = 0
 """Row of missing values in the tables of `Categorical`, `Numeric` with buckets and `Timestamp`."""
 INPUTS: Final = ("sparse_features", "dense_features")
 """Parts of a batch that a model reads; tables without labels have their columns, too."""
-_OWN_SETTINGS: Final = ("name", "is_list", "weights", "table")
+_OWN_SETTINGS: Final = ("name", "is_list", "weights", "table", "separator")
 """Settings that may differ between columns with one table."""
 KINDS: Final[dict[str, type[Column]]] = {}
 """The kinds of columns, by the name of the class."""
@@ -94,6 +94,11 @@ class Column:
     @property
     def weights(self) -> str | None:
         """Name of the column of id weights, or None."""
+        return None
+
+    @property
+    def separator(self) -> str | None:
+        """Separator of the lists of the column, and of its weights, in texts; None: no texts."""
         return None
 
     @property

@@ -48,6 +48,8 @@ class Fitted(NamedTuple):
     """Distributions of `Numeric` columns and of the tables of `Categorical` columns, by name."""
     digests: tuple[str, ...] = ()
     """Digests of the statistics of the last data, the newest last; see `PartialFit.digest`."""
+    converted: tuple[str, ...] = ()
+    """Columns of prepared tables that do not have the values of the raw column of this name."""
 
 
 @final
@@ -141,15 +143,16 @@ class PartialFit:
             column.fit(self, table)
         self.num_rows += table.num_rows
 
-    def values(self, table: Any, name: str, is_list: bool) -> Values:
+    def values(self, table: Any, name: str, is_list: bool, separator: str | None = None) -> Values:
         """Read a column; messages of errors count the rows of all tables.
 
         Args:
             table: An Arrow table.
             name: The column.
             is_list: True if the rows must be lists.
+            separator: Separator of the values of lists in texts, or None.
         """
-        values = read_values(table, name, is_list)
+        values = read_values(table, name, is_list, separator=separator)
         self.missing[name][0] += values.array.null_count
         self.missing[name][1] += len(values.array)
         return values._replace(first_row=self.num_rows)
@@ -170,7 +173,7 @@ class PartialFit:
             TypeError: Earlier values were texts and these are numbers, or the reverse.
         """
         if column.name in table.column_names:
-            array = self.values(table, column.name, column.is_list).array
+            array = self.values(table, column.name, column.is_list, column.separator).array
             if not table.num_rows or array.null_count < len(array):
                 self._check_kind(column.name, key_kind(array.type))
 

@@ -10,12 +10,14 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import numpy as np
+import pyarrow as pa
 
 from recsys.base.arguments import whole
 from recsys.features.arrow import (
     Keys,
     Values,
     key_kind,
+    numbers_of,
     read_keys,
     read_numbers,
     read_values,
@@ -41,19 +43,29 @@ class _IdColumn(Column):
 
     is_unsigned = False
     """True if numbers from 2^63 on are legal."""
+    has_numbers = False
+    """True if the values of lists in texts are whole numbers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "table", self.table or self.name)
+        if self.separator is not None and not (self.separator and self.is_list):
+            raise ValueError(
+                f"{type(self).__name__} {self.name!r}: separator must be a text that is not empty, "
+                f"of a column with is_list=True; received {self.separator!r} and "
+                f"is_list={self.is_list}."
+            )
 
     def read(self, table: Any, fitted: Fitted) -> list[Bags]:
         """Read the ids and their weights."""
-        values = read_values(table, self.name, self.is_list)
+        values = read_values(table, self.name, self.is_list, separator=self.separator)
+        if self.has_numbers and self.separator is not None:
+            values = numbers_of(values, pa.int64())
         keys = read_keys(values, unsigned=self.is_unsigned)
         keys.check_kind(self.name, self.value_kind(fitted))
         weights = None
         if self.weights is not None:
-            weights = read_id_weights(table, self.weights, values, keys.is_missing)
+            weights = read_id_weights(table, self.weights, values, keys.is_missing, self.separator)
         return [self._bags(values, keys, weights, fitted)]
 
     def _bags(self, values: Values, keys: Keys, weights: _Array | None, fitted: Fitted) -> Bags:
@@ -62,7 +74,8 @@ class _IdColumn(Column):
 
     def describe(self, fitted: Fitted, table: Any, tensors: Mapping[str, str]) -> dict[str, Any]:
         """Return the entry of the column in the manifest of a package."""
-        kind = self.value_kind(fitted) or _type_of(table, self.name, self.is_list)
+        kind = "number" if self.has_numbers else self.value_kind(fitted)
+        kind = kind or _type_of(table, self.name, self.is_list, self.separator)
         return {
             "name": self.name,
             "kind": type(self).__name__.lower(),
@@ -73,6 +86,7 @@ class _IdColumn(Column):
             "tensor": tensors[self.name],
             "table": self.table,
             "rows": None,
+            **({} if self.separator is None else {"separator": self.separator}),
         }
 
 
@@ -92,6 +106,11 @@ class Categorical(_IdColumn):
     Example:
         >>> Categorical("city", min_count=5, max_size=10_000).table
         'city'
+        >>> from recsys.features import FeatureSpec
+        >>> spec = FeatureSpec([Categorical("genres", is_list=True, separator="|")])
+        >>> rows = {"genres": ["action|comedy", "", "comedy"]}
+        >>> spec.fit(rows).transform(rows).sparse_features["genres"].to_dense()
+        [tensor([3, 2]), tensor([], dtype=torch.int64), tensor([2])]
     """
 
     name: str
@@ -103,6 +122,9 @@ class Categorical(_IdColumn):
     """Largest number of values of the vocabulary; None: no limit."""
     is_list: bool = False
     """True if the rows are lists."""
+    separator: str | None = None
+    """Separator of the values of a list in a text, such as "|" in action|comedy, and of their
+    weights; None: lists are not texts."""
     weights: str | None = None
     """Name of the column of weights, one number per value."""
     table: str | None = None
@@ -155,7 +177,7 @@ class Categorical(_IdColumn):
 
     def fit(self, statistics: PartialFit, table: Any) -> None:
         """Count the values."""
-        keys = read_keys(statistics.values(table, self.name, self.is_list))
+        keys = read_keys(statistics.values(table, self.name, self.is_list, self.separator))
         statistics.counts[str(self.table)].add(self.name, keys)
 
     def finish_fit(self, statistics: PartialFit, fitted: Fitted) -> None:
@@ -185,7 +207,7 @@ class Hashed(_IdColumn):
 
     Example:
         >>> Hashed("user", rows=100_000)
-        Hashed(name='user', rows=100000, growing=False, is_list=False, weights=None, table='user')
+        Hashed(name='user', rows=100000, growing=False, is_list=False, separator=None, ...)
     """
 
     name: str
@@ -198,6 +220,9 @@ class Hashed(_IdColumn):
     contains the 64-bit ids themselves."""
     is_list: bool = False
     """True if the rows are lists."""
+    separator: str | None = None
+    """Separator of the values of a list in a text, such as "|" in action|comedy, and of their
+    weights; None: lists are not texts."""
     weights: str | None = None
     """Name of the column of weights, one number per value."""
     table: str | None = None
@@ -251,6 +276,9 @@ class Ids(_IdColumn):
     """Number of rows of the table."""
     is_list: bool = False
     """True if the rows are lists."""
+    separator: str | None = None
+    """Separator of the values of a list in a text, such as "|" in action|comedy, and of their
+    weights; None: lists are not texts."""
     weights: str | None = None
     """Name of the column of weights, one number per value."""
     table: str | None = None
@@ -259,6 +287,8 @@ class Ids(_IdColumn):
     """Number of first rows that are not values of the data, such as missing and unknown."""
     fingerprint: str | None = None
     """Fingerprint of the values that the rows stand for, in prepared tables; None: not known."""
+
+    has_numbers = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -285,7 +315,9 @@ class Ids(_IdColumn):
         return without_missing(Bags(keys.numbers, values.lengths, weights), keys.is_missing)
 
 
-def read_id_weights(table: Any, name: str, ids: Values, is_missing: _Array | None) -> _Array:
+def read_id_weights(
+    table: Any, name: str, ids: Values, is_missing: _Array | None, separator: str | None = None
+) -> _Array:
     """Return [N] float32 weights of ids.
 
     Args:
@@ -293,6 +325,7 @@ def read_id_weights(table: Any, name: str, ids: Values, is_missing: _Array | Non
         name: The column of weights.
         ids: The column of ids.
         is_missing: [N] bool, True for missing ids, which need no weight; None: no id is missing.
+        separator: Separator of the weights of a list in a text, or None.
 
     Raises:
         KeyError: There is no column of weights.
@@ -300,7 +333,9 @@ def read_id_weights(table: Any, name: str, ids: Values, is_missing: _Array | Non
         ValueError: A row has another number of weights than of ids; or a weight is missing, NaN or
             infinite.
     """
-    values = read_values(table, name, ids.lengths is not None)
+    values = read_values(table, name, ids.lengths is not None, separator=separator)
+    if separator is not None:
+        values = numbers_of(values, pa.float64())
     lengths, wanted = np.asarray(values.lengths), np.asarray(ids.lengths)
     if ids.lengths is not None and not np.array_equal(lengths, wanted):
         row = int((lengths != wanted).argmax())
@@ -315,9 +350,9 @@ def read_id_weights(table: Any, name: str, ids: Values, is_missing: _Array | Non
     return to_float32(values, numbers)
 
 
-def _type_of(table: Any, name: str, is_list: bool) -> str:
+def _type_of(table: Any, name: str, is_list: bool, separator: str | None) -> str:
     """Return "text" or "number"."""
-    kind = key_kind(read_values(table, name, is_list).array.type)
+    kind = key_kind(read_values(table, name, is_list, separator=separator).array.type)
     if kind is None:
         raise TypeError(
             f"Column {name!r} of the example table must have a value, whose type requests have; "

@@ -52,8 +52,12 @@ def prepared_spec(spec: FeatureSpec) -> FeatureSpec:
     fitted = spec.fitted
     taken = check_prepared_names(spec.columns)
     columns: list[Column] = []
+    converted: list[str] = []
     for column in spec.columns:
-        columns += _prepared_columns(column, fitted, taken)
+        added = _prepared_columns(column, fitted, taken)
+        columns += added
+        if not _keeps_values(column) or added[0].name != column.name:
+            converted += [name for one in added for name in (one.name, one.weights) if name]
     prepared = FeatureSpec(columns)
     dense = prepared.dense_names
     keys = [column.name for column in columns if column.has_keys]
@@ -64,6 +68,7 @@ def prepared_spec(spec: FeatureSpec) -> FeatureSpec:
         dict.fromkeys(dense, 1.0),
         {},
         dict.fromkeys(keys, "number"),
+        converted=tuple(converted),
     )
     return prepared
 
@@ -125,6 +130,12 @@ def prepared_table(spec: FeatureSpec, data: Any, *, labels: bool = True) -> Any:
         else:
             columns[name] = getattr(batch, column.part).numpy()
     return pa.table(columns)
+
+
+def _keeps_values(column: Column) -> bool:
+    """Return whether the prepared column divides rows as the raw one: by numbers, or their hash."""
+    is_hashed = isinstance(column, Hashed) and column.growing
+    return is_hashed or isinstance(column, Ids) or column.part == "groups"
 
 
 def _prepared_columns(column: Column, fitted: Fitted, taken: Sequence[str]) -> list[Column]:

@@ -48,6 +48,7 @@ def describe(columns: Sequence[Column], fitted: Fitted) -> dict[str, Any]:
         "kinds": fitted.kinds,
         "profiles": {name: profile._asdict() for name, profile in fitted.profiles.items()},
         "digests": list(fitted.digests),
+        **({"converted": [*fitted.converted]} if fitted.converted else {}),
         "vocabularies": {
             name: {"kind": vocabulary.kind, "size": len(vocabulary.values)}
             for name, vocabulary in fitted.vocabularies.items()
@@ -88,6 +89,7 @@ def restore(
             # specs of an older recsys have neither
             {name: Profile(**profile) for name, profile in found.get("profiles", {}).items()},
             tuple(found.get("digests", ())),
+            tuple(found.get("converted", ())),
         )
         for column in columns:
             column.check_fitted(fitted)

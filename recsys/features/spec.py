@@ -93,6 +93,11 @@ class FeatureSpec:
         return self._fitted is not None
 
     @property
+    def converted(self) -> tuple[str, ...]:
+        """Columns of prepared tables without the values of the raw column of this name."""
+        return () if self._fitted is None else self._fitted.converted
+
+    @property
     def is_weighted(self) -> bool:
         """True if ids have weights. Ids of columns without weights have the weight 1."""
         return any(column.weights is not None for column in self.columns)
@@ -133,9 +138,12 @@ class FeatureSpec:
 
         Returns:
             "text" or "number", as the data of `fit`; None if it is not known and both are legal.
-            Columns of lists are left out: text files do not have them.
+            Columns of lists are left out, as text files do not have them, except for lists in
+            texts: these columns, and their weights, are "text".
         """
-        return {
+        in_texts = [column for column in self.columns if column.separator is not None]
+        names = [name for column in in_texts for name in (column.name, column.weights) if name]
+        return dict.fromkeys(names, "text") | {
             column.name: None if self._fitted is None else column.value_kind(self._fitted)
             for column in self.columns
             if column.has_keys and not column.is_list
@@ -357,7 +365,7 @@ class FeatureSpec:
             TypeError: As for `fit`.
             ValueError: As for `fit`.
         """
-        return self._partial(data, limit, dict.fromkeys(self.column_kinds()))
+        return self._partial(data, limit, FeatureSpec(self.columns).column_kinds())
 
     def _partial(self, data: Any, limit: int, kinds: Mapping[str, str | None]) -> PartialFit:
         """Return the statistics of data; text files are read with the kinds."""

@@ -14,7 +14,7 @@ import torch
 
 from recsys.base.arguments import finite, shown, wrong_type
 from recsys.base.checked import check_fields
-from recsys.features.arrow import decoded, key_kind, read_keys, read_values
+from recsys.features.arrow import key_kind, read_keys, read_values, times_of
 from recsys.sparse.hashing import mix
 
 __all__ = ["PARTS", "Split", "TimeSplit"]
@@ -33,10 +33,10 @@ class Split:
     rows of a user are in one part, also rows of later files. Strings are hashed by their UTF-8
     bytes, whole numbers by their 64 bits, so the column must have one of both in all files; in text
     files it has the type that a fitted spec has for it, else the type that is inferred. Without
-    `by`, the part depends on `seed`, the name of the file (without folder) and the row's place in
-    the file: its number, in CSV files the number of its block of 4 MiB and its number in the block.
-    More files, other ranks and other batches do not change the part of a row; neither do rows that
-    are appended to a file.
+    `by`, the part depends on `seed`, the name of the file with its partition folders (such as
+    `day=7`) and without other folders, and the row's place in the file: its number, in CSV files
+    the number of its block of 4 MiB and its number in the block. More files, other ranks and other
+    batches do not change the part of a row; neither do rows that are appended to a file.
 
     Args:
         by: Column of strings or whole numbers; None: single rows.
@@ -111,7 +111,7 @@ class TimeSplit:
     """A division by time: training before `validation`, tests from `test` on, and the rest between.
 
     Args:
-        column: Column of times, dates or numbers.
+        column: Column of times, dates or numbers, or of texts of times such as 2024-05-01.
         validation: First time of the validation data: a number, a date, a datetime, or an ISO 8601
             text such as "2024-05-01" for columns of times; a text without a zone is in UTC.
         test: First time of the test data.
@@ -154,7 +154,10 @@ class TimeSplit:
 
     def filter_of(self, part: str, schema: Any) -> Any:
         """Return a filter of `pyarrow.dataset` that keeps at least the rows of a part, or None."""
-        low, high = self._limits(schema.field(self.column).type)
+        kind = schema.field(self.column).type
+        if _is_text(kind):  # statistics compare texts
+            return None
+        low, high = self._limits(kind)
         field = pc.field(self.column)
         if part == "train":
             return (field < low) | field.is_null()  # missing times raise an error
@@ -165,7 +168,7 @@ class TimeSplit:
     def parts_of(self, table: Any, file: str, rows: _Array) -> _Array:
         """Return the number of each row's part in `PARTS`, as `Split.parts_of`."""
         values = read_values(table, self.column, False)
-        times = decoded(values.array)
+        times = times_of(values, "times, dates or numbers to divide by")
         is_missing = times.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
         values.reject(ValueError, "must have no missing time", is_missing, "Remove the rows.")
         low, high = self._limits(times.type)
@@ -177,11 +180,6 @@ class TimeSplit:
 
     def _limits(self, kind: Any) -> tuple[Any, Any]:
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if key_kind(kind) == "text":
-            raise TypeError(
-                f"Column {self.column!r} must have times, dates or numbers to divide by; received "
-                f"{kind}. Cast it."
-            )
         try:
             first, second = pa.scalar(self.validation), pa.scalar(self.test)
             if pa.types.is_temporal(kind):
@@ -195,6 +193,10 @@ class TimeSplit:
                 f"received {shown(self.validation)} and {shown(self.test)}."
             ) from error
         return first, second
+
+
+def _is_text(kind: Any) -> bool:
+    return key_kind(kind) == "text"
 
 
 def _as_time(limit: Any, kind: Any) -> Any:

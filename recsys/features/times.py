@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.base.arguments import names
-from recsys.features.arrow import Values, decoded, read_integers, read_values
+from recsys.features.arrow import Values, read_integers, read_values, times_of
 from recsys.features.columns import MISSING, Column, Feature, one_of
 from recsys.features.transform import Bags
 
@@ -45,7 +45,8 @@ class Timestamp(Column):
     """
 
     name: str
-    """Name of the column: times or dates, or whole numbers since 1970."""
+    """Name of the column: times or dates, also as texts such as 2026-11-28, or whole numbers since
+    1970."""
     _: KW_ONLY
     parts: tuple[str, ...] = ("hour", "weekday")
     """Some of "hour", "weekday", "day" (of the month) and "month"."""
@@ -111,10 +112,10 @@ def read_seconds(values: Values, per_second: int) -> tuple[_Array, _Array | None
         None.
 
     Raises:
-        TypeError: The values are neither times nor whole numbers.
+        TypeError: The values are neither times, texts of times nor whole numbers.
         ValueError: A time is outside the years 1 to 9999, as of numbers with another unit.
     """
-    array = decoded(values.array)
+    array = times_of(values, "times or whole numbers")
     if pa.types.is_date(array.type):
         array, per_second = array.cast(pa.timestamp("s")).cast(pa.int64()), 1
     elif pa.types.is_timestamp(array.type):

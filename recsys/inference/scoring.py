@@ -302,6 +302,8 @@ def open_scorer(
         for described in columns
         if "type" in described and not described["is_list"]
     }
+    in_texts = [described for described in columns if described.get("separator") is not None]
+    kinds |= dict.fromkeys(names_of(in_texts), "text")
     optional = [described["name"] for described in columns if described.get("missing") is not None]
     tasks, origin = load_spec(Path(model)).label_names, package_of(Path(model), predictor)
     return Scorer(lambda table: dict(predictor(table)), names, optional, kinds, tasks, origin)

@@ -33,8 +33,8 @@ def _rows(data: Any, columns: Any = ("x", "name")) -> list[Any]:
 def test_paths_in_the_order_of_their_names(tmp_path: Path) -> None:
     for name in ("b.parquet", "a.parquet"):
         pq.write_table(pa.table({"x": [name]}), tmp_path / name)
-    (tmp_path / "day=1").mkdir()
-    (tmp_path / "day=1/c.csv").write_text("x\nc.csv\n")
+    (tmp_path / "day1").mkdir()
+    (tmp_path / "day1/c.csv").write_text("x\nc.csv\n")
     (tmp_path / "readme.md").write_text("x")
     for given in (tmp_path, str(tmp_path), [tmp_path]):
         assert [row["x"] for row in _rows(given, ["x"])] == ["a.parquet", "b.parquet", "c.csv"]

@@ -120,11 +120,11 @@ def test_times(values: pa.Array, limits: Any) -> None:
             "'t' must .*to divide by.*received string",
         ),
         (
-            lambda: TimeSplit("t", validation="2020", test="2021").filter_of(
-                "test", pa.schema([("t", pa.dictionary(pa.int8(), pa.string()))])
+            lambda: TimeSplit("t", validation="2020", test="2021").parts_of(
+                pa.table({"t": pa.array(["2020-01-01", "a"]).dictionary_encode()}), "", np.arange(2)
             ),
             TypeError,
-            "'t' must .*to divide by.*received string",
+            "'t' must .*to divide by.*received string .a. in row 1",
         ),
         (
             lambda: TimeSplit("t", validation=1, test=2).parts_of(
@@ -181,3 +181,18 @@ def test_dictionaries_are_read_as_their_values() -> None:
     table = pa.table({"t": pa.DictionaryArray.from_arrays(codes, entries)})
     with pytest.raises(ValueError, match=r"'t' must .*missing time; .*None.*row 1"):
         split.parts_of(table, "", np.arange(4))
+
+
+def test_texts_of_times_are_times() -> None:
+    split = TimeSplit("t", validation="2026-11-28", test="2026-11-29T12:00")
+    texts = ["2026-11-27", "2026-11-28", "2026-11-28 23:59:59", "2026-11-29 12:00", "2027-01-01"]
+    plain = [0, 1, 1, 2, 2]
+    for array in (
+        pa.array(texts),
+        pa.array(texts).dictionary_encode(),
+        pa.array(texts).cast("large_string"),
+    ):
+        assert split.parts_of(pa.table({"t": array}), "", np.arange(5)).tolist() == plain
+    zones = pa.array([text + "Z" for text in ("2026-11-28T00:00:00", "2026-11-27T23:59:59")])
+    assert split.parts_of(pa.table({"t": zones}), "", np.arange(2)).tolist() == [1, 0]
+    assert split.filter_of("train", pa.schema([("t", pa.string())])) is None

@@ -147,8 +147,48 @@ ColumnView ColumnView::of(const Column& column, const TensorsByName& tensors) {
     refuse("A request must have a column '", column.name, "'; it is missing.");
   }
   view.check_dtypes();
+  const bool has_texts = !column.separator.empty() && column.is_text;
+  if (has_texts && view.values != nullptr && view.lengths == nullptr) {
+    view.split_texts();
+  }
   view.check_sizes();
   return view;
+}
+
+// Without lengths, each row has a text with its values between separators. Missing and empty texts
+// have no values.
+void ColumnView::split_texts() {
+  check_texts();
+  if (missing != nullptr && missing->shape[0] != num_values()) {
+    refuse(missing->name, " must have one entry per text of ", column->name, ", ", num_values(),
+           "; received ", missing->shape[0], ".");
+  }
+  const std::string& separator = column->separator;
+  split = std::make_shared<SplitTexts>();
+  for (std::int64_t row = 0; row < num_values(); ++row) {
+    const std::size_t before = split->texts.size();
+    const recsys_text& text = text_at(*values, row);
+    if (!is_missing(row) && text.size > 0) {
+      const char* begin = text.data;
+      const char* const end = begin + text.size;
+      const char* stop = begin;
+      do {
+        stop = std::search(begin, end, separator.begin(), separator.end());
+        split->texts.push_back({begin, stop - begin});
+        begin = stop == end ? end : stop + separator.size();
+      } while (stop != end);
+    }
+    split->lengths.push_back(static_cast<std::int64_t>(split->texts.size() - before));
+  }
+  split->num_values = static_cast<std::int64_t>(split->texts.size());
+  split->num_rows = num_values();
+  split->values_tensor = {values->name, RECSYS_TEXT, 1, &split->num_values, nullptr,
+                          split->texts.data()};
+  split->lengths_tensor = {values->name, RECSYS_INT64, 1, &split->num_rows, nullptr,
+                           split->lengths.data()};
+  values = &split->values_tensor;
+  lengths = &split->lengths_tensor;
+  missing = nullptr;
 }
 
 void ColumnView::check_dtypes() const {
@@ -189,6 +229,10 @@ void ColumnView::check_sizes() const {
     refuse(lengths->name, " must add up to the number of values, ", num_values(), "; received ",
            sum, ".");
   }
+  check_texts();
+}
+
+void ColumnView::check_texts() const {
   for (std::int64_t i = 0; values != nullptr && values->dtype == RECSYS_TEXT && i < num_values();
        ++i) {
     if (text_at(*values, i).size < 0) {

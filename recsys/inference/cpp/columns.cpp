@@ -194,6 +194,11 @@ void Columns::read_column(const Json& json) {
   } else {
     column.is_text = json.at("type").text() == "text";
     column.is_list = json.at("is_list").boolean();
+    const Json* separator = json.find("separator");
+    if (separator != nullptr && !separator->is_null()) {
+      column.separator = separator->text();
+      require(column.is_list && !column.separator.empty(), column.name, "lists to separate");
+    }
     column.tensor = json.at("tensor").text();
     column.weights = json.at("weights").is_null() ? "" : json.at("weights").text();
     if (!json.at("rows").is_null()) {

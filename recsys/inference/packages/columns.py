@@ -23,6 +23,7 @@ from recsys.datasets.memory import table_of
 from recsys.datasets.utils import Batch
 from recsys.features.arrow import (
     Values,
+    numbers_of,
     read_integers,
     read_keys,
     read_numbers,
@@ -50,6 +51,7 @@ __all__ = [
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _REMEDIES: Final = {
+    "Set separator to split texts, such as '|'. Set is_list=False.": "Send a list for each row.",
     "Set is_list=False.": "Send a list for each row.",
     "Set is_list=True.": "Send one value for each row, not a list.",
     "Set rows to the size of the table.": "Send row numbers of the table.",
@@ -57,6 +59,7 @@ _REMEDIES: Final = {
     "Describe it by Numeric.": "Send a list for each row.",
     "Set dim of the Vector.": "Send vectors of this length.",
     "Set unit.": "Send times in the unit of the package.",
+    "Correct the text, and write no spaces.": "Send numbers between separators.",
     "Choose another unit of the Timestamp.": "Send a time nearer to 1970.",
     "Convert the column.": "Send values of one type.",
     "Cast it.": "Send values of this type.",
@@ -256,7 +259,10 @@ def _raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, T
             parts[f"{name}.lengths"] = torch.from_numpy(np.where(no_vector, 0, column["dim"]))
             parts[name] = torch.from_numpy(vectors[~no_vector].reshape(-1))
             continue
-        values = read_values(table, name, is_list)
+        separator = column.get("separator")
+        values = read_values(table, name, is_list, separator=separator)
+        if separator is not None and column["dtype"] == "int64":
+            values = numbers_of(values, pa.int64())
         if values.lengths is not None:
             parts[f"{name}.lengths"] = torch.from_numpy(values.lengths.copy())
         if column["kind"] == "time":
@@ -277,7 +283,7 @@ def _raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, T
             parts[f"{name}.missing"] = torch.from_numpy(is_missing.copy())
         if column.get("weights"):
             places = values.array.is_null().to_numpy(zero_copy_only=False)
-            weights = read_id_weights(table, column["weights"], values, places)
+            weights = read_id_weights(table, column["weights"], values, places, separator)
             parts[column["weights"]] = torch.from_numpy(weights)
     return parts
 

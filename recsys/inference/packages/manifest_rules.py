@@ -197,7 +197,14 @@ def _column(subject: str, value: object) -> dict[str, Any]:
     }
     if kind == "categorical":
         readers["table"] = text_of
-    return named | members(**readers)(subject, value)
+    separator = object_of(subject, value).get("separator")
+    separator = _optional(text_of)(f"{subject}: separator", separator)
+    column = named | members(**readers)(subject, value)
+    if separator is not None and not (separator and column["is_list"]):
+        raise ValueError(
+            f"{subject} must have lists and a separator that is not empty; received {separator!r}."
+        )
+    return column
 
 
 def _number_column(subject: str, value: object, has_buckets: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,15 @@ def write_vectors(version: Path) -> Path:
     _write_vocabularies(version, CITIES, {}, [Vector("image", dim=2), *_SPEC[2:]])
     vector = {"name": "image", "kind": "vector", "dtype": "float32", "is_list": True, "dim": 2}
     return write(version, columns=[vector, *COLUMNS[2:]], inputs=_raw_inputs())
+
+
+def write_separated(version: Path) -> Path:
+    """Write a version whose columns `city` and `any` are lists in texts."""
+    names = ("city", "any")
+    spec = [replace(one, separator=", ") if one.name in names else one for one in _SPEC]
+    _write_vocabularies(version, CITIES, {}, spec)
+    columns = [{**one, "separator": ", "} if one["name"] in names else one for one in COLUMNS]
+    return write(version, columns=columns, inputs=_raw_inputs())
 
 
 def _raw_inputs() -> list[dict[str, Any]]:

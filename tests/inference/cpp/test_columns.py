@@ -273,3 +273,35 @@ def test_random_raw_columns_under_address_sanitizer(
     assert done.returncode == 0, done.stderr
     answers, _, refusals, _, texts, _ = done.stdout.split()
     assert min(int(answers), int(refusals), int(texts)) > 1000, done.stdout
+
+
+def test_lists_in_texts_are_split(library: Path, tmp_path: Path) -> None:
+    """Texts without lengths have the scores of their lists, which Python splits."""
+    core = opened(library, fake_package.write_separated(tmp_path / "1"))
+    separated = [
+        {**one, "separator": ", "} if one["name"] in ("city", "any") else one
+        for one in fake_package.COLUMNS
+    ]
+    city = [f"{CITIES[0]}, {CITIES[1]}", "", None, "Bonn, , x", ", ", f" {CITIES[0]}", CITIES[1]]
+    other = ["x, yy", "yy", None, "", "x,yy", "x, ", ", x, "]
+    rest: dict[str, Any] = {
+        "age": [1.0] * 7,
+        "code": [3] * 7,
+        "who": pa.array([[1]] * 7, pa.list_(pa.int64())),
+        "share": [[1.0]] * 7,
+    }
+    lists = raw_request(separated, pa.table({"city": city, "any": other, **rest}))
+    single = {"city": {"is_list": False}, "any": {"is_list": False}}
+    whole = [{**one, **single.get(one["name"], {})} for one in fake_package.COLUMNS]
+    texts = raw_request(whole, pa.table({"city": city, "any": other, **rest}))
+    assert "city.lengths" in lists
+    assert "city.lengths" not in texts
+    found, wanted = core.run([texts, lists])
+    assert isinstance(found, dict), found
+    assert isinstance(wanted, dict), wanted
+    assert torch.equal(found["score"], wanted["score"])
+    plain = [[] if text in (None, "") else str(text).split(", ") for text in city]
+    rows = [_city_row(one) for names in plain for one in names]
+    assert found["rows.values"][:, 0].tolist() == rows
+    assert found["rows.lengths"].tolist() == [len(names) for names in plain]
+    core.close()

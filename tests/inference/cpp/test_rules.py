@@ -52,6 +52,8 @@ class Server:
             fake_package.write(self.version)
         elif self._kind == "columns":
             fake_package.write_raw(self.version)
+        elif self._kind == "separated":
+            fake_package.write_separated(self.version)
         elif self._kind == "vectors":
             fake_package.write_vectors(self.version)
         else:
