@@ -63,7 +63,8 @@ TOP = {
 }
 
 ALLOWED = {room: ROAD[: i + 1] for i, room in enumerate(ROAD)}
-ALLOWED["inference"] += ["datasets", "features"]  # raw columns, imported by packages that have them
+# raw columns, imported by packages that have them, and metrics of the gate
+ALLOWED["inference"] += ["datasets", "features", "metrics"]
 ALLOWED |= {room: [*others, room] for room, others in BESIDE.items()} | TOP
 ALLOWED |= {path: ["base"] for path in PATHS}
 

@@ -1,4 +1,4 @@
-"""What continuing is worth: the AUC of four ways to learn, each on the next day's rows."""
+"""The AUC of four ways to learn from days, each on the rows of the next day."""
 
 from __future__ import annotations
 

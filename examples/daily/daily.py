@@ -3,7 +3,7 @@
     python examples/daily/daily.py OUT [--days 14] [--compare]
 
 It makes up some days of clicks, three of them broken, and runs `run_day` on each. Started again
-after a kill, it goes on with the step that was interrupted. docs/second_day.md explains it.
+after a kill, it continues with the step that was interrupted. docs/second_day.md explains it.
 `--compare` also trains a model from scratch each day, one with hashed ids and one that never
 learns again, and draws the AUC of all on the next day's rows.
 """
@@ -57,7 +57,7 @@ def trainer_of(spec: FeatureSpec, folder: Path, **settings: object) -> Trainer:
 
 
 def run_day(day: int, out: Path, before: int | None) -> GateReport:
-    """Learn from a day, and publish if the new version is better than that of an earlier day."""
+    """Learn from a day, and publish if the new version is better than the served one."""
     work, rows = out / f"work/{day}", pq.read_table(out / f"days/{day}.parquet")
     last, served = (None, None) if before is None else (out / f"work/{before}", before + 1)
     held = rows.slice(0, rows.num_rows // 10)

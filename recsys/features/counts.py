@@ -299,7 +299,7 @@ def _counted(kind: str) -> Any:
 
 
 def _without_equal_hashes(values: Any, first_new: int) -> Any:
-    """Return texts without those that have the hash of a text before them; warn of them.
+    """Return texts without texts that have the hash of a text before them; warn of them.
 
     Args:
         values: Texts or numbers; the ones before `first_new` are distinct.

@@ -22,13 +22,13 @@ _MOST_DIGESTS = 64
 
 @final
 class Report(NamedTuple):
-    """What changed in an extension of a spec; as text, a line per table and one per column."""
+    """Changes by an extension of a spec; as text, a line per table and one per column."""
 
     tables: dict[str, TableChange]
     """Changes of the vocabularies, by table."""
     shifts: dict[str, Shift]
-    """Differences of `Numeric` and `Categorical` columns from the data before, by column; of
-    columns with one table, those of the first."""
+    """Differences of `Numeric` and `Categorical` columns from the data before, by column; only the
+    first column of a table has one."""
 
     def __str__(self) -> str:
         lines = [f"{name}: {_in_words(change)}" for name, change in self.tables.items()]
@@ -121,7 +121,7 @@ def without(before: Fitted, values: Mapping[str, Iterable[str | int]]) -> Fitted
 
     Raises:
         KeyError: A table has no vocabulary.
-        TypeError: A value has another type than those of the table.
+        TypeError: A value has another type than the values of the table.
     """
     vocabularies = dict(before.vocabularies)
     for table, removed in values.items():

@@ -21,7 +21,7 @@ def fingerprint_of(kind: str, *arrays: _Array) -> str:
     """Return the fingerprint of arrays: the first 32 digits of the SHA-256 of their bytes.
 
     Args:
-        kind: What the values are, such as "text"; values of two kinds have two fingerprints.
+        kind: Kind of the values, such as "text"; values of two kinds have two fingerprints.
         arrays: int64, float64 or uint8.
 
     Example:
@@ -39,7 +39,7 @@ def row_sources(spec: FeatureSpec, before: FeatureSpec, table: str) -> _Array:
     """Return the rows that the values of a table had in an earlier fit.
 
     Missing and unknown values keep their rows. A bucket of numbers takes the row of the bucket that
-    contained its middle; the first and the last bucket, that of their only edge.
+    contained its middle, or its only edge if it is the first or the last one.
 
     Args:
         spec: A fitted spec.

@@ -34,7 +34,7 @@ class Profile(NamedTuple):
 
 @final
 class Shift(NamedTuple):
-    """How a column differs from the data before."""
+    """Difference of a column from the data before."""
 
     missing: tuple[float, float]
     """Share of missing values, before and now."""

@@ -173,7 +173,8 @@ class Quantiles:
             return np.zeros(len(edges) + 1)
         places = np.searchsorted(numbers, edges, "left")
         up_to = np.concatenate([[0], np.where(places > 0, reached[places - 1], 0), reached[-1:]])
-        return np.diff(up_to) / reached[-1]
+        shares: _Array = np.diff(up_to) / reached[-1]
+        return shares
 
     def _sorted(self) -> tuple[_Array, _Array]:
         """Return the numbers, rising, and how many numbers each one and those before stand for."""

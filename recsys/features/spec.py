@@ -20,11 +20,13 @@ from recsys.datasets.sources import parts_of
 from recsys.datasets.utils import Batch
 from recsys.features import extend, save
 from recsys.features.columns import INPUTS, Column, Feature, check_columns
+from recsys.features.fingerprints import row_sources
 from recsys.features.fit import Fitted, PartialFit
 from recsys.features.samples import join_labels
 from recsys.features.transform import jagged_of
 from recsys.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from recsys.modules.hashed_ids import HashedIds
+from recsys.modules.tables.fingerprints import SPECS, SpecFunctions
 
 __all__ = ["Extension", "FeatureSpec"]
 
@@ -439,8 +441,8 @@ class FeatureSpec:
         Args:
             data: As for `fit`; only the further data.
             retire_after: A value that as many extensions in a row did not have may give its row to
-                a new value, which starts anew; None: no value does.
-            refit: `Numeric` columns whose mean, deviation and edges are those of the data.
+                a new value, with initial weights and optimizer state; None: no value does.
+            refit: `Numeric` columns that get the mean, the deviation and the edges of the data.
             limit: As for `fit`.
 
         Returns:
@@ -450,7 +452,7 @@ class FeatureSpec:
             KeyError: A table does not have a column, or `refit` names another one.
             RuntimeError: This spec is not fitted.
             TypeError: A column has values of another type, or texts where this spec has numbers.
-            ValueError: As for `fit`, or the data is that of `fit` or of a recent extension.
+            ValueError: As for `fit`, or `fit` or a recent extension had the data.
 
         Example:
             >>> from recsys.features import Categorical, FeatureSpec
@@ -491,7 +493,7 @@ class FeatureSpec:
         return Extension(spec, report)
 
     def forget(self, values: Mapping[str, Iterable[str | int]]) -> FeatureSpec:
-        """Return this spec without some values, such as those of users who ask for deletion.
+        """Return this spec without some values, such as users who ask for deletion.
 
         The last values of a table take their rows. Make the next model by `tables` of the new spec
         and load the checkpoint with `load_checkpoint(..., spec=new, saved_spec=old)`: the rows and
@@ -504,7 +506,7 @@ class FeatureSpec:
         Raises:
             KeyError: A table is not one of a `Categorical` column.
             RuntimeError: This spec is not fitted.
-            TypeError: A value has another type than those of the table.
+            TypeError: A value has another type than the values of the table.
 
         Example:
             >>> from recsys.features import Categorical, FeatureSpec
@@ -565,3 +567,6 @@ class FeatureSpec:
         """Return the values of the columns of a part of a batch."""
         columns = [column for column in self.columns if column.part == part]
         return [values for column in columns for values in column.read(table, self.fitted)]
+
+
+SPECS.append(SpecFunctions(FeatureSpec.from_state_dict, row_sources))

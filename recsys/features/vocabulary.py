@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from functools import cached_property
 from typing import Any, Final, TypeAlias, final
 
@@ -16,16 +15,15 @@ from recsys.features.columns import MISSING
 from recsys.features.fingerprints import fingerprint_of
 from recsys.features.hash_index import NumberPositions
 from recsys.features.text_hash import hash_texts, text_buffers
+from recsys.modules.tables.fingerprints import remember_values
 
-__all__ = ["FIRST", "Vocabulary", "equal_hashes", "moved_values"]
+__all__ = ["FIRST", "Vocabulary", "equal_hashes"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _UNKNOWN: Final = 1
 """Row of the values that are not in a vocabulary."""
 FIRST: Final = 2
 """Row of the first value of a vocabulary."""
-_known: weakref.WeakValueDictionary[str, Vocabulary] = weakref.WeakValueDictionary()
-"""Vocabularies of this process by fingerprint, for messages."""
 
 
 @final
@@ -81,7 +79,7 @@ class Vocabulary:
             offsets, data = text_buffers(self.values)
             parts = [np.diff(offsets), data[offsets[0] : offsets[-1]]]
         fingerprint = fingerprint_of(self.kind, *parts)
-        _known[fingerprint] = self
+        remember_values(fingerprint, self)
         return fingerprint
 
     def by_hash(self) -> tuple[_Array, _Array]:
@@ -191,26 +189,6 @@ class Vocabulary:
         known = self.values.take(pa.array(np.maximum(places, 0)))
         is_equal = pc.equal(known, texts).to_numpy(zero_copy_only=False)
         return np.where(is_equal, places, -1)
-
-
-def moved_values(fingerprint: str, before: str) -> tuple[int, int] | None:
-    """Return how many values have another row than in an earlier vocabulary, and how many it had.
-
-    Args:
-        fingerprint: Of the later vocabulary.
-        before: Of the earlier one.
-
-    Returns:
-        None if this process has not both vocabularies.
-    """
-    later, earlier = _known.get(fingerprint), _known.get(before)
-    if later is None or earlier is None:
-        return None
-    try:
-        rows = earlier.rows_in(later)
-    except TypeError:  # texts and numbers
-        return len(earlier.values), len(earlier.values)
-    return int((rows != np.arange(len(rows))).sum()), len(earlier.values)
 
 
 def equal_hashes(hashes: _Array) -> tuple[int, _Array]:

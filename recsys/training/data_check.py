@@ -14,7 +14,7 @@ __all__ = ["DataCheck"]
 
 @final
 class DataCheck:
-    """Compares the fingerprints of batches with those of the model and of earlier batches.
+    """Compares the fingerprints of batches with the model and with earlier batches.
 
     Args:
         model: The model. Tables without a fingerprint take it from the first batch.

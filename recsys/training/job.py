@@ -52,7 +52,7 @@ class Start(NamedTuple):
 
     path: Path
     has_states: bool
-    """Whether the optimizer's state is loaded, too."""
+    """True if the optimizer's state is loaded, too."""
     new_rows: NewRows
 
 

@@ -41,7 +41,7 @@ class Word(NamedTuple):
 
     name: str
     arguments: dict[str, str | None] | None
-    """Defaults by argument, None if it has none; None as a whole for what is no function."""
+    """Defaults by argument, None if it has none; None as a whole if it is no function."""
     not_ours: frozenset[str]
     """Arguments that we do not take; the name itself, if we do not have the member."""
 
@@ -56,7 +56,7 @@ def text_of(default: object) -> str:
 
 
 def parameters_of(function: Any) -> list[inspect.Parameter]:
-    """The arguments of a call; none of what does not say or cannot be called."""
+    """The arguments of a call; none if they are not known or it cannot be called."""
     if inspect.isclass(function) and function.__init__ is not object.__init__:
         function = function.__init__  # the class's own signature may be its metaclass's
     try:
@@ -90,7 +90,7 @@ def members_of(kind: type) -> list[str]:
 
 
 def words_of(theirs: Any) -> Iterator[Word]:
-    """Yields what a line says of a class or function; nothing of another value."""
+    """Yields the words of the line of a class or function; nothing for another value."""
     is_enum = inspect.isclass(theirs) and issubclass(theirs, enum.Enum)
     if (inspect.isclass(theirs) or inspect.isroutine(theirs)) and not is_enum:
         yield Word("", arguments_of(theirs), frozenset())
@@ -137,7 +137,7 @@ def _read_word(text: str) -> Word:
 
 
 def read_lines(start: str = "torchrec.") -> list[str]:
-    """Return the lines of shared names; with "-", those of names that we do not have."""
+    """Return the lines of shared names; with "-", the lines of names that we do not have."""
     return [line for line in FILE.read_text().splitlines() if line.startswith(start)]
 
 

@@ -1,6 +1,6 @@
 """Random lives of models: `python -m tests.second_day --seed 0 --count 2000`.
 
-Each life extends, fits anew, trains, saves (in full and as deltas) and loads, and is compared with
+Each life extends, fits again, trains, saves (in full and as deltas) and loads, and is compared with
 dicts after each step: weights and optimizer states bit for bit. A failure prints its seed. With
 `--ranks 2` the model is sharded, under another plan after each load. `--minutes` ends a run early;
 its last line has the seed to continue with.

@@ -35,7 +35,7 @@ _KINDS = (
 
 @dataclass
 class Expected:
-    """What the oracle knows: the values in the order of their rows, their ages, and their rows."""
+    """Knowledge of the oracle: values in the order of their rows, their ages and their rows."""
 
     values: list[Any]
     ages: list[int]
@@ -69,7 +69,7 @@ class Expected:
 
 @dataclass
 class State:
-    """A model with its spec, and what the oracle expects of it."""
+    """A model with its spec, and the expectations of the oracle."""
 
     spec: FeatureSpec
     model: Any
@@ -131,7 +131,7 @@ class Life:
         self.now.expected.rows = self.rows(self.now)
 
     def check(self) -> None:
-        """Compare the model with what is expected."""
+        """Compare the model with the expectations."""
         values = self.now.spec.fitted.vocabularies["item"]
         assert values.values.to_pylist() == self.now.expected.values
         assert values.ages.tolist() == self.now.expected.ages

@@ -242,7 +242,7 @@ class Layer(nn.Module):
         ({"auc": {"grouped_auc": True}}, "auc needs group_by"),
         ({"mse": USER}, "mse has no groups"),
         ({"recall_session_level": USER}, "needs top_threshold"),
-        ({"recall": {"treshold": 0.5}}, r"takes the arguments \['threshold'\]"),
+        ({"recall": {"limit": 0.5}}, r"takes the arguments \['threshold'\]"),
         ({"recall": {"tensor_name": "watched"}}, "recall takes no tensor_name"),
         ({"multiclass_recall": {"number_of_classes": 3}, "auc": {}}, "multiclass_recall alone"),
     ],

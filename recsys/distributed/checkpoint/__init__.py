@@ -14,8 +14,8 @@ and files. The files of this folder in reading order:
 - `background`: saves during training.
 - `save`, `load`, and `read` (without a model).
 - `export`: weights as safetensors.
-- `resize`: tables with more or fewer rows than saved; `hashed`: those with hashed ids; `values`:
-  those of another fit, whose rows follow their values.
+- `resize`: tables with more or fewer rows than saved; `hashed`: tables with hashed ids; `values`:
+  tables of another fit, whose rows follow their values.
 - `table`: loads a table from an array, and `table_ids`: one with hashed ids.
 - `torchrec_names` and `sharded_tensors` (for torchsnapshot).
 """

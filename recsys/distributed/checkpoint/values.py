@@ -23,7 +23,7 @@ from recsys.distributed.checkpoint.versions import Manifest, chain_of
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
-from recsys.modules.tables.fingerprints import configs_by_weight
+from recsys.modules.tables.fingerprints import SPECS, configs_by_weight, moved_values
 
 if TYPE_CHECKING:
     from recsys.features import FeatureSpec
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["SPEC", "MovedTables", "NewRows", "fingerprints_of", "saved_spec"]
 
 NewRows: TypeAlias = Literal["init", "mean", "unknown"]
-"""Values of rows that the checkpoint lacks: those of the model, the mean of the saved rows of
-values, or the saved row of unknown values."""
+"""Values of rows that the checkpoint lacks: the model's, the mean of the saved rows of values, or
+the saved row of unknown values."""
 SPEC = "spec"
 """Name of the spec among the values of a checkpoint."""
 _UNKNOWN = 1  # row of unknown values in tables with a vocabulary
@@ -59,9 +59,7 @@ def saved_spec(folder: Path, manifest: Manifest | None) -> FeatureSpec | None:
     Raises:
         CheckpointError: A file is damaged.
     """
-    from recsys.features import FeatureSpec
-
-    if manifest is None:
+    if manifest is None or not SPECS:
         return None
     reader = BlockReader(*chain_of(folder, manifest)[0])
     if SPEC not in reader.read_metadata().state_dict_metadata:
@@ -69,7 +67,7 @@ def saved_spec(folder: Path, manifest: Manifest | None) -> FeatureSpec | None:
     state: dict[str, Any] = {SPEC: b""}
     with failures_named(f"{folder} cannot be read.", ShardingEnv.from_local(), "read a spec"):
         load(state, storage_reader=reader, planner=CompleteLoadPlanner(), no_dist=True)
-        return FeatureSpec.from_state_dict(decode(f"The spec of {folder}", state[SPEC]))
+        return SPECS[0].restore(decode(f"The spec of {folder}", state[SPEC]))
 
 
 @final
@@ -96,12 +94,12 @@ class MovedTables:
         model: The model.
         state: Its live state. The values of the tables are taken out.
         saved: Values in the checkpoint.
-        specs: The spec of the model's tables, and that of the checkpoint; None: not given.
+        specs: The spec of the model's tables, and the spec of the checkpoint; None: not given.
         new_rows: Values of rows that the checkpoint lacks.
 
     Raises:
-        CheckpointError: A table is of another fit, and the specs do not say which row is which; or
-            a spec is not the one of the model or the checkpoint.
+        CheckpointError: A table is of another fit and the specs are not given, or a spec is not the
+            one of the model or the checkpoint.
     """
 
     def __init__(
@@ -141,8 +139,8 @@ class MovedTables:
         if unchecked:
             warnings.warn(
                 f"The checkpoint {folder} has no fingerprints of the tables {unchecked[:10]}, as "
-                "it was saved without FeatureSpec.tables or by an older recsys: the load cannot "
-                "tell whether their rows stand for the same values. The next save has them.",
+                "it was saved without FeatureSpec.tables or by an older recsys: whether their rows "
+                "stand for the same values is not checked. The next save has them.",
                 UserWarning,
                 stacklevel=7,
             )
@@ -153,8 +151,6 @@ class MovedTables:
         return [table.name for table in self._tables]
 
     def _move(self, weight: str, config: BaseEmbeddingConfig, before: str | None) -> None:
-        from recsys.features.fingerprints import row_sources
-
         spec, old = self._specs
         if spec is None:
             raise CheckpointError(self._differs(config, before))
@@ -174,7 +170,7 @@ class MovedTables:
                 )
         [table] = [entry.table for entry in spec.features() if entry.name == feature]
         try:
-            sources = torch.from_numpy(row_sources(spec, old, table))
+            sources = torch.from_numpy(SPECS[0].row_sources(spec, old, table))
         except (KeyError, TypeError) as error:
             raise CheckpointError(
                 f"Table {config.name!r} cannot take its rows from {self._folder}: {error}"
@@ -197,8 +193,6 @@ class MovedTables:
 
     def _differs(self, config: BaseEmbeddingConfig, before: str | None) -> str:
         """Return the message for a table of another fit."""
-        from recsys.features.vocabulary import moved_values
-
         old = self._specs[1] or saved_spec(self._folder, self._manifest)
         if old is not None:
             old.fingerprints()  # which makes its vocabularies known

@@ -25,7 +25,7 @@ svg text { fill: currentColor; font: 13px system-ui, sans-serif; }
 
 @final
 class Rule(NamedTuple):
-    """A rule and what was measured."""
+    """A rule with its measured value."""
 
     name: str
     """"auc", "calibration", "data", "drift", "finite", "gain", "rows", "size" or "speed"."""
@@ -34,13 +34,13 @@ class Rule(NamedTuple):
     value: float
     limit: float
     is_most: bool
-    """Whether the limit is the largest value; False: the least one."""
+    """True if the limit is the largest value, False if it is the least one."""
     text: str
-    """What was measured, in words."""
+    """The measured value in words."""
 
     @property
     def passed(self) -> bool:
-        """Whether the value is inside its limit; NaN is not."""
+        """True if the value is inside its limit; NaN is not."""
         return self.value <= self.limit if self.is_most else self.value >= self.limit
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Segment(NamedTuple):
 @final
 @dataclass(frozen=True)
 class GateReport:
-    """What a gate found; as text, a line per rule."""
+    """The results of a gate; as text, a line per rule."""
 
     new: str
     """The folder of the new version."""
@@ -78,7 +78,7 @@ class GateReport:
 
     @property
     def passed(self) -> bool:
-        """Whether the new version meets all rules."""
+        """True if the new version meets all rules."""
         return not self.refused
 
     @property
@@ -106,16 +106,13 @@ class GateReport:
             for rule in self.rules
         )
         title = "publish" if self.passed else "do not publish"
-        plots = "".join(
-            f"<h2>{name}</h2>{_bars([(f'{s.data}, {s.name}', *of(s)) for s in self.segments])}"
-            for name, of in (
-                ("AUC", lambda s: (s.new.auc, s.served.auc if s.served else None)),
-                (
-                    "Calibration (mean prediction / mean label)",
-                    lambda s: (s.new.calibration, s.served.calibration if s.served else None),
-                ),
-            )
-        )
+        plots = ""
+        for name, field in (("AUC", "auc"), ("Calibration: predictions / labels", "calibration")):
+            bars = [
+                (f"{s.data}, {s.name}", getattr(s.new, field), getattr(s.served, field, None))
+                for s in self.segments
+            ]
+            plots += f"<h2>{name}</h2>{_bars(bars)}"
         page = (
             f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport "
             f"content='width=device-width'><title>{_text(self.new)}: {title}</title>"

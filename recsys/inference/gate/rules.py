@@ -45,9 +45,9 @@ _LEAST_BYTES = 1 << 20
 class Gate:
     """Rules for a new version of a package with raw columns and one label of 0 and 1.
 
-    `compare` scores the same rows by the new version and the served one, and returns a report whose
-    `passed` says whether to publish. Differences count from three standard errors on, so that
-    ordinary days pass.
+    `compare` scores the same rows by the new version and the served one, and returns a report. Its
+    `passed` is True if the new version can be published. A limit is widened by three standard
+    errors, so that ordinary days pass.
 
     Raises:
         TypeError: A setting has another type.
@@ -74,19 +74,19 @@ class Gate:
     """Largest drop of the AUC against the served version, in a data set and in a segment."""
     max_gain: float = 0.1
     """Largest gain of the AUC of a data set: more of it means that the rows were trained on, or
-    that a column tells the label."""
+    that a column contains the label."""
     max_calibration_error: float = 0.1
     """Largest relative difference of the mean prediction and the mean label."""
     max_drift: float = 1.0
-    """Largest population stability index of the predictions against those of the served version,
-    on rows whose values both know. A model that learns shifts its predictions by up to 0.5 a day;
-    one that has forgotten what it knew, by several."""
+    """Largest population stability index of the predictions of both versions, on rows whose values
+    both know. A model that learns shifts its predictions by up to 0.5 a day, a broken one by
+    several."""
     max_slowdown: float = 1.5
-    """Largest ratio of the median seconds of a batch to those of the served version."""
+    """Largest ratio of the median seconds of a batch to the seconds of the served version."""
     max_growth: float = 1.5
-    """Largest ratio of the bytes of the package to those of the served version."""
+    """Largest ratio of the bytes of the package to the bytes of the served version."""
     min_table_share: float = 0.5
-    """Least ratio of the rows of each table to those of the served version."""
+    """Least ratio of the rows of each table to its rows in the served version."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -64,8 +64,8 @@ def numbers_of(predictions: _Array, labels: _Array) -> Numbers:
 def auc_change(after: _Array, before: _Array, labels: _Array) -> tuple[float, float]:
     """Return the difference of the AUC of two models on the same rows, and its standard error.
 
-    The error is that of the mean of the differences in 20 parts of the rows (the method of batch
-    means). Rows are dealt to the parts one by one.
+    The error is the standard error of the mean of 20 differences, each of a part of the rows (the
+    method of batch means). Rows are dealt to the parts one by one.
 
     Args:
         after: [N] predictions of the later model.

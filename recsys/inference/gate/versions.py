@@ -24,7 +24,7 @@ def publish(report: GateReport, folder: str | Path, number: int | None = None) -
     Args:
         report: The report of `Gate.compare`.
         folder: The package: a folder of versions, on the disk of `report.new`.
-        number: Number of the version, such as that of the day; None: the next one.
+        number: Number of the version, such as the number of the day; None: the next one.
 
     Returns:
         The folder of the published version.
@@ -66,8 +66,8 @@ def publish(report: GateReport, folder: str | Path, number: int | None = None) -
 def rollback(folder: str | Path) -> Path:
     """Publish the version before the newest one again, under the next number.
 
-    Servers that take the newest number return to it. The files are links to those of the older
-    version; a deltas folder is copied. The version that is left stays, too.
+    Servers that take the newest number return to it. Its files are links to the files of
+    the older version; deltas are copied. The version that is left stays, too.
 
     Args:
         folder: The package: a folder of versions.

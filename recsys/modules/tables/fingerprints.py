@@ -1,4 +1,4 @@
-"""Fingerprints of the values that rows of tables stand for, compared with those of data.
+"""Fingerprints of the values that rows of tables stand for, compared with the values of data.
 
 `FeatureSpec.tables` sets them. A table without one takes it from the first batch of a `Trainer`, or
 from the checkpoint that it loads.
@@ -6,9 +6,11 @@ from the checkpoint that it loads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
+import numpy as np
 from torch import nn
 
 from recsys.base.arguments import wrong_type
@@ -17,7 +19,71 @@ from recsys.modules.embedding_configs import BaseEmbeddingConfig
 if TYPE_CHECKING:
     from recsys.features import FeatureSpec
 
-__all__ = ["check_fingerprints", "check_spec", "configs_by_weight"]
+__all__ = [
+    "SPECS",
+    "SpecFunctions",
+    "check_fingerprints",
+    "check_spec",
+    "configs_by_weight",
+    "moved_values",
+    "remember_values",
+]
+
+
+class _Values(Protocol):
+    """The values of a table, such as `recsys.features.vocabulary.Vocabulary`."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the table."""
+
+    @property
+    def num_special_rows(self) -> int:
+        """Number of first rows that are not values."""
+
+    def rows_in(self, other: Any) -> Any:
+        """Return the row of each value in other values; -1: it has none."""
+
+
+@final
+class SpecFunctions(NamedTuple):
+    """Functions of `recsys.features`, which imports this room and not the reverse."""
+
+    restore: Callable[[Mapping[str, Any]], FeatureSpec]
+    """Return the spec of a state, as `FeatureSpec.from_state_dict`."""
+    row_sources: Callable[[FeatureSpec, FeatureSpec, str], Any]
+    """Return the rows of a table's values in an earlier spec."""
+
+
+SPECS: list[SpecFunctions] = []
+"""The functions, once `recsys.features` is imported."""
+_known: weakref.WeakValueDictionary[str, _Values] = weakref.WeakValueDictionary()
+
+
+def remember_values(fingerprint: str, values: _Values) -> None:
+    """Keep values by their fingerprint, for messages, as long as something else uses them."""
+    _known[fingerprint] = values
+
+
+def moved_values(fingerprint: str, before: str) -> tuple[int, int] | None:
+    """Return how many values have another row than in an earlier fit, and how many it had.
+
+    Args:
+        fingerprint: Of the later fit.
+        before: Of the earlier one.
+
+    Returns:
+        None if this process does not have the values of both.
+    """
+    later, earlier = _known.get(fingerprint), _known.get(before)
+    if later is None or earlier is None:
+        return None
+    count = earlier.num_rows - earlier.num_special_rows
+    try:
+        rows = earlier.rows_in(later)
+    except TypeError:  # texts and numbers
+        return count, count
+    return int((rows != np.arange(len(rows))).sum()), count
 
 
 def configs_by_weight(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
