@@ -76,8 +76,9 @@ class Trainer:
         start_states: Whether the optimizer's state is loaded from it, too; learning rates and other
             settings stay.
         new_rows: Weights of the values that `start_from` lacks, as of `load_checkpoint`.
-        spec: The fitted spec of the model's tables, which checkpoints then contain. None: the
-            spec of the reader `train`, if it has one. For prepared files, pass the spec of the raw columns.
+        spec: The fitted spec of the model's tables, which checkpoints then contain. None: the spec
+            of the reader `train`, if it has one. For prepared files, pass the spec of the raw
+            columns.
         overwrite: Whether `fit` removes `best`, `last` and `log.jsonl` of an older job in the
             folder, and prints a line about it. Otherwise, and without `resume`, it raises an error.
         schedule: Scheduler of torch for the optimizer, stepped after each step;

@@ -41,7 +41,7 @@ class Word(NamedTuple):
 
     name: str
     arguments: dict[str, str | None] | None
-    """Defaults by argument, None if it has none; None as a whole if it is no function."""
+    """Defaults by argument, None if it has none; None as a whole if it is not a function."""
     not_ours: frozenset[str]
     """Arguments that we do not take; the name itself, if we do not have the member."""
 

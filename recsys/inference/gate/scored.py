@@ -118,7 +118,7 @@ def _probabilities(outputs: Any, scorer: Scorer, task: str) -> _Array:
 
 def _labels(table: Any, name: str) -> _Array:
     """Return [N] float64."""
-    values = np.array(table[name].cast(pa.float64()))
+    values: _Array = table[name].cast(pa.float64()).to_numpy()
     bad = ~np.isin(values, (0.0, 1.0))
     if bad.any():
         row = int(bad.argmax())

@@ -206,7 +206,7 @@ def test_training_on_the_rows_that_compare(world: _World, tmp_path: Path) -> Non
         for table in model.tables.embedding_bags.values():
             table.weight.zero_()
         ids = leaky.transform(held).sparse_features["row"].values()
-        clicks = torch.from_numpy(np.array(held["click"]))
+        clicks = torch.from_numpy(held["click"].to_numpy().copy())
         model.tables.embedding_bags["row"].weight[ids, 0] = clicks.float() * 2 - 2
     example = held.slice(0, 4)
     quantized = quantize_embeddings(model.eval())
