@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +21,8 @@ class Answers:
 
     def __init__(self, models: Path) -> None:
         context = multiprocessing.get_context("spawn")
-        self._stop, self._counts = context.Event(), context.Array("q", 2)
+        self._models, self._stop = models, context.Event()
+        self._counts = context.Array("q", 3)  # answered, failed, number of the served version
         self._process = context.Process(
             target=_answer, args=(models, self._stop, self._counts), daemon=True
         )
@@ -30,6 +32,10 @@ class Answers:
         return self
 
     def __exit__(self, *error: object) -> None:
+        numbers = [int(path.name) for path in self._models.glob("*") if path.name.isdecimal()]
+        end = time.monotonic() + 60
+        while self._counts[2] != max(numbers, default=0) and time.monotonic() < end:
+            time.sleep(0.05)  # it answers by the last version before it ends
         self._stop.set()
         self._process.join()
 
@@ -60,6 +66,7 @@ def _answer(models: Path, stop: Any, counts: Any) -> None:
             if predictor is not None:
                 predictor(REQUEST)
                 counts[0] += 1
+                counts[2] = max(numbers)
         except Exception as error:
             print(f"the server failed: {error!r}", flush=True)
             counts[1] += 1

@@ -277,6 +277,16 @@ class Scorer(NamedTuple):
 def open_scorer(
     model: nn.Module | str | Path, spec: FeatureSpec | None, stack: contextlib.ExitStack
 ) -> Scorer:
+    """Open a model for scoring.
+
+    Args:
+        model: As for `score`.
+        spec: As for `score`.
+        stack: Closes the model.
+
+    Raises:
+        ValueError: As for `score`.
+    """
     if isinstance(model, nn.Module):
         if not isinstance(spec, FeatureSpec):
             raise ValueError("score needs a fitted FeatureSpec with a model; received none.")

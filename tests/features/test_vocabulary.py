@@ -132,7 +132,8 @@ def test_texts_with_the_hash_of_a_known_text_are_unknown(monkeypatch: pytest.Mon
     def lengths(texts: Any) -> Any:
         return np.array([len(text) for text in texts.to_pylist()], np.int64)
 
-    monkeypatch.setattr("recsys.features.vocabulary.hash_texts", lengths)
+    for module in ("vocabulary", "counts"):
+        monkeypatch.setattr(f"recsys.features.{module}.hash_texts", lengths)
     vocabulary = Vocabulary(pa.array(["a", "bb"], pa.large_string()))
     assert vocabulary.rows_of(keys_of(["a", "c", "bb", "cc"], "text")).tolist() == [2, 1, 3, 1]
     with pytest.raises(ValueError, match=r"must be distinct.*'cc' and 'bb'\."):
