@@ -179,6 +179,8 @@ class Life:
         """Extend the spec, and load the rows by value."""
         self.save()
         data = self._data()
+        if self.now.spec.partial({"item": data}).digest() in self.now.spec.fitted.digests:
+            return  # by chance the data of an earlier day, which `extend` refuses
         rules = self.min_count, self.max_size, self.retire_after
         spec = self.now.spec.extend({"item": data}, retire_after=self.retire_after).spec
         self._load_by_value(spec, self.now.expected.extended(Counter(data), *rules))
