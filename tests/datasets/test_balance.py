@@ -231,6 +231,8 @@ def test_errors():
     ):
         with pytest.raises(ValueError, match=f"whole numbers, .* received {received}"):
             BalancedSampler(lengths, 2)
+    with pytest.raises(ValueError, match=r"rank must .* 2"):
+        BalancedSampler([1, 2], 2, rank=2, world_size=2)
 
 
 def build() -> NextItem:

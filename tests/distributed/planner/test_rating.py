@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,6 +50,10 @@ def test_a_plan_that_is_rated_again_costs_the_same(kind: str) -> None:
     for one, other in zip(again.rating.costs, made.rating.costs, strict=True):
         assert one.total == pytest.approx(other.total)
     assert again.rating.storage == made.rating.storage
+    assert made.made_for is not None
+    elsewhere = replace(made.made_for, world_size=2 * made.made_for.world_size)
+    made.made_for = elsewhere  # as of a file that another machine wrote
+    assert planner.rate(model, SHARDERS, made).made_for == elsewhere
 
 
 def test_a_plan_that_lacks_a_table_is_not_rated() -> None:
