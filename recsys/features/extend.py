@@ -8,7 +8,7 @@ from typing import NamedTuple, final
 import numpy as np
 import pyarrow as pa
 
-from recsys.base.arguments import MissingKeyError, whole
+from recsys.base.arguments import MissingKeyError, names, whole, wrong_type
 from recsys.features.columns import Column
 from recsys.features.counts import TableChange
 from recsys.features.fit import Fitted, PartialFit
@@ -58,7 +58,7 @@ def extended(
     """
     if retire_after is not None:
         whole("retire_after", retire_after)
-    if unknown := sorted(set(refit) - before.means.keys()):
+    if unknown := sorted(set(names("refit", refit)) - before.means.keys()):
         raise MissingKeyError(
             f"refit must name Numeric columns, {list(before.means)}; received {unknown}."
         )
@@ -124,7 +124,11 @@ def without(before: Fitted, values: Mapping[str, Iterable[str | int]]) -> Fitted
         TypeError: A value has another type than the values of the table.
     """
     vocabularies = dict(before.vocabularies)
+    if not isinstance(values, Mapping):
+        wrong_type("values", "a dict of values by table", values)
     for table, removed in values.items():
+        if isinstance(removed, str | int):
+            wrong_type(f"values[{table!r}]", "a list of values", removed)
         if table not in vocabularies:
             raise MissingKeyError(
                 f"values must name tables of Categorical columns, {list(vocabularies)}; received "

@@ -188,8 +188,16 @@ def test_forgotten_values_are_gone_and_the_last_ones_take_their_rows() -> None:
     assert _values(spec, "u") == ["a", "b", "c", "d"]
     with pytest.raises(KeyError, match=r"tables of Categorical columns, .* received 'v'"):
         spec.forget({"v": ["a"]})
-    with pytest.raises(TypeError, match=r"values\['n'\] must be numbers"):
-        spec.forget({"n": ["a"]})
+    wrong: list[tuple[Any, str]] = [
+        ({"n": ["a"]}, r"values\['n'\] must be numbers"),
+        ({"u": "ab"}, r"values\['u'\] must be a list of values; received 'ab'"),
+        ("ab", "values must be a dict of values by table; received 'ab'"),
+    ]
+    for values, message in wrong:
+        with pytest.raises(TypeError, match=message):
+            spec.forget(values)
+    with pytest.raises(TypeError, match="refit"):
+        FeatureSpec([Numeric("age")]).fit({"age": [1]}).extend({"age": [2]}, refit="age")
 
 
 def test_fingerprints_are_those_of_the_values_in_their_order() -> None:

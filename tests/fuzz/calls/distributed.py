@@ -237,6 +237,9 @@ CALLS = [
         "resize": Kind(list, lambda value: None if isinstance(
             value, list | tuple | set | dict) and all(isinstance(
                 one, str) for one in value) else False),
+        "spec": maybe(Kind(lambda: None, lambda value: False)),
+        "saved_spec": maybe(Kind(lambda: None, lambda value: False)),
+        "new_rows": text("init"),
     }),
     Call("read_checkpoint", read_checkpoint, {
         "path": path(_saved), "tables": maybe(either(
