@@ -87,7 +87,7 @@ class Batch:
         name_columns(self.labels, self.label_name.split(",") if self.label_name else ())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"fingerprints": {}, **state})  # a file of an older recsys has none
         self._name_columns()
 
     @staticmethod
@@ -214,14 +214,17 @@ class Batch:
 
 def _members_of(batch: Batch) -> tuple[dict[str, Any], object]:
     members = {name: getattr(batch, name) for name in _PARTS} | dict(batch._optional())
-    return members, (list(members), list(batch.dense_names), batch.label_name)
+    fingerprints = [list(pair) for pair in batch.fingerprints.items()]
+    return members, (list(members), list(batch.dense_names), batch.label_name, fingerprints)
 
 
 def _batch_of(members: Iterable[Any], rest: Any) -> Batch:
     batch = Batch.__new__(Batch)  # unchecked: the members may be no tensors after a tree_map
-    columns, names, label = rest
+    columns, names, label, *fingerprints = rest  # programs of an older recsys have none
     parts = {**dict.fromkeys(_OPTIONAL_PARTS), **dict(zip(columns, members, strict=True))}
-    batch.__setstate__({**parts, "dense_names": tuple(names), "label_name": label})
+    rest = {"dense_names": tuple(names), "label_name": label}
+    pairs = fingerprints[0] if fingerprints else ()
+    batch.__setstate__({**parts, **rest, "fingerprints": dict(map(tuple, pairs))})
     return batch
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from recsys import EmbeddingBagCollection, EmbeddingBagConfig, datasets
+from recsys.datasets.utils import Batch
+from recsys.datasets.windows import join_rows, split_rows, take_rows
 from recsys.distributed.checkpoint import CheckpointError, read_checkpoint
 from recsys.distributed.checkpoint.values import saved_spec
 from recsys.distributed.checkpoint.versions import open_version
@@ -111,6 +115,25 @@ def test_batches_of_another_fit_are_refused(days: list[str], tmp_path: Path) -> 
         _trainer(_model(other.tables(4)), tmp_path / "c", start_from=tmp_path / "b/last").fit(
             [batch for batch in readers[1]]
         )
+
+
+def test_copies_of_a_batch_keep_its_fingerprints() -> None:
+    spec = FeatureSpec([Categorical("user"), Label("click")]).fit({"user": ["a"], "click": [1]})
+    batch = spec.transform({"user": ["a", "b"], "click": [0, 1]})
+    leaves, structure = pytree.tree_flatten(batch)
+    copies = [
+        batch.to(torch.device("cpu")),
+        pickle.loads(pickle.dumps(batch)),
+        pytree.tree_unflatten(leaves, structure),
+        *split_rows(batch, [0, 1, 2]),
+        join_rows([batch, batch]),
+        take_rows(batch, np.array([1])),
+    ]
+    assert [dict(copy.fingerprints) for copy in copies] == [spec.fingerprints()] * len(copies)
+    older = {name: value for name, value in vars(batch).items() if name != "fingerprints"}
+    restored = Batch.__new__(Batch)
+    restored.__setstate__(older)
+    assert restored.fingerprints == {}
 
 
 def test_numbers_of_another_scale_are_refused(days: list[str], tmp_path: Path) -> None:
