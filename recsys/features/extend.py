@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, final
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +41,7 @@ def extended(
     parts: Iterable[PartialFit],
     retire_after: int | None,
     refit: Sequence[str],
+    allow_repeated: bool,
 ) -> tuple[Fitted, Report]:
     """Return the state of a spec with the values of further data, and what changed.
 
@@ -50,6 +51,7 @@ def extended(
         parts: As for `FeatureSpec.extend_parts`.
         retire_after: As for `FeatureSpec.extend`.
         refit: As for `FeatureSpec.extend`.
+        allow_repeated: As for `FeatureSpec.extend`.
 
     Raises:
         KeyError: As for `FeatureSpec.extend`.
@@ -64,17 +66,17 @@ def extended(
         )
     joined = PartialFit.joined(columns, parts, "extend", before.kinds)
     digest = joined.digest()
-    if digest in before.digests:
+    if digest in before.digests and not allow_repeated:
         ago = before.digests[::-1].index(digest)
         raise ValueError(
-            "extend needs further data; received the rows of "
-            f"{'the last data' if not ago else f'the data {ago} extensions before the last'} once "
-            "more. Leave them out: values would seem to be seen twice."
+            "extend needs further data; received the number of rows, counts and means of "
+            f"{'the last data' if not ago else f'the data {ago} extensions before the last'}. "
+            "Leave out data that comes twice; if this is other data, pass allow_repeated=True."
         )
     digests = (*before.digests, digest)[-_MOST_DIGESTS:]
     num_rows, kinds = before.num_rows + joined.num_rows, dict(joined.kinds)
     profiles = profiles_of(columns, joined)
-    fitted = Fitted(num_rows, {}, {}, {}, {}, kinds, profiles, digests)
+    fitted = Fitted(num_rows, {}, {}, {}, {}, kinds, profiles, digests, before.converted)
     changes: dict[str, TableChange] = {}
     for column in columns:
         if column.name in refit:
@@ -112,18 +114,22 @@ def profiles_of(columns: Sequence[Column], statistics: PartialFit) -> dict[str, 
     return profiles
 
 
-def without(before: Fitted, values: Mapping[str, Iterable[str | int]]) -> Fitted:
+def without(
+    columns: Sequence[Column], before: Fitted, values: Mapping[str, Iterable[str | int]]
+) -> Fitted:
     """Return the state of a spec without some values.
 
     Args:
-        before: The state.
+        columns: The columns of the spec.
+        before: Its state.
         values: As for `FeatureSpec.forget`.
 
     Raises:
         KeyError: A table has no vocabulary.
         TypeError: A value has another type than the values of the table.
     """
-    vocabularies = dict(before.vocabularies)
+    vocabularies, gone = dict(before.vocabularies), dict[str | None, frozenset[Any]]()
+    tables = {column.name: column.table for column in columns}
     if not isinstance(values, Mapping):
         wrong_type("values", "a dict of values by table", values)
     for table, removed in values.items():
@@ -142,7 +148,21 @@ def without(before: Fitted, values: Mapping[str, Iterable[str | int]]) -> Fitted
                 f"values[{table!r}] must be {old.kind}s, as the data of fit; {error}."
             ) from None
         vocabularies[table] = old.without(array.drop_null())
-    return before._replace(vocabularies=vocabularies)
+        gone[table] = frozenset(array.to_pylist())
+    profiles = {
+        name: _without_bins(profile, gone.get(tables.get(name), frozenset()))
+        for name, profile in before.profiles.items()
+    }
+    return before._replace(vocabularies=vocabularies, profiles=profiles)
+
+
+def _without_bins(profile: Profile, values: Container[Any]) -> Profile:
+    """Return a profile in which some values count as others."""
+    if not any(value in values for value in profile.bins):
+        return profile
+    kept = [place for place, value in enumerate(profile.bins) if value not in values]
+    shares = [profile.shares[place] for place in kept]
+    return profile._replace(bins=[profile.bins[p] for p in kept], shares=[*shares, 1 - sum(shares)])
 
 
 def _in_words(change: TableChange) -> str:

@@ -90,6 +90,8 @@ def of_counts(counts: Counts, missing: float, bins: list[Any] | None) -> Profile
     of_bins, total = np.zeros(len(bins) + 1), 0
     for part in counts.partitions():
         total += pc.sum(part["count"]).as_py() or 0
+        if bins and isinstance(bins[0], str) != (part["value"].type != pa.int64()):
+            continue  # numbers after texts, of values below min_count
         chosen = part.filter(pc.is_in(part["value"], value_set=pa.array(bins, part["value"].type)))
         for value, count in zip(*(chosen[n].to_pylist() for n in ("value", "count")), strict=True):
             of_bins[bins.index(value)] += count

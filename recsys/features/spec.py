@@ -429,6 +429,7 @@ class FeatureSpec:
         *,
         retire_after: int | None = None,
         refit: Sequence[str] = (),
+        allow_repeated: bool = False,
         limit: int = 50_000_000,
     ) -> Extension:
         """Return this spec with the new values of further data, such as the next day's.
@@ -443,16 +444,18 @@ class FeatureSpec:
             retire_after: A value that as many extensions in a row did not have may give its row to
                 a new value, with initial weights and optimizer state; None: no value does.
             refit: `Numeric` columns that get the mean, the deviation and the edges of the data.
+            allow_repeated: Whether the data may have the number of rows, counts and means of the
+                data of `fit` or of one of the last 63 extensions.
             limit: As for `fit`.
 
         Returns:
-            The spec, and what changed.
+            The spec, and the changes.
 
         Raises:
             KeyError: A table does not have a column, or `refit` names another one.
             RuntimeError: This spec is not fitted.
             TypeError: A column has values of another type, or texts where this spec has numbers.
-            ValueError: As for `fit`, or `fit` or a recent extension had the data.
+            ValueError: As for `fit`, or the data seems to come twice.
 
         Example:
             >>> from recsys.features import Categorical, FeatureSpec
@@ -465,7 +468,9 @@ class FeatureSpec:
             city: missing 0.0% -> 0.0%, stability index 7.009
         """
         part = self._partial(data, limit, self.column_kinds())
-        return self.extend_parts([part], retire_after=retire_after, refit=refit)
+        return self.extend_parts(
+            [part], retire_after=retire_after, refit=refit, allow_repeated=allow_repeated
+        )
 
     def extend_parts(
         self,
@@ -473,6 +478,7 @@ class FeatureSpec:
         *,
         retire_after: int | None = None,
         refit: Sequence[str] = (),
+        allow_repeated: bool = False,
     ) -> Extension:
         """Join statistics of parts of further data, as `extend` of all of it.
 
@@ -480,6 +486,7 @@ class FeatureSpec:
             parts: Results of `partial` of specs with the same columns, in any order.
             retire_after: As for `extend`.
             refit: As for `extend`.
+            allow_repeated: As for `extend`.
 
         Raises:
             KeyError: As for `extend`.
@@ -487,7 +494,9 @@ class FeatureSpec:
             TypeError: As for `extend`.
             ValueError: There are not rows, a part is of another spec, or the data is known.
         """
-        fitted, report = extend.extended(self.columns, self.fitted, parts, retire_after, refit)
+        fitted, report = extend.extended(
+            self.columns, self.fitted, parts, retire_after, refit, allow_repeated
+        )
         spec = FeatureSpec(self.columns)
         spec.fitted = fitted
         return Extension(spec, report)
@@ -515,7 +524,7 @@ class FeatureSpec:
             ['eve', 'bob']
         """
         spec = FeatureSpec(self.columns)
-        spec.fitted = extend.without(self.fitted, values)
+        spec.fitted = extend.without(self.columns, self.fitted, values)
         return spec
 
     # -- transform ---------------------------------------------------------------------------------

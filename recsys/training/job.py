@@ -51,6 +51,8 @@ class Start(NamedTuple):
     """The checkpoint of another job with whose weights a job starts."""
 
     path: Path
+    spec: FeatureSpec | None
+    """The spec of the checkpoint, if it has none."""
     has_states: bool
     """True if the optimizer's state is loaded, too."""
     new_rows: NewRows
@@ -332,6 +334,7 @@ class Job:
             settings.optimizer if start.has_states else None,
             keep_settings=True,
             spec=self._spec,
+            saved_spec=start.spec,
             new_rows=start.new_rows,
         )
         if settings.env.rank == 0:

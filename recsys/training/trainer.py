@@ -73,6 +73,7 @@ class Trainer:
         start_from: Checkpoint of another job, such as `best` of yesterday's, whose weights training
             starts with: `path` of `load_checkpoint`. Tables of another fit get each row at the
             place of its value. A job that resumes does not read it.
+        start_spec: The spec of `start_from`, if it was saved without one.
         start_states: Whether the optimizer's state is loaded from it, too; learning rates and other
             settings stay.
         new_rows: Weights of the values that `start_from` lacks, as of `load_checkpoint`.
@@ -125,7 +126,7 @@ class Trainer:
         (100, True)
     """
 
-    @checked_but("optimizer", "folder", "loggers", "start_from", "spec")
+    @checked_but("optimizer", "folder", "loggers", "start_from", "start_spec", "spec")
     def __init__(
         self,
         model: nn.Module,
@@ -145,6 +146,7 @@ class Trainer:
         save_every: int | None = None,
         resume: bool = False,
         start_from: str | Path | None = None,
+        start_spec: FeatureSpec | None = None,
         start_states: bool = True,
         new_rows: NewRows = "init",
         spec: FeatureSpec | None = None,
@@ -208,7 +210,9 @@ class Trainer:
             load_best=load_best,
             save_every=save_every,
             resume=resume,
-            start=None if start_from is None else Start(Path(start_from), start_states, new_rows),
+            start=None
+            if start_from is None
+            else Start(Path(start_from), start_spec, start_states, new_rows),
             spec=spec,
             overwrite=overwrite,
             schedule=schedule,

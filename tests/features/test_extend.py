@@ -139,14 +139,16 @@ def test_shifts_are_those_of_all_numbers_and_values() -> None:
 
 def test_a_day_that_comes_again_is_refused() -> None:
     monday = FeatureSpec(COLUMNS).fit(MONDAY)
-    with pytest.raises(ValueError, match="the rows of the last data once more"):
+    with pytest.raises(ValueError, match="counts and means of the last data"):
         monday.extend(MONDAY)
     tuesday = monday.extend(TUESDAY).spec
-    with pytest.raises(ValueError, match="the data 1 extensions before the last once more"):
+    with pytest.raises(ValueError, match="of the data 1 extensions before the last"):
         tuesday.extend(MONDAY)
     shuffled = {name: [*values[3:], *values[:3]] for name, values in TUESDAY.items()}
-    with pytest.raises(ValueError, match="rows of the last data"):
+    with pytest.raises(ValueError, match="of the last data"):
         tuesday.extend(shuffled)
+    again = tuesday.extend(shuffled, allow_repeated=True).spec
+    assert again.fitted.vocabularies["city"].ages.tolist() == [2, 0, 0, 0]
 
 
 def test_bad_days_are_named_and_change_nothing() -> None:
@@ -162,6 +164,8 @@ def test_bad_days_are_named_and_change_nothing() -> None:
     for data, kind, message in cases:
         with pytest.raises(kind, match=message):
             monday.extend(data)
+    rare = FeatureSpec([Categorical("u", min_count=5)]).fit({"u": ["ann", "bob"]})
+    assert rare.extend({"u": [1, 2, 3]}).report.tables["u"].rare == 3
     with pytest.raises(ValueError, match="retire_after"):
         monday.extend(TUESDAY, retire_after=0)
     with pytest.raises(RuntimeError, match="must be fitted"):
@@ -186,6 +190,10 @@ def test_forgotten_values_are_gone_and_the_last_ones_take_their_rows() -> None:
     assert _values(forgotten, "u") == ["c", "d"]
     assert _values(forgotten, "n") == [1, 2, 3]
     assert _values(spec, "u") == ["a", "b", "c", "d"]
+    assert "zq@mail" in str(FeatureSpec([Categorical("u")]).fit({"u": ["zq@mail", "b"]}).fitted)
+    gone = FeatureSpec([Categorical("u")]).fit({"u": ["zq@mail", "b"]}).forget({"u": ["zq@mail"]})
+    assert "zq@mail" not in str(gone.state_dict()["description"])
+    assert gone.fitted.profiles["u"].shares == [0.5, 0.5]
     with pytest.raises(KeyError, match=r"tables of Categorical columns, .* received 'v'"):
         spec.forget({"v": ["a"]})
     wrong: list[tuple[Any, str]] = [

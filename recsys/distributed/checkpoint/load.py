@@ -154,7 +154,9 @@ def load_checkpoint(
         for name, given in zip(("spec", "saved_spec"), specs, strict=True):
             if given is not None and not hasattr(given, "fingerprints"):
                 wrong_type(f"load_checkpoint.{name}", "a FeatureSpec, or None", given)
-        moved.append(MovedTables(folder, manifest, model, state, saved, specs, new_rows))
+        moved.append(
+            MovedTables(folder, manifest, model, state, saved, specs, new_rows, allow_partial)
+        )
         hashed.append(HashedTables(model, state, tables))
         resized.extend(fit_rows(folder, state, saved, hashed[0].names(tables)))
         if progress:

@@ -351,7 +351,8 @@ class _Save:
             settings = (
                 [] if optimizer is None else settings_of(optimizer, whole_names(model, optimizer))
             )
-            return settings, self._same, is_delta
+            prints = {f"fingerprint of {name}": of for name, of in self._fingerprints.items()}
+            return settings, self._same | prints, is_delta
 
         prepared = on_every_rank(self.env, self.what, prepare)
         raise_if_facts_differ("save a checkpoint", [facts for _, facts, _ in prepared])

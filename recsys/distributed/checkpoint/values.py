@@ -23,7 +23,12 @@ from recsys.distributed.checkpoint.versions import Manifest, chain_of
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.ranks.env import ShardingEnv
 from recsys.modules.embedding_configs import BaseEmbeddingConfig
-from recsys.modules.tables.fingerprints import SPECS, configs_by_weight, moved_values
+from recsys.modules.tables.fingerprints import (
+    SPECS,
+    check_spec,
+    configs_by_weight,
+    moved_values,
+)
 
 if TYPE_CHECKING:
     from recsys.features import FeatureSpec
@@ -96,6 +101,7 @@ class MovedTables:
         saved: Values in the checkpoint.
         specs: The spec of the model's tables, and the spec of the checkpoint; None: not given.
         new_rows: Values of rows that the checkpoint lacks.
+        allow_partial: Whether states that the checkpoint lacks keep their values.
 
     Raises:
         CheckpointError: A table is of another fit and the specs are not given, or a spec is not the
@@ -111,9 +117,12 @@ class MovedTables:
         saved: Mapping[str, STORAGE_TYPES],
         specs: tuple[FeatureSpec | None, FeatureSpec | None],
         new_rows: NewRows,
+        allow_partial: bool,
     ) -> None:
         self._folder, self._manifest, self._state = folder, manifest, state
-        self._specs, self._new_rows = specs, new_rows
+        self._specs, self._new_rows, self._allow_partial = specs, new_rows, allow_partial
+        if specs[0] is not None:
+            check_spec("load_checkpoint.spec", specs[0], model)
         self._tables: list[_Table] = []
         self._taken: list[tuple[BaseEmbeddingConfig, str]] = []
         fingerprints = (manifest or {}).get("fingerprints")
@@ -160,15 +169,20 @@ class MovedTables:
                 f"The checkpoint {self._folder} has no spec, and table {config.name!r} is of "
                 "another fit than here. Pass saved_spec, the spec of the job that saved it."
             )
-        feature = config.feature_names[0]
-        checks = (("spec", spec, config.fingerprint, "the model"), ("saved_spec", old, before, ""))
-        for argument, fit, wanted, owner in checks:
-            if wanted is not None and fit.fingerprints().get(feature) != wanted:
-                raise CheckpointError(
-                    f"{argument} must be the spec of {owner or 'the checkpoint'}, "
-                    f"{self._folder}; feature {feature!r} is of another fit in it."
-                )
-        [table] = [entry.table for entry in spec.features() if entry.name == feature]
+        of_table = [entry for entry in spec.features() if entry.name in config.feature_names]
+        if not of_table:
+            raise CheckpointError(
+                f"spec must have a feature of table {config.name!r}, {config.feature_names}; it "
+                "has none."
+            )
+        table, num_special_rows = of_table[0].table, of_table[0].special_rows
+        prints = old.fingerprints()
+        saved = {prints.get(entry.name) for entry in old.features() if entry.table == table}
+        if before is not None and before not in saved:
+            raise CheckpointError(
+                f"saved_spec must be the spec of the checkpoint, {self._folder}; table {table!r} "
+                "is of another fit in it."
+            )
         try:
             sources = torch.from_numpy(SPECS[0].row_sources(spec, old, table))
         except (KeyError, TypeError) as error:
@@ -183,7 +197,7 @@ class MovedTables:
             )
         sources = torch.cat([sources, sources.new_full((num_rows - len(sources),), -1)])
         values = values_with_rows(weight, self._state)
-        self._tables.append(_Table(config.name, values, sources, config.num_special_rows))
+        self._tables.append(_Table(config.name, values, sources, num_special_rows))
         for key in values:
             *path, name = key
             holder = self._state
@@ -231,6 +245,8 @@ class MovedTables:
         name, parts = name_of(key), parts_of_value(value)
         saved_value = saved.values.get(name)
         if not isinstance(saved_value, TensorStorageMetadata):
+            if self._allow_partial:
+                return
             raise CheckpointError(
                 f"The checkpoint {saved.folder} lacks {name!r} of table {table.name!r}. Load "
                 "without the optimizer."
@@ -244,9 +260,10 @@ class MovedTables:
             )
         sources, is_weight = table.sources, key[0] == "model"
         if is_weight and self._new_rows == "unknown":
-            sources = sources.where(sources >= 0, min(_UNKNOWN, table.first_row - 1))
+            sources = sources.where(sources >= 0, _UNKNOWN)
         copy_rows(saved, name, parts, _rows_of(sources, parts))
-        if is_weight and self._new_rows == "mean" and bool((sources < 0).any()):
+        has_values = saved_value.size[0] > table.first_row
+        if is_weight and self._new_rows == "mean" and has_values and bool((sources < 0).any()):
             mean = _mean(saved, name, table.first_row)
             for offsets, part in parts:
                 is_new = sources[offsets[0] : offsets[0] + len(part)] < 0

@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any, TypeAlias, final
 
 import numpy as np
-import torch
 
 from recsys.base.arguments import finite, whole
 from recsys.base.checked import check_fields
@@ -25,17 +24,13 @@ from recsys.inference.gate.segments import (
     numbers_of,
     segments_of,
 )
-from recsys.inference.packages.deltas import BITS
 from recsys.inference.packages.manifest import read_manifest, sha256_of
-from recsys.inference.packages.safetensors import read_tensors
-from recsys.kernels.quantized import dequantize_rows
 
 __all__ = ["Gate"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _SIGMAS = 3.0
 """Standard errors by which a difference of random rows may exceed a limit."""
-_BLOCK_ROWS = 1 << 16
 _LEAST_BYTES = 1 << 20
 """A package may grow by as many bytes in any case."""
 
@@ -92,7 +87,8 @@ class Gate:
         check_fields(self)
         whole("Gate.min_rows", self.min_rows)
         whole("Gate.min_segment_rows", self.min_segment_rows)
-        for name in ("max_drop", "max_gain", "max_calibration_error", "max_drift", "max_slowdown"):
+        limits = [name for name in vars(self) if name.startswith("max_")]
+        for name in [*limits, "min_table_share"]:
             if finite(f"Gate.{name}", getattr(self, name)) < 0:
                 raise ValueError(f"Gate.{name} must be at least 0; received {getattr(self, name)}.")
 
@@ -114,11 +110,11 @@ class Gate:
             ValueError: A label is missing or is not 0 or 1, a value is out of its range, or a
                 package has no raw columns.
         """
+        if not data:
+            raise ValueError("Gate.compare.data must have a data set or more; received none.")
         new = Path(new)
         served = None if served is None else Path(served)
-        rules = [*_values_are_finite(new)]
-        if served is not None:
-            rules += self._package_rules(new, served)
+        rules = [] if served is None else [*self._package_rules(new, served)]
         segments: list[Segment] = []
         seconds: tuple[list[float], list[float]] = ([], [])
         for name, rows in data.items():
@@ -196,25 +192,6 @@ class Gate:
         yield Rule("auc", part, -change, limit, True, text)
         if ", " not in part:
             yield Rule("gain", part, change, self.max_gain + _SIGMAS * error, True, text)
-
-
-def _values_are_finite(version: Path) -> Iterator[Rule]:
-    """Yield a rule for the values of the tables, and of the other parameters in files."""
-    bad: list[str] = []
-    for table in read_manifest(version)["tables"]:
-        stored = np.memmap(version / table["file"], np.uint8, "r").reshape(-1, table["row_bytes"])
-        for start in range(0, len(stored), _BLOCK_ROWS):
-            rows = torch.from_numpy(np.array(stored[start : start + _BLOCK_ROWS]))
-            values = dequantize_rows(rows, BITS[table["dtype"]])
-            wrong = (~torch.isfinite(values)).any(1).nonzero().flatten().tolist()
-            bad += [f"row {start + row} of table {table['name']!r}" for row in wrong]
-    dense = version / "dense.safetensors"
-    for name, values in read_tensors(dense).items() if dense.is_file() else ():
-        if values.is_floating_point() and not bool(torch.isfinite(values).all()):
-            bad.append(f"parameter {name!r}")
-    named = f": {', '.join(bad[:5])}" if bad else ""
-    text = f"{len(bad):,} rows or parameters have NaN or infinite values{named}"
-    yield Rule("finite", "package", len(bad), 0, True, text)
 
 
 def _bytes_of(version: Path) -> int:

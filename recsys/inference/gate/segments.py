@@ -64,8 +64,8 @@ def numbers_of(predictions: _Array, labels: _Array) -> Numbers:
 def auc_change(after: _Array, before: _Array, labels: _Array) -> tuple[float, float]:
     """Return the difference of the AUC of two models on the same rows, and its standard error.
 
-    The error is the standard error of the mean of 20 differences, each of a part of the rows (the
-    method of batch means). Rows are dealt to the parts one by one.
+    The error is the standard error of the mean of up to 20 differences, each of a part of the rows
+    (the method of batch means). The rows of each label are dealt to the parts one by one.
 
     Args:
         after: [N] predictions of the later model.
@@ -73,14 +73,17 @@ def auc_change(after: _Array, before: _Array, labels: _Array) -> tuple[float, fl
         labels: [N], 0 or 1.
 
     Returns:
-        NaN and infinity if a part has one kind of label.
+        NaN and infinity if there are fewer than two rows of a label.
     """
-    whole = _area(after, labels) - _area(before, labels)
-    parts = [slice(fold, None, _FOLDS) for fold in range(_FOLDS)]
+    folds = int(min(_FOLDS, labels.sum(), (1 - labels).sum()))
+    if folds < 2:
+        return float("nan"), float("inf")
+    order = np.argsort(labels, kind="stable")
+    first = len(labels) - int(labels.sum())
+    parts = [np.r_[order[:first][i::folds], order[first:][i::folds]] for i in range(folds)]
     changes = np.array([_area(after[p], labels[p]) - _area(before[p], labels[p]) for p in parts])
-    if not np.isfinite(changes).all():
-        return whole, float("inf")
-    return whole, float(changes.std(ddof=1) / np.sqrt(_FOLDS))
+    whole = _area(after, labels) - _area(before, labels)
+    return whole, float(changes.std(ddof=1) / np.sqrt(folds))
 
 
 def _area(predictions: _Array, labels: _Array) -> float:

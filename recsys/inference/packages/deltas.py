@@ -39,7 +39,7 @@ from recsys.kernels.quantized import row_bytes
 
 __all__ = ["Delta", "read_delta", "read_deltas", "write_delta", "write_delta_between"]
 
-BITS = {"int8": 8, "int4": 4, "int2": 2, "float16": 16, "float32": 32}
+_BITS = {"int8": 8, "int4": 4, "int2": 2, "float16": 16, "float32": 32}
 DELTA_NAME = re.compile(r"(\d{12})\.delta")
 _PART = ".part-"
 
@@ -245,12 +245,12 @@ class _Table:
 
     def quantize(self, floats: Tensor) -> Tensor:
         """Return the stored rows of floats, uint8 `[R, row bytes]`."""
-        if self.dtype not in BITS:
+        if self.dtype not in _BITS:
             raise ValueError(
-                f"Table {self.name!r} must have one of the dtypes {[*BITS]}; received "
+                f"Table {self.name!r} must have one of the dtypes {[*_BITS]}; received "
                 f"{self.dtype!r}. Write the package again."
             )
-        bits = BITS[self.dtype]
+        bits = _BITS[self.dtype]
         stored = torch.zeros(len(floats), self.row_bytes, dtype=torch.uint8)
         try:
             quantize_rows(floats, bits, stored[:, : row_bytes(self.dim, bits)])

@@ -21,6 +21,7 @@ from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from recsys.features import Categorical, FeatureSpec, Numeric
 from recsys.optim import Adam, RowWiseAdagrad
+from recsys.optim.keyed import KeyedOptimizerWrapper
 from tests.distributed.cases import FEATURES, Case, EachType, shard, train, whole, whole_state
 from tests.ranks import RankPool
 
@@ -181,6 +182,52 @@ def test_a_table_without_a_fingerprint_takes_it_from_the_checkpoint(tmp_path: Pa
         load_checkpoint(tmp_path / "other", model)
 
 
+def test_a_table_without_a_fingerprint_takes_it_from_the_given_spec(tmp_path: Path) -> None:
+    old, new = _fit(["Oslo", "Rome", "Rome"]), _fit(["Oslo", "Oslo", "Rome"])
+    model = _model(old)
+    save_checkpoint(tmp_path, model, spec=old)
+    config = EmbeddingBagConfig(4, 4, "city", feature_names=["city"])
+    loaded = EmbeddingBagCollection(tables=[config])
+    load_checkpoint(tmp_path, loaded, spec=new)
+    assert _rows(loaded, new) == _rows(model, old)
+
+
+def test_new_rows_without_a_saved_value_keep_their_values(tmp_path: Path) -> None:
+    old = FeatureSpec([Categorical("city", min_count=2)]).fit({"city": ["Oslo", "Rome"]})
+    new = old.extend({"city": ["Bonn", "Bonn"]}).spec
+    save_checkpoint(tmp_path, _model(old), spec=old)
+    model = _model(new)
+    before = model.embedding_bags["city"].weight.detach().clone()
+    load_checkpoint(tmp_path, model, spec=new, new_rows="mean")
+    assert torch.equal(model.embedding_bags["city"].weight[2:], before[2:])
+
+
+def test_partial_loads_and_shared_tables(tmp_path: Path) -> None:
+    old = _fit(["Oslo", "Rome", "Rome"])
+    save_checkpoint(tmp_path, _model(old), spec=old)
+    columns = [Categorical("billing", table="city"), Categorical("city")]
+    new = FeatureSpec(columns).fit({"billing": ["Oslo", "Oslo"], "city": ["Rome", "Bonn"]})
+    model = _model(new)
+    optimizer = KeyedOptimizerWrapper(
+        dict(model.named_parameters()), lambda params: torch.optim.Adagrad(params)
+    )
+    with pytest.raises(CheckpointError, match=r"lacks .*city.*sum"):
+        load_checkpoint(tmp_path, model, optimizer, spec=new)
+    load_checkpoint(tmp_path, model, optimizer, spec=new, allow_partial=True)
+
+
+def _save_other_fits(path: str) -> str:
+    fits = [_fit(["Oslo", "Rome", "Rome"]), _fit(["Oslo", "Oslo", "Rome"])]
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  # the text is compared by the caller
+        save_checkpoint(path, _model(fits[dist.get_rank()]))
+    return str(raised.value)
+
+
+def test_ranks_of_other_fits_do_not_save(ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks(2, _save_other_fits, str(tmp_path)):
+        assert "fingerprint of embedding_bags.city.weight" in message
+
+
 def test_a_checkpoint_without_fingerprints_loads_with_one_warning(tmp_path: Path) -> None:
     spec = _fit(["Oslo", "Rome", "Rome"])
     config = EmbeddingBagConfig(4, 4, "city", feature_names=["city"])
@@ -199,7 +246,7 @@ def test_wrong_specs_are_named(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "without", _model(old))
     model = _model(new)
     cases = [
-        ({"spec": old}, "spec must be the spec of the model"),
+        ({"spec": old}, "load_checkpoint.spec must be of the fit that made table 'city'"),
         ({"spec": new, "saved_spec": new}, "saved_spec must be the spec of the checkpoint"),
         ({"spec": 3}, "spec must be a FeatureSpec"),
         ({"spec": new, "new_rows": "zero"}, "new_rows must be one of"),

@@ -18,6 +18,8 @@ from recsys import EmbeddingBagCollection
 from recsys.features import Categorical, FeatureSpec, Label, Numeric
 from recsys.inference import package, quantize_embeddings
 from recsys.inference.gate import Gate, GateReport, publish, rollback
+from recsys.inference.gate.scored import Scored
+from recsys.inference.gate.segments import auc_change
 from recsys.sparse import KeyedJaggedTensor
 
 GATE = Gate(segments=("country",), min_rows=500, min_segment_rows=200, max_slowdown=20.0)
@@ -177,16 +179,22 @@ def test_new_items_without_training(world: _World, tmp_path: Path) -> None:
     assert ("calibration", "today, new values of item=new") in refused
 
 
-def test_one_row_that_is_not_a_number(world: _World, tmp_path: Path) -> None:
+def test_values_that_are_not_numbers(world: _World, tmp_path: Path) -> None:
     model = _trained(world.spec, world.training)
-    new = _package(model, tmp_path / "p", world.spec, torch.float32)
-    file = new / "tables/item.rows"
-    rows = np.memmap(file, np.float32, "r+").reshape(-1, 4)
-    rows[17, 3] = np.nan
-    rows.flush()
-    report = Gate(min_rows=1).compare(new, None, {})
-    assert "row 17 of table 'item'" in str(report)
-    assert _refused(report) == {("finite", "package")}
+    model.slow = _Slow()
+    with torch.no_grad():
+        model.slow.weight[3, 3] = torch.nan
+    with pytest.raises(ValueError, match="must return the model's outputs"):
+        _package(model, tmp_path / "p", world.spec)
+    with torch.no_grad():
+        model.tables.embedding_bags["item"].weight[17, 3] = torch.nan
+    with pytest.raises(ValueError, match="Table 'item' cannot be quantized"):
+        _package(model, tmp_path / "q", world.spec)
+    scores = np.append(np.full(999, 0.5), np.nan)
+    scored = Scored(scores, None, np.arange(1000) % 2.0, {}, ([], []))
+    assert [rule.name for rule in GATE._data_rules("today", scored) if not rule.passed] == [
+        "finite"
+    ]
 
 
 def test_labels_of_other_rows(world: _World, tmp_path: Path) -> None:
@@ -241,6 +249,18 @@ def test_a_version_without_rows_and_a_day_without_rows(world: _World, tmp_path: 
     assert ("data", "today") in _refused(report)
 
 
+def test_a_few_clicks_in_many_rows_are_judged() -> None:
+    for seed in range(20):
+        labels = (np.random.default_rng(seed).random(20_000) < 0.003).astype(np.float64)
+        good, bad = np.where(labels, 0.02, 0.00295), np.where(labels, 0.0, 0.003)
+        change, error = auc_change(bad, good, labels)
+        assert change == -1.0
+        assert error < 0.01
+    labels = np.zeros(1000)
+    labels[:1] = 1
+    assert not np.isfinite(auc_change(labels, labels, labels)[1])
+
+
 @pytest.mark.slow
 def test_30_ordinary_days_pass(world: _World, tmp_path: Path) -> None:
     spec, served = world.spec, world.served
@@ -255,8 +275,11 @@ def test_30_ordinary_days_pass(world: _World, tmp_path: Path) -> None:
 
 
 def test_wrong_settings_and_data_are_named(world: _World) -> None:
-    with pytest.raises(ValueError, match=r"Gate.max_drop must be at least 0"):
-        Gate(max_drop=-0.1)
+    for name in ("max_drop", "max_growth", "min_table_share"):
+        with pytest.raises(ValueError, match=f"Gate.{name} must be at least 0"):
+            Gate(**{name: -0.1})
+    with pytest.raises(ValueError, match="must have a data set or more"):
+        GATE.compare(world.served, None, {})
     with pytest.raises(ValueError, match=r"Gate.label must be a label .* received 'buy'"):
         Gate(label="buy").compare(world.served, None, world.data)
     bad = world.data["today"].set_column(3, "click", pa.array([2] * 4000))
