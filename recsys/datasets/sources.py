@@ -342,7 +342,8 @@ class Part(NamedTuple):
     first: int
     """Row in the file of the first row."""
     place: int = 0
-    """Place of the first row, as `Split` counts places."""
+    """Number of the first row that `Split` hashes: the row in the file; in a text file that is read
+    in blocks, the block times 2^32 plus the row in the block."""
     rows: Any = None
     """[B] int64, rows in the file of chosen rows; None: consecutive rows from `first`."""
 

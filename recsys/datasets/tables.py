@@ -160,7 +160,7 @@ def unify_types(
 
 
 def _is_inferred(file: File, name: str) -> bool:
-    """Return whether the type of a column is inferred from its values, and may be another one."""
+    """Return whether the type of a column was inferred from values, so that it can be changed."""
     return is_text(file) or name in file.partition
 
 

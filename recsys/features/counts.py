@@ -181,9 +181,7 @@ class Counts:
         num_rare = num_frequent = 0
         for part in self.partitions():
             values = part["value"].combine_chunks()
-            is_text = kind == "text"
-            numbers = np.arange(len(values)) if is_text else values.to_numpy()
-            rows = vocabulary.rows_of(Keys(numbers, values if is_text else None, None))
+            rows = vocabulary.rows_of_values(values)
             is_seen[rows[rows >= FIRST] - FIRST] = True
             new = part.filter(pa.array(rows < FIRST))
             frequent = new.filter(pc.greater_equal(new["count"], min_count))

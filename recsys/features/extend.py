@@ -138,7 +138,7 @@ def without(
         if table not in vocabularies:
             raise MissingKeyError(
                 f"values must name tables of Categorical columns, {list(vocabularies)}; received "
-                f"{table!r}. An id of a hashed table is removed by `load_table`."
+                f"{table!r}. Hashed tables have no list of values."
             )
         old = vocabularies[table]
         try:

@@ -47,7 +47,8 @@ class Fitted(NamedTuple):
     profiles: dict[str, Profile] = {}  # noqa: RUF012  # never changed in place
     """Distributions of `Numeric` columns and of the tables of `Categorical` columns, by name."""
     digests: tuple[str, ...] = ()
-    """Digests of the statistics of the last data, the newest last; see `PartialFit.digest`."""
+    """Digests of the data of the last fits and extensions, the newest last; see
+    `PartialFit.digest`."""
     converted: tuple[str, ...] = ()
     """Columns of prepared tables that do not have the values of the raw column of this name."""
 

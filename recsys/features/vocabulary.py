@@ -112,6 +112,16 @@ class Vocabulary:
             rows[keys.is_missing] = MISSING
         return rows
 
+    def rows_of_values(self, values: Any) -> _Array:
+        """Return [N] int64, the row of each value.
+
+        Args:
+            values: An Arrow array of `large_string` or `int64` without nulls.
+        """
+        if values.type == pa.int64():
+            return self.rows_of(Keys(values.to_numpy(), None, None))
+        return self.rows_of(Keys(np.arange(len(values)), values, None))
+
     def rows_in(self, other: Vocabulary) -> _Array:
         """Return [num_rows] int64, the row of each value in another vocabulary; -1: it has none.
 
@@ -137,9 +147,7 @@ class Vocabulary:
         special = np.arange(FIRST)
         if not len(self.values) or not len(other.values):
             return np.concatenate([special, np.full(len(self.values), -1)])
-        is_text = self.kind == "text"
-        numbers = np.arange(len(self.values)) if is_text else self._hashes()
-        rows = other.rows_of(Keys(numbers, self.values if is_text else None, None))
+        rows = other.rows_of_values(self.values)
         return np.concatenate([special, np.where(rows == _UNKNOWN, -1, rows)])
 
     def without(self, values: Any) -> Vocabulary:
@@ -153,8 +161,7 @@ class Vocabulary:
             >>> Vocabulary(texts).without(texts[:1]).values.to_pylist()
             ['Bonn', 'Oslo']
         """
-        numbers = np.arange(len(values)) if self.kind == "text" else values.to_numpy()
-        rows = self.rows_of(Keys(numbers, values if self.kind == "text" else None, None))
+        rows = self.rows_of_values(values)
         removed = np.unique(rows[rows >= FIRST]) - FIRST
         size = len(self.values) - len(removed)
         places = np.arange(size)

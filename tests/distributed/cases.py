@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -266,6 +266,25 @@ class EachType(Case):
 
 
 @dataclass(frozen=True)
+class SizedType(EachType):
+    """One table of each type, with `rows` rows; others change places with the plan's seed."""
+
+    rows: int = 12
+
+    def configs(self) -> list[Any]:
+        return [replace(config, num_embeddings=self.rows) for config in super().configs()]
+
+    def plan(self, seed: int = 0) -> ShardingPlan:
+        world = list(range(self.world_size))
+        tables = EmbeddingModuleShardingPlan()
+        kinds = self.types[seed:] + self.types[:seed]
+        for name, kind in zip(self.types, kinds, strict=True):
+            ranks = world[-1:] if kind is ShardingType.TABLE_WISE else world
+            tables[name.value] = parameter_sharding(kind, self.rows, 8, ranks)
+        return ShardingPlan({"ebc": tables})
+
+
+@dataclass(frozen=True)
 class Narrow(Case):
     """Three tables of ``width`` columns, or of 1, 2 and 3 for None, each read by two features."""
 
@@ -380,6 +399,21 @@ def whole(value: Any) -> Tensor:
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """A copy of the whole state by name; every rank must call it."""
     return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def whole_state_and_optimizer(model: Any) -> dict[str, Tensor]:
+    """A copy of the whole state and of the fused optimizer's; every rank must call it."""
+    values = whole_state(model)
+    for param, states in model.fused_optimizer.state_dict()["state"].items():
+        values |= {f"{param}/{name}": whole(value) for name, value in states.items()}
+    return values
+
+
+def trained(case: Case, seed: int, steps: int) -> Any:
+    """A model under the plan of a seed, after some steps."""
+    model = shard(case, case.plan(seed))
+    train(case, model, range(steps), rank=dist.get_rank())
+    return model
 
 
 def assert_same(received: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: Any) -> None:

@@ -163,7 +163,9 @@ class MovedTables:
         spec, old = self._specs
         if spec is None:
             raise CheckpointError(self._differs(config, before))
-        old = saved_spec(self._folder, self._manifest) if old is None else old
+        if old is None:
+            old = saved_spec(self._folder, self._manifest)
+            self._specs = spec, old  # read once for all tables
         if old is None:
             raise CheckpointError(
                 f"The checkpoint {self._folder} has no spec, and table {config.name!r} is of "

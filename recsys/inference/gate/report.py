@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -101,7 +101,7 @@ class GateReport:
         """
         rows = "".join(
             f"<tr{'' if rule.passed else ' class=bad'}><td>{'ok' if rule.passed else 'refused'}"
-            f"<td>{_text(rule.name)}<td>{_text(rule.subject)}<td>{_text(rule.text)}"
+            f"<td>{escape(rule.name)}<td>{escape(rule.subject)}<td>{escape(rule.text)}"
             f"<td>{rule.value:.4g}<td>{'&le;' if rule.is_most else '&ge;'} {rule.limit:.4g}</tr>"
             for rule in self.rules
         )
@@ -115,16 +115,12 @@ class GateReport:
             plots += f"<h2>{name}</h2>{_bars(bars)}"
         page = (
             f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport "
-            f"content='width=device-width'><title>{_text(self.new)}: {title}</title>"
-            f"<style>{_STYLE}</style><h1>{_text(self.new)}: {title}</h1>"
-            f"<p>Compared with {_text(self.served)}.</p><table><tr><th>Result<th>Rule<th>Of"
+            f"content='width=device-width'><title>{escape(self.new)}: {title}</title>"
+            f"<style>{_STYLE}</style><h1>{escape(self.new)}: {title}</h1>"
+            f"<p>Compared with {escape(self.served)}.</p><table><tr><th>Result<th>Rule<th>Of"
             f"<th>Measured<th>Value<th>Limit</tr>{rows}</table>{plots}</html>"
         )
         Path(path).write_text(page)
-
-
-def _text(value: str) -> str:
-    return html.escape(value)
 
 
 def _bars(rows: Sequence[tuple[str, float, float | None]]) -> str:
@@ -134,7 +130,7 @@ def _bars(rows: Sequence[tuple[str, float, float | None]]) -> str:
     parts = []
     for number, (name, new, served) in enumerate(rows):
         top = 36 * number
-        parts.append(f"<text x=0 y={top + 20}>{_text(name)}</text>")
+        parts.append(f"<text x=0 y={top + 20}>{escape(name)}</text>")
         for offset, value, color in ((6, new, "--new"), (20, served, "--served")):
             if value is not None and math.isfinite(value):
                 width = 420 * value / most

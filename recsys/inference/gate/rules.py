@@ -170,14 +170,11 @@ class Gate:
             yield Rule("drift", name, drift, self.max_drift, True, text)
 
     def _calibration(self, part: str, predictions: _Array, labels: _Array) -> Rule:
-        numbers = numbers_of(predictions, labels)
-        mean = max(numbers.label_mean, 0.5 / numbers.rows)
-        noise = math.sqrt(max(mean * (1 - mean), 0.0) / numbers.rows) / mean
-        error = abs(numbers.prediction_mean / mean - 1)
-        text = (
-            f"the mean prediction is {numbers.prediction_mean:.4f} and the mean label "
-            f"{numbers.label_mean:.4f}"
-        )
+        predicted, seen = float(predictions.mean()), float(labels.mean())
+        mean = max(seen, 0.5 / len(labels))
+        noise = math.sqrt(max(mean * (1 - mean), 0.0) / len(labels)) / mean
+        error = abs(predicted / mean - 1)
+        text = f"the mean prediction is {predicted:.4f} and the mean label {seen:.4f}"
         limit = self.max_calibration_error + _SIGMAS * noise
         return Rule("calibration", part, error, limit, True, text)
 

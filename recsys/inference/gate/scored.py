@@ -25,6 +25,7 @@ __all__ = ["Scored", "score_both"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _BATCH = 1024
+_UNKNOWN = 1  # row of unknown values
 NEW_VALUES = "new values of"
 
 
@@ -65,6 +66,7 @@ def score_both(
         versions = [new] if served is None else [new, served]
         scorers = [open_scorer(version, None, stack) for version in versions]
         specs = [load_spec(version) for version in versions]
+        shared = {} if served is None else _fitted_columns(*specs)
         task = _task(scorers[0], label)
         names = [name for s in scorers for name in s.names if name not in s.optional]
         columns = [*dict.fromkeys([*names, task, *segments])]
@@ -84,9 +86,9 @@ def score_both(
                         predictions[number].append(_probabilities(outputs, scorer, task))
                     for name in segments:
                         texts.setdefault(name, []).append(_texts(rows.table[name]))
-                    if served is not None:
-                        for name, is_new in _new_values(specs[0], specs[1], rows.table).items():
-                            texts.setdefault(name, []).append(is_new)
+                    for name, fits in shared.items():
+                        is_new = _is_new(*fits, rows.table)
+                        texts.setdefault(f"{NEW_VALUES} {name}", []).append(is_new)
     joined = [np.concatenate([np.empty(0), *of_version]) for of_version in predictions]
     return Scored(
         joined[0],
@@ -135,19 +137,25 @@ def _texts(column: Any) -> _Array:
     return np.asarray(plain.to_pylist(), object).astype(str)
 
 
-def _new_values(spec: FeatureSpec, served: FeatureSpec, table: Any) -> dict[str, _Array]:
-    """Return, by column, "new" for rows whose value only the new version knows."""
-    unknown, found = 1, {}
+def _fitted_columns(
+    spec: FeatureSpec, served: FeatureSpec
+) -> dict[str, tuple[FeatureSpec, FeatureSpec]]:
+    """Return, by `Categorical` column of one value that both have, their specs of it alone."""
+    both = {}
     for column in spec.columns:
-        name = column.name
         is_single = column.needs_fit and column.has_keys and not column.is_list
-        if not is_single or column not in served.columns:
-            continue
-        rows = []
-        for fit in (spec, served):
-            one = FeatureSpec([column])
-            one.fitted = fit.fitted
-            rows.append(one.transform(table, labels=False).sparse_features.values().numpy())
-        is_new = (rows[0] > unknown) & (rows[1] == unknown)
-        found[f"{NEW_VALUES} {name}"] = np.where(is_new, "new", "known")
-    return found
+        if is_single and column in served.columns:
+            alone = FeatureSpec([column]), FeatureSpec([column])
+            for one, fit in zip(alone, (spec, served), strict=True):
+                one.fitted = fit.fitted
+            both[column.name] = alone
+    return both
+
+
+def _is_new(spec: FeatureSpec, served: FeatureSpec, table: Any) -> _Array:
+    """Return "new" for rows whose value only the new version knows, "known" for others."""
+    rows, served_rows = (
+        one.transform(table, labels=False).sparse_features.values().numpy()
+        for one in (spec, served)
+    )
+    return np.where((rows > _UNKNOWN) & (served_rows == _UNKNOWN), "new", "known")

@@ -42,7 +42,7 @@ class _Values(Protocol):
         """Number of first rows that are not values."""
 
     def rows_in(self, other: Any) -> Any:
-        """Return the row of each value in other values; -1: it has none."""
+        """Return the row of each value among other values; -1 if they do not have it."""
 
 
 @final

@@ -2,70 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from recsys.distributed.placement.strategies import parameter_sharding
-from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from recsys.optim import Adam, RowWiseAdagrad
 from recsys.optim.keyed import KeyedOptimizerWrapper
-from tests.distributed.cases import Case, EachType, shard, train, whole, whole_state
+from tests.distributed.cases import (
+    Case,
+    SizedType,
+    trained,
+    whole_state_and_optimizer,
+)
 from tests.ranks import RankPool
 
 
-@dataclass(frozen=True)
-class _Sized(EachType):
-    """One table of each type, with `rows` rows; others change places with the plan's seed."""
-
-    rows: int = 12
-
-    def configs(self) -> list[Any]:
-        return [replace(config, num_embeddings=self.rows) for config in super().configs()]
-
-    def plan(self, seed: int = 0) -> ShardingPlan:
-        world = list(range(self.world_size))
-        tables = EmbeddingModuleShardingPlan()
-        kinds = self.types[seed:] + self.types[:seed]
-        for name, kind in zip(self.types, kinds, strict=True):
-            ranks = world[-1:] if kind is ShardingType.TABLE_WISE else world
-            tables[name.value] = parameter_sharding(kind, self.rows, 8, ranks)
-        return ShardingPlan({"ebc": tables})
-
-
-def _everything(model: Any) -> dict[str, Tensor]:
-    values = whole_state(model)
-    for param, states in model.fused_optimizer.state_dict()["state"].items():
-        values |= {f"{param}/{name}": whole(value) for name, value in states.items()}
-    return values
-
-
-def _trained(case: Case, seed: int, steps: int) -> Any:
-    model = shard(case, case.plan(seed))
-    train(case, model, range(steps), rank=dist.get_rank())
-    return model
-
-
 def _save(case: Case, path: str) -> dict[str, Tensor]:
-    model = _trained(case, 0, 3)
+    model = trained(case, 0, 3)
     save_checkpoint(path, model, model.fused_optimizer)
-    return _everything(model)
+    return whole_state_and_optimizer(model)
 
 
 def _load(case: Case, path: str) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
-    model = _trained(case, 1, 1)
-    before = _everything(model)
+    model = trained(case, 1, 1)
+    before = whole_state_and_optimizer(model)
     with pytest.raises(CheckpointError) as raised:
         load_checkpoint(path, model, model.fused_optimizer)
     names = [kind.value for kind in case.types]
     load_checkpoint(path, model, model.fused_optimizer, resize=names)
-    return str(raised.value), before, _everything(model)
+    return str(raised.value), before, whole_state_and_optimizer(model)
 
 
 @pytest.mark.parametrize("optimizer", [Adam, RowWiseAdagrad])
@@ -80,8 +48,8 @@ def test_rows_that_both_have_are_loaded(
     optimizer: type[torch.optim.Optimizer],
 ) -> None:
     path = str(tmp_path)
-    saved = ranks(saved_on, _save, _Sized(3, saved_on, optimizer=optimizer), path)[0]
-    case = _Sized(3, loaded_on, optimizer=optimizer, rows=rows)
+    saved = ranks(saved_on, _save, SizedType(3, saved_on, optimizer=optimizer), path)[0]
+    case = SizedType(3, loaded_on, optimizer=optimizer, rows=rows)
     for message, before, loaded in ranks(loaded_on, _load, case, path):
         assert (
             "'ebc.embedding_bags.table_wise.weight' of shape (12, 8); here it has shape" in message

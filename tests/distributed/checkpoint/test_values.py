@@ -17,12 +17,16 @@ from recsys import EmbeddingBagCollection, EmbeddingBagConfig
 from recsys.distributed.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from recsys.distributed.checkpoint.values import saved_spec
 from recsys.distributed.checkpoint.versions import open_version
-from recsys.distributed.placement.strategies import parameter_sharding
-from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from recsys.features import Categorical, FeatureSpec, Numeric
 from recsys.optim import Adam, RowWiseAdagrad
 from recsys.optim.keyed import KeyedOptimizerWrapper
-from tests.distributed.cases import FEATURES, Case, EachType, shard, train, whole, whole_state
+from tests.distributed.cases import (
+    FEATURES,
+    SizedType,
+    train,
+    trained,
+    whole_state_and_optimizer,
+)
 from tests.ranks import RankPool
 
 _OLD, _NEW = range(10), (4, 30, 2, 9, 31, 5, 0, 32, 33, 34, 7, 8, 35)
@@ -37,64 +41,41 @@ def _spec(values: Any) -> FeatureSpec:
 
 
 @dataclass(frozen=True)
-class _Fitted(EachType):
+class _Fitted(SizedType):
     """One table of each type, of a fit; others change places with the plan's seed."""
 
     values: tuple[int, ...] = ()
 
     def configs(self) -> list[Any]:
-        prints, rows = _spec(self.values).fingerprints(), len(self.values) + 2
+        prints = _spec(self.values).fingerprints()
         return [
             replace(
                 config,
-                num_embeddings=rows,
                 fingerprint=prints[config.feature_names[0]],
                 num_special_rows=2,
             )
             for config in super().configs()
         ]
 
-    def plan(self, seed: int = 0) -> ShardingPlan:
-        world = list(range(self.world_size))
-        tables = EmbeddingModuleShardingPlan()
-        kinds = self.types[seed:] + self.types[:seed]
-        for name, kind in zip(self.types, kinds, strict=True):
-            ranks = world[-1:] if kind is ShardingType.TABLE_WISE else world
-            tables[name.value] = parameter_sharding(kind, len(self.values) + 2, 8, ranks)
-        return ShardingPlan({"ebc": tables})
-
-
-def _everything(model: Any) -> dict[str, Tensor]:
-    values = whole_state(model)
-    for param, states in model.fused_optimizer.state_dict()["state"].items():
-        values |= {f"{param}/{name}": whole(value) for name, value in states.items()}
-    return values
-
-
-def _trained(case: Case, seed: int, steps: int) -> Any:
-    model = shard(case, case.plan(seed))
-    train(case, model, range(steps), rank=dist.get_rank())
-    return model
-
 
 def _save(case: _Fitted, path: str, is_delta: bool) -> dict[str, Tensor]:
-    model, spec = _trained(case, 0, 3), _spec(case.values)
+    model, spec = trained(case, 0, 3), _spec(case.values)
     save_checkpoint(path, model, model.fused_optimizer, spec=spec, delta=is_delta)
     if is_delta:
         train(case, model, range(3, 4), rank=dist.get_rank())
         save_checkpoint(path, model, model.fused_optimizer, spec=spec, delta=True)
-    return _everything(model)
+    return whole_state_and_optimizer(model)
 
 
 def _load(
     case: _Fitted, path: str, new_rows: Any
 ) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
-    model, spec = _trained(case, 1, 1), _spec(case.values)
-    before, _ = _everything(model), spec.fingerprints()
+    model, spec = trained(case, 1, 1), _spec(case.values)
+    before, _ = whole_state_and_optimizer(model), spec.fingerprints()
     with pytest.raises(CheckpointError) as raised:
         load_checkpoint(path, model, model.fused_optimizer, resize=[k.value for k in case.types])
     load_checkpoint(path, model, model.fused_optimizer, spec=spec, new_rows=new_rows)
-    return str(raised.value), before, _everything(model)
+    return str(raised.value), before, whole_state_and_optimizer(model)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +97,9 @@ def test_rows_follow_their_values_under_any_plan(
     loaded_on: int,
 ) -> None:
     path = str(tmp_path)
-    old = _Fitted(3, saved_on, optimizer=optimizer, values=(*_OLD,))
+    old = _Fitted(3, saved_on, optimizer=optimizer, values=(*_OLD,), rows=12)
     saved = ranks(saved_on, _save, old, path, is_delta)[0]
-    case = _Fitted(3, loaded_on, optimizer=optimizer, values=_NEW)
+    case = _Fitted(3, loaded_on, optimizer=optimizer, values=_NEW, rows=len(_NEW) + 2)
     is_kept = [value in _OLD for value in _NEW]
     here = torch.tensor([0, 1, *(2 + i for i, kept in enumerate(is_kept) if kept)])
     there = torch.tensor([0, 1, *(2 + value for value in _NEW if value in _OLD)])
