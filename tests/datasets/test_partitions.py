@@ -314,11 +314,11 @@ def test_a_column_of_file_and_folder_must_be_equal(tmp_path: Path, suffix: str) 
     [
         (
             ["dt=1/x.parquet", "dt=1/city=a/y.parquet"],
-            r"received \['city', 'dt'\] for .*y\.parquet and \['dt'\] for .*x\.parquet",
+            r"received \['city', .*received \['city', 'dt'\]",
         ),
-        (["dt=1/x.parquet", "y.parquet"], r"received \['dt'\] for .* and none for .*/y\.parquet"),
-        (["dt=1/dt=2/x.parquet"], r"x\.parquet must have one folder .*; received two for 'dt'"),
-        (["dt=%FF/x.parquet"], r"x\.parquet: folders of .* in UTF-8; received 'dt=%FF'"),
+        (["dt=1/x.parquet", "y.parquet"], r"received \['dt'\] .*received \['dt'\] for"),
+        (["dt=1/dt=2/x.parquet"], r"x\.parquet must .*received two for 'dt'"),
+        (["dt=%FF/x.parquet"], r"x\.parquet: folders .*received 'dt=%FF'"),
     ],
 )
 def test_folders_that_do_not_fit(tmp_path: Path, paths: list[str], message: str) -> None:

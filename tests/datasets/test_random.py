@@ -68,9 +68,9 @@ def test_without_a_pool_every_batch_is_new():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(hash_sizes=[1]), r"hash_sizes must have one value for each of the 2 keys"),
+        (dict(hash_sizes=[1]), "hash_sizes must have .*the 2 keys"),
         (dict(hash_size=2, hash_sizes=[2, 2]), "only one of hash_size and hash_sizes"),
-        (dict(hash_size=0), "feature 'a' must have hash_size >= 1"),
+        (dict(hash_size=0), "feature 'a' must .*hash_size >= 1"),
         (dict(ids_per_feature=2, min_ids_per_feature=3), r"received \d+, 3 and 2"),
     ],
 )
@@ -83,9 +83,9 @@ def test_bad_arguments(arguments, message):
     ("keys", "arguments", "message"),
     [
         ([], {}, r"list of feature names; received \[\]"),
-        (["a"], dict(batch_size=-1), r"must not be negative; received -1, 50 and None"),
-        (["a"], dict(num_dense=-1), r"must not be negative; received 4, -1 and None"),
-        (["a"], dict(num_batches=-1), r"must not be negative; received 4, 50 and -1"),
+        (["a"], dict(batch_size=-1), "must not .*received -1, 50"),
+        (["a"], dict(num_dense=-1), "must not .*received 4, -1"),
+        (["a"], dict(num_batches=-1), "must not .*received 4, 50"),
     ],
 )
 def test_bad_shapes(keys, arguments, message):

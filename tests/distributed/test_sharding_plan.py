@@ -209,46 +209,46 @@ class _OnlyWhole(EmbeddingBagCollectionSharder):
     ("make", "message"),
     [
         (lambda: column_wise(), r"column_wise needs .* received neither"),
-        (lambda: column_wise(ranks=[]), r"ranks must have one entry per shard; received \[\]"),
+        (lambda: column_wise(ranks=[]), r"ranks must .*received \[\]"),
         (
             lambda: column_wise(ranks=[0], size_per_rank=[4, 4]),
-            r"ranks and size_per_rank must .* received \[0\] and \[4, 4\]",
+            r"ranks and size_per_rank .*received \[0\]",
         ),
         (
             lambda: row_wise(([5, 5], ["cpu"])),
-            r"sizes and placement must .* received \[5, 5\] and \['c",
+            r"sizes and placement .*received \[5, 5\]",
         ),
         (lambda: row_wise(([10], "cpu"), num_buckets=2), r"sizes_placement or num_buckets; rec"),
         (lambda: grid_shard([]), r"received none\. Write grid_shard"),
         (
             lambda: place(row_wise(([4, 3], "cpu"))),
-            r"row_wise must add up to the table's rows; received \[4, 3\], .* 7, for 10 rows",
+            r"row_wise must .*received \[4, 3\],",
         ),
         (
             lambda: place(column_wise(size_per_rank=[4, 16])),
-            r"column_wise must add up to the table's columns; received \[4, 16\], .*20",
+            r"column_wise must .*received \[4, 16\], .*20",
         ),
-        (lambda: place(row_wise(num_buckets=3)), r"num_buckets=3 for 10 rows on 4 ranks"),
-        (lambda: place(row_wise(num_buckets=2)), r"num_buckets=2 for 10 rows on 4 ranks"),
-        (lambda: place(table_wise(rank=4)), r"table 't' on rank 4, but there are 4 ranks"),
-        (lambda: place(table_row_wise(2)), r"table 't' on rank 4, but there are 4 ranks"),
+        (lambda: place(row_wise(num_buckets=3)), "num_buckets=3 for 10 .*on 4 ranks"),
+        (lambda: place(row_wise(num_buckets=2)), "num_buckets=2 for 10 .*on 4 ranks"),
+        (lambda: place(table_wise(rank=4)), "table 't' on .*are 4 ranks"),
+        (lambda: place(table_row_wise(2)), "table 't' on .*are 4 ranks"),
         (
             lambda: construct_module_sharding_plan(
                 collection("a", "b"), {"a": row_wise(), "c": row_wise()}, world_size=1
             ),
-            r"each table of the EmbeddingBagCollection once; missing: \['b'\], not in .*: \['c'\]",
+            r"each table of .*in .*: \['c'\]",
         ),
         (
             lambda: construct_module_sharding_plan(
                 collection("a"), {"a": row_wise()}, local_size=3, world_size=4
             ),
-            r"local_size must divide world_size: .* local_size=3, world_size=4",
+            "local_size must divide .* local_size=3, world_size=4",
         ),
         (
             lambda: construct_module_sharding_plan(
                 collection("a"), {"a": row_wise()}, _OnlyWhole(), world_size=1, device_type="cpu"
             ),
-            r"_OnlyWhole .* on cpu, one of table_wise; received row_wise",
+            "_OnlyWhole .*received row_wise",
         ),
         (
             lambda: apply_to_all(nn.Linear(1, 1), row_wise()),

@@ -125,7 +125,7 @@ def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None
         (
             lambda found: found.update(format=3, vocabularies=["other"]),
             ValueError,
-            "must have format 2; received 3. Another version of recsys wrote it",
+            "must have .*received 3. Another",
         ),
         (lambda found: found.pop("format"), ValueError, "must have format 2; received None"),
         (lambda found: found.pop("means"), ValueError, "is damaged: .*'means'"),
@@ -136,7 +136,7 @@ def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None
         (
             lambda found: found["columns"][0].update(kind="New"),
             ValueError,
-            "must have kinds of columns that are imported; received 'New'. Import the module",
+            "must have .*received 'New'. Import",
         ),
         (lambda found: found["columns"][0].update(kind=["New"]), ValueError, "is damaged"),
         (lambda found: found["columns"][0].update(more=1), ValueError, "is damaged: .*more"),

@@ -124,7 +124,7 @@ def test_times(values: pa.Array, limits: Any) -> None:
                 pa.table({"t": pa.array(["2020-01-01", "a"]).dictionary_encode()}), "", np.arange(2)
             ),
             TypeError,
-            "'t' must .*to divide by.*received string .a. in row 1",
+            "'t' must .*received string .a.",
         ),
         (
             lambda: TimeSplit("t", validation=1, test=2).parts_of(

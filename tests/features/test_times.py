@@ -72,14 +72,14 @@ def test_dates() -> None:
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (["noon"], TypeError, "'t' must have times or whole numbers; received string"),
-        ([0, 1.5], TypeError, "'t' must have exact whole numbers; received 1.5 in row 1"),
-        ([datetime.time(3)], TypeError, "'t' must have times or whole numbers; received time64"),
-        ([datetime.timedelta(3)], TypeError, "'t' must have times or .*; received duration"),
+        (["noon"], TypeError, "'t' must .*received string"),
+        ([0, 1.5], TypeError, "'t' must .*received 1.5 in"),
+        ([datetime.time(3)], TypeError, "'t' must .*received time64"),
+        ([datetime.timedelta(3)], TypeError, "'t' must .*received duration"),
         (
             [None, 1_700_000_000_000],
             ValueError,
-            "'t' must have times of the years 1 to 9999; received 1700000000000 in row 1. Set unit",
+            "'t' must .*received 1700000000000 in",
         ),
     ],
 )

@@ -124,9 +124,9 @@ def test_bad_vectors_are_named(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([1.0, 2.0], r"must have lists; received double\. Describe it by Numeric\.$"),
-        ([["a", "b"]], r"must have numbers; received string\. Cast it\.$"),
-        ([[[1.0], [2.0]]], r"must have lists of values; received .*\. Flatten the lists\.$"),
+        ([1.0, 2.0], r"must have .*received double\. Describe"),
+        ([["a", "b"]], r"must have .*received string\. Cast it\.$"),
+        ([[[1.0], [2.0]]], r"must have .*received .*\. Flatten"),
         ([{"a": 1}], r"must have lists; received struct<a: int64>\.$"),
     ],
 )

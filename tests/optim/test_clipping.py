@@ -120,11 +120,11 @@ def test_wrappers_can_be_stacked() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_gradient": -1.0}, "max_gradient must be at least 0; received -1.0"),
-        ({"max_gradient": math.nan}, "max_gradient must be at least 0; received nan"),
+        ({"max_gradient": -1.0}, "max_gradient must .*received -1.0"),
+        ({"max_gradient": math.nan}, "max_gradient must .*received nan"),
         ({"norm_type": -1.0}, "norm_type must .*received -1.0"),
         ({"norm_type": "two"}, "norm_type must .*received 'two'"),
-        ({"clipping": "all"}, "clipping must be one of norm, value, none; received 'all'"),
+        ({"clipping": "all"}, "clipping must .*received 'all'"),
     ],
 )
 def test_bad_settings_raise(settings: dict[str, object], message: str) -> None:

@@ -142,6 +142,7 @@ class Halves(StorageReservation):
         reserved = copy.deepcopy(topology)
         for device in reserved.devices:
             device.storage.hbm //= 2
+            device.storage.ddr //= 2
         return reserved
 
 
@@ -283,7 +284,7 @@ class TestOwnSearch:
         assert {room.device for room in plan.rating.budgets} == {1 << 29}
 
 
-def plan_together(fails: bool) -> list[tuple[str, str, list[int] | None]] | str:
+def plan_together(fails: bool) -> tuple[list[tuple[str, str, list[int] | None]], set[int]] | str:
     import torch.distributed as dist
 
     stats = Hears()
@@ -303,7 +304,7 @@ def plan_together(fails: bool) -> list[tuple[str, str, list[int] | None]] | str:
         (name, entry.sharding_type, entry.ranks)
         for found in (plan, searched)
         for name, entry in found.plan["0"].items()
-    ]
+    ], {room.host for room in plan.rating.budgets}
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -311,3 +312,5 @@ def test_ranks_plan_together(ranks: RankPool, fails: bool) -> None:
     first, second = ranks(2, plan_together, fails)
     assert first == second
     assert str(first).startswith("INSUFFICIENT_STORAGE") == fails
+    if not fails:
+        assert first[1] == {1 << 29}

@@ -61,14 +61,14 @@ def _circle() -> list[Any]:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"a": [0, {1}]}, r"extra\['a'\]\[1\] must be plain data .* received builtins\.set\. "),
+        ({"a": [0, {1}]}, r"extra\['a'\]\[1\] must .*received builtins\.set\. "),
         ({"f": print}, r"extra\['f'\] .* received builtins\.builtin_function_or_method"),
         ({"m": nn.Linear(1, 1)}, r"extra\['m'\] .* received torch\.nn\.modules\.linear\.Linear"),
         ({"n": np.float32(1)}, r"extra\['n'\] .* received numpy\.float32.* by \.item\(\)"),
         ({"d": defaultdict(int)}, r"extra\['d'\] .* received collections\.defaultdict"),
         ({"s": torch.eye(2).to_sparse()}, r"extra\['s'\] .* received torch\.Tensor"),
         ({"m": torch.ones(2, device="meta")}, r"extra\['m'\] .* received torch\.Tensor"),
-        ({(1, 2): 3}, r"The keys of extra must be text .* received \(1, 2\) of type tuple"),
+        ({(1, 2): 3}, r"keys of extra .*received \(1, 2\)"),
         ({"c": _circle()}, r"extra\['c'\]\[0\] contains itself"),
     ],
 )

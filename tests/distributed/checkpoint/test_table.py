@@ -85,9 +85,9 @@ def test_unsharded_tables_of_other_dtypes(dtype: str) -> None:
         ("t_usr", VALUES, r"received 't_usr'\. Near are \['t_user'\]"),
         ("xyz", VALUES, r"received 'xyz'\. The model has \['one\.t_user\.weight'"),
         ("t_item", VALUES, r"a part of \['one\.t_item\.weight', 'two\.t_item\.weight'\]"),
-        ("t_user", VALUES.T, r"'one\.t_user\.weight' must have .*\(12, 8\); received \(8, 12\)"),
+        ("t_user", VALUES.T, r"'one\.t_user\.weight' must .*received \(8, 12\)"),
         ("t_user", VALUES.astype("i4"), "floating point; received int32"),
-        ("t_user", [[1.0]], "must be an array, .* received a list"),
+        ("t_user", [[1.0]], "must be .*received a list"),
     ],
 )
 def test_errors_name_what_was_given(name: str, values: Any, message: str) -> None:

@@ -140,17 +140,17 @@ def test_a_layout_is_frozen() -> None:
             r"received the rows ranges \[\(0, 6",
         ),
         ([rect((1, 10), (0, 4), 0)], r"rows 0\.\.10 once"),
-        ([rect((0, 9), (0, 4), 0)], r"cover its rows 0\.\.10; they end at 9"),
+        ([rect((0, 9), (0, 4), 0)], "cover its rows .*end at 9"),
         ([rect((0, 11), (0, 4), 0)], r"they end at 11"),
-        ([rect((0, 10), (0, 2), 0)], r"cover its columns 0\.\.4; they end at 2"),
+        ([rect((0, 10), (0, 2), 0)], "cover its columns .*end at 2"),
         ([rect((0, 10), (0, 2), 0), rect((0, 10), (3, 4), 0)], r"columns 0\.\.4 once"),
         (
             [rect(*WHOLE, 0), rect(*WHOLE, 1)],
-            "grid of 1 row blocks x 1 column .* 2 shards",
+            "grid of 1 .* 2 shards",
         ),
         (
             [rect((0, 5), (0, 2), 0), rect((0, 5), (2, 4), 0), rect((5, 10), (0, 2), 0)],
-            "grid of 2 row blocks x 2 column blocks, each present once; received 3 shards",
+            "grid of .*received 3 shards",
         ),
     ],
 )

@@ -110,8 +110,8 @@ class TestModel:
     [
         ({"kind": "scan"}, f"must be one of {', '.join(COLLECTIVES)}; received 'scan'"),
         ({"ms": 0}, r"CollectivePoint\.ms must be positive; received 0"),
-        ({"bytes": 0.5}, r"CollectivePoint\.bytes must be a positive whole number; received 0.5"),
-        ({"world_size": 0}, r"CollectivePoint\.world_size must be a positive whole number"),
+        ({"bytes": 0.5}, r"CollectivePoint\.bytes must .*received 0.5"),
+        ({"world_size": 0}, r"CollectivePoint\.world_size must be .*positive whole number"),
     ],
 )
 def test_points_are_checked(change: dict[str, object], message: str) -> None:

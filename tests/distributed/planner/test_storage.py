@@ -38,10 +38,12 @@ from recsys.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
+from recsys.kernels.types import EmbOptimType, OptimizerSpec
 from recsys.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recsys.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recsys.optim import LAMB, LarsSGD, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from recsys.optim.specs import TableOptimizer
 from recsys.sparse import KeyedJaggedTensor
 from tests.ranks import RankPool
 
@@ -345,6 +347,19 @@ def test_rows_of_short_bags_take_buffers_of_ids() -> None:
     mean = dataclasses.replace(rare, is_mean=True)
     storage = StorageModel(topology, BATCH).shard_storage(mean, quarter)
     assert storage.buffers.device == 3 * ids * 4 + ids * 64 * 4 - saved + BATCH * 2 * 64 * 4
+
+
+@pytest.mark.parametrize("algorithm", [EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.SGD])
+def test_shards_of_columns_sum_their_rows_first(algorithm: EmbOptimType) -> None:
+    optimizer = TableOptimizer(spec=OptimizerSpec(algorithm=algorithm))
+    table = dataclasses.replace(TABLE, rows=1, optimizer=optimizer)
+    model = StorageModel(Topology(4, "cpu", ddr_cap=1 << 30), BATCH)
+    buffers = model.shard_storage(table, ShardSpec(1, 32, FUSED)).buffers.device
+    ids = 4 * BATCH * 3
+    given = ids * 4 + 2 * 4 * BATCH * 2 * 4 + 4 * BATCH * 2 * 32 * 4
+    # the sum of the one row, and the ids with their positions, sorted by row
+    summed = 32 * 4 + ids * 12 if algorithm is EmbOptimType.EXACT_ROWWISE_ADAGRAD else 0
+    assert buffers == given + summed
 
 
 @pytest.mark.parametrize("is_mean", [False, True])

@@ -49,16 +49,16 @@ def test_tables_are_read_where_they_are() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"compute_device": "mtia"}, "compute_device must be 'cpu' or 'cuda'; received 'mtia'"),
+        ({"compute_device": "mtia"}, "compute_device must .*received 'mtia'"),
         ({"world_size": 0}, "world_size must be positive; received 0"),
         ({"local_world_size": 0}, "local_world_size must be positive; received 0"),
-        ({"ddr_cap": -1}, r"Topology\.ddr_cap must not be negative; received -1"),
-        ({"hbm_cap": [1, 2, 3]}, r"Topology\.hbm_cap must be one number, or one for each of the 2"),
+        ({"ddr_cap": -1}, r"Topology\.ddr_cap must .*received -1"),
+        ({"hbm_cap": [1, 2, 3]}, r"Topology\.hbm_cap must be .*of the 2"),
         (
             {"local_world_size": 2, "world_size": 3},
             "must divide world_size: .* received local_world",
         ),
-        ({"inter_host_bw": [1.0, 0.0]}, r"Topology\.inter_host_bw of rank 1 must be positive"),
+        ({"inter_host_bw": [1.0, 0.0]}, r"Topology\.inter_host_bw of rank .*must be positive"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: dict[str, object], message: str) -> None:

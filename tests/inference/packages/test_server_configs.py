@@ -124,8 +124,8 @@ def test_values_of_yaml_are_quoted() -> None:
 @pytest.mark.parametrize(
     ("name", "uri", "message"),
     [
-        ("movies", "/models", "uri must be an address with a scheme; received '/models'"),
-        ("__", "s3://models", "name must have a letter or a digit; received '__'"),
+        ("movies", "/models", "uri must .*received '/models'"),
+        ("__", "s3://models", "name must .*received '__'"),
     ],
 )
 def test_bad_names_and_addresses_are_refused(name: str, uri: str, message: str) -> None:

@@ -39,12 +39,12 @@ def test_defaults_and_all_arguments(kind):
     [
         ({"value": jagged(1, 3)}, "equal numbers of heads"),
         ({"key": jagged(2, 5)}, "needs query and key"),
-        ({"kind": "relu"}, "kind must be 'softmax' or 'silu'; received 'relu'"),
+        ({"kind": "relu"}, "kind must .*received 'relu'"),
         ({"position_bias": torch.ones(2, 4)}, "2P - 1 columns; received 4"),
-        ({"position_bias": torch.ones(3, 5)}, "a row for each of 2 heads"),
-        ({"time_bias": torch.ones(2, 5)}, "time_bias and times must be given together"),
+        ({"position_bias": torch.ones(3, 5)}, "a row for .*of 2 heads"),
+        ({"time_bias": torch.ones(2, 5)}, "time_bias and times .*be given together"),
         ({"max_length": 2}, "at most max_length=2 values; received 3"),
-        ({"num_targets": torch.ones(2)}, "numbers of bags must be equal; received 2 and 3"),
+        ({"num_targets": torch.ones(2)}, "numbers of bags .*2 and 3"),
     ],
 )
 def test_arguments_that_do_not_fit(change, message):
