@@ -105,6 +105,7 @@ TESTED_THROUGH = {
     "distributed/checkpoint/state.py": "distributed/checkpoint/test_load.py",
     "distributed/placement/plan.py": "distributed/test_types.py",
     "distributed/placement/shard_sizes.py": "distributed/test_sharding_plan.py",
+    "distributed/ranks/stop.py": "distributed/monitoring/test_preemption.py",
     "distributed/ranks/env.py": "distributed/test_types.py",
     "distributed/ranks/exchanges.py": "distributed/monitoring/test_step_report.py",
     "distributed/sharded/sharder.py": "distributed/test_types.py",

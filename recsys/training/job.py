@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from recsys.distributed.checkpoint import (
 )
 from recsys.distributed.checkpoint.versions import remove_versions
 from recsys.distributed.monitoring.loss_guard import LossGuard
+from recsys.distributed.monitoring.preemption import Preemption
 from recsys.distributed.train_pipeline import EvenBatches, TrainPipelineSparseDist, UnevenPolicy
 from recsys.distributed.types import ShardingEnv
 from recsys.modules.modes import evaluation_mode
@@ -87,6 +89,7 @@ class TrainerSettings:
     """Loggers of this rank; none on other ranks than 0."""
     shows_bar: bool
     loss_guard: LossGuard
+    preemption: Preemption
     progressive: ProgressiveValidation | None
     data_check: DataCheck
     env: ShardingEnv
@@ -105,9 +108,17 @@ class TrainerSettings:
         return any(interval is not None and step % interval == 0 for interval in intervals)
 
 
+class _PreemptedEvaluationError(Exception):
+    """An evaluation ended before its last batch, on all ranks."""
+
+
 @torch.no_grad()
 def evaluate(settings: TrainerSettings, batches: Iterable[Any]) -> dict[str, float]:
-    """Return the metrics of the batches of all ranks; every rank calls it."""
+    """Return the metrics of the batches of all ranks; every rank calls it.
+
+    Raises:
+        _PreemptedEvaluationError: All ranks have seen a request to end.
+    """
     metrics, model = settings.metrics(settings.device), settings.model
 
     def forward(batch: Any) -> tuple[Tensor, tuple[Any, Any]]:
@@ -120,6 +131,8 @@ def evaluate(settings: TrainerSettings, batches: Iterable[Any]) -> dict[str, flo
         pausing = Pausing(batches, check=settings.data_check)
         for output, batch in outputs(settings.new_pipeline(forward), pausing):
             metrics.update(output, batch)
+            if settings.preemption.agrees(may_exchange=False):
+                raise _PreemptedEvaluationError
         if settings.env.world_size > 1:
             metrics.sync()
     return metrics.compute()
@@ -145,7 +158,7 @@ class Job:
         self, settings: TrainerSettings, train: Iterable[Any], validation: Iterable[Any] | None
     ) -> None:
         self._settings, self._train, self._validation = settings, train, validation
-        self._batches = ResumableBatches(train, settings.may_save_at)
+        self._batches = ResumableBatches(train, self._may_save_at)
         metrics = settings.metrics(settings.device)
         tasks = metrics.tasks if isinstance(metrics, BinaryMetrics | NamedMetrics) else []
         self._has_tasks = bool(tasks)
@@ -162,6 +175,8 @@ class Job:
             self._state["progressive"] = settings.progressive
         self._spec = settings.spec or spec_of(train)
         self._saved = (-1, -1)  # step and epoch of the last save
+        self._is_recorded = True  # False: the last step waits for its evaluation and record
+        self._last_steps: list[int] = []  # read since all ranks have seen a request to end
         self._wait_for_save: Callable[[], object] = lambda: None
         log = settings.folder / "log.jsonl"
         if settings.resume and newest_version(settings.folder / "last") is not None:
@@ -180,6 +195,8 @@ class Job:
         """Train, evaluate and save until the end; the model is in training mode."""
         settings = self._settings
         pipeline = settings.new_pipeline(self._forward)
+        if not self._is_recorded:
+            self._record()
         while not self._is_done():
             self._train_epoch(pipeline)
         settings.loss_guard.finish()
@@ -201,13 +218,13 @@ class Job:
             batches = EvenBatches(
                 self._batches, settings.model, settings.uneven, may_be_empty=is_resumed
             )
-        pausing = Pausing(batches, self._batches.step, settings.may_save_at, settings.data_check)
+        pausing = Pausing(batches, self._batches.step, self._pauses_after, settings.data_check)
         for output, batch in outputs(pipeline, pausing):
             self._count(output, batch)
-            if validation is not None and self._is_at(settings.evaluate_every):
-                self._evaluate(validation)
-            elif self._is_at(settings.log_every):
-                self._log(self._numbers())
+            if self._last_steps[1:] == [self._batches.step]:
+                self._is_recorded = False
+                self._leave()
+            self._record()
             if self._is_at(settings.save_every):
                 self._save()
             if self._is_done():
@@ -224,6 +241,31 @@ class Job:
             self._evaluate(validation)
         self._batches.end_epoch()
         self._save()
+        if settings.preemption.is_due and not self._is_done():
+            self._leave()
+
+    def _may_save_at(self, step: int) -> bool:
+        return self._settings.may_save_at(step) or self._settings.preemption.is_due
+
+    def _pauses_after(self, step: int) -> bool:
+        """Return whether to pause after a step.
+
+        A request to end pauses after the second batch that is read after it: the first one was
+        perhaps read before, by `EvenBatches`, without the state of its loader.
+        """
+        settings = self._settings
+        if settings.preemption.agrees() and settings.uneven is not UnevenPolicy.PAD:
+            self._last_steps.append(step)
+        return settings.may_save_at(step) or len(self._last_steps) == 2
+
+    def _record(self) -> None:
+        """Evaluate after a step, or log its numbers, if it is time."""
+        settings, self._is_recorded = self._settings, False
+        if self._validation is not None and self._is_at(settings.evaluate_every):
+            self._evaluate(self._validation)
+        elif self._is_at(settings.log_every):
+            self._log(self._numbers())
+        self._is_recorded = True
 
     def _forward(self, batch: Any) -> tuple[Tensor, tuple[Any, Any]]:
         """Return the loss for backward; and the output with its batch."""
@@ -263,9 +305,15 @@ class Job:
 
     def _evaluate(self, validation: Iterable[Any]) -> None:
         """Evaluate between two steps; save the best."""
-        settings = self._settings
+        settings, changed = self._settings, ("loss", "random")
+        before = {name: deepcopy(self._state[name].state_dict()) for name in changed}
         numbers, step, epoch = self._numbers(), self._batches.step, self._batches.last_epoch
-        scores = evaluate(settings, validation)
+        try:
+            scores = evaluate(settings, validation)
+        except _PreemptedEvaluationError:
+            for name, state in before.items():
+                self._state[name].load_state_dict(state)
+            self._leave()
         self._log(numbers | {f"validation/{name}": value for name, value in scores.items()})
         is_better = self._best.update(step, epoch, scores)
         if isinstance(settings.schedule, ReduceLROnPlateau):
@@ -319,11 +367,22 @@ class Job:
                 {
                     "schedule": None if schedule is None else schedule.state_dict(),
                     "fingerprints": settings.data_check.fingerprints,
+                    "is_recorded": self._is_recorded,
                 },
                 progress=self._state,
                 spec=self._spec,
             ).wait
             self._saved = at
+
+    def _leave(self) -> NoReturn:
+        """Save `last` and end this rank, as all other ranks do at the same step."""
+        self._settings.loss_guard.finish()
+        self._save()
+        self._wait_for_save()
+        if self._settings.env.rank == 0:
+            last, step = self._settings.folder / "last", self._batches.step
+            print(f"Preempted: saved step {step} in {last}. Resume from it.", flush=True)
+        self._settings.preemption.leave()
 
     def _start(self, start: Start) -> None:
         """Load the weights of another job."""
@@ -348,6 +407,7 @@ class Job:
         if schedule is not None and extra["schedule"] is not None:
             schedule.load_state_dict(extra["schedule"])
         settings.data_check.fingerprints |= extra.get("fingerprints", {})
+        self._is_recorded = extra.get("is_recorded", True)
         at = self._batches
         self._saved = at.step, at.epoch
         if settings.env.rank == 0:

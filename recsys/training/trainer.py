@@ -18,6 +18,7 @@ from recsys.base.arguments import choice, path_of, whole, writable_folder
 from recsys.base.checked import checked_but
 from recsys.distributed.checkpoint import NewRows
 from recsys.distributed.monitoring.loss_guard import LossGuard
+from recsys.distributed.monitoring.preemption import Preemption
 from recsys.distributed.monitoring.watchdog import Watchdog
 from recsys.distributed.train_pipeline import UnevenPolicy
 from recsys.distributed.types import ShardingEnv
@@ -96,6 +97,9 @@ class Trainer:
         watchdog: Watchdog of the job; None for one with default settings. It is not opened inside
             another one.
         loss_guard: Guard of the losses, which must not skip; None for one with default settings.
+        preemption: Requests of a scheduler to end: all ranks end after the same step, save `last`,
+            and exit with its `exit_code`. None: SIGTERM and SIGUSR1, unless the script handles
+            them, with code 75.
         progressive: Metrics of training batches, scored before the model trains on them; None for
             none.
 
@@ -160,6 +164,7 @@ class Trainer:
         shows_bar: bool = True,
         watchdog: Watchdog | None = None,
         loss_guard: LossGuard | None = None,
+        preemption: Preemption | None = None,
         progressive: ProgressiveValidation | None = None,
     ) -> None:
         if (epochs is None) == (steps is None):
@@ -222,6 +227,7 @@ class Trainer:
             loggers=(log, *loggers) if env.rank == 0 else (),
             shows_bar=shows_bar and env.rank == 0,
             loss_guard=guard,
+            preemption=Preemption(model) if preemption is None else preemption,
             progressive=progressive,
             data_check=DataCheck(model),
             env=env,
@@ -248,6 +254,7 @@ class Trainer:
             BadLossError: A loss is NaN or infinite.
             CheckpointError: A checkpoint cannot be saved or loaded.
             LostContactError: Contact with another rank is lost.
+            PreemptedExit: The scheduler has asked a rank to end, and `last` is saved.
         """
         settings = self._settings
         reads_scores = settings.make_best().patience or isinstance(
@@ -257,6 +264,8 @@ class Trainer:
             raise ValueError("patience and ReduceLROnPlateau need validation; received None.")
         check_all_are_updated(self.model, self.optimizer, settings.env)
         with ExitStack() as parts:
+            if not settings.preemption.is_open:
+                parts.enter_context(settings.preemption)
             if contact.ask_watchdog is None:
                 parts.enter_context(self._watchdog)
             for logger in settings.loggers:

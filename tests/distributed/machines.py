@@ -1,6 +1,9 @@
 """Lets one machine of two fail, and measures the time until the other one ends.
 
-    python -m tests.distributed.machines [--only vanishes killed]
+    python -m tests.distributed.machines [--only vanishes killed] [--preemptions 20]
+
+With `--preemptions` one machine gets SIGTERM at random moments of a `Trainer`'s job, which is then
+started again; it must end as an undisturbed job does, bit for bit.
 
 Needs Linux, root and the `ip` command: each machine is a network namespace with a name, a boot id
 and a torchrun of its own. The watchdog has its default settings.
@@ -12,6 +15,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import random
 import re
 import signal
 import subprocess
@@ -27,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from recsys.distributed.monitoring.watchdog import Watchdog
+from tests.training.job import NUM_BATCHES, saved_in
 
 ROOT = Path(__file__).parents[2]
 MACHINES = ("recsys-a", "recsys-b")
@@ -89,14 +94,13 @@ def network() -> Iterator[None]:
             subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
 
 
-def start(node: int, case: str, out: Path) -> subprocess.Popen[bytes]:
+def start(node: int, name: str, module: str, out: Path) -> subprocess.Popen[bytes]:
+    """Start a machine's torchrun; `module` with its arguments, `name` of the host."""
     boot_id = out / f"boot-id-{node}"
     boot_id.write_text(str(uuid.uuid4()))
-    name = MACHINES[0] if case == "cloned" else MACHINES[node]
     torchrun = (
         f"{sys.executable} -W ignore -m torch.distributed.run --nnodes=2 --nproc-per-node=1 "
-        f"--node-rank={node} --master-addr={ADDRESSES[0]} --master-port=29611 "
-        f"-m tests.distributed.machines --job '{case}' --out {out}"
+        f"--node-rank={node} --master-addr={ADDRESSES[0]} --master-port=29611 -m {module}"
     )
     inside = f"hostname {name} && mount --bind {boot_id} /proc/sys/kernel/random/boot_id && exec "
     with (out / f"log-{node}").open("wb") as log:
@@ -112,7 +116,9 @@ def start(node: int, case: str, out: Path) -> subprocess.Popen[bytes]:
 def play(case: str, out: Path) -> str:
     """Run a job; return the result, a text that begins with "right" or "wrong"."""
     with network():
-        jobs = [start(node, case, out) for node in range(2)]
+        names = (MACHINES[0], MACHINES[0]) if case == "cloned" else MACHINES
+        module = f"tests.distributed.machines --job '{case}' --out {out}"
+        jobs = [start(node, name, module, out) for node, name in enumerate(names)]
         try:
             if case == "vanishes":
                 _wait_for(out / "fault", 120)
@@ -136,6 +142,54 @@ def play(case: str, out: Path) -> str:
         return f"right: ended after {took:.1f} s: {found[-1][:200]}"  # warnings come first
 
 
+def preempt(count: int, out: Path, seed: int) -> str:
+    """End a job by signals to one machine, and compare its end with an undisturbed job."""
+    chance, took, lost, saved = random.Random(seed), [], 0, 0
+
+    def started(folder: str) -> list[subprocess.Popen[bytes]]:
+        module = f"tests.training.job {out / folder} --epochs 40 --loader state"
+        return [start(node, name, module, out) for node, name in enumerate(MACHINES)]
+
+    with network():
+        for number in range(count + 1):
+            jobs = started("preempted")
+            try:
+                while number < count and "training" not in (out / "log-1").read_text():
+                    assert jobs[1].poll() is None, (out / "log-1").read_text()
+                    time.sleep(0.1)
+                if number < count:
+                    time.sleep(chance.uniform(0, 4))
+                    at = time.monotonic()
+                    chance.choice(jobs).send_signal(signal.SIGTERM)
+                codes = [job.wait(timeout=600) for job in jobs]
+            finally:
+                for job in jobs:
+                    if job.poll() is None:
+                        os.killpg(job.pid, signal.SIGKILL)
+                    job.wait()
+            log = (out / "log-0").read_text()
+            resumed = re.findall(r"Resumed from .*: epoch (\d+), step (\d+)", log)
+            step = (int(resumed[0][0]) - 1) * NUM_BATCHES + int(resumed[0][1]) if resumed else 0
+            lost += step != saved
+            if number == count:
+                break
+            ended = re.findall(r"Preempted: saved step (\d+)", log)
+            if not ended or 0 in codes:
+                return f"wrong: round {number}, exit codes {codes}: {log[-3000:]}"
+            took.append(time.monotonic() - at)
+            saved = int(ended[0])
+        for job in started("undisturbed"):
+            assert job.wait(timeout=600) == 0, (out / "log-0").read_text()
+    equal = all(
+        saved_in(out / "preempted", name) == saved_in(out / "undisturbed", name)
+        for name in ("last", "best")
+    )
+    text = (
+        f"{count} ends of at most {max(took):.1f} s, {lost} lost steps, equal at the end: {equal}"
+    )
+    return f"{'right' if equal and not lost else 'wrong'}: {text}"
+
+
 def _wait_for(path: Path, seconds: float) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
@@ -149,7 +203,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[*FAULTS, *HEALTHY])
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--preemptions", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.preemptions:
+        with tempfile.TemporaryDirectory() as folder:
+            seen = preempt(arguments.preemptions, Path(folder), arguments.seed)
+        print(f"preemptions: {seen}", flush=True)
+        sys.exit(not seen.startswith("right"))
     if arguments.job:
         train(arguments.job, arguments.out)
         return

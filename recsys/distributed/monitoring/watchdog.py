@@ -30,6 +30,7 @@ from recsys.base import contact
 from recsys.base.checked import checked
 from recsys.base.logs import logger
 from recsys.base.step_stages import long_section, observe
+from recsys.distributed.monitoring import preemption
 from recsys.distributed.ranks.heartbeats import (
     MISSED,
     Beat,
@@ -159,7 +160,8 @@ class Watchdog:
         if self._beats is None:
             return
         beats, self._ends = self._beats, error is not None
-        left = error is None or (isinstance(error, SystemExit) and not error.code)
+        left = error is None or isinstance(error, preemption.PreemptedExit)
+        left |= isinstance(error, SystemExit) and not error.code
         if not left:
             assert error is not None
             self._report_error(error, beats)
@@ -242,7 +244,9 @@ class Watchdog:
                 self._beats.rest(late)
                 continue
             if ready and signal.SIGTERM in self._signals.recv(64) and not self._ends:
-                self._end_by_sigterm()
+                if not self._continues_after_sigterm():
+                    return
+                continue
             if not self._ends:
                 self._judge()
 
@@ -287,13 +291,25 @@ class Watchdog:
             self._log(text)
         self._next_warning = 2 * stays
 
-    def _end_by_sigterm(self) -> NoReturn:
-        """Print the reason if a rank has announced one, and end the process."""
+    def _continues_after_sigterm(self) -> bool:
+        """Print the reason if a rank has announced one, and end the process.
+
+        Without a reason, an open `Preemption` ends it after its save.
+
+        Returns:
+            Whether the watchdog is still open; the search for a reason takes seconds.
+        """
         assert self._beats is not None
-        end = self._beats.wait_for_end(2 + 2 * self._interval)
-        if end is None:
+        ends_itself = preemption.catches(signal.SIGTERM)
+        end, until = None, monotonic() + 2 + 2 * self._interval
+        while end is None and monotonic() < until and not self._stopped:
+            end = self._beats.wait_for_end(0.1)
+        if end is not None:
+            self._end(end, 128 + signal.SIGTERM)
+        if not (ends_itself or self._stopped):
             os._exit(128 + signal.SIGTERM)
-        self._end(end, 128 + signal.SIGTERM)
+        self._silence = min(self._silence, _SILENCE_OF_ENDING)
+        return not self._stopped
 
     def _end(self, end: End, code: int = 1) -> NoReturn:
         """Print the reason and end the process without its main thread."""
@@ -308,20 +324,25 @@ class Watchdog:
 
     def _catch_sigterm(self) -> None:
         is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        is_ours = preemption.catches(signal.SIGTERM)
+        if not is_main or not (is_ours or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
             return
         self._waker.setblocking(False)
         before = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         if before != -1:  # an event loop has it
             signal.set_wakeup_fd(before)
             return
-        signal.signal(signal.SIGTERM, _leave_it_to_the_thread)
+        _wakes.set()
+        if not is_ours:
+            signal.signal(signal.SIGTERM, _leave_it_to_the_thread)
         self._closing.callback(_restore_sigterm)
 
 
 _PATIENCE = 4.0
 """Seconds to wait for the announcement of a failed rank."""
 _MARGIN = 2.0
+_SILENCE_OF_ENDING = 10.0
+"""The same after a SIGTERM: torchrun sends it to all ranks when one was killed."""
 _SILENCE = 60.0
 """Seconds without a sign of life after which a rank, or the store of the job, counts as lost."""
 
@@ -330,9 +351,17 @@ def _leave_it_to_the_thread(*_: object) -> None:
     """Do nothing: the signal wakes the watching thread, even while the main thread is in C."""
 
 
+_leave_it_to_the_thread.yields_to_preemption = True  # type: ignore[attr-defined]
+
+_wakes = threading.Event()
+"""Set while signals wake the watching thread of this process."""
+
+
 def _restore_sigterm() -> None:
-    if signal.getsignal(signal.SIGTERM) is _leave_it_to_the_thread:
+    if _wakes.is_set():
+        _wakes.clear()
         signal.set_wakeup_fd(-1)
+    if signal.getsignal(signal.SIGTERM) is _leave_it_to_the_thread:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

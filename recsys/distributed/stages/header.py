@@ -31,6 +31,7 @@ class Flag:
     ABSENT = 1 << 7  # the batch lacks the module's features
     MODULE = 0xFFFFFF << 8  # the bits that identify the module
     ADMITS = 1 << 32  # new ids get rows of tables with hashed ids
+    STOPS = 1 << 33  # the scheduler has asked this rank to end
 
 
 COUNT_BITS = 40

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from recsys.distributed.ranks import comm
 from recsys.distributed.ranks.exchanges import ExchangeName
+from recsys.distributed.ranks.stop import stop
 from recsys.distributed.stages.bags import (
     bags_of_streams,
     keep_distinct,
@@ -336,6 +337,8 @@ class InputDist:
             flag |= Flag.ADMITS
         if ctx.end_of_data.is_last:
             flag |= Flag.IS_LAST
+        if stop.is_requested:
+            flag |= Flag.STOPS
         if not ctx.is_good:
             ctx.flag = flag
             total = sum(streams.header_sizes)
@@ -386,6 +389,8 @@ class InputDist:
         flags_R = header.flags_R
         # `ctx.flag` lacks the bits that header_of adds for faults: equal flags mean no fault
         is_usual = ctx.is_good and bool((flags_R == ctx.flag).all())
+        if not is_usual or ctx.flag & Flag.STOPS:
+            stop.is_agreed |= bool((flags_R & Flag.STOPS).any())
         if not is_usual:
             ctx.is_absent = bool((flags_R & Flag.ABSENT).all())
             if not ctx.is_absent:
