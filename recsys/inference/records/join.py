@@ -161,9 +161,16 @@ def _kind(files: Sequence[File], name: str) -> str | None:
 
 
 def _schema(files: Sequence[File]) -> Any:
-    """Return the columns of all files, each of the widest type."""
-    schemas = [file.schema.remove_metadata() for file in files]
+    """Return the columns of all files, each of the widest type, without dictionaries."""
+    schemas = [
+        pa.schema([field.with_type(_decoded(field.type)) for field in file.schema])
+        for file in files
+    ]
     return pa.unify_schemas(schemas, promote_options="permissive")
+
+
+def _decoded(kind: Any) -> Any:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _divide(
@@ -194,9 +201,7 @@ def _cast(table: Any, schema: Any) -> Any:
     for field in schema:
         if field.name in table.column_names:
             column = table[field.name]
-            if pa.types.is_dictionary(column.type):
-                column = column.cast(column.type.value_type)
-            columns.append(column.cast(field.type))
+            columns.append(column.cast(_decoded(column.type)).cast(field.type))
         else:
             columns.append(pa.nulls(len(table), field.type))
     return pa.table(columns, schema=schema)
@@ -204,8 +209,6 @@ def _cast(table: Any, schema: Any) -> Any:
 
 def _plain(keys: Any) -> Any:
     array = keys.combine_chunks()
-    if pa.types.is_dictionary(array.type):
-        array = array.cast(array.type.value_type)
     return array.cast(pa.large_string() if key_kind(array.type) == "text" else pa.int64())
 
 

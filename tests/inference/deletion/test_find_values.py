@@ -81,7 +81,7 @@ def test_deltas_have_their_own_rows(tmp_path: Path) -> None:
     spec = _spec()
     model = _Model(spec)
     _train(model, spec, 0, steps=20)
-    save_checkpoint(tmp_path / "c", model, spec=spec, keep=None)
+    save_checkpoint(tmp_path / "c", model, spec=spec, delta=True, keep=None)
     example = {"user": ["user 5", "user 9"], "item": ["item 4", "item 5"]}
     model(spec.transform(example).sparse_features).sum().backward()
     save_checkpoint(tmp_path / "c", model, spec=spec, delta=True, keep=None)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from recsys import DistributedModelParallel, EmbeddingBagCollection
 from recsys.distributed.checkpoint import load_checkpoint, read_hashed_table, save_checkpoint
+from recsys.distributed.checkpoint.versions import read_manifest
 from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from recsys.features import Categorical, FeatureSpec, Hashed, Ids
@@ -98,7 +99,7 @@ def _forget_on_ranks(kinds: tuple[ShardingType, ShardingType], folder: Path) -> 
     torch.manual_seed(0)
     model = _sharded(_Model(spec, Adam), kinds)
     _train(model, spec, dist.get_rank())
-    save_checkpoint(folder, model, model.fused_optimizer, spec=spec, keep=None)
+    save_checkpoint(folder, model, model.fused_optimizer, delta=True, keep=None)
     before = _rows(model, spec)
     known = [item for item in ITEMS[:20] if _ids([item])[0] in before]
     values = {"user": [*USERS[3:6], "nobody"], "item": [*ITEMS[:20], *ITEMS[:2], "nothing"]}
@@ -114,6 +115,7 @@ def _forget_on_ranks(kinds: tuple[ShardingType, ShardingType], folder: Path) -> 
     assert forget(model, values, spec) == {"user": 3, "item": 0}
     save_checkpoint(folder, model, model.fused_optimizer, delta=True, keep=None)
     save_checkpoint(folder, model, model.fused_optimizer, keep=None)
+    assert read_manifest(folder / "step-2").get("kind") == "delta"
     for version in ("step-2", "step-3"):
         torch.manual_seed(1)
         other_model = DistributedModelParallel(_Model(spec, Adam))
