@@ -30,7 +30,7 @@ class TablePart(NamedTuple):
     """Position of the table in the kernel."""
     rows: range
     columns: slice
-    index: TableIndex | None
+    ids: TableIndex | None
     """Index of hashed ids, or None."""
 
 
@@ -142,8 +142,9 @@ def table_parts(model: nn.Module) -> Iterator[TablePart]:
         if isinstance(module, TableShards):
             for shard in module.shards:
                 rect = shard.rect
-                rows, columns = range(rect.row_start, rect.row_end), slice(
-                    rect.col_start, rect.col_end
+                rows, columns = (
+                    range(rect.row_start, rect.row_end),
+                    slice(rect.col_start, rect.col_end),
                 )
                 name = f"{prefix}weight"
                 yield TablePart(name, shard.kernel, shard.place, rows, columns, shard.index)

@@ -184,12 +184,12 @@ def array_of(
         wrong_type(subject, "a list of values", values)
     for name in ("to_pylist", "tolist"):  # of Arrow, of numpy, pandas and torch
         values = getattr(values, name, lambda given=values: given)()
-    present = list(dict.fromkeys(value for value in values if value is not None))
+    present: list[Any] = list(dict.fromkeys(value for value in values if value is not None))
     if kind is None:
         kind = "text" if any(isinstance(value, str) for value in present) else "number"
-    wanted = str if kind == "text" else Integral
     for value in present:
-        if not isinstance(value, wanted) or isinstance(value, bool):
+        is_number = isinstance(value, Integral) and not isinstance(value, bool)
+        if not (isinstance(value, str) if kind == "text" else is_number):
             raise TypeError(
                 f"{subject} must be {kind}s, as the data of fit; received {shown(value)}."
             )

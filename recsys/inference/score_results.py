@@ -27,7 +27,6 @@ from recsys.inference.packages.predictor import Predictor
 __all__ = [
     "METADATA",
     "Origin",
-    "column_of_output",
     "difference",
     "input_of",
     "model_of",
@@ -94,20 +93,6 @@ def difference(result: Path, origin: Mapping[str, Any]) -> str | None:
     except (pa.ArrowInvalid, OSError, KeyError, TypeError, ValueError):
         return "a file without its origin"
     return f"another version of {' and '.join(changed)}" if changed else None
-
-
-def column_of_output(values: np.ndarray[Any, Any]) -> Any:
-    """Return an output [B], [B, 1] or [B, D] as an Arrow column of numbers or of lists."""
-    if values.ndim == 2 and values.shape[1] == 1:
-        values = values[:, 0]
-    kind = None
-    if values.dtype == object:  # values of a vocabulary, or None
-        has_numbers = any(isinstance(value, int) for value in values.flat)
-        kind = pa.int64() if has_numbers else pa.string()
-    if values.ndim == 1:
-        return pa.array(values, kind)
-    flat = pa.array(np.ascontiguousarray(values).reshape(-1), kind)
-    return pa.FixedSizeListArray.from_arrays(flat, int(np.prod(values.shape[1:])))
 
 
 def named_outputs(

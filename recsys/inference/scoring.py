@@ -31,10 +31,10 @@ from recsys.datasets.tables import Paths, files_of, unify_types
 from recsys.features.spec import FeatureSpec
 from recsys.inference.packages.columns import arguments_of, load_spec, names_of
 from recsys.inference.packages.predictor import Predictor
+from recsys.inference.records.rows import column_of_output
 from recsys.inference.score_results import (
     METADATA,
     Origin,
-    column_of_output,
     difference,
     input_of,
     model_of,

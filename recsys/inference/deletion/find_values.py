@@ -45,11 +45,11 @@ class FoundValues(NamedTuple):
     """"spec", "checkpoint", "delta checkpoint", "package", "delta of a package", "prepared file" or
     "table", which is raw data or a record of requests."""
     table: str
-    count: int
+    num_values: int
     """Number of the given values that it has."""
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.what}, {self.count:,} values of table {self.table!r}"
+        return f"{self.path}: {self.what}, {self.num_values:,} values of table {self.table!r}"
 
 
 @final
@@ -81,7 +81,7 @@ def find_values(
     It reads the specs, checkpoints, delta checkpoints, packages with their deltas, prepared files,
     and raw tables (Parquet, CSV, Arrow; also records of requests) in folders and their subfolders.
     Nothing changes. A checkpoint without a spec is compared by its fingerprints with the other
-    specs that are found.
+    specs that are found. Other files, such as exported programs and safetensors, are not read.
 
     Args:
         paths: A folder, or several; links in them are not followed.
@@ -146,6 +146,8 @@ def _places(folder: Path) -> Iterator[tuple[_Read, Path]]:
         elif MANIFEST in files:
             yield _Search.package, path
             inside.clear()
+        elif step_of(path) is not None and files:
+            yield _Search.unfinished, path
         else:
             for file in sorted(files):
                 if file.endswith(_TABLES):
@@ -197,7 +199,6 @@ class _Search:
         saved, spec = SavedValues(folder, own), saved_spec(folder, manifest)
         if spec is not None and not is_delta:
             yield from self._in_spec(spec, what)
-        fingerprints = (manifest or {}).get("fingerprints") or {}
         for table, values in self._values.items():
             if values.ids is not None:
                 yield what, table, self._hashed_in(saved, table, values.ids)
@@ -205,7 +206,7 @@ class _Search:
             if spec is not None and not is_delta:
                 continue
             for weight in [n for n in saved.values if n.endswith(f".{table}.weight")]:
-                vocabulary = self._known.get(fingerprints.get(weight, ""))
+                vocabulary = self._known.get(saved.fingerprint_of(weight) or "")
                 if spec is not None:
                     vocabulary = spec.fitted.vocabularies.get(table)
                 if vocabulary is None:
@@ -217,6 +218,10 @@ class _Search:
                     changed = rows_of_delta(folder, manifest, weight)
                     rows = np.intersect1d(rows, changed.numpy())
                 yield what, table, len(rows)
+
+    def unfinished(self, path: Path) -> Iterator[tuple[str, str, int]]:
+        """Raise an error: a version that was never finished cannot be read."""
+        raise ValueError("it is an unfinished version of a checkpoint. Remove it")
 
     def _hashed_in(self, saved: SavedValues, table: str, ids: _Array) -> int:
         found = np.zeros(len(ids), bool)

@@ -101,7 +101,7 @@ def forget(
 
 @final
 class _Seen(NamedTuple):
-    """What a rank has."""
+    """Tables of a rank, and its columns of unknown rows."""
 
     digest: str
     """Digest of the values."""
@@ -152,8 +152,8 @@ class _Work:
         )
 
     def _check(self, name: str, part: TablePart) -> None:
-        if (part.index is None) != (self._tables[name].ids is None):
-            has = "no hashed ids" if part.index is None else "hashed ids"
+        if (part.ids is None) != (self._tables[name].ids is None):
+            has = "no hashed ids" if part.ids is None else "hashed ids"
             raise ValueError(
                 f"forget.spec must be the spec of the model; table {name!r} of the model has {has}."
                 " Pass the spec whose tables the model has, or None for hashed ids."
@@ -169,9 +169,9 @@ class _Work:
         counts = {}
         for name, part in self._parts:
             weights = part.kernel.weights[part.place]
-            if part.index is not None:
+            if part.ids is not None:
                 ids = torch.from_numpy(np.array(self._tables[name].ids))
-                rows = part.index.free(ids)
+                rows = part.ids.free(ids)
                 values, count = weights.new_zeros(len(rows), weights.shape[1]), len(rows)
             else:
                 chosen = self._rows[name]

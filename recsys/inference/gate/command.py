@@ -95,7 +95,9 @@ def _gate_of(options: argparse.Namespace) -> Gate:
         default = _SETTINGS.get(name)
         if not isinstance(default, int | float):
             known = [n for n, value in _SETTINGS.items() if isinstance(value, int | float)]
-            raise ValueError(f"--set must be NAME=NUMBER with a name of {known}; received {text!r}.")
+            raise ValueError(
+                f"--set must be NAME=NUMBER with a name of {known}; received {text!r}."
+            )
         try:
             settings[name] = type(default)(value)
         except ValueError:

@@ -16,8 +16,8 @@ import numpy as np
 
 from recsys.base.arguments import finite, whole
 from recsys.base.checked import check_fields
-from recsys.inference.gate.report import GateReport, Rule, Segment
 from recsys.inference.gate.recorded import read_recorded, several_versions
+from recsys.inference.gate.report import GateReport, Rule, Segment
 from recsys.inference.gate.scored import NEW_VALUES, Task, score_both
 from recsys.inference.gate.segments import (
     auc_change,

@@ -1,4 +1,4 @@
-"""Records of requests and answers: what a server saw and answered, as Parquet files.
+"""Records of the requests and answers of a server, as Parquet files.
 
 `settings` has the settings of a `Predictor`, `rows` converts requests to columns, and `recorder`
 writes them in a thread. `compare` compares a record with the training data, and `join` joins it

@@ -269,4 +269,3 @@ def _first_of_key(keys: Any) -> tuple[_Array, _Array]:
 def _read(path: Path) -> Any:
     with pa.OSFile(str(path)) as file:
         return pa.ipc.open_file(file).read_all()
-

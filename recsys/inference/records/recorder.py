@@ -235,9 +235,7 @@ class _State:
             columns |= self._shadow_columns(self._shadow, request, chunk)
         return pa.table(columns | {f"{RECORD}{name}": v for name, v in of_record.items()})
 
-    def _shadow_columns(
-        self, shadow: _Shadow, request: Any, chunk: list[_Item]
-    ) -> dict[str, Any]:
+    def _shadow_columns(self, shadow: _Shadow, request: Any, chunk: list[_Item]) -> dict[str, Any]:
         """Return the predictions of the shadow; none if it cannot score the rows.
 
         Raises:

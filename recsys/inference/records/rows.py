@@ -15,12 +15,12 @@ import pyarrow.compute as pc
 import torch
 
 from recsys.datasets.memory import table_of
-from recsys.inference.score_results import column_of_output
 
 __all__ = [
     "PREDICTION",
     "RECORD",
     "SHADOW",
+    "column_of_output",
     "copied",
     "joined_requests",
     "outputs_of",
@@ -119,6 +119,20 @@ def request_columns(manifest: Mapping[str, Any], names: list[str], request: Any)
 
 def _as_list(values: Any) -> Any:
     return values.tolist() if hasattr(values, "tolist") else values
+
+
+def column_of_output(values: np.ndarray[Any, Any]) -> Any:
+    """Return an output [B], [B, 1] or [B, D] as an Arrow column of numbers or of lists."""
+    if values.ndim == 2 and values.shape[1] == 1:
+        values = values[:, 0]
+    kind = None
+    if values.dtype == object:  # values of a vocabulary, or None
+        has_numbers = any(isinstance(value, int) for value in values.flat)
+        kind = pa.int64() if has_numbers else pa.string()
+    if values.ndim == 1:
+        return pa.array(values, kind)
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1), kind)
+    return pa.FixedSizeListArray.from_arrays(flat, int(np.prod(values.shape[1:])))
 
 
 def outputs_of(prefix: str, response: Mapping[str, Any]) -> _Columns:

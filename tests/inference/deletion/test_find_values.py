@@ -26,7 +26,7 @@ def _found(folder: Path, spec: FeatureSpec) -> dict[tuple[str, str, str], int]:
     assert report.unknown == []
     names = (str(Path(found.path).relative_to(folder)) for found in report.found)
     return {
-        (name, found.what, found.table): found.count
+        (name, found.what, found.table): found.num_values
         for name, found in zip(names, report.found, strict=True)
     }
 
@@ -107,13 +107,15 @@ def test_what_cannot_be_judged_is_listed(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"junk")
     other.save(tmp_path / "broken")
     (tmp_path / "broken/features.json").write_text("{")
+    (tmp_path / "killed/step-4").mkdir(parents=True)
+    (tmp_path / "killed/step-4/__0_0.distcp").write_bytes(b"user 3")
     report = find_values([tmp_path], VALUES, spec)
     places = {Path(text.split(": ")[0]).relative_to(tmp_path).parts[0] for text in report.unknown}
-    assert places == {"bare", "bad.parquet", "broken"}
+    assert places == {"bare", "bad.parquet", "broken", "killed"}
     assert "no spec with its values was found" in str(report)
-    assert str(report).endswith("; 3 are not judged")
+    assert str(report).endswith("; 4 are not judged")
     assert {Path(found.path).parent.name for found in report.found} == {"other"}
     with pytest.raises(FileNotFoundError, match="must exist"):
         find_values(tmp_path / "no", VALUES, spec)
     with pytest.raises(TypeError, match="must be texts"):
-        find_values(tmp_path, {"user": np.array([3])}, spec)  # type: ignore[dict-item]
+        find_values(tmp_path, {"user": np.array([3])}, spec)

@@ -19,7 +19,13 @@ from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from recsys.features import Categorical, FeatureSpec, Hashed, Ids
 from recsys.features.text_hash import hash_texts
-from recsys.inference import Predictor, Publisher, package, quantize_embeddings
+from recsys.inference import (
+    Predictor,
+    Publisher,
+    package,
+    quantize_embeddings,
+    write_delta_between,
+)
 from recsys.inference.deletion import forget
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.hashed_ids import DistanceLFU, HashedIds
@@ -135,6 +141,8 @@ def test_rows_and_states_are_gone_on_all_ranks(
     ranks(2, _forget_on_ranks, kinds, tmp_path / "c")
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint in:UserWarning")
+@pytest.mark.filterwarnings("ignore:A delta updates rows of tables only:UserWarning")
 def test_a_server_answers_as_for_unknown_values(tmp_path: Path) -> None:
     spec = _spec()
     model = _Model(spec)
@@ -162,9 +170,14 @@ def test_a_server_answers_as_for_unknown_values(tmp_path: Path) -> None:
         wanted = model(spec.transform(items).sparse_features).item()
         np.testing.assert_allclose(predictor(items)["output"], wanted, rtol=1e-6)
     publisher.close()
-    extended = spec.forget({"user": [USERS[3]]})
+    later = _Model(spec.forget({"user": [USERS[3]]}))
     with pytest.raises(ValueError, match="must be of the fit of the model; rows of"):
-        Publisher(_Model(extended), version)
+        Publisher(later, version)
+    save_checkpoint(tmp_path / "before", model)
+    wider = _Model(spec.extend({"user": ["a", "b"], "item": ITEMS[:2]}).spec)
+    save_checkpoint(tmp_path / "after", wider)
+    with pytest.raises(ValueError, match="after must be of the fit of before; rows"):
+        write_delta_between(version, tmp_path / "before", tmp_path / "after")
 
 
 @pytest.mark.filterwarnings("ignore:The checkpoint in:UserWarning")
@@ -223,7 +236,7 @@ def test_what_cannot_be_forgotten_is_an_error() -> None:
     assert forget(model, {"u": [None, 9], "h": []}, spec) == {"u": 0, "h": 0}  # type: ignore[list-item]
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
-    assert forget(model, {"u": np.array([2, 1])}, spec) == {"u": 2}  # type: ignore[dict-item]
+    assert forget(model, {"u": np.array([2, 1])}, spec) == {"u": 2}
 
 
 def test_unsigned_ids_keep_their_bits() -> None:

@@ -33,7 +33,9 @@ def test_columns_are_compared_with_the_data_of_fit(tmp_path: Path) -> None:
         _index([0.6, 0.4, 0.0], [0.25, 0.5, 0.25])
     )
     ages = np.bincount([0, 0, 1, 9, 9], minlength=10) / 5  # a missing age is 0
-    assert report.shifts["age"].stability_index == pytest.approx(_index(spec.fitted.profiles["age"].shares, ages))
+    assert report.shifts["age"].stability_index == pytest.approx(
+        _index(spec.fitted.profiles["age"].shares, ages)
+    )
     assert str(report).splitlines()[0] == "5 rows"
     same = compare_record(days, spec)
     assert all(shift.stability_index < 1e-9 for shift in same.shifts.values())

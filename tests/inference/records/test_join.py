@@ -54,9 +54,7 @@ def test_a_join_equals_a_dict(
     for row in rows:
         if row["record_key"] is not None:
             seen.setdefault(row["record_key"], row)
-    wanted = [
-        {**row, "click": first[k]} for k, row in seen.items() if first.get(k) is not None
-    ]
+    wanted = [{**row, "click": first[k]} for k, row in seen.items() if first.get(k) is not None]
     with_key = [row for row in rows if row["record_key"] is not None]
     labelled = [row for row in labels if row["id"] is not None]
     report = join_labels(

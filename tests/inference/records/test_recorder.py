@@ -1,4 +1,4 @@
-"""The record has what a server saw and answered, and never delays or fails a request."""
+"""The record has requests and answers, and never delays or fails a request."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def _requests(count: int) -> Iterator[dict[str, list[Any]]]:
     for number in range(count):
         rows = int(random.integers(1, 5))
         yield {
-            "city": random.choice([*CITIES, "new", None], rows).tolist(),
+            "city": random.choice(np.array([*CITIES, "new", None], object), rows).tolist(),
             "tags": [["a", "b"][: random.integers(3)] for _ in range(rows)],
-            "age": random.choice([1.5, None, 7], rows).tolist(),
+            "age": random.choice(np.array([1.5, None, 7], object), rows).tolist(),
             "id": [f"{number}-{row}" for row in range(rows)],
             "more": random.integers(0, 3, rows).tolist(),
         }
@@ -115,8 +115,8 @@ def test_rows_and_both_predictions_are_recorded(
     assert len(rows) == len(expected)
     assert len(list((tmp_path / "r").iterdir())) > 1
     for row in rows:
-        wanted_row = expected[row["record_key"]]
-        for name, value in wanted_row.items():
+        of_key = expected[row["record_key"]]
+        for name, value in of_key.items():
             if name.endswith("output"):
                 assert row[name] == pytest.approx(value, rel=1e-5)
             else:
@@ -213,7 +213,7 @@ def test_errors_of_the_record_do_not_reach_requests(
     old = package(model, tmp_path / "old", example, spec=other, programs=["torchscript"])
     recording = Recording(folder=str(tmp_path / "r"), shadow=str(old), key="id")
     with Predictor(versions[0], record=recording) as predictor:
-        has_other = {}
+        has_other: dict[str, bool] = {}
         for request in _requests(20):
             predictor(request)
             has_other |= dict.fromkeys(request["id"], 2 in request["more"])
