@@ -209,6 +209,8 @@ def _cast(table: Any, schema: Any) -> Any:
 
 def _plain(keys: Any) -> Any:
     array = keys.combine_chunks()
+    if array.type == pa.uint64():
+        return array.view(pa.int64())
     return array.cast(pa.large_string() if key_kind(array.type) == "text" else pa.int64())
 
 

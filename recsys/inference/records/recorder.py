@@ -37,6 +37,8 @@ __all__ = ["METADATA", "Recorder", "check_recorded"]
 METADATA: Final = b"recsys.record"
 """Key of the counts in the metadata of a file."""
 _WAKE_S: Final = 0.5
+_REST: Final = 3.0
+"""Seconds of rest for each second of work, until the end."""
 _CHUNK_ROWS: Final = 1024
 """Rows that are converted, and scored by the shadow, at once: a few milliseconds."""
 
@@ -194,14 +196,20 @@ class _State:
         return chunk
 
     def _convert(self, chunk: list[_Item]) -> None:
+        begin = time.perf_counter()
         try:
             table = self._table(chunk)
         except Exception:
-            if len(chunk) > 1:
-                for item in chunk:
-                    self._convert([item])
+            if len(chunk) == 1:
+                self._fail(chunk[0].rows, "convert a request")
                 return
-            self._fail(chunk[0].rows, "convert a request")
+            table = None
+        # the interpreter runs one thread at a time: most of the time belongs to the requests
+        self.end.wait(_REST * (time.perf_counter() - begin))
+        if table is None:
+            half = len(chunk) // 2
+            self._convert(chunk[:half])
+            self._convert(chunk[half:])
             return
         if not self._tables:
             self._since = time.time()

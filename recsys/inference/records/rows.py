@@ -157,6 +157,8 @@ def _plain(column: Any) -> Any:
         array = pa.concat_arrays(array.chunks)
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
     if pa.types.is_run_end_encoded(array.type):
         array = pc.run_end_decode(array)
     wide = _widest(array.type)
@@ -165,8 +167,6 @@ def _plain(column: Any) -> Any:
 
 def _widest(kind: Any) -> Any:
     types = pa.types
-    if types.is_dictionary(kind):
-        return _widest(kind.value_type)
     if types.is_string(kind) or types.is_string_view(kind):
         return pa.large_string()
     if types.is_boolean(kind) or (types.is_integer(kind) and kind != pa.uint64()):

@@ -84,6 +84,12 @@ def test_files_may_differ_in_types_and_columns(tmp_path: Path) -> None:
     more = {"a": ["v"], "b": [1], "record_key": pa.array(["y"]).dictionary_encode()}
     pq.write_table(pa.table(more), tmp_path / "r/2.parquet")
     (tmp_path / "l.csv").write_text("id,ok\ny,1\nx,0\n")
+    keys = pa.array([2**64 - 1, 2**63], pa.uint64())
+    pq.write_table(pa.table({"record_key": keys, "a": [1, 2]}), tmp_path / "high.parquet")
+    pq.write_table(pa.table({"id": keys[1:], "ok": [1]}), tmp_path / "high-labels.parquet")
+    paths = tmp_path / "high.parquet", tmp_path / "high-labels.parquet", tmp_path / "high"
+    join_labels(*paths, key="id", columns=["ok"])
+    assert pq.read_table(paths[2]).to_pylist() == [{"record_key": 2**63, "a": 2, "ok": 1}]
     join_labels(tmp_path / "r", tmp_path / "l.csv", tmp_path / "o", key="id", columns=("ok",))
     assert pq.read_table(tmp_path / "o").to_pylist() == [
         {"a": None, "b": None, "record_key": "x", "ok": 0},
