@@ -249,3 +249,16 @@ def test_unsigned_ids_keep_their_bits() -> None:
     model(batch).values().sum().backward()
     assert forget(model, {"t": [2**64 - 3]}) == {"t": 1}
     assert model.embedding_bags["t"].index.pairs()[0].tolist() == [0]
+
+
+def test_ids_whose_time_has_ended_are_gone() -> None:
+    table = EmbeddingBagConfig(64, 4, "t", feature_names=["f"], ids=HashedIds(ttl=1))
+    model = EmbeddingBagCollection(tables=[table])
+    apply_optimizer_in_backward(Adagrad, model.parameters(), {"lr": 0.3})
+    for number in (2**60 + 5, *range(9)):
+        batch = KeyedJaggedTensor(["f"], torch.tensor([number]), lengths=torch.tensor([1]))
+        model(batch).values().sum().backward()
+    index = model.embedding_bags["t"].index
+    assert 2**60 + 5 in index.ids.tolist()
+    assert forget(model, {"t": [2**60 + 5]}) == {"t": 1}
+    assert 2**60 + 5 not in index.ids.tolist()
