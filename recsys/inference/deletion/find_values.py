@@ -81,7 +81,8 @@ def find_values(
     It reads the specs, checkpoints, delta checkpoints, packages with their deltas, prepared files,
     and raw tables (Parquet, CSV, Arrow; also records of requests) in folders and their subfolders.
     Nothing changes. A checkpoint without a spec is compared by its fingerprints with the other
-    specs that are found. Other files, such as exported programs and safetensors, are not read.
+    specs that are found. Other files, such as exported programs and safetensors, and the
+    names of folders, such as `user=ann`, are not read.
 
     Args:
         paths: A folder, or several; links in them are not followed.

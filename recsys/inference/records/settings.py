@@ -19,7 +19,7 @@ class Recording:
     A sample of the requests with an answer is copied, and a thread writes their rows as Parquet.
     Requests do not wait for the thread: while `max_waiting_rows` rows wait, further ones are
     dropped and counted. A file appears when it is whole; a process that is killed loses the rows
-    that have no file yet.
+    that have no file yet. A forked process has no such thread: create the `Predictor` in each.
 
     The columns of a file: the raw columns of the request, or its ids as lists by feature;
     `prediction_NAME` for each output NAME; `record_time`, UTC; `record_version`, the folder of the

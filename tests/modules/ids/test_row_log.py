@@ -61,7 +61,6 @@ def check_saved(log: RowLog, folder: Path, expected: dict[int, bytes]) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("seed", range(4))
 def test_removed_records_leave_the_files(tmp_path: Path) -> None:
     log = RowLog(tmp_path, "t", [RecordField("weight", torch.uint8, 8)], segment_bytes=160)
     ids = torch.arange(95) * 2**33 + 7
@@ -81,6 +80,7 @@ def test_removed_records_leave_the_files(tmp_path: Path) -> None:
     log.close()
 
 
+@pytest.mark.parametrize("seed", range(4))
 def test_it_equals_a_dict(tmp_path: Path, seed: int) -> None:
     draw, log, expected = random.Random(seed), log_in(tmp_path / "o"), dict[int, bytes]()
     universe = [draw.randrange(-(2**63), 2**63) for _ in range(700)]
