@@ -26,6 +26,10 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "verify": (_PACKAGES, "compare the files of a serving package with its manifest, and run it"),
     "follow": (_PACKAGES, "copy a serving package and its new deltas from an address of fsspec"),
     "score": ("recsys.inference.scoring", "score files by a serving package with raw columns"),
+    "gate": (
+        "recsys.inference.gate.command",
+        "compare a new package with the served one, and publish it if it meets the rules",
+    ),
     "inspect": (_PACKAGES, "print the inputs, outputs and tables of a serving package"),
 }
 """Module and description of each command. The module has `main(options)`, and may have

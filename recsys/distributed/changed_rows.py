@@ -11,21 +11,27 @@ from torch import Tensor, nn
 
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.state.table_shards import TableShards
-from recsys.kernels.row_marks import RowMarks
+from recsys.kernels.tbe import TableBatchedEmbedding
 from recsys.modules.hashed_ids import check_rows_in_memory
+from recsys.modules.ids.table_index import TableIndex
 from recsys.modules.tables.embedding_tables import TableCollection
 
-__all__ = ["ChangedRows"]
+__all__ = ["ChangedRows", "TablePart", "table_parts"]
 
 
 @final
-class _Part(NamedTuple):
+class TablePart(NamedTuple):
     """Rows of a table in a lookup of this rank."""
 
     name: str
-    marks: RowMarks
+    """Name of the weight in the state dict."""
+    kernel: TableBatchedEmbedding
     place: int
-    first_row: int
+    """Position of the table in the kernel."""
+    rows: range
+    columns: slice
+    ids: TableIndex | None
+    """Index of hashed ids, or None."""
 
 
 @final
@@ -71,9 +77,9 @@ class ChangedRows:
         check_rows_in_memory(model, "A model whose changed rows are saved, published or counted")
         self._model = weakref.ref(model)  # chains of checkpoints must not keep a model alive
         self._all = False
-        for part in _parts_of(model):
-            if not part.marks.knows(self):
-                part.marks.add(self)
+        for part in table_parts(model):
+            if not part.kernel.marks.knows(self):
+                part.kernel.marks.add(self)
 
     def take(self) -> dict[str, Tensor]:
         """Return the rows that changed since the last call or the construction, and forget them.
@@ -87,7 +93,7 @@ class ChangedRows:
         taken: dict[int, list[Tensor]] = {}
         changed: dict[str, list[tuple[int, Tensor]]] = {}
         for part in self._parts():
-            marks = part.marks
+            marks = part.kernel.marks
             if id(marks) not in taken:
                 is_new = not marks.knows(self)  # a lookup that was built since
                 if is_new:
@@ -95,13 +101,15 @@ class ChangedRows:
                 if is_new or self._all:
                     marks.mark_all(self)
                 taken[id(marks)] = marks.take(self)
-            changed.setdefault(part.name, []).append((part.first_row, taken[id(marks)][part.place]))
+            changed.setdefault(part.name, []).append(
+                (part.rows.start, taken[id(marks)][part.place])
+            )
         self._all = False
         return {name: _rows_of(parts) for name, parts in changed.items()}
 
-    def _parts(self) -> Iterator[_Part]:
+    def _parts(self) -> Iterator[TablePart]:
         model = self._model()
-        return iter(()) if model is None else _parts_of(model)
+        return iter(()) if model is None else table_parts(model)
 
     def mark_all(self) -> None:
         """Have the next `take` return all rows, for example as the last rows were not saved."""
@@ -110,7 +118,7 @@ class ChangedRows:
     def close(self) -> None:
         """Free the marks; `take` must not be called any more."""
         for part in self._parts():
-            part.marks.remove(self)
+            part.kernel.marks.remove(self)
 
 
 def _rows_of(parts: list[tuple[int, Tensor]]) -> Tensor:
@@ -123,15 +131,31 @@ def _rows_of(parts: list[tuple[int, Tensor]]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows).unique()
 
 
-def _parts_of(model: nn.Module) -> Iterator[_Part]:
+def table_parts(model: nn.Module) -> Iterator[TablePart]:
+    """Yield the parts of all embedding tables, sharded or not, that this rank has.
+
+    Args:
+        model: The model.
+    """
     for path, module in get_unwrapped_module(model).named_modules():
         prefix = f"{path}." if path else ""
         if isinstance(module, TableShards):
             for shard in module.shards:
-                marks, first = shard.kernel.marks, shard.rect.row_start
-                yield _Part(f"{prefix}weight", marks, shard.place, first)
+                rect = shard.rect
+                rows, columns = (
+                    range(rect.row_start, rect.row_end),
+                    slice(rect.col_start, rect.col_end),
+                )
+                name = f"{prefix}weight"
+                yield TablePart(name, shard.kernel, shard.place, rows, columns, shard.index)
         elif isinstance(module, TableCollection):
             names = {id(param): name for name, param in module.named_parameters()}
+            configs = module.configs()
             for group in module.marked_lookups():
-                for place, parameter in enumerate(group.parameters):
-                    yield _Part(prefix + names[id(parameter)], group.tbe.marks, place, 0)
+                for place, (table, parameter) in enumerate(
+                    zip(group.tables, group.parameters, strict=True)
+                ):
+                    name, config = prefix + names[id(parameter)], configs[table]
+                    index = None if config.ids is None else module.table(config.name).index
+                    rows = range(len(parameter))
+                    yield TablePart(name, group.tbe, place, rows, slice(None), index)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import pyarrow as pa
 
-from recsys.base.arguments import MissingKeyError, names, whole, wrong_type
+from recsys.base.arguments import MissingKeyError, names, shown, whole, wrong_type
 from recsys.features.columns import Column
 from recsys.features.counts import TableChange
 from recsys.features.fit import Fitted, PartialFit
 from recsys.features.profiles import Profile, Shift, stability_index
 
-__all__ = ["Report", "extended", "profiles_of", "without"]
+__all__ = ["Report", "array_of", "extended", "profiles_of", "shifts_of", "without"]
 
 _MOST_DIGESTS = 64
 """Number of last data that are known, so that the same data does not come twice."""
@@ -85,14 +86,27 @@ def extended(
         change = column.finish_extend(joined, before, fitted, retire_after)
         if change is not None:
             changes[str(column.table)] = change
+    return fitted, Report(changes, shifts_of(columns, before, joined))
+
+
+def shifts_of(
+    columns: Sequence[Column], before: Fitted, statistics: PartialFit
+) -> dict[str, Shift]:
+    """Return the differences of columns from the data before, by column.
+
+    Args:
+        columns: The columns of a spec.
+        before: Its state.
+        statistics: The statistics of further data.
+    """
     shifts = {}
     for column in columns:
         old = before.profiles.get(column.name)
-        now = None if old is None else column.profile(joined, old.bins)
+        now = None if old is None else column.profile(statistics, old.bins)
         if old is not None and now is not None:
             index = stability_index(np.array(old.shares), np.array(now.shares))
             shifts[column.name] = Shift((old.missing, now.missing), index)
-    return fitted, Report(changes, shifts)
+    return shifts
 
 
 def profiles_of(columns: Sequence[Column], statistics: PartialFit) -> dict[str, Profile]:
@@ -133,27 +147,61 @@ def without(
     if not isinstance(values, Mapping):
         wrong_type("values", "a dict of values by table", values)
     for table, removed in values.items():
-        if isinstance(removed, str | int):
-            wrong_type(f"values[{table!r}]", "a list of values", removed)
         if table not in vocabularies:
             raise MissingKeyError(
                 f"values must name tables of Categorical columns, {list(vocabularies)}; received "
                 f"{table!r}. Hashed tables have no list of values."
             )
         old = vocabularies[table]
-        try:
-            array = pa.array(list(removed), old.values.type)
-        except (pa.ArrowException, TypeError) as error:
-            raise TypeError(
-                f"values[{table!r}] must be {old.kind}s, as the data of fit; {error}."
-            ) from None
-        vocabularies[table] = old.without(array.drop_null())
+        array = array_of(f"values[{table!r}]", removed, old.kind)
+        vocabularies[table] = old.without(array)
         gone[table] = frozenset(array.to_pylist())
     profiles = {
         name: _without_bins(profile, gone.get(tables.get(name), frozenset()))
         for name, profile in before.profiles.items()
     }
     return before._replace(vocabularies=vocabularies, profiles=profiles)
+
+
+def array_of(
+    subject: str, values: Iterable[str | int], kind: str | None, *, unsigned: bool = False
+) -> Any:
+    """Return values as an Arrow array, each once and without missing ones.
+
+    Args:
+        subject: The argument, for messages.
+        values: Texts or whole numbers.
+        kind: "text" or "number"; None: either, but one kind.
+        unsigned: True to keep the 64 bits of numbers from 2^63 on.
+
+    Returns:
+        An array of `large_string` or `int64`.
+
+    Raises:
+        TypeError: A value is of another kind, or `values` is one value.
+    """
+    if isinstance(values, str | int) or not isinstance(values, Iterable):
+        wrong_type(subject, "a list of values", values)
+    for name in ("to_pylist", "tolist"):  # of Arrow, of numpy, pandas and torch
+        values = getattr(values, name, lambda given=values: given)()
+    present: list[Any] = list(dict.fromkeys(value for value in values if value is not None))
+    if kind is None:
+        kind = "text" if any(isinstance(value, str) for value in present) else "number"
+    for value in present:
+        is_number = isinstance(value, Integral) and not isinstance(value, bool)
+        if not (isinstance(value, str) if kind == "text" else is_number):
+            raise TypeError(
+                f"{subject} must be {kind}s, as the data of fit; received {shown(value)}."
+            )
+    try:
+        if kind == "text":
+            return pa.array([str(value) for value in present], pa.large_string())
+        numbers = [int(value) for value in present]
+        if unsigned:
+            numbers = [n - 2**64 if 2**63 <= n < 2**64 else n for n in numbers]
+        return pa.array(numbers, pa.int64())
+    except (pa.ArrowException, OverflowError, UnicodeError) as error:
+        raise TypeError(f"{subject} must be {kind}s, as the data of fit; {error}.") from None
 
 
 def _without_bins(profile: Profile, values: Container[Any]) -> Profile:

@@ -35,6 +35,7 @@ from recsys.inference.packages.follow import upload
 from recsys.inference.packages.manifest import read_manifest
 from recsys.inference.quant.sources import SavedTables
 from recsys.modules.hashed_ids import check_rows_in_memory
+from recsys.modules.tables.fingerprints import check_fingerprints
 
 __all__ = ["Publisher"]
 
@@ -63,8 +64,8 @@ class Publisher:
 
     Raises:
         FileNotFoundError: The folder is not a version of a package.
-        ValueError: The model lacks a table of the package or may have rows on the disk, the
-            interval is not positive, or the model is a `DMPCollection`.
+        ValueError: The model lacks a table of the package, is of another fit or may have rows on
+            the disk; the interval is not positive, or the model is a `DMPCollection`.
 
     Example:
         >>> model, version = build(), "models/movies/1"  # doctest: +SKIP
@@ -239,8 +240,25 @@ class Publisher:
                     f"once; received {matches or weights}."
                 )
             self._tables[matches[0]] = entry
+        self._check_fit()
         if self._url is not None:
             upload(self._version, self._url)
+
+    def _check_fit(self) -> None:
+        """Check that rows of the package stand for the values of the model's rows."""
+        folder = self._version / "spec"
+        if not folder.is_dir():
+            return
+        from recsys.inference.packages.columns import load_spec  # needs pyarrow
+
+        try:
+            inner = get_unwrapped_module(self._model)
+            check_fingerprints(inner, load_spec(self._version).fingerprints(), "spec")
+        except ValueError as error:
+            raise ValueError(
+                f"Publisher.version must be of the fit of the model; rows of {self._version} stand "
+                f"for other values. Write a new version of the package. ({error})"
+            ) from None
 
 
 @final

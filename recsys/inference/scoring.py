@@ -31,6 +31,7 @@ from recsys.datasets.tables import Paths, files_of, unify_types
 from recsys.features.spec import FeatureSpec
 from recsys.inference.packages.columns import arguments_of, load_spec, names_of
 from recsys.inference.packages.predictor import Predictor
+from recsys.inference.records.rows import column_of_output
 from recsys.inference.score_results import (
     METADATA,
     Origin,
@@ -239,22 +240,9 @@ def _joined(rows: Any, keys: Sequence[str], outputs: _Outputs, origin: Origin) -
             "these columns of the data."
         )
     columns = {name: rows.column(name) for name in keys}
-    table = pa.table({**columns, **{name: _column(values) for name, values in outputs.items()}})
+    named = {name: column_of_output(values) for name, values in outputs.items()}
+    table = pa.table({**columns, **named})
     return table.replace_schema_metadata({METADATA: json.dumps(origin)})
-
-
-def _column(values: np.ndarray[Any, Any]) -> Any:
-    """Return outputs [B], [B, 1] or [B, D] as a column of numbers or of lists."""
-    if values.ndim == 2 and values.shape[1] == 1:
-        values = values[:, 0]
-    kind = None
-    if values.dtype == object:  # values of a vocabulary, or None
-        has_numbers = any(isinstance(value, int) for value in values.flat)
-        kind = pa.int64() if has_numbers else pa.string()
-    if values.ndim == 1:
-        return pa.array(values, kind)
-    flat = pa.array(np.ascontiguousarray(values).reshape(-1), kind)
-    return pa.FixedSizeListArray.from_arrays(flat, int(np.prod(values.shape[1:])))
 
 
 @final

@@ -33,6 +33,24 @@ def reader_of(folder: Path, manifest: Manifest | None) -> BlockReader:
     return BlockReader(folder, manifest)
 
 
+def rows_of_delta(folder: Path, manifest: Manifest, table: str) -> Tensor:
+    """Return the numbers of the rows of a table that a delta has, int64 [K].
+
+    Args:
+        folder: Folder of the delta.
+        manifest: Its manifest.
+        table: Name of the weight.
+
+    Raises:
+        CheckpointError: The delta is damaged.
+    """
+    count = manifest["rows"].get(table, {"count": 0})["count"]
+    if not count:
+        return torch.empty(0, dtype=torch.int64)
+    [rows] = _read(BlockReader(folder, manifest), [(ROWS + table, (0,), (count,))])
+    return rows
+
+
 @final
 class _Version(NamedTuple):
     reader: BlockReader

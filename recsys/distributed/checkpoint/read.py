@@ -231,6 +231,11 @@ class SavedValues:
             for ids, values in read_records(self.folder, log, self._manifest["files"]):
                 yield ids, values["weight"]
 
+    def fingerprint_of(self, weight: str) -> str | None:
+        """Return the fingerprint of a table's fit, by the name of its weight; None: not known."""
+        fingerprints: Mapping[str, str] = self._manifest.get("fingerprints") or {}
+        return fingerprints.get(weight)
+
     def named(self, table: str) -> list[str]:
         """Return the names of the values of a table or module.
 

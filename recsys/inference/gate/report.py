@@ -28,9 +28,10 @@ class Rule(NamedTuple):
     """A rule with its measured value."""
 
     name: str
-    """"auc", "calibration", "data", "drift", "finite", "gain", "rows", "size" or "speed"."""
+    """"auc", "calibration", "data", "drift", "error", "finite", "gain", "rows", "size" or
+    "speed"."""
     subject: str
-    """The data set, with a segment, or "package"."""
+    """The data set, with the label if there are several, and with a segment; or "package"."""
     value: float
     limit: float
     is_most: bool

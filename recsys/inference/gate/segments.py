@@ -14,7 +14,7 @@ import torch
 from recsys.features.profiles import stability_index
 from recsys.metrics import auc
 
-__all__ = ["Numbers", "auc_change", "drift_of", "numbers_of", "segments_of"]
+__all__ = ["Numbers", "auc_change", "drift_of", "numbers_of", "segments_of", "squared_errors_of"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _FOLDS = 20
@@ -29,9 +29,9 @@ class Numbers(NamedTuple):
     label_mean: float
     prediction_mean: float
     auc: float
-    """Exact area under the ROC curve; NaN if all labels are equal."""
+    """Exact area under the ROC curve; NaN if all labels are equal, and for numbers."""
     loss: float
-    """Log loss per row."""
+    """Log loss per row, or squared error for numbers."""
 
     @property
     def calibration(self) -> float:
@@ -59,6 +59,23 @@ def numbers_of(predictions: _Array, labels: _Array) -> Numbers:
     area = float(auc(torch.from_numpy(predictions), torch.from_numpy(labels)))
     means = float(labels.mean()), float(predictions.mean())
     return Numbers(len(labels), *means, area, float(loss))
+
+
+def squared_errors_of(predictions: _Array, labels: _Array) -> Numbers:
+    """Return the numbers of some rows with labels that are numbers.
+
+    Args:
+        predictions: [N] float64.
+        labels: [N] float64.
+
+    Example:
+        >>> squared_errors_of(np.array([1.0, 2.0]), np.array([1.0, 4.0])).loss
+        2.0
+    """
+    if not len(labels):
+        return Numbers(0, 0.0, 0.0, float("nan"), float("nan"))
+    means = float(labels.mean()), float(predictions.mean())
+    return Numbers(len(labels), *means, float("nan"), float(((predictions - labels) ** 2).mean()))
 
 
 def auc_change(after: _Array, before: _Array, labels: _Array) -> tuple[float, float]:

@@ -117,7 +117,8 @@ def write_delta_between(version: str | Path, before: str | Path, after: str | Pa
     Raises:
         CheckpointError: A checkpoint cannot be read, or lacks a table of the package.
         FileNotFoundError: The folder is not a version of a package.
-        ValueError: Rows cannot be quantized, or the folder of deltas has a gap.
+        ValueError: Rows cannot be quantized, the folder of deltas has a gap, or a table of the
+            checkpoints is of another fit.
 
     Example:
         >>> write_delta_between("movies/1", "runs/step-1", "runs/step-2")  # doctest: +SKIP
@@ -369,6 +370,12 @@ def _update_between(table: _Table, old: SavedTables, new: SavedTables) -> Update
     names = old.find(table.name), new.find(table.name)
     for saved, name in zip((old, new), names, strict=True):
         saved.check_size(name, range(table.rows, sys.maxsize), table.dim)
+    fits = {saved.values.fingerprint_of(n) for saved, n in zip((old, new), names, strict=True)}
+    if len(fits - {None}) > 1:
+        raise ValueError(
+            f"after must be of the fit of before; rows of table {table.name!r} stand for other "
+            "values. Write a new version of the package."
+        )
     parts = [ids for ids, _ in _changed_blocks(table, old, new, names)]
     ids = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
     index = {}

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
 from numpy.typing import NDArray
@@ -20,6 +20,10 @@ from recsys.inference.packages.load import OpenProgram, open_program, program_of
 from recsys.inference.packages.manifest import read_manifest, sha256_of, verify_files
 from recsys.inference.packages.requests import Request, check_request, merge, split
 from recsys.inference.packages.safetensors import read_tensors
+from recsys.inference.records.settings import RecordCounts, Recording
+
+if TYPE_CHECKING:  # needs pyarrow
+    from recsys.inference.records.recorder import Recorder
 
 __all__ = ["Predictor"]
 
@@ -52,10 +56,12 @@ class Predictor:
         verify_tables: Compare the checksums of the tables, which reads them.
         poll_ms: Interval of reading new deltas in milliseconds, with the C++ core only; 0: deltas
             are read when the version is opened.
+        record: Settings of a record of requests and answers, as Parquet files; None: no record.
 
     Raises:
         FileNotFoundError: The folder is not a version of a package, or a file is missing.
-        ValueError: A file is damaged, or this machine cannot run the program.
+        ValueError: A file is damaged, this machine cannot run the program, or the package cannot be
+            recorded.
 
     Example:
         >>> predictor = Predictor("models/movies/1")  # doctest: +SKIP
@@ -73,6 +79,7 @@ class Predictor:
         num_threads: int = 0,
         verify_tables: bool = True,
         poll_ms: int = 0,
+        record: Recording | None = None,
     ) -> None:
         path = library or os.environ.get("RECSYS_PREDICTOR", "")
         if not path and (poll_ms or num_threads):
@@ -96,6 +103,21 @@ class Predictor:
         else:
             self._engine = _TorchEngine(Path(version), program, verify_tables)
         self._manifest = self.manifest
+        self._recorder: Recorder | None = None
+        self._record: Recording | None = None
+        if record is not None:
+            self._recorder = self._opened(record, path)
+
+    def _opened(self, record: Recording, library: str | Path) -> Recorder:
+        from recsys.inference.records.recorder import Recorder, check_recorded  # needs pyarrow
+
+        check_recorded(record, self._manifest)
+        shadow, self._record = None, record
+        if record.shadow is not None:
+            shadow = Predictor(
+                record.shadow, library=library or None, verify_tables=self._verify_tables
+            )
+        return Recorder(record, shadow)
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -127,19 +149,32 @@ class Predictor:
 
     def run(self, requests: Sequence[Request | Any]) -> list[Response | Exception]:
         """Score requests, which the C++ core merges; the entry of a bad request is its error."""
-        converted = self._converted if self._manifest["columns"] else _tensors
+        converted = self._converted if self._manifest["columns"] else self._tensors
         tensors = [converted(request) for request in requests]
         answers = iter(self._engine.run([t for t in tensors if not isinstance(t, Exception)]))
         results = [
             request_tensors if isinstance(request_tensors, Exception) else next(answers)
             for request_tensors in tensors
         ]
-        return [
+        responses = [
             request_tensors
             if isinstance(request_tensors, Exception)
             else self._with_values({k: _array(v) for k, v in request_tensors.items()})
             for request_tensors in results
         ]
+        if self._recorder is not None:
+            served = str(self._version), self._manifest, self.sequence
+            for request, response in zip(requests, responses, strict=True):
+                if not isinstance(response, Exception):
+                    self._recorder.add(request, response, served)
+        return responses
+
+    @property
+    def record_counts(self) -> RecordCounts:
+        """Numbers of rows of the record; zeros without one."""
+        if self._recorder is None:
+            return RecordCounts(0, 0, 0, 0, 0)
+        return self._recorder.counts()
 
     def _with_values(self, response: Response) -> Response | Exception:
         """Add the values of recommended rows, if the engine does not; or return their error."""
@@ -171,6 +206,19 @@ class Predictor:
             return dict(raw.model_request(spec, self._manifest["inputs"], request))
         except (KeyError, TypeError, ValueError) as error:
             return error
+
+    def _tensors(self, request: Request) -> dict[str, Tensor] | Exception:
+        """Convert a request to tensors, or return the error of a bad value."""
+        tensors = {}
+        for name, value in request.items():
+            if self._record is not None and name == self._record.key:
+                continue
+            try:
+                tensor = torch.as_tensor(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                return TypeError(f"{name} must be a tensor or an array of numbers; {error}.")
+            tensors[name] = tensor.detach().cpu().contiguous()
+        return tensors
 
     @checked
     def update(self, table: str, ids: Tensor, rows: Tensor) -> None:
@@ -206,6 +254,10 @@ class Predictor:
     @checked
     def swap(self, version: str | Path) -> None:
         """Open another version in place of the current one, which is kept after an error."""
+        if self._record is not None:
+            from recsys.inference.records.recorder import check_recorded
+
+            check_recorded(self._record, read_manifest(Path(version)))
         if isinstance(self._engine, Library):
             self._engine.swap(Path(version))
         else:
@@ -213,7 +265,9 @@ class Predictor:
         self._version, self._manifest, self._spec = Path(version), self.manifest, None
 
     def close(self) -> None:
-        """Free the memory; the predictor cannot be used afterwards."""
+        """Write the record and free the memory; the predictor cannot be used afterwards."""
+        if self._recorder is not None:
+            self._recorder.close()
         self._engine.close()
 
     def __enter__(self) -> Self:
@@ -339,18 +393,6 @@ def _are_close(found: Tensor, wanted: Tensor) -> bool:
     if not found.is_floating_point():
         return torch.equal(found, wanted)
     return torch.allclose(found.double(), wanted.double(), rtol=1e-4, atol=1e-5, equal_nan=True)
-
-
-def _tensors(request: Request) -> dict[str, Tensor] | Exception:
-    """Convert a request to tensors, or return the error of a bad value."""
-    tensors = {}
-    for name, value in request.items():
-        try:
-            tensor = torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            return TypeError(f"{name} must be a tensor or an array of numbers; {error}.")
-        tensors[name] = tensor.detach().cpu().contiguous()
-    return tensors
 
 
 def _array(output: Tensor | NDArray[Any]) -> NDArray[Any]:

@@ -217,6 +217,24 @@ class RowLog:
         self._invalidate(numbers.numpy())
         return is_known, records
 
+    def remove(self, ids: Tensor) -> int:
+        """Remove the records of ids, also from the files; return their number.
+
+        Args:
+            ids: int64 [N], distinct.
+
+        Raises:
+            OSError: The disk cannot be read or written.
+        """
+        self._check()
+        numbers = self._numbers.take(ids).numpy()
+        numbers = numbers[numbers >= 0]
+        self._invalidate(numbers)
+        for segment in np.unique(numbers // self._per_segment).tolist():
+            if segment in self._segments:
+                self._compact(segment)
+        return len(numbers)
+
     def clear(self) -> None:
         """Remove all records and files."""
         for segment in self._segments.values():
@@ -337,15 +355,16 @@ class RowLog:
         return number, segment
 
     def _compact(self, number: int) -> None:
-        """Copy the valid records of a full segment to the end, and delete it."""
+        """Copy the valid records of a segment to the end, and delete it."""
         segment = self._segments.pop(number)
         if segment.live:
+            is_live = segment.is_live[: segment.records]
             try:
                 content = np.fromfile(segment.path, np.uint8)
-                records = content.reshape(self._per_segment, self._size)[segment.is_live]
+                records = content.reshape(segment.records, self._size)[is_live]
             except (OSError, ValueError) as error:  # of `reshape`: the file was truncated
                 self._fail("read it", OSError(errno.EIO, str(error)))
-            self._check_records(records, segment.crcs[segment.is_live])
+            self._check_records(records, segment.crcs[: segment.records][is_live])
             self._write(_ids_of(torch.from_numpy(records)), records, is_copy=True)
         segment.path.unlink(missing_ok=True)
 

@@ -171,6 +171,25 @@ class TableIndex(nn.Module):
         self.counts.zero_()
         self.clear_log()
 
+    def free(self, ids: Tensor) -> Tensor:
+        """Take the rows of ids, also of ids whose time to live has ended or that are on the disk.
+
+        Args:
+            ids: int64 `[N]`, distinct; ids that this index does not have are left out.
+
+        Returns:
+            int64 `[K]`, the rows that are free now; their weights and states are still there.
+        """
+        is_given = torch.isin(self.ids, ids.to(self.ids.device)) & (self.last_used > 0)
+        rows = is_given.nonzero().flatten()
+        for name in ("ids", "last_used", "seen", "digests"):
+            values = getattr(self, name)
+            if values.numel():
+                values[rows] = 0
+        if self.log is not None:
+            self.log.remove(ids.cpu())
+        return rows
+
     def clear_log(self) -> None:
         """Forget the rows that ids lost."""
         if self.log is not None:

@@ -18,7 +18,7 @@ from recsys import EmbeddingBagCollection
 from recsys.features import Categorical, FeatureSpec, Label, Numeric
 from recsys.inference import package, quantize_embeddings
 from recsys.inference.gate import Gate, GateReport, publish, rollback
-from recsys.inference.gate.scored import Scored
+from recsys.inference.gate.scored import Task
 from recsys.inference.gate.segments import auc_change
 from recsys.sparse import KeyedJaggedTensor
 
@@ -191,10 +191,8 @@ def test_values_that_are_not_numbers(world: _World, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Table 'item' cannot be quantized"):
         _package(model, tmp_path / "q", world.spec)
     scores = np.append(np.full(999, 0.5), np.nan)
-    scored = Scored(scores, None, np.arange(1000) % 2.0, {}, ([], []))
-    assert [rule.name for rule in GATE._data_rules("today", scored) if not rule.passed] == [
-        "finite"
-    ]
+    task = Task("click", False, scores, None, np.arange(1000) % 2.0, {})
+    assert [rule.name for rule in GATE._data_rules("today", task) if not rule.passed] == ["finite"]
 
 
 def test_labels_of_other_rows(world: _World, tmp_path: Path) -> None:
@@ -280,10 +278,51 @@ def test_wrong_settings_and_data_are_named(world: _World) -> None:
             Gate(**{name: -0.1})
     with pytest.raises(ValueError, match="must have a data set or more"):
         GATE.compare(world.served, None, {})
-    with pytest.raises(ValueError, match=r"Gate.label must be a label .* received 'buy'"):
+    with pytest.raises(ValueError, match=r"must be labels of the package, .* received 'buy'"):
         Gate(label="buy").compare(world.served, None, world.data)
     bad = world.data["today"].set_column(3, "click", pa.array([2] * 4000))
     with pytest.raises(ValueError, match="'click' must have the labels 0 and 1; received 2"):
         GATE.compare(world.served, None, {"today": bad})
     with pytest.raises(KeyError, match="country"):
         GATE.compare(world.served, None, {"today": world.data["today"].drop_columns(["country"])})
+
+
+class _Both(nn.Module):
+    """Returns the logit of a model, and seconds from it."""
+
+    def __init__(self, model: _Model, slope: float) -> None:
+        super().__init__()
+        self.model, self.slope = model, slope
+
+    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
+        logits = self.model(dense, ids)
+        return {"click": logits, "seconds": self.slope * torch.sigmoid(logits)}
+
+
+def test_each_label_is_judged_by_its_rows(tmp_path: Path) -> None:
+    """A package has two labels, clicks and seconds; some rows lack seconds."""
+    columns = [*COLUMNS, Label("seconds", low=-1e3, high=1e3)]
+    days = []
+    for number, day in enumerate([_day(1, rows=8000), _day(2)]):
+        seconds = np.random.default_rng(number).normal(100 * day["click"].to_numpy(), 5)
+        mask = np.arange(len(day)) % 4 == 0
+        days.append(day.append_column("seconds", pa.array(seconds, mask=mask)))
+    spec = FeatureSpec(columns).fit(days[0])
+    model = _trained(spec, days[0])
+    versions = [
+        package(
+            quantize_embeddings(_Both(copy.deepcopy(model), slope)), tmp_path / name,
+            days[0].slice(0, 4), spec=spec, programs=["torchscript"],
+        )
+        for name, slope in (("good", 100.0), ("bad", 20.0))
+    ]  # fmt: skip
+    gate = replace(GATE, regression=("seconds",))
+    report = gate.compare(versions[0], versions[0], {"day": days[1]})
+    assert report.passed, str(report)
+    data = {rule.subject: rule.value for rule in report.rules if rule.name == "data"}
+    assert data == {"day, click": 4000, "day, seconds": 3000}
+    report = gate.compare(versions[1], versions[0], {"day": days[1]})
+    assert {subject.split(", ")[1] for _, subject in _refused(report)} == {"seconds"}
+    assert ("error", "day, seconds") in _refused(report)
+    only = replace(gate, label="click").compare(versions[1], versions[0], {"day": days[1]})
+    assert only.passed, str(only)

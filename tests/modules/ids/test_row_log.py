@@ -61,6 +61,25 @@ def check_saved(log: RowLog, folder: Path, expected: dict[int, bytes]) -> None:
     assert found == expected
 
 
+def test_removed_records_leave_the_files(tmp_path: Path) -> None:
+    log = RowLog(tmp_path, "t", [RecordField("weight", torch.uint8, 8)], segment_bytes=160)
+    ids = torch.arange(95) * 2**33 + 7
+    records = torch.arange(95 * 8).to(torch.uint8).view(95, 8)
+    log.append(ids, records)
+    is_removed = torch.zeros(95, dtype=torch.bool)
+    is_removed[::4] = is_removed[90:] = True
+    unknown = torch.tensor([-1])
+    assert log.remove(torch.cat([ids[is_removed], unknown])) == int(is_removed.sum())
+    assert len(log) == int((~is_removed).sum())
+    assert torch.equal(log.read(ids[~is_removed]), records[~is_removed])
+    content = b"".join(file.read_bytes() for file in log.folder.glob("*.rows"))
+    for number, gone in zip(ids.tolist(), is_removed.tolist(), strict=True):
+        assert (number.to_bytes(8, "little") in content) == (not gone)
+    log.append(ids[:9], records[:9])
+    assert torch.equal(log.read(ids[:9]), records[:9])
+    log.close()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_it_equals_a_dict(tmp_path: Path, seed: int) -> None:
     draw, log, expected = random.Random(seed), log_in(tmp_path / "o"), dict[int, bytes]()
