@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from recsys.base.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from recsys.datasets.lake import TableVersion
     from recsys.datasets.readers import csv, parquet, table
     from recsys.datasets.table_reader import TableReader
     from recsys.features.splits import Split, TimeSplit
 
-__all__ = ["Split", "TableReader", "TimeSplit", "csv", "parquet", "table"]
+__all__ = ["Split", "TableReader", "TableVersion", "TimeSplit", "csv", "parquet", "table"]
 
 _READERS = ["csv", "parquet", "table"]
 _SPLITS = ["Split", "TimeSplit"]
@@ -25,6 +26,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "TableReader": "datasets.table_reader",
+        "TableVersion": "datasets.lake",
         **dict.fromkeys(_READERS, "datasets.readers"),
         **dict.fromkeys(_SPLITS, "features.splits"),
     },
