@@ -32,8 +32,12 @@ __all__ = [
 ]
 
 _READABLE: Final = {
-    *("columnMapping", "deletionVectors", "timestampNtz", "typeWidening", "typeWidening-preview"),
-    *("v2Checkpoint", "vacuumProtocolCheck"),
+    "columnMapping",
+    "deletionVectors",
+    "timestampNtz",
+    "typeWidening",
+    "v2Checkpoint",
+    "vacuumProtocolCheck",
 }
 """Reader features of Delta tables whose files can be read; the first two are checked further."""
 _FIELD_ID: Final = b"PARQUET:field_id"

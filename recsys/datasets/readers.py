@@ -73,7 +73,7 @@ def _open(files: list[File], spec: Spec, options: dict[str, Any]) -> list[Source
         check_split(split, spec, file.path, file.schema.names)
     names = [*spec.column_names(options.get("labels", True)), *(split.columns if split else ())]
     kinds = {name: kind for name, kind in spec.column_kinds().items() if name in names}
-    files = unify_types(files, names, kinds)
+    files = unify_types(files, names, kinds, spec.optional_names())
     files = unify_types(files, filter_columns(filter, files[0].schema), kinds)
     sources: list[Source] = []
     for file in files:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import PurePath
@@ -29,6 +29,7 @@ import pyarrow.dataset as ds
 from pyarrow import csv, fs
 
 from recsys.base.arguments import MissingKeyError, wrong_type
+from recsys.base.logs import logger
 from recsys.datasets.files import READ_ERRORS, File, described, is_text, version_of
 from recsys.datasets.lake import (
     LakeFile,
@@ -121,7 +122,10 @@ def located(place_of: Callable[[int], tuple[str, int]]) -> Iterator[None]:
 
 
 def unify_types(
-    files: Sequence[File], columns: Iterable[str], kinds: Mapping[str, str | None]
+    files: Sequence[File],
+    columns: Iterable[str],
+    kinds: Mapping[str, str | None],
+    optional: Collection[str] = (),
 ) -> list[File]:
     """Check that columns have one kind of values in all files.
 
@@ -130,6 +134,8 @@ def unify_types(
         columns: The columns that files must have.
         kinds: Further columns, of keys, which files may lack. "text": text files are read with
             texts; None: the kind is not known.
+        optional: Those of `columns` that files may lack. Their values are then missing, and the
+            logger `recsys` names the column and the first file.
 
     Returns:
         The files. Text files have the types of all text files: whole numbers in one file and
@@ -143,6 +149,7 @@ def unify_types(
     """
     types: dict[str, Any] = {}  # of text files
     required = list(columns)
+    files = _with_optional(files, [name for name in required if name in optional])
     for file in files:
         file.check_columns(required)
     files = _with_texts(files, kinds)
@@ -166,6 +173,24 @@ def unify_types(
         if first is not None and kind_of(widest) in (None, kind_of(first[1])):
             types[name] = first[1] if pa.types.is_null(widest) else widest
     return [_with_types(file, types) for file in files]
+
+
+def _with_optional(files: Sequence[File], optional: Sequence[str]) -> list[File]:
+    """Return files that have optional columns, with missing values where they lack them."""
+    lacking = {name: [f.path for f in files if name not in f.schema.names] for name in optional}
+    for name, paths in lacking.items():
+        if paths:
+            logger.warning(
+                "Column %r is missing in %s of %s files, such as %s. It is optional, so its values "
+                "are missing there.", name, len(paths), len(files), paths[0],
+            )  # fmt: skip
+    completed = []
+    for file in files:
+        absent = [name for name in optional if name not in file.schema.names]
+        schema = pa.schema([*file.schema, *(pa.field(name, pa.null()) for name in absent)])
+        partition = {**file.partition, **dict.fromkeys(absent)}
+        completed.append(replace(file, schema=schema, partition=partition) if absent else file)
+    return completed
 
 
 def _is_inferred(file: File, name: str) -> bool:

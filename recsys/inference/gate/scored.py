@@ -68,13 +68,14 @@ def score_both(
         specs = [load_spec(version) for version in versions]
         shared = {} if served is None else _fitted_columns(*specs)
         task = _task(scorers[0], label)
-        names = [name for s in scorers for name in s.names if name not in s.optional]
-        columns = [*dict.fromkeys([*names, task, *segments])]
+        columns = [*dict.fromkeys([*(name for s in scorers for name in s.names), task, *segments])]
+        required = {name for s in scorers for name in s.names if name not in s.optional}
+        optional = [name for name in columns if name not in {*required, task, *segments}]
         predictions: list[list[_Array]] = [[] for _ in versions]
         seconds: tuple[list[float], list[float]] = ([], [])
         labels: list[_Array] = []
         texts: dict[str, list[_Array]] = {}
-        for part in parts_of(data, columns, scorers[0].kinds):
+        for part in parts_of(data, columns, scorers[0].kinds, optional):
             for start in range(0, part.table.num_rows, _BATCH):
                 rows = part.slice(start, _BATCH)
                 with rows.located():
