@@ -13,18 +13,30 @@ from typing import TYPE_CHECKING
 from recsys.base.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from recsys.datasets.following import Follower, follow
     from recsys.datasets.lake import TableVersion
     from recsys.datasets.readers import csv, parquet, table
     from recsys.datasets.table_reader import TableReader
     from recsys.features.splits import Split, TimeSplit
 
-__all__ = ["Split", "TableReader", "TableVersion", "TimeSplit", "csv", "parquet", "table"]
+__all__ = [
+    "Follower",
+    "Split",
+    "TableReader",
+    "TableVersion",
+    "TimeSplit",
+    "csv",
+    "follow",
+    "parquet",
+    "table",
+]
 
 _READERS = ["csv", "parquet", "table"]
 _SPLITS = ["Split", "TimeSplit"]
 __getattr__ = lazy_names(
     __name__,
     {
+        **dict.fromkeys(["Follower", "follow"], "datasets.following"),
         "TableReader": "datasets.table_reader",
         "TableVersion": "datasets.lake",
         **dict.fromkeys(_READERS, "datasets.readers"),

@@ -26,10 +26,10 @@ from recsys.datasets.sources import Source, TableSource, source_of
 from recsys.datasets.table_reader import TableReader
 from recsys.datasets.tables import Paths, files_of, located, unify_types, with_versions
 
-__all__ = ["csv", "parquet", "table"]
+__all__ = ["csv", "parquet", "read_files", "table"]
 
 
-def _read_files(
+def read_files(
     paths: Paths,
     format: str | None,
     spec: Spec,
@@ -37,6 +37,16 @@ def _read_files(
     options: dict[str, Any],
     **text_options: Any,
 ) -> TableReader:
+    """Read files, as `parquet` and `csv` do.
+
+    Args:
+        paths: As for `parquet`.
+        format: "parquet", "csv" or "tsv"; None: by the suffix of each file.
+        spec: As for `parquet`.
+        batch_size: As for `parquet`.
+        options: Keyword arguments of `TableReader`.
+        text_options: Options of `pyarrow.csv`, as for `csv`.
+    """
     split, filter = options.get("split"), options.get("filter")
     check_settings(spec, split, filter)
     listed = with_versions(paths)
@@ -124,7 +134,7 @@ def parquet(paths: Paths, spec: Spec, batch_size: int, **options: Any) -> TableR
         >>> [batch.labels.tolist() for batch in parquet(path, spec, batch_size=8)]
         [[1.0, 0.0]]
     """
-    return _read_files(paths, "parquet", spec, batch_size, options)
+    return read_files(paths, "parquet", spec, batch_size, options)
 
 
 def csv(
@@ -180,7 +190,7 @@ def csv(
         "convert_options": convert_options,
     }
     csv_options = {name: value for name, value in csv_options.items() if value is not None}
-    return _read_files(paths, format, spec, batch_size, options, **csv_options)
+    return read_files(paths, format, spec, batch_size, options, **csv_options)
 
 
 def table(data: Any, spec: Spec, batch_size: int, **options: Any) -> TableReader:

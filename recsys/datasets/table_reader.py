@@ -41,7 +41,6 @@ _MEANINGS: Mapping[str, str] = {
     "window_rows": "window_rows",
     "drop_last": "drop_last",
 }
-"""Settings of a state, in words."""
 
 
 class _Window(NamedTuple):
@@ -249,6 +248,10 @@ class TableReader(IterableDataset[Batch]):
         versions = {} if self._tables is None else {"versions": [*self._tables.versions]}
         checksums = {"checksums": [*self._checksums]}
         return {**position._asdict(), **self._settings(), **checksums, **versions}
+
+    def position(self) -> dict[str, int]:
+        """Return the numbers of a state at which the next batch begins."""
+        return self._next._asdict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state with the next iterator.

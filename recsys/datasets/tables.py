@@ -49,6 +49,7 @@ __all__ = [
     "is_utf8",
     "kind_of",
     "located",
+    "names_of_files",
     "unify_types",
     "with_versions",
 ]
@@ -263,6 +264,25 @@ def files_of(paths: Paths, format: str | None = None, **csv_options: Any) -> lis
         for (system, path, shown), partition in zip(found, partitions, strict=True)
     )
     return [next(plain) if file is None else file for file in files]
+
+
+def names_of_files(paths: Paths) -> list[str]:
+    """Return the full names of the files of paths, in their order, without opening them.
+
+    Raises:
+        TypeError: `paths` are not paths.
+        FileNotFoundError: A path or glob has no file, or there is no path.
+        ValueError: A path is a table of Delta Lake or Iceberg, or a part of one.
+    """
+    names = []
+    for address in with_versions(paths):
+        if isinstance(address, TableVersion):
+            raise ValueError(
+                f"A table of Delta Lake or Iceberg has versions instead of new files; received "
+                f"{address}. Read each version by parquet."
+            )
+        names += [shown for _, _, shown in _found(address)]
+    return names
 
 
 def with_versions(paths: Paths) -> list[str | TableVersion]:
