@@ -49,7 +49,7 @@ class _Round(NamedTuple):
     files: dict[str, str]
     """The path of each name."""
     late: list[str]
-    """Those of `names` whose partition was read before."""
+    """The names in `names` whose partition was read before."""
 
 
 @final
@@ -126,7 +126,7 @@ class Follower:
             )
         self._options = {**options, "rank": self.rank, "world_size": self.world_size}
         self._options["divide"] = "batches"
-        # a group of its own, so that messages do not meet those of training
+        # a group of its own, so that its messages do not meet messages of training
         self._group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         self._rounds: list[list[str]] = []
         self._begin(_Place(0, None, {}))
@@ -142,7 +142,7 @@ class Follower:
             pending: As for `TableReader.state_dict`, also beyond the begin of a round.
 
         Returns:
-            `read`, names of the files of earlier rounds; `round`, those of the current round; and
+            `read`, names of the files of earlier rounds; `round`, names of the current round; and
             `reader`, the state of its `TableReader`, or None before the first batch.
 
         Raises:

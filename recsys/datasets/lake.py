@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath, PurePosixPath
+from pathlib import PurePath
 from typing import Any, Final, NamedTuple, final
 from urllib.parse import unquote
 
@@ -140,8 +140,8 @@ class VersionedTables:
         """Take the versions of a saved state, and return whether they are others.
 
         Args:
-            versions: The versions. Another number of tables changes nothing; the settings of the
-                reader then differ from those of the state.
+            versions: The versions. Another number of tables changes nothing; the state is then
+                refused for its files.
         """
         if len(versions) != len(self.versions) or [*versions] == self.versions:
             return False
@@ -188,12 +188,11 @@ def check_no_lake(system: Any, paths: Sequence[str], prefix: str) -> None:
     """
     folders: dict[str, str] = {}
     for path in paths:
-        for parent in PurePosixPath(path.replace("\\", "/")).parents:
-            if "=" in parent.name:  # a partition
-                continue
-            if str(parent) in folders:
-                break
-            folders[str(parent)] = path
+        folder = path.replace("\\", "/").rpartition("/")[0]
+        while folder.strip("/") and not folder.endswith(":/") and folder not in folders:
+            if "=" not in folder.rpartition("/")[2]:  # the table is above its partitions
+                folders[folder] = path
+            folder = folder.rpartition("/")[0]
     for folder, path in folders.items():
         if _kind_in(system, folder) is not None:
             raise ValueError(
@@ -239,7 +238,7 @@ def _delta(path: str, version: int | None) -> Any:
         raise _not_installed(path, "Delta Lake", "deltalake") from error
     try:
         return DeltaTable(path, version=version)
-    except TableNotFoundError as error:
+    except (TableNotFoundError, OSError) as error:
         raise ValueError(f"{path} cannot be read as a Delta table: {error}") from error
     except DeltaError as error:
         wanted = "" if version is None else f" at version {version}"

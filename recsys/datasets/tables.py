@@ -135,7 +135,7 @@ def unify_types(
         columns: The columns that files must have.
         kinds: Further columns, of keys, which files may lack. "text": text files are read with
             texts; None: the kind is not known.
-        optional: Those of `columns` that files may lack. Their values are then missing, and the
+        optional: The part of `columns` that files may lack. Their values are then missing, and the
             logger `recsys` names the column and the first file.
 
     Returns:

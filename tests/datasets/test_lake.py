@@ -200,7 +200,7 @@ def test_a_resumed_reader_reads_its_version(kind: Any, tmp_path: Path) -> None:
 
 
 def test_partition_values_of_every_type(tmp_path: Path) -> None:
-    """Values are those of the log, and the names of folders are encoded."""
+    """Values come from the log, and the names of folders are encoded."""
     library = pytest.importorskip("deltalake", reason=REASON)
     moment = datetime(2026, 11, 28, 1, 2, 3, 456000, UTC)
     values: dict[str, list[Any]] = {

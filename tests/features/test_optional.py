@@ -97,7 +97,7 @@ class _Model(nn.Module):
 def test_a_day_without_the_column(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All functions give what they give for a column of nulls."""
+    """All functions return the results for a column of nulls."""
     monday, tuesday = _rows(30, 0), _rows(20, 1)
     whole, lacking = [tmp_path / "nulls", tmp_path / "lacking"]
     for folder, change in ((whole, _with_nulls), (lacking, _without)):
@@ -159,7 +159,7 @@ def test_a_column_that_is_not_optional(name: str, tmp_path: Path) -> None:
 
 
 def test_text_files_of_days(tmp_path: Path) -> None:
-    """The type of a column that some files lack is that of the others: 007 is a text."""
+    """A column that some files lack has the type of the other files: 007 is a text."""
     rows = pa.table({"code": ["007", "x"], "ok": [0, 1]})
     csv.write_csv(rows, tmp_path / "1.csv")
     csv.write_csv(rows.drop_columns(["code"]), tmp_path / "2.csv")

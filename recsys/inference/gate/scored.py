@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.datasets.sources import parts_of
+from recsys.features.arrow import with_missing
 from recsys.features.spec import FeatureSpec
 from recsys.inference.packages.columns import load_spec
 from recsys.inference.score_results import named_outputs
@@ -76,6 +77,7 @@ def score_both(
         labels: list[_Array] = []
         texts: dict[str, list[_Array]] = {}
         for part in parts_of(data, columns, scorers[0].kinds, optional):
+            part = part._replace(table=with_missing(part.table, optional))
             for start in range(0, part.table.num_rows, _BATCH):
                 rows = part.slice(start, _BATCH)
                 with rows.located():

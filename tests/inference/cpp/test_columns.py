@@ -94,7 +94,7 @@ def test_raw_columns_are_converted(
 
 
 def test_optional_columns_may_be_absent(library: Path, tmp_path: Path) -> None:
-    """As if all their values are missing; alone and beside requests that have them."""
+    """All their values are missing then, alone and beside requests that have the columns."""
     version = fake_package.write_optional(tmp_path / "1")
     columns = json.loads((version / "manifest.json").read_text())["columns"]
     core, strict = opened(library, version), opened(library, fake_package.write_raw(tmp_path / "2"))
