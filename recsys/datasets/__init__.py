@@ -2,6 +2,8 @@
 
 `parquet`, `csv` and `table` read tables by a `recsys.features.FeatureSpec`, shuffled, divided among
 ranks, split into training and test data by `Split` or `TimeSplit`, and resumable at any batch.
+`TableVersion` is a table of Delta Lake or Iceberg at a version, and `follow` reads files that
+appear while a job runs.
 
 `utils` defines the batch and its division among ranks. `random` generates batches, `criteo` reads
 the Criteo click logs, and `rows` reads single lines. Readers take `rank` and `world_size` from the

@@ -348,7 +348,8 @@ def follow(
         wait: Seconds without a new file after which the iterator ends; 0: it reads the files that
             are there.
         poll: Seconds between two looks for new files.
-        options: Keyword arguments of `TableReader`, without `rank`, `world_size` and `divide`.
+        options: Keyword arguments of `TableReader`, without `rank`, `world_size` and `divide`. With
+            `drop_last` the last rows of each round are left out.
 
     Returns:
         The batches.
