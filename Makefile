@@ -59,7 +59,7 @@ $(TRITON)/.unpacked:
 	@touch $@
 
 # Two processes run one file each at a time. One process, with a debugger: ARGS="-n 0 --pdb"
-test: $(call stamp,test) $(if $(SLOW),$(call stamp,triton) $(call stamp,onnx))
+test: $(call stamp,test) $(if $(SLOW),$(call stamp,triton) $(call stamp,onnx) $(call stamp,lake))
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile \
 	  $(if $(SLOW),,-m $(if $(REST),"rest","not slow and not rest")) $(ARGS)
 
@@ -108,7 +108,7 @@ $(BASE): pyproject.toml | $(VENV)/bin/python
 	$(PIP) --editable ".[$(EXTRA),examples]"
 	@touch $@
 
-$(call stamp,test) $(call stamp,dev) $(call stamp,plot) $(call stamp,docs) $(call stamp,notebooks) $(call stamp,triton) $(call stamp,onnx) $(call stamp,serving): $(VENV)/.installed-$(EXTRA)-%: $(BASE)
+$(call stamp,test) $(call stamp,dev) $(call stamp,plot) $(call stamp,docs) $(call stamp,notebooks) $(call stamp,triton) $(call stamp,onnx) $(call stamp,lake) $(call stamp,serving): $(VENV)/.installed-$(EXTRA)-%: $(BASE)
 	$(PIP) --editable ".[$(EXTRA),$*]"
 	@touch $@
 

@@ -163,7 +163,8 @@ def prepare(
         )
     names = [*dict.fromkeys([*spec.column_names(labels), *(split.columns if split else ())])]
     kinds = {name: kind for name, kind in spec.column_kinds().items() if name in names}
-    files = unify_types(files_of(paths, format, **csv_options), names, kinds)
+    files = files_of(paths, format, **csv_options)
+    files = unify_types(files, names, kinds, spec.optional_names())
     if not spec.is_fitted:
         progress = _Progress("fit", len(files))
         empty = [Part(file.schema.empty_table().select(names), file.path, 0) for file in files]

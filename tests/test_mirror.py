@@ -22,6 +22,7 @@ BROAD = {
     "features/test_containers.py",
     "features/test_hostile.py",
     "features/test_kinds.py",
+    "features/test_optional.py",
     "features/test_new_kind.py",
     "features/test_separators.py",
     "distributed/test_hashed_ids.py",

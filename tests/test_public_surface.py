@@ -26,7 +26,7 @@ SURFACE = {
         JaggedTensor KeyedJaggedTensor KeyedTensor Multistreamable Pipelineable PoolingType
     """,
     "recsys.base": "",
-    "recsys.datasets": "Split TableReader TimeSplit csv parquet table",
+    "recsys.datasets": "Follower Split TableReader TableVersion TimeSplit csv follow parquet table",
     "recsys.distributed": """
         Awaitable DistributedModelParallel EvalPipelineSparseDist ModuleSharder NoWait
         ParameterSharding PrefetchTrainPipelineSparseDist ShardedModule ShardingEnv TrainPipeline

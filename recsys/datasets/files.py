@@ -50,6 +50,9 @@ class File:
     """Values of the columns that the folders have and the file does not have."""
     repeated: Partition = field(default_factory=dict)
     """Values of the columns that both the folders and the file have; they must be equal."""
+    has_types: bool = False
+    """True if a table states the types of the columns in `partition`, which are then not inferred
+    from values."""
 
     def checked(
         self, parts: Iterable[Any], text_of: Callable[[Exception], str] = str

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
 from recsys.datasets.files import File
+from recsys.datasets.lake import TableVersion, VersionedTables
 from recsys.datasets.partitions import file_name
 from recsys.datasets.selection import (
     PART_COLUMN,
@@ -18,14 +22,14 @@ from recsys.datasets.selection import (
     check_split,
     filter_columns,
 )
-from recsys.datasets.sources import TableSource, source_of
+from recsys.datasets.sources import Source, TableSource, source_of
 from recsys.datasets.table_reader import TableReader
-from recsys.datasets.tables import Paths, files_of, located, unify_types
+from recsys.datasets.tables import Paths, files_of, located, unify_types, with_versions
 
-__all__ = ["csv", "parquet", "table"]
+__all__ = ["csv", "parquet", "read_files", "table"]
 
 
-def _read_files(
+def read_files(
     paths: Paths,
     format: str | None,
     spec: Spec,
@@ -33,20 +37,55 @@ def _read_files(
     options: dict[str, Any],
     **text_options: Any,
 ) -> TableReader:
+    """Read files, as `parquet` and `csv` do.
+
+    Args:
+        paths: As for `parquet`.
+        format: "parquet", "csv" or "tsv"; None: by the suffix of each file.
+        spec: As for `parquet`.
+        batch_size: As for `parquet`.
+        options: Keyword arguments of `TableReader`.
+        text_options: Options of `pyarrow.csv`, as for `csv`.
+    """
     split, filter = options.get("split"), options.get("filter")
     check_settings(spec, split, filter)
-    files = files_of(paths, format, **text_options)
+    listed = with_versions(paths)
+    versions = [one.version or 0 for one in listed if isinstance(one, TableVersion)]
+
+    open_at = partial(_open_at, listed, format, text_options, spec, options)
+    tables = VersionedTables(versions, open_at) if versions else None
+    return TableReader(open_at(versions), spec, batch_size, tables=tables, **options)
+
+
+def _open_at(
+    listed: Sequence[str | TableVersion],
+    format: str | None,
+    text_options: dict[str, Any],
+    spec: Spec,
+    options: dict[str, Any],
+    versions: Sequence[int],
+) -> list[Source]:
+    """Return the sources of paths, with tables at other versions."""
+    left = iter(versions)
+    paths = [
+        replace(one, version=next(left)) if isinstance(one, TableVersion) else one for one in listed
+    ]
+    return _open(files_of(paths, format, **text_options), spec, options)
+
+
+def _open(files: list[File], spec: Spec, options: dict[str, Any]) -> list[Source]:
+    """Return the sources of files; `options` gets the split that the files record."""
+    split, filter = options.get("split"), options.get("filter")
     has_parts = all(PART_COLUMN in file.partition for file in files)
     if split is None and options.get("part") in PARTS and has_parts:
-        split = RecordedSplit()
-        options = {**options, "split": split}
+        split = options["split"] = RecordedSplit()
     for file in files:
         check_split(split, spec, file.path, file.schema.names)
     names = [*spec.column_names(options.get("labels", True)), *(split.columns if split else ())]
     kinds = {name: kind for name, kind in spec.column_kinds().items() if name in names}
-    files = unify_types(files, names, kinds)
+    files = unify_types(files, names, kinds, spec.optional_names())
     files = unify_types(files, filter_columns(filter, files[0].schema), kinds)
-    sources = []
+    sources: list[Source] = []
     for file in files:
         rows, is_excluded = filter, False
         if split is not None and options.get("part") in PARTS:
@@ -54,7 +93,7 @@ def _read_files(
             rows = wanted if rows is None else rows if wanted is None else rows & wanted
             is_excluded = not _may_have_part(file, split, options["part"])
         sources.append(source_of(file, rows, is_excluded=is_excluded))
-    return TableReader(sources, spec, batch_size, **options)
+    return sources
 
 
 def _may_have_part(file: File, split: RowSplit, part: str) -> bool:
@@ -70,7 +109,8 @@ def parquet(paths: Paths, spec: Spec, batch_size: int, **options: Any) -> TableR
     """Read Parquet files.
 
     Args:
-        paths: A file, folder, glob or URL, or a list of them.
+        paths: A file, folder, glob or URL, a `TableVersion` of Delta Lake or Iceberg, or a list of
+            them. A folder of such a table is read at its latest version.
         spec: A fitted `recsys.features.FeatureSpec`. Only its columns are read.
         batch_size: Rows of a batch of one rank.
         options: Keyword arguments of `TableReader`.
@@ -94,7 +134,7 @@ def parquet(paths: Paths, spec: Spec, batch_size: int, **options: Any) -> TableR
         >>> [batch.labels.tolist() for batch in parquet(path, spec, batch_size=8)]
         [[1.0, 0.0]]
     """
-    return _read_files(paths, "parquet", spec, batch_size, options)
+    return read_files(paths, "parquet", spec, batch_size, options)
 
 
 def csv(
@@ -150,7 +190,7 @@ def csv(
         "convert_options": convert_options,
     }
     csv_options = {name: value for name, value in csv_options.items() if value is not None}
-    return _read_files(paths, format, spec, batch_size, options, **csv_options)
+    return read_files(paths, format, spec, batch_size, options, **csv_options)
 
 
 def table(data: Any, spec: Spec, batch_size: int, **options: Any) -> TableReader:

@@ -49,6 +49,9 @@ class Spec(Protocol):
     def column_kinds(self) -> dict[str, str | None]:
         """Return "text", "number" or None, the kind of the values of each column of keys."""
 
+    def optional_names(self) -> list[str]:
+        """Return the names of the columns that tables may lack."""
+
     def transform(self, data: Any, *, labels: bool = True) -> Batch:
         """Convert a table to a batch."""
 
@@ -155,7 +158,8 @@ class Selection:
                 )
         for source in self.sources:
             check_split(self.split, self.spec, source.path, source.schema.names)
-            if missing := [name for name in self.columns if name not in source.schema.names]:
+            known = {*source.schema.names, *self.spec.optional_names()}
+            if missing := [name for name in self.columns if name not in known]:
                 raise MissingKeyError(
                     f"{source.path} must have the columns {missing}; it has {source.schema.names}."
                 )

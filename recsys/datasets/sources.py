@@ -307,7 +307,8 @@ class TableSource:
     def read(self, numbers: Sequence[int], columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
         """Yield the number and the rows of each slice."""
         for number in numbers:
-            yield number, self._slice(number * self._step, self._step).select(columns)
+            rows = self._slice(number * self._step, self._step)
+            yield number, rows.select([name for name in columns if name in self.schema.names])
 
     def first_row(self, number: int) -> int:
         """Return the number of rows before a slice."""
@@ -390,7 +391,12 @@ def read_parts(file: File, columns: Sequence[str], *, in_blocks: bool = False) -
         first, last, offset = first + table.num_rows, number, offset + table.num_rows
 
 
-def parts_of(data: Any, columns: Sequence[str], kinds: Mapping[str, str | None]) -> Iterator[Part]:
+def parts_of(
+    data: Any,
+    columns: Sequence[str],
+    kinds: Mapping[str, str | None],
+    optional: Sequence[str] = (),
+) -> Iterator[Part]:
     """Yield parts of data that may be larger than memory.
 
     Args:
@@ -399,6 +405,7 @@ def parts_of(data: Any, columns: Sequence[str], kinds: Mapping[str, str | None])
         columns: The columns to read of files. Before their rows comes a part without rows, with
             the types of all columns.
         kinds: Columns of keys in files, as for `unify_types`.
+        optional: Columns that may be absent, as for `unify_types`; tables are left as they are.
 
     Raises:
         TypeError: `data` is not one of these.
@@ -410,17 +417,19 @@ def parts_of(data: Any, columns: Sequence[str], kinds: Mapping[str, str | None])
         yield data
         return
     if is_path(data) or (isinstance(data, Sequence) and len(data) and all(map(is_path, data))):
-        for file in unify_types(files_of(data), columns, kinds):
+        for file in unify_types(files_of(data), columns, kinds, optional):
             yield Part(file.schema.empty_table(), file.path, 0)
             yield from read_parts(file, columns)
         return
     if isinstance(data, ds.Dataset):
-        tables = chain([data.schema.empty_table()], data.to_batches(columns=columns))
+        absent = {*optional} - {*data.schema.names}
+        read = [name for name in columns if name not in absent]
+        tables = chain([data.schema.empty_table()], data.to_batches(columns=read))
     elif hasattr(data, "with_format"):  # Hugging Face
         tables = data.with_format("arrow").iter(batch_size=_PART_ROWS)
     elif isinstance(data, Iterable) and not (isinstance(data, Mapping) or hasattr(data, "columns")):
         for part in data:
-            yield from parts_of(part, columns, kinds)
+            yield from parts_of(part, columns, kinds, optional)
         return
     for table in tables:
         yield Part(table_of(table), "", 0)

@@ -10,6 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from recsys.base.arguments import MissingKeyError, flag, shown, whole
 from recsys.datasets.ahead import map_ahead
+from recsys.datasets.lake import VersionedTables
 from recsys.datasets.selection import RowSplit, Selection, Spec
 from recsys.datasets.sources import Source, TextSource, Unit
 from recsys.datasets.utils import Batch, check_rank, rank_in_job, rank_slice
@@ -39,7 +41,6 @@ _MEANINGS: Mapping[str, str] = {
     "window_rows": "window_rows",
     "drop_last": "drop_last",
 }
-"""Settings of a state, in words."""
 
 
 class _Window(NamedTuple):
@@ -72,8 +73,9 @@ class TableReader(IterableDataset[Batch]):
     order with `shuffle`. An iterator that is left early does not change the epoch: the next
     iterator begins it again.
 
-    `state_dict()` contains the position, and a checksum of each file; a reader that loads it
-    continues with the next batch. The window at this position is read again, and no other. Readers
+    `state_dict()` contains the position, the versions of tables of Delta Lake and Iceberg, and a
+    checksum of each file; a reader that loads it reads these versions and continues with the next
+    batch. The window at this position is read again, and no other. Readers
     work with `progress=` of `recsys.distributed.checkpoint.save_checkpoint`, with a
     `torch.utils.data.DataLoader(reader, batch_size=None)`, and with torchdata's
     `StatefulDataLoader`. Each worker of a DataLoader reads row groups of its own, and yields a last
@@ -104,6 +106,7 @@ class TableReader(IterableDataset[Batch]):
         pin_memory: Yield batches in page-locked memory, from which copies to a GPU are
             asynchronous.
         labels: False for tables without labels, sample weights and groups.
+        tables: The tables of Delta Lake and Iceberg that have the sources, if there are some.
 
     Attributes:
         epoch: Number of the epoch that the next iterator reads, from 0.
@@ -150,6 +153,7 @@ class TableReader(IterableDataset[Batch]):
         drop_last: bool = False,
         pin_memory: bool = False,
         labels: bool = True,
+        tables: VersionedTables | None = None,
     ) -> None:
         super().__init__()
         self.batch_size = whole("batch_size", batch_size)
@@ -171,9 +175,17 @@ class TableReader(IterableDataset[Batch]):
         self.selection = Selection(
             tuple(sources), spec, filter, split, part, flag("labels", labels)
         )
+        self._tables = tables
+        self._find_units()
+        self._trail: deque[_Position] = deque(maxlen=_MOST_PENDING + 1)
+        self._resumes = False
+        self._move(_Position(0, 0, 0))
+
+    def _find_units(self) -> None:
+        """Find the units of the sources, and their checksums."""
         self._units = self.selection.units()
         self.num_rows = sum(unit.num_rows for unit in self._units)
-        if divide == "row_groups" and 0 < len(self._units) < self.world_size:
+        if self.divide == "row_groups" and 0 < len(self._units) < self.world_size:
             raise ValueError(
                 f"There must be at least one row group for each rank; received {len(self._units)} "
                 f"row groups and {self.world_size} ranks. Pass divide='batches', or write smaller "
@@ -181,9 +193,6 @@ class TableReader(IterableDataset[Batch]):
             )
         with ThreadPoolExecutor(16) as pool:
             self._checksums = [*pool.map(_checksum, self.selection.sources)]
-        self._trail: deque[_Position] = deque(maxlen=_MOST_PENDING + 1)
-        self._resumes = False
-        self._move(_Position(0, 0, 0))
 
     @property
     def num_batches(self) -> int | None:
@@ -223,7 +232,8 @@ class TableReader(IterableDataset[Batch]):
                 than were yielded in this epoch since its start or the last load.
 
         Returns:
-            Integers, and `checksums`, a list with an integer for each file.
+            Integers, and `checksums`, a list with an integer for each file; of tables of Delta Lake
+            and Iceberg also `versions`, a list with an integer for each table.
 
         Raises:
             ValueError: `pending` is out of its range.
@@ -235,10 +245,18 @@ class TableReader(IterableDataset[Batch]):
                 f"reader knows; received {pending}."
             )
         position = self._trail[-1 - pending]
-        return {**position._asdict(), **self._settings(), "checksums": [*self._checksums]}
+        versions = {} if self._tables is None else {"versions": [*self._tables.versions]}
+        checksums = {"checksums": [*self._checksums]}
+        return {**position._asdict(), **self._settings(), **checksums, **versions}
+
+    def position(self) -> dict[str, int]:
+        """Return the numbers of a state at which the next batch begins."""
+        return self._next._asdict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state with the next iterator.
+
+        Tables of Delta Lake and Iceberg are read at the versions of the state.
 
         Args:
             state: Result of `state_dict`, of this reader or of another one with the same files and
@@ -249,9 +267,12 @@ class TableReader(IterableDataset[Batch]):
                 the first setting.
             KeyError: The state has other keys.
         """
+        if self._tables is not None and self._tables.move(state.get("versions", [])):
+            self.selection = replace(self.selection, sources=tuple(self._tables.sources()))
+            self._find_units()
         settings = self._settings()
-        keys = {*settings, *_Position._fields, "checksums"}
-        if {*state} | {"checksums"} != keys:  # older states have no checksums
+        keys = {*settings, *_Position._fields, "checksums", "versions"}
+        if {*state} | {"checksums", "versions"} != keys:  # older states have no checksums
             raise MissingKeyError(
                 f"state must have the keys {sorted(keys)}; it has {sorted(state)}."
             )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import PurePath
@@ -29,7 +29,16 @@ import pyarrow.dataset as ds
 from pyarrow import csv, fs
 
 from recsys.base.arguments import MissingKeyError, wrong_type
+from recsys.base.logs import logger
 from recsys.datasets.files import READ_ERRORS, File, described, is_text, version_of
+from recsys.datasets.lake import (
+    LakeFile,
+    TableVersion,
+    check_no_lake,
+    lake_at,
+    lake_files,
+    values_outside,
+)
 from recsys.datasets.partitions import Partition, check_same_columns, partition_of, types_of
 
 __all__ = [
@@ -40,11 +49,13 @@ __all__ = [
     "is_utf8",
     "kind_of",
     "located",
+    "names_of_files",
     "unify_types",
+    "with_versions",
 ]
 
-Paths: TypeAlias = str | PurePath | Sequence[str | PurePath]
-"""A path, glob, folder or URL, or a list of them."""
+Paths: TypeAlias = str | PurePath | TableVersion | Sequence[str | PurePath | TableVersion]
+"""A path, glob, folder or URL, a version of a table of Delta Lake or Iceberg, or a list of them."""
 _SUFFIXES = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".tsv": "tsv", ".txt": "tsv"}
 COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 """Suffixes of compressed text files."""
@@ -112,7 +123,10 @@ def located(place_of: Callable[[int], tuple[str, int]]) -> Iterator[None]:
 
 
 def unify_types(
-    files: Sequence[File], columns: Iterable[str], kinds: Mapping[str, str | None]
+    files: Sequence[File],
+    columns: Iterable[str],
+    kinds: Mapping[str, str | None],
+    optional: Collection[str] = (),
 ) -> list[File]:
     """Check that columns have one kind of values in all files.
 
@@ -121,6 +135,8 @@ def unify_types(
         columns: The columns that files must have.
         kinds: Further columns, of keys, which files may lack. "text": text files are read with
             texts; None: the kind is not known.
+        optional: The part of `columns` that files may lack. Their values are then missing, and the
+            logger `recsys` names the column and the first file.
 
     Returns:
         The files. Text files have the types of all text files: whole numbers in one file and
@@ -134,6 +150,7 @@ def unify_types(
     """
     types: dict[str, Any] = {}  # of text files
     required = list(columns)
+    files = _with_optional(files, [name for name in required if name in optional])
     for file in files:
         file.check_columns(required)
     files = _with_texts(files, kinds)
@@ -159,9 +176,27 @@ def unify_types(
     return [_with_types(file, types) for file in files]
 
 
+def _with_optional(files: Sequence[File], optional: Sequence[str]) -> list[File]:
+    """Return files that have optional columns, with missing values where they lack them."""
+    lacking = {name: [f.path for f in files if name not in f.schema.names] for name in optional}
+    for name, paths in lacking.items():
+        if paths:
+            logger.warning(
+                "Column %r is missing in %s of %s files, such as %s. It is optional, so its values "
+                "are missing there.", name, len(paths), len(files), paths[0],
+            )  # fmt: skip
+    completed = []
+    for file in files:
+        absent = [name for name in optional if name not in file.schema.names]
+        schema = pa.schema([*file.schema, *(pa.field(name, pa.null()) for name in absent)])
+        partition = {**file.partition, **dict.fromkeys(absent)}
+        completed.append(replace(file, schema=schema, partition=partition) if absent else file)
+    return completed
+
+
 def _is_inferred(file: File, name: str) -> bool:
     """Return whether the type of a column was inferred from values, so that it can be changed."""
-    return is_text(file) or name in file.partition
+    return is_text(file) or (name in file.partition and not file.has_types)
 
 
 def _with_texts(files: Sequence[File], kinds: Mapping[str, str | None]) -> list[File]:
@@ -197,7 +232,7 @@ def files_of(paths: Paths, format: str | None = None, **csv_options: Any) -> lis
     """Find the files of paths, globs, folders and URLs, in the order of their names.
 
     Args:
-        paths: One or several.
+        paths: One or several. A folder of Delta Lake or Iceberg is read at its latest version.
         format: "parquet", "csv" or "tsv"; None: by the suffix of each file.
         csv_options: For text files: `read_options`, `parse_options` and `convert_options` of
             `pyarrow.csv`.
@@ -208,22 +243,87 @@ def files_of(paths: Paths, format: str | None = None, **csv_options: Any) -> lis
     Raises:
         TypeError: `paths` are not paths.
         FileNotFoundError: A path or glob has no file, or there is no path.
-        ValueError: The format of a file is unknown, or the file is damaged or empty.
+        ValueError: The format of a file is unknown, the file is damaged or empty, or it is a part
+            of a table of Delta Lake or Iceberg.
     """
-    if not is_path(paths) and not (isinstance(paths, Sequence) and all(map(is_path, paths))):
-        wrong_type("paths", "a path or a list of paths", paths)
-    listed = [paths] if isinstance(paths, str | PurePath) else list(paths)
-    if not listed:
-        raise FileNotFoundError("paths must have at least one path; received none.")
-    found = [place for address in listed for place in _found(os.fspath(address))]
+    files: list[File | None] = []
+    found = []
+    for address in with_versions(paths):
+        if isinstance(address, TableVersion):
+            files += [_open_in_lake(file, address, format) for file in lake_files(address)]
+        else:
+            places = _found(address)
+            found += places
+            files += [None] * len(places)
     names = [shown for _, _, shown in found]
     partitions = [*map(partition_of, names)]
     check_same_columns(names, partitions)
     types = types_of(partitions)
-    return [
+    plain = (
         _with_columns(_open(system, path, shown, format, csv_options), partition, types)
         for (system, path, shown), partition in zip(found, partitions, strict=True)
+    )
+    return [next(plain) if file is None else file for file in files]
+
+
+def names_of_files(paths: Paths) -> list[str]:
+    """Return the full names of the files of paths, in their order, without opening them.
+
+    Raises:
+        TypeError: `paths` are not paths.
+        FileNotFoundError: A path or glob has no file, or there is no path.
+        ValueError: A path is a table of Delta Lake or Iceberg, or a part of one.
+    """
+    names = []
+    for address in with_versions(paths):
+        if isinstance(address, TableVersion):
+            raise ValueError(
+                f"A table of Delta Lake or Iceberg has versions instead of new files; received "
+                f"{address}. Read each version by parquet."
+            )
+        names += [shown for _, _, shown in _found(address)]
+    return names
+
+
+def with_versions(paths: Paths) -> list[str | TableVersion]:
+    """Return paths as a list, in which tables of Delta Lake and Iceberg have a version.
+
+    Args:
+        paths: One or several. A folder of such a table gets the latest version.
+
+    Raises:
+        TypeError: `paths` are not paths.
+        FileNotFoundError: There is no path.
+        ValueError: A table does not have a version.
+    """
+    if not is_path(paths) and not (isinstance(paths, Sequence) and all(map(is_path, paths))):
+        wrong_type("paths", "a path or a list of paths", paths)
+    listed = [paths] if isinstance(paths, str | PurePath | TableVersion) else list(paths)
+    if not listed:
+        raise FileNotFoundError("paths must have at least one path; received none.")
+    return [
+        one if isinstance(one, TableVersion) else lake_at(os.fspath(one)) or os.fspath(one)
+        for one in listed
     ]
+
+
+def _open_in_lake(one: LakeFile, table: TableVersion, format: str | None) -> File:
+    """Return a file with the columns that its table has."""
+    if format not in (None, "parquet"):
+        raise ValueError(f"{table} must be read as Parquet; received the format {format!r}.")
+    [(system, path, shown)] = _places(one.path, [fsspec.core.url_to_fs(one.path)[1]])
+    try:
+        file = _open(system, path, shown, "parquet", {})
+    except ValueError as error:
+        raise ValueError(
+            f"{error} It is a file of {table}; VACUUM and expired snapshots remove the files of "
+            "old versions. Pass a version that still has its files."
+        ) from error
+    added = values_outside(one, file.schema)
+    schema = [
+        field if field.name in added else file.schema.field(field.name) for field in one.schema
+    ]
+    return replace(file, schema=pa.schema(schema), partition=added, has_types=True)
 
 
 def _with_columns(file: File, partition: Partition, types: Mapping[str, Any]) -> File:
@@ -236,7 +336,7 @@ def _with_columns(file: File, partition: Partition, types: Mapping[str, Any]) ->
 
 def is_path(data: object) -> bool:
     """Return whether an argument is a path or a URL."""
-    return isinstance(data, str | PurePath)
+    return isinstance(data, str | PurePath | TableVersion)
 
 
 def _found(one: str) -> list[tuple[Any, str, str]]:
@@ -252,10 +352,18 @@ def _found(one: str) -> list[tuple[Any, str, str]]:
         paths = [path] if system.exists(path) else []
     if not paths:
         raise FileNotFoundError(f"{one} must be a file, or a folder or glob with files.")
+    places = _places(one, sorted(paths))
+    check_no_lake(system, sorted(paths), places[0][2].removesuffix(places[0][1]))
+    return places
+
+
+def _places(one: str, paths: Sequence[str]) -> list[tuple[Any, str, str]]:
+    """Return the file system, the path in it and the full name of each path beside a path."""
+    system, _ = fsspec.core.url_to_fs(one)
     is_local = "file" in (system.protocol if isinstance(system.protocol, tuple) else [])
     place = fs.LocalFileSystem() if is_local else fs.PyFileSystem(fs.FSSpecHandler(system))
     prefix = "" if is_local else one.partition("://")[0] + "://"
-    return [(place, path, prefix + path) for path in sorted(paths)]
+    return [(place, path, prefix + path) for path in paths]
 
 
 def _files_in(system: Any, folder: str) -> list[str]:

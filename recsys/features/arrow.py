@@ -5,6 +5,7 @@ Shapes: `B` rows, `N` values.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -28,6 +29,7 @@ __all__ = [
     "read_values",
     "times_of",
     "to_float32",
+    "with_missing",
 ]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
@@ -143,6 +145,23 @@ def column_of(table: Any, name: str) -> Any:
             f"Column {name!r} must have less than 2 GiB in one table; received "
             f"{column.nbytes / 2**30:.1f} GiB. Transform slices of the table."
         ) from error
+
+
+def with_missing(table: Any, columns: Iterable[str]) -> Any:
+    """Return an Arrow table in which the columns that it lacks have missing values.
+
+    Args:
+        table: The table.
+        columns: Names of columns.
+
+    Example:
+        >>> with_missing(pa.table({"age": [20, 30]}), ["age", "city"]).to_pydict()
+        {'age': [20, 30], 'city': [None, None]}
+    """
+    for name in columns:
+        if name not in table.column_names:
+            table = table.append_column(name, pa.nulls(table.num_rows))
+    return table
 
 
 def read_values(

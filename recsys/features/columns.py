@@ -23,7 +23,7 @@ MISSING: Final = 0
 """Row of missing values in the tables of `Categorical`, `Numeric` with buckets and `Timestamp`."""
 INPUTS: Final = ("sparse_features", "dense_features")
 """Parts of a batch that a model reads; tables without labels have their columns, too."""
-_OWN_SETTINGS: Final = ("name", "is_list", "weights", "table", "separator")
+_OWN_SETTINGS: Final = ("name", "is_list", "weights", "table", "separator", "optional")
 """Settings that may differ between columns with one table."""
 KINDS: Final[dict[str, type[Column]]] = {}
 """The kinds of columns, by the name of the class."""
@@ -55,6 +55,7 @@ class Column:
         has_keys: True if values are texts or whole numbers, and `read` rejects the kind that the
             data of `fit` did not have. Text files are read with this kind.
         is_list: True if the rows are lists of ids.
+        optional: True if tables may lack the column, in `fit` as in `read`.
 
     Raises:
         TypeError: A field has another type.
@@ -71,6 +72,7 @@ class Column:
     needs_fit = False
     has_keys = False
     is_list = False
+    optional = False
 
     def __init_subclass__(cls) -> None:
         KINDS[cls.__name__] = cls
@@ -103,12 +105,18 @@ class Column:
 
     @property
     def is_optional(self) -> bool:
-        """True if tables may lack the column."""
-        return False
+        """True if tables to predict for may lack the column."""
+        return self.optional
 
     def column_names(self) -> list[str]:
         """Return the columns that `fit` and `read` need, without id weights."""
         return [self.name]
+
+    def optional_names(self) -> list[str]:
+        """Return the columns that tables may lack, with id weights."""
+        if not self.optional:
+            return []
+        return self.column_names() + ([] if self.weights is None else [self.weights])
 
     def feature_names(self) -> list[str]:
         """Return the names of the features, before and after `fit`."""

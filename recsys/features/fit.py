@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from recsys.features.arrow import Values, key_kind, read_values
+from recsys.features.arrow import Values, key_kind, read_values, with_missing
 from recsys.features.columns import Column
 from recsys.features.counts import Counts
 from recsys.features.fingerprints import fingerprint_of
@@ -141,7 +141,7 @@ class PartialFit:
             ValueError: A value is NaN, infinite or out of its range.
         """
         for column in self.columns:
-            column.fit(self, table)
+            column.fit(self, with_missing(table, column.optional_names()))
         self.num_rows += table.num_rows
 
     def values(self, table: Any, name: str, is_list: bool, separator: str | None = None) -> Values:

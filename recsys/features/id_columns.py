@@ -129,6 +129,8 @@ class Categorical(_IdColumn):
     """Name of the column of weights, one number per value."""
     table: str | None = None
     """Name of the table, whose columns share a vocabulary. Default: the name of the column."""
+    optional: bool = False
+    """True if tables may lack the column: all its values are then missing."""
 
     needs_fit = True
     has_keys = True
@@ -227,6 +229,8 @@ class Hashed(_IdColumn):
     """Name of the column of weights, one number per value."""
     table: str | None = None
     """Name of the table. Default: the name of the column."""
+    optional: bool = False
+    """True if tables may lack the column: all its values are then missing."""
 
     has_keys = True
     is_unsigned = True
@@ -287,6 +291,8 @@ class Ids(_IdColumn):
     """Number of first rows that are not values of the data, such as missing and unknown."""
     fingerprint: str | None = None
     """Fingerprint of the values that the rows stand for, in prepared tables; None: not known."""
+    optional: bool = False
+    """True if tables may lack the column: all its values are then missing."""
 
     has_numbers = True
 

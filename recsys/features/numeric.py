@@ -71,6 +71,8 @@ class Numeric(Column):
     fingerprint: str | None = None
     """Fingerprint of the mean and the deviation that have scaled the numbers of a prepared table;
     None: the numbers are not scaled yet."""
+    optional: bool = False
+    """True if tables may lack the column: all its values are then missing."""
 
     needs_fit = True
 
@@ -102,8 +104,8 @@ class Numeric(Column):
 
     @property
     def is_optional(self) -> bool:
-        """True if the value of missing numbers is stated."""
-        return self.missing is not None
+        """True if the value of missing numbers is stated, or tables may lack the column."""
+        return self.optional or self.missing is not None
 
     def features(self, fitted: Fitted) -> list[Feature]:
         """Return the sparse feature whose ids are bucket numbers."""

@@ -19,6 +19,7 @@ from recsys.datasets.memory import table_of
 from recsys.datasets.sources import parts_of
 from recsys.datasets.utils import Batch
 from recsys.features import extend, save
+from recsys.features.arrow import with_missing
 from recsys.features.columns import INPUTS, Column, Feature, check_columns
 from recsys.features.fingerprints import row_sources
 from recsys.features.fit import Fitted, PartialFit
@@ -128,6 +129,10 @@ class FeatureSpec:
                 if column.weights is not None:
                     read[column.weights] = None
         return list(read)
+
+    def optional_names(self) -> list[str]:
+        """Return the names of the columns that tables may lack, with `optional=True`."""
+        return [name for column in self.columns for name in column.optional_names()]
 
     def fit_column_names(self) -> list[str]:
         """Return the names of the columns whose values `fit` reads."""
@@ -372,7 +377,7 @@ class FeatureSpec:
     def _partial(self, data: Any, limit: int, kinds: Mapping[str, str | None]) -> PartialFit:
         """Return the statistics of data; text files are read with the kinds."""
         part = PartialFit(self.columns, limit)
-        for rows in parts_of(data, self.fit_column_names(), kinds):
+        for rows in parts_of(data, self.fit_column_names(), kinds, self.optional_names()):
             for start in range(0, max(rows.table.num_rows, 1), _WINDOW):
                 window = rows.slice(start, _WINDOW)
                 with window.located(part.num_rows):
@@ -534,8 +539,9 @@ class FeatureSpec:
 
         Args:
             data: A table of Arrow, pandas, polars or Hugging Face, or a dict of columns. Further
-                columns are ignored. A column that states the value of missing numbers, such as
-                `Numeric("age", missing=0.0)`, may be absent; all its values are missing then.
+                columns are ignored. An optional column, and one that states the value of missing
+                numbers, such as `Numeric("age", missing=0.0)`, may be absent; all its values are
+                missing then.
             labels: False for a table without labels, sample weights and groups; labels are then 0.
 
         Returns:
@@ -551,7 +557,7 @@ class FeatureSpec:
                 the row and the value.
             RuntimeError: The spec is not fitted.
         """
-        table = table_of(data)
+        table = with_missing(table_of(data), self.optional_names())
         size = table.num_rows
         bags = self._read(table, "sparse_features")
         dense = self._read(table, "dense_features")

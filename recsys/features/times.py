@@ -52,6 +52,8 @@ class Timestamp(Column):
     """Some of "hour", "weekday", "day" (of the month) and "month"."""
     unit: Literal["s", "ms", "us", "ns"] = "s"
     """Unit of whole numbers."""
+    optional: bool = False
+    """True if tables may lack the column: all its values are then missing."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -53,6 +53,8 @@ class Vector(Column):
     _: KW_ONLY
     dim: int
     """Number of numbers of each vector."""
+    optional: bool = False
+    """True if tables may lack the column: all its values are then missing."""
 
     part = "dense_features"
 

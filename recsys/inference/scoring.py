@@ -29,7 +29,7 @@ from recsys.datasets.files import File
 from recsys.datasets.sources import read_parts
 from recsys.datasets.tables import Paths, files_of, unify_types
 from recsys.features.spec import FeatureSpec
-from recsys.inference.packages.columns import arguments_of, load_spec, names_of
+from recsys.inference.packages.columns import arguments_of, is_optional, load_spec, names_of
 from recsys.inference.packages.predictor import Predictor
 from recsys.inference.records.rows import column_of_output
 from recsys.inference.score_results import (
@@ -72,7 +72,7 @@ def score(
             arguments of the model are the dense features, if the spec has any, and the features
             with ids.
         data: Paths, globs, folders or URLs of Parquet, CSV or TSV files. Further columns are
-            ignored. A column that states the value of missing numbers, such as
+            ignored. An optional column, and one that states the value of missing numbers, such as
             `Numeric("age", missing=0.0)`, may be absent.
         out: A folder for the results, `NAME-CHECKSUM.parquet` for each file of `data`, with the
             CRC-32 of its path. A result appears when it is complete, so a stopped job continues,
@@ -139,7 +139,7 @@ def _score_files(
         scorer = open_scorer(model, spec, stack)
         required = [name for name in scorer.names if name not in scorer.optional]
         # Text files must give a column one type, even if some of the files lack it.
-        kinds = {**scorer.kinds, **dict.fromkeys(scorer.optional, "number")}
+        kinds = {**dict.fromkeys(scorer.optional, "number"), **scorer.kinds}
         mine = [
             (file, folder / f"{Path(file.path).stem}-{zlib.crc32(file.path.encode()):08x}.parquet")
             for number, file in enumerate(unify_types(files, required, kinds))
@@ -284,6 +284,7 @@ def open_scorer(
         names = fitted.column_names(labels=False)
         kinds = {name: kind for name, kind in fitted.column_kinds().items() if name in names}
         optional = [column.name for column in fitted.columns if column.is_optional]
+        optional = [*dict.fromkeys([*optional, *fitted.optional_names()])]
         origin, tasks = model_of(model, fitted), fitted.label_names
         return Scorer(
             lambda table: _run(model, fitted, table), names, optional, kinds, tasks, origin
@@ -302,7 +303,7 @@ def open_scorer(
     }
     in_texts = [described for described in columns if described.get("separator") is not None]
     kinds |= dict.fromkeys(names_of(in_texts), "text")
-    optional = [described["name"] for described in columns if described.get("missing") is not None]
+    optional = names_of([described for described in columns if is_optional(described)])
     tasks, origin = load_spec(Path(model)).label_names, package_of(Path(model), predictor)
     return Scorer(lambda table: dict(predictor(table)), names, optional, kinds, tasks, origin)
 

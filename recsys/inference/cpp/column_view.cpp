@@ -143,7 +143,8 @@ ColumnView ColumnView::of(const Column& column, const TensorsByName& tensors) {
   view.missing = find(column.name + ".missing");
   view.lengths = column.is_list ? find(column.name + ".lengths") : nullptr;
   view.weights = column.weights.empty() ? nullptr : find(column.weights);
-  if (view.values == nullptr && view.lengths == nullptr && !column.missing.has_value()) {
+  const bool is_optional = column.is_optional || column.missing.has_value();
+  if (view.values == nullptr && view.lengths == nullptr && !is_optional) {
     refuse("A request must have a column '", column.name, "'; it is missing.");
   }
   view.check_dtypes();

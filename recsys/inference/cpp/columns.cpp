@@ -158,6 +158,8 @@ void Columns::read_column(const Json& json) {
   column.name = json.at("name").text();
   column.kind = kind_named(json.at("kind").text());
   json.at("dtype").text();
+  const Json* optional = json.find("optional");
+  column.is_optional = optional != nullptr && optional->boolean();
   if (column.kind == Column::Kind::kTime) {
     column.per_second = json.at("per_second").integer();
     require(column.per_second > 0, column.name, "a positive unit");

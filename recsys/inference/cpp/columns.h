@@ -57,6 +57,7 @@ struct Column {
   Kind kind = Kind::kIds;
   bool is_text = false;
   bool is_list = false;
+  bool is_optional = false;
   std::string separator;         // of lists in texts; "": requests have lists
   std::string weights;           // the column of weights; "": none
   std::string tensor;            // of the model; "": of a dense column, or of parts

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.datasets.sources import parts_of
+from recsys.features.arrow import with_missing
 from recsys.features.spec import FeatureSpec
 from recsys.inference.packages.columns import load_spec
 from recsys.inference.score_results import named_outputs
@@ -89,11 +90,14 @@ def score_both(
         specs = [load_spec(version) for version in versions]
         shared = {} if served is None else _fitted_columns(*specs)
         tasks = _tasks(scorers[0], label, regression)
-        names = [name for s in scorers for name in s.names if name not in s.optional]
+        names = dict.fromkeys(name for s in scorers for name in s.names)
         columns = [*dict.fromkeys([*names, *tasks, *segments])]
+        required = {name for s in scorers for name in s.names if name not in s.optional}
+        optional = [name for name in columns if name not in {*required, *tasks, *segments}]
         rows_of_tasks = Rows(tasks, regression, len(tasks) > 1)
         seconds: tuple[list[float], list[float]] = ([], [])
-        for part in parts_of(data, columns, scorers[0].kinds):
+        for part in parts_of(data, columns, scorers[0].kinds, optional):
+            part = part._replace(table=with_missing(part.table, optional))
             for start in range(0, part.table.num_rows, _BATCH):
                 rows = part.slice(start, _BATCH)
                 with rows.located():

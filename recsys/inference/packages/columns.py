@@ -124,10 +124,11 @@ class PackageColumns:
             for model_input in inputs
             for feature in model_input.get("features", [])
         }
-        described = [
-            model_input.describe(fitted, self._table, tensors) for model_input in self._spec.columns
-        ]
-        entries = [column for column in described if column is not None]
+        entries = []
+        for model_input in self._spec.columns:
+            described = model_input.describe(fitted, self._table, tensors)
+            if described is not None:
+                entries.append(described | ({"optional": True} if model_input.optional else {}))
         weights = {column["weights"] for column in entries if column.get("weights")}
         if twice := repeated([*(column["name"] for column in entries), *weights]):
             raise ValueError(
@@ -222,8 +223,8 @@ def raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, Te
 
     Args:
         columns: The manifest's entries of the columns.
-        data: A table. Further columns are ignored; a column that states the value of missing
-            numbers may be absent.
+        data: A table. Further columns are ignored; an optional column, and one that states the
+            value of missing numbers, may be absent.
 
     Raises:
         KeyError: The table does not have a column.
@@ -252,7 +253,7 @@ def _raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, T
     parts: dict[str, Tensor | Texts] = {}
     for column in columns:
         name, is_list = column["name"], bool(column.get("is_list"))
-        if name not in table.column_names and column.get("missing") is not None:
+        if name not in table.column_names and is_optional(column):
             continue
         if column["kind"] == "vector":  # a missing one has length 0
             vectors, no_vector = read_vectors(table, name, column["dim"])
@@ -286,6 +287,15 @@ def _raw_request(columns: Sequence[Mapping[str, Any]], data: Any) -> dict[str, T
             weights = read_id_weights(table, column["weights"], values, places, separator)
             parts[column["weights"]] = torch.from_numpy(weights)
     return parts
+
+
+def is_optional(column: Mapping[str, Any]) -> bool:
+    """Return whether requests may lack a column.
+
+    Args:
+        column: The manifest's entry of the column.
+    """
+    return column.get("missing") is not None or bool(column.get("optional"))
 
 
 def names_of(columns: Sequence[Mapping[str, Any]]) -> list[str]:

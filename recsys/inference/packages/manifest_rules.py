@@ -178,6 +178,7 @@ def _offset(subject: str, value: object) -> int:
 
 
 def _column(subject: str, value: object) -> dict[str, Any]:
+    flag_of(f"{subject}: optional", object_of(subject, value).get("optional", False))
     kinds = "categorical", "hashed", "ids", "numeric", "buckets", "vector", "time"
     named = members(name=text_of, kind=_one_of(*kinds), dtype=text_of)(subject, value)
     kind = named["kind"]

@@ -189,6 +189,14 @@ def write_separated(version: Path) -> Path:
     return write(version, columns=columns, inputs=_raw_inputs())
 
 
+def write_optional(version: Path) -> Path:
+    """Write a version whose requests may lack each raw column but `who`."""
+    spec = [one if one.name == "who" else replace(one, optional=True) for one in _SPEC]
+    _write_vocabularies(version, CITIES, {}, spec)
+    columns = [one if one["name"] == "who" else {**one, "optional": True} for one in COLUMNS]
+    return write(version, columns=columns, inputs=_raw_inputs())
+
+
 def _raw_inputs() -> list[dict[str, Any]]:
     """Return the inputs, whose features have the names of raw columns."""
     names = {column["tensor"]: column["name"] for column in COLUMNS if "tensor" in column}

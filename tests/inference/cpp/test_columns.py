@@ -93,6 +93,26 @@ def test_raw_columns_are_converted(
     core.close()
 
 
+def test_optional_columns_may_be_absent(library: Path, tmp_path: Path) -> None:
+    """All their values are missing then, alone and beside requests that have the columns."""
+    version = fake_package.write_optional(tmp_path / "1")
+    columns = json.loads((version / "manifest.json").read_text())["columns"]
+    core, strict = opened(library, version), opened(library, fake_package.write_raw(tmp_path / "2"))
+    who = {"who": pa.array([[7], [8, 9]]), "share": pa.array([[1.0], [0.5, 2.0]])}
+    types = {"age": pa.float64(), "pay": pa.float64(), "code": pa.int64(), "city": TEXTS}
+    nulls = pa.table({**who, **{n: pa.nulls(2, t) for n, t in {**types, "any": TEXTS}.items()}})
+    whole, lacking = (raw_request(columns, table) for table in (nulls, pa.table(who)))
+    assert {*lacking} == {"who", "who.lengths", "share"}
+    wanted = strict.run([raw_request(fake_package.COLUMNS, nulls)])[0]
+    for found in [*core.run([lacking]), *core.run([whole, lacking, whole])]:
+        assert torch.equal(found["score"], wanted["score"])
+    refused = [core.run([whole_request(2)])[0], strict.run([lacking])[0]]
+    assert "must have a column" not in str(refused[0])  # who.lengths states that it is empty
+    assert "A request must have a column 'age'; it is missing" in str(refused[1])
+    core.close()
+    strict.close()
+
+
 def _maybe(random: np.random.Generator, value: Any) -> Any:
     return None if random.random() < 0.2 else value
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from recsys import EmbeddingBagCollection
 from recsys.features import Categorical, FeatureSpec, Label, Numeric
 from recsys.inference import package, quantize_embeddings
 from recsys.inference.gate import Gate, GateReport, publish, rollback
-from recsys.inference.gate.scored import Task
+from recsys.inference.gate.scored import Task, score_both
 from recsys.inference.gate.segments import auc_change
 from recsys.sparse import KeyedJaggedTensor
 
@@ -245,6 +246,23 @@ def test_a_version_without_rows_and_a_day_without_rows(world: _World, tmp_path: 
     report = GATE.compare(new, world.served, {"today": empty})
     assert ("rows", "item") in _refused(report)
     assert ("data", "today") in _refused(report)
+
+
+def test_optional_columns_are_read_where_they_are(world: _World, tmp_path: Path) -> None:
+    """A day without the column has the predictions of a day of nulls, in files and in memory."""
+    spec = FeatureSpec([replace(COLUMNS[0]), replace(COLUMNS[1], optional=True), *COLUMNS[2:]])
+    spec.fitted = world.spec.fitted
+    version, rows = _package(_trained(spec, world.training), tmp_path / "new", spec), _day(7)
+    lacking, place = rows.drop_columns(["country"]), rows.column_names.index("country")
+    nulls = rows.set_column(place, "country", pa.nulls(len(rows), pa.string()))
+    for number, table in enumerate((lacking, rows)):
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    found = [
+        score_both(version, None, data, None, ()).new
+        for data in (pa.concat_tables([nulls, rows]), str(tmp_path / "*.parquet"), [lacking, rows])
+    ]
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
 
 
 def test_a_few_clicks_in_many_rows_are_judged() -> None:
