@@ -258,7 +258,7 @@ def test_optional_columns_are_read_where_they_are(world: _World, tmp_path: Path)
     for number, table in enumerate((lacking, rows)):
         pq.write_table(table, tmp_path / f"{number}.parquet")
     found = [
-        score_both(version, None, data, None, ()).new
+        score_both(version, None, data, None, (), ()).tasks[0].new
         for data in (pa.concat_tables([nulls, rows]), str(tmp_path / "*.parquet"), [lacking, rows])
     ]
     assert np.array_equal(found[0], found[1])
