@@ -81,8 +81,8 @@ def row_sources(spec: FeatureSpec, before: FeatureSpec, table: str) -> _Array:
 def hashed_values(spec: FeatureSpec, hashed: FeatureSpec, table: str) -> tuple[_Array, _Array]:
     """Return the values of a vocabulary as ids of a table with hashed ids, and their rows.
 
-    The values of the last data come first, then those that were away for fewer extensions; then the
-    lower row.
+    The values of the last data come first, then the values that fewer extensions did not have, then
+    the lower row.
 
     Args:
         spec: A fitted spec with the vocabulary.
