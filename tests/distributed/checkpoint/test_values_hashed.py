@@ -26,7 +26,7 @@ from recsys.features import Categorical, FeatureSpec, Hashed
 from recsys.modules.hashed_ids import LFU, AtLeast, DistanceLFU, HashedIds
 from recsys.optim import Adam, RowWiseAdagrad, apply_optimizer_in_backward
 from tests.distributed.checkpoint.test_delta import always_deltas
-from tests.distributed.checkpoint.test_hashed import _line_of
+from tests.distributed.checkpoint.test_hashed import line_of
 from tests.features.plain import fnv, signed
 from tests.ranks import RankPool
 
@@ -270,7 +270,7 @@ def test_the_values_of_the_last_data_stay_if_the_table_is_too_small(tmp_path: Pa
         room: dict[int, int] = {}
         kept = set[str]()
         for name in [*names[150:300], *names[:150], *names[300:]]:
-            line = _line_of(signed(fnv(name)), index)
+            line = line_of(signed(fnv(name)), index)
             room[line] = room.get(line, 64 - (line % index.lines == 0)) - 1
             kept |= {name} if room[line] >= 0 else set()
         del after[table]["unknown"]
