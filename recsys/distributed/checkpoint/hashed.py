@@ -149,9 +149,9 @@ def _fill(table: _Table, saved: SavedValues) -> dict[tuple[str, int], int]:
         saved_value, value = saved.values.get(name), {**table.values, **table.arrays}[key]
         if not isinstance(saved_value, TensorStorageMetadata):
             raise CheckpointError(
-                f"A table with HashedIds whose ids get other rows must have all in the checkpoint; "
-                f"{saved.folder} has no {name!r}. Leave {table.weight!r} out, or load without the "
-                "optimizer."
+                "A table with HashedIds whose ids get other rows needs its values in the "
+                f"checkpoint; {saved.folder} has no {name!r}. Leave {table.weight!r} out, or load "
+                "without the optimizer."
             )
         if saved_value.size[1:] != value.shape[1:]:
             raise CheckpointError(

@@ -102,10 +102,11 @@ def load_checkpoint(
             have keep their rows bit for bit, under any plan. A bucket of numbers takes the row of
             the bucket that contained its middle. Without it, a table of another fit is an error. A
             table may also have a vocabulary in one and hashed ids, `Hashed(growing=True)`, in the
-            other. A value then takes the row of its hash, or the hash the row of its value. The
-            row of unknown values is the one that the ids of region 0 share. If there are fewer rows
-            than values, the values of the last data stay, then the values that fewer extensions
-            did not have, then the lower row; a warning has the number of others.
+            other. A value then takes the row of its hash, or the hash the row of its value. An
+            expired id counts as long as its row has it. The row of unknown values is the one that
+            the unknown ids of region 0 share. If there are fewer rows than values, the values of
+            the last data stay, then the values that fewer extensions did not have, then the lower
+            row; a warning has the number of others.
         saved_spec: The spec of the checkpoint; None for the one that was saved with it.
         new_rows: Weights of values that the checkpoint lacks: "init" keeps the model's, "mean"
             takes the mean of the saved values, "unknown" the saved row of unknown values. Their
