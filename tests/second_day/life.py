@@ -200,7 +200,7 @@ class Life:
         return expected.rows.get(value, expected.rows[name])
 
     def serve(self) -> None:
-        """Answer raw rows, also unknown and missing ones; some packages answer them alike."""
+        """Answer raw rows, also unknown and missing ones, by the model and by some packages."""
         data = [*self._data(), None, self._value(0)]
         trained = self._answers(data)
         zeros = [0.0] * DIM
